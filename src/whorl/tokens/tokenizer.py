@@ -1,0 +1,297 @@
+"""The tokenizer: bytes to token ids and back, exactly, for any bytes.
+
+Ids: the 256 bytes in order, then the merged tokens by rank, then the special tokens. Encoding runs in
+tiktoken's core, which takes ranks for ids; `tokenizer.json` is the Hugging Face form of the same thing, and
+reads back here.
+
+What is subtle:
+- *No injection.* A special token's text in ordinary input is ordinary text. Only `allow_special=True` turns
+  it into the special id, the longest first where several begin at one place (tiktoken's own search would
+  take any).
+- *Any bytes.* tiktoken's core wants valid text. Runs of bytes that are not UTF-8 are pieces of their own,
+  encoded from their bytes; decoding gives bytes back, never "replacement characters".
+- *The standard file.* Hugging Face merges by a list of pairs, tiktoken by the rank of the result. So the
+  file lists, for each token by rank, every pair that spells it, and `ignore_merges` says that a pre-token
+  which is a token is taken whole, as tiktoken does.
+- *Streams.* Text may be cut where a border stands whatever follows (`pretokens.SAFE_BORDER`), so a stream
+  is encoded in pieces and gives the ids of the whole. Memory is bounded by the chunk and the longest
+  stretch without a border.
+- *pad is not eos*: a model must learn to end, and must never learn from padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiktoken
+from numpy.typing import NDArray
+
+from whorl.errors import ConfigError, DataError
+from whorl.tokens import bpe, pretokens
+
+Ids = NDArray[np.unsignedinteger[Any]]  # uint16 while the vocabulary fits, else uint32
+
+BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """Byte-level BPE with special tokens.
+
+    Args:
+        tokens: byte strings by rank, the 256 single bytes first.
+        specials: further special tokens, after `<|bos|>`, `<|eos|>` and `<|pad|>`.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], specials: Sequence[str] = ()) -> None:
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        if len(ranks) != len(tokens) or list(tokens[:256]) != [bytes([i]) for i in range(256)]:
+            raise DataError(
+                "these tokens are no byte-level vocabulary",
+                expected="the 256 single bytes in order, then distinct longer byte strings",
+                do="train the tokenizer again",
+            )
+        for special in specials:
+            if not (special.isascii() and special.isprintable() and special):
+                raise ConfigError(
+                    f"the special token {special!r} cannot be used",
+                    expected="one or more printable ASCII characters",
+                    do="write it as <|name|>",
+                )
+        self.specials = [BOS, EOS, PAD, *(s for s in specials if s not in (BOS, EOS, PAD))]
+        self.special_ids = {special: len(tokens) + i for i, special in enumerate(self.specials)}
+        self.token_bytes: list[bytes] = [*tokens, *(s.encode() for s in self.specials)]
+        self.n_ordinary = len(tokens)
+        self.bos_id, self.eos_id, self.pad_id = (self.special_ids[s] for s in (BOS, EOS, PAD))
+        self.dtype: Any = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        self._special_pattern = pretokens.longest_first(self.specials)
+        self._longest_special = max(map(len, self.specials))
+        # The core is never asked for specials; it gets them because with none it looks for the empty string
+        # at every character, which halves its speed.
+        self._core = tiktoken.Encoding(
+            "whorl", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens=self.special_ids
+        )._core_bpe
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: bytes, merged tokens and special tokens."""
+        return len(self.token_bytes)
+
+    @classmethod
+    def train(
+        cls,
+        texts: Iterable[str | bytes],
+        vocab_size: int,
+        *,
+        specials: Sequence[str] = (),
+        workers: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Tokenizer:
+        """Learn a vocabulary of at most `vocab_size` ids (special tokens and bytes included).
+
+        A text too small or too uniform for so many tokens gives fewer: read `vocab_size` of the result.
+
+        Raises:
+            ConfigError: `vocab_size` leaves no room for a merge, or is beyond 2**20.
+        """
+        all_specials = list(dict.fromkeys((BOS, EOS, PAD, *specials)))
+        least = 256 + len(all_specials)
+        if not least < vocab_size <= 1 << 20:
+            raise ConfigError(
+                f"a vocabulary of {vocab_size} is impossible",
+                expected=f"more than {least} (256 bytes, {len(all_specials)} special tokens), up to 1048576",
+                do="choose a vocabulary between 512 and 65536",
+            )
+        counts = pretokens.count(texts, all_specials, workers)
+        return cls(bpe.train(counts, vocab_size - len(all_specials), progress=progress), specials)
+
+    def encode(self, data: str | bytes, *, allow_special: bool = False) -> Ids:
+        """Ids of `data`. Special tokens in it are ordinary text unless `allow_special`."""
+        parts: list[Ids] = []
+        for segment in pretokens.segments(data):
+            if isinstance(segment, bytes):
+                parts.append(np.asarray(self._core.encode_single_piece(segment), dtype=self.dtype))
+            elif allow_special:
+                parts.extend(self._encode_with_special(segment))
+            else:
+                parts.append(self._encode_text(segment))
+        if len(parts) == 1:  # nearly always: no copy
+            return parts[0]
+        return np.concatenate([np.empty(0, self.dtype), *parts])
+
+    def encode_document(self, data: str | bytes) -> Ids:
+        """Ids of a whole document: bos, its tokens, eos."""
+        ids = self.encode(data)
+        return np.concatenate(([self.bos_id], ids, [self.eos_id]), dtype=self.dtype, casting="unsafe")
+
+    def encode_batch(self, data: Sequence[str | bytes], *, threads: int | None = None) -> list[Ids]:
+        """`encode` for many, in threads (the core drops the interpreter lock). None: the cores at hand."""
+        threads = pretokens.available_cores() if threads is None else threads
+        if threads <= 1 or len(data) <= 1:
+            return [self.encode(item) for item in data]
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(self.encode, data))
+
+    def stream(self, chunks: Iterable[str | bytes], *, allow_special: bool = False) -> Iterator[Ids]:
+        """Encode a text that arrives in chunks (all `str` or all `bytes`, cut anywhere).
+
+        Yields arrays whose concatenation is `encode` of the chunks' concatenation.
+        """
+        kept: Any = None
+        for chunk in chunks:
+            kept = chunk if kept is None else kept + chunk
+            cut = self._safe_cut(kept, allow_special)
+            if cut:
+                yield self.encode(kept[:cut], allow_special=allow_special)
+                kept = kept[cut:]
+        if kept:
+            yield self.encode(kept, allow_special=allow_special)
+
+    def decode(self, ids: Iterable[int] | Ids) -> bytes:
+        """The bytes that `ids` stand for; special tokens as their text.
+
+        Raises:
+            DataError: an id outside the vocabulary.
+        """
+        listed: list[int] = np.asarray(ids).tolist() if isinstance(ids, np.ndarray) else [int(i) for i in ids]
+        table, size = self.token_bytes, self.vocab_size
+        for i in listed:
+            if not 0 <= i < size:
+                raise DataError(f"token id {i} is outside the vocabulary", expected=f"0 to {size - 1}")
+        return b"".join([table[i] for i in listed])
+
+    def save(self, folder: Path) -> Path:
+        """Write `tokenizer.json` into `folder`; returns its path."""
+        path = Path(folder) / FILE
+        path.write_text(json.dumps(self._as_standard(), ensure_ascii=False, indent=1), encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a `tokenizer.json` that `save` wrote (or one with the same splitting pattern).
+
+        Raises:
+            DataError: no such file, no tokenizer in it, or one that splits text by other rules.
+        """
+        path = Path(folder) / FILE
+        try:
+            standard = json.loads(path.read_text(encoding="utf-8"))
+            vocabulary: dict[str, int] = standard["model"]["vocab"]
+            pattern = standard["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
+            added: list[dict[str, Any]] = standard["added_tokens"]
+            ordinary = sorted((i, t) for t, i in vocabulary.items())
+            tokens = [bytes(_BYTE_OF[c] for c in token) for _, token in ordinary]
+            specials = [str(entry["content"]) for entry in sorted(added, key=lambda entry: int(entry["id"]))]
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise DataError(
+                f"{path} cannot be read as a tokenizer: {type(error).__name__}: {error}",
+                expected="a tokenizer.json that whorl wrote",
+                do="check the path, or train the tokenizer again",
+            ) from error
+        if pattern != pretokens.PATTERN or [i for i, _ in ordinary] != list(range(len(ordinary))):
+            raise DataError(
+                f"{path} splits or numbers text by other rules than this version",
+                expected=f"the splitting pattern {pretokens.PATTERN}",
+                do="train the tokenizer again with this version",
+            )
+        return cls(tokens, specials)
+
+    def _encode_text(self, text: str) -> Ids:
+        ids = np.frombuffer(self._core.encode_to_tiktoken_buffer(text, set()), dtype=np.uint32)
+        return ids.astype(self.dtype)
+
+    def _encode_with_special(self, text: str) -> Iterator[Ids]:
+        assert self._special_pattern is not None
+        start = 0
+        for match in self._special_pattern.finditer(text):
+            if match.start() > start:
+                yield self._encode_text(text[start : match.start()])
+            yield np.array([self.special_ids[match.group()]], dtype=self.dtype)
+            start = match.end()
+        if start < len(text):
+            yield self._encode_text(text[start:])
+
+    def _safe_cut(self, kept: str | bytes, allow_special: bool) -> int:
+        """The last place in `kept` where a border stands whatever follows; 0 where none is known."""
+        # Latin-1 gives bytes one character each, so that a place in the one is a place in the other; all that
+        # the border looks at is ASCII.
+        text = kept.decode("latin-1") if isinstance(kept, bytes) else kept
+        if not allow_special:
+            border = pretokens.SAFE_BORDER.search(text)
+            return border.start() if border else 0
+        # A special token may hold a border, or be half here: stay before what can still become one.
+        assert self._special_pattern is not None
+        end = max(0, len(text) - self._longest_special + 1)
+        border = pretokens.SAFE_BORDER.search(text, 0, end)
+        cut: int = border.start() if border else 0
+        for match in self._special_pattern.finditer(text):
+            if match.start() >= cut:
+                break
+            if match.end() > cut:
+                return match.start()
+        return cut
+
+    def _as_standard(self) -> dict[str, Any]:
+        """The content of a Hugging Face `tokenizer.json`."""
+        ordinary = self.token_bytes[: self.n_ordinary]
+        rank = {token: i for i, token in enumerate(ordinary)}
+        merges = []
+        for token in ordinary[256:]:
+            halves = [(token[:i], token[i:]) for i in range(1, len(token))]
+            known = [(rank[a], rank[b]) for a, b in halves if a in rank and b in rank]
+            merges += [[_as_text(ordinary[a]), _as_text(ordinary[b])] for a, b in sorted(known)]
+        byte_level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+        split = {
+            "type": "Split",
+            "pattern": {"Regex": pretokens.PATTERN},
+            "behavior": "Isolated",
+            "invert": False,
+        }
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": i, "content": s, **flags} for s, i in self.special_ids.items()],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {
+                "type": "BPE",
+                "dropout": None,
+                "unk_token": None,
+                "continuing_subword_prefix": None,
+                "end_of_word_suffix": None,
+                "fuse_unk": False,
+                "byte_fallback": False,
+                "ignore_merges": True,
+                "vocab": {_as_text(token): i for i, token in enumerate(ordinary)},
+                "merges": merges,
+            },
+        }
+
+
+def _printable_bytes() -> list[str]:
+    """GPT-2's way to write each byte as one printable character, which the standard file uses."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(256, 512))
+    return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
+
+
+_CHARACTER_OF = _printable_bytes()
+_BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTER_OF)}
+
+
+def _as_text(token: bytes) -> str:
+    return "".join(_CHARACTER_OF[b] for b in token)
