@@ -1,0 +1,20 @@
+"""What every long job needs around it: run folder, metrics, random streams, progress, the machine measured."""
+
+from whorl.runs import machine, seeds
+from whorl.runs.machine import Machine, probe
+from whorl.runs.progress import Progress, Task, duration
+from whorl.runs.run import MetricsLog, Run, environment, read_metrics
+
+__all__ = [
+    "Machine",
+    "MetricsLog",
+    "Progress",
+    "Run",
+    "Task",
+    "duration",
+    "environment",
+    "machine",
+    "probe",
+    "read_metrics",
+    "seeds",
+]

@@ -1,0 +1,194 @@
+"""Progress that a person can watch, and that a log file can keep.
+
+On a terminal a task is a moving bar; without one (a pipe, CI, nohup) it is a plain line every few seconds. In
+both cases a task ends in one closing line with its duration, so that what scrolls by is the same story. A
+`Progress` is made once, by the command line, and passed down; a library call without one uses
+`Progress.silent()`. Every line also goes to the `sinks` (the run folder's log).
+
+The subtle part: only the thread that holds `_lock` touches the live display, and the display is taken down
+when the last task ends, because a live display owns the cursor and would garble what the caller prints
+itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
+
+PLAIN_SECONDS = 5.0  # a plain line at most this often
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min 20 s`, `1 h 05 min`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def amount(value: float) -> str:
+    """A count for reading: thousands separated, decimals only where they matter."""
+    if value != int(value) and abs(value) < 100:
+        return f"{value:.1f}"
+    return f"{value:,.0f}"
+
+
+class Task:
+    """One piece of work under way; a context manager. Made by `Progress.task`."""
+
+    def __init__(self, progress: Progress, label: str, total: float | None, unit: str) -> None:
+        self.label, self.total, self.unit = label, total, unit
+        self.done = 0.0
+        self.note = ""
+        self._progress = progress
+        self._start = self._said = time.monotonic()
+        self._bar: TaskID | None = None
+
+    def advance(self, amount: float = 1.0, *, note: str | None = None) -> None:
+        """`amount` more is done."""
+        self.update(done=self.done + amount, note=note)
+
+    def update(
+        self, *, done: float | None = None, total: float | None = None, note: str | None = None
+    ) -> None:
+        """Set how much is done, how much there is, or the note that stands behind the bar."""
+        if done is not None:
+            self.done = done
+        if total is not None:
+            self.total = total
+        if note is not None:
+            self.note = note
+        self._progress._show(self)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
+
+    def line(self) -> str:
+        """The task as plain text: `Tokenising: 34 of 100 MB (34 %), 12 s, 3.1 MB/s`."""
+        parts = []
+        unit = f" {self.unit}" if self.unit else ""
+        if self.total:
+            share = f" ({100 * self.done / self.total:.0f} %)" if self.done < self.total else ""
+            parts.append(f"{amount(self.done)} of {amount(self.total)}{unit}{share}")
+        elif self.done:
+            parts.append(f"{amount(self.done)}{unit}")
+        parts.append(duration(self.seconds))
+        if self.note:
+            parts.append(self.note)
+        return f"{self.label}: {', '.join(parts)}"
+
+    def __enter__(self) -> Task:
+        self._progress._begin(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress._end(self, stopped=kind is not None)
+
+
+class Progress:
+    """Where a run shows what it is doing.
+
+    Args:
+        stream: where to write; standard output by default.
+        interactive: a moving bar (True) or plain lines (False); by default, whether `stream` is a terminal.
+        every: seconds between the plain lines of a task.
+    """
+
+    def __init__(
+        self, stream: TextIO | None = None, *, interactive: bool | None = None, every: float = PLAIN_SECONDS
+    ) -> None:
+        self.stream = stream if stream is not None else sys.stdout
+        self.interactive = self.stream.isatty() if interactive is None else interactive
+        self.every = every
+        self.sinks: list[Callable[[str], None]] = []
+        self._quiet = False
+        self._lock = threading.RLock()
+        self._live: RichProgress | None = None
+        self._tasks: list[Task] = []
+
+    @classmethod
+    def silent(cls) -> Progress:
+        """One that shows nothing (sinks still hear): for tests and for calls from a library."""
+        progress = cls(interactive=False)
+        progress._quiet = True
+        return progress
+
+    def task(self, label: str, total: float | None = None, unit: str = "") -> Task:
+        """A task to be entered with `with`; `total` None means that nobody knows how long it takes."""
+        return Task(self, label, total, unit)
+
+    def say(self, text: str) -> None:
+        """One line (or several) for the reader."""
+        with self._lock:
+            for sink in self.sinks:
+                sink(text)
+            if self._quiet:
+                return
+            if self._live is not None:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, file=self.stream, flush=True)
+
+    def _begin(self, task: Task) -> None:
+        with self._lock:
+            self._tasks.append(task)
+            if not self.interactive or self._quiet:
+                return
+            if self._live is None:
+                self._live = _bars(self.stream)
+                self._live.start()
+            task._bar = self._live.add_task(task.label, total=task.total, unit=task.unit, note="")
+
+    def _show(self, task: Task) -> None:
+        if self._quiet:
+            return
+        if task._bar is not None:
+            with self._lock:
+                if self._live is not None:
+                    self._live.update(task._bar, completed=task.done, total=task.total, note=task.note)
+        elif not self.interactive and time.monotonic() - task._said >= self.every:
+            task._said = time.monotonic()
+            self.say(task.line())
+
+    def _end(self, task: Task, *, stopped: bool) -> None:
+        with self._lock:
+            self._tasks.remove(task)
+            if self._live is not None and task._bar is not None:
+                self._live.remove_task(task._bar)
+                if not self._tasks:
+                    self._live.stop()
+                    self._live = None
+            self.say(f"{task.line()}{' (stopped)' if stopped else ''}")
+
+
+def _bars(stream: TextIO) -> RichProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=Console(file=stream),
+        transient=True,
+        refresh_per_second=4,
+    )
