@@ -1,0 +1,190 @@
+"""What general compressors need for the held-out files: the yardstick of a language model.
+
+A compressor and a language model do the same work. A model that gives the next symbol the probability p
+lets an arithmetic coder write it in -log2 p bits, so "bits per byte of text never seen" compares the two
+directly, with no vocabulary in between (Shannon 1951, Prediction and Entropy of Printed English; Delétang
+et al. 2024, Language Modeling Is Compression).
+
+The subtle part is what each side is allowed to know. A trained model has seen the training split and,
+here, scores every held-out file alone. A plain compressor has seen nothing, but may use the other held-out
+files when they come as one stream. So each method is shown in the settings that exist for it:
+
+* `one stream`: all held-out files in one go; it learns from the earlier files. No training split.
+* `file by file`: every file alone, its container's header included (what an archive of small files costs).
+* `dictionary`: file by file, with a small dictionary (110 KB) made from the training split.
+* `primed`: the whole training split goes in first, then all held-out files as one stream, and only what is
+  added is counted. That is the strongest setting, and the compressor even keeps learning on the held-out
+  files.
+
+Primed sizes are exact differences, |compress(train + held-out)| - |compress(train)|; for PPMd, whose coder
+emits bytes as it goes, one pass gives both numbers. PPMd (Shkarin 2002, PPM: one step to practicality) is
+the n-gram model among the compressors: order 10 here, with enough memory that it never has to throw its
+statistics away.
+
+All work is done by C libraries that release the interpreter lock, so a pool of threads runs them side by
+side.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+
+from whorl.errors import DataError
+
+PPMD_ORDER = 10
+DICTIONARY_BYTES = 112_640  # zstd's own default size for a trained dictionary
+_DICTIONARY_SAMPLE = 16_000_000  # the trainer gains nothing from more, and its time grows
+_XZ_DICTIONARY = 64 << 20  # bytes that `xz -9` looks back; what is primed beyond it would be forgotten
+_PPMD_BYTES_A_BYTE = 24  # model memory for a byte of input: order 10 took under 10 on 31 MB of source code
+_PPMD_MEMORY = (64 << 20, 1 << 30)
+_PRIMER_ALONE = "primer alone"  # xz's difference as two jobs side by side: the slowest work by far
+
+
+@dataclass(frozen=True)
+class Compressed:
+    """One method's size for the held-out files.
+
+    Attributes:
+        method: name for people, e.g. "xz -9e".
+        setting: "one stream", "file by file", "dictionary" or "primed".
+        compressed_bytes: bytes that the held-out files cost.
+        raw_bytes: their size as they are.
+        seconds: wall-clock of this measurement (others ran beside it).
+    """
+
+    method: str
+    setting: str
+    compressed_bytes: int
+    raw_bytes: int
+    seconds: float
+
+    @property
+    def bits_per_byte(self) -> float:
+        return 8 * self.compressed_bytes / self.raw_bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, {self.setting}"
+
+
+def measure(
+    held_out: Sequence[bytes],
+    train: Sequence[bytes] = (),
+    *,
+    workers: int = 2,
+    done: Callable[[Compressed], None] | None = None,
+) -> list[Compressed]:
+    """Size of the held-out files under every method, in a fixed order.
+
+    Args:
+        held_out: the files, each as bytes; empty ones count for nothing.
+        train: the training split's files; without it the dictionary and primed settings are left out.
+        workers: threads that run at the same time.
+        done: called with each result as it comes, for a progress bar.
+
+    Raises:
+        DataError: there is no held-out byte.
+    """
+    held_out = [text for text in held_out if text]
+    if not held_out:
+        raise DataError(
+            "nothing to compress: the held-out split is empty",
+            expected="at least one file with at least one byte",
+            do="raise curate's test_bytes, or ingest more documents",
+        )
+    stream, primer = b"".join(held_out), b"".join(train)
+    # Beyond its look-back xz forgets: prime it with the latest part that it can still see.
+    seen = primer[-max(1, _XZ_DICTIONARY - len(stream)) :]
+    # (method, setting, size): the longest first, so that the pool does not end on one of them alone.
+    jobs: list[tuple[str, str, Callable[[], int]]] = []
+    if primer:
+        jobs += [
+            ("xz -9e", "primed", lambda: _xz(seen + stream)),
+            ("xz -9e", _PRIMER_ALONE, lambda: _xz(seen)),
+            (f"PPMd order {PPMD_ORDER}", "primed", lambda: ppmd_size(stream, primer)),
+            ("zstd -19", "dictionary", lambda: _zstd_dictionary(held_out, train)),
+        ]
+    jobs += [
+        ("xz -9e", "one stream", lambda: _xz(stream)),
+        ("xz -9e", "file by file", lambda: sum(map(_xz, held_out))),
+        ("gzip -9", "one stream", lambda: _gzip(stream)),
+        ("gzip -9", "file by file", lambda: sum(map(_gzip, held_out))),
+        ("bzip2 -9", "one stream", lambda: len(bz2.compress(stream, 9))),
+        ("zstd -19", "one stream", lambda: _zstd(stream)),
+        ("zstd -19", "file by file", lambda: sum(map(_zstd, held_out))),
+        (f"PPMd order {PPMD_ORDER}", "one stream", lambda: ppmd_size(stream)),
+        (f"PPMd order {PPMD_ORDER}", "file by file", lambda: sum(map(ppmd_size, held_out))),
+    ]
+
+    def timed(method: str, setting: str, size: Callable[[], int]) -> Compressed:
+        start = time.perf_counter()
+        return Compressed(method, setting, size(), len(stream), time.perf_counter() - start)
+
+    results: list[Compressed] = []
+    halves: dict[str, Compressed] = {}
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        for future in as_completed([pool.submit(timed, *job) for job in jobs]):
+            result = future.result()
+            if result.method == "xz -9e" and result.setting in ("primed", _PRIMER_ALONE):
+                halves[result.setting] = result
+                if len(halves) < 2:
+                    continue
+                both, alone = halves["primed"], halves[_PRIMER_ALONE]
+                added = both.compressed_bytes - alone.compressed_bytes
+                result = Compressed(both.method, "primed", added, len(stream), both.seconds + alone.seconds)
+            results.append(result)
+            if done is not None:
+                done(result)
+    return sorted(results, key=lambda result: -result.bits_per_byte)
+
+
+def ppmd_size(stream: bytes, primer: bytes = b"") -> int:
+    """Bytes that PPMd (variant H, order 10) adds for `stream` after it has coded `primer`."""
+    import pyppmd
+
+    least, most = _PPMD_MEMORY
+    memory = min(most, max(least, _PPMD_BYTES_A_BYTE * (len(primer) + len(stream))))
+    encoder = pyppmd.Ppmd7Encoder(PPMD_ORDER, memory)
+    before = len(encoder.encode(primer)) if primer else 0
+    total = before + len(encoder.encode(stream)) + len(encoder.flush())
+    return total - before
+
+
+def _xz(data: bytes) -> int:
+    return len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
+
+
+def _gzip(data: bytes) -> int:
+    return len(gzip.compress(data, 9, mtime=0))
+
+
+def _zstd(data: bytes) -> int:
+    import zstandard
+
+    return len(zstandard.ZstdCompressor(level=19).compress(data))
+
+
+def _zstd_dictionary(held_out: Sequence[bytes], train: Sequence[bytes]) -> int:
+    """Every file alone, with a dictionary trained on (at most 16 MB of) the training split."""
+    import zstandard
+
+    samples: list[bytes | bytearray | memoryview] = []
+    total = 0
+    # A stride over the split rather than its beginning: neighbouring files are alike.
+    stride = max(1, -(-sum(map(len, train)) // _DICTIONARY_SAMPLE))
+    for text in train[::stride]:
+        samples.append(text[:131_072])  # the trainer reads no more of one sample
+        total += len(samples[-1])
+    size = min(DICTIONARY_BYTES, max(256, total // 10))
+    try:
+        dictionary = zstandard.train_dictionary(size, samples)
+    except zstandard.ZstdError:  # too few samples to learn from: the split itself serves as raw content
+        dictionary = zstandard.ZstdCompressionDict(b"".join(train)[-DICTIONARY_BYTES:])
+    compressor = zstandard.ZstdCompressor(level=19, dict_data=dictionary)
+    return sum(len(compressor.compress(text)) for text in held_out)

@@ -1,0 +1,86 @@
+"""Compressors: exact sizes, what priming may and may not do, and refusal of nothing."""
+
+from __future__ import annotations
+
+import gzip
+import lzma
+import random
+
+import pytest
+
+from whorl.errors import DataError
+from whorl.evals.compressors import Compressed, measure, ppmd_size
+
+
+def _code(seed: int, lines: int) -> bytes:
+    """Source-like text whose names are shared by all seeds: a training split helps."""
+    names = [f"name_{random.Random(i).getrandbits(40):x}" for i in range(60)]
+    rng = random.Random(seed)
+    return "".join(
+        f"{rng.choice(names)} = {rng.choice(names)}({rng.random():.3f})\n" for _ in range(lines)
+    ).encode()
+
+
+HELD_OUT = [_code(seed, 40) for seed in range(6)]
+TRAIN = [_code(100 + seed, 60) for seed in range(40)]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Compressed]:
+    seen: list[Compressed] = []
+    measured = measure(HELD_OUT, TRAIN, done=seen.append)
+    assert sorted(seen, key=lambda r: r.name) == sorted(measured, key=lambda r: r.name)
+    return {result.name: result for result in measured}
+
+
+def test_sizes_are_those_of_the_libraries(results: dict[str, Compressed]) -> None:
+    stream = b"".join(HELD_OUT)
+    extreme = 9 | lzma.PRESET_EXTREME
+    assert results["gzip -9, one stream"].compressed_bytes == len(gzip.compress(stream, 9))
+    assert results["xz -9e, file by file"].compressed_bytes == sum(
+        len(lzma.compress(text, preset=extreme)) for text in HELD_OUT
+    )
+    train = b"".join(TRAIN)
+    assert results["xz -9e, primed"].compressed_bytes == (
+        len(lzma.compress(train + stream, preset=extreme)) - len(lzma.compress(train, preset=extreme))
+    )
+    assert all(r.raw_bytes == len(stream) for r in results.values())
+    one = results["xz -9e, one stream"]
+    assert one.bits_per_byte == pytest.approx(8 * one.compressed_bytes / len(stream))
+
+
+def test_knowing_more_never_costs_more(results: dict[str, Compressed]) -> None:
+    for method in ("xz -9e", "PPMd order 10"):
+        primed, stream, alone = (
+            results[f"{method}, {setting}"].compressed_bytes
+            for setting in ("primed", "one stream", "file by file")
+        )
+        assert primed < stream < alone
+    assert (
+        results["zstd -19, dictionary"].compressed_bytes < results["zstd -19, file by file"].compressed_bytes
+    )
+
+
+def test_ppmd_primed_is_the_difference_of_two_streams() -> None:
+    stream, primer = b"".join(HELD_OUT), b"".join(TRAIN)
+    # The coder holds back a few bytes at the border between the two, no more.
+    assert abs(ppmd_size(stream, primer) - (ppmd_size(primer + stream) - ppmd_size(primer))) <= 8
+
+
+def test_random_bytes_cannot_be_squeezed() -> None:
+    noise = random.Random(0).randbytes(20_000)
+    assert all(result.bits_per_byte > 7.99 for result in measure([noise]))
+
+
+def test_without_a_training_split_only_unprimed_settings() -> None:
+    assert {r.setting for r in measure(HELD_OUT)} == {"one stream", "file by file"}
+
+
+def test_a_tiny_training_split_still_gives_a_dictionary() -> None:
+    assert "zstd -19, dictionary" in {r.name for r in measure([b"x = 1\n"], [b"y = 2\n"])}
+
+
+@pytest.mark.parametrize("held_out", [[], [b""], [b"", b""]])
+def test_an_empty_split_is_refused(held_out: list[bytes]) -> None:
+    with pytest.raises(DataError, match="held-out split is empty"):
+        measure(held_out, TRAIN)
