@@ -1,0 +1,141 @@
+"""Completions: where a function is cut, where a completion ends, and what counts as Python."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json.decoder
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whorl.errors import DataError
+from whorl.evals.completions import END_OF_DOCUMENT, Prompt, parse_rate, prompts, real_code, trim
+
+MODULE = b'''import os
+
+@decorated(lambda: 1)
+def plain(a, b=":"):
+    """Doc."""
+    if a:
+        return b
+
+    return """text
+at the margin
+"""
+
+class C:
+    async def method(
+        self,  # def inner():
+        x: int = 3,
+    ) -> None:  # the end
+        # a comment first
+        await x
+# a comment at the margin is still inside
+        return None
+
+    def one_line(self): return 1
+
+def last():
+    return {
+  "less": 1,
+}
+'''
+
+
+def _by_name(**sizes: int) -> dict[str, Prompt]:
+    chosen = prompts([("m", MODULE)], 10, 0, max_per_document=10, **{"min_body_bytes": 1, **sizes})
+    return {p.name: p for p in chosen}
+
+
+def test_the_cut_is_after_the_header() -> None:
+    found = _by_name()
+    assert set(found) == {"plain", "method", "last"}
+    assert found["plain"].header == b'def plain(a, b=":"):\n'
+    assert found["plain"].body.startswith(b'    """Doc."""\n') and found["plain"].body.endswith(
+        b'margin\n"""\n'
+    )
+    assert found["method"].header.startswith(b"    async def method(\n")
+    assert found["method"].header.endswith(b") -> None:  # the end\n")
+    for prompt in found.values():
+        assert prompt.prefix + prompt.body + prompt.after == MODULE
+        assert prompt.prefix.endswith(prompt.header)
+
+
+def test_real_code_all_parses() -> None:
+    rate = real_code(list(_by_name().values()))
+    assert (rate.parsed, rate.unfinished, rate.rate) == (3, 0, 1.0)
+    for prompt, body in rate.examples:
+        assert body is not None and body.rstrip() == prompt.body.rstrip()
+
+
+@pytest.mark.parametrize("limit", [5, 20])
+def test_a_limit_inside_the_body_leaves_it_unfinished(limit: int) -> None:
+    rate = real_code(list(_by_name().values()), limit=limit)
+    assert (rate.parsed, rate.unfinished) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("completion", "body"),
+    [
+        (b"    return 1\nx = 2\n", b"    return 1\n"),
+        (b"    return 1\nx", b"    return 1\n"),  # the cut line is already outside
+        (b"    return 1\n", None),  # no end in sight
+        (b"    return 1" + END_OF_DOCUMENT, b"    return 1\n"),  # the model closed the file itself
+        (b"    x = [\n0,\n]\n    return x\ny = 1\n", b"    x = [\n0,\n]\n    return x\n"),
+        (b'    """a\nb\n    """\ny = 1\n', b'    """a\nb\n    """\n'),
+        (b"    return (1\ny = 1\n", None),
+        (b"    return 1 +\ny = 1\n", None),
+        (b"y = 1\n", None),  # no body at all
+        (b"", None),
+        (b"    return '\xff'\ny = 1\n", None),  # not UTF-8
+        (b"    return '\x00'\ny = 1\n", None),
+        (b"    x = " + b"(" * 5_000 + b"\ny = 1\n", None),
+    ],
+)
+def test_trim(completion: bytes, body: bytes | None) -> None:
+    assert trim(b"def f():\n", completion) == body
+
+
+def test_trim_of_a_method_ends_at_the_next_method() -> None:
+    assert trim(b"    def f(self):\n", b"        return 1\n\n    def g") == b"        return 1\n\n"
+
+
+@given(st.binary(max_size=200), st.sampled_from([b"def f():\n", b"\tdef f():\n"]))
+def test_what_trim_accepts_is_python_and_a_prefix(completion: bytes, header: bytes) -> None:
+    body = trim(header, completion)
+    if body is not None:
+        assert completion.startswith(body)
+        (function,) = ast.parse(textwrap.dedent((header + body).decode())).body
+        assert isinstance(function, ast.FunctionDef)
+
+
+def test_rate_counts_each_outcome() -> None:
+    completions = [
+        b"    return 1\nx\n",
+        b"    return (\nx\n",
+        b"    still going",
+        b"        return 1\n    y\n",
+    ]
+    asked = [Prompt(b"", b"def f():\n", b"", b"", "d", "f")] * 3 + [
+        Prompt(b"", b"    def f():\n", b"", b"", "d", "f")
+    ]
+    rate = parse_rate(asked, lambda _: completions)
+    assert (rate.n, rate.parsed, rate.unfinished, rate.median_bytes) == (4, 2, 1, 15.0)
+    with pytest.raises(ValueError, match="4 prompts, but 1 completions"):
+        parse_rate(asked, lambda _: [b""])
+
+
+def test_prompts_are_a_function_of_documents_and_seed() -> None:
+    documents = [(str(i), inspect.getsource(json.decoder).encode()) for i in range(5)]
+    first, again, other = (prompts(documents, 6, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert all(sum(p.document == d for p in first) <= 2 for d, _ in documents)
+
+
+@pytest.mark.parametrize("text", [b"", b"x = 1\n", b"def broken(:\n", b"\xff\xfe", b"def f(): return 1\n"])
+def test_a_corpus_without_functions_is_refused(text: bytes) -> None:
+    with pytest.raises(DataError, match="no held-out document has a Python function"):
+        prompts([("d", text)], 3, 0)
