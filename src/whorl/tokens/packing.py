@@ -1,0 +1,162 @@
+"""Packing: documents of any length into rows of one length, without anybody seeing a neighbour.
+
+A document of n ids (bos first, eos last) has n - 1 things to predict: every id but its bos. It is cut into
+chunks of `length` inputs; chunk i + 1 begins at the last target of chunk i, so each of the n - 1 is a
+target exactly once. Full chunks are rows as they are. What is left over at the ends of documents, at most
+one chunk a document, is packed best-fit decreasing, the longest first, each into the fullest row where it
+fits (as in Ding et al. 2024, "Fewer Truncations Improve Language Modeling",
+https://arxiv.org/abs/2404.10830, applied to the remainders alone).
+
+A row [T] comes out as
+    tokens         what the network reads; `pad` after the last segment
+    targets        the id that follows in the *same* document; `pad` where there is none
+    segment_ids    1, 2, ... for the segments from left to right, 0 = padding
+    positions      0, 1, ... from the start of each segment
+    loss_mask      True where there is a target
+
+What is subtle: a row with one segment needs no document mask, because causal attention alone keeps every
+real token from the padding behind it. Such rows are *plain*; nearly all rows are, and an attention kernel
+without a mask is faster. So plain rows are kept apart from mixed ones (`Rows.plain`), and the loader fills
+batches with either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.errors import ConfigError
+
+
+class IdSource(Protocol):
+    """A stream of token ids that can be read from a place: an array, a memory map, or shards."""
+
+    def __getitem__(self, where: slice, /) -> NDArray[np.unsignedinteger[Any]]: ...
+
+
+class RowArrays(Protocol):
+    """Where rows are written: arrays [B, T], a batch or a slot's views."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    segment_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The row table: which stretches of the token stream stand in which row. Row r holds segments
+    first[r] : first[r + 1]; a segment reads `size` inputs (and as many targets, one further) from `start`."""
+
+    length: int
+    first: NDArray[np.int64]  # [rows + 1]
+    start: NDArray[np.int64]  # [segments]
+    size: NDArray[np.int64]  # [segments]
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    @property
+    def plain(self) -> NDArray[np.bool_]:
+        """[rows] True where a row is a single segment, so that a causal mask is enough."""
+        return np.equal(np.diff(self.first), 1)
+
+    @property
+    def n_targets(self) -> int:
+        """How many targets all rows have together."""
+        return int(self.size.sum())
+
+    @property
+    def fill(self) -> float:
+        """Share of all places that hold a token, the rest is padding."""
+        return self.n_targets / max(1, len(self) * self.length)
+
+    def segments(self, row: int) -> list[tuple[int, int]]:
+        """(start in the stream, inputs) of each segment of a row, from left to right."""
+        a, b = self.first[row], self.first[row + 1]
+        return list(zip(self.start[a:b].tolist(), self.size[a:b].tolist(), strict=True))
+
+    def write(self, ids: IdSource, rows: NDArray[np.int64], out: RowArrays, pad_id: int) -> None:
+        """Write `rows` (at most B of them) into arrays [B, T]; places without a token become padding."""
+        out.segment_ids[:] = 0
+        out.positions[:] = 0
+        out.loss_mask[:] = False
+        out.tokens[:] = pad_id
+        out.targets[:] = pad_id
+        count = np.arange(self.length, dtype=np.int32)
+        for b, row in enumerate(rows.tolist()):
+            at = 0
+            for segment, (start, size) in enumerate(self.segments(row), start=1):
+                place = slice(at, at + size)
+                stretch = ids[start : start + size + 1]
+                out.tokens[b, place] = stretch[:-1]
+                out.targets[b, place] = stretch[1:]
+                out.segment_ids[b, place] = segment
+                out.positions[b, place] = count[:size]
+                out.loss_mask[b, place] = True
+                at += size
+
+
+def pack(starts: NDArray[np.int64], lengths: NDArray[np.int64], length: int) -> Rows:
+    """Lay documents into rows.
+
+    Args:
+        starts: [documents] where each begins in the token stream.
+        lengths: [documents] how many ids each has, bos and eos included.
+        length: T, the inputs of a row.
+
+    Returns:
+        The full rows in stream order, then the rows of left-overs. The same input gives the same rows.
+
+    Raises:
+        ConfigError: `length` is not positive.
+    """
+    if length < 1:
+        raise ConfigError(f"rows of {length} tokens are impossible", expected="a row length of at least 1")
+    inputs = np.maximum(lengths - 1, 0)
+    n_full, rest = inputs // length, inputs % length
+    document = np.repeat(np.arange(len(inputs)), n_full)
+    nth = np.arange(len(document)) - np.repeat(np.cumsum(n_full) - n_full, n_full)
+    full_start = starts[document] + nth * length
+
+    short = np.flatnonzero(rest)
+    short = short[np.argsort(-rest[short], kind="stable")]
+    rows = _best_fit(rest[short].tolist(), length)
+    order = short[np.fromiter((i for row in rows for i in row), np.int64, len(short))]
+    per_row = np.array([1] * len(full_start) + [len(row) for row in rows], np.int64)
+    return Rows(
+        length=length,
+        first=np.concatenate((np.zeros(1, np.int64), np.cumsum(per_row))),
+        start=np.concatenate((full_start, (starts + n_full * length)[order])),
+        size=np.concatenate((np.full(len(full_start), length, np.int64), rest[order])),
+    )
+
+
+def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
+    """Put items, given from the longest, each into the fullest row that still has room.
+
+    Rows are kept by the room they have left, and a bit set says which amounts of room there are, so that the
+    time is linear in the items for a fixed length.
+    """
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(length + 1)]
+    rooms = 0  # bit r is set where some row has room for r more
+    for item, size in enumerate(sizes):
+        enough = rooms >> size
+        if enough:
+            room = size + (enough & -enough).bit_length() - 1
+            row = by_room[room].pop()
+            if not by_room[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, row = length, len(rows)
+            rows.append([])
+        rows[row].append(item)
+        if room > size:
+            by_room[room - size].append(row)
+            rooms |= 1 << (room - size)
+    return rows

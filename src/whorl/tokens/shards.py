@@ -1,0 +1,314 @@
+"""Token shards: a split of a corpus as one stream of ids on disk, with a way back to every document.
+
+    train-00000.bin, train-00001.bin, ...   ids, uint16 or uint32, nothing else: memory-mapped, never loaded
+    train-documents.parquet                 a row a document: start, length, bytes, id, source, path, offset
+    tokens.json                             what the ids are: type, special ids, shard sizes, a fingerprint
+
+The stream is the shards end to end, each document as bos, its tokens, eos. No document crosses a shard's
+end, so a shard can be read alone and a stretch of a document is always one slice of one map.
+
+The fingerprint covers every id in order. A loader keeps it in its state, so that a run resumed on other
+data says so instead of training on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.errors import DataError, one_of
+from whorl.tokens.tokenizer import Ids, Tokenizer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from whorl.corpus.documents import Document
+    from whorl.runs import Progress
+
+INDEX = "tokens.json"
+_TOGETHER_BYTES = 4 << 20  # text that is encoded at a time, so that threads have something to share
+
+
+class TokensConfig(BaseModel):
+    """How a corpus becomes token shards."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    shard_tokens: int = Field(
+        default=1 << 27, ge=1 << 10, description="most ids in a shard file (a longer document gets its own)"
+    )
+    splits: list[str] = Field(default=["train", "validation", "test"], min_length=1)
+
+
+class Trace(NamedTuple):
+    """Where a token came from: the record at byte `offset` of `path`, `within` bytes into its text."""
+
+    document: str
+    source: str
+    path: str
+    offset: int
+    within: int
+
+
+def write_shards(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    out: Path,
+    split: str,
+    config: TokensConfig | None = None,
+    progress: Progress | None = None,
+    total_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Encode the documents of one split into `out` and enter it in `out/tokens.json`.
+
+    Args:
+        total_bytes: the documents' size, if known: the progress bar's whole.
+
+    Returns:
+        documents, tokens, bytes, bytes_per_token, fingerprint.
+    """
+    from whorl.runs import Progress
+
+    config = config or TokensConfig()
+    writer = _ShardWriter(out, split, config.shard_tokens)
+    table: dict[str, list[Any]] = {
+        name: [] for name in ("start", "length", "bytes", "id", "source", "path", "offset")
+    }
+    total = total_bytes / 1e6 if total_bytes else None
+    with writer, (progress or Progress.silent()).task(f"Encoding {split}", total, "MB") as task:
+        for group in _together(documents):
+            encoded = tokenizer.encode_batch([document.text for document in group])
+            for document, ids in zip(group, encoded, strict=True):
+                whole = np.concatenate(([tokenizer.bos_id], ids, [tokenizer.eos_id])).astype(tokenizer.dtype)
+                table["start"].append(writer.add(whole))
+                table["length"].append(len(whole))
+                table["bytes"].append(len(document.text.encode()))
+                for name in ("id", "source", "path", "offset"):
+                    table[name].append(getattr(document, name))
+            task.advance(sum(table["bytes"][-len(group) :]) / 1e6)
+    _write_table(table, out / f"{split}-documents.parquet")
+    n_bytes = sum(table["bytes"])
+    summary = {
+        "documents": len(table["id"]),
+        "tokens": writer.total,
+        "bytes": n_bytes,
+        "bytes_per_token": n_bytes / max(1, writer.total - 2 * len(table["id"])),
+        "fingerprint": writer.hash.hexdigest(),
+    }
+    _enter(out, tokenizer, split, {**summary, "shards": writer.sizes})
+    return summary
+
+
+class TokenSplit:
+    """One split, open for reading: ids by stretch, documents by number."""
+
+    def __init__(self, folder: Path, split: str, entry: dict[str, Any], dtype: np.dtype[Any]) -> None:
+        self.folder, self.name = folder, split
+        self.fingerprint: str = entry["fingerprint"]
+        self.n_bytes: int = entry["bytes"]
+        self.n_documents: int = entry["documents"]
+        self._dtype = dtype
+        self._ends = (
+            np.cumsum(np.array(entry["shards"], np.int64)) if entry["shards"] else np.zeros(0, np.int64)
+        )
+        self._maps: dict[int, Ids] = {}
+
+    def __len__(self) -> int:
+        """How many ids the stream has."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, where: slice) -> Ids:
+        """ids[start:stop], without a copy where the stretch lies in one shard (a document always does)."""
+        start, stop, step = where.indices(len(self))
+        if step != 1:
+            raise ValueError("a token stream is read in steps of 1")
+        parts: list[Ids] = []
+        while start < stop:
+            shard = int(np.searchsorted(self._ends, start, side="right"))
+            begin = int(self._ends[shard - 1]) if shard else 0
+            end = min(stop, int(self._ends[shard]))
+            parts.append(self._map(shard)[start - begin : end - begin])
+            start = end
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts) if parts else np.empty(0, self._dtype)
+
+    def _map(self, shard: int) -> Ids:
+        if shard not in self._maps:
+            path = self.folder / _shard_name(self.name, shard)
+            begin = int(self._ends[shard - 1]) if shard else 0
+            n = int(self._ends[shard]) - begin
+            if not path.exists() or path.stat().st_size != n * self._dtype.itemsize:
+                raise DataError(
+                    f"{path} is missing or has another size than its index says",
+                    expected=f"{n * self._dtype.itemsize} bytes",
+                    do="run `whorl verify`, then make the token set again",
+                )
+            self._maps[shard] = np.memmap(path, self._dtype, "r")
+        return self._maps[shard]
+
+    @cached_property
+    def documents(self) -> pa.Table:
+        """The document table: start, length, bytes, id, source, path, offset."""
+        import pyarrow.parquet as pq
+
+        return pq.read_table(self.folder / f"{self.name}-documents.parquet")
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """[documents] where each document begins in the stream."""
+        return np.asarray(self.documents["start"], np.int64)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """[documents] how many ids each document has, bos and eos included."""
+        return np.asarray(self.documents["length"], np.int64)
+
+    def document(self, number: int) -> Ids:
+        """The ids of one document, bos and eos included."""
+        start = int(self.starts[number])
+        return self[start : start + int(self.lengths[number])]
+
+    def iter_documents(self) -> Iterator[Ids]:
+        """The ids of every document, in stream order."""
+        for number in range(self.n_documents):
+            yield self.document(number)
+
+
+class TokenSet:
+    """A folder that `write_shards` filled.
+
+    Raises:
+        DataError: no token set there, or (on `split`) no such split.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(folder)
+        try:
+            index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+            self._splits: dict[str, dict[str, Any]] = index["splits"]
+            self.dtype: np.dtype[Any] = np.dtype(index["dtype"])
+            self.vocab_size: int = index["vocab_size"]
+            self.bos_id, self.eos_id, self.pad_id = (int(index[k]) for k in ("bos_id", "eos_id", "pad_id"))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{self.folder} holds no token set: {type(error).__name__}: {error}",
+                expected=f"a folder with {INDEX}, as the step `tokens` writes it",
+            ) from error
+        self._open: dict[str, TokenSplit] = {}
+
+    @property
+    def splits(self) -> list[str]:
+        return list(self._splits)
+
+    def split(self, name: str) -> TokenSplit:
+        if name not in self._splits:
+            raise DataError(f"{self.folder} has no split {name!r}", expected=one_of(name, self.splits))
+        if name not in self._open:
+            self._open[name] = TokenSplit(self.folder, name, self._splits[name], self.dtype)
+        return self._open[name]
+
+    def trace(self, position: int, split: str = "train", tokenizer: Tokenizer | None = None) -> Trace:
+        """Which document, and where in it, the id at `position` of a split's stream came from.
+
+        Without the tokenizer `within` is 0: the bytes before a token are known from the tokens before it.
+        """
+        stream = self.split(split)
+        if not 0 <= position < len(stream):
+            raise DataError(f"no token {position} in {split}", expected=f"0 to {len(stream) - 1}")
+        number = int(np.searchsorted(stream.starts, position, side="right")) - 1
+        row = {
+            name: stream.documents[name][number].as_py()
+            for name in ("id", "source", "path", "offset", "bytes")
+        }
+        within = 0
+        if tokenizer is not None:
+            before = stream[int(stream.starts[number]) + 1 : max(position, int(stream.starts[number]) + 1)]
+            within = min(len(tokenizer.decode(before)), row["bytes"])
+        return Trace(row["id"], row["source"], row["path"], row["offset"], within)
+
+
+class _ShardWriter:
+    """Appends documents to shard files, a new file where the next document would not fit."""
+
+    def __init__(self, out: Path, split: str, shard_tokens: int) -> None:
+        self.out, self.split, self.limit = out, split, shard_tokens
+        self.sizes: list[int] = []
+        self.total = 0
+        self.hash = hashlib.blake2b(digest_size=16)
+        self._file: Any = None
+
+    def add(self, ids: Ids) -> int:
+        """Append one document; returns where it begins in the stream."""
+        if self._file is None or (self.sizes[-1] and self.sizes[-1] + len(ids) > self.limit):
+            self.close()
+            self._file = (self.out / _shard_name(self.split, len(self.sizes))).open("wb")
+            self.sizes.append(0)
+        data = ids.tobytes()
+        self._file.write(data)
+        self.hash.update(data)
+        start = self.total
+        self.sizes[-1] += len(ids)
+        self.total += len(ids)
+        return start
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> _ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _shard_name(split: str, shard: int) -> str:
+    return f"{split}-{shard:05d}.bin"
+
+
+def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += len(document.text)
+        if size >= _TOGETHER_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _write_table(table: dict[str, list[Any]], path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    integer, string = pa.int64(), pa.string()
+    types = [integer, integer, integer, string, string, string, integer]
+    pq.write_table(
+        pa.table({k: pa.array(v, t) for (k, v), t in zip(table.items(), types, strict=True)}), path
+    )
+
+
+def _enter(out: Path, tokenizer: Tokenizer, split: str, entry: dict[str, Any]) -> None:
+    path = out / INDEX
+    index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"splits": {}}
+    index |= {
+        "dtype": np.dtype(tokenizer.dtype).name,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "pad_id": tokenizer.pad_id,
+    }
+    index["splits"][split] = entry
+    path.write_text(json.dumps(index, indent=1), encoding="utf-8")
