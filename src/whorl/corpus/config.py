@@ -1,0 +1,93 @@
+"""What a user may say about a corpus: where its bytes come from, and which of them are used.
+
+Two small pydantic models, one a step. They are part of the artifact's address, so every field here changes
+what is built; a field that only changes how fast (threads, progress) does not belong here.
+
+The subtle part is `IngestConfig.fingerprint`. An address is a hash of configuration and parents, and
+`ingest` has no parents: without more, an edited source file would look like work already done. So the step
+fills `fingerprint` from the input's bytes before it asks for the address (`whorl.corpus.fingerprint`).
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Folders that hold machinery, not writing. A pattern with no "/" matches a name at any depth.
+DEFAULT_EXCLUDE = (
+    ".git",
+    ".hg",
+    ".svn",
+    "__pycache__",
+    "node_modules",
+    ".venv",
+    ".tox",
+    ".mypy_cache",
+    ".whorl",
+)
+
+# One row in, one reason out: '' keeps the document, any other word drops it and is counted under that word.
+# The thresholds are deliberately loose; a rule should catch what no reader would call writing.
+DEFAULT_QUERY = """\
+SELECT row, CASE
+  WHEN exact_duplicate THEN 'exact_duplicate'
+  WHEN n_bytes < 100 THEN 'too_short'
+  WHEN generated THEN 'generated'
+  WHEN longest_line > 20000 OR mean_line > 300 THEN 'long_lines'
+  WHEN alnum_share < 0.3 THEN 'few_letters'
+  WHEN digit_share > 0.4 THEN 'mostly_digits'
+  WHEN repeated_line_share > 0.9 THEN 'repeated_lines'
+  ELSE '' END AS reason
+FROM attributes"""
+
+
+class IngestConfig(BaseModel):
+    """Which bytes become documents."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sources: list[str] = Field(
+        default=["python-stdlib"],
+        min_length=1,
+        description="known names ('python-stdlib'), folders, files or globs ('notes/**/*.md')",
+    )
+    include: list[str] = Field(default=["*"], description="keep only files that match one of these globs")
+    exclude: list[str] = Field(
+        default=list(DEFAULT_EXCLUDE), description="leave out files and folders that match one of these globs"
+    )
+    text_field: str = Field(
+        default="text", min_length=1, description="where a JSONL or Parquet record has its text"
+    )
+    max_document_bytes: int = Field(
+        default=4_000_000, ge=1, le=64_000_000, description="longer documents are quarantined, unread"
+    )
+    licences: dict[str, str] = Field(
+        default={}, description="source -> SPDX licence, for documents that name none themselves"
+    )
+    fingerprint: str = Field(
+        default="", description="hash of the input bytes, filled in by the step; leave empty"
+    )
+
+
+class CurateConfig(BaseModel):
+    """Which documents are used, and which of those are held out."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    query: str = Field(
+        default=DEFAULT_QUERY, description="SQL over `attributes`: columns row and reason ('' = keep)"
+    )
+    near_duplicate_similarity: float = Field(
+        default=0.5,
+        ge=0.3,
+        le=1.0,
+        description="estimated Jaccard similarity (of five-word shingles) that makes two documents a cluster",
+    )
+    validation_bytes: int = Field(default=1_000_000, ge=0)
+    test_bytes: int = Field(default=1_000_000, ge=0)
+    max_held_out_share: float = Field(
+        default=0.1, gt=0, le=0.4, description="most of the selected bytes that validation, or test, may take"
+    )
+    max_cluster_share: float = Field(
+        default=0.1, gt=0, le=1.0, description="most of a held-out split that one cluster may fill"
+    )
+    seed: int = 0

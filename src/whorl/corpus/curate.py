@@ -1,0 +1,242 @@
+"""Curate: measure every document, find copies, let a query choose, split what it chose.
+
+What is written, all row-aligned with the documents, which are not touched:
+
+- `attributes-00000.parquet`, ...: one file for each `documents-*.parquet`, the columns of `attribute_schema`.
+- `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and
+  `reason` (why a document was dropped, "" if it was not).
+
+Memory stays bounded by the row, not by the text: documents stream past once, attributes go straight to a
+file, and the MinHash signatures (512 bytes a document) to a memory map that the system may page out. Some
+70 bytes a document remain in memory, for the hashes, the clusters and the split.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.corpus import duplicates
+from whorl.corpus.attributes import attribute_schema, measure
+from whorl.corpus.config import CurateConfig
+from whorl.corpus.splits import SPLITS, assign
+from whorl.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from whorl.runs import Progress
+
+BLOCK_BYTES = 2_000_000
+# A longer document is compared by its beginning: the sums over a block take some 60 bytes a byte of text.
+SIGNED_BYTES = 4_000_000
+
+
+def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress: Progress) -> dict[str, Any]:
+    """Write attributes and selection of these document files into `out`.
+
+    Returns:
+        `funnel` (read, what is left after each reason, train), `dropped` (reason -> documents, bytes),
+        `splits` (name -> documents, bytes, largest_document_share), `clusters`, `near_duplicates`.
+
+    Raises:
+        ConfigError: the query is not one, or does not return `row` and `reason`.
+        DataError: nothing is selected, or the corpus is too small to hold anything out.
+    """
+    import pyarrow.parquet as pq
+
+    n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in documents)
+    with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
+        table = _measure_all(documents, n_rows, Path(scratch), progress)
+        with progress.task("Finding copies", total=None, unit="documents"):
+            first = duplicates.first_of_equals(table.hashes)
+            sets = duplicates.join_equals(first)
+            duplicates.clusters(table.signatures, config.near_duplicate_similarity, sets)
+            cluster = sets.roots()
+        _write_attributes(documents, Path(scratch), out, first, cluster)
+    attributes = [out / _attribute_name(path) for path in documents]
+    reasons = _select(config.query, attributes, n_rows)
+    kept = reasons == ""
+    if not kept.any():
+        names, counts = np.unique(reasons, return_counts=True)
+        found = ", ".join(f"{name} {n}" for name, n in zip(names, counts, strict=True))
+        raise DataError(
+            f"the selection keeps none of {n_rows} documents: {found}",
+            expected="at least one document with an empty reason",
+            do="loosen the thresholds in curate's query",
+        )
+    split = assign(table.ids, cluster, table.n_bytes, kept, config)
+    _write_selection(out, split, reasons)
+    return _summary(table.n_bytes, reasons, split, cluster)
+
+
+class _Measured:
+    """What stays in memory of each document, and the map of all signatures."""
+
+    def __init__(self, n: int, signature_file: Path) -> None:
+        self.ids: list[str] = []
+        self.n_bytes = np.zeros(n, np.int64)
+        self.hashes = np.zeros((n, 2), np.uint64)
+        shape = (n, duplicates.N_HASHES)
+        self.signatures = np.memmap(signature_file, np.uint32, mode="w+", shape=shape)
+
+
+def _blocks(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
+    """Rows of an open Parquet file, some BLOCK_BYTES of text at a time."""
+    rows: list[dict[str, Any]] = []
+    size = 0
+    for batch in file.iter_batches(batch_size=64, columns=columns):
+        for row in batch.to_pylist():
+            rows.append(row)
+            size += len(row["text"])
+            if size >= BLOCK_BYTES:
+                yield rows
+                rows, size = [], 0
+    if rows:
+        yield rows
+
+
+def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress: Progress) -> _Measured:
+    """One pass over the text: attributes to a scratch file for each document file, the rest as
+    `_Measured`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = _Measured(n_rows, scratch / "signatures")
+    schema = attribute_schema()
+    schema = pa.schema([schema.field(i) for i in range(schema.get_field_index("exact_hash") + 1)])
+    provenance = ["source", "path", "language", "licence"]
+    with progress.task("Measuring", total=n_rows, unit="documents") as task:
+        for path in documents:
+            with (
+                pq.ParquetFile(path) as file,
+                pq.ParquetWriter(scratch / _attribute_name(path), schema) as writer,
+            ):
+                for rows in _blocks(file, ["id", "text", *provenance]):
+                    begin = len(table.ids)
+                    end = begin + len(rows)
+                    texts = [row["text"].encode() for row in rows]
+                    measured = [
+                        {
+                            "row": begin + i,
+                            **{k: row[k] for k in provenance},
+                            **measure(text, len(row["text"])),
+                        }
+                        for i, (row, text) in enumerate(zip(rows, texts, strict=True))
+                    ]
+                    table.ids += [row["id"] for row in rows]
+                    table.n_bytes[begin:end] = [len(text) for text in texts]
+                    digests = b"".join(row["exact_hash"] for row in measured)
+                    table.hashes[begin:end] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
+                    table.signatures[begin:end] = duplicates.signatures([t[:SIGNED_BYTES] for t in texts])
+                    writer.write_table(pa.Table.from_pylist(measured, schema=schema))
+                    task.advance(len(rows))
+    return table
+
+
+def _attribute_name(documents: Path) -> str:
+    return documents.name.replace("documents", "attributes", 1)
+
+
+def _write_attributes(
+    documents: Sequence[Path], scratch: Path, out: Path, first: NDArray[np.int64], cluster: NDArray[np.int64]
+) -> None:
+    """Add the columns that needed all documents, a row group at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    members = np.bincount(cluster, minlength=len(cluster))
+    rows = np.arange(len(cluster))
+    late = {
+        "exact_duplicate": first != rows,
+        "cluster": cluster,
+        "cluster_documents": members[cluster],
+        "near_duplicate": cluster != rows,
+    }
+    begin = 0
+    for path in documents:
+        name = _attribute_name(path)
+        with (
+            pq.ParquetFile(scratch / name) as measured,
+            pq.ParquetWriter(out / name, attribute_schema(), compression="zstd") as writer,
+        ):
+            for group in range(measured.num_row_groups):
+                part = measured.read_row_group(group)
+                for column, values in late.items():
+                    part = part.append_column(column, pa.array(values[begin : begin + len(part)]))
+                writer.write_table(part.cast(attribute_schema()))
+                begin += len(part)
+
+
+def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]:
+    """Run the query; a reason for every row, "" where it is kept. Rows it does not return are
+    'not_selected'."""
+    import duckdb
+
+    # A recipe's SQL may come from a stranger: it sees the attributes and nothing else of the machine.
+    database = duckdb.connect(config={"threads": 1, "memory_limit": "256MB"})
+    try:
+        files = [str(path) for path in attributes]
+        database.execute("CREATE TABLE attributes AS SELECT * FROM read_parquet($1)", [files])
+        database.execute("SET enable_external_access = false")
+        database.execute("SET lock_configuration = true")
+        found = database.execute(f"SELECT row, coalesce(reason, '') AS reason FROM ({query})").fetchnumpy()
+    except duckdb.Error as error:
+        columns = ", ".join(attribute_schema().names)
+        raise ConfigError(
+            f"curate's query fails: {str(error).splitlines()[0]}",
+            expected=f"SQL that returns the columns row and reason, from the table attributes ({columns})",
+            do="start from the default query, in docs/corpus.md",
+        ) from error
+    finally:
+        database.close()
+    rows, reasons = found["row"], found["reason"].astype(str)
+    if len(np.unique(rows)) != len(rows):
+        raise ConfigError(
+            "curate's query returns a document more than once",
+            expected="each row once",
+            do="use GROUP BY row",
+        )
+    out = np.full(n_rows, "not_selected", dtype=object)
+    out[rows] = reasons
+    return out
+
+
+def _write_selection(out: Path, split: NDArray[Any], reasons: NDArray[Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table: pa.Table = pa.table({"split": pa.array(split.tolist()), "reason": pa.array(reasons.tolist())})
+    pq.write_table(table, out / "selection.parquet", compression="zstd")
+
+
+def _summary(
+    n_bytes: NDArray[np.int64], reasons: NDArray[Any], split: NDArray[Any], cluster: NDArray[np.int64]
+) -> dict[str, Any]:
+    def count(mask: NDArray[np.bool_]) -> dict[str, int]:
+        return {"documents": int(mask.sum()), "bytes": int(n_bytes[mask].sum())}
+
+    left = np.ones(len(n_bytes), bool)
+    funnel: list[dict[str, Any]] = [{"stage": "read", **count(left)}]
+    dropped = {reason: count(reasons == reason) for reason in sorted(set(reasons.tolist()) - {""})}
+    for reason in sorted(dropped, key=lambda r: -dropped[r]["bytes"]):
+        left = left & (reasons != reason)
+        funnel.append({"stage": f"without {reason}", **count(left)})
+    splits: dict[str, dict[str, Any]] = {}
+    for name in SPLITS:
+        mask = split == name
+        largest = int(n_bytes[mask].max(initial=0))
+        splits[name] = {**count(mask), "largest_document_share": largest / max(int(n_bytes[mask].sum()), 1)}
+    funnel.append({"stage": "train", **count(split == "train")})
+    return {
+        "funnel": funnel,
+        "dropped": dropped,
+        "splits": splits,
+        "clusters": len(np.unique(cluster)),
+        "near_duplicates": int((cluster != np.arange(len(cluster))).sum()),
+    }

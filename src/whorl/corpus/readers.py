@@ -1,0 +1,228 @@
+"""Readers: one file in, documents and rejections out, in bounded memory whatever the file holds.
+
+Three shapes of file. A *text* file is one document (source code, Markdown, anything without NUL bytes). A
+*JSONL* file has a record a line, plain, .gz or .zst. A *Parquet* file has a record a row. The suffix
+decides between them; whether a text file really is text, its bytes decide.
+
+The subtle part is what a hostile or broken file may do. A 2 GB file without a newline must not be read into
+one line: sizes are checked before reading, and lines are read up to a limit, the rest skipped a block at a
+time. A compressed file of a few kilobytes may unfold to gigabytes: it is decompressed as a stream, under
+the same limits. A truncated stream yields its whole records first, then one rejection for the lost rest.
+Opening a pipe would wait for ever: anything but a regular file is rejected unopened.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from whorl.corpus.documents import Document, Rejected, document_id
+from whorl.corpus.sources import SourceFile, over_limit, readable_path
+
+LANGUAGES = {
+    ".py": "python", ".pyi": "python", ".md": "markdown", ".rst": "restructuredtext", ".txt": "text",
+    ".c": "c", ".h": "c", ".cc": "c++", ".cpp": "c++", ".hpp": "c++", ".rs": "rust", ".go": "go", ".js": "javascript",
+    ".ts": "typescript", ".java": "java", ".rb": "ruby", ".sh": "shell", ".sql": "sql", ".html": "html",
+    ".css": "css", ".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".xml": "xml",
+    ".tex": "latex", ".csv": "csv", ".jl": "julia", ".r": "r", ".swift": "swift", ".kt": "kotlin",
+}  # fmt: skip
+SPDX = re.compile(rb"SPDX-License-Identifier:\s*([A-Za-z0-9.+\-() ]{2,80})")
+BLOCK = 1 << 20
+# A JSONL line holds its text escaped, beside other fields; past this it is not worth parsing.
+LINE_SLACK = 1 << 20
+
+
+def read(file: SourceFile, *, text_field: str, limit: int) -> Iterator[Document | Rejected]:
+    """All documents of one file, in order, each record either a Document or Rejected.
+
+    Args:
+        text_field: the field or column with the text, for JSONL and Parquet.
+        limit: the longest text, in bytes.
+    """
+    record = _Record(file, limit)
+    if file.size is None:
+        yield record.rejected("not_a_file", "not a regular file, or a broken link")
+        return
+    if over_limit(file, limit):
+        yield record.rejected("too_large", f"{file.size} bytes, the limit is {limit}", length=file.size)
+        return
+    try:
+        if file.suffix == ".parquet":
+            yield from _parquet(record, text_field)
+        else:
+            with _open(file) as stream:
+                if file.suffix in (".jsonl", ".ndjson"):
+                    yield from _json_lines(record, stream, text_field)
+                else:
+                    yield _text_file(record, stream)
+    except OSError as error:
+        # Arrow's streams raise OSError without an errno for damaged data, the system always sets one.
+        reason = "damaged" if error.errno is None else "unreadable"
+        yield record.rejected(reason, error.strerror or str(error), offset=record.reached)
+
+
+class _Record:
+    """What all documents of one file share, and how far into the file reading has come (in bytes or rows)."""
+
+    def __init__(self, file: SourceFile, limit: int) -> None:
+        self.source, self.path, self.licence, self.limit = (
+            file.source,
+            readable_path(file.path),
+            file.licence,
+            limit,
+        )
+        self.location, self.size = file.location, file.size or 0
+        self.language = LANGUAGES.get(file.suffix)
+        self.reached = 0
+
+    def rejected(self, reason: str, detail: str, *, offset: int = 0, length: int = 0) -> Rejected:
+        return Rejected(self.source, self.path, offset, length, reason, detail)
+
+    def document(self, text: str, offset: int, length: int, licence: str | None) -> Document:
+        name = document_id(self.source, self.path, offset)
+        return Document(
+            name, self.source, self.path, licence or self.licence, offset, text, length, self.language
+        )
+
+    def from_value(self, value: object, offset: int, length: int, licence: object) -> Document | Rejected:
+        """A record's text as JSON or Parquet gave it: any type, any characters."""
+        if not isinstance(value, str):
+            return self.rejected(
+                "no_text_field",
+                f"the text is {type(value).__name__}, not a string",
+                offset=offset,
+                length=length,
+            )
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError as error:  # "\ud800" is legal JSON and no text
+            detail = f"lone surrogate at character {error.start}"
+            return self.rejected("invalid_utf8", detail, offset=offset, length=length)
+        if size > self.limit:
+            return self.rejected(
+                "too_large", f"{size} bytes, the limit is {self.limit}", offset=offset, length=length
+            )
+        if "\0" in value:
+            return self.rejected(
+                "binary", f"NUL at character {value.index(chr(0))}", offset=offset, length=length
+            )
+        if not value or value.isspace():
+            return self.rejected("empty", "nothing but white space", offset=offset, length=length)
+        return self.document(value, offset, length, licence if isinstance(licence, str) else None)
+
+
+def _open(file: SourceFile) -> BinaryIO:
+    if file.compression is None or not file.size:
+        return file.location.open("rb")
+    import pyarrow as pa
+
+    # Arrow's stream, unlike the zstd and gzip modules, both bounds its output and reports a truncated end.
+    raw: Any = pa.CompressedInputStream(pa.OSFile(str(file.location)), file.compression)
+    return io.BufferedReader(raw, 1 << 16)
+
+
+def _text_file(record: _Record, stream: BinaryIO) -> Document | Rejected:
+    head = stream.read(8192)
+    if b"\0" in head:
+        return record.rejected("binary", f"NUL at byte {head.index(0)}", length=record.size)
+    data = head + stream.read(record.limit + 4 - len(head)) if len(head) == 8192 else head
+    offset = 3 if data.startswith(b"\xef\xbb\xbf") else 0
+    length = len(data) - offset
+    if length > record.limit:
+        return record.rejected(
+            "too_large", f"over {record.limit} bytes when decompressed", length=record.size
+        )
+    if b"\0" in data:
+        return record.rejected("binary", f"NUL at byte {data.index(0)}", length=length)
+    try:
+        text = data[offset:].decode()
+    except UnicodeDecodeError as error:
+        return record.rejected("invalid_utf8", f"byte {error.start + offset}: {error.reason}", length=length)
+    if not text or text.isspace():
+        return record.rejected("empty", "nothing but white space", length=length)
+    return record.document(text, offset, length, _spdx(data[:4096]))
+
+
+def _spdx(head: bytes) -> str | None:
+    found = SPDX.search(head)
+    return found[1].decode().strip() if found else None
+
+
+def _json_lines(record: _Record, stream: BinaryIO, text_field: str) -> Iterator[Document | Rejected]:
+    longest = 2 * record.limit + LINE_SLACK
+    while line := stream.readline(longest):
+        offset = record.reached
+        record.reached += len(line)
+        if not line.endswith(b"\n") and len(line) == longest:
+            record.reached += _skip_line(stream)
+            length = record.reached - offset
+            yield record.rejected("too_large", f"a line of {length} bytes", offset=offset, length=length)
+        elif not line.isspace():
+            yield _json_record(record, line, offset, text_field)
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Read on to the end of the line, a block at a time; how many bytes that was."""
+    skipped = 0
+    while block := stream.readline(BLOCK):
+        skipped += len(block)
+        if block.endswith(b"\n"):
+            break
+    return skipped
+
+
+def _json_record(record: _Record, line: bytes, offset: int, text_field: str) -> Document | Rejected:
+    length = len(line.rstrip(b"\r\n"))
+    try:
+        value = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return record.rejected(
+            "invalid_utf8", f"byte {error.start}: {error.reason}", offset=offset, length=length
+        )
+    except (ValueError, RecursionError) as error:
+        reason = "binary" if b"\0" in line else "bad_json"
+        return record.rejected(reason, str(error)[:200], offset=offset, length=length)
+    if not isinstance(value, dict):
+        found = type(value).__name__
+        return record.rejected("bad_json", f"expected an object, found {found}", offset=offset, length=length)
+    if text_field not in value:
+        fields = ", ".join(map(ascii, list(value)[:10]))[:200]
+        return record.rejected(
+            "no_text_field", f"no {text_field!r} among {fields or 'no fields'}", offset=offset, length=length
+        )
+    return record.from_value(value[text_field], offset, length, value.get("licence", value.get("license")))
+
+
+def _parquet(record: _Record, text_field: str) -> Iterator[Document | Rejected]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(record.location) as table:
+            names = table.schema_arrow.names
+            if text_field not in names:
+                detail = f"no column {text_field!r} among {', '.join(names[:10])[:200]}"
+                yield record.rejected("no_text_field", detail, length=record.size)
+                return
+            licence = next((n for n in ("licence", "license") if n in names), None)
+            columns = [text_field] if licence is None else [text_field, licence]
+            # Few rows at a time: a batch is held whole, and each text may be as long as the limit.
+            for batch in table.iter_batches(batch_size=16, columns=columns):
+                licences = batch.column(licence) if licence else [None] * len(batch)
+                for text, terms in zip(batch.column(text_field), licences, strict=True):
+                    row, record.reached = record.reached, record.reached + 1
+                    yield _parquet_record(record, text, row, terms and terms.as_py())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        yield record.rejected("damaged", str(error)[:200], offset=record.reached, length=record.size)
+
+
+def _parquet_record(record: _Record, text: Any, row: int, licence: object) -> Document | Rejected:
+    try:
+        value = text.as_py()
+    except UnicodeDecodeError as error:
+        return record.rejected("invalid_utf8", f"byte {error.start}: {error.reason}", offset=row)
+    length = len(value.encode("utf-8", "surrogatepass")) if isinstance(value, str) else 0
+    return record.from_value(value, row, length, licence)

@@ -1,0 +1,241 @@
+"""From what the user typed (a name, a folder, a file, a glob) to an ordered list of files.
+
+A source is read in sorted order of its relative paths, so two machines that hold the same bytes make the same
+corpus. Links to folders are not followed (they may lead in circles or out of the source); links to files are.
+
+Globs here are the familiar kind: `*` and `?` stay within one name, `**` spans folders, and a pattern
+without a slash is matched against the name alone, at any depth. Python 3.11's own `PurePath.match` knows no
+`**`, hence the small translation to a regular expression.
+
+`fingerprint` turns the same list into one hash for the ingest step's address. It reads every byte up to
+`HASH_UP_TO` in total, since modification times change on a fresh checkout without the bytes having changed;
+above that, size and modification time stand in, because hashing a terabyte at every look-up would cost more
+than it saves. A plain file over the document limit is quarantined unread, so its size is all that matters
+of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from whorl.corpus.config import IngestConfig
+from whorl.errors import ConfigError, DataError, one_of
+
+# name -> (licence, the one glob that makes it up, what it is)
+KNOWN = {"python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")}
+HASH_UP_TO = 2_000_000_000
+COMPRESSED = (".gz", ".zst")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of one source. `size` is in bytes; None when it is no regular file that can be looked at."""
+
+    source: str
+    path: str  # below the source's root, "/" between names
+    location: Path
+    licence: str | None
+    size: int | None
+    modified_ns: int
+
+    @property
+    def compression(self) -> str | None:
+        """ "gzip", "zstd" or None, by suffix."""
+        return {".gz": "gzip", ".zst": "zstd"}.get(self.location.suffix.lower())
+
+    @property
+    def suffix(self) -> str:
+        """The suffix that tells the format, with the compression's taken off: ".jsonl" for "a.jsonl.gz"."""
+        path = self.location.with_suffix("") if self.compression else self.location
+        return path.suffix.lower()
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    out = []
+    for part in re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern):
+        special = {"**/": r"(?:[^/]+/)*", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}.get(part)
+        if special is not None:
+            out.append(special)
+        elif len(part) > 2 and part.startswith("[") and part.endswith("]"):
+            inside = part[1:-1].replace("\\", r"\\")
+            out.append("[" + ("^" + inside[1:] if inside.startswith("!") else inside) + "]")
+        else:
+            out.append(re.escape(part))
+    try:
+        return re.compile("".join(out), re.DOTALL)
+    except re.error as error:
+        raise ConfigError(
+            f"the glob {pattern!r} is not one: {error}", expected="a pattern like 'docs/**/*.md'"
+        ) from error
+
+
+def matches(path: str, patterns: Sequence[str]) -> bool:
+    """Does a relative path ("a/b.py") match any of these globs?"""
+    name = path.rsplit("/", 1)[-1]
+    return any(_compiled(p).fullmatch(path if "/" in p else name) is not None for p in patterns)
+
+
+def _walk(root: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot list the folder {error.filename}: {error.strerror}", do="make it readable")
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        below = Path(folder).relative_to(root).as_posix()
+        prefix = "" if below == "." else below + "/"
+        folders[:] = sorted(d for d in folders if not matches(prefix + d, exclude))
+        for name in files:
+            yield prefix + name, Path(folder, name)
+
+
+def _split_glob(source: str) -> tuple[Path, str]:
+    """'notes/**/*.md' -> (Path('notes'), '**/*.md'): the folder before the first special character."""
+    parts = Path(source).parts
+    first = next(i for i, part in enumerate(parts) if re.search(r"[*?\[]", part))
+    return Path(*parts[:first]) if first else Path(), "/".join(parts[first:])
+
+
+def _locate(source: str) -> tuple[Path, list[str], list[str], str | None]:
+    """A source's root, the globs that make it up, what is never part of it, and its licence."""
+    if source in KNOWN:
+        licence, glob, _ = KNOWN[source]
+        root = Path(sysconfig.get_paths()["stdlib"])
+        if not (root / "os.py").is_file():
+            raise DataError(
+                f"this interpreter keeps no source of its standard library in {root}",
+                expected="a folder with os.py in it (some builds ship a zip or compiled files only)",
+                do="use another Python, or another source: a folder of your own texts",
+            )
+        return root, [glob], ["site-packages", "dist-packages"], licence
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path, ["*"], [], None
+    if path.exists():
+        return path.parent, [], [], None
+    if re.search(r"[*?\[]", source):
+        root, glob = _split_glob(str(path))
+        if root.is_dir():
+            # Asked with a slash so that 'notes/*.md' means that folder, not any depth.
+            return root, [glob if "/" in glob else "./" + glob], [], None
+    raise DataError(_unknown(source, path), expected=_choices(source), do=_advice(source))
+
+
+def _unknown(source: str, path: Path) -> str:
+    if "://" in source:
+        return f"unknown source {source!r}: sources are read from local files"
+    return f"unknown source {source!r}: neither a known name nor a file, folder or glob ({path.absolute()})"
+
+
+def _choices(source: str) -> str:
+    return f"{one_of(source, list(KNOWN))}; or the path of a folder, file or glob"
+
+
+def _advice(source: str) -> str:
+    folder = Path(source).expanduser().parent
+    try:
+        near = difflib.get_close_matches(Path(source).name, [p.name for p in folder.iterdir()], n=3)
+    except OSError:
+        near = []
+    found = f"; near it there is: {', '.join(str(folder / n) for n in near)}" if near else ""
+    return "check the spelling, and from which folder you started" + found
+
+
+def readable_path(path: str) -> str:
+    """File names are bytes; those that are not UTF-8 are shown with backslashes instead of failing later."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
+    """All files of all sources, in order, and how many the include and exclude globs left out.
+
+    Raises:
+        DataError: a source is unknown, or has no file at all.
+    """
+    unknown = sorted(set(config.licences) - set(config.sources))
+    if unknown:
+        raise ConfigError(
+            f"licences names {unknown[0]!r}, which is not among the sources",
+            expected=one_of(unknown[0], config.sources),
+        )
+    found: list[SourceFile] = []
+    left_out = 0
+    for source in dict.fromkeys(config.sources):
+        root, globs, never, licence = _locate(source)
+        licence = config.licences.get(source, licence)
+        single = Path(source).expanduser()
+        candidates = list(_walk(root, [*config.exclude, *never])) if globs else [(single.name, single)]
+        before = len(found)
+        for path, location in sorted(candidates):
+            if (globs and not (_in_source(path, globs) and matches(path, config.include))) or (
+                globs and matches(path, config.exclude)
+            ):
+                left_out += 1
+            else:
+                found.append(_look_at(source, path, location, licence))
+        if len(found) == before:
+            detail = (
+                f"all {len(candidates)} files in it are left out" if candidates else "the folder is empty"
+            )
+            raise DataError(
+                f"the source {source!r} has no files: {detail} ({root.absolute()})",
+                expected="at least one text, Markdown, source, JSONL or Parquet file",
+                do="point `sources` at another folder" + (", or widen include/exclude" if candidates else ""),
+            )
+    return found, left_out
+
+
+def _in_source(path: str, globs: Sequence[str]) -> bool:
+    # "./x" anchors a name to the source's root, where a bare "x" would match at any depth.
+    return any(matches("./" + path if g.startswith("./") else path, [g]) for g in globs)
+
+
+def _look_at(source: str, path: str, location: Path, licence: str | None) -> SourceFile:
+    try:
+        seen = location.stat()
+    except OSError:
+        return SourceFile(source, path, location, licence, None, 0)
+    size = seen.st_size if stat.S_ISREG(seen.st_mode) else None
+    return SourceFile(source, path, location, licence, size, seen.st_mtime_ns)
+
+
+def fingerprint(config: IngestConfig) -> str:
+    """A hash that changes when the bytes that `ingest(config)` would read change (see the file's opening)."""
+    files, _ = list_files(config)
+    read = [f for f in files if f.size is not None and not over_limit(f, config.max_document_bytes)]
+    by_content = sum(f.size or 0 for f in read) <= HASH_UP_TO
+    unread = {id(f) for f in files} - {id(f) for f in read}
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        if id(file) in unread:
+            content = f"unread {file.size}"
+        elif by_content:
+            content = _hash(file.location)
+        else:
+            content = f"modified {file.modified_ns}"
+        digest.update(
+            f"{file.source}\0{file.path}\0{file.size}\0{content}\0".encode("utf-8", "surrogateescape")
+        )
+    return digest.hexdigest()
+
+
+def over_limit(file: SourceFile, limit: int) -> bool:
+    """Is this one plain document whose size alone already rules it out?"""
+    holds_records = file.suffix in (".jsonl", ".ndjson", ".parquet")
+    return not holds_records and file.compression is None and (file.size or 0) > limit
+
+
+def _hash(location: Path) -> str:
+    try:
+        with location.open("rb") as stream:
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        return f"unreadable {error.errno}"
