@@ -1,4 +1,4 @@
-"""What every long job needs around it: run folder, metrics, random streams, progress, the machine measured."""
+"""What every long job needs around it: run folder, metrics, random streams, progress, the machine."""
 
 from whorl.runs import machine, seeds
 from whorl.runs.machine import Machine, probe

@@ -257,7 +257,7 @@ def _copy_speed(device: str, n_bytes: int) -> float:
 
 
 def _fastest(work: Any, device: str) -> float:
-    """Seconds of the fastest repetition within about SECONDS_PER_TIMING (the cold first one only if alone)."""
+    """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first only if alone)."""
     import torch
 
     best, start = math.inf, time.perf_counter()

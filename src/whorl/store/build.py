@@ -1,0 +1,223 @@
+"""Making one artifact: lock, stage, hash, publish. All of it or nothing.
+
+    lock the address -> empty staging folder -> the step writes -> hash and fsync -> manifest -> one rename
+
+The rename is the commit point: before it nothing is published, after it everything is. A crash leaves a
+staging folder that the next builder empties, and the scratch folder, which is meant to survive: a long step
+keeps its checkpoints there and continues from them. The scratch folder goes when the artifact is published.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from whorl.errors import CorruptArtifactError, DiskFullError, StoreError, WhorlError
+from whorl.store.address import address_of, checked_name, file_sha256
+from whorl.store.artifact import Artifact, relative_files
+from whorl.store.lock import FileLock, HeartbeatLock
+from whorl.store.manifest import FILE_NAME, Manifest
+
+if TYPE_CHECKING:
+    from whorl.store.store import Store
+
+
+class Build:
+    """A context in which one artifact is made, or found. Made by `Store.build`.
+
+    Attributes:
+        done: the artifact if it exists already; then there is nothing to do in the body.
+        path: empty folder to write the files into.
+        summary: free JSON to be kept in the manifest (counts, figures); not part of the address.
+        artifact: what was made or found, once the body has ended.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        kind: str,
+        name: str,
+        parents: Mapping[str, Artifact],
+        config: Mapping[str, Any],
+        version: int,
+        on_message: Callable[[str], None] | None,
+    ) -> None:
+        self.store, self.kind, self.name = store, kind, checked_name(name)
+        self.parents = {role: parent.address for role, parent in parents.items()}
+        self.config, self.version = dict(config), version
+        self.address = address_of(kind, self.parents, self.config, version)
+        self.path = store.root / "staging" / self.address
+        self.summary: dict[str, Any] = {}
+        self.done: Artifact | None = None
+        self.artifact: Artifact | None = None
+        self._tell = on_message or (lambda text: None)
+        self._lock: FileLock | None = None
+        self._remote_lock: HeartbeatLock | None = None
+        self._began = 0.0
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for this address that survives crashes, until the artifact is published."""
+        folder = self.store.root / "scratch" / self.address
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    @property
+    def resumed(self) -> bool:
+        """Whether an earlier, unfinished build left something in `scratch`."""
+        folder = self.store.root / "scratch" / self.address
+        return folder.is_dir() and any(folder.iterdir())
+
+    def __enter__(self) -> Build:
+        self._began = time.monotonic()
+        if self._look_up():  # before any lock: a read-only store whose work is done serves as well
+            return self
+        try:
+            self.store.make_folders()
+            self._lock = FileLock(self.store.root / "locks" / self.address)
+            parents = sorted(self.parents.values())
+            self._lock.wait(info={"parents": parents}, on_wait=lambda who: self._tell(f"{self.name}: {who}"))
+            if self.store.remote is not None:
+                self._remote_lock = HeartbeatLock(self.store.remote, f"locks/{self.address}")
+                self._remote_lock.wait(on_wait=lambda who: self._tell(f"{self.name}: {who}"))
+            if not self._look_up(set_aside=True):
+                shutil.rmtree(self.path, ignore_errors=True)
+                self.path.mkdir(parents=True)
+        except BaseException as error:
+            self._unlock()
+            explained = self.store.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        if self.done is not None:
+            self._unlock()
+        self._began = time.monotonic()
+        return self
+
+    def _look_up(self, *, set_aside: bool = False) -> bool:
+        """Whether the artifact is there and whole; a damaged one is moved out of the way (under the lock)."""
+        try:
+            found = self.store.find(self.address)
+            if found is None:
+                return False
+            if self.store.remote is None or self.store.has_local(self.address):
+                found.check()
+            if self.store.remote is not None:
+                self.store.push_if_missing(found)
+        except CorruptArtifactError as error:
+            if set_aside:
+                kept = self.store.set_aside(self.address)
+                self._tell(f"{error.what}; set aside as {kept}")
+                return self.store.remote is not None and self._look_up()  # the far end may be whole
+            return False
+        self.done = self.artifact = found
+        self.store.point(self.name, found)
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.done is not None:
+            return
+        try:
+            if error is not None:
+                raise error
+            self.artifact = self._publish()
+        except BaseException as problem:
+            shutil.rmtree(self.path, ignore_errors=True)
+            explained = self.store.explain(problem)
+            if explained is not error:
+                raise explained from problem
+        finally:
+            self._unlock()
+
+    def _publish(self) -> Artifact:
+        files = {}
+        times = {}
+        for name, status in sorted(relative_files(self.path).items()):
+            path = self.path / name
+            _fsync(path)
+            files[name] = {"sha256": file_sha256(path), "size": status.st_size}
+            times[name] = status.st_mtime_ns
+        if not files:
+            raise StoreError(f"the step that makes {self.name} wrote no file", do="report this: it is a bug")
+        manifest = Manifest(
+            self.address,
+            self.kind,
+            self.name,
+            self.version,
+            self.config,
+            self.parents,
+            self.summary,
+            time.time(),
+            time.monotonic() - self._began,
+            files,
+        )
+        (self.path / FILE_NAME).write_text(manifest.to_json())
+        _fsync(self.path / FILE_NAME)
+        _fsync(self.path)
+        if self.store.remote is not None:
+            self.store.remote.push(manifest, self.path)
+        final = self.store.root / "artifacts" / self.address
+        self.path.rename(final)
+        _fsync(final.parent)
+        artifact = self.store.local(manifest)
+        artifact.remember(times)
+        self.store.point(self.name, artifact)
+        shutil.rmtree(self.store.root / "scratch" / self.address, ignore_errors=True)
+        return artifact
+
+    def _unlock(self) -> None:
+        if self._remote_lock is not None:
+            self._remote_lock.release()
+            self._remote_lock = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def explain(error: BaseException, root: Path) -> BaseException:
+    """The store's word for an operating-system error: disk full, read-only; anything else as it is.
+
+    Libraries wrap "disk full" in errors of their own, so the message is read as well as the number.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, WhorlError) or not isinstance(error, Exception):
+        return error
+    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+        free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
+        return DiskFullError(
+            f"the disk of the store {root} is full ({free / 1e6:,.0f} MB left): {error}",
+            do="free some space (`whorl gc` shows what the store can spare) and give the same command again; "
+            "what was finished is kept",
+        )
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR) and _inside(error, root):
+        return StoreError(
+            f"the store {root} cannot be written: {error}",
+            do="give a folder that you may write: --store FOLDER, or WHORL_HOME=FOLDER",
+        )
+    return error
+
+
+def _inside(error: BaseException, root: Path) -> bool:
+    """Whether the file that an OSError names lies in the store (or is the store's folder or above it)."""
+    name = getattr(error, "filename", None)
+    if name is None:
+        return False
+    path = Path(os.fsdecode(name)).absolute()
+    return path.is_relative_to(root) or root.is_relative_to(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,361 @@
+"""The store: every artifact that was ever made here, found by address or by name.
+
+    artifacts/ADDRESS/   manifest.json and the files; immutable once there
+    names/NAME           the address that the name points at now
+    staging/, scratch/   builds under way, and what they must keep across a crash
+    locks/, seen/        who builds what; when each file was last known good
+    aside/               damaged artifacts, moved out of the way
+
+A store under a URL has the same folder as a local cache, and the URL's end as the truth (see `remote`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whorl.errors import CorruptArtifactError, StoreError, one_of
+from whorl.store.address import ADDRESS_DIGITS, address_of, checked_name
+from whorl.store.artifact import Artifact
+from whorl.store.build import Build, explain
+from whorl.store.lock import FileLock
+from whorl.store.manifest import FILE_NAME, Manifest
+from whorl.store.remote import Remote
+
+FOLDERS = ("artifacts", "names", "staging", "scratch", "locks", "seen", "aside")
+SCRATCH_KEPT_SECONDS = 7 * 86400.0
+RECENT_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """Something that `gc` removes (or would): an artifact, or what a build left behind."""
+
+    path: Path
+    label: str
+    size: int  # bytes
+
+
+class Store:
+    """A content-addressed store.
+
+    Args:
+        location: a folder or an fsspec URL; `$WHORL_HOME`, else `.whorl` in the current folder.
+        cache: the local folder of a store under a URL; `$XDG_CACHE_HOME/whorl/stores/HASH` by default.
+    """
+
+    def __init__(self, location: str | Path | None = None, *, cache: Path | None = None) -> None:
+        location = str(location or os.environ.get("WHORL_HOME") or ".whorl")
+        self.remote: Remote | None = None
+        if "://" in location and not location.startswith("file://"):
+            self.remote = Remote(location)
+            if cache is None:
+                home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+                cache = home / "whorl" / "stores" / hashlib.sha256(location.encode()).hexdigest()[:16]
+            self.root = cache.absolute()
+        else:
+            self.root = Path(location.removeprefix("file://")).expanduser().absolute()
+        self.location = location
+
+    # Making
+
+    def address(self, kind: str, parents: Mapping[str, str], config: Mapping[str, Any], version: int) -> str:
+        """The address of what these make; parents by role -> address."""
+        return address_of(kind, parents, config, version)
+
+    def build(
+        self,
+        *,
+        kind: str,
+        name: str,
+        parents: Mapping[str, Artifact],
+        config: Mapping[str, Any],
+        version: int,
+        on_message: Callable[[str], None] | None = None,
+    ) -> Build:
+        """A context that makes one artifact, or finds it made; see `Build`.
+
+        Entering waits while another live process makes the same one; `on_message` hears of that.
+
+        Raises (on entering or leaving):
+            DiskFullError, StoreError: the store's disk is full, or cannot be written.
+        """
+        return Build(
+            self,
+            kind=kind,
+            name=name,
+            parents=parents,
+            config=config,
+            version=version,
+            on_message=on_message,
+        )
+
+    def point(self, name: str, artifact: Artifact) -> None:
+        """Let `name` mean `artifact` from now on."""
+        if self._named(checked_name(name)) == artifact.address:
+            return
+        if self.remote is not None:
+            self.remote.write(f"names/{name}", artifact.address.encode())
+            return
+        path = self.root / "names" / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = self.root / "staging" / f"name-{os.getpid()}-{artifact.address}"
+            aside.write_text(artifact.address)
+            aside.replace(path)
+        except OSError as error:
+            raise self.explain(error) from error
+
+    def make_folders(self) -> None:
+        """Create the store's folders. Raises OSError."""
+        for folder in FOLDERS:
+            (self.root / folder).mkdir(parents=True, exist_ok=True)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """`error`, put in the store's words when it means a full or read-only disk."""
+        return explain(error, self.root)
+
+    # Finding
+
+    def find(self, address: str) -> Artifact | None:
+        """The artifact at a full address, or None. Raises CorruptArtifactError for a damaged manifest."""
+        path = self.root / "artifacts" / address / FILE_NAME
+        if path.exists():
+            return self.local(Manifest.parse(path.read_bytes(), str(path)))
+        manifest = self.remote.manifest(address) if self.remote is not None else None
+        return None if manifest is None else self.local(manifest)
+
+    def open(self, ref: str) -> Artifact:
+        """The artifact that `ref` means: a name, its last part if unique, an address, or a unique start of
+        one.
+
+        Raises:
+            StoreError: no such artifact, or more than one.
+        """
+        names = self.names()
+        address = names.get(ref)
+        if address is None:
+            ends = {target for name, target in names.items() if name.rsplit("/", 1)[-1] == ref}
+            starts = {found for found in self._addresses() if len(ref) >= 4 and found.startswith(ref)}
+            candidates = sorted(ends or starts)
+            if len(candidates) > 1:
+                labels = [found.label for found in map(self.find, candidates) if found is not None]
+                raise StoreError(f"{ref!r} means several artifacts", expected=one_of(ref, labels))
+            address = candidates[0] if candidates else None
+        found = self.find(address) if address is not None else None
+        if found is None:
+            expected = one_of(ref, sorted(names)) if names else "an artifact, but this store has none yet"
+            raise StoreError(
+                f"the store {self.location} has no artifact {ref!r}",
+                expected=expected,
+                do="`whorl ls` lists what there is; `whorl run quickstart` makes some",
+            )
+        return found
+
+    def names(self) -> dict[str, str]:
+        """Every name and the address that it points at."""
+        if self.remote is not None:
+            named = {name: self.remote.read(f"names/{name}") for name in self.remote.names("names")}
+            return {name: target.decode() for name, target in named.items() if target is not None}
+        folder = self.root / "names"
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_text().strip() for path in paths}
+
+    def artifacts(self) -> list[Artifact]:
+        """Every artifact with a readable manifest, oldest first."""
+        found = []
+        for address in self._addresses():
+            try:
+                artifact = self.find(address)
+            except CorruptArtifactError:
+                continue  # `verify` reports it
+            if artifact is not None:
+                found.append(artifact)
+        return sorted(found, key=lambda artifact: (artifact.created, artifact.address))
+
+    def lineage(self, artifact: Artifact) -> dict[str, Any]:
+        """What an artifact was made from, all the way down: nested, parents by role."""
+        parents: dict[str, Any] = {}
+        for role, address in artifact.parents.items():
+            parent = self.find(address)
+            gone = {"address": address, "missing": True, "parents": {}}
+            parents[role] = self.lineage(parent) if parent is not None else gone
+        return {
+            "address": artifact.address,
+            "kind": artifact.kind,
+            "name": artifact.name,
+            "version": artifact.version,
+            "config": artifact.config,
+            "created": artifact.created,
+            "seconds": artifact.seconds,
+            "bytes": artifact.manifest.size,
+            "parents": parents,
+        }
+
+    # Keeping
+
+    def verify(
+        self, ref: str | None = None, *, on_artifact: Callable[[Artifact], None] | None = None
+    ) -> list[str]:
+        """Hash every file of an artifact and of all that it was made from (or of the whole store).
+
+        Returns one sentence for each problem; none means that all is whole. Of a store under a URL the local
+        copies are checked, downloading what is not here.
+        """
+        problems: list[str] = []
+        if ref is not None:
+            addresses = sorted(self._reach({self.open(ref).address}, problems))
+        else:
+            addresses = self._addresses()
+            gone = (name for name, target in self.names().items() if target not in set(addresses))
+            problems += [f"the name {name} points at an artifact that is gone" for name in gone]
+        for address in addresses:
+            try:
+                artifact = self.find(address)
+            except CorruptArtifactError as error:
+                problems.append(error.what)
+                continue
+            if artifact is None:
+                problems.append(f"artifact {address}, a parent of another, is gone")
+                continue
+            if on_artifact is not None:
+                on_artifact(artifact)
+            problems += artifact.problems()
+        return problems
+
+    def gc(self, *, dry_run: bool = True, recent_seconds: float = RECENT_SECONDS) -> list[Garbage]:
+        """Remove what no name reaches: artifacts, old scratch folders, staging folders of dead builds,
+        damage.
+
+        Kept besides what names reach: what a build under way uses, artifacts made in the last
+        `recent_seconds` (a run may be between two steps), and scratch folders of the last week.
+
+        Returns what was removed, or with `dry_run` what would be.
+        """
+        roots = set(self.names().values())
+        for lock in (self.root / "locks").glob("*"):
+            if self._is_locked(lock):
+                roots |= {lock.name, *FileLock(lock).owner().get("parents", [])}
+        kept = self._reach(roots, [])
+        now = time.time()
+        found = []
+        for artifact in self.artifacts():
+            if artifact.address not in kept and now - artifact.created > recent_seconds:
+                folder = self.root / "artifacts" / artifact.address
+                found.append(Garbage(folder, artifact.label, artifact.manifest.size))
+        for kind, age in (("staging", 0.0), ("scratch", SCRATCH_KEPT_SECONDS), ("aside", 0.0)):
+            for folder in sorted((self.root / kind).glob("*")):
+                if folder.name not in roots and now - folder.stat().st_mtime > age:
+                    found.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _size(folder)))
+        if not dry_run:
+            for garbage in found:
+                self._delete(garbage.path)
+        return found
+
+    def set_aside(self, address: str) -> Path:
+        """Move a damaged artifact out of the way; the caller holds its lock."""
+        target = self.root / "aside" / f"{address}-{time.time_ns()}"
+        folder = self.root / "artifacts" / address
+        if folder.exists():
+            folder.rename(target)
+        (self.root / "seen" / f"{address}.json").unlink(missing_ok=True)
+        return target
+
+    def has_local(self, address: str) -> bool:
+        return (self.root / "artifacts" / address / FILE_NAME).exists()
+
+    def push_if_missing(self, artifact: Artifact) -> None:
+        """A store under a URL: upload an artifact that only the local cache has."""
+        if self.remote is not None and self.remote.manifest(artifact.address) is None:
+            self.remote.push(artifact.manifest, artifact.path)
+
+    def local(self, manifest: Manifest) -> Artifact:
+        """The artifact of a manifest."""
+        return Artifact(manifest, self._fetch, self.root / "seen" / f"{manifest.address}.json")
+
+    def _fetch(self, address: str) -> Path:
+        folder = self.root / "artifacts" / address
+        if self.remote is None or folder.exists():
+            return folder
+        try:
+            self.make_folders()
+            arriving = self.root / "staging" / f"pull-{address}-{os.getpid()}-{time.time_ns()}"
+            arriving.mkdir()
+            try:
+                manifest = self.remote.pull(address, arriving)
+                (arriving / FILE_NAME).write_text(manifest.to_json())
+                if not folder.exists():
+                    arriving.rename(folder)
+            finally:
+                shutil.rmtree(arriving, ignore_errors=True)
+        except OSError as error:
+            if not folder.exists():  # else another process was first: its copy is as good
+                raise self.explain(error) from error
+        return folder
+
+    def _named(self, name: str) -> str | None:
+        if self.remote is not None:
+            target = self.remote.read(f"names/{name}")
+            return None if target is None else target.decode()
+        path = self.root / "names" / name
+        return path.read_text().strip() if path.is_file() else None
+
+    def _addresses(self) -> list[str]:
+        if self.remote is not None:
+            return self.remote.addresses()
+        found = (path.parent.name for path in (self.root / "artifacts").glob(f"*/{FILE_NAME}"))
+        return sorted(name for name in found if len(name) == ADDRESS_DIGITS)
+
+    def _reach(self, roots: set[str], problems: list[str]) -> set[str]:
+        """The roots and all that they were made from."""
+        reached: set[str] = set()
+        waiting = list(roots)
+        while waiting:
+            address = waiting.pop()
+            if address in reached:
+                continue
+            reached.add(address)
+            try:
+                artifact = self.find(address)
+            except CorruptArtifactError as error:
+                problems.append(error.what)
+                continue
+            if artifact is not None:
+                waiting += artifact.parents.values()
+        return reached
+
+    def _is_locked(self, path: Path) -> bool:
+        lock = FileLock(path)
+        try:
+            if not lock.acquire():
+                return True
+        except OSError:
+            return False
+        lock.release()
+        return False
+
+    def _delete(self, folder: Path) -> None:
+        """Remove a folder: first from sight, in one move, then for good."""
+        try:
+            if folder.parent.name == "artifacts":
+                if self.remote is not None:
+                    self.remote.delete(folder.name)
+                (self.root / "seen" / f"{folder.name}.json").unlink(missing_ok=True)
+                if not folder.exists():
+                    return
+                folder = folder.rename(self.root / "aside" / f"gone-{folder.name}-{time.time_ns()}")
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        except OSError as error:
+            raise self.explain(error) from error
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,449 @@
+"""The store's promises: made once, whole or not at all, found again, damage named, garbage removed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whorl.errors import CorruptArtifactError, DiskFullError, StoreError
+from whorl.store import Artifact, Store
+from whorl.store.address import address_of, canonical_json
+from whorl.store.lock import FileLock, HeartbeatLock
+from whorl.store.remote import Remote
+
+
+def make(
+    store: Store, name: str = "a/one", text: str = "hello", parents: dict[str, Artifact] | None = None
+) -> Artifact:
+    with store.build(
+        kind="note", name=name, parents=parents or {}, config={"text": text}, version=1
+    ) as build:
+        if build.done is None:
+            (build.path / "note.txt").write_text(text)
+            (build.path / "deep").mkdir()
+            (build.path / "deep" / "part.bin").write_bytes(bytes(1000))
+            build.summary["letters"] = len(text)
+    assert build.artifact is not None
+    return build.artifact
+
+
+def child(code: str, *args: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)], stdout=subprocess.PIPE, text=True
+    )
+
+
+json_leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
+)
+json_values = st.recursive(
+    json_leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), json_values, max_size=5))
+def test_canonical_json_survives_a_round_trip_and_ignores_key_order(value: dict[str, Any]) -> None:
+    data = canonical_json(value)
+    assert canonical_json(json.loads(data)) == data
+    assert canonical_json(dict(reversed(value.items()))) == data
+
+
+def test_the_address_covers_each_of_its_parts_and_is_fixed_for_ever() -> None:
+    base = address_of("note", {"from": "ab"}, {"x": 1}, 1)
+    others = {
+        address_of("text", {"from": "ab"}, {"x": 1}, 1),
+        address_of("note", {"from": "ac"}, {"x": 1}, 1),
+        address_of("note", {"of": "ab"}, {"x": 1}, 1),
+        address_of("note", {"from": "ab"}, {"x": 2}, 1),
+        address_of("note", {"from": "ab"}, {"x": 1}, 2),
+    }
+    assert len(others) == 5 and base not in others
+    assert base == "182c4bce645ac883bd93db1383438f43"
+
+
+def test_nan_has_no_address() -> None:
+    with pytest.raises(StoreError, match="JSON"):
+        address_of("note", {}, {"x": float("nan")}, 1)
+
+
+def test_made_once_then_found(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = make(store)
+    assert first.file("note.txt").read_text() == "hello"
+    assert first.summary == {"letters": 5} and set(first.files) == {"note.txt", "deep/part.bin"}
+    with store.build(kind="note", name="b/other", parents={}, config={"text": "hello"}, version=1) as build:
+        assert build.done is not None
+    assert build.artifact is not None and build.artifact.address == first.address
+    assert store.names() == {"a/one": first.address, "b/other": first.address}
+    for ref in ("a/one", "one", first.address, first.address[:6]):
+        assert store.open(ref).address == first.address
+    assert [artifact.address for artifact in store.artifacts()] == [first.address]
+
+
+def test_unknown_and_ambiguous_references_say_what_there_is(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(StoreError, match="none yet"):
+        store.open("model")
+    make(store, "a/one", "1")
+    make(store, "b/one", "2")
+    with pytest.raises(StoreError, match="did you mean 'a/one'"):
+        store.open("a/onne")
+    with pytest.raises(StoreError, match="several"):
+        store.open("one")
+    with pytest.raises(StoreError, match=r"no file 'nota\.txt'"):
+        store.open("a/one").file("nota.txt")
+    with pytest.raises(StoreError, match="cannot name"):
+        make(store, "../outside")
+
+
+def test_an_exception_publishes_nothing_and_keeps_scratch(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    options: dict[str, Any] = {"kind": "note", "name": "n", "parents": {}, "config": {}, "version": 1}
+    with pytest.raises(ZeroDivisionError), store.build(**options) as build:
+        (build.path / "half").write_text("half")
+        (build.scratch / "checkpoint").write_text("7")
+        raise ZeroDivisionError
+    assert store.artifacts() == [] and store.names() == {}
+    assert not build.path.exists()
+    with store.build(**options) as build:
+        assert build.resumed and (build.scratch / "checkpoint").read_text() == "7"
+        assert list(build.path.iterdir()) == []
+        (build.path / "whole").write_text("whole")
+    assert not (tmp_path / "scratch" / build.address).exists()
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from whorl.store import Store
+    with Store(sys.argv[1]).build(kind="note", name="n", parents={}, config={}, version=1) as build:
+        (build.path / "half").write_text("half")
+        (build.scratch / "checkpoint").write_text("7")
+        if sys.argv[2] == "fork":
+            if os.fork() == 0:
+                import time; time.sleep(30)
+                os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_kill_9_in_the_middle_of_a_build(tmp_path: Path, how: str) -> None:
+    """The lock dies with its owner (though a forked child lives on), scratch survives, staging is emptied."""
+    process = child(KILLED, tmp_path, how)
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    store = Store(tmp_path)
+    assert store.artifacts() == []
+    began = time.monotonic()
+    with store.build(kind="note", name="n", parents={}, config={}, version=1) as build:
+        assert time.monotonic() - began < 5
+        assert (build.scratch / "checkpoint").read_text() == "7"
+        assert list(build.path.iterdir()) == []
+        (build.path / "whole").write_text("whole")
+    assert build.artifact is not None and set(build.artifact.files) == {"whole"}
+
+
+BUILDER = """
+    import sys, time
+    from whorl.store import Store
+    with Store(sys.argv[1]).build(kind="note", name="n", parents={}, config={}, version=1,
+                                  on_message=lambda text: print("told", text, flush=True)) as build:
+        if build.done is None:
+            print("building", flush=True)
+            time.sleep(1.0)
+            (build.path / "out").write_text("x")
+        else:
+            print("found", flush=True)
+"""
+
+
+def test_two_processes_one_address_one_builds_the_other_waits(tmp_path: Path) -> None:
+    outputs = [process.communicate(timeout=60)[0] for process in [child(BUILDER, tmp_path) for _ in range(2)]]
+    words = " ".join(outputs).split()
+    assert words.count("building") == 1 and words.count("found") == 1, outputs
+
+
+def test_the_waiting_one_is_told_whom_it_waits_for(tmp_path: Path) -> None:
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire()
+    told: list[str] = []
+    other = FileLock(tmp_path / "lock")
+    assert not other.acquire()
+    waiter = threading.Thread(target=lambda: other.wait(on_wait=told.append))
+    waiter.start()
+    time.sleep(0.3)
+    lock.release()
+    waiter.join(timeout=10)
+    assert not waiter.is_alive() and told == [f"waiting for process {os.getpid()} on {os.uname().nodename}"]
+    other.release()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_text("jello"),
+        lambda path: path.write_text("hello, longer"),
+        lambda path: path.unlink(),
+    ],
+    ids=["edited", "grown", "missing"],
+)
+def test_a_damaged_file_is_named_never_used_and_made_anew(tmp_path: Path, damage: Any) -> None:
+    store = Store(tmp_path)
+    artifact = make(store)
+    path = artifact.file("note.txt")
+    time.sleep(0.01)
+    damage(path)
+    with pytest.raises(CorruptArtifactError, match=str(path)):
+        store.open("a/one").file("note.txt")
+    assert len(store.verify()) == 1 and "note.txt" in store.verify()[0]
+    messages: list[str] = []
+    with store.build(
+        kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1, on_message=messages.append
+    ) as build:
+        assert build.done is None
+        (build.path / "note.txt").write_text("hello")
+    assert "note.txt" in messages[0] and "set aside" in messages[0]
+    assert store.open("a/one").file("note.txt").read_text() == "hello"
+    assert store.verify() == []
+
+
+def test_verify_finds_what_the_cheap_check_cannot(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    path = make(store).file("note.txt")
+    status = path.stat()
+    path.write_text("jello")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert store.open("a/one").file("note.txt") == path  # same size, same time
+    assert [str(path) in problem for problem in store.verify("a/one")] == [True]
+
+
+def test_verify_reports_damaged_manifests_strays_and_dangling_names(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    one, two = make(store, "a/one", "1"), make(store, "a/two", "2")
+    three = make(store, "a/three", "3")
+    manifest = one.path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"letters": 1', '"letters": 9'))
+    (two.path / "stray").write_text("?")
+    shutil.rmtree(three.path)
+    problems = "\n".join(store.verify())
+    assert "manifest" in problems and "stray" in problems and "a/three points at" in problems
+    with pytest.raises(CorruptArtifactError, match="manifest"):
+        store.open("a/one")
+    assert make(store, "a/one", "1").summary == {"letters": 1}  # made anew
+
+
+def test_a_copied_store_is_checked_once_and_works(tmp_path: Path) -> None:
+    make(Store(tmp_path / "a"))
+    shutil.copytree(tmp_path / "a" / "artifacts", tmp_path / "b" / "artifacts", copy_function=shutil.copy)
+    shutil.copytree(tmp_path / "a" / "names", tmp_path / "b" / "names")
+    assert Store(tmp_path / "b").open("a/one").file("note.txt").read_text() == "hello"
+
+
+def test_lineage_is_nested_and_says_what_is_gone(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    root = make(store, "a/root", "root")
+    middle = make(store, "a/middle", "middle", {"from": root})
+    leaf = make(store, "a/leaf", "leaf", {"left": middle, "right": root})
+    tree = store.lineage(leaf)
+    assert tree["parents"]["left"]["parents"]["from"]["name"] == "a/root"
+    assert tree["parents"]["right"]["address"] == root.address
+    json.dumps(tree)
+    shutil.rmtree(root.path)
+    assert store.lineage(leaf)["parents"]["right"]["missing"] is True
+    assert any("is gone" in problem for problem in store.verify("a/leaf"))
+
+
+def test_gc_keeps_what_names_reach_and_is_dry_by_default(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    root = make(store, "a/root", "root")
+    leaf = make(store, "a/leaf", "leaf", {"from": root})
+    make(store, "a/old", "old")
+    make(store, "a/old", "new")  # the name moves on
+    (tmp_path / "names" / "a" / "root").unlink()  # root is still reached through leaf
+    (tmp_path / "staging" / "0123").mkdir()
+    assert store.gc() == [item for item in store.gc() if "staging" in item.label]  # all else is recent
+    found = store.gc(recent_seconds=0)
+    assert sorted(item.label.split()[0] for item in found) == ["a/old", "staging"]
+    assert len(store.artifacts()) == 4
+    assert store.gc(dry_run=False, recent_seconds=0) == found
+    assert {artifact.config["text"] for artifact in store.artifacts()} == {"root", "leaf", "new"}
+    assert store.verify() == [] and store.gc(recent_seconds=0) == [] and leaf.path.exists()
+
+
+def test_gc_spares_the_parents_of_a_build_under_way(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    parent = make(store, "a/parent", "1")
+    (tmp_path / "names" / "a" / "parent").unlink()
+    with store.build(kind="n", name="a/n", parents={"from": parent}, config={}, version=1) as build:
+        assert store.gc(dry_run=False, recent_seconds=0) == []
+        assert build.path.exists() and parent.path.exists()
+        (build.path / "x").write_text("x")
+
+
+class FullDisk(RuntimeError):
+    """As libraries do it: an error of their own around the system's words."""
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), FullDisk("write: No space left on device")]
+)
+def test_disk_full_in_a_step(tmp_path: Path, error: Exception) -> None:
+    store = Store(tmp_path)
+    whole = make(store)
+    with (
+        pytest.raises(DiskFullError, match="whorl gc"),
+        store.build(kind="note", name="n", parents={}, config={}, version=1) as build,
+    ):
+        (build.path / "half").write_text("half")
+        raise error
+    assert [artifact.address for artifact in store.artifacts()] == [whole.address]
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def _mount(folder: Path, options: str) -> None:
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
+    if done.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    _mount(disk, "size=300k")
+    try:
+        store = Store(disk)
+        make(store)
+        with (
+            pytest.raises(DiskFullError, match="is full"),
+            store.build(kind="note", name="n", parents={}, config={}, version=1) as build,
+        ):
+            (build.path / "big").write_bytes(bytes(1_000_000))
+        assert store.verify() == [] and len(store.artifacts()) == 1
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_really_read_only_store_reads_and_says_what_to_do(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    _mount(disk, "size=1m")
+    try:
+        first = make(Store(disk))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        store = Store(disk)
+        assert make(store).address == first.address  # done: looked up, nothing written
+        assert store.open("a/one").file("note.txt").read_text() == "hello" and store.verify() == []
+        with pytest.raises(StoreError, match=r"(?s)cannot be written.*--store"):
+            make(store, text="new")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_store_that_cannot_be_written_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StoreError, match=r"(?s)cannot be written.*--store"):
+        make(Store(tmp_path / "store"))
+
+
+def test_a_store_on_a_plain_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(StoreError, match="cannot be written"):
+        make(Store(tmp_path / "file"))
+
+
+def test_the_location_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHORL_HOME", str(tmp_path / "home"))
+    assert Store().root == tmp_path / "home"
+    monkeypatch.delenv("WHORL_HOME")
+    monkeypatch.chdir(tmp_path)
+    assert Store().root == tmp_path / ".whorl"
+
+
+# Stores under a URL
+
+
+@pytest.fixture
+def url() -> Any:
+    import fsspec
+
+    fsspec.filesystem("memory").store.clear()
+    return "memory://store"
+
+
+def test_a_url_store_makes_finds_and_downloads(tmp_path: Path, url: str) -> None:
+    here, there = Store(url, cache=tmp_path / "here"), Store(url, cache=tmp_path / "there")
+    root = make(here, "a/root", "root")
+    leaf = make(here, "a/leaf", "leaf", {"from": root})
+    with there.build(kind="note", name="a/root", parents={}, config={"text": "root"}, version=1) as build:
+        assert build.done is not None
+    assert not there.has_local(root.address)  # a look-up downloads no files
+    assert there.open("leaf").file("note.txt").read_text() == "leaf"
+    assert there.lineage(leaf)["parents"]["from"]["name"] == "a/root"
+    assert there.verify() == [] and len(there.artifacts()) == 2
+
+
+def test_a_url_store_mends_a_damaged_local_copy_from_afar(tmp_path: Path, url: str) -> None:
+    store = Store(url, cache=tmp_path)
+    artifact = make(store)
+    artifact.file("note.txt").write_text("damaged")
+    with pytest.raises(CorruptArtifactError):
+        artifact.file("note.txt")
+    with store.build(kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1) as build:
+        assert build.done is not None
+    assert store.open("a/one").file("note.txt").read_text() == "hello"
+
+
+def test_a_url_store_publishes_nothing_half_and_collects_garbage(tmp_path: Path, url: str) -> None:
+    store = Store(url, cache=tmp_path)
+    with pytest.raises(ZeroDivisionError), store.build(kind="n", name="n", parents={}, config={}, version=1):
+        raise ZeroDivisionError
+    assert store.artifacts() == []
+    make(store, "a/one", "1")
+    make(store, "a/one", "2")
+    assert len(store.gc(dry_run=False, recent_seconds=0)) == 1
+    assert [artifact.config["text"] for artifact in Store(url, cache=tmp_path / "new").artifacts()] == ["2"]
+
+
+def test_an_unknown_url_is_refused() -> None:
+    with pytest.raises(StoreError, match="nosuch"):
+        Store("nosuch://bucket/store")
+
+
+def test_a_heartbeat_lock_excludes_and_a_dead_owner_is_taken_over(url: str) -> None:
+    remote = Remote(url)
+    first = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
+    first.wait()
+    second = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
+    waiter = threading.Thread(target=second.wait)
+    waiter.start()
+    waiter.join(timeout=1.0)
+    assert waiter.is_alive()  # a living owner is waited for, beyond dead_after
+    first._stop.set()  # dies without releasing
+    waiter.join(timeout=5)
+    assert not waiter.is_alive()
+    second.release()
+    assert remote.read("locks/x") is None
