@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 GENERATED = re.compile(
     rb"\bauto-?(?:matically )?generated\b|@generated\b|\bdo not edit\b"
     rb"|\bgenerated (?:by|with|from) [^\n]*\w\.(?:py|pl|sh|js|awk|m4|exe)\b"
-    rb"|^\W*(?:this (?:file|module) (?:is|was) )?generated (?:automatically )?(?:by|with|from) \S",
+    rb"|^\W*(?:this (?:file|module) (?:is|was) )?generated (?:automatically )?(?:by|from) \S",
     re.IGNORECASE | re.MULTILINE,
 )
 GENERATED_WITHIN = 400

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 2_000_000
 # A longer document is compared by its beginning: the sums over a block take some 60 bytes a byte of text.
-SIGNED_BYTES = 4_000_000
+SIGNED_BYTES = 2_000_000
 
 
 def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress: Progress) -> dict[str, Any]:
@@ -87,17 +87,16 @@ class _Measured:
 
 
 def _blocks(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of an open Parquet file, some BLOCK_BYTES of text at a time."""
-    rows: list[dict[str, Any]] = []
-    size = 0
-    for batch in file.iter_batches(batch_size=64, columns=columns):
-        for row in batch.to_pylist():
-            rows.append(row)
-            size += len(row["text"])
-            if size >= BLOCK_BYTES:
+    """Rows of an open Parquet file, at most BLOCK_BYTES of text at a time (a longer document comes alone)."""
+    for group in range(file.num_row_groups):
+        rows: list[dict[str, Any]] = []
+        size = 0
+        for row in file.read_row_group(group, columns=columns).to_pylist():
+            if rows and size + len(row["text"]) > BLOCK_BYTES:
                 yield rows
                 rows, size = [], 0
-    if rows:
+            rows.append(row)
+            size += len(row["text"])
         yield rows
 
 

@@ -24,7 +24,8 @@ from whorl.corpus.sources import SourceFile, over_limit, readable_path
 
 LANGUAGES = {
     ".py": "python", ".pyi": "python", ".md": "markdown", ".rst": "restructuredtext", ".txt": "text",
-    ".c": "c", ".h": "c", ".cc": "c++", ".cpp": "c++", ".hpp": "c++", ".rs": "rust", ".go": "go", ".js": "javascript",
+    ".c": "c", ".h": "c",
+    ".cc": "c++", ".cpp": "c++", ".hpp": "c++", ".rs": "rust", ".go": "go", ".js": "javascript",
     ".ts": "typescript", ".java": "java", ".rb": "ruby", ".sh": "shell", ".sql": "sql", ".html": "html",
     ".css": "css", ".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".xml": "xml",
     ".tex": "latex", ".csv": "csv", ".jl": "julia", ".r": "r", ".swift": "swift", ".kt": "kotlin",

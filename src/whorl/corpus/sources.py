@@ -175,9 +175,12 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
         candidates = list(_walk(root, [*config.exclude, *never])) if globs else [(single.name, single)]
         before = len(found)
         for path, location in sorted(candidates):
-            if (globs and not (_in_source(path, globs) and matches(path, config.include))) or (
-                globs and matches(path, config.exclude)
-            ):
+            wanted = not globs or (
+                _in_source(path, globs)
+                and matches(path, config.include)
+                and not matches(path, config.exclude)
+            )
+            if not wanted:
                 left_out += 1
             else:
                 found.append(_look_at(source, path, location, licence))

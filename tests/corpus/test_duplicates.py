@@ -1,0 +1,84 @@
+"""Near duplicates: the fast signatures equal the slow ones, and estimate what they claim to."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.corpus import duplicates
+from whorl.corpus.duplicates import UnionFind, clusters, first_of_equals, join_equals, signature, signatures
+
+TEXTS = st.lists(st.text("ab_ \n.é1", max_size=40).map(str.encode), min_size=1, max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(TEXTS)
+def test_block_equals_one_at_a_time(texts: list[bytes]) -> None:
+    assert np.array_equal(signatures(texts), np.array([signature(t) for t in texts]))
+
+
+def words(rng: random.Random, n: int) -> list[str]:
+    return [f"w{rng.randrange(10**6)}" for _ in range(n)]
+
+
+def mutate(rng: random.Random, text: list[str], changes: int) -> list[str]:
+    out = list(text)
+    for _ in range(changes):
+        out[rng.randrange(len(out))] = f"m{rng.randrange(10**6)}"
+    return out
+
+
+def test_agreement_estimates_jaccard() -> None:
+    rng = random.Random(0)
+    errors = []
+    for changes in range(0, 60, 2):
+        text = words(rng, 400)
+        a, b = " ".join(text).encode(), " ".join(mutate(rng, text, changes)).encode()
+        sa, sb = signatures([a, b])
+        errors.append(float((sa == sb).mean()) - duplicates.similarity(a, b))
+    assert abs(np.mean(errors)) < 0.02  # unbiased
+    assert np.abs(errors).max() < 4 * 0.044
+
+
+def test_clusters_find_planted_families_and_nothing_else() -> None:
+    rng = random.Random(1)
+    texts, family = [], []
+    for f in range(300):
+        original = words(rng, 300)
+        for _ in range(rng.choice([1, 1, 1, 2, 5])):
+            texts.append(" ".join(mutate(rng, original, rng.randrange(6))).encode())
+            family.append(f)
+    found = clusters(signatures(texts), 0.5, UnionFind(len(texts))).roots()
+    first = {f: family.index(f) for f in family}
+    assert found.tolist() == [first[f] for f in family]
+
+
+def test_one_huge_bucket_takes_no_quadratic_time() -> None:
+    rng = random.Random(2)
+    original = words(rng, 200)
+    texts = [" ".join(mutate(rng, original, 1)).encode() for _ in range(3000)]
+    found = clusters(signatures(texts), 0.5, UnionFind(len(texts))).roots()
+    assert not found.any()
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=40))
+def test_union_find_against_sets(pairs: list[tuple[int, int]]) -> None:
+    sets = UnionFind(31)
+    naive = [{i} for i in range(31)]
+    for a, b in pairs:
+        sets.join(a, b)
+        if naive[a] is not naive[b]:
+            merged = naive[a] | naive[b]
+            for member in merged:
+                naive[member] = merged
+    assert sets.roots().tolist() == [min(group) for group in naive]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
+def test_first_of_equals(rows: list[tuple[int, int]]) -> None:
+    first = first_of_equals(np.array(rows, np.uint64))
+    assert first.tolist() == [rows.index(row) for row in rows]
+    assert np.array_equal(join_equals(first).roots(), first)
