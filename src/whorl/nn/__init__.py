@@ -1,0 +1,26 @@
+"""Layers, each written once: norms, rotary positions, attention, MLPs, n-gram memories.
+
+A layer knows no objective and no optimiser. Weights are kept in fp32 (the master copy) and cast to the type of
+the activations where they are used, so the same module runs in whatever type the machine is fastest in.
+"""
+
+from whorl.nn.attention import Attention, LayerCache, causal_attention, causal_attention_reference
+from whorl.nn.linear import Linear
+from whorl.nn.mlp import MLP
+from whorl.nn.ngram import NGramMemory
+from whorl.nn.norm import RMSNorm, rms_norm
+from whorl.nn.rotary import apply_rotary, rotary_tables
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "LayerCache",
+    "Linear",
+    "NGramMemory",
+    "RMSNorm",
+    "apply_rotary",
+    "causal_attention",
+    "causal_attention_reference",
+    "rms_norm",
+    "rotary_tables",
+]

@@ -1,0 +1,213 @@
+"""Causal self-attention: grouped queries, QK-norm, rotary positions, smeared keys; cache as an argument.
+
+Told as differences from multi-head attention (Vaswani et al. 2017, arXiv:1706.03762):
+
+- grouped queries (Ainslie et al. 2023, arXiv:2305.13245): `n_kv_heads` key/value heads serve `n_heads` query heads;
+- QK-norm (Henry et al. 2020, arXiv:2010.04245): queries and keys are RMS-normalised over head_dim, and one learned
+  temperature a query head takes the place of 1/sqrt(head_dim): logits cannot blow up, whatever the learning rate;
+- smeared keys (Olsson et al. 2022, In-context Learning and Induction Heads): each key is mixed with the key of
+  the position before, by one learned weight a head. A single layer can then look up "what followed the token I
+  am at": copying heads form thousands of steps earlier. Keys are mixed before norm and rotation, and never over
+  the border of a document.
+
+Why the fast path is written out. On a CPU, torch's fused attention computes all T^2 products and its backward
+runs far below the speed of matrix products; for the short rows that a small model trains on, plain batched
+products over blocks of queries, each against the keys up to its own end, are 3 times as fast (bench/nn_attention.py).
+`causal_attention` does that with its own backward; `causal_attention_reference` is the definition in a few lines,
+and a test holds the two (and torch's) together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.nn.linear import Linear
+from whorl.nn.norm import rms_norm
+from whorl.nn.rotary import apply_rotary
+
+QUERY_BLOCK = 128  # queries a block: large enough for fast products, small enough to skip most masked ones
+
+
+def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
+    """The definition: softmax over allowed keys of q k^T, in fp32, times v.
+
+    q, k, v: [B, H, T, d] (any scale is already in q); segments: [B, T] or None -> [B, H, T, d].
+    Position i may attend to j when j <= i and both lie in the same segment.
+    """
+    length = q.shape[2]
+    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    if segments is not None:
+        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+    scores = (q.float() @ k.float().transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
+    return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)
+
+
+def _block_bias(start: int, stop: int, segments: Tensor | None, like: Tensor, heads: int) -> Tensor:
+    """What is added to the scores of queries start..stop against keys 0..stop: 0 or -inf.
+
+    -> [stop-start, stop] or, with segments, [B * heads, stop-start, stop].
+    """
+    queries = torch.arange(start, stop, device=like.device)
+    keys = torch.arange(stop, device=like.device)
+    allowed = keys[None, :] <= queries[:, None]
+    if segments is not None:
+        allowed = allowed & (segments[:, start:stop, None] == segments[:, None, :stop])
+        allowed = allowed[:, None].expand(-1, heads, -1, -1).flatten(0, 1)
+    zero = torch.zeros((), dtype=like.dtype, device=like.device)
+    return torch.where(allowed, zero, zero - float("inf"))
+
+
+class _BlockedAttention(torch.autograd.Function):
+    """Attention over query blocks; keeps the probabilities for the backward.  q, k, v: [N, T, d], N = B * H."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, heads: int) -> Tensor:
+        length = q.shape[1]
+        out, probabilities = [], []
+        for start in range(0, length, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, length)
+            scores = torch.bmm(q[:, start:stop], k[:, :stop].transpose(1, 2))
+            scores = scores + _block_bias(start, stop, segments, scores, heads)
+            p = torch.softmax(scores, dim=-1)
+            probabilities.append(p)
+            out.append(torch.bmm(p, v[:, :stop]))
+        ctx.save_for_backward(q, k, v, *probabilities)
+        return torch.cat(out, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (d_out,) = gradients
+        q, k, v, *probabilities = ctx.saved_tensors
+        length = q.shape[1]
+        d_q, d_k, d_v = [], torch.zeros_like(k), torch.zeros_like(v)
+        for block, p in enumerate(probabilities):
+            start = block * QUERY_BLOCK
+            stop = min(start + QUERY_BLOCK, length)
+            d_o = d_out[:, start:stop]
+            d_p = torch.bmm(d_o, v[:, :stop].transpose(1, 2))
+            d_s = torch._softmax_backward_data(d_p, p, -1, p.dtype)
+            d_q.append(torch.bmm(d_s, k[:, :stop]))
+            d_v[:, :stop] += torch.bmm(p.transpose(1, 2), d_o)
+            d_k[:, :stop] += torch.bmm(d_s.transpose(1, 2), q[:, start:stop])
+        return torch.cat(d_q, dim=1), d_k, d_v, None, None
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
+    """Causal attention by the fastest path for the device; equals `causal_attention_reference`.
+
+    q, k, v: [B, H, T, d], scale already in q; segments: [B, T] or None (each row is one segment) -> [B, H, T, d].
+    """
+    if q.is_cuda:
+        mask = None
+        if segments is not None:
+            length = q.shape[2]
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+            mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+    batch, heads, length, d = q.shape
+    flat = (t.reshape(batch * heads, length, d) for t in (q, k, v))
+    out: Tensor = _BlockedAttention.apply(*flat, segments, heads)  # type: ignore[no-untyped-call]
+    return out.view(batch, heads, length, d)
+
+
+@dataclass
+class LayerCache:
+    """Keys and values of one layer, preallocated for `capacity` positions, `length` of them filled.
+
+    k, v: [B, n_kv_heads, capacity, head_dim] (keys smeared, normalised, rotated); last_key: [B, 1, n_kv_heads,
+    head_dim], the newest key before smearing, which the next position mixes in.
+    """
+
+    k: Tensor
+    v: Tensor
+    last_key: Tensor
+    length: int = 0
+
+
+class Attention(nn.Module):
+    """x: [B, T, d_model] -> [B, T, d_model]. Weights: qkv in one matrix, so that one product makes all three."""
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        smear_keys: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if n_heads % n_kv_heads:
+            raise ConfigError(
+                f"n_heads is {n_heads} and n_kv_heads is {n_kv_heads}", expected="n_heads a multiple of n_kv_heads"
+            )
+        self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
+        width = (n_heads + 2 * n_kv_heads) * head_dim
+        self.qkv = Linear(d_model, width, std=0.6 * d_model**-0.5, generator=generator)
+        self.out = Linear(n_heads * head_dim, d_model, std=0.0)
+        # Unit-RMS queries and keys have products of up to head_dim; 1.2 starts attention mildly peaked.
+        self.temperature = nn.Parameter(torch.full((n_heads, 1), 1.2))
+        self.smear = nn.Parameter(torch.zeros(n_kv_heads, 1)) if smear_keys else None  # sigmoid -> 1/2 at first
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        segments: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """rotary: tables for the positions of x; segments: [B, T] or None; cache: extended in place by x."""
+        batch, length, _ = x.shape
+        heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
+        q, k, v = self.qkv(x).view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
+        if self.smear is not None:
+            k = self._smeared(k, segments, cache)
+        # The temperature is applied in fp32 inside the norm's cast back.
+        q = apply_rotary(rms_norm(q, self.temperature), *rotary)
+        k = apply_rotary(rms_norm(k), *rotary)
+        if cache is None:
+            group = self.n_heads // self.n_kv_heads
+            if group > 1:
+                k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+            y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments)
+        else:
+            y = self._attend_cached(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+    def _smeared(self, k: Tensor, segments: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """k: [B, T, n_kv_heads, head_dim] -> the same, each mixed with its predecessor in the same segment."""
+        assert self.smear is not None
+        share = torch.sigmoid(self.smear).to(k.dtype)  # [n_kv_heads, 1]
+        first = k[:, :1] if cache is None or cache.length == 0 else cache.last_key  # no predecessor: itself
+        previous = torch.cat([first, k[:, :-1]], dim=1)
+        if cache is not None:
+            cache.last_key = k[:, -1:].clone()
+        mixed = k + share * (previous - k)
+        if segments is not None:
+            same = F.pad(segments[:, 1:] == segments[:, :-1], (1, 0), value=False)
+            mixed = torch.where(same[:, :, None, None], mixed, k)
+        return mixed
+
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
+        """New positions attend to the cache and to each other.  q: [B, H, T, d]; k, v: [B, KV, T, d]."""
+        batch, heads, length, d = q.shape
+        stop = cache.length + length
+        cache.k[:, :, cache.length : stop] = k
+        cache.v[:, :, cache.length : stop] = v
+        grouped = q.reshape(batch, self.n_kv_heads, -1, d)  # [B, KV, group * T, d]
+        scores = (grouped @ cache.k[:, :, :stop].transpose(-1, -2)).float()
+        if length > 1:
+            queries = torch.arange(cache.length, stop, device=q.device).repeat(heads // self.n_kv_heads)
+            hidden = torch.arange(stop, device=q.device)[None, :] > queries[:, None]
+            scores = scores.masked_fill(hidden, float("-inf"))
+        cache.length = stop
+        y = scores.softmax(dim=-1).to(v.dtype) @ cache.v[:, :, :stop]
+        return y.view(batch, heads, length, d)

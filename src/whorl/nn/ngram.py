@@ -1,0 +1,76 @@
+"""A memory addressed by n-grams: one embedding row for each hash of the last n token ids.
+
+    x_t += sum over n of table_n[hash(ids[t-n+1 .. t]) mod buckets]
+
+Why. What follows two or three given tokens is mostly a matter of looking it up, and a look-up costs no products:
+a row read and, in the backward, a row written. A transformer that is given these rows need not spend its few
+layers on imitating an n-gram model, and reaches in minutes what its own products would take many times longer to
+learn. Sources: hash embeddings (Svenstrup et al. 2017, arXiv:1709.03933); over-encoding (Huang et al. 2025,
+Over-Tokenized Transformer, arXiv:2501.16975). What it buys here is measured in bench/plan_tricks.py.
+
+Subtle: the gradient of a table is sparse (a few thousand rows of hundreds of thousands), so look-ups use sparse
+gradients and stay outside of a compiled region, and the optimiser touches those rows only. An n-gram that
+would reach over the start of a document takes a boundary mark for the missing tokens, never the neighbour's ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+
+_MULTIPLIER = 0x9E3779B1  # Fibonacci hashing (Knuth, TAOCP vol. 3, 6.4): 2^32 / golden ratio
+_MASK = (1 << 32) - 1
+
+
+def ngram_rows(
+    ids: Tensor, orders: Sequence[int], buckets: int, segments: Tensor | None = None, before: Tensor | None = None
+) -> list[Tensor]:
+    """Row numbers of the n-gram that ends at each position, for each order.
+
+    ids: [B, T] integers; segments: [B, T] or None; before: [B, K] ids that precede the row (a decoder's cache; -1
+    where there are none) -> one [B, T] int64 tensor an order, each value in 0..buckets-1.
+    """
+    reach = max(orders) - 1
+    if before is None:
+        before = ids.new_full((ids.shape[0], reach), -1, dtype=torch.int64)
+    padded = torch.cat([before[:, before.shape[1] - reach :], ids.long()], dim=1)  # [B, reach + T]
+    length = ids.shape[1]
+    rows, state = [], (ids.long() + 1) * _MULTIPLIER & _MASK
+    for back in range(1, reach + 1):
+        previous = padded[:, reach - back : reach - back + length]
+        if segments is not None:
+            same = F.pad(segments[:, back:] == segments[:, :-back], (min(back, length), 0), value=False)
+            previous = torch.where(same[:, :length], previous, -1)
+        state = ((state ^ (state >> 15)) * 0x2C1B3C6D + (previous + 2) * _MULTIPLIER) & _MASK
+        if back + 1 in orders:
+            mixed = (state ^ (state >> 16)) * 0x45D9F3B & _MASK
+            rows.append((mixed ^ (mixed >> 13)) % buckets)
+    return rows
+
+
+class NGramMemory(nn.Module):
+    """ids: [B, T] -> [B, T, d]: the sum of the rows of each order's n-gram. Tables start at zero.
+
+    Args:
+        orders: n-gram lengths, ascending, each at least 2.
+        buckets: rows a table; n-grams that collide share a row.
+    """
+
+    def __init__(self, orders: Sequence[int], buckets: int, d: int) -> None:
+        super().__init__()
+        if not orders or min(orders) < 2 or list(orders) != sorted(set(orders)):
+            raise ConfigError(f"ngram_orders is {list(orders)}", expected="ascending lengths of at least 2, as [2, 3]")
+        self.orders, self.buckets = tuple(orders), buckets
+        self.tables = nn.ParameterList([nn.Parameter(torch.zeros(buckets, d)) for _ in orders])
+
+    def forward(self, ids: Tensor, segments: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+        rows = ngram_rows(ids, self.orders, self.buckets, segments, before)
+        total = F.embedding(rows[0], self.tables[0], sparse=True)
+        for row, table in zip(rows[1:], list(self.tables)[1:], strict=True):
+            total = total + F.embedding(row, table, sparse=True)
+        return total
