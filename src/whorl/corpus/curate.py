@@ -173,18 +173,24 @@ def _write_attributes(
 
 
 def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]:
-    """Run the query; a reason for every row, "" where it is kept. Rows it does not return are
-    'not_selected'."""
+    """Run the query; a reason for every row, "" where it is kept, 'not_selected' where it returns none."""
     import duckdb
+    import pyarrow.dataset as ds
 
-    # A recipe's SQL may come from a stranger: it sees the attributes and nothing else of the machine.
-    database = duckdb.connect(config={"threads": 1, "memory_limit": "256MB"})
+    # A recipe's SQL may come from a stranger: it sees the attributes and nothing else of the machine. As a
+    # registered data set they are streamed from their files, so millions of rows need no memory.
+    database = duckdb.connect(
+        config={
+            "threads": 1,
+            "memory_limit": "256MB",
+            "enable_external_access": False,
+            "lock_configuration": True,
+        }
+    )
     try:
-        files = [str(path) for path in attributes]
-        database.execute("CREATE TABLE attributes AS SELECT * FROM read_parquet($1)", [files])
-        database.execute("SET enable_external_access = false")
-        database.execute("SET lock_configuration = true")
-        found = database.execute(f"SELECT row, coalesce(reason, '') AS reason FROM ({query})").fetchnumpy()
+        database.register("attributes", ds.dataset([str(path) for path in attributes]))
+        typed = "coalesce(row::BIGINT, -1) AS row, coalesce(reason::VARCHAR, '') AS reason"
+        found = database.execute(f"SELECT {typed} FROM ({query})").fetchnumpy()
     except duckdb.Error as error:
         columns = ", ".join(attribute_schema().names)
         raise ConfigError(
@@ -194,15 +200,15 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
         ) from error
     finally:
         database.close()
-    rows, reasons = found["row"], found["reason"].astype(str)
-    if len(np.unique(rows)) != len(rows):
+    rows = found["row"]
+    if len(np.unique(rows)) != len(rows) or (len(rows) and not 0 <= rows.min() <= rows.max() < n_rows):
         raise ConfigError(
-            "curate's query returns a document more than once",
-            expected="each row once",
-            do="use GROUP BY row",
+            "curate's query returns rows that are not documents, or one more than once",
+            expected=f"each row at most once, out of 0 to {n_rows - 1}",
+            do="pass the column row through unchanged; GROUP BY row after a join",
         )
     out = np.full(n_rows, "not_selected", dtype=object)
-    out[rows] = reasons
+    out[rows] = found["reason"]
     return out
 
 

@@ -1,0 +1,271 @@
+"""Curate: attributes are right, the query decides, and no near copy stands on two sides of a split."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, ingest
+from whorl.corpus.attributes import measure
+from whorl.errors import ConfigError, DataError
+from whorl.runs import Progress
+
+WORD = re.compile(rb"[A-Za-z0-9_\x80-\xff]+")
+
+
+class Made:
+    """A corpus made from texts: the two folders, the reader, curate's summary."""
+
+    def __init__(self, folder: Path, texts: dict[str, str] | None, **options: Any) -> None:
+        self.ingest, self.curate = folder / "ingest", folder / "curate"
+        self.ingest.mkdir(parents=True)
+        self.curate.mkdir()
+        source = "python-stdlib"
+        if texts is not None:
+            source = str(folder / "data")
+            for path, text in texts.items():
+                (folder / "data" / path).parent.mkdir(parents=True, exist_ok=True)
+                (folder / "data" / path).write_text(text)
+        ingest(IngestConfig(sources=[source]), self.ingest, Progress.silent())
+        files = document_files(self.ingest)
+        self.summary = curate(CurateConfig(**options), files, self.curate, Progress.silent())
+        self.corpus = Corpus(self.ingest, self.curate)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Document, attributes and selection of every row, joined by place."""
+        parts = [
+            [r for f in sorted(folder.glob(pattern)) for r in pq.read_table(f).to_pylist()]
+            for folder, pattern in (
+                (self.ingest, "documents-*"),
+                (self.curate, "attributes-*"),
+                (self.curate, "selection.*"),
+            )
+        ]
+        return [{**d, **a, **s} for d, a, s in zip(*parts, strict=True)]
+
+
+def prose(rng: random.Random, n: int) -> str:
+    return "\n".join(" ".join("".join(rng.choices("abcdefgh", k=5)) for _ in range(8)) for _ in range(n))
+
+
+def folder_of(n: int, rng: random.Random) -> dict[str, str]:
+    return {f"{i:04d}.txt": prose(rng, rng.randrange(10, 40)) for i in range(n)}
+
+
+@pytest.fixture(scope="module")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("stdlib"), None)
+
+
+def shingles(text: str) -> set[tuple[bytes, ...]]:
+    words = WORD.findall(text.encode())
+    return set(zip(words, words[1:], words[2:], words[3:], words[4:], strict=False))
+
+
+def test_no_near_copy_straddles_the_standard_librarys_splits(stdlib: Made) -> None:
+    """Exact Jaccard of each held-out document with all of the other splits, by a method of its own."""
+    held_out = {
+        name: [shingles(d.text) for d in stdlib.corpus.documents(name)] for name in ("validation", "test")
+    }
+    where: dict[tuple[bytes, ...], list[tuple[str, int]]] = {}
+    for name, sets in held_out.items():
+        for i, found in enumerate(sets):
+            for shingle in found:
+                where.setdefault(shingle, []).append((name, i))
+    worst = (0.0, "", "")
+    for split in ("train", "validation"):
+        for document in stdlib.corpus.documents(split):
+            own = shingles(document.text)
+            shared = Counter(place for shingle in own & where.keys() for place in where[shingle])
+            for (name, i), n in shared.items():
+                if name != split:
+                    jaccard = n / (len(own) + len(held_out[name][i]) - n)
+                    worst = max(worst, (jaccard, document.path, name))
+    assert worst[0] < 0.6, worst
+
+
+def test_split_of_the_standard_library(stdlib: Made) -> None:
+    splits = stdlib.summary["splits"]
+    for name in ("validation", "test"):
+        assert 850_000 < splits[name]["bytes"] <= 1_000_000
+        assert splits[name]["documents"] >= 40
+        assert splits[name]["largest_document_share"] < 0.12
+    rows = stdlib.rows()
+    assert {r["licence"] for r in rows} >= {"PSF-2.0"}
+    by_cluster: dict[int, set[str]] = {}
+    for row in rows:
+        if row["split"]:
+            by_cluster.setdefault(row["cluster"], set()).add(row["split"])
+    assert all(len(found) == 1 for found in by_cluster.values())
+    # The code-page tables are written by a program, and say so.
+    assert {r["reason"] for r in rows if re.fullmatch(r"encodings/cp125\d.py", r["path"])} == {"generated"}
+    assert next(r for r in rows if r["path"] == "ast.py")["reason"] == ""
+    codecs = [
+        r for r in rows if r["path"] in ("encodings/big5.py", "encodings/gbk.py", "encodings/euc_kr.py")
+    ]
+    assert len({r["cluster"] for r in codecs}) == 1
+
+
+def test_corpus_streams_what_was_selected(stdlib: Made) -> None:
+    rows = stdlib.rows()
+    for split in ("train", "validation", "test"):
+        expected = [
+            Document(**{k: r[k] for k in Document.__dataclass_fields__}) for r in rows if r["split"] == split
+        ]
+        assert list(stdlib.corpus.documents(split)) == expected
+        assert stdlib.corpus.count(split) == len(expected) == stdlib.summary["splits"][split]["documents"]
+        assert stdlib.corpus.bytes(split) == stdlib.summary["splits"][split]["bytes"]
+    with pytest.raises(ConfigError, match="unknown split 'tset'"):
+        next(stdlib.corpus.documents("tset"))
+
+
+def test_funnel_adds_up(stdlib: Made) -> None:
+    funnel, dropped = stdlib.summary["funnel"], stdlib.summary["dropped"]
+    for before, after in itertools.pairwise(funnel[:-1]):
+        lost = dropped[after["stage"].removeprefix("without ")]
+        assert before["documents"] - after["documents"] == lost["documents"]
+        assert before["bytes"] - after["bytes"] == lost["bytes"]
+    assert funnel[-2]["bytes"] == sum(s["bytes"] for s in stdlib.summary["splits"].values())
+    assert funnel[-1] == {
+        "stage": "train",
+        **{k: stdlib.summary["splits"]["train"][k] for k in ("documents", "bytes")},
+    }
+
+
+def test_planted_copies_stay_together(tmp_path: Path) -> None:
+    """Families of near copies, planted in all corners of a corpus, over several seeds."""
+    rng = random.Random(0)
+    texts = folder_of(150, rng)
+    for name, text in list(texts.items())[:50]:
+        changed = text.split(" ")
+        changed[rng.randrange(len(changed))] = "changed"
+        texts[f"copies/{name}"] = " ".join(changed)
+    for seed in range(3):
+        made = Made(tmp_path / str(seed), texts, seed=seed)
+        split = {r["path"]: r["split"] for r in made.rows()}
+        assert Counter(split.values())["test"] >= 3
+        for name in list(texts)[:50]:
+            assert split[name] == split[f"copies/{name}"]
+
+
+def test_exact_copies_are_dropped_but_the_first(tmp_path: Path) -> None:
+    texts = folder_of(40, random.Random(0))
+    texts |= {f"z{i}.txt": texts["0007.txt"] for i in range(3)}
+    made = Made(tmp_path, texts)
+    reasons = {r["path"]: r["reason"] for r in made.rows()}
+    assert reasons["0007.txt"] == ""
+    assert [reasons[f"z{i}.txt"] for i in range(3)] == ["exact_duplicate"] * 3
+    assert made.summary["dropped"]["exact_duplicate"]["documents"] == 3
+
+
+def test_split_is_stable_when_the_corpus_grows(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    texts = folder_of(200, rng)
+    config = {"test_bytes": 10_000, "validation_bytes": 10_000, "max_cluster_share": 1.0}
+    small = Made(tmp_path / "a", texts, **config)
+    more = texts | {f"new{i}.txt": prose(rng, 20) for i in range(20)}
+    # Ids hold the source's name, so the second corpus grows in the same place.
+    for name, text in more.items():
+        (tmp_path / "a/data" / name).write_text(text)
+    before = {r["path"] for r in small.rows() if r["split"] == "test"}
+    (tmp_path / "b").mkdir()
+    ingest(IngestConfig(sources=[str(tmp_path / "a/data")]), tmp_path / "b", Progress.silent())
+    (tmp_path / "c").mkdir()
+    curate(CurateConfig(**config), document_files(tmp_path / "b"), tmp_path / "c", Progress.silent())
+    after = {d.path for d in Corpus(tmp_path / "b", tmp_path / "c").documents("test")}
+    assert len(before & after) >= len(before) / 2
+    assert len(before) < 20  # a fresh draw of 20 from 220 would share two
+
+
+def test_held_out_never_takes_more_than_its_share(tmp_path: Path) -> None:
+    made = Made(tmp_path, folder_of(60, random.Random(5)))
+    splits = made.summary["splits"]
+    total = sum(s["bytes"] for s in splits.values())
+    assert 0 < splits["test"]["bytes"] <= 0.1 * total
+    assert 0 < splits["validation"]["bytes"] <= 0.1 * total
+
+
+def test_one_document_cannot_be_split(tmp_path: Path) -> None:
+    text = prose(random.Random(0), 100)
+    with pytest.raises(DataError, match="too small to hold out a test split"):
+        Made(tmp_path / "a", {"only.txt": text})
+    made = Made(tmp_path / "b", {"only.txt": text}, test_bytes=0, validation_bytes=0)
+    assert made.corpus.count("train") == 1
+    assert made.corpus.count("test") == 0
+
+
+def test_query_decides(tmp_path: Path) -> None:
+    texts = folder_of(50, random.Random(0))
+    query = (
+        "SELECT row, CASE WHEN path < '0010' THEN 'early' END AS reason FROM attributes WHERE path < '0045'"
+    )
+    made = Made(tmp_path, texts, query=query)
+    reasons = [r["reason"] for r in made.rows()]
+    assert reasons == ["early"] * 10 + [""] * 35 + ["not_selected"] * 5
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("SELECT NULL AS row, '' AS reason", "not documents"),
+        ("SELEC row", "query fails"),
+        ("SELECT row FROM attributes", "query fails"),
+        ("SELECT colour AS row, '' AS reason FROM attributes", "query fails"),
+        ("SELECT 0 AS row, '' AS reason FROM attributes", "not documents"),
+        ("SELECT 99 AS row, '' AS reason", "not documents"),
+        ("SELECT 'x' AS row, '' AS reason", "query fails"),
+        ("SELECT 0 AS row, content AS reason FROM read_text('/etc/hostname')", "query fails"),
+        ("SELECT 0 AS row, '' AS reason); COPY attributes TO 'stolen.csv'; SELECT (1", "query fails"),
+    ],
+)
+def test_bad_queries(tmp_path: Path, query: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Made(tmp_path, folder_of(3, random.Random(0)), query=query)
+
+
+def test_nothing_selected_says_why(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="keeps none of 2 documents: too_short 2"):
+        Made(tmp_path, {"a.txt": "short", "b.txt": "shorter"})
+
+
+def test_selection_of_another_corpus_is_refused(tmp_path: Path) -> None:
+    a = Made(tmp_path / "a", folder_of(40, random.Random(0)))
+    b = Made(tmp_path / "b", folder_of(41, random.Random(0)))
+    with pytest.raises(DataError, match="selects among 41 documents"):
+        Corpus(a.ingest, b.curate)
+
+
+def test_attributes_of_a_known_text() -> None:
+    found = measure("ab 12\n\n  éé\nab 12".encode(), 16)
+    assert (found["n_bytes"], found["n_characters"], found["n_lines"]) == (19, 16, 4)
+    assert (found["mean_line"], found["longest_line"]) == (4.0, 6)
+    assert found["repeated_line_share"] == pytest.approx(1 / 3)
+    assert found["alnum_share"] == 1.0
+    assert found["digit_share"] == 4 / 12
+    assert found["non_ascii_share"] == 4 / 12
+    assert found["space_share"] == 7 / 19
+    assert measure(b"", 0)["n_lines"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (b"# Autogenerated by Sphinx on Monday\n", True),
+        (b'""" Codec cp1250 generated from \'MAPPINGS/CP1250.TXT\' with gencodec.py.\n', True),
+        (b"# This file is generated by mkstringprep. \n", True),
+        (b"// @generated\n", True),
+        (b"/* DO NOT EDIT */", True),
+        (b'"""An abstract syntax tree can be generated by passing a flag to compile().\n', False),
+        (b'"""Parser engine for the grammar tables generated by pgen.\n', False),
+        (b"x = 1\n" * 200 + b"# Autogenerated\n", False),
+    ],
+)
+def test_generated_code_says_so_in_its_head(head: bytes, expected: bool) -> None:
+    assert measure(head, len(head))["generated"] is expected
