@@ -76,9 +76,10 @@ def test_the_address_covers_each_of_its_parts_and_is_fixed_for_ever() -> None:
         address_of("note", {"of": "ab"}, {"x": 1}, 1),
         address_of("note", {"from": "ab"}, {"x": 2}, 1),
         address_of("note", {"from": "ab"}, {"x": 1}, 2),
+        address_of("note", {"from": "ab"}, {"x": 1}, 1, "other"),
     }
-    assert len(others) == 5 and base not in others
-    assert base == "182c4bce645ac883bd93db1383438f43"
+    assert len(others) == 6 and base not in others
+    assert base == "7040198f66ac339e33da4815e6103ce4"
 
 
 def test_nan_has_no_address() -> None:

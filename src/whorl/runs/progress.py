@@ -81,7 +81,7 @@ class Task:
         parts = []
         unit = f" {self.unit}" if self.unit else ""
         if self.total:
-            share = f" ({100 * self.done / self.total:.0f} %)" if self.done < self.total else ""
+            share = f" ({100 * self.done / self.total:.0f} %)" if self.done < 0.995 * self.total else ""
             parts.append(f"{amount(self.done)} of {amount(self.total)}{unit}{share}")
         elif self.done:
             parts.append(f"{amount(self.done)}{unit}")

@@ -110,7 +110,7 @@ class Run:
         self.tensorboard = tensorboard
         self.config = dict(config or {})
         dir.mkdir(parents=True, exist_ok=True)
-        _write_json(dir / "config.json", self.config)
+        write_json(dir / "config.json", self.config)
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class Run:
     def record_environment(self) -> dict[str, Any]:
         """Write `environment.json`; returns what was written."""
         found = environment()
-        _write_json(self.dir / "environment.json", found)
+        write_json(self.dir / "environment.json", found)
         return found
 
     def log(self, text: str) -> None:
@@ -181,7 +181,8 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def _write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
+    """Write a record so that a reader, or a kill, never meets half of one."""
     aside = path.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(value, indent=2, default=str) + "\n")
     aside.replace(path)

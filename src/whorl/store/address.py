@@ -36,9 +36,17 @@ def canonical_json(value: Any) -> bytes:
     return text.encode()
 
 
-def address_of(kind: str, parents: Mapping[str, str], config: Mapping[str, Any], version: int) -> str:
-    """The address of what step `version` of `kind` makes from `parents` (role -> address) and `config`."""
-    made_from = {"kind": kind, "parents": dict(parents), "config": dict(config), "version": version}
+def address_of(
+    kind: str, parents: Mapping[str, str], config: Mapping[str, Any], version: int, step: str = ""
+) -> str:
+    """The address of what version `version` of `step` makes: a `kind`, from `parents` (role -> address)."""
+    made_from = {
+        "kind": kind,
+        "parents": dict(parents),
+        "config": dict(config),
+        "version": version,
+        "step": step,
+    }
     return hashlib.sha256(canonical_json(made_from)).hexdigest()[:ADDRESS_DIGITS]
 
 

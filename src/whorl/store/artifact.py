@@ -25,13 +25,15 @@ class Artifact:
     """A finished artifact. `path` is its local folder; take files through `file`, which checks them.
 
     Attributes:
-        address, kind, name, version, config, parents, summary, created, seconds, files: as in `Manifest`.
+        address, kind, name, step, version, config, parents, summary, created, seconds, files: as in
+        `Manifest`.
     """
 
     def __init__(self, manifest: Manifest, folder: Callable[[str], Path], seen: Path) -> None:
         self.manifest = manifest
         self.address, self.kind, self.name = manifest.address, manifest.kind, manifest.name
-        self.version, self.config, self.parents = manifest.version, manifest.config, manifest.parents
+        self.step, self.version = manifest.step, manifest.version
+        self.config, self.parents = manifest.config, manifest.parents
         self.summary, self.files = manifest.summary, manifest.files
         self.created, self.seconds = manifest.created, manifest.seconds
         self._folder, self._seen = folder, seen

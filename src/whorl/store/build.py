@@ -47,12 +47,14 @@ class Build:
         parents: Mapping[str, Artifact],
         config: Mapping[str, Any],
         version: int,
+        step: str,
         on_message: Callable[[str], None] | None,
     ) -> None:
         self.store, self.kind, self.name = store, kind, checked_name(name)
         self.parents = {role: parent.address for role, parent in parents.items()}
         self.config, self.version = dict(config), version
-        self.address = address_of(kind, self.parents, self.config, version)
+        self.address = address_of(kind, self.parents, self.config, version, step)
+        self.step = step
         self.path = store.root / "staging" / self.address
         self.summary: dict[str, Any] = {}
         self.done: Artifact | None = None
@@ -152,6 +154,7 @@ class Build:
             self.address,
             self.kind,
             self.name,
+            self.step,
             self.version,
             self.config,
             self.parents,

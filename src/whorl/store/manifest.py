@@ -26,6 +26,7 @@ class Manifest:
     address: str
     kind: str
     name: str
+    step: str  # what made it: two steps may make the same kind
     version: int
     config: dict[str, Any]
     parents: dict[str, str]  # role -> address
@@ -62,7 +63,7 @@ class Manifest:
             raise CorruptArtifactError(
                 f"the manifest {where} is damaged: {error}", do="run the recipe again: it sets this one aside"
             ) from error
-        made_from = (manifest.kind, manifest.parents, manifest.config, manifest.version)
+        made_from = (manifest.kind, manifest.parents, manifest.config, manifest.version, manifest.step)
         if address_of(*made_from) != manifest.address:
             raise CorruptArtifactError(f"the manifest {where} does not belong to its address")
         return manifest

@@ -65,9 +65,16 @@ class Store:
 
     # Making
 
-    def address(self, kind: str, parents: Mapping[str, str], config: Mapping[str, Any], version: int) -> str:
+    def address(
+        self,
+        kind: str,
+        parents: Mapping[str, str],
+        config: Mapping[str, Any],
+        version: int,
+        step: str = "",
+    ) -> str:
         """The address of what these make; parents by role -> address."""
-        return address_of(kind, parents, config, version)
+        return address_of(kind, parents, config, version, step)
 
     def build(
         self,
@@ -77,6 +84,7 @@ class Store:
         parents: Mapping[str, Artifact],
         config: Mapping[str, Any],
         version: int,
+        step: str = "",
         on_message: Callable[[str], None] | None = None,
     ) -> Build:
         """A context that makes one artifact, or finds it made; see `Build`.
@@ -93,6 +101,7 @@ class Store:
             parents=parents,
             config=config,
             version=version,
+            step=step,
             on_message=on_message,
         )
 
@@ -190,6 +199,7 @@ class Store:
             "address": artifact.address,
             "kind": artifact.kind,
             "name": artifact.name,
+            "step": artifact.step,
             "version": artifact.version,
             "config": artifact.config,
             "created": artifact.created,

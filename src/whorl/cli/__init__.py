@@ -1,0 +1,84 @@
+"""The command line: one file per verb, registered here.
+
+A verb is a module of this folder with a function of the same name, whose docstring is its help. What a verb
+needs is imported inside its function, so that `whorl --help` answers at once.
+
+An error that the user can mend is printed as its message on standard error, with its exit code; Ctrl-C says
+that the same command continues (130); anything else is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from whorl.errors import WhorlError
+
+VERBS = ("run", "recipes", "ls", "show", "lineage", "verify", "gc")
+
+HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
+
+A first model, from the Python standard library, in about ten minutes:
+
+    whorl run quickstart
+
+Everything made is kept in a store (.whorl here, $WHORL_HOME, or --store) and looked up when asked for again.
+"""
+
+
+def guarded(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb with its errors turned into messages and exit codes."""
+
+    @functools.wraps(verb)
+    def call(*args: Any, **options: Any) -> None:
+        try:
+            verb(*args, **options)
+        except WhorlError as error:
+            sys.stdout.flush()
+            print(f"whorl: {error}", file=sys.stderr)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            print("\ninterrupted; the same command continues", file=sys.stderr)
+            raise typer.Exit(130) from None
+        except BrokenPipeError:  # the reader (head, less) has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+    return call
+
+
+def application() -> typer.Typer:
+    """The command line with every verb."""
+    app = typer.Typer(
+        help=HELP,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_version)
+    for name in VERBS:
+        module = importlib.import_module(f"whorl.cli.{name}")
+        app.command(name)(guarded(getattr(module, name)))
+    return app
+
+
+def _version(
+    version: bool = typer.Option(False, "--version", help="Show the version and leave.", is_eager=True),
+) -> None:
+    if version:
+        import whorl
+
+        print(f"whorl {whorl.__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """The entry point of the command `whorl`."""
+    application()()

@@ -1,0 +1,6 @@
+"""`python -m whorl.cli`: the same as the command `whorl`."""
+
+from whorl.cli import main
+
+if __name__ == "__main__":
+    main()

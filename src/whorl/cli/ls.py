@@ -1,0 +1,39 @@
+"""`whorl ls`: what the store holds."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import StoreOption, size, when
+
+
+def ls(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also artifacts that no name points at any more.")
+    ] = False,
+    store: StoreOption = None,
+) -> None:
+    """List the artifacts: address, kind, size, when, name, key figures.
+
+    Example:
+
+        whorl ls --all
+    """
+    from whorl.store import Store
+
+    opened = Store(store)
+    named: dict[str, list[str]] = {}
+    for name, address in opened.names().items():
+        named.setdefault(address, []).append(name)
+    shown = [artifact for artifact in opened.artifacts() if everything or artifact.address in named]
+    if not shown:
+        print(f"the store {opened.location} is empty; `whorl run quickstart` fills it")
+    for artifact in shown:
+        names = ", ".join(named.get(artifact.address, [f"({artifact.name}, superseded)"]))
+        figures = artifact.summary.get("headline", "")
+        print(
+            f"{artifact.address[:8]}  {artifact.kind:<10} {size(artifact.manifest.size):>9}  "
+            f"{when(artifact.created)}  {names}  {figures}".rstrip()
+        )

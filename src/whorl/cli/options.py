@@ -1,0 +1,37 @@
+"""Options and spellings that several verbs share."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+StoreOption = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        metavar="PLACE",
+        help="Folder or URL (s3://...) of the store; else $WHORL_HOME, else .whorl here.",
+    ),
+]
+RefArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="ARTIFACT",
+        help="A name (quickstart/tokens, or tokens if unique), or the start of an address.",
+    ),
+]
+
+
+def size(n_bytes: float) -> str:
+    """`812 B`, `4.1 kB`, `31.4 MB`, `2.0 GB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.1f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def when(seconds: float) -> str:
+    """A moment in local time: `2026-11-05 14:03`."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

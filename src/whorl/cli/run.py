@@ -1,0 +1,56 @@
+"""`whorl run`: make everything that a recipe asks for, looking up what is there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import StoreOption
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="A ready recipe (see `whorl recipes`) or a .toml file.")],
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="5m", help="What training may cost: a time (90s, 5m, 2h) or 1e15flops."),
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="STEP.FIELD=VALUE", help="Replace one value; may be repeated."),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(metavar="STEP", help="Only this step and what it needs.")
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Run a recipe: make its artifacts, or look them up.
+
+    Stop it at any moment, with Ctrl-C or harder; the same command continues.
+
+    Examples:
+
+        whorl run quickstart
+
+        whorl run quickstart --budget 90s --set ingest.sources='["notes/"]'
+
+        whorl run my.toml --until tokens --store s3://bucket/whorl
+    """
+    from whorl.recipes import load_recipe, run_recipe
+    from whorl.runs import Progress, duration
+    from whorl.store import Store
+
+    loaded = load_recipe(recipe, sets=sets or (), budget=budget)
+    progress = Progress()
+    outcome = run_recipe(loaded, Store(store), progress, until=until)
+    lines = [f"done in {duration(outcome.seconds)}"]
+    place = f" --store {store}" if store else ""
+    for artifact in outcome.artifacts.values():
+        if artifact.kind == "report" and "report.html" in artifact.files:
+            lines.append(f"report: {artifact.file('report.html')}")
+        elif artifact.kind == "model":
+            lines.append(f"model:  {artifact.path}")
+            lines.append(f'next:   whorl sample {artifact.name} "def "{place}')
+    if len(lines) == 1:
+        lines.append(f"next:   whorl show {list(outcome.artifacts.values())[-1].name}{place}")
+    progress.say("\n".join(lines))

@@ -1,0 +1,20 @@
+"""Recipes: TOML lists of steps, checked before any work, run by look-up; their steps wire the rooms."""
+
+from whorl.recipes.recipe import Recipe, RecipeStep, load_recipe, parse_recipe, ready_recipes
+from whorl.recipes.registry import StepContext, StepKind, step, step_kinds
+from whorl.recipes.runner import Outcome, run_folder, run_recipe
+
+__all__ = [
+    "Outcome",
+    "Recipe",
+    "RecipeStep",
+    "StepContext",
+    "StepKind",
+    "load_recipe",
+    "parse_recipe",
+    "ready_recipes",
+    "run_folder",
+    "run_recipe",
+    "step",
+    "step_kinds",
+]

@@ -1,0 +1,321 @@
+"""Recipes: a short TOML text of named steps, checked as a whole before any work.
+
+    name = "quickstart"
+    about = "one line for `whorl recipes`"
+
+    [steps.ingest]                  # a step; `uses` is its own name unless given
+    sources = ["python-stdlib"]     # the step's configuration
+
+    [steps.curate]
+    parents = ["ingest"]            # by kind; or by role: parents = {documents = "ingest"}
+
+A mistake is refused with file, line, what was found and what was expected: an unknown key or step (with the
+nearest known one), a parent that does not exist or makes the wrong kind, a cycle, an impossible value. `--set
+step.field=value` replaces one value, typed by the step's configuration, and is checked the same way.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from whorl.errors import ConfigError, one_of
+from whorl.recipes.places import key_lines, line_of
+from whorl.recipes.registry import StepKind, step_kinds
+
+STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class RecipeStep:
+    """One step of a recipe, checked. `parents` maps role -> the name of the step that makes it."""
+
+    name: str
+    kind: StepKind
+    parents: Mapping[str, str]
+    config: BaseModel
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A checked recipe; its steps in an order in which parents come first."""
+
+    name: str
+    about: str
+    steps: Mapping[str, RecipeStep]
+
+    def to_json(self) -> dict[str, Any]:
+        """The resolved recipe: every value that was used, defaults too."""
+        steps = {
+            step.name: {
+                "uses": step.kind.name,
+                "parents": dict(step.parents),
+                **step.config.model_dump(mode="json"),
+            }
+            for step in self.steps.values()
+        }
+        return {"name": self.name, "about": self.about, "steps": steps}
+
+    def up_to(self, name: str) -> Recipe:
+        """Only the step `name` and what it needs. Raises ConfigError if there is no such step."""
+        if name not in self.steps:
+            raise ConfigError(f"--until {name}: no such step", expected=one_of(name, list(self.steps)))
+        wanted, waiting = set[str](), [name]
+        while waiting:
+            step = waiting.pop()
+            wanted.add(step)
+            waiting += self.steps[step].parents.values()
+        return Recipe(self.name, self.about, {key: step for key, step in self.steps.items() if key in wanted})
+
+
+def ready_recipes() -> dict[str, str]:
+    """Name -> text of the recipes that come with the package."""
+    folder = resources.files("whorl.recipes")
+    found = (entry for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in found}
+
+
+def find_recipe(name: str) -> tuple[str, str]:
+    """(text, where it stands) of a ready recipe or a TOML file. Raises ConfigError if there is neither."""
+    path = Path(name)
+    if path.suffix == ".toml" or path.is_file():
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except OSError as error:
+            raise ConfigError(f"the recipe {name} cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"the recipe {name} is not UTF-8 text: {error}") from error
+    ready = ready_recipes()
+    if name not in ready:
+        raise ConfigError(
+            f"there is no recipe {name!r}",
+            expected=f"a .toml file, or {one_of(name, sorted(ready))}",
+            do="`whorl recipes` lists the ready ones",
+        )
+    return ready[name], f"{name}.toml"
+
+
+def load_recipe(name: str, *, sets: Iterable[str] = (), budget: str | None = None) -> Recipe:
+    """Find, read and check a recipe, with `--set` and `--budget` applied. Raises ConfigError."""
+    text, where = find_recipe(name)
+    return parse_recipe(text, where, sets=sets, budget=budget)
+
+
+def parse_recipe(
+    text: str,
+    where: str,
+    *,
+    sets: Iterable[str] = (),
+    budget: str | None = None,
+    kinds: Mapping[str, StepKind] | None = None,
+) -> Recipe:
+    """Check a recipe's text; `where` is how messages call the file. Raises ConfigError."""
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{where}: not TOML: {error}", expected="a recipe in TOML; see docs/recipes.md"
+        ) from error
+    return _Reader(text, where, kinds if kinds is not None else step_kinds()).read(data, sets, budget)
+
+
+class _Reader:
+    """One recipe under examination; knows where each key stands."""
+
+    def __init__(self, text: str, where: str, kinds: Mapping[str, StepKind]) -> None:
+        self.lines, self.where, self.kinds = key_lines(text), where, kinds
+        self.flags: dict[tuple[str, ...], str] = {}  # keys that a flag of the command line set, and which
+
+    def at(self, *path: str) -> str:
+        """Where a key was given: the flag, or file and line."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.flags:
+                return self.flags[path[:length]]
+        return f"{self.where}:{line_of(self.lines, *path)}"
+
+    def read(self, data: dict[str, Any], sets: Iterable[str], budget: str | None) -> Recipe:
+        for key in data:
+            if key not in ("name", "about", "steps"):
+                expected = one_of(key, ("name", "about", "steps"))
+                raise ConfigError(f"{self.at(key)}: unknown key {key!r}", expected=expected)
+        tables = data.get("steps")
+        if not isinstance(tables, dict) or not tables:
+            raise ConfigError(
+                f"{self.at('steps')}: the recipe has no steps", expected="a table [steps.NAME] for each"
+            )
+        name = data.get("name", Path(self.where).stem)
+        if not isinstance(name, str) or not STEP_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{self.at('name')}: the recipe cannot be called {name!r}",
+                expected="letters, digits, _ and -",
+            )
+        kinds = {step: self.kind_of(step, table) for step, table in tables.items()}
+        if budget is not None:
+            self.apply_budget(tables, kinds, budget)
+        for text in sets:
+            self.apply_set(tables, kinds, text)
+        parents = {step: self.parents_of(step, tables, kinds) for step in tables}
+        steps = {
+            step: RecipeStep(
+                step, kinds[step], parents[step], self.config_of(step, tables[step], kinds[step])
+            )
+            for step in self.in_order(parents)
+        }
+        return Recipe(name, str(data.get("about", "")), steps)
+
+    def kind_of(self, step: str, table: Any) -> StepKind:
+        here = self.at("steps", step)
+        if not STEP_NAME.fullmatch(step):
+            raise ConfigError(
+                f"{here}: a step cannot be called {step!r}", expected="letters, digits, _ and -"
+            )
+        if not isinstance(table, dict):
+            raise ConfigError(f"{here}: the step {step} is no table", expected=f"[steps.{step}]")
+        uses = table.get("uses", step)
+        if not isinstance(uses, str) or uses not in self.kinds:
+            raise ConfigError(
+                f"{self.at('steps', step, 'uses')}: unknown step {uses!r}",
+                expected=one_of(str(uses), sorted(self.kinds)),
+                do="write uses = ... if the step's name is not what it does" if uses == step else "",
+            )
+        return self.kinds[uses]
+
+    def parents_of(self, step: str, tables: dict[str, Any], kinds: dict[str, StepKind]) -> dict[str, str]:
+        """Role -> step, from `parents = [...]` (roles follow from the kinds) or `parents = {...}`."""
+        here, given, kind = self.at("steps", step, "parents"), tables[step].get("parents", []), kinds[step]
+        roles = kind.roles()
+        named = isinstance(given, dict)
+        values = list(given.values()) if named else given
+        if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+            raise ConfigError(
+                f"{here}: the parents of {step} are neither a list of steps nor a table of them",
+                expected='parents = ["ingest"] or parents = {documents = "ingest"}',
+            )
+        for parent in values:
+            if parent not in tables:
+                raise ConfigError(
+                    f"{here}: the parent {parent!r} of {step} is no step of this recipe",
+                    expected=one_of(parent, [other for other in tables if other != step]),
+                )
+        found: dict[str, str] = {}
+        for role, parent in given.items() if named else ((None, parent) for parent in values):
+            makes = kinds[parent].makes
+            fitting = [r for r, (wanted, _) in roles.items() if wanted == makes and r not in found]
+            if (role is None and not fitting) or (role in roles and roles[role][0] != makes):
+                wanted = ", ".join(f"{r} ({kind})" for r, (kind, _) in roles.items()) or "no parents"
+                raise ConfigError(
+                    f"{here}: {step} cannot use {parent}, which makes {makes!r}",
+                    expected=f"for {kind.name}: {wanted}",
+                )
+            if role is not None and role not in roles:
+                raise ConfigError(
+                    f"{here}: {step} has no parent role {role!r}", expected=one_of(role, list(roles))
+                )
+            found[role if role is not None else fitting[0]] = parent
+        for role, (wanted, optional) in roles.items():
+            if role not in found and not optional:
+                makers = [other for other in tables if kinds[other].makes == wanted]
+                raise ConfigError(
+                    f"{here}: {step} lacks its parent {role!r}",
+                    expected=f"a step that makes {wanted!r}" + (f": {', '.join(makers)}" if makers else ""),
+                )
+        return found
+
+    def in_order(self, parents: dict[str, dict[str, str]]) -> list[str]:
+        """Steps with parents first, else as written. Raises ConfigError that shows a cycle."""
+        done: dict[str, None] = {}
+
+        def visit(step: str, way: tuple[str, ...]) -> None:
+            if step in way:
+                cycle = " -> ".join((*way[way.index(step) :], step))
+                raise ConfigError(
+                    f"{self.at('steps', step, 'parents')}: the steps need each other in a circle: {cycle}",
+                    expected="parents that do not need the step itself",
+                )
+            if step not in done:
+                for parent in parents[step].values():
+                    visit(parent, (*way, step))
+                done[step] = None
+
+        for step in parents:
+            visit(step, ())
+        return list(done)
+
+    def config_of(self, step: str, table: dict[str, Any], kind: StepKind) -> BaseModel:
+        values = {key: value for key, value in table.items() if key not in ("uses", "parents")}
+        try:
+            return kind.config.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            path = [str(part) for part in first["loc"]]
+            here = self.at("steps", step, *path)
+            dotted = ".".join([step, *path])
+            if first["type"] == "extra_forbidden":
+                allowed = [*kind.config.model_fields, "uses", "parents"]
+                raise ConfigError(
+                    f"{here}: the step {step} has no setting {path[-1]!r}",
+                    expected=one_of(path[-1], allowed) if len(path) == 1 else "",
+                ) from error
+            said = first["msg"].removeprefix("Value error, ")
+            about = kind.config.model_fields[path[0]].description if path else ""
+            raise ConfigError(
+                f"{here}: {dotted} cannot be {first['input']!r}"
+                if path
+                else f"{here}: {step} is not possible",
+                expected=f"{said[:1].lower()}{said[1:]}" + (f" ({about})" if about else ""),
+            ) from error
+
+    def apply_budget(self, tables: dict[str, Any], kinds: dict[str, StepKind], budget: str) -> None:
+        """`--budget`: the value of every step that has a setting `budget`."""
+        takers = [step for step, kind in kinds.items() if "budget" in kind.config.model_fields]
+        if not takers:
+            raise ConfigError(f"--budget {budget}: no step of this recipe takes a budget")
+        for step in takers:
+            tables[step]["budget"] = budget
+            self.flags["steps", step, "budget"] = f"--budget {budget}"
+
+    def apply_set(self, tables: dict[str, Any], kinds: dict[str, StepKind], text: str) -> None:
+        """`--set step.field=value`, deeper fields with more dots."""
+        key, equals, value = text.partition("=")
+        step, _, rest = key.strip().partition(".")
+        path = rest.split(".")
+        if not equals or not rest or not all(path):
+            raise ConfigError(f"--set {text}: not understood", expected="--set step.field=value")
+        if step not in tables:
+            raise ConfigError(f"--set {text}: no step {step!r}", expected=one_of(step, list(tables)))
+        fields = kinds[step].config.model_fields
+        if path[0] not in fields:
+            raise ConfigError(
+                f"--set {text}: the step {step} has no setting {path[0]!r}",
+                expected=one_of(path[0], list(fields)),
+            )
+        inside = tables[step]
+        for part in path[:-1]:
+            inside = inside.setdefault(part, {})
+            if not isinstance(inside, dict):
+                raise ConfigError(f"--set {text}: {part!r} has no settings inside it")
+        inside[path[-1]] = _typed(value, fields[path[0]].annotation if len(path) == 1 else None)
+        self.flags["steps", step, *path] = f"--set {text}"
+
+
+def _typed(text: str, annotation: Any) -> Any:
+    """The value of a flag: lists, tables and quoted text as in TOML; the rest as text, which pydantic
+    converts.
+    """
+    text = text.strip()
+    if text.lower() in ("none", "null") and type(None) in typing.get_args(annotation):
+        return None
+    if text[:1] in ("[", "{", '"', "'"):
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            return text
+    return text

@@ -1,0 +1,117 @@
+"""Running a recipe: each step looked up or made, in order, and one line said about each.
+
+The runner holds no state of its own. Which steps are done is what the store answers; a step that was
+interrupted finds its scratch folder; so the same command continues after Ctrl-C or kill -9, and two runs at
+once on one store share the work (the second waits for the first one's lock, then looks up).
+
+`RUN/steps.json` records what each step of the run came to, for the report:
+{step: {"address", "kind", "state": "made" | "looked up", "seconds"}}.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whorl.errors import WhorlError
+from whorl.recipes.recipe import Recipe, RecipeStep
+from whorl.recipes.registry import StepContext
+from whorl.runs import Progress, Run, duration, write_json
+from whorl.store import Artifact, Store
+from whorl.store.address import canonical_json
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: its folder, and the artifact of each step."""
+
+    run: Run
+    artifacts: Mapping[str, Artifact]
+    seconds: float
+
+
+def run_folder(recipe: Recipe, store: Store) -> Path:
+    """Where a recipe's run is recorded: the same settings, the same folder."""
+    mark = hashlib.sha256(canonical_json(recipe.to_json())).hexdigest()[:8]
+    return store.root / "runs" / f"{recipe.name}-{mark}"
+
+
+def run_recipe(recipe: Recipe, store: Store, progress: Progress, *, until: str | None = None) -> Outcome:
+    """Make (or look up) every step of a recipe, or only those that `until` needs.
+
+    Raises:
+        WhorlError: what a step or the store raised; everything finished before it is kept.
+    """
+    began = time.monotonic()
+    wanted = recipe.up_to(until) if until is not None else recipe
+    try:
+        store.make_folders()
+        run = Run(run_folder(recipe, store), config=recipe.to_json())
+        progress.sinks.append(run.log)
+    except OSError as error:
+        raise store.explain(error) from error
+    try:
+        progress.say(f"{recipe.name}: {len(wanted.steps)} steps; store {store.location}; run {run.dir}")
+        artifacts: dict[str, Artifact] = {}
+        records: dict[str, Any] = {}
+        for number, step in enumerate(wanted.steps.values(), start=1):
+            mark = f"[{number}/{len(wanted.steps)}] {step.name}"
+            started = time.monotonic()
+            artifact, state = _one_step(recipe, step, artifacts, store, run, progress, mark)
+            artifacts[step.name] = artifact
+            took = f"made in {duration(time.monotonic() - started)}" if state == "made" else state
+            progress.say(f"{mark}: {took}. {artifact.summary.get('headline', '')}".rstrip())
+            records[step.name] = {
+                "address": artifact.address,
+                "kind": artifact.kind,
+                "state": state,
+                "seconds": artifact.seconds,
+            }
+            write_json(run.dir / "steps.json", records)
+    finally:
+        progress.sinks.remove(run.log)
+    return Outcome(run, artifacts, time.monotonic() - began)
+
+
+def _one_step(
+    recipe: Recipe,
+    step: RecipeStep,
+    artifacts: Mapping[str, Artifact],
+    store: Store,
+    run: Run,
+    progress: Progress,
+    mark: str,
+) -> tuple[Artifact, str]:
+    kind = step.kind
+    config = kind.resolve(step.config) if kind.resolve is not None else step.config
+    parents = {role: artifacts[parent] for role, parent in step.parents.items()}
+    try:
+        with store.build(
+            kind=kind.makes,
+            name=f"{recipe.name}/{step.name}",
+            parents=parents,
+            config=config.model_dump(mode="json"),
+            version=kind.version,
+            step=kind.name,
+            on_message=progress.say,
+        ) as build:
+            if build.done is None:
+                progress.say(
+                    f"{mark}: {'continues where it was interrupted' if build.resumed else kind.about}"
+                )
+                run.record_environment()
+                kind.function(
+                    StepContext(
+                        step.name, build.path, build.scratch, parents, run, progress, store, build.summary
+                    ),
+                    config,
+                )
+    except WhorlError:
+        progress.say(f"{mark}: failed; the steps before it are kept")
+        raise
+    assert build.artifact is not None
+    return build.artifact, "looked up" if build.done is not None else "made"

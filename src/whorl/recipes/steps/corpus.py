@@ -1,0 +1,47 @@
+"""From bytes on a disk to a selected and split corpus: the steps `ingest` and `curate`."""
+
+from __future__ import annotations
+
+from whorl.corpus import Corpus, CurateConfig, IngestConfig, document_files, fingerprint
+from whorl.corpus import curate as curate_documents
+from whorl.corpus import ingest as ingest_sources
+from whorl.recipes.registry import StepContext, step
+
+SOURCES = {"documents": "documents", "selection": "selection"}  # the parents that make a corpus
+
+
+def open_corpus(ctx: StepContext) -> Corpus:
+    """The corpus that a step's parents `documents` and `selection` are, its files checked."""
+    for role in SOURCES:
+        ctx.parents[role].check()
+    return Corpus(ctx.parents["documents"].path, ctx.parents["selection"].path)
+
+
+def counted(documents: int, n_bytes: int) -> str:
+    return f"{documents:,} documents, {n_bytes / 1e6:.1f} MB"
+
+
+def with_fingerprint(config: IngestConfig) -> IngestConfig:
+    """The sources have no address of their own: their content's hash joins the configuration."""
+    return config.model_copy(update={"fingerprint": fingerprint(config)})
+
+
+@step("documents", config=IngestConfig, resolve=with_fingerprint)
+def ingest(ctx: StepContext, config: IngestConfig) -> None:
+    """Read the sources into documents; set unreadable records aside."""
+    found = ingest_sources(config, ctx.out, ctx.progress)
+    aside = sum(reason["documents"] for reason in found["quarantine"].values())
+    headline = counted(found["documents"], found["bytes"])
+    ctx.summary.update(found, headline=f"{headline}; {aside:,} records in quarantine")
+
+
+@step("selection", config=CurateConfig, parents={"documents": "documents"})
+def curate(ctx: StepContext, config: CurateConfig) -> None:
+    """Measure the documents, select, and split without near-copies across."""
+    documents = ctx.parents["documents"]
+    documents.check()
+    found = curate_documents(config, document_files(documents.path), ctx.out, ctx.progress)
+    parts = [
+        f"{name} {counted(split['documents'], split['bytes'])}" for name, split in found["splits"].items()
+    ]
+    ctx.summary.update(found, headline="; ".join(parts))

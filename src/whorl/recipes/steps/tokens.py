@@ -1,0 +1,76 @@
+"""From text to token ids: the steps `tokenizer` and `tokens`.
+
+The vocabulary is part of the budget (the smaller the model, the more its embedding and head weigh), so the
+size comes from the plan unless the recipe gives one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.errors import ConfigError
+from whorl.recipes.registry import StepContext, step
+from whorl.recipes.steps.corpus import SOURCES, open_corpus
+from whorl.tokens.shards import TokensConfig, write_shards
+from whorl.tokens.tokenizer import Tokenizer
+
+
+class TokenizerConfig(BaseModel):
+    """How the vocabulary is learnt."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: int | None = Field(
+        default=None, ge=300, le=65_536, description="ids in all; left out, the plan's"
+    )
+    specials: list[str] = Field(default=[], description="further special tokens, never merged or split")
+
+
+def read_plan(ctx: StepContext) -> dict[str, Any]:
+    """The values that the parent `plan` chose: `plan.json`."""
+    return dict(json.loads(ctx.parents["plan"].file("plan.json").read_text()))
+
+
+@step("tokenizer", config=TokenizerConfig, parents={**SOURCES, "plan?": "plan"})
+def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
+    """Learn a byte-level BPE vocabulary from the training split alone."""
+    size = config.vocab_size
+    if size is None:
+        if "plan" not in ctx.parents:
+            raise ConfigError(
+                f"the step {ctx.name} has neither a plan nor a vocab_size",
+                do=f'add "plan" to its parents, or --set {ctx.name}.vocab_size=4096',
+            )
+        size = int(read_plan(ctx)["vocab_size"])
+    corpus = open_corpus(ctx)
+    with ctx.progress.task("Learning merges", size, "tokens") as task:
+        learnt = Tokenizer.train(
+            (document.text for document in corpus.documents("train")),
+            size,
+            specials=config.specials,
+            progress=lambda done: task.update(done=done),
+        )
+        task.update(done=learnt.vocab_size)
+    learnt.save(ctx.out)
+    ctx.summary.update(vocab_size=learnt.vocab_size, headline=f"{learnt.vocab_size:,} tokens")
+
+
+@step("tokens", config=TokensConfig, parents={**SOURCES, "tokenizer": "tokenizer"})
+def tokens(ctx: StepContext, config: TokensConfig) -> None:
+    """Encode every split into memory-mapped shards."""
+    corpus = open_corpus(ctx)
+    ctx.parents["tokenizer"].check()
+    encoder = Tokenizer.load(ctx.parents["tokenizer"].path)
+    splits = {
+        split: write_shards(
+            corpus.documents(split), encoder, ctx.out, split, config, ctx.progress, corpus.bytes(split)
+        )
+        for split in config.splits
+    }
+    parts = [f"{name} {found['tokens']:,}" for name, found in splits.items()]
+    per_token = next(iter(splits.values()))["bytes_per_token"]
+    headline = f"tokens: {', '.join(parts)}; {per_token:.2f} bytes a token"
+    ctx.summary.update(splits=splits, headline=headline)
