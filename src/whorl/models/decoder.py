@@ -1,0 +1,238 @@
+"""The decoder: token ids in, a hidden state for every position out. One definition trains, samples and scores.
+
+    x   = rms(embedding[ids] + n-gram memory[ids])                 [B, T, d_model]
+    x  += attention(rms(x));  x += mlp(rms(x))                     n_layers times
+    logits = rms(x) head^T                                         [B, T, vocab]
+
+Two parts, because they run differently. `embed` is look-ups (sparse gradients, no products) and is never
+compiled; `trunk` is products and is what `torch.compile` sees. The logits are left to the objective, which never
+needs all of them at once, or to `logits`, for the sampler.
+
+The cost of a model is a question to the model: `flops_per_token`, `kv_bytes_per_token`, `params`.
+
+Decoding: `cache = decoder.new_cache(batch, capacity)`, then `forward(ids, cache=cache)` any number of ids at a
+time; the cache also holds what n-grams and smeared keys need of the past, so that the logits equal those of one
+forward over the whole text (a test).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.nn import MLP, Attention, LayerCache, NGramMemory, RMSNorm, rotary_tables
+from whorl.nn.mlp import Activation
+
+
+class DecoderConfig(BaseModel):
+    """The shape of a decoder. Field names are those of the field's papers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: int = Field(ge=2)
+    d_model: int = Field(ge=8)
+    n_layers: int = Field(ge=1)
+    n_heads: int = Field(ge=1)
+    n_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(default=64, ge=2)
+    mlp: Activation = "relu2"
+    mlp_hidden: int = Field(ge=8)
+    rope_base: float = Field(default=10_000.0, gt=1)
+    smear_keys: bool = True
+    tie_embeddings: bool = False
+    ngram_orders: tuple[int, ...] = (2, 3)
+    ngram_buckets: int = Field(default=65_536, ge=1)
+
+    @model_validator(mode="after")
+    def _possible(self) -> DecoderConfig:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary turns pairs of features")
+        return self
+
+
+@dataclass
+class Cache:
+    """What decoding keeps of the past: one `LayerCache` a layer, and the last ids, for the n-grams."""
+
+    layers: list[LayerCache]
+    last_ids: Tensor  # [B, reach], -1 where there were none
+    capacity: int
+
+    @property
+    def length(self) -> int:
+        """Positions filled."""
+        return self.layers[0].length
+
+
+class Block(nn.Module):
+    """x + attention(rms(x)), then x + mlp(rms(x)): the pre-norm residual block."""
+
+    def __init__(self, config: DecoderConfig, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.d_model)
+        self.attention = Attention(
+            config.d_model,
+            config.n_heads,
+            config.n_kv_heads,
+            config.head_dim,
+            smear_keys=config.smear_keys,
+            generator=generator,
+        )
+        self.mlp_norm = RMSNorm(config.d_model)
+        self.mlp = MLP(config.d_model, config.mlp_hidden, config.mlp, generator)
+
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotary, segments, cache)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer (see the top of this file).
+
+    Args:
+        config: its shape.
+        generator: draws the initial weights; the same seed gives the same network.
+        dtype: the type that activations are computed in; weights stay fp32.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        # The embedding is normalised where it is used, so its scale only sets how far a gradient step turns it.
+        self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.d_model, generator=generator) * 0.7)
+        self.memory = (
+            NGramMemory(config.ngram_orders, config.ngram_buckets, config.d_model)
+            if config.ngram_orders
+            else None
+        )
+        self.embedding_norm = RMSNorm(config.d_model)
+        self.blocks = nn.ModuleList([Block(config, generator) for _ in range(config.n_layers)])
+        self.final_norm = RMSNorm(config.d_model)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nn.Parameter(torch.randn(config.vocab_size, config.d_model, generator=generator) * 0.02)
+        )
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab, d_model]: the output matrix (the embedding itself when tied)."""
+        return self.embedding if self.head is None else self.head
+
+    def embed(self, ids: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """ids: [B, T] -> [B, T, d_model] in the compute type."""
+        x = F.embedding(ids, self.embedding)
+        if self.memory is not None:
+            before = None if cache is None else cache.last_ids
+            x = x + self.memory(ids, segments, before)
+            if cache is not None:
+                reach = cache.last_ids.shape[1]
+                cache.last_ids = torch.cat([cache.last_ids, ids], dim=1)[:, -reach:]
+        return x
+
+    def trunk(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """Embedded tokens [B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type."""
+        x = self.embedding_norm(x).to(self.dtype)
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            positions = torch.arange(start, start + x.shape[1], device=x.device)
+        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_base, self.dtype)
+        for number, block in enumerate(self.blocks):
+            x = block(x, rotary, segments, None if cache is None else cache.layers[number])
+        return cast(Tensor, self.final_norm(x))
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """ids [B, T] -> hidden states [B, T, d_model].
+
+        positions: [T] or [B, T], default 0, 1, ... (after what the cache holds); segments: [B, T] ids of the
+        documents in a packed row, or None when each row is one document; cache: read and extended in place.
+        """
+        return self.trunk(self.embed(ids, segments, cache), positions, segments, cache)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d_model] -> [..., vocab] in fp32."""
+        return F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for `batch` rows of up to `capacity` positions."""
+        c, device = self.config, self.embedding.device
+        shape = (batch, c.n_kv_heads, capacity, c.head_dim)
+        layers = [
+            LayerCache(
+                k=torch.empty(shape, dtype=self.dtype, device=device),
+                v=torch.empty(shape, dtype=self.dtype, device=device),
+                last_key=torch.zeros(batch, 1, c.n_kv_heads, c.head_dim, dtype=self.dtype, device=device),
+            )
+            for _ in range(c.n_layers)
+        ]
+        reach = max(c.ngram_orders, default=2) - 1
+        return Cache(layers, torch.full((batch, reach), -1, dtype=torch.int64, device=device), capacity)
+
+    def params(self) -> dict[str, int]:
+        """Parameters: total; embedding (token embedding and head); memory (n-gram tables); matrices (the rest)."""
+        total = sum(p.numel() for p in self.parameters())
+        embedding = self.embedding.numel() + (0 if self.head is None else self.head.numel())
+        memory = 0 if self.memory is None else sum(p.numel() for p in self.memory.parameters())
+        return {
+            "total": total,
+            "embedding": embedding,
+            "memory": memory,
+            "matrices": total - embedding - memory,
+        }
+
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations of the products of one training token: forward + backward."""
+        return flops_per_token(self.config, length)
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that the cache grows by with each token of a sequence."""
+        c = self.config
+        return 2 * c.n_layers * c.n_kv_heads * c.head_dim * torch.finfo(self.dtype).bits // 8
+
+
+def matrix_params(c: DecoderConfig) -> int:
+    """Weights that every token is multiplied with, the head included, look-ups excluded."""
+    attention = c.d_model * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
+    mlp = c.d_model * c.mlp_hidden * (3 if c.mlp == "swiglu" else 2)
+    return c.n_layers * (attention + mlp) + c.vocab_size * c.d_model
+
+
+def flops_per_token(c: DecoderConfig, length: int) -> float:
+    """6 x matrix weights + 12 x layers x width x length / 2 for causal attention.
+
+    Kaplan et al. 2020, arXiv:2001.08361, table 1, backward counted as twice the forward; a causal mask lets a
+    token attend to half of the row on average.
+    """
+    return 6.0 * matrix_params(c) + 6.0 * c.n_layers * c.n_heads * c.head_dim * length
+
+
+def config_from(data: dict[str, Any]) -> DecoderConfig:
+    """A `DecoderConfig` from a JSON object."""
+    return DecoderConfig.model_validate(data)

@@ -1,0 +1,102 @@
+"""Next-token prediction: the cross-entropy of each token given those before it, summed over a batch.
+
+    total = sum over t with mask[t] of  lse(z_t) - z_t[target_t]  +  z_loss * lse(z_t)^2,    z_t = W h_t
+
+(Shannon 1951, in nats; the second term keeps the normaliser near 1: PaLM, Chowdhery et al. 2022,
+arXiv:2204.02311, section 5.) The loss is summed and comes with its count: whoever accumulates over micro-batches
+and ranks divides once, by the global count, so that how a batch was cut never changes the step.
+
+The fast path never holds all logits. [tokens, vocab] in fp32 is by far the largest tensor of a small model, and
+written, read and written again it costs more time than the products that make it. So the loss is taken over
+chunks of tokens, and while a chunk's logits are hot its gradient is finished too: dz = softmax(z) - onehot, d_h =
+dz W, d_W += dz^T h. The backward then only scales. (The scheme of Liger Kernel, Hsu et al. 2024,
+arXiv:2410.10989, section 3.2, without a kernel of its own.) `next_token_reference` is the definition; a test holds
+values and gradients together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK = 512  # tokens whose logits are held at a time
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What an objective returns: `total` is differentiable and summed, `count` is what to divide it by."""
+
+    total: Tensor
+    count: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+def next_token_reference(
+    hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, z_loss: float = 0.0
+) -> Loss:
+    """The definition, with all logits in fp32. Shapes as in `next_token`."""
+    logits = F.linear(hidden.float(), head.float())  # [N, V]
+    log_normaliser = logits.logsumexp(dim=-1)
+    nll = log_normaliser - logits.gather(-1, targets[:, None]).squeeze(-1)
+    per_token = nll + z_loss * log_normaliser.square()
+    weight = mask.float()
+    return Loss((per_token * weight).sum(), weight.sum(), {"nll": (nll * weight).sum().detach()})
+
+
+class _Fused(torch.autograd.Function):
+    """(total, nll) with the gradients made on the way (see the top of this file)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
+        weight = head.to(hidden.dtype)
+        totals, nlls, d_hidden = [], [], []
+        d_head = None
+        for h, target, keep in zip(
+            hidden.split(CHUNK), targets.split(CHUNK), mask.split(CHUNK), strict=True
+        ):
+            logits = F.linear(h, weight).float()  # [chunk, V]
+            log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
+            nll = (log_normaliser - logits.gather(-1, target[:, None])) * keep[:, None]
+            totals.append((nll + z_loss * log_normaliser.square() * keep[:, None]).sum())
+            nlls.append(nll.sum())
+            p = (logits - log_normaliser).exp()
+            onehot = torch.arange(logits.shape[-1], device=h.device)[None, :] == target[:, None]
+            # Of each chunk the gradient of sum(nll + z lse^2): p (1 + 2 z lse) - onehot, where there is a target.
+            d_logits = (p * (1.0 + 2.0 * z_loss * log_normaliser) - onehot.float()) * keep[:, None]
+            d_logits = d_logits.to(h.dtype)
+            d_hidden.append(d_logits @ weight)
+            part = (d_logits.t() @ h).float()
+            d_head = part if d_head is None else d_head + part
+        ctx.save_for_backward(torch.cat(d_hidden), d_head)
+        total, nll = torch.stack(totals).sum(), torch.stack(nlls).sum()
+        ctx.mark_non_differentiable(nll)
+        return total, nll
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        scale = gradients[0]
+        d_hidden, d_head = ctx.saved_tensors
+        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, None, None, None
+
+
+def next_token(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, z_loss: float = 0.0) -> Loss:
+    """Summed cross-entropy of the next tokens, in nats.
+
+    Args:
+        hidden: [N, d_model], the network's output, in its compute type.
+        head: [vocab, d_model], fp32.
+        targets: [N] ids; mask: [N], True where there is a target (made with the tokens).
+        z_loss: weight of the squared log-normaliser.
+
+    Returns:
+        Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z term).
+    """
+    keep = mask.float()
+    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss)  # type: ignore[no-untyped-call]
+    return Loss(total, keep.sum(), {"nll": nll})
