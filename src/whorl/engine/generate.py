@@ -1,0 +1,95 @@
+"""Generation, token by token, with the cache: `generate` streams one sequence, `complete` finishes many.
+
+With the cache a new token costs one position's products; without it the whole text is run again for every token
+(bench/engine_cache.py measures both). Token ids in, token ids out: text is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from whorl.engine.sampler import Sampling, sample
+from whorl.models import Decoder
+
+N_ALTERNATIVES = 5
+
+
+@dataclass(frozen=True)
+class Token:
+    """One sampled token. `log_prob`: under the distribution sampled from; `raw_log_prob`: under the model's own.
+
+    `alternatives`: the model's likeliest ids with their own probabilities.
+    """
+
+    id: int
+    log_prob: float
+    raw_log_prob: float
+    alternatives: tuple[tuple[int, float], ...]
+
+
+@torch.inference_mode()
+def generate(
+    model: Decoder,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    generator: torch.Generator,
+    *,
+    max_tokens: int,
+    forbidden: Sequence[int] = (),
+    use_cache: bool = True,
+) -> Iterator[Token]:
+    """Streams up to `max_tokens` tokens that follow `prompt` (ids, at least one).
+
+    forbidden: ids that are never produced (pad, bos). Stopping at eos or at a text is left to the caller, who
+    simply stops iterating. `use_cache=False` is the slow reference.
+    """
+    device = model.embedding.device
+    ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    cache = model.new_cache(1, len(prompt) + max_tokens) if use_cache else None
+    fed = ids
+    for _ in range(max_tokens):
+        logits = model.logits(model(fed, cache=cache)[:, -1])
+        logits[:, list(forbidden)] = float("-inf")
+        token, log_prob, raw = sample(logits, sampling, generator)
+        best = logits.softmax(dim=-1).topk(min(N_ALTERNATIVES, logits.shape[-1]), dim=-1)
+        alternatives = zip(best.indices[0].tolist(), best.values[0].tolist(), strict=True)
+        yield Token(int(token), float(log_prob), float(raw), tuple(alternatives))
+        ids = torch.cat([ids, token[:, None]], dim=1)
+        fed = ids if cache is None else token[:, None]
+
+
+@torch.inference_mode()
+def complete(
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    generator: torch.Generator,
+    *,
+    max_tokens: int,
+    eos_id: int,
+    forbidden: Sequence[int] = (),
+) -> list[list[int]]:
+    """Completes many prompts, those of one length together; each ends before its eos or at `max_tokens`."""
+    out: list[list[int]] = [[] for _ in prompts]
+    by_length: dict[int, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(number)
+    for length, members in sorted(by_length.items()):
+        fed = torch.tensor([list(prompts[n]) for n in members], dtype=torch.int64, device=model.embedding.device)
+        cache = model.new_cache(len(members), length + max_tokens)
+        alive = torch.ones(len(members), dtype=torch.bool)
+        for _ in range(max_tokens):
+            logits = model.logits(model(fed, cache=cache)[:, -1])
+            logits[:, list(forbidden)] = float("-inf")
+            token, _, _ = sample(logits, sampling, generator)
+            alive &= token.cpu() != eos_id
+            if not alive.any():
+                break
+            for row, n in enumerate(members):
+                if alive[row]:
+                    out[n].append(int(token[row]))
+            fed = token[:, None]
+    return out

@@ -1,0 +1,214 @@
+"""The learner: weights, gradients and optimiser state of one network, updated together by all replicas.
+
+One step, told once for 1 or N replicas:
+
+    each:     total, count, gradients of the *summed* loss of its share of the batch   (`accumulate`, any number of times)
+    exchange: the global count divides the gradients, once
+    each:     sums its share of the parameters over the replicas; exchange: the global gradient norm, for clipping
+    each:     updates its share in place
+    exchange: everybody sees the new weights
+
+So 1 x 8, 2 x 4 and 8 x 1 micro-batches and any number of replicas take the same step up to the rounding of sums (a test).
+Parameters are split by what their update costs; rows of n-gram tables by row number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from whorl.models import Decoder
+from whorl.objectives import Loss
+from whorl.train.optim import AdamW, Muon, RowAdagrad
+from whorl.train.world import World
+
+
+class OptimConfig(BaseModel):
+    """Peak learning rates and what goes with them. Defaults fitted by bench/plan_sweep.py."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    matrix_rate: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
+    embedding_rate: float = Field(default=0.006, gt=0, description="AdamW, embedding and head")
+    scalar_rate: float = Field(default=0.01, gt=0, description="AdamW, gains and temperatures")
+    memory_rate: float = Field(default=0.05, gt=0, description="row Adagrad, n-gram memories")
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient, dense parameters together")
+
+
+@dataclass
+class Shared:
+    """What all replicas see: tensors in shared memory, by name.
+
+    weights and state: by parameter and by "parameter/moment"; gradients: [replicas, ...] for each dense parameter;
+    row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse one.
+    """
+
+    weights: dict[str, Tensor]
+    state: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    row_ids: dict[str, Tensor]
+    row_gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: Decoder, replicas: int, tokens: int) -> Shared:
+        """Memory for `model`; `tokens` is the most that one replica sees in a step."""
+
+        def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            tensor = torch.zeros(shape, dtype=dtype)
+            return tensor.share_memory_() if replicas > 1 else tensor
+
+        weights, gradients, ids, rows, state = {}, {}, {}, {}, {}
+        for name, p in model.named_parameters():
+            weights[name] = shared(*p.shape)
+            weights[name].copy_(p.detach())
+            kind = role(name, p)
+            if kind == "memory":
+                ids[name] = shared(replicas, tokens, dtype=torch.int64)
+                rows[name] = shared(replicas, tokens, p.shape[1])
+                state[f"{name}/square"] = shared(p.shape[0])
+            else:
+                gradients[name] = shared(replicas, *p.shape)
+                for moment in ("momentum",) if kind == "matrix" else ("mean", "square"):
+                    state[f"{name}/{moment}"] = shared(*p.shape)
+        return cls(weights, state, gradients, ids, rows)
+
+
+def role(name: str, p: Tensor) -> str:
+    """Which optimiser a parameter belongs to: memory, matrix, embedding or scalar."""
+    if name.startswith("memory."):
+        return "memory"
+    if name in ("embedding", "head"):
+        return "embedding"
+    return "matrix" if name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1 else "scalar"
+
+
+def shares(model: Decoder, size: int) -> list[set[str]]:
+    """Names of the dense parameters that each rank updates: greedily, the costliest first, to the least loaded."""
+
+    def cost(name: str, p: Tensor) -> float:
+        if role(name, p) == "matrix":
+            short, long = sorted(p.shape)
+            return 15.0 * short * short * (2 * long + short)  # FLOPs of the orthogonalisation
+        return 50.0 * p.numel()
+
+    load, owned = [0.0] * size, [set[str]() for _ in range(size)]
+    named = [(n, p) for n, p in model.named_parameters() if role(n, p) != "memory"]
+    for name, p in sorted(named, key=lambda item: (-cost(*item), item[0])):
+        rank = load.index(min(load))
+        load[rank] += cost(name, p)
+        owned[rank].add(name)
+    return owned
+
+
+class Learner:
+    """One replica's view of the learner.
+
+    Args:
+        model: its parameters are re-bound to the shared weights.
+        shared: made once by rank 0 with `Shared.of`.
+        steps_done: updates taken before (a resumed run), for Adam's bias correction.
+    """
+
+    def __init__(
+        self, model: Decoder, config: OptimConfig, shared: Shared, world: World, steps_done: int = 0
+    ) -> None:
+        self.model, self.config, self.shared, self.world = model, config, shared, world
+        for name, p in model.named_parameters():
+            p.data = shared.weights[name]
+        self.owned = shares(model, world.size)[world.rank]
+        named = [(n, p.data) for n, p in model.named_parameters()]
+        mine = [(n, p) for n, p in named if n in self.owned]
+        self.sparse = [(n, p) for n, p in named if role(n, p) == "memory"]
+
+        def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
+            return shared.state[name]
+
+        self.muon = Muon(
+            [(n, p) for n, p in mine if role(n, p) == "matrix"],
+            config.matrix_rate,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            dtype=model.dtype,
+            allocate=allocate,
+        )
+        rest = [(n, p) for n, p in mine if role(n, p) != "matrix"]
+        rates = {
+            n: config.embedding_rate if role(n, p) == "embedding" else config.scalar_rate for n, p in rest
+        }
+        self.adamw = AdamW(rest, rates, allocate=allocate)
+        self.adamw.steps = steps_done
+        self.rows = RowAdagrad(self.sparse, config.memory_rate, allocate=allocate)
+        self._start()
+
+    def _start(self) -> None:
+        """Forgets the gradients: dense ones are views of shared memory, zeroed in place."""
+        for name, p in self.model.named_parameters():
+            if name in self.shared.gradients:
+                p.grad = self.shared.gradients[name][self.world.rank].zero_()
+            else:
+                p.grad = None
+        self.totals = [0.0, 0.0, 0.0]  # loss, count, nll
+        self.filled = {name: 0 for name, _ in self.sparse}
+
+    def accumulate(self, loss: Loss) -> None:
+        """Adds the gradients of a micro-batch's summed loss."""
+        loss.total.backward()  # type: ignore[no-untyped-call]
+        for name, p in self.model.named_parameters():
+            if name in self.filled and p.grad is not None:
+                rows, values = p.grad._indices()[0], p.grad._values()
+                begin, end = self.filled[name], self.filled[name] + len(rows)
+                self.shared.row_ids[name][self.world.rank, begin:end] = rows
+                self.shared.row_gradients[name][self.world.rank, begin:end] = values
+                self.filled[name] = end
+                p.grad = None
+        for place, value in enumerate((loss.total, loss.count, loss.metrics["nll"])):
+            self.totals[place] += float(value.detach())
+
+    @torch.no_grad()
+    def step(self, factor: float) -> dict[str, float]:
+        """The update from all that was accumulated, on every replica together.
+
+        Returns:
+            loss and nll (nats a token, the mean over the global batch), count, gradient_norm (before clipping).
+        """
+        filled = float(max(self.filled.values(), default=0))
+        everybody = self.world.exchange(*self.totals, filled)
+        loss, count, nll = (sum(column) for column in list(zip(*everybody, strict=True))[:3])
+        divisor = max(count, 1.0)
+        gradients = {}
+        square = 0.0
+        for name in sorted(self.owned):
+            gradients[name] = self.shared.gradients[name].sum(dim=0).div_(divisor)
+            square += float(gradients[name].square().sum())
+        norm = self.world.total(square)[0] ** 0.5
+        if norm > self.config.clip_norm:
+            for gradient in gradients.values():
+                gradient.mul_(self.config.clip_norm / norm)
+        self.muon.step(gradients, factor)
+        self.adamw.step(gradients, factor)
+        sizes = [int(each[3]) for each in everybody]
+        for name, table in self.sparse:
+            self._step_rows(name, table, sizes, divisor, factor)
+        self._start()
+        self.world.exchange()
+        return {"loss": loss / divisor, "nll": nll / divisor, "count": count, "gradient_norm": norm}
+
+    def _step_rows(self, name: str, table: Tensor, sizes: list[int], divisor: float, factor: float) -> None:
+        ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(sizes)])
+        if self.world.size == 1:
+            values = self.shared.row_gradients[name][0, : sizes[0]]
+        else:
+            mine = (ids % self.world.size == self.world.rank).nonzero().squeeze(1)
+            parts, begin = [], 0
+            for rank, n in enumerate(sizes):
+                inside = mine[(mine >= begin) & (mine < begin + n)] - begin
+                parts.append(self.shared.row_gradients[name][rank][inside])
+                begin += n
+            ids, values = ids[mine], torch.cat(parts)
+        if len(ids):
+            self.rows.step(name, table, ids, values / divisor, factor)
