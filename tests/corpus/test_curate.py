@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 
 from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, ingest
 from whorl.corpus.attributes import measure
+from whorl.corpus.config import DEFAULT_QUERY
 from whorl.errors import ConfigError, DataError
 from whorl.runs import Progress
 
@@ -165,6 +169,16 @@ def test_exact_copies_are_dropped_but_the_first(tmp_path: Path) -> None:
     assert made.summary["dropped"]["exact_duplicate"]["documents"] == 3
 
 
+def test_long_lines_are_wrong_in_code_only(tmp_path: Path) -> None:
+    texts = folder_of(40, random.Random(0))
+    paragraph = prose(random.Random(1), 60).replace("\n", " ") + "\n"
+    made = Made(tmp_path, texts | {"a.md": paragraph, "b.js": paragraph, "c.unknown": paragraph + "."})
+    reasons = {r["path"]: r["reason"] for r in made.rows() if r["path"][1] == "."}
+    assert reasons == {"a.md": "", "b.js": "exact_duplicate", "c.unknown": ""}
+    made = Made(tmp_path / "again", texts | {"b.js": paragraph})
+    assert {r["path"] for r in made.rows() if r["reason"] == "long_lines"} == {"b.js"}
+
+
 def test_split_is_stable_when_the_corpus_grows(tmp_path: Path) -> None:
     rng = random.Random(3)
     texts = folder_of(200, rng)
@@ -190,6 +204,25 @@ def test_held_out_never_takes_more_than_its_share(tmp_path: Path) -> None:
     total = sum(s["bytes"] for s in splits.values())
     assert 0 < splits["test"]["bytes"] <= 0.1 * total
     assert 0 < splits["validation"]["bytes"] <= 0.1 * total
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_small_corpora_are_split_whatever_the_order(tmp_path: Path, seed: int) -> None:
+    """Documents that would not fit are passed over, not stumbled on."""
+    rng = random.Random(seed)
+    texts = {f"{i}.txt": prose(rng, 40 if i % 2 else 4) for i in range(16)}
+    splits = Made(tmp_path, texts, seed=seed).summary["splits"]
+    assert splits["test"]["documents"] >= 1
+    assert splits["validation"]["documents"] >= 1
+
+
+def test_held_out_smaller_than_any_document(tmp_path: Path) -> None:
+    texts = {f"{i}.txt": prose(random.Random(i), 50) for i in range(30)}
+    size = min(len(text) for text in texts.values())
+    with pytest.raises(
+        DataError, match=f"may take 1000 bytes, and of the 30 clusters .* smallest has {size}"
+    ):
+        Made(tmp_path, texts, test_bytes=1000)
 
 
 def test_one_document_cannot_be_split(tmp_path: Path) -> None:
@@ -230,9 +263,58 @@ def test_bad_queries(tmp_path: Path, query: str, message: str) -> None:
         Made(tmp_path, folder_of(3, random.Random(0)), query=query)
 
 
+def test_the_page_shows_the_default_query() -> None:
+    page = Path(__file__).parents[2] / "docs/corpus.md"
+    assert f"```sql\n{DEFAULT_QUERY}\n```" in page.read_text()
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
+from whorl.runs import Progress
+documents, curated = map(Path, sys.argv[1:])
+ingest(IngestConfig(), documents, Progress.silent())
+curate(CurateConfig(), document_files(documents), curated, Progress.silent())
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_standard_library_in_half_a_gigabyte(tmp_path: Path) -> None:
+    folders = tmp_path / "documents", tmp_path / "curated"
+    for folder in folders:
+        folder.mkdir()
+    command = [sys.executable, "-c", PEAK, *folders]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert int(done.stdout) < 500_000_000
+
+
 def test_nothing_selected_says_why(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="keeps none of 2 documents: too_short 2"):
         Made(tmp_path, {"a.txt": "short", "b.txt": "shorter"})
+
+
+def test_several_files_and_row_groups_give_the_same_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where files, row groups and blocks are cut must not show in what a reader sees."""
+    texts = folder_of(120, random.Random(4))
+    one = Made(tmp_path, texts)
+    # By import_module: as attributes of the package, these two names are the functions.
+    monkeypatch.setattr(import_module("whorl.corpus.ingest"), "ROW_GROUP_BYTES", 5_000)
+    monkeypatch.setattr(import_module("whorl.corpus.ingest"), "FILE_BYTES", 30_000)
+    monkeypatch.setattr(import_module("whorl.corpus.curate"), "BLOCK_BYTES", 2_000)
+    (tmp_path / "ingest2").mkdir()
+    (tmp_path / "curate2").mkdir()
+    ingest(IngestConfig(sources=[str(tmp_path / "data")]), tmp_path / "ingest2", Progress.silent())
+    files = document_files(tmp_path / "ingest2")
+    assert len(files) > 3
+    summary = curate(CurateConfig(), files, tmp_path / "curate2", Progress.silent())
+    assert summary == one.summary
+    assert len(list((tmp_path / "curate2").glob("attributes-*.parquet"))) == len(files)
+    many = Corpus(tmp_path / "ingest2", tmp_path / "curate2")
+    for split in ("train", "validation", "test"):
+        assert list(many.documents(split)) == list(one.corpus.documents(split))
 
 
 def test_selection_of_another_corpus_is_refused(tmp_path: Path) -> None:

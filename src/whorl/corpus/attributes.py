@@ -35,6 +35,8 @@ GENERATED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 GENERATED_WITHIN = 400
+# Languages (of `readers.LANGUAGES`) that are not code. A document of unknown language counts as prose.
+PROSE = {None, "text", "markdown", "restructuredtext", "html", "latex", "csv"}
 
 _LETTERS = np.zeros(256, bool)
 _LETTERS[[*range(65, 91), *range(97, 123), *range(128, 256)]] = True
@@ -55,6 +57,7 @@ def attribute_schema() -> pa.Schema:
             ("source", pa.string()),
             ("path", pa.string()),
             ("language", pa.string()),
+            ("is_code", pa.bool_()),  # in prose a line may be a whole chapter, in code it may not
             ("licence", pa.string()),
             ("n_bytes", pa.int64()),
             ("n_characters", pa.int64()),

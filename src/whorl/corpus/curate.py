@@ -6,9 +6,9 @@ What is written, all row-aligned with the documents, which are not touched:
 - `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and
   `reason` (why a document was dropped, "" if it was not).
 
-Memory stays bounded by the row, not by the text: documents stream past once, attributes go straight to a
-file, and the MinHash signatures (512 bytes a document) to a memory map that the system may page out. Some
-70 bytes a document remain in memory, for the hashes, the clusters and the split.
+Memory grows with the number of documents, not with their text: documents stream past once, attributes go
+straight to a file, and the MinHash signatures (512 bytes a document) to a memory map that the system may page
+out. Some 200 bytes a document remain, for ids, hashes, clusters and the split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.corpus import duplicates
-from whorl.corpus.attributes import attribute_schema, measure
+from whorl.corpus.attributes import PROSE, attribute_schema, measure
 from whorl.corpus.config import CurateConfig
 from whorl.corpus.splits import SPLITS, assign
 from whorl.errors import ConfigError, DataError
@@ -124,6 +124,7 @@ def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress
                         {
                             "row": begin + i,
                             **{k: row[k] for k in provenance},
+                            "is_code": row["language"] not in PROSE,
                             **measure(text, len(row["text"])),
                         }
                         for i, (row, text) in enumerate(zip(rows, texts, strict=True))

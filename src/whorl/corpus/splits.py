@@ -51,13 +51,12 @@ def assign(
         if not wanted:
             continue
         room = int(min(wanted, total * config.max_held_out_share))
-        # In a small corpus a tenth of a tenth may be less than any document: half of all clusters stay
-        # eligible.
-        largest = max(room * config.max_cluster_share, float(np.median(weight[members])))
+        # In a small corpus a tenth of a tenth may be less than any document: half the clusters stay eligible.
+        largest = min(room, max(room * config.max_cluster_share, float(np.median(weight[members]))))
+        eligible = [row for row in order if weight[row] <= largest]
+        # Where few are small enough, one split must not take them all: a third each is left for the others.
         taken, filled = set[int](), 0
-        for row in order:
-            if weight[row] > largest:
-                continue
+        for row in eligible[: max(len(eligible) // 3, 1)]:
             if filled + weight[row] > room:
                 break
             taken.add(row)
@@ -76,7 +75,7 @@ def _rank(seed: int, name: str) -> bytes:
 def _too_small(name: str, room: int, weights: NDArray[np.int64]) -> DataError:
     return DataError(
         f"the corpus is too small to hold out a {name} split: it may take {room} bytes, and of the "
-        f"{len(weights)} clusters of alike documents the smallest has {int(weights.min(initial=0))}",
+        f"{len(weights)} clusters of alike documents the smallest has {int(weights.min())}",
         expected="some tens of documents at least, unlike each other",
-        do=f"add documents, raise curate's max_held_out_share, or set {name}_bytes = 0 to do without",
+        do=f"add documents, raise curate's {name}_bytes or max_held_out_share, or set {name}_bytes = 0",
     )
