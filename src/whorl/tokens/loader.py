@@ -1,0 +1,125 @@
+"""The token loader: a producer that fills slots with batches of packed rows.
+
+The order of the data is one global fact: for each epoch a permutation of the batches, drawn from (seed, epoch). Record
+number s of the run is batch s mod B of epoch s div B, whoever fills it and whenever it is asked for. So resuming is
+starting at another number, on any number of producers or readers, and a fingerprint of the data says whether the
+numbers still mean the same.
+
+Plain rows (one document each) are batched with plain rows and mixed rows with mixed rows, because a batch without a
+document mask is faster: rows are permuted within their kind, cut into batches, then the batches of both kinds are
+permuted together. The rows that do not fill a last batch of their kind sit this epoch out; the next epoch permutes anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.errors import BudgetError
+from whorl.runs import seeds
+from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
+from whorl.tokens.packing import Rows, pack
+from whorl.tokens.shards import TokenSet
+
+N_SLOTS = 4  # batches filled ahead
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """What a slot holds. See `packing` for the fields of a row; `plain`: no row needs a document mask."""
+
+    tokens: Annotated[NDArray[np.int64], "B", "T"]
+    targets: Annotated[NDArray[np.int64], "B", "T"]
+    segment_ids: Annotated[NDArray[np.int32], "B", "T"]
+    positions: Annotated[NDArray[np.int32], "B", "T"]
+    loss_mask: Annotated[NDArray[np.bool_], "B", "T"]
+    plain: NDArray[np.bool_]
+
+
+@dataclass
+class TokenProducer:
+    """Fills slots with the batches of one split. Pickles small: it opens the token set where it runs.
+
+    Raises:
+        BudgetError: the split does not fill one batch.
+    """
+
+    folder: Path
+    split: str
+    length: int
+    batch_rows: int
+    seed: int = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("folder", "split", "length", "batch_rows", "seed")}
+
+    @cached_property
+    def _tokens(self) -> TokenSet:
+        return TokenSet(self.folder)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The split's documents laid into rows."""
+        stream = self._tokens.split(self.split)
+        return pack(stream.starts, stream.lengths, self.length)
+
+    @cached_property
+    def _kinds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return np.flatnonzero(self.rows.plain), np.flatnonzero(~self.rows.plain)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many full batches an epoch has."""
+        return sum(len(kind) // self.batch_rows for kind in self._kinds)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """[batches, batch_rows] row numbers of each batch of an epoch, in reading order."""
+        rng = seeds.numpy_rng(self.seed, "order", epoch)
+        batches = []
+        for kind in self._kinds:
+            n = len(kind) // self.batch_rows
+            batches.append(rng.permutation(kind)[: n * self.batch_rows].reshape(n, self.batch_rows))
+        together = np.concatenate(batches)
+        return together[rng.permutation(len(together))]
+
+    def fill(self, slot: Slot[TokenBatch], weights: Any, rng: Any) -> int:
+        """Write batch number `slot.sequence` of the run; returns its number of targets."""
+        if not self.batches_per_epoch:
+            raise BudgetError(
+                f"the split {self.split!r} has {len(self.rows)} rows of {self.length} tokens",
+                expected=f"at least one batch of {self.batch_rows} rows of a kind",
+                do="give more text, or a smaller batch or row length (--set plan.batch_rows=..., plan.length=...)",
+            )
+        epoch, place = divmod(slot.sequence, self.batches_per_epoch)
+        if getattr(self, "_epoch", None) != epoch:
+            self._order, self._epoch = self.order(epoch), epoch
+        rows = self._order[place]
+        self.rows.write(self._tokens.split(self.split), rows, slot.data, self._tokens.pad_id)
+        slot.data.plain[...] = self.rows.plain[rows].all()
+        return int(slot.data.loss_mask.sum())
+
+
+def open_batches(
+    folder: Path,
+    split: str,
+    *,
+    length: int,
+    batch_rows: int,
+    seed: int = 0,
+    start: int = 0,
+    serial: bool = False,
+) -> Drain[TokenBatch]:
+    """Batches of a split for ever, from number `start`; a context manager that ends the producer.
+
+    serial: fill each batch when it is asked for, in this process; the bits are the same.
+    """
+    spec = Spec.from_dataclass(TokenBatch, B=batch_rows, T=length)
+    ring = SlotRing(spec, N_SLOTS)
+    producer = TokenProducer(folder, split, length, batch_rows, seed)
+    filler = SerialProducer(ring, producer) if serial else ProducerProcess(ring, producer)
+    return Drain(ring, [filler], start=start)

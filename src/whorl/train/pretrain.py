@@ -1,0 +1,320 @@
+"""The pretraining loop: batches in, updates out, and a look at held-out text on the way.
+
+Everything that decides the weights is in `Job` and in the step number: the data order, the learning rates, the seed. No
+clock, no measured speed. So a run that was killed and continued ends with the same bits as one that was not, and
+time decides only when a checkpoint is written (rank 0 writes it from shared memory while the other replicas already
+compute the next gradients: weights change only after all have met).
+
+What is watched beside the loss: the held-out loss, and `copy_nll`, the loss on the second half of rows that repeat random
+ids. No statistics help there; only heads that look up "what followed this before" do (Olsson et al. 2022, In-context
+Learning and Induction Heads, the repeated-sequence test), so the step at which it falls is the step at which copying was
+learnt.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from whorl.errors import BudgetError, CheckpointError
+from whorl.models import Decoder, DecoderConfig
+from whorl.objectives import Loss, next_token
+from whorl.runs.seeds import generator
+from whorl.slots import Drain
+from whorl.tokens import TokenSet
+from whorl.tokens.loader import TokenBatch, open_batches
+from whorl.train import checkpoint
+from whorl.train.learner import Learner, OptimConfig, Shared
+from whorl.train.schedule import warmup_stable_decay
+from whorl.train.world import World, start_replicas
+
+HELD_OUT_ROWS = 16
+COPY_ROWS = 8
+
+
+class Job(BaseModel):
+    """All that decides the weights of a run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: str = Field(description="folder of the token set")
+    model: DecoderConfig
+    optim: OptimConfig = OptimConfig()
+    length: int = Field(ge=2, description="tokens a row")
+    batch_rows: int = Field(ge=1, description="rows a step, over all replicas")
+    micro_rows: int | None = Field(default=None, ge=1, description="rows a forward, a replica; default all")
+    steps: int = Field(ge=1)
+    seed: int = 0
+    z_loss: float = Field(default=1e-5, ge=0)
+    warmup: float = Field(default=0.02, ge=0, le=1)
+    decay: float = Field(default=0.5, gt=0, le=1)
+    evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
+    replicas: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, description="threads a replica")
+    device: str = "cpu"
+    dtype: str = "float32"
+    compile: bool = True
+    serial_loader: bool = Field(default=False, description="fill batches in the training process itself")
+
+
+class Observer(Protocol):
+    """What rank 0 tells while it trains. All calls are made between updates."""
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None: ...
+    def on_checkpoint(self, step: int, seconds: float) -> None: ...
+
+
+def build_model(job: Job) -> Decoder:
+    """The untrained model of `job`, the same bits for the same seed."""
+    dtype = getattr(torch, job.dtype)
+    return Decoder(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+
+
+def pretrain(
+    job: Job,
+    scratch: Path,
+    observer: Observer,
+    *,
+    checkpoint_seconds: float = 30.0,
+    say: Callable[[str], None] = lambda _: None,
+    stop_after: int | None = None,
+) -> Decoder:
+    """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the model.
+
+    Args:
+        scratch: folder for checkpoints.
+        checkpoint_seconds: time between checkpoints.
+        stop_after: return after this many steps in all (the planner's timing, tests).
+
+    Raises:
+        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed.
+    """
+    if job.batch_rows % job.replicas:
+        raise BudgetError(
+            f"batch_rows is {job.batch_rows}, for {job.replicas} replicas", expected="a multiple of the replicas"
+        )
+    model = build_model(job)
+    shared = Shared.of(model, job.replicas, job.batch_rows // job.replicas * job.length)
+    found = checkpoint.newest(scratch, say)
+    first = 0
+    if found is not None:
+        if found.record["job"] != _identity(job):
+            raise CheckpointError(f"the checkpoint in {scratch} is of another job", do="remove that folder")
+        first = found.step
+        checkpoint.restore(_everything(shared), found.tensors)
+        say(f"continues at step {first:,} of {job.steps:,}")
+    last = job.steps if stop_after is None else min(stop_after, job.steps)
+    world = start_replicas(job.replicas, _replica, job, shared, first, last)
+    try:
+        saver = _Saver(job, scratch, shared, checkpoint_seconds, observer)
+        _train(world, job, model, shared, first, last, observer, saver)
+    finally:
+        world.close()
+    return model
+
+
+def _replica(world: World, job: Job, shared: Shared, first: int, last: int) -> None:
+    _train(world, job, build_model(job), shared, first, last, None, None)
+
+
+def _train(
+    world: World,
+    job: Job,
+    model: Decoder,
+    shared: Shared,
+    first: int,
+    last: int,
+    observer: Observer | None,
+    saver: _Saver | None,
+) -> None:
+    """What every replica runs."""
+    if job.device == "cpu":
+        torch.set_num_threads(job.threads)
+    learner = Learner(model, job.optim, shared, world, steps_done=first)
+    objective = LossOf(model, job)
+    held_out = HeldOut(job, world)
+    every = max(1, math.ceil(job.steps / job.evaluations))
+    window = _Window()
+    with open_batches(
+        Path(job.tokens),
+        "train",
+        length=job.length,
+        batch_rows=job.batch_rows,
+        seed=job.seed,
+        start=first,
+        serial=job.serial_loader,
+    ) as batches:
+        for step in range(first, last):
+            began = time.perf_counter()
+            parts = _share(batches, world, job)
+            window.waited += time.perf_counter() - began
+            for part in parts:
+                learner.accumulate(objective(part))
+            factor = warmup_stable_decay(step, job.steps, job.warmup, job.decay)
+            window.add(learner.step(factor), time.perf_counter() - began)
+            done = step + 1
+            if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
+                observer.on_step(done, {**window.close(), "learning_rate": factor * job.optim.matrix_rate})
+            if done % every == 0 or done == job.steps:
+                figures = held_out(model, world)
+                if observer is not None:
+                    observer.on_evaluation(done, figures, model)
+            if saver is not None:
+                saver(done)
+
+
+Part = dict[str, Tensor]
+
+
+def _share(batches: Drain[TokenBatch], world: World, job: Job) -> list[Part]:
+    """This replica's rows of the next batch, cut into micro-batches, copied out of the slot."""
+    slot = next(batches)
+    plain = bool(slot.data.plain)
+    mine = slice(world.rank, None, world.size)
+    tensors = {
+        name: t[mine].to(job.device, copy=True) for name, t in slot.tensors().items() if t.ndim == 2
+    }
+    if plain:
+        del tensors["segment_ids"], tensors["positions"]
+    rows = tensors["tokens"].shape[0]
+    size = job.micro_rows or rows
+    return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
+
+
+class LossOf:
+    """The objective over a micro-batch. Plain rows (one document each, the many) take the compiled path, without a
+    document mask; mixed rows (the few) run uncompiled with segments and positions."""
+
+    def __init__(self, model: Decoder, job: Job) -> None:
+        self.model, self.z_loss = model, job.z_loss
+        self.fast: Callable[..., tuple[Tensor, ...]] = self._loss
+        if job.compile:
+            self.fast = torch.compile(self._loss, dynamic=False)
+
+    def _loss(self, x: Tensor, targets: Tensor, mask: Tensor, *where: Tensor) -> tuple[Tensor, ...]:
+        positions, segments = where if where else (None, None)
+        hidden = self.model.trunk(x, positions, segments)
+        loss = next_token(
+            hidden.flatten(0, 1), self.model.head_weight, targets.flatten(), mask.flatten(), self.z_loss
+        )
+        return loss.total, loss.count, loss.metrics["nll"]
+
+    def __call__(self, part: Part) -> Loss:
+        segments = part.get("segment_ids")
+        x = self.model.embed(part["tokens"], segments)
+        if segments is None:
+            total, count, nll = self.fast(x, part["targets"], part["loss_mask"])
+        else:
+            total, count, nll = self._loss(
+                x, part["targets"], part["loss_mask"], part["positions"].long(), segments
+            )
+        return Loss(total, count, {"nll": nll})
+
+
+class HeldOut:
+    """Loss on a fixed few rows of the validation split, and on rows that repeat random ids; shared by the replicas."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        tokens = TokenSet(Path(job.tokens))
+        rows = []
+        for ids in tokens.split("validation").iter_documents() if "validation" in tokens.splits else ():
+            for start in range(0, len(ids) - job.length, job.length):
+                rows.append(torch.from_numpy(ids[start : start + job.length + 1].astype("int64")))
+        step = max(1, len(rows) // HELD_OUT_ROWS)  # spread over the split
+        rows = rows[::step][:HELD_OUT_ROWS]
+        shape = (COPY_ROWS, job.length // 2)
+        ordinary = min(256, job.model.vocab_size)
+        half = torch.randint(0, ordinary, shape, generator=generator(job.seed, "copy"))
+        mine = slice(world.rank, None, world.size)
+        self.rows = torch.stack(rows)[mine].to(job.device) if rows else None
+        self.copies = torch.cat([half, half], dim=1)[mine].to(job.device)
+
+    @torch.no_grad()
+    def __call__(self, model: Decoder, world: World) -> dict[str, float]:
+        """held_out_nll and copy_nll in nats a token."""
+        nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
+        copy_nll, copy_count = self._nll(model, self.copies, self.copies.shape[1] // 2)
+        sums = world.total(nll, count, copy_nll, copy_count)
+        figures = {"copy_nll": sums[2] / max(1.0, sums[3])}
+        if sums[1]:
+            figures["held_out_nll"] = sums[0] / sums[1]
+        return figures
+
+    def _nll(self, model: Decoder, rows: Tensor, skip: int) -> tuple[float, float]:
+        targets = rows[:, 1 + skip :]
+        hidden = model(rows[:, :-1])[:, skip:]
+        loss = next_token(
+            hidden.flatten(0, 1), model.head_weight, targets.flatten(), torch.ones_like(targets).flatten()
+        )
+        return float(loss.metrics["nll"]), float(loss.count)
+
+
+class _Window:
+    """Figures since the last report: means weighted by tokens, and where the time went."""
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.tokens = self.seconds = self.waited = 0.0
+        self.steps = 0
+
+    def add(self, metrics: dict[str, float], seconds: float) -> None:
+        for name in ("loss", "nll"):
+            self.sums[name] = self.sums.get(name, 0.0) + metrics[name] * metrics["count"]
+        self.sums["norm"] = self.sums.get("norm", 0.0) + metrics["gradient_norm"]
+        self.tokens += metrics["count"]
+        self.seconds += seconds
+        self.steps += 1
+
+    def close(self) -> dict[str, float]:
+        out = {
+            "loss": self.sums["loss"] / self.tokens,
+            "nll": self.sums["nll"] / self.tokens,
+            "gradient_norm": self.sums["norm"] / self.steps,
+            "tokens_per_second": self.tokens / self.seconds,
+            "loader_share": self.waited / self.seconds,
+        }
+        self._reset()
+        return out
+
+
+class _Saver:
+    """Writes a checkpoint when enough time has passed."""
+
+    def __init__(
+        self, job: Job, scratch: Path, shared: Shared, seconds: float, observer: Observer
+    ) -> None:
+        self.job, self.scratch, self.shared = job, scratch, shared
+        self.seconds, self.observer = seconds, observer
+        self.last = time.monotonic()
+
+    def __call__(self, done: int) -> None:
+        began = time.monotonic()
+        if done < self.job.steps and began - self.last < self.seconds:
+            return
+        checkpoint.save(self.scratch, done, _everything(self.shared), {"job": _identity(self.job)})
+        self.last = time.monotonic()
+        self.observer.on_checkpoint(done, self.last - began)
+
+
+def _everything(shared: Shared) -> dict[str, Tensor]:
+    return {
+        **{f"weights/{n}": t for n, t in shared.weights.items()},
+        **{f"state/{n}": t for n, t in shared.state.items()},
+    }
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    """What must be the same for a checkpoint to fit: not where the tokens lie, nor how many replicas there are."""
+    return job.model_dump(mode="json", exclude={"tokens", "replicas", "threads", "device", "serial_loader"})
