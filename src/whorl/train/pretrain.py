@@ -28,7 +28,7 @@ from whorl.models import Decoder, DecoderConfig
 from whorl.objectives import Loss, next_token
 from whorl.runs.seeds import generator
 from whorl.slots import Drain
-from whorl.tokens import TokenSet
+from whorl.tokens.shards import TokenSet
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.train import checkpoint
 from whorl.train.learner import Learner, OptimConfig, Shared

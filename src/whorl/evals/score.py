@@ -1,0 +1,93 @@
+"""Bits per byte: what a text costs under a model, each document scored with no context but itself.
+
+    bits per byte = - sum over tokens log2 p(token | those before it in its document) / bytes of the text
+
+Every token but bos counts, eos too: as with a compressor, the reader must learn where the document ends. The measure
+does not depend on the vocabulary, so models with different tokenizers, and compressors, can be set side by side.
+
+A document longer than a window is read in windows that overlap by half; each token is scored once, in the first window
+that has it, so it sees at least half a window of context (all of it near the start).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from whorl.models import Decoder
+
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Window:
+    """ids[start : start + length + 1] of a document; its first `skip` targets were scored before."""
+
+    document: int
+    ids: NDArray[np.int64]
+    skip: int
+
+
+def windows(documents: Iterable[NDArray[Any]], length: int) -> Iterable[Window]:
+    """Cuts documents (bos first) into windows of at most `length` inputs, each target new in exactly one."""
+    stride = max(1, length // 2)
+    for number, ids in enumerate(documents):
+        start, scored = 0, 1  # ids[0] is bos: known
+        while scored < len(ids):
+            stop = min(start + length + 1, len(ids))
+            yield Window(number, np.asarray(ids[start:stop], np.int64), scored - start - 1)
+            scored = stop
+            start += stride
+
+
+@torch.inference_mode()
+def score(
+    model: Decoder,
+    documents: Iterable[NDArray[Any]],
+    length: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[float]:
+    """Nats of each document, in order.
+
+    Args:
+        documents: ids with bos first and eos last.
+        length: tokens a window.
+        advance: told the number of tokens scored, for a progress bar.
+    """
+    nats: dict[int, float] = {}
+    batch: list[Window] = []
+    for window in windows(documents, length):
+        batch.append(window)
+        if len(batch) * length >= BATCH_TOKENS:
+            _score(model, batch, nats)
+            advance(sum(len(w.ids) - 1 - w.skip for w in batch))
+            batch = []
+    if batch:
+        _score(model, batch, nats)
+        advance(sum(len(w.ids) - 1 - w.skip for w in batch))
+    return [nats.get(number, 0.0) for number in range(max(nats, default=-1) + 1)]
+
+
+def _score(model: Decoder, batch: list[Window], nats: dict[int, float]) -> None:
+    longest = max(len(window.ids) for window in batch)
+    rows = torch.zeros(len(batch), longest, dtype=torch.int64)
+    for row, window in zip(rows, batch, strict=True):
+        row[: len(window.ids)] = torch.from_numpy(window.ids)  # what follows is padding, which nothing before it sees
+    rows = rows.to(model.embedding.device)
+    logits = model.logits(model(rows[:, :-1]))
+    losses = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
+    for loss, window in zip(losses, batch, strict=True):
+        total = loss[window.skip : len(window.ids) - 1].double().sum().item()
+        nats[window.document] = nats.get(window.document, 0.0) + total
+
+
+def bits_per_byte(nats: float, n_bytes: int) -> float:
+    """nats of a text of `n_bytes` bytes -> bits per byte."""
+    return nats / math.log(2) / max(1, n_bytes)

@@ -1,0 +1,320 @@
+"""The planner: from a budget to a model, a vocabulary and a number of steps.
+
+1. A ladder of shapes; those whose arithmetic alone would leave too few steps, or whose memory does not fit, drop out.
+2. On this machine, a few real steps of each shape that is left are timed (uncompiled, one replica's share).
+3. For each shape and vocabulary: the text it would see in the budget, and by the fitted law its expected bits per byte.
+   The lowest wins.
+4. The winner is timed as it will run, all replicas, compiled and not, and the faster choice kept; the number of steps is
+   what then fits the budget, start-up, looks at held-out text and checkpoints included.
+
+The number of steps is fixed here. Training itself never looks at a clock, so that a run can be repeated to the bit; the
+price is that a machine that slows down later makes the run longer than planned.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.errors import BudgetError
+from whorl.models import DecoderConfig
+from whorl.models.decoder import flops_per_token, matrix_params
+from whorl.plan.cost import memory_bytes, shape, table_params
+from whorl.plan.law import bytes_per_token, expected_bits_per_byte
+from whorl.runs import Budget, BudgetText, Machine, Progress
+from whorl.train import Job, OptimConfig
+from whorl.train.timing import StepTiming, time_steps
+
+LADDER = (  # (width, depth)
+    (64, 2), (96, 3), (128, 3), (128, 4), (192, 3), (192, 4), (256, 4), (256, 6), (384, 6), (512, 8), (768, 12),
+)  # fmt: skip
+VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16_384)
+COMPILED_GAIN = 0.72  # compiled / uncompiled time of a step, for ranking alone; the winner is measured
+LOOKS = 0.025  # share of training time that looks at held-out text, samples and checkpoints take
+LEAST_STEPS = 20
+
+
+class PlanConfig(BaseModel):
+    """The dial, and what may be held fixed. What is left out is chosen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    budget: BudgetText = Field(default="300s", description="training time (90s, 5m, 2h) or FLOPs (1e15flops)")
+    d_model: int | None = Field(default=None, ge=16)
+    n_layers: int | None = Field(default=None, ge=1)
+    vocab_size: int | None = Field(default=None, ge=300, le=65_536)
+    length: int = Field(default=256, ge=16, description="tokens a row")
+    batch_rows: int = Field(default=8, ge=1, description="rows a step")
+    ngram_buckets: int = Field(default=65_536, ge=16)
+    steps: int | None = Field(default=None, ge=1, description="given, nothing is timed")
+    replicas: int | None = Field(default=None, ge=1, description="default: one a core")
+    compile: bool | None = Field(default=None, description="default: whichever is faster here")
+    optim: OptimConfig = OptimConfig()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A shape with a vocabulary, and what is expected of it."""
+
+    model: DecoderConfig
+    step_seconds: float
+    steps: int
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was chosen, and the reckoning behind it."""
+
+    job: dict[str, Any]  # a `Job` without its tokens
+    vocab_size: int
+    budget: str
+    expected: dict[str, float]
+    arithmetic: list[str]
+    candidates: list[dict[str, Any]]
+
+
+def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress) -> Plan:
+    """Chooses; see the top of this file.
+
+    Args:
+        corpus_bytes: of the training split, for the number of epochs.
+
+    Raises:
+        BudgetError: the budget does not pay for LEAST_STEPS steps of the smallest shape.
+    """
+    budget = Budget.parse(config.budget)
+    replicas = config.replicas or _replicas(config, machine)
+    if config.steps is not None:
+        model = _given(config)
+        job = _job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
+        return _plan(config, machine, job, corpus_bytes, None, [])
+    candidates = _candidates(config, machine, replicas, budget, corpus_bytes, progress)
+    best = min(candidates, key=lambda c: c.bits_per_byte)
+    job, timing = _time_choice(config, best.model, machine, replicas, budget, progress)
+    if budget.seconds is not None:
+        usable = budget.seconds - timing.startup
+        steps = int(usable / (timing.step * (1 + LOOKS)))
+    else:
+        steps = int((budget.flops or 0.0) / _step_flops(config, best.model))
+    if steps < LEAST_STEPS:
+        raise BudgetError(
+            f"a budget of {config.budget} buys {max(0, steps)} steps of the smallest sensible model here "
+            f"({timing.startup:.1f} s to start, {timing.step * 1e3:.0f} ms a step)",
+            expected=f"at least {LEAST_STEPS} steps",
+            do=f"give at least --budget {int(timing.startup + LEAST_STEPS * timing.step * 1.2) + 1}s",
+        )
+    job = job.model_copy(update={"steps": steps})
+    return _plan(config, machine, job, corpus_bytes, timing, candidates)
+
+
+def _replicas(config: PlanConfig, machine: Machine) -> int:
+    if machine.device != "cpu":
+        return 1
+    return max(n for n in range(1, machine.threads + 1) if config.batch_rows % n == 0)
+
+
+def _given(config: PlanConfig) -> DecoderConfig:
+    return shape(
+        config.d_model or 128,
+        config.n_layers or 4,
+        config.vocab_size or 1024,
+        ngram_buckets=config.ngram_buckets,
+    )
+
+
+def _job(
+    config: PlanConfig, model: DecoderConfig, machine: Machine, replicas: int, steps: int, *, compile: bool
+) -> Job:
+    return Job(
+        tokens="",
+        model=model,
+        optim=config.optim,
+        length=config.length,
+        batch_rows=config.batch_rows,
+        steps=steps,
+        seed=config.seed,
+        replicas=replicas,
+        threads=max(1, machine.threads // replicas),
+        device=machine.device,
+        dtype=machine.dtype,
+        compile=compile,
+    )
+
+
+def _step_flops(config: PlanConfig, model: DecoderConfig) -> float:
+    return flops_per_token(model, config.length) * config.batch_rows * config.length
+
+
+def _shapes(config: PlanConfig, machine: Machine, replicas: int, budget: Budget) -> list[tuple[int, int]]:
+    """Rungs of the ladder worth timing."""
+    ladder = [
+        (config.d_model or width, config.n_layers or depth)
+        for width, depth in LADDER
+        if config.d_model in (None, width) or (config.d_model is not None and config.n_layers is None)
+    ] or [(config.d_model or 128, config.n_layers or 4)]
+    worth = []
+    tokens = config.batch_rows * config.length
+    for width, depth in dict.fromkeys(ladder):
+        model = shape(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
+        fits = memory_bytes(model, tokens=tokens, length=config.length, replicas=replicas) < 0.6 * machine.ram_bytes
+        flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
+        steps = flops / _step_flops(config, model)
+        # Fewer steps than this and the law is far outside of what it was fitted on; the smallest always stays.
+        if fits and (steps > 400 or not worth):
+            worth.append((width, depth))
+    return worth[-6:]
+
+
+def _candidates(
+    config: PlanConfig,
+    machine: Machine,
+    replicas: int,
+    budget: Budget,
+    corpus_bytes: int,
+    progress: Progress,
+) -> list[Candidate]:
+    found = []
+    shapes = _shapes(config, machine, replicas, budget)
+    vocabularies = [config.vocab_size] if config.vocab_size else VOCABULARIES
+    with progress.task("Timing shapes", total=len(shapes), unit="shapes") as task:
+        for width, depth in shapes:
+            timed = shape(width, depth, 1024, ngram_buckets=config.ngram_buckets)
+            share = config.model_copy(update={"batch_rows": max(1, config.batch_rows // replicas)})
+            job = _job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
+            seconds = time_steps(job, seconds=0.6).step * COMPILED_GAIN
+            task.advance(1, note=f"{width} wide, {depth} deep: {seconds * 1e3:.0f} ms")
+            for vocabulary in vocabularies:
+                model = shape(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
+                # The vocabulary's part of a step follows its arithmetic.
+                step = seconds * (1 + 0.5 * (_step_flops(config, model) / _step_flops(config, timed) - 1))
+                if budget.seconds is not None:
+                    steps = int(budget.seconds * 0.93 / step)
+                else:
+                    steps = int((budget.flops or 0.0) / _step_flops(config, model))
+                seen = max(1, steps) * config.batch_rows * config.length * bytes_per_token(vocabulary)
+                blocks = matrix_params(model) - model.vocab_size * model.d_model
+                # A repeated epoch teaches less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
+                fresh = _worth(seen, corpus_bytes)
+                found.append(
+                    Candidate(model, step, steps, expected_bits_per_byte(blocks, fresh, vocabulary))
+                )
+    return found
+
+
+def _worth(seen: float, corpus_bytes: int) -> float:
+    """What `seen` bytes of a corpus, read over several epochs, are worth in bytes read once (R* = 15.4)."""
+    import math
+
+    if seen <= corpus_bytes:
+        return seen
+    repeats = seen / corpus_bytes - 1
+    return corpus_bytes * (1 + 15.4 * (1 - math.exp(-repeats / 15.4)))
+
+
+def _time_choice(
+    config: PlanConfig,
+    model: DecoderConfig,
+    machine: Machine,
+    replicas: int,
+    budget: Budget,
+    progress: Progress,
+) -> tuple[Job, StepTiming]:
+    """Times the winner as it will run, and chooses whether to compile."""
+    plain = _job(config, model, machine, replicas, 1, compile=False)
+    with progress.task("Timing the chosen shape", total=None) as task:
+        options: list[tuple[Job, StepTiming]] = []
+        if config.compile is not True:
+            task.update(note="uncompiled")
+            options.append((plain, time_steps(plain, seconds=2.0)))
+        if config.compile is not False and can_compile():
+            compiled = plain.model_copy(update={"compile": True})
+            task.update(note="compiled (compiling)")
+            time_steps(compiled, seconds=0.0)  # fills the compiler's cache, which the run will find
+            task.update(note="compiled")
+            options.append((compiled, time_steps(compiled, seconds=3.0)))
+        if not options:
+            raise BudgetError("compile=true, but no C++ compiler was found", do="install g++, or leave compile out")
+
+        def steps(timing: StepTiming) -> float:
+            return ((budget.seconds or 1e9) - timing.startup) / timing.step
+
+        return max(options, key=lambda option: steps(option[1]))
+
+
+def can_compile() -> bool:
+    """Whether torch.compile finds a C++ compiler."""
+    return any(shutil.which(name) for name in ("g++", "c++", "clang++"))
+
+
+def _plan(
+    config: PlanConfig,
+    machine: Machine,
+    job: Job,
+    corpus_bytes: int,
+    timing: StepTiming | None,
+    candidates: list[Candidate],
+) -> Plan:
+    model = job.model
+    tokens = job.steps * job.batch_rows * job.length
+    per_token = bytes_per_token(model.vocab_size)
+    flops = flops_per_token(model, job.length)
+    blocks = matrix_params(model) - model.vocab_size * model.d_model
+    memory = memory_bytes(model, tokens=job.batch_rows * job.length, length=job.length, replicas=job.replicas)
+    expected: dict[str, float] = {
+        "parameters": matrix_params(model) + table_params(model),
+        "matrix_parameters": matrix_params(model),
+        "flops_per_token": flops,
+        "tokens": tokens,
+        "epochs": tokens * per_token / max(1, corpus_bytes),
+        "memory_bytes": memory,
+        "bits_per_byte": expected_bits_per_byte(
+            blocks, _worth(tokens * per_token, max(1, corpus_bytes)), model.vocab_size
+        ),
+    }
+    if timing is not None:
+        expected["seconds"] = timing.startup + job.steps * timing.step * (1 + LOOKS)
+        expected["tokens_per_second"] = job.batch_rows * job.length / timing.step
+        expected["utilisation"] = expected["tokens_per_second"] * flops / machine.peak_flops
+    lines = [
+        f"machine: {machine.note}",
+        f"shape: {model.n_layers} layers x {model.d_model} wide, {model.n_heads} heads of {model.head_dim}, "
+        f"vocabulary {model.vocab_size:,}",
+        f"parameters: {blocks:,} in blocks + {model.vocab_size * model.d_model:,} in the head (multiplied) "
+        f"+ {table_params(model):,} looked up (embedding and {len(model.ngram_orders)} n-gram tables)",
+        f"FLOPs a token: 6 x {matrix_params(model):,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
+        f"a step: {job.batch_rows} rows x {job.length} tokens over {job.replicas} replicas of {job.threads} thread(s), "
+        f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
+        f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
+        f"at about {per_token:.2f} bytes a token",
+        f"memory: {memory / 1e9:.2f} GB expected at most",
+    ]
+    if timing is not None:
+        lines.append(
+            f"time: {timing.startup:.1f} s to start + {job.steps:,} x {timing.step * 1e3:.1f} ms x {1 + LOOKS:.3f} "
+            f"= {expected['seconds']:.0f} s of {config.budget}"
+        )
+        lines.append(
+            f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['utilisation']:.0%} of "
+            f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured here"
+        )
+    lines.append(
+        f"expected: {expected['bits_per_byte']:.2f} bits per byte on held-out text "
+        "(law fitted on the sweep of bench/plan_sweep.py)"
+    )
+    ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]
+    table = [
+        {
+            "d_model": c.model.d_model,
+            "n_layers": c.model.n_layers,
+            "vocab_size": c.model.vocab_size,
+            **{k: v for k, v in asdict(c).items() if k != "model"},
+        }
+        for c in ranked
+    ]
+    return Plan(job.model_dump(mode="json"), model.vocab_size, config.budget, expected, lines, table)

@@ -1,0 +1,199 @@
+"""From a budget to a trained model: the steps `plan` and `pretrain`."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.plan.planner import PlanConfig, make_plan
+from whorl.recipes.registry import StepContext, step
+from whorl.recipes.steps.corpus import SOURCES, open_corpus
+from whorl.recipes.steps.tokens import read_plan
+
+if TYPE_CHECKING:
+    from whorl.models import Decoder
+    from whorl.runs import Task
+    from whorl.tokens.tokenizer import Tokenizer
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 48
+
+
+@step("plan", config=PlanConfig, parents=SOURCES)
+def plan(ctx: StepContext, config: PlanConfig) -> None:
+    """Time real steps on this machine and choose what the budget buys."""
+    corpus = open_corpus(ctx)
+    made = make_plan(config, ctx.machine, corpus.bytes("train"), ctx.progress)
+    (ctx.out / "plan.json").write_text(json.dumps(asdict(made), indent=2) + "\n")
+    for line in made.arithmetic:
+        ctx.progress.say(f"    {line}")
+    job = made.job
+    headline = (
+        f"{job['model']['n_layers']} x {job['model']['d_model']}, vocabulary {made.vocab_size:,}, "
+        f"{job['steps']:,} steps"
+    )
+    if "seconds" in made.expected:
+        headline += f", {made.expected['seconds']:.0f} s expected"
+    ctx.summary.update(expected=made.expected, arithmetic=made.arithmetic, budget=made.budget, headline=headline)
+
+
+class PretrainConfig(BaseModel):
+    """How the planned run is carried out; what is learned is decided by the plan."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    seed: int | None = Field(default=None, description="another seed than the plan's")
+    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
+
+
+@step(
+    "model",
+    config=PretrainConfig,
+    parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
+)
+def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
+    """Train the planned model."""
+    from whorl.models import save_decoder
+    from whorl.tokens.shards import TokenSet
+    from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train import Job
+    from whorl.train import pretrain as run_training
+
+    for role in ("tokens", "tokenizer"):
+        ctx.parents[role].check()
+    planned = read_plan(ctx)
+    job = Job.model_validate(
+        {
+            **planned["job"],
+            "tokens": str(ctx.parents["tokens"].path),
+            "serial_loader": config.serial_loader,
+            **({"seed": config.seed} if config.seed is not None else {}),
+        }
+    )
+    tokens = TokenSet(ctx.parents["tokens"].path)
+    tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
+    if tokens.vocab_size > job.model.vocab_size:
+        job = job.model_copy(
+            update={"model": job.model.model_copy(update={"vocab_size": tokens.vocab_size})}
+        )
+    began = time.monotonic()
+    per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
+    with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
+        watch = _Watch(ctx, job.steps, per_token, tokenizer, task)
+        model = run_training(
+            job,
+            ctx.scratch,
+            watch,
+            checkpoint_seconds=config.checkpoint_seconds,
+            say=ctx.progress.say,
+        )
+    watch.close()
+    save_decoder(model, ctx.out)
+    tokenizer.save(ctx.out)
+    curve = [r for r in ctx.run.read_metrics(ctx.name)]
+    (ctx.out / "curve.json").write_text(json.dumps(curve))
+    (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + children * (job.replicas - 1)
+    seconds = time.monotonic() - began
+    last = watch.last
+    ctx.summary.update(
+        seconds=seconds,
+        steps=job.steps,
+        tokens=job.steps * job.batch_rows * job.length,
+        params=model.params(),
+        peak_memory_bytes=peak * (1 if sys.platform == "darwin" else 1024),
+        final=last,
+        headline=(
+            f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
+            f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"
+        ),
+    )
+
+
+class _Watch:
+    """What training tells, into metrics, the progress bar and the log."""
+
+    def __init__(
+        self, ctx: StepContext, steps: int, bytes_per_token: float, tokenizer: Tokenizer, task: Task
+    ) -> None:
+        self.ctx, self.steps, self.bytes_per_token = ctx, steps, bytes_per_token
+        self.tokenizer, self.task = tokenizer, task
+        self.metrics = None
+        self.last: dict[str, float] = {}
+        self.speeds: list[float] = []
+        self.begun = time.monotonic()
+
+    def _log(self, step: int) -> None:
+        if self.metrics is None:
+            self.metrics = self.ctx.run.metrics(self.ctx.name, resume_at=step)
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None:
+        self._log(step)
+        assert self.metrics is not None
+        self.speeds.append(metrics["tokens_per_second"])
+        self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.begun})
+        self.last.update(metrics)
+        held = self.last.get("held_out_bits_per_byte")
+        note = f"loss {metrics['nll']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
+        self.task.update(done=step, note=note + (f", held-out {held:.3f} bits per byte" if held else ""))
+
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None:
+        import math
+
+        self._log(step)
+        assert self.metrics is not None
+        values: dict[str, float | str] = dict(metrics)
+        if "held_out_nll" in metrics:
+            values["held_out_bits_per_byte"] = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
+        self.last.update({k: v for k, v in values.items() if isinstance(v, float)})
+        if step * 4 // self.steps > (step - max(1, self.steps // 40)) * 4 // self.steps:
+            values["sample"] = self._sample(model, step)
+        self.metrics.write(step, values)
+
+    def on_checkpoint(self, step: int, seconds: float) -> None:
+        self.ctx.run.log(f"checkpoint of step {step}, written in {seconds:.2f} s")
+
+    def _sample(self, model: Decoder, step: int) -> str:
+        from whorl.engine import Sampling, generate
+        from whorl.runs.seeds import generator
+
+        t = self.tokenizer
+        prompt = [t.bos_id, *t.encode(SAMPLE_PROMPT).tolist()]
+        ids = []
+        for token in generate(
+            model,
+            prompt,
+            Sampling(),
+            generator(0, "sample", step),
+            max_tokens=SAMPLE_TOKENS,
+            forbidden=(t.pad_id, t.bos_id),
+        ):
+            if token.id == t.eos_id:
+                break
+            ids.append(token.id)
+        text = SAMPLE_PROMPT + t.decode(ids).decode("utf-8", "replace")
+        self.ctx.progress.say(f"    step {step:,}: " + text.replace("\n", "\n      "))
+        return text
+
+    def tokens_per_second(self) -> float:
+        """The median over the run."""
+        return sorted(self.speeds)[len(self.speeds) // 2] if self.speeds else 0.0
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+def model_folder(ctx: StepContext) -> Path:
+    """The folder of the parent `model`, its files checked."""
+    ctx.parents["model"].check()
+    return ctx.parents["model"].path
