@@ -1,0 +1,107 @@
+"""`whorl sample`: a model writes on, token by token, in the terminal."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import RefArgument, StoreOption
+
+
+def sample(
+    artifact: RefArgument,
+    prompt: Annotated[str, typer.Argument(help="What the model continues; - reads standard input.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Keep the likeliest that reach this.")] = 0.95,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest; 0 keeps all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
+    ] = None,
+    cache: Annotated[bool, typer.Option(help="Keep keys and values (much faster).")] = True,
+    store: StoreOption = None,
+) -> None:
+    """Let a model continue a text, streaming.
+
+    Examples:
+
+        whorl sample quickstart/pretrain "def "
+
+        whorl sample pretrain "class Stack:" --temperature 0.5 --seed 1 --stop "class "
+    """
+    from whorl.engine import Sampling, generate
+    from whorl.errors import ConfigError
+    from whorl.models import load_decoder
+    from whorl.runs import probe
+    from whorl.runs.seeds import generator
+    from whorl.store import Store
+    from whorl.tokens.tokenizer import Tokenizer
+
+    found = Store(store).open(artifact)
+    if found.kind != "model":
+        raise ConfigError(
+            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+        )
+    found.check()
+    machine = probe()
+    machine.apply()
+    model = load_decoder(found.path, machine.torch_dtype, machine.device).eval()
+    tokenizer = Tokenizer.load(found.path)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    ids = [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
+    seed = seed if seed is not None else time.time_ns() % (1 << 31)
+    stream = generate(
+        model,
+        ids,
+        Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
+        generator(seed, "sample"),
+        max_tokens=max_tokens,
+        forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+        use_cache=cache,
+    )
+    sys.stdout.write(text)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    written, began, count = _Writer(stop or []), time.perf_counter(), 0
+    for token in stream:
+        count += 1
+        if token.id == tokenizer.eos_id or written.add(decoder.decode(tokenizer.decode([token.id]))):
+            break
+    written.end()
+    seconds = time.perf_counter() - began
+    sys.stdout.write("\n")
+    print(f"{count} tokens, {count / seconds:,.0f} tokens/s, seed {seed}", file=sys.stderr)
+
+
+class _Writer:
+    """Writes a stream, but holds back what may be the beginning of a stop text."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self.stops, self.held, self.stopped = [s for s in stops if s], "", False
+
+    def add(self, text: str) -> bool:
+        """Takes more text; True when a stop text was met (nothing from it on is written)."""
+        self.held += text
+        places = [at for s in self.stops if (at := self.held.find(s)) >= 0]
+        if places:
+            self.held, self.stopped = self.held[: min(places)], True
+            return True
+        keep = max(
+            (n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0
+        )
+        self._write(self.held[: len(self.held) - keep])
+        self.held = self.held[len(self.held) - keep :]
+        return False
+
+    def end(self) -> None:
+        self._write(self.held)
+        self.held = ""
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()

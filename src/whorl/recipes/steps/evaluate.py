@@ -1,0 +1,247 @@
+"""How good the model is: the step `evaluate`, which writes `evaluation.json`.
+
+Everything is measured on the test split, which neither the tokenizer nor the model has seen, each file scored alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.errors import DataError
+from whorl.recipes.registry import StepContext, step
+from whorl.recipes.steps.corpus import SOURCES, open_corpus
+from whorl.recipes.steps.model import model_folder
+
+if TYPE_CHECKING:
+    from whorl.corpus import Document
+    from whorl.models import Decoder
+    from whorl.tokens.shards import TokenSet
+    from whorl.tokens.tokenizer import Tokenizer
+
+
+class EvaluateConfig(BaseModel):
+    """What is measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    window: int = Field(default=512, ge=16, description="tokens of context at most")
+    baselines: bool = Field(default=True, description="compressors and an n-gram model on the same files")
+    ngram_order: int = Field(default=4, ge=1, le=8)
+    completions: int = Field(default=64, ge=0, description="held-out functions to complete")
+    completion_tokens: int = Field(default=160, ge=1)
+    samples: int = Field(default=4, ge=0, description="shown in the report, with probabilities")
+    sample_tokens: int = Field(default=120, ge=1)
+    seed: int = 0
+
+
+@step(
+    "evaluation",
+    config=EvaluateConfig,
+    parents={**SOURCES, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
+)
+def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
+    """Measure bits per byte beside compressors, completions that parse, and speed."""
+    import torch
+
+    from whorl.evals.score import bits_per_byte, score
+    from whorl.models import load_decoder
+    from whorl.tokens.shards import TokenSet
+    from whorl.tokens.tokenizer import Tokenizer
+
+    machine = ctx.machine
+    machine.apply()
+    model = load_decoder(model_folder(ctx), machine.torch_dtype, machine.device).eval()
+    tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
+    tokens = TokenSet(ctx.parents["tokens"].path)
+    test = tokens.split("test")
+    corpus = open_corpus(ctx)
+    held_out = list(corpus.documents("test"))
+    if not held_out:
+        raise DataError("the test split is empty", do="raise curate.test_bytes, or give more text")
+
+    began = time.perf_counter()
+    with ctx.progress.task("Scoring", total=len(test) - test.n_documents, unit="tokens") as task:
+        nats = score(model, test.iter_documents(), config.window, lambda n: task.advance(n))
+    seconds = time.perf_counter() - began
+    total_bytes = sum(d.n_bytes for d in held_out)
+    figure = bits_per_byte(sum(nats), total_bytes)
+    scored = (len(test) - test.n_documents) * 1.5  # half of each window is read again for context
+    forward = model.flops_per_token(config.window) / 3
+    result: dict[str, Any] = {
+        "files": len(held_out),
+        "bytes": total_bytes,
+        "bits_per_byte": figure,
+        "by_domain": _by_domain(held_out, nats),
+        "scoring_tokens_per_second": scored / seconds,
+        "scoring_utilisation": scored / seconds * forward / machine.peak_flops,
+        "peak_flops": machine.peak_flops,
+    }
+    if config.baselines:
+        result["baselines"] = _baselines(ctx, config, tokens, held_out, corpus.documents("train"))
+    with torch.inference_mode():
+        if config.completions:
+            result["completions"] = _completions(ctx, config, model, tokenizer, held_out)
+        result["samples"] = _samples(ctx, config, model, tokenizer, held_out)
+    (ctx.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
+    headline = f"{figure:.3f} bits per byte on {len(held_out)} held-out files"
+    best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
+    if "xz -9e, one stream" in best:
+        headline += f" (xz -9e {best['xz -9e, one stream']:.3f}, PPMd primed {best['PPMd order 10, primed']:.3f})"
+    if parsed := result.get("completions"):
+        headline += f"; {parsed['parsed']} of {parsed['prompts']} completions parse"
+    ctx.summary.update({k: v for k, v in result.items() if k != "samples"}, headline=headline)
+
+
+def _by_domain(documents: list[Document], nats: list[float]) -> list[dict[str, Any]]:
+    """Bits per byte by the first folder of a document's path."""
+    sums: dict[str, list[float]] = {}
+    for document, cost in zip(documents, nats, strict=True):
+        domain = document.path.split("/")[0] if "/" in document.path else "(top)"
+        entry = sums.setdefault(domain, [0.0, 0.0])
+        entry[0] += cost
+        entry[1] += document.n_bytes
+    return [
+        {"domain": domain, "bytes": int(n), "bits_per_byte": cost / math.log(2) / max(1.0, n)}
+        for domain, (cost, n) in sorted(sums.items(), key=lambda item: -item[1][1])
+    ]
+
+
+def _baselines(
+    ctx: StepContext,
+    config: EvaluateConfig,
+    tokens: TokenSet,
+    held_out: list[Document],
+    train: Any,
+) -> list[dict[str, Any]]:
+    from whorl.evals.compressors import measure
+    from whorl.evals.ngram import NGram
+
+    texts = [d.text.encode() for d in held_out]
+    found: list[dict[str, Any]] = []
+    with ctx.progress.task("Compressing the same files", total=None) as task:
+        results = measure(
+            texts,
+            [d.text.encode() for d in train],
+            workers=ctx.machine.cores,
+            done=lambda c: task.update(note=c.name),
+        )
+    found += [{"name": c.name, "bits_per_byte": c.bits_per_byte, "kind": "compressor"} for c in results]
+    with ctx.progress.task(f"{config.ngram_order}-gram model", total=None):
+        model = NGram(
+            [ids[1:] for ids in tokens.split("train").iter_documents()],
+            tokens.vocab_size,
+            config.ngram_order,
+            tokens.bos_id,
+        )
+        bits = model.bits([ids[1:] for ids in tokens.split("test").iter_documents()])
+    found.append(
+        {
+            "name": f"{config.ngram_order}-gram, modified Kneser-Ney, same tokens",
+            "bits_per_byte": bits / sum(map(len, texts)),
+            "kind": "ngram",
+        }
+    )
+    return found
+
+
+def _completions(
+    ctx: StepContext,
+    config: EvaluateConfig,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    held_out: list[Document],
+) -> dict[str, Any] | None:
+    from whorl.engine import Sampling, complete
+    from whorl.evals.completions import END_OF_DOCUMENT, parse_rate, prompts, real_code
+    from whorl.runs.seeds import generator
+
+    try:
+        chosen = prompts(((d.id, d.text.encode()) for d in held_out), config.completions, config.seed)
+    except DataError:
+        return None  # no Python in this corpus: the measure does not apply
+    context = max(16, config.window - config.completion_tokens)
+    speed = {"tokens": 0, "seconds": 0.0}
+
+    def generate(texts: list[bytes]) -> list[bytes]:
+        # One length for all, so that all are completed as one batch.
+        encoded = [[tokenizer.bos_id, *tokenizer.encode(t).tolist()] for t in texts]
+        length = min(context, min(len(ids) for ids in encoded))
+        ends = []
+        began = time.perf_counter()
+        for start in range(0, len(encoded), 32):
+            ends += complete(
+                model,
+                [ids[-max(length, 32) :] for ids in encoded[start : start + 32]],
+                Sampling(temperature=0.6, top_p=0.95),
+                generator(config.seed, "completions", start),
+                max_tokens=config.completion_tokens,
+                eos_id=tokenizer.eos_id,
+                forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+            )
+        speed["seconds"] += time.perf_counter() - began
+        speed["tokens"] += sum(map(len, ends))
+        return [
+            tokenizer.decode(ids) + (END_OF_DOCUMENT if len(ids) < config.completion_tokens else b"")
+            for ids in ends
+        ]
+
+    with ctx.progress.task("Completing held-out functions", total=None):
+        found = parse_rate(chosen, generate)
+    real = real_code(chosen)
+    return {
+        "prompts": found.n,
+        "parsed": found.parsed,
+        "unfinished": found.unfinished,
+        "median_bytes": found.median_bytes,
+        "real_parsed": real.parsed,
+        "tokens_per_second": speed["tokens"] / max(1e-9, speed["seconds"]),
+    }
+
+
+def _samples(
+    ctx: StepContext,
+    config: EvaluateConfig,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    held_out: list[Document],
+) -> list[dict[str, Any]]:
+    """Continuations with the probability of every token: two free beginnings, then held-out files' own."""
+    from whorl.engine import Sampling, generate
+    from whorl.runs.seeds import generator
+
+    texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]
+    sampling = Sampling()
+    out = []
+    for number, text in enumerate(texts):
+        prompt = [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
+        tokens = []
+        for token in generate(
+            model,
+            prompt,
+            sampling,
+            generator(config.seed, "report", number),
+            max_tokens=config.sample_tokens,
+            forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+        ):
+            if token.id == tokenizer.eos_id:
+                break
+            tokens.append(
+                {
+                    "hex": tokenizer.decode([token.id]).hex(),
+                    "probability": math.exp(token.raw_log_prob),
+                    "alternatives": [[tokenizer.decode([i]).hex(), p] for i, p in token.alternatives],
+                }
+            )
+        out.append(
+            {
+                "prompt": text.decode("utf-8", "replace"),
+                "tokens": tokens,
+                "note": f"temperature {sampling.temperature}, top-p {sampling.top_p}, seed {config.seed}",
+            }
+        )
+    return out
