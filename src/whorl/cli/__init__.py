@@ -20,7 +20,7 @@ import typer
 
 from whorl.errors import WhorlError
 
-VERBS = ("run", "sample", "recipes", "ls", "show", "lineage", "verify", "gc")
+VERBS = ("run", "sample", "report", "recipes", "ls", "show", "lineage", "verify", "gc")
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
 

@@ -112,6 +112,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
         params=model.params(),
         peak_memory_bytes=peak * (1 if sys.platform == "darwin" else 1024),
         final=last,
+        tokens_per_second=watch.tokens_per_second(),
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
             f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"

@@ -7,10 +7,12 @@ size comes from the plan unless the recipe gives one.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from whorl.corpus import Document
 from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
@@ -55,7 +57,22 @@ def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
         )
         task.update(done=learnt.vocab_size)
     learnt.save(ctx.out)
-    ctx.summary.update(vocab_size=learnt.vocab_size, headline=f"{learnt.vocab_size:,} tokens")
+    domains = _compression(learnt, corpus.documents("validation"))
+    ctx.summary.update(
+        vocab_size=learnt.vocab_size, domains=domains, headline=f"{learnt.vocab_size:,} tokens"
+    )
+
+
+def _compression(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[dict[str, Any]]:
+    """Bytes and tokens of held-out text by domain: the first folder of a document's path."""
+    sums: dict[str, list[int]] = {}
+    for document in documents:
+        domain = document.path.split("/")[0] if "/" in document.path else "(top)"
+        entry = sums.setdefault(domain, [0, 0])
+        entry[0] += document.n_bytes
+        entry[1] += len(tokenizer.encode(document.text))
+    ordered = sorted(sums.items(), key=lambda item: -item[1][0])
+    return [{"domain": name, "bytes": n_bytes, "tokens": n} for name, (n_bytes, n) in ordered]
 
 
 @step("tokens", config=TokensConfig, parents={**SOURCES, "tokenizer": "tokenizer"})

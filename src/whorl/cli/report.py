@@ -1,0 +1,54 @@
+"""`whorl report`: the page of a run, finished or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import StoreOption
+
+
+def report(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder or name, or a recipe's name for its latest run.")
+    ] = "quickstart",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the page goes.")] = Path("report.html"),
+    store: StoreOption = None,
+) -> None:
+    """Write the page that explains a run; of an unfinished run, what there is so far.
+
+    Examples:
+
+        whorl report quickstart
+
+        whorl report .whorl/runs/quickstart-1a2b3c4d -o page.html
+    """
+    import json
+
+    from whorl.errors import ConfigError
+    from whorl.recipes.steps.report import ReportConfig, report_data
+    from whorl.report import render
+    from whorl.store import Store
+
+    opened = Store(store)
+    folders = opened.root / "runs"
+    choices = [Path(run), folders / run]
+    latest = sorted(folders.glob(f"{run}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
+    folder = next((p for p in [*choices, *latest] if (p / "steps.json").is_file()), None)
+    if folder is None:
+        known = sorted(p.name for p in folders.glob("*")) if folders.exists() else []
+        raise ConfigError(
+            f"no run {run!r} in {folders}",
+            expected=f"one of: {', '.join(known)}" if known else "a run; there is none yet",
+            do="start one: whorl run quickstart",
+        )
+    steps = json.loads((folder / "steps.json").read_text())
+    artifacts = {}
+    for entry in steps.values():
+        found = opened.find(entry["address"])
+        if found is not None and found.kind != "report":
+            artifacts[found.kind] = found
+    render(report_data(artifacts, opened, ReportConfig(), run=folder.name), out)
+    print(f"wrote {out} ({out.stat().st_size / 1e3:.0f} kB): open it in a browser")

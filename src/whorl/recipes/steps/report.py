@@ -1,0 +1,250 @@
+"""The page that explains a run: the step `report`, and what `whorl report` calls for a run at any stage.
+
+Everything on the page comes from the artifacts themselves (their summaries, the training curve, the evaluation), so a
+report can be made again years later from the store alone.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.recipes.registry import StepContext, step
+from whorl.report import ReportData, render
+from whorl.store import Artifact, Store
+
+ROLES = {
+    "documents": "documents",
+    "selection?": "selection",
+    "plan?": "plan",
+    "tokenizer?": "tokenizer",
+    "tokens?": "tokens",
+    "model?": "model",
+    "evaluation?": "evaluation",
+}
+
+
+class ReportConfig(BaseModel):
+    """What the page adds to the figures."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str = Field(default="A small language model", description="heading of the page")
+    cost_per_hour: float | None = Field(default=None, ge=0, description="of this machine, for the cost column")
+    currency: str = "USD"
+
+
+@step("report", config=ReportConfig, parents=ROLES)
+def report(ctx: StepContext, config: ReportConfig) -> None:
+    """Write the page: what went in, what was planned, what came out."""
+    for artifact in ctx.parents.values():
+        artifact.check()
+    data = report_data(ctx.parents, ctx.store, config, run=str(ctx.run.name))
+    render(data, ctx.out / "report.html")
+    size = (ctx.out / "report.html").stat().st_size
+    ctx.summary.update(bytes=size, headline=f"report.html, {size / 1e3:.0f} kB, opens offline")
+
+
+def report_data(
+    artifacts: Mapping[str, Artifact], store: Store, config: ReportConfig, *, run: str = ""
+) -> ReportData:
+    """What can be said about `artifacts` (role -> artifact; any may be missing)."""
+    found: dict[str, Any] = {
+        "title": config.title,
+        "run": run,
+        "created": time.strftime("%Y-%m-%d %H:%M"),
+        "about": "Trained, measured and explained by `whorl run`. Everything below was measured in this run.",
+    }
+    if "selection" in artifacts:
+        found["corpus"] = _corpus(artifacts)
+    if "tokenizer" in artifacts:
+        tokenizer = artifacts["tokenizer"]
+        found["tokenizer"] = {
+            "vocab_size": tokenizer.summary["vocab_size"],
+            "seconds": tokenizer.seconds,
+            "domains": tokenizer.summary.get("domains", []),
+        }
+    if "plan" in artifacts:
+        found["plan"] = _plan(artifacts)
+    if "model" in artifacts:
+        found["model"] = _model(artifacts["model"])
+        found["training"] = _training(artifacts)
+        found["next_commands"] = [
+            f'whorl sample {artifacts["model"].name} "def "',
+            f"whorl lineage {artifacts['model'].name}",
+            "whorl run quickstart --budget 20m",
+        ]
+    if "evaluation" in artifacts:
+        found.update(_evaluation(artifacts["evaluation"]))
+    found["time"] = {
+        "steps": [
+            {"step": a.name.split("/")[-1], "seconds": a.seconds, "bytes": a.manifest.size}
+            for a in sorted(artifacts.values(), key=lambda a: a.created)
+        ],
+        "budget_seconds": _budget_seconds(artifacts),
+        "cost_per_hour": config.cost_per_hour,
+        "currency": config.currency,
+    }
+    last = next((artifacts[r] for r in ("evaluation", "model", "tokens", "documents") if r in artifacts), None)
+    if last is not None:
+        found["lineage"] = store.lineage(last)
+    found["environment"] = _environment()
+    return ReportData.model_validate(found)
+
+
+def _corpus(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+    selection = artifacts["selection"].summary
+    documents = artifacts["documents"]
+    return {
+        "sources": documents.config.get("sources", []),
+        "funnel": selection["funnel"],
+        "quarantine": {k: v["documents"] for k, v in documents.summary["quarantine"].items()},
+        "dropped": {k: v["documents"] for k, v in selection.get("dropped", {}).items()},
+        "splits": {k: (v["documents"], v["bytes"]) for k, v in selection["splits"].items()},
+    }
+
+
+def _budget_seconds(artifacts: Mapping[str, Artifact]) -> float | None:
+    from whorl.runs import Budget
+
+    return Budget.parse(artifacts["plan"].summary["budget"]).seconds if "plan" in artifacts else None
+
+
+def _plan(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+    summary = artifacts["plan"].summary
+    expected: dict[str, float] = summary["expected"]
+    model = artifacts["model"].summary if "model" in artifacts else {}
+    evaluation = artifacts["evaluation"].summary if "evaluation" in artifacts else {}
+    params = model.get("params", {})
+    actual = {
+        "seconds": model.get("seconds"),
+        "tokens": model.get("tokens"),
+        "tokens_per_second": model.get("tokens_per_second"),
+        "parameters": params.get("total"),
+        "memory_bytes": model.get("peak_memory_bytes"),
+        "bits_per_byte": evaluation.get("bits_per_byte"),
+        "flops_per_token": expected.get("flops_per_token"),
+        "utilisation": (
+            expected["utilisation"] * model["tokens_per_second"] / expected["tokens_per_second"]
+            if "utilisation" in expected and "tokens_per_second" in model
+            else None
+        ),
+    }
+    names = {
+        "seconds": ("training time", "s"),
+        "tokens": ("tokens seen", "tokens"),
+        "tokens_per_second": ("speed", "tokens/s"),
+        "utilisation": ("share of the measured peak", "share"),
+        "parameters": ("parameters", "parameters"),
+        "flops_per_token": ("arithmetic a token", "FLOP"),
+        "memory_bytes": ("peak memory", "bytes"),
+        "epochs": ("epochs", ""),
+        "bits_per_byte": ("held-out bits per byte", "bits/byte"),
+    }
+    rows = [
+        {"what": what, "planned": expected.get(key), "actual": actual.get(key), "unit": unit}
+        for key, (what, unit) in names.items()
+        if key in expected
+    ]
+    return {"budget": summary["budget"], "rows": rows, "arithmetic": summary["arithmetic"]}
+
+
+def _model(model: Artifact) -> dict[str, Any]:
+    shape = json.loads(model.file("config.json").read_text())
+    params = model.summary["params"]
+    return {
+        "name": model.name,
+        "parameters": params["total"],
+        "shape": {
+            "layers": f"{shape['n_layers']}",
+            "width": f"{shape['d_model']}",
+            "heads": f"{shape['n_heads']} of {shape['head_dim']}",
+            "vocabulary": f"{shape['vocab_size']:,}",
+            "in blocks": f"{params['matrices']:,}",
+            "embedding and head": f"{params['embedding']:,}",
+            "n-gram tables": f"{params['memory']:,}",
+        },
+    }
+
+
+def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
+    model = artifacts["model"]
+    curve = json.loads(model.file("curve.json").read_text())
+    points = [
+        {
+            "step": r["step"],
+            "loss": r["nll"],
+            "learning_rate": r.get("learning_rate"),
+            "seconds": r.get("seconds"),
+        }
+        for r in curve
+        if "nll" in r
+    ]
+    held_out = [
+        {"step": r["step"], "bits_per_byte": r["held_out_bits_per_byte"]}
+        for r in curve
+        if "held_out_bits_per_byte" in r
+    ]
+    expected = artifacts["plan"].summary["expected"] if "plan" in artifacts else {}
+    speed = model.summary.get("tokens_per_second")
+    utilisation = None
+    if speed and expected.get("tokens_per_second"):
+        utilisation = min(1.0, expected["utilisation"] * speed / expected["tokens_per_second"])
+    return {
+        "points": points,
+        "held_out": held_out,
+        "tokens_per_second": speed,
+        "utilisation": utilisation,
+        "peak_memory_bytes": model.summary.get("peak_memory_bytes"),
+    }
+
+
+def _evaluation(evaluation: Artifact) -> dict[str, Any]:
+    from whorl.report.data import SampleToken
+
+    found = json.loads(evaluation.file("evaluation.json").read_text())
+    scores = [{"name": "this model", "bits_per_byte": found["bits_per_byte"], "kind": "model"}]
+    for baseline in found.get("baselines", []):
+        name, _, setting = baseline["name"].partition(", ")
+        scores.append({**baseline, "name": name, "setting": setting})
+    samples = [
+        {
+            "prompt": sample["prompt"],
+            "note": sample["note"],
+            "tokens": [
+                SampleToken.of_bytes(
+                    bytes.fromhex(t["hex"]),
+                    min(1.0, t["probability"]),
+                    [(bytes.fromhex(h), min(1.0, p)) for h, p in t["alternatives"]],
+                )
+                for t in sample["tokens"]
+            ],
+        }
+        for sample in found.get("samples", [])
+    ]
+    completions = found.get("completions")
+    return {
+        "scores": {"files": found["files"], "bytes": found["bytes"], "scores": scores},
+        "samples": samples,
+        "completions": (
+            {k: completions[k] for k in ("prompts", "parsed", "unfinished", "real_parsed")}
+            if completions
+            else None
+        ),
+    }
+
+
+def _environment() -> dict[str, str]:
+    from whorl.runs import environment
+
+    flat: dict[str, str] = {}
+    for key, value in environment().items():
+        if isinstance(value, dict):
+            flat.update({f"{key} {k}": str(v) for k, v in value.items()})
+        else:
+            flat[key] = str(value)
+    return flat
