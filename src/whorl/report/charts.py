@@ -1,0 +1,184 @@
+"""Line charts as SVG, drawn here in Python.
+
+Why not a plotting library: the page holds three line charts, and the smallest bundle that would draw them
+in the browser is 4.5 MB of script, in a page that otherwise weighs about 100 KB; it would draw nothing
+with scripts off, print badly, and bring its own fonts and colours into a page with a light and a dark
+mode. As SVG the curves are text: they take their colours from the page's style, stay sharp at any size,
+and are there before any script runs. Reading values under the pointer needs the points, which stand beside
+the picture as data, and thirty lines of script.
+
+The subtle part is the phone: a picture that shrinks with its width shrinks its labels below what can be
+read. So each chart is drawn twice, wide and narrow, at its real size, and the style shows the one that
+fits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from whorl.report.format import figure
+
+_WIDE, _NARROW = 760, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 34
+_MOST_POINTS = 420  # a curve has no more pixels than this to tell its points apart
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve. `style` is a class of the page's style sheet: "main" or "faint"."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    style: str = "main"
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line with words."""
+
+    x: float
+    label: str
+
+
+def line_chart(
+    series: Sequence[Series],
+    *,
+    label: str,
+    x_label: str = "step",
+    height: int = 260,
+    x_range: tuple[float, float] | None = None,
+    y_range: tuple[float, float] | None = None,
+    y_format: Callable[[float], str] = figure,
+    mark: Mark | None = None,
+) -> str:
+    """Markup of one chart in both widths.
+
+    Args:
+        series: curves over a common x axis; each non-empty.
+        label: what the picture shows, in a sentence, for those who do not see it.
+        height: pixels.
+        x_range, y_range: lowest and highest; curves are clipped to it. By default all values fit.
+        y_format: how a y value is written under the pointer.
+        mark: at most one event.
+    """
+    series = [_thin(s) for s in series]
+    x_low, x_high = x_range or (min(min(s.x) for s in series), max(max(s.x) for s in series))
+    values = [value for s in series for value in s.y]
+    low, high = y_range or (min(values), max(values))
+    if x_high <= x_low:
+        x_high = x_low + 1
+    if high <= low:
+        low, high = low - abs(low) / 10 - 1e-9, high + abs(high) / 10 + 1e-9
+    spare = 0.04 * (high - low)
+    low, high = (low if low == 0 else low - spare), high + spare
+    data = {
+        "x": x_label,
+        "left": _LEFT,
+        "right": _RIGHT,
+        "domain": [x_low, x_high],
+        "series": [
+            {
+                "name": s.name,
+                "style": s.style,
+                "x": [round(x, 3) for x in s.x],
+                "y": [y_format(y) for y in s.y],
+            }
+            for s in series
+        ],
+    }
+    pictures = "".join(
+        _draw(series, (x_low, x_high), (low, high), width, height, x_label, mark, label)
+        for width in (_WIDE, _NARROW)
+    )
+    return f'<div class="chart" data-chart="{escape(json.dumps(data), quote=True)}">{pictures}</div>'
+
+
+def _draw(
+    series: Sequence[Series],
+    xs: tuple[float, float],
+    ys: tuple[float, float],
+    width: int,
+    height: int,
+    x_label: str,
+    mark: Mark | None,
+    label: str,
+) -> str:
+    right, bottom = width - _RIGHT, height - _BOTTOM
+
+    def px(x: float) -> float:
+        return _LEFT + (x - xs[0]) / (xs[1] - xs[0]) * (right - _LEFT)
+
+    def py(y: float) -> float:
+        return bottom - (y - ys[0]) / (ys[1] - ys[0]) * (bottom - _TOP)
+
+    size = "wide" if width == _WIDE else "narrow"
+    parts = [
+        f'<svg class="{size}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'aria-label="{escape(label, quote=True)}">'
+    ]
+    y_ticks = ticks(*ys, 5 if height > 200 else 3)
+    decimals = max([len(f"{tick:.10g}".partition(".")[2]) for tick in y_ticks], default=0)
+    for tick in y_ticks:
+        y = py(tick)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        at = f'x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end"'
+        parts.append(f'<text class="tick" {at}>{tick:,.{decimals}f}</text>')
+    for tick in ticks(*xs, 6 if width == _WIDE else 3):
+        anchor = "end" if px(tick) > right - 14 else "middle"
+        at = f'x="{px(tick):.1f}" y="{bottom + 18}" text-anchor="{anchor}"'
+        parts.append(f'<text class="tick" {at}>{tick:,.0f}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    at = f'x="{right}" y="{height - 3}" text-anchor="end"'
+    parts.append(f'<text class="axis-name" {at}>{escape(x_label)}</text>')
+    if mark is not None:
+        x = px(mark.x)
+        anchor, shift = ("end", -7) if x > (_LEFT + right) / 2 else ("start", 7)
+        parts.append(f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom}"/>')
+        parts.append(
+            f'<text class="mark-label" x="{x + shift:.1f}" y="{_TOP + 12}" text-anchor="{anchor}">'
+            f"{escape(mark.label)}</text>"
+        )
+    # A picture within the picture clips the curves without needing an id that is unique on the page.
+    inner = f'x="{_LEFT}" y="{_TOP}" width="{right - _LEFT}" height="{bottom - _TOP}"'
+    parts.append(f'<svg {inner} viewBox="{_LEFT} {_TOP} {right - _LEFT} {bottom - _TOP}" overflow="hidden">')
+    dots = []
+    for s in series:
+        points = " ".join(f"{px(x):.1f},{py(y):.1f}" for x, y in zip(s.x, s.y, strict=True))
+        parts.append(f'<polyline class="line {s.style}" points="{points}"/>')
+        if s.dots:
+            dots += [
+                f'<circle class="dot" cx="{px(x):.1f}" cy="{py(y):.1f}" r="2.6"/>'
+                for x, y in zip(s.x, s.y, strict=True)
+            ]
+    parts += ["</svg>", *dots]
+    parts.append(f'<line class="cursor" x1="0" x2="0" y1="{_TOP}" y2="{bottom}"/></svg>')
+    return "".join(parts)
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round values between low and high: steps of 1, 2 or 5 times a power of ten, about as many as asked."""
+    raw = (high - low) / max(about, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda candidate: abs(candidate - raw))
+    first = math.ceil(low / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _thin(series: Series) -> Series:
+    """Means of neighbours where there are more points than pixels."""
+    n = len(series.x)
+    if n <= _MOST_POINTS:
+        return series
+    groups = np.array_split(np.arange(n), _MOST_POINTS)
+    x, y = np.asarray(series.x, float), np.asarray(series.y, float)
+    # The last point keeps its place, or the curve would end before the run did.
+    xs = [float(x[g].mean()) for g in groups[:-1]] + [float(x[-1])]
+    return Series(series.name, xs, [float(y[g].mean()) for g in groups], series.style, series.dots)

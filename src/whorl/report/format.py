@@ -1,0 +1,70 @@
+"""Numbers as people read them: three figures, the unit they would choose, a true minus sign."""
+
+from __future__ import annotations
+
+import math
+
+NBSP = "\N{NO-BREAK SPACE}"  # between a figure and its unit, which belong on one line
+
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
+def figure(value: float, digits: int = 3) -> str:
+    """`digits` significant figures or more; an exponent only below 1/10,000 and from 1,000,000 on."""
+    if not math.isfinite(value):
+        return "–"
+    if value == 0:
+        return "0"
+    size = math.floor(math.log10(abs(value)))
+    if size >= 6 or size < -4:
+        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa}e{int(exponent)}".replace("-", "\N{MINUS SIGN}")
+    return f"{value:,.{max(0, digits - 1 - size)}f}".replace("-", "\N{MINUS SIGN}")
+
+
+def scaled(value: float, unit: str) -> str:
+    """With an SI prefix: 1,048,576 parameters are "1.05 M"."""
+    for factor, prefix in _PREFIXES:
+        if abs(value) >= 0.9995 * factor:
+            return f"{figure(value / factor)}{NBSP}{prefix}{unit}"
+    return f"{figure(value) if value != int(value) else int(value)}{NBSP}{unit}".rstrip()
+
+
+def duration(seconds: float) -> str:
+    """ "0.4 s", "42 s", "5 min 03 s", "2 h 10 min"."""
+    whole = round(seconds)
+    if seconds < 9.95:
+        text = f"{seconds:.1f} s" if seconds >= 0.05 or seconds == 0 else "< 0.1 s"
+    elif whole < 60:
+        text = f"{whole} s"
+    elif whole < 3600:
+        text = f"{whole // 60} min {whole % 60:02d} s"
+    else:
+        text = f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return text.replace(" ", NBSP)
+
+
+def share(value: float) -> str:
+    """A fraction as per cent, with a decimal where it matters (small or nearly all)."""
+    per_cent = 100 * value
+    digits = 1 if 0 < per_cent < 9.95 or 99 < per_cent < 99.95 else 0
+    return f"{per_cent:.{digits}f}{NBSP}%"
+
+
+def quantity(value: float | None, unit: str) -> str:
+    """By the unit of a plan's row."""
+    if value is None:
+        return "–"
+    if unit == "s":
+        return duration(value)
+    if unit == "bytes":
+        return scaled(value, "B")
+    if unit == "share":
+        return share(value)
+    if unit in ("FLOP", "FLOP/s"):
+        return scaled(value, unit)
+    if unit in ("tokens", "parameters"):
+        return scaled(value, "")
+    if unit == "tokens/s":
+        return f"{value:,.0f}{NBSP}/s"
+    return figure(value) if value != int(value) else f"{int(value):,}"
