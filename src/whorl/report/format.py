@@ -15,10 +15,10 @@ def figure(value: float, digits: int = 3) -> str:
         return "–"
     if value == 0:
         return "0"
-    size = math.floor(math.log10(abs(value)))
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    size = int(exponent)  # after rounding: 0.9999 counts as 1
     if size >= 6 or size < -4:
-        mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
-        return f"{mantissa}e{int(exponent)}".replace("-", "\N{MINUS SIGN}")
+        return f"{mantissa}e{size}".replace("-", "\N{MINUS SIGN}")
     return f"{value:,.{max(0, digits - 1 - size)}f}".replace("-", "\N{MINUS SIGN}")
 
 

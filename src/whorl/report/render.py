@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from whorl.report.charts import Mark, Series, line_chart
-from whorl.report.data import LineageNode, ReportData, Sample, Score, TrainingSection
+from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score, TrainingSection
 from whorl.report.fall import Fall, find_fall, smooth
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
 
@@ -122,9 +122,10 @@ def _cards(data: ReportData) -> Iterator[dict[str, str]]:
         yield card("Parameters", *_split(scaled(data.model.parameters, "")), more=data.model.name)
     if data.training and data.training.points:
         last = data.training.points[-1]
-        if last.tokens:
+        tokens = last.tokens or next((r.actual for r in _rows(data) if r.unit == "tokens" and r.actual), None)
+        if tokens:
             steps = f"in {last.step:,} steps"
-            yield card("Tokens trained on", *_split(scaled(last.tokens, "")), more=steps)
+            yield card("Tokens trained on", *_split(scaled(tokens, "")), more=steps)
         if last.seconds:
             planned = next((r.planned for r in _rows(data) if r.unit == "s" and r.planned), None)
             more = f"planned: {duration(planned)}" if planned else ""
@@ -146,7 +147,7 @@ def _split(text: str) -> tuple[str, str]:
     return value, unit
 
 
-def _rows(data: ReportData) -> list[Any]:
+def _rows(data: ReportData) -> list[PlanRow]:
     return list(data.plan.rows) if data.plan else []
 
 

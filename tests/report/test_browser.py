@@ -1,0 +1,139 @@
+"""The page in a real browser: silent console, no request, probabilities by mouse, keyboard and touch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_example import example
+
+from whorl.report import ReportData, render
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    arguments = ["--disable-background-networking", "--disable-dev-shm-usage"]
+    if os.geteuid() == 0:
+        arguments.append("--no-sandbox")  # Chromium refuses its sandbox to root
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+class Opened:
+    """A page, what its console said and what it asked for."""
+
+    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+        self.page = browser.new_context(**context).new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.page.goto(path.as_uri())
+
+    def tip(self) -> str:
+        tip = self.page.locator("#tip")
+        return tip.inner_text() if tip.evaluate("e => getComputedStyle(e).visibility") == "visible" else ""
+
+    def check(self, path: Path) -> None:
+        assert self.said == []
+        assert [url for url in self.asked if not url.startswith("data:")] == [path.as_uri()]
+        self.page.context.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return render(example(), tmp_path_factory.mktemp("report") / "report.html")
+
+
+def test_hover_shows_probabilities(browser: Any, report: Path) -> None:
+    opened = Opened(browser, report)
+    token = opened.page.locator(".t").nth(5)
+    assert opened.tip() == ""
+    token.hover()
+    chance = 100 * float(token.get_attribute("data-p"))
+    assert f"_items {chance:.1f} %" in opened.tip() and "·other" in opened.tip()
+    opened.page.locator("h1").hover()
+    assert opened.tip() == ""
+    opened.check(report)
+
+
+def test_hover_shows_values_of_the_curves(browser: Any, report: Path) -> None:
+    opened = Opened(browser, report)
+    opened.page.locator(".chart").first.hover()
+    assert "step 1," in opened.tip() and "smoothed" in opened.tip()
+    opened.check(report)
+
+
+def test_keyboard_reaches_every_token(browser: Any, report: Path) -> None:
+    opened = Opened(browser, report)
+    tokens = opened.page.locator(".t")
+    # One stop for the Tab key, the arrows inside.
+    assert opened.page.locator('.t[tabindex="0"]').count() == 1
+    tokens.first.focus()
+    assert "····" in opened.tip()
+    for key, text in (("ArrowRight", "if"), ("ArrowRight", "·not"), ("ArrowLeft", "if"), ("End", "⏎⏎")):
+        opened.page.keyboard.press(key)
+        assert opened.tip().startswith(text)
+    opened.page.keyboard.press("Escape")
+    assert opened.tip() == ""
+    opened.check(report)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_phone(browser: Any, report: Path, scheme: str) -> None:
+    phone = {"width": 390, "height": 844}
+    opened = Opened(browser, report, viewport=phone, has_touch=True, is_mobile=True, color_scheme=scheme)
+    page = opened.page
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.locator(".chart > svg.narrow").first.is_visible()
+    assert not page.locator(".chart > svg.wide").first.is_visible()
+    tick = page.locator(".chart > svg.narrow .tick").first
+    assert tick.evaluate("e => e.getBoundingClientRect().height") >= 11
+    page.locator(".t").nth(5).tap()
+    assert opened.tip().startswith("_items")
+    box = page.locator("#tip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    opened.check(report)
+
+
+def test_without_script_all_figures_stand(browser: Any, report: Path) -> None:
+    page = browser.new_context(java_script_enabled=False).new_page()
+    page.goto(report.as_uri())
+    assert page.locator(".chart > svg.wide polyline.main").first.is_visible()
+    assert page.locator(".t").nth(5).get_attribute("title").endswith(" %")
+    page.context.close()
+
+
+def test_markup_in_the_data_does_not_run(browser: Any, tmp_path: Path) -> None:
+    evil = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"
+    tokens = [{"text": evil, "probability": 0.5, "alternatives": [(evil, 0.5)]}]
+    data = ReportData.model_validate(
+        {"title": evil, "about": evil, "samples": [{"prompt": evil, "tokens": tokens}]}
+    )
+    path = render(data, tmp_path / "evil.html")
+    opened = Opened(browser, path)
+    opened.page.locator(".t").first.hover()
+    assert evil.replace(" ", "·") in opened.tip()
+    assert opened.page.title() == evil
+    opened.check(path)
+
+
+def test_an_empty_report_opens(browser: Any, tmp_path: Path) -> None:
+    path = render(ReportData(), tmp_path / "empty.html")
+    opened = Opened(browser, path)
+    assert opened.page.locator(".missing").count() == 10
+    opened.check(path)

@@ -1,0 +1,232 @@
+"""The page as text: every section, nothing missing silently, nothing from outside, nothing unescaped."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from report_example import example, points
+
+from whorl.report import ReportData, render
+from whorl.report.charts import Series, line_chart, ticks
+from whorl.report.data import CurvePoint, SampleToken, visible
+from whorl.report.fall import find_fall, smooth
+from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
+from whorl.report.render import to_html
+
+EVIL = "<script>alert(1)</script>\"'&</style>"
+VOID = {"meta", "link", "br", "line", "circle", "polyline"}
+
+
+class _Balanced(HTMLParser):
+    """Tags must close in order; collects what would load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "srcset", "data", "action") and not re.match(r"#|data:,", value or ""):
+                self.loads.append(f"{tag} {name}={value}")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def _parse(page: str) -> _Balanced:
+    parser = _Balanced()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+@pytest.mark.parametrize("data", [example(), ReportData()], ids=["full", "empty"])
+def test_is_well_formed_and_loads_nothing(data: ReportData) -> None:
+    page = to_html(data)
+    parsed = _parse(page)
+    assert parsed.loads == []
+    assert len(parsed.ids) == len(set(parsed.ids))
+    assert set(re.findall(r'href="#(\w+)"', page)) <= set(parsed.ids)
+    assert len(page) < 400_000
+
+
+def test_says_the_figures() -> None:
+    page = to_html(example()).replace(NBSP, " ")
+    for words in (
+        "0.941",
+        "1,053,312",
+        "5 min 09 s",
+        "+3.1 %",
+        "the fall, step",
+        "63 of 100",
+        "without generated code",
+        "2.56",
+        "4d4d4d4d4d4d",
+        "no longer in the store",
+        "its parents stand above",
+        "1 looked up",
+        "whorl sample",
+    ):
+        assert words in page
+    # Best first, and the model's own row stands out.
+    bits = [float(b) for b in re.findall(r'<td class="n">(\d\.\d{3})</td><td class="n optional">', page)]
+    assert bits == sorted(bits) and len(bits) == 11
+    assert page.count('<tr class="model">') == 1
+
+
+def test_an_unfinished_run_says_what_is_missing() -> None:
+    page = to_html(ReportData())
+    assert page.count('class="missing"') == 10
+    for step in ("evaluate", "pretrain", "plan", "curate", "tokenizer"):
+        assert f"has not reached <code>{step}</code>" in page
+    assert "missing" not in re.sub(r"<style>.*</style>", "", to_html(example()), flags=re.S)
+
+
+def _poisoned(value: object) -> object:
+    """Every free text of the example replaced by markup."""
+    if isinstance(value, dict):
+        fixed = {"kind", "unit"}
+        return {k: v if k in fixed and v in KINDS else _poisoned(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_poisoned(v) for v in value]
+    return EVIL if isinstance(value, str) else value
+
+
+KINDS = {"model", "ngram", "compressor", "", "s", "bytes", "tokens", "tokens/s", "FLOP", "bits/byte"}
+
+
+def test_markup_in_the_data_stays_text() -> None:
+    poisoned = ReportData.model_validate(_poisoned(example().model_dump(mode="json")))
+    page = to_html(poisoned)
+    assert "<script>alert" not in page and "alert(1)&lt;/script&gt;" in page
+    assert page.count("<script") == 1 and page.count("</style>") == 1
+    _parse(page)
+
+
+def test_render_writes_whole_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "new" / "report.html"
+    assert render(example(), out) == out
+    assert out.read_text("utf-8") == to_html(example())
+
+    def full(self: Path, *_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    before = out.read_bytes()
+    with pytest.raises(OSError, match="No space"):
+        render(ReportData(), out)
+    assert out.read_bytes() == before
+    assert [p.name for p in out.parent.iterdir()] == ["report.html"]
+
+
+def test_data_refuses_what_cannot_be() -> None:
+    for bad in (
+        {"scores": {"files": 1, "bytes": 1, "score": []}},
+        {"samples": [{"prompt": "", "tokens": [{"text": "a", "probability": 1.5}]}]},
+        {"training": {"points": [{"step": 1, "loss": float("nan")}]}},
+    ):
+        with pytest.raises(ValidationError):
+            ReportData.model_validate(bad)
+
+
+def test_token_bytes_that_are_no_character() -> None:
+    assert visible("é\n".encode()) == "é\n"
+    assert visible(b"a\xe2\x82") == "a<e2><82>"
+    token = SampleToken.of_bytes(b"\xe2", 0.5, [(b"a", 0.25)])
+    assert (token.text, token.alternatives) == ("<e2>", [("a", 0.25)])
+
+
+# The fall
+
+
+def _points(n: int, fall_at: int | None) -> list[CurvePoint]:
+    return [CurvePoint.model_validate(point) for point in points(n, fall_at)]
+
+
+@pytest.mark.parametrize("n", [600, 2400])
+@pytest.mark.parametrize("where", [0.2, 0.4, 0.55])
+def test_the_fall_is_found_where_it_is(n: int, where: float) -> None:
+    fall = find_fall(_points(n, round(n * where)))
+    assert fall is not None
+    assert fall.step == pytest.approx(n * where, rel=0.15)
+    assert 0.25 < fall.before - fall.after < 1.2
+    assert fall.seconds == pytest.approx(fall.step * 0.125)
+
+
+@pytest.mark.parametrize("n", [10, 600, 2400])
+def test_a_smooth_curve_has_no_fall(n: int) -> None:
+    # The decay of the learning rate brings the loss down at the end: that is not it.
+    assert find_fall(_points(n, None)) is None
+
+
+def test_smoothing_shifts_nothing() -> None:
+    ramp = [float(i) for i in range(200)]
+    assert smooth(ramp, 5)[50:150] == pytest.approx(ramp[50:150], abs=0.05)
+    assert smooth([3.0] * 9, 2) == pytest.approx([3.0] * 9)
+
+
+# Charts and figures
+
+
+def test_chart_clips_and_thins() -> None:
+    n = 5000
+    x = [float(i) for i in range(n)]
+    markup = line_chart([Series("a<b", x, [1.0] * n)], label='say "this"', x_range=(0, n - 1))
+    first = re.search(r'points="([^"]*)"', markup)
+    assert first is not None and len(first[1].split()) <= 420
+    assert first[1].split()[-1].startswith("748.0,")  # the curve ends where the run did
+    assert "a<b" not in markup and "say &quot;this&quot;" in markup
+    assert markup.count('overflow="hidden"') == 2  # in both widths
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.9, 1.45, [0.9, 1.0, 1.1, 1.2, 1.3, 1.4]),
+        (3, 2403, [500, 1000, 1500, 2000]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (figure(0.9412), "0.941"),
+        (figure(16_600), "16,600"),
+        (figure(3.1e13), "3.10e13"),
+        (figure(-0.5), "−0.500"),
+        (figure(float("nan")), "–"),
+        (figure(0.00001), "1.00e−5"),
+        (scaled(1_048_576, ""), "1.05 M"),
+        (scaled(999_900, "B"), "1.00 MB"),
+        (scaled(0, "B"), "0 B"),
+        (duration(0.01), "< 0.1 s"),
+        (duration(9.96), "10 s"),
+        (duration(59.7), "1 min 00 s"),
+        (duration(7_800), "2 h 10 min"),
+        (share(0.9999), "100 %"),
+        (share(0.055), "5.5 %"),
+        (quantity(None, "s"), "–"),
+        (quantity(3e13, "FLOP"), "30.0 TFLOP"),
+        (quantity(0.31, "share"), "31 %"),
+        (quantity(16_600, "tokens/s"), "16,600 /s"),
+        (quantity(4, ""), "4"),
+    ],
+)
+def test_figures(text: str, expected: str) -> None:
+    assert text.replace(NBSP, " ") == expected
