@@ -62,14 +62,28 @@ def token_set(store: Store, vocabulary: int, cache: Path) -> Path:
         tokenizer.save(folder)
         for split in ("train", "validation"):
             write_shards(
-                corpus.documents(split), tokenizer, folder, split, TokensConfig(), Progress.silent(), corpus.bytes(split)
+                corpus.documents(split),
+                tokenizer,
+                folder,
+                split,
+                TokensConfig(),
+                Progress.silent(),
+                corpus.bytes(split),
             )
         (folder / "done").touch()
     return folder
 
 
 def run(
-    tokens: Path, width: int, depth: int, vocabulary: int, steps: int, *, replicas: int, compile: bool = True, **job
+    tokens: Path,
+    width: int,
+    depth: int,
+    vocabulary: int,
+    steps: int,
+    *,
+    replicas: int,
+    compile: bool = True,
+    **job,
 ) -> dict:
     """One run; bits per byte on the validation split."""
     machine = probe()
@@ -138,14 +152,17 @@ def main() -> None:
     if not a.fit_only:
         store = Store(a.store)
         for width, depth, vocabulary, steps in RUNS[len(done) :]:
-            found = run(token_set(store, vocabulary, a.cache), width, depth, vocabulary, steps, replicas=a.replicas)
+            found = run(
+                token_set(store, vocabulary, a.cache), width, depth, vocabulary, steps, replicas=a.replicas
+            )
             print(json.dumps(found), flush=True)
             with a.out.open("a") as out:
                 out.write(json.dumps(found) + "\n")
             done.append(found)
     law = fit(done)
     errors = [
-        abs(expected_bits_per_byte(r["matrices"], r["bytes"], r["vocabulary"], law) / r["bits_per_byte"] - 1) for r in done
+        abs(expected_bits_per_byte(r["matrices"], r["bytes"], r["vocabulary"], law) / r["bits_per_byte"] - 1)
+        for r in done
     ]
     rounded = {name: round(value, 4) for name, value in vars(law).items()}
     path = Path(__file__).parents[1] / "src/whorl/plan/law.json"

@@ -12,7 +12,8 @@ from whorl.cli.options import StoreOption
 
 def report(
     run: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder or name, or a recipe's name for its latest run.")
+        str,
+        typer.Argument(metavar="RUN", help="A run's folder or name, or a recipe's name for its latest run."),
     ] = "quickstart",
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the page goes.")] = Path("report.html"),
     store: StoreOption = None,

@@ -17,7 +17,9 @@ def sample(
     prompt: Annotated[str, typer.Argument(help="What the model continues; - reads standard input.")] = "",
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens at most.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_p: Annotated[float, typer.Option(min=0.001, max=1, help="Keep the likeliest that reach this.")] = 0.95,
+    top_p: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Keep the likeliest that reach this.")
+    ] = 0.95,
     top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest; 0 keeps all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
     stop: Annotated[
@@ -40,6 +42,7 @@ def sample(
     from whorl.runs import probe
     from whorl.runs.seeds import generator
     from whorl.store import Store
+    from whorl.tokens.healing import heal
     from whorl.tokens.tokenizer import Tokenizer
 
     found = Store(store).open(artifact)
@@ -53,18 +56,20 @@ def sample(
     model = load_decoder(found.path, machine.torch_dtype, machine.device).eval()
     tokenizer = Tokenizer.load(found.path)
     text = sys.stdin.read() if prompt == "-" else prompt
-    ids = [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
+    healed = heal(tokenizer, text)
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     stream = generate(
         model,
-        ids,
+        healed.ids,
         Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
         generator(seed, "sample"),
         max_tokens=max_tokens,
         forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+        required=healed.required,
+        token_bytes=tokenizer.token_bytes,
         use_cache=cache,
     )
-    sys.stdout.write(text)
+    sys.stdout.write(text[: len(text) - len(healed.required.decode())])
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     written, began, count = _Writer(stop or []), time.perf_counter(), 0
     for token in stream:
@@ -90,9 +95,7 @@ class _Writer:
         if places:
             self.held, self.stopped = self.held[: min(places)], True
             return True
-        keep = max(
-            (n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0
-        )
+        keep = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
         self._write(self.held[: len(self.held) - keep])
         self.held = self.held[len(self.held) - keep :]
         return False

@@ -33,9 +33,8 @@ def show(
         return
     print(f"{found.name}  ({found.kind})")
     print(f"address  {found.address}")
-    print(
-        f"made     {when(found.created)} in {duration(found.seconds)}, by {found.step} version {found.version}"
-    )
+    maker = f"{found.step} version {found.version}"
+    print(f"made     {when(found.created)} in {duration(found.seconds)}, by {maker}")
     print(f"folder   {found.path}")
     for role, address in found.parents.items():
         parent = opened.find(address)

@@ -39,11 +39,14 @@ def generate(
     *,
     max_tokens: int,
     forbidden: Sequence[int] = (),
+    required: bytes = b"",
+    token_bytes: Sequence[bytes] = (),
     use_cache: bool = True,
 ) -> Iterator[Token]:
     """Streams up to `max_tokens` tokens that follow `prompt` (ids, at least one).
 
-    forbidden: ids that are never produced (pad, bos). Stopping at eos or at a text is left to the caller, who
+    forbidden: ids that are never produced (pad, bos); required: bytes that the output begins with (a healed
+    prompt), in tokens of the model's choice, whose bytes `token_bytes` gives by id. Stopping at eos or at a text is left to the caller, who
     simply stops iterating. `use_cache=False` is the slow reference.
     """
     device = model.embedding.device
@@ -53,10 +56,13 @@ def generate(
     for _ in range(max_tokens):
         logits = model.logits(model(fed, cache=cache)[:, -1])
         logits[:, list(forbidden)] = float("-inf")
+        if required:
+            _require(logits[0], required, token_bytes)
         token, log_prob, raw = sample(logits, sampling, generator)
         best = logits.softmax(dim=-1).topk(min(N_ALTERNATIVES, logits.shape[-1]), dim=-1)
         alternatives = zip(best.indices[0].tolist(), best.values[0].tolist(), strict=True)
         yield Token(int(token), float(log_prob), float(raw), tuple(alternatives))
+        required = required[len(token_bytes[int(token)]) :] if required else required
         ids = torch.cat([ids, token[:, None]], dim=1)
         fed = ids if cache is None else token[:, None]
 
@@ -71,20 +77,35 @@ def complete(
     max_tokens: int,
     eos_id: int,
     forbidden: Sequence[int] = (),
+    required: Sequence[bytes] = (),
+    token_bytes: Sequence[bytes] = (),
 ) -> list[list[int]]:
-    """Completes many prompts, those of one length together; each ends before its eos or at `max_tokens`."""
+    """Completes many prompts, those of one length together; each ends before its eos or at `max_tokens`.
+
+    required: for each prompt the bytes that its completion begins with, as in `generate`.
+    """
     out: list[list[int]] = [[] for _ in prompts]
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(number)
     for length, members in sorted(by_length.items()):
-        fed = torch.tensor([list(prompts[n]) for n in members], dtype=torch.int64, device=model.embedding.device)
+        fed = torch.tensor(
+            [list(prompts[n]) for n in members], dtype=torch.int64, device=model.embedding.device
+        )
         cache = model.new_cache(len(members), length + max_tokens)
         alive = torch.ones(len(members), dtype=torch.bool)
+        left = [required[n] if required else b"" for n in members]
         for _ in range(max_tokens):
             logits = model.logits(model(fed, cache=cache)[:, -1])
             logits[:, list(forbidden)] = float("-inf")
+            for row, text in enumerate(left):
+                if text:
+                    _require(logits[row], text, token_bytes)
             token, _, _ = sample(logits, sampling, generator)
+            left = [
+                text[len(token_bytes[int(i)]) :] if text else text
+                for text, i in zip(left, token, strict=True)
+            ]
             alive &= token.cpu() != eos_id
             if not alive.any():
                 break
@@ -93,3 +114,10 @@ def complete(
                     out[n].append(int(token[row]))
             fed = token[:, None]
     return out
+
+
+def _require(logits: torch.Tensor, text: bytes, token_bytes: Sequence[bytes]) -> None:
+    """logits: [V], in place: only tokens that begin with `text`, or that `text` begins with, are left."""
+    fits = [t.startswith(text) or (t != b"" and text.startswith(t)) for t in token_bytes]
+    fits += [False] * (logits.shape[0] - len(fits))
+    logits[~torch.tensor(fits, device=logits.device)] = float("-inf")

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn import functional as F
 
 from whorl.models import Decoder
 
@@ -79,10 +78,13 @@ def _score(model: Decoder, batch: list[Window], nats: dict[int, float]) -> None:
     longest = max(len(window.ids) for window in batch)
     rows = torch.zeros(len(batch), longest, dtype=torch.int64)
     for row, window in zip(rows, batch, strict=True):
-        row[: len(window.ids)] = torch.from_numpy(window.ids)  # what follows is padding, which nothing before it sees
+        row[: len(window.ids)] = torch.from_numpy(
+            window.ids
+        )  # what follows is padding, which nothing before it sees
     rows = rows.to(model.embedding.device)
     logits = model.logits(model(rows[:, :-1]))
-    losses = F.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none")
+    chosen = logits.gather(-1, rows[:, 1:, None]).squeeze(-1)
+    losses = logits.logsumexp(dim=-1) - chosen
     for loss, window in zip(losses, batch, strict=True):
         total = loss[window.skip : len(window.ids) - 1].double().sum().item()
         nats[window.document] = nats.get(window.document, 0.0) + total

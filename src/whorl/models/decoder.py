@@ -114,7 +114,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config, self.dtype = config, dtype
         # The embedding is normalised where it is used, so its scale only sets how far a gradient step turns it.
-        self.embedding = nn.Parameter(torch.randn(config.vocab_size, config.d_model, generator=generator) * 0.7)
+        self.embedding = nn.Parameter(
+            torch.randn(config.vocab_size, config.d_model, generator=generator) * 0.7
+        )
         self.memory = (
             NGramMemory(config.ngram_orders, config.ngram_buckets, config.d_model)
             if config.ngram_orders

@@ -146,7 +146,8 @@ class Attention(nn.Module):
         super().__init__()
         if n_heads % n_kv_heads:
             raise ConfigError(
-                f"n_heads is {n_heads} and n_kv_heads is {n_kv_heads}", expected="n_heads a multiple of n_kv_heads"
+                f"n_heads is {n_heads} and n_kv_heads is {n_kv_heads}",
+                expected="n_heads a multiple of n_kv_heads",
             )
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         width = (n_heads + 2 * n_kv_heads) * head_dim
@@ -154,7 +155,9 @@ class Attention(nn.Module):
         self.out = Linear(n_heads * head_dim, d_model, std=0.0)
         # Unit-RMS queries and keys have products of up to head_dim; 1.2 starts attention mildly peaked.
         self.temperature = nn.Parameter(torch.full((n_heads, 1), 1.2))
-        self.smear = nn.Parameter(torch.zeros(n_kv_heads, 1)) if smear_keys else None  # sigmoid -> 1/2 at first
+        self.smear = (
+            nn.Parameter(torch.zeros(n_kv_heads, 1)) if smear_keys else None
+        )  # sigmoid -> 1/2 at first
 
     def forward(
         self,

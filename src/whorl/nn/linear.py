@@ -18,7 +18,9 @@ class Linear(nn.Module):
             a residual branch silent at the start (as in muP and GPT-2's successors).
     """
 
-    def __init__(self, d_in: int, d_out: int, *, std: float, generator: torch.Generator | None = None) -> None:
+    def __init__(
+        self, d_in: int, d_out: int, *, std: float, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
         weight = torch.randn(d_out, d_in, generator=generator) * std if std else torch.zeros(d_out, d_in)
         self.weight = nn.Parameter(weight)

@@ -28,7 +28,11 @@ _MASK = (1 << 32) - 1
 
 
 def ngram_rows(
-    ids: Tensor, orders: Sequence[int], buckets: int, segments: Tensor | None = None, before: Tensor | None = None
+    ids: Tensor,
+    orders: Sequence[int],
+    buckets: int,
+    segments: Tensor | None = None,
+    before: Tensor | None = None,
 ) -> list[Tensor]:
     """Row numbers of the n-gram that ends at each position, for each order.
 
@@ -64,7 +68,9 @@ class NGramMemory(nn.Module):
     def __init__(self, orders: Sequence[int], buckets: int, d: int) -> None:
         super().__init__()
         if not orders or min(orders) < 2 or list(orders) != sorted(set(orders)):
-            raise ConfigError(f"ngram_orders is {list(orders)}", expected="ascending lengths of at least 2, as [2, 3]")
+            raise ConfigError(
+                f"ngram_orders is {list(orders)}", expected="ascending lengths of at least 2, as [2, 3]"
+            )
         self.orders, self.buckets = tuple(orders), buckets
         self.tables = nn.ParameterList([nn.Parameter(torch.zeros(buckets, d)) for _ in orders])
 

@@ -25,8 +25,12 @@ def rotary_tables(
         ConfigError: `head_dim` is odd.
     """
     if head_dim % 2:
-        raise ConfigError(f"head_dim is {head_dim}", expected="an even number: rotary turns pairs of features")
-    frequency = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+        raise ConfigError(
+            f"head_dim is {head_dim}", expected="an even number: rotary turns pairs of features"
+        )
+    frequency = base ** (
+        -torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    )
     angle = positions[..., None].float() * frequency  # [..., T, head_dim / 2]
     cos, sin = angle.cos(), angle.sin()
     return (

@@ -57,9 +57,7 @@ class _Fused(torch.autograd.Function):
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
         d_head = None
-        for h, target, keep in zip(
-            hidden.split(CHUNK), targets.split(CHUNK), mask.split(CHUNK), strict=True
-        ):
+        for h, target, keep in zip(hidden.split(CHUNK), targets.split(CHUNK), mask.split(CHUNK), strict=True):
             logits = F.linear(h, weight).float()  # [chunk, V]
             log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
             nll = (log_normaliser - logits.gather(-1, target[:, None])) * keep[:, None]

@@ -9,7 +9,12 @@ PROCESS_BYTES = 450e6  # a Python process with torch loaded and one graph compil
 
 
 def shape(
-    d_model: int, n_layers: int, vocab_size: int, *, ngram_buckets: int = 65_536, ngram_orders: tuple[int, ...] = (2, 3)
+    d_model: int,
+    n_layers: int,
+    vocab_size: int,
+    *,
+    ngram_buckets: int = 65_536,
+    ngram_orders: tuple[int, ...] = (2, 3),
 ) -> DecoderConfig:
     """The house's decoder of a width and a depth: heads of 64 (32 where 64 does not divide), MLP four times as wide."""
     head_dim = 64 if d_model % 64 == 0 else 32

@@ -162,7 +162,10 @@ def _shapes(config: PlanConfig, machine: Machine, replicas: int, budget: Budget)
     tokens = config.batch_rows * config.length
     for width, depth in dict.fromkeys(ladder):
         model = shape(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
-        fits = memory_bytes(model, tokens=tokens, length=config.length, replicas=replicas) < 0.6 * machine.ram_bytes
+        fits = (
+            memory_bytes(model, tokens=tokens, length=config.length, replicas=replicas)
+            < 0.6 * machine.ram_bytes
+        )
         flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
         steps = flops / _step_flops(config, model)
         # Fewer steps than this and the law is far outside of what it was fitted on; the smallest always stays.
@@ -201,9 +204,7 @@ def _candidates(
                 blocks = matrix_params(model) - model.vocab_size * model.d_model
                 # A repeated epoch teaches less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
                 fresh = _worth(seen, corpus_bytes)
-                found.append(
-                    Candidate(model, step, steps, expected_bits_per_byte(blocks, fresh, vocabulary))
-                )
+                found.append(Candidate(model, step, steps, expected_bits_per_byte(blocks, fresh, vocabulary)))
     return found
 
 
@@ -239,7 +240,9 @@ def _time_choice(
             task.update(note="compiled")
             options.append((compiled, time_steps(compiled, seconds=3.0)))
         if not options:
-            raise BudgetError("compile=true, but no C++ compiler was found", do="install g++, or leave compile out")
+            raise BudgetError(
+                "compile=true, but no C++ compiler was found", do="install g++, or leave compile out"
+            )
 
         def steps(timing: StepTiming) -> float:
             return ((budget.seconds or 1e9) - timing.startup) / timing.step

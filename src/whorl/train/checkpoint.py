@@ -94,7 +94,8 @@ def load(path: Path) -> Checkpoint:
         body = json.loads((path / "state.json").read_text())
         if body["format"] != FORMAT:
             raise CheckpointError(
-                f"{path}: checkpoint format {body['format']}", expected=f"{FORMAT}, the one this version writes"
+                f"{path}: checkpoint format {body['format']}",
+                expected=f"{FORMAT}, the one this version writes",
             )
         if _digest(path / "state.safetensors") != body["sha256"]:
             raise CheckpointError(f"{path / 'state.safetensors'}: its content differs from its recorded hash")

@@ -99,7 +99,8 @@ def pretrain(
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
-            f"batch_rows is {job.batch_rows}, for {job.replicas} replicas", expected="a multiple of the replicas"
+            f"batch_rows is {job.batch_rows}, for {job.replicas} replicas",
+            expected="a multiple of the replicas",
         )
     model = build_model(job)
     shared = Shared.of(model, job.replicas, job.batch_rows // job.replicas * job.length)
@@ -179,9 +180,7 @@ def _share(batches: Drain[TokenBatch], world: World, job: Job) -> list[Part]:
     slot = next(batches)
     plain = bool(slot.data.plain)
     mine = slice(world.rank, None, world.size)
-    tensors = {
-        name: t[mine].to(job.device, copy=True) for name, t in slot.tensors().items() if t.ndim == 2
-    }
+    tensors = {name: t[mine].to(job.device, copy=True) for name, t in slot.tensors().items() if t.ndim == 2}
     if plain:
         del tensors["segment_ids"], tensors["positions"]
     rows = tensors["tokens"].shape[0]
@@ -292,9 +291,7 @@ class _Window:
 class _Saver:
     """Writes a checkpoint when enough time has passed."""
 
-    def __init__(
-        self, job: Job, scratch: Path, shared: Shared, seconds: float, observer: Observer
-    ) -> None:
+    def __init__(self, job: Job, scratch: Path, shared: Shared, seconds: float, observer: Observer) -> None:
         self.job, self.scratch, self.shared = job, scratch, shared
         self.seconds, self.observer = seconds, observer
         self.last = time.monotonic()

@@ -56,7 +56,9 @@ class World:
                 try:
                     peer.send_bytes(message)
                 except OSError as error:
-                    raise ReplicaError("a training replica went away", do="run the same command again") from error
+                    raise ReplicaError(
+                        "a training replica went away", do="run the same command again"
+                    ) from error
         answers = []
         for rank in range(self.size):
             peer = self.links[rank] if self.links else None
@@ -119,7 +121,11 @@ def start_replicas(size: int, work: Callable[..., None], *arguments: Any) -> Wor
 
 
 def _replica(
-    rank: int, size: int, links: list[Connection | None], work: Callable[..., None], arguments: tuple[Any, ...]
+    rank: int,
+    size: int,
+    links: list[Connection | None],
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     world = World(rank, size, links)
     torch.set_num_threads(1)

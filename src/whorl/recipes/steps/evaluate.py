@@ -91,7 +91,9 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     headline = f"{figure:.3f} bits per byte on {len(held_out)} held-out files"
     best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
     if "xz -9e, one stream" in best:
-        headline += f" (xz -9e {best['xz -9e, one stream']:.3f}, PPMd primed {best['PPMd order 10, primed']:.3f})"
+        headline += (
+            f" (xz -9e {best['xz -9e, one stream']:.3f}, PPMd primed {best['PPMd order 10, primed']:.3f})"
+        )
     if parsed := result.get("completions"):
         headline += f"; {parsed['parsed']} of {parsed['prompts']} completions parse"
     ctx.summary.update({k: v for k, v in result.items() if k != "samples"}, headline=headline)
@@ -159,6 +161,7 @@ def _completions(
     from whorl.engine import Sampling, complete
     from whorl.evals.completions import END_OF_DOCUMENT, parse_rate, prompts, real_code
     from whorl.runs.seeds import generator
+    from whorl.tokens.healing import heal
 
     try:
         chosen = prompts(((d.id, d.text.encode()) for d in held_out), config.completions, config.seed)
@@ -168,26 +171,26 @@ def _completions(
     speed = {"tokens": 0, "seconds": 0.0}
 
     def generate(texts: list[bytes]) -> list[bytes]:
-        # One length for all, so that all are completed as one batch.
-        encoded = [[tokenizer.bos_id, *tokenizer.encode(t).tolist()] for t in texts]
-        length = min(context, min(len(ids) for ids in encoded))
-        ends = []
+        # The longest prompts are cut to the context: most have one length and are completed as one batch.
+        healed = [heal(tokenizer, t.decode()) for t in texts]
         began = time.perf_counter()
-        for start in range(0, len(encoded), 32):
-            ends += complete(
-                model,
-                [ids[-max(length, 32) :] for ids in encoded[start : start + 32]],
-                Sampling(temperature=0.6, top_p=0.95),
-                generator(config.seed, "completions", start),
-                max_tokens=config.completion_tokens,
-                eos_id=tokenizer.eos_id,
-                forbidden=(tokenizer.pad_id, tokenizer.bos_id),
-            )
+        ends = complete(
+            model,
+            [h.ids[-context:] for h in healed],
+            Sampling(),
+            generator(config.seed, "completions"),
+            max_tokens=config.completion_tokens,
+            eos_id=tokenizer.eos_id,
+            forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+            required=[h.required for h in healed],
+            token_bytes=tokenizer.token_bytes,
+        )
         speed["seconds"] += time.perf_counter() - began
         speed["tokens"] += sum(map(len, ends))
         return [
-            tokenizer.decode(ids) + (END_OF_DOCUMENT if len(ids) < config.completion_tokens else b"")
-            for ids in ends
+            tokenizer.decode(ids)[len(h.required) :]
+            + (END_OF_DOCUMENT if len(ids) < config.completion_tokens else b"")
+            for h, ids in zip(healed, ends, strict=True)
         ]
 
     with ctx.progress.task("Completing held-out functions", total=None):
@@ -213,20 +216,24 @@ def _samples(
     """Continuations with the probability of every token: two free beginnings, then held-out files' own."""
     from whorl.engine import Sampling, generate
     from whorl.runs.seeds import generator
+    from whorl.tokens.healing import heal
 
     texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]
     sampling = Sampling()
     out = []
     for number, text in enumerate(texts):
-        prompt = [tokenizer.bos_id, *tokenizer.encode(text).tolist()]
+        healed = heal(tokenizer, text.decode("utf-8", "ignore"))
+        kept = text[: len(text) - len(healed.required)]
         tokens = []
         for token in generate(
             model,
-            prompt,
+            healed.ids,
             sampling,
             generator(config.seed, "report", number),
             max_tokens=config.sample_tokens,
             forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+            required=healed.required,
+            token_bytes=tokenizer.token_bytes,
         ):
             if token.id == tokenizer.eos_id:
                 break
@@ -239,7 +246,7 @@ def _samples(
             )
         out.append(
             {
-                "prompt": text.decode("utf-8", "replace"),
+                "prompt": kept.decode("utf-8", "replace"),
                 "tokens": tokens,
                 "note": f"temperature {sampling.temperature}, top-p {sampling.top_p}, seed {config.seed}",
             }

@@ -41,7 +41,9 @@ def plan(ctx: StepContext, config: PlanConfig) -> None:
     )
     if "seconds" in made.expected:
         headline += f", {made.expected['seconds']:.0f} s expected"
-    ctx.summary.update(expected=made.expected, arithmetic=made.arithmetic, budget=made.budget, headline=headline)
+    ctx.summary.update(
+        expected=made.expected, arithmetic=made.arithmetic, budget=made.budget, headline=headline
+    )
 
 
 class PretrainConfig(BaseModel):
@@ -81,9 +83,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     if tokens.vocab_size > job.model.vocab_size:
-        job = job.model_copy(
-            update={"model": job.model.model_copy(update={"vocab_size": tokens.vocab_size})}
-        )
+        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": tokens.vocab_size})})
     began = time.monotonic()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
@@ -166,22 +166,25 @@ class _Watch:
     def _sample(self, model: Decoder, step: int) -> str:
         from whorl.engine import Sampling, generate
         from whorl.runs.seeds import generator
+        from whorl.tokens.healing import heal
 
         t = self.tokenizer
-        prompt = [t.bos_id, *t.encode(SAMPLE_PROMPT).tolist()]
+        healed = heal(t, SAMPLE_PROMPT)
         ids = []
         for token in generate(
             model,
-            prompt,
+            healed.ids,
             Sampling(),
             generator(0, "sample", step),
             max_tokens=SAMPLE_TOKENS,
             forbidden=(t.pad_id, t.bos_id),
+            required=healed.required,
+            token_bytes=t.token_bytes,
         ):
             if token.id == t.eos_id:
                 break
             ids.append(token.id)
-        text = SAMPLE_PROMPT + t.decode(ids).decode("utf-8", "replace")
+        text = SAMPLE_PROMPT + t.decode(ids)[len(healed.required) :].decode("utf-8", "replace")
         self.ctx.progress.say(f"    step {step:,}: " + text.replace("\n", "\n      "))
         return text
 

@@ -34,7 +34,9 @@ class ReportConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str = Field(default="A small language model", description="heading of the page")
-    cost_per_hour: float | None = Field(default=None, ge=0, description="of this machine, for the cost column")
+    cost_per_hour: float | None = Field(
+        default=None, ge=0, description="of this machine, for the cost column"
+    )
     currency: str = "USD"
 
 
@@ -89,7 +91,9 @@ def report_data(
         "cost_per_hour": config.cost_per_hour,
         "currency": config.currency,
     }
-    last = next((artifacts[r] for r in ("evaluation", "model", "tokens", "documents") if r in artifacts), None)
+    last = next(
+        (artifacts[r] for r in ("evaluation", "model", "tokens", "documents") if r in artifacts), None
+    )
     if last is not None:
         found["lineage"] = store.lineage(last)
     found["environment"] = _environment()
