@@ -33,7 +33,7 @@ from whorl.runs import Progress, probe
 from whorl.store import Store
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.train import Job, OptimConfig, pretrain
+from whorl.train import Job, pretrain
 
 # (width, depth, vocabulary, steps of 8 x 256 tokens)
 RUNS = [
@@ -127,7 +127,7 @@ def fit(runs: list[dict]) -> Law:
             # A weak pull to the prior: there are hardly more runs than constants.
             return (guess.log() - target).square().mean() + 2e-5 * (x - prior).square().mean()
 
-        def closure() -> torch.Tensor:
+        def closure(optimiser=optimiser, error=error) -> torch.Tensor:
             optimiser.zero_grad()
             loss = error()
             loss.backward()

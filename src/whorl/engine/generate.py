@@ -45,9 +45,9 @@ def generate(
 ) -> Iterator[Token]:
     """Streams up to `max_tokens` tokens that follow `prompt` (ids, at least one).
 
-    forbidden: ids that are never produced (pad, bos); required: bytes that the output begins with (a healed
-    prompt), in tokens of the model's choice, whose bytes `token_bytes` gives by id. Stopping at eos or at a text is left to the caller, who
-    simply stops iterating. `use_cache=False` is the slow reference.
+    forbidden: ids that are never produced (pad, bos). required: bytes that the output begins with (a healed prompt), in
+    tokens of the model's choice, whose bytes `token_bytes` gives by id. Stopping at eos or at a text is left to the
+    caller, who simply stops iterating. `use_cache=False` is the slow reference.
     """
     device = model.embedding.device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)

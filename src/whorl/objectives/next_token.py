@@ -57,7 +57,8 @@ class _Fused(torch.autograd.Function):
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
         d_head = None
-        for h, target, keep in zip(hidden.split(CHUNK), targets.split(CHUNK), mask.split(CHUNK), strict=True):
+        parts = zip(*(torch.split(t, CHUNK) for t in (hidden, targets, mask)), strict=True)
+        for h, target, keep in parts:
             logits = F.linear(h, weight).float()  # [chunk, V]
             log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
             nll = (log_normaliser - logits.gather(-1, target[:, None])) * keep[:, None]

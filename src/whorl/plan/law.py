@@ -42,12 +42,13 @@ def expected_bits_per_byte(matrices: float, n_bytes: float, vocab_size: int, law
     """Expected held-out bits per byte of a model with `matrices` block weights after `n_bytes` of text."""
     law = law or fitted()
     best = law.best_vocabulary * (matrices / 1e6) ** 0.5
-    return (
+    expected: float = (
         law.floor
         + law.size / (matrices / 1e6) ** law.size_power
         + law.data / (n_bytes / 1e6) ** law.data_power
         + law.vocabulary * math.log(vocab_size / best) ** 2
     )
+    return expected
 
 
 def bytes_per_token(vocab_size: int) -> float:

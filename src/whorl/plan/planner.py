@@ -14,7 +14,6 @@ price is that a machine that slows down later makes the run longer than planned.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -158,7 +157,7 @@ def _shapes(config: PlanConfig, machine: Machine, replicas: int, budget: Budget)
         for width, depth in LADDER
         if config.d_model in (None, width) or (config.d_model is not None and config.n_layers is None)
     ] or [(config.d_model or 128, config.n_layers or 4)]
-    worth = []
+    worth: list[tuple[int, int]] = []
     tokens = config.batch_rows * config.length
     for width, depth in dict.fromkeys(ladder):
         model = shape(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)

@@ -121,5 +121,6 @@ def open_batches(
     spec = Spec.from_dataclass(TokenBatch, B=batch_rows, T=length)
     ring = SlotRing(spec, N_SLOTS)
     producer = TokenProducer(folder, split, length, batch_rows, seed)
-    filler = SerialProducer(ring, producer) if serial else ProducerProcess(ring, producer)
-    return Drain(ring, [filler], start=start)
+    if serial:
+        return Drain(ring, [SerialProducer(ring, producer)], start=start)
+    return Drain(ring, [ProducerProcess(ring, producer)], start=start)

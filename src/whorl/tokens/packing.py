@@ -40,11 +40,16 @@ class IdSource(Protocol):
 class RowArrays(Protocol):
     """Where rows are written: arrays [B, T], a batch or a slot's views."""
 
-    tokens: NDArray[np.int64]
-    targets: NDArray[np.int64]
-    segment_ids: NDArray[np.int32]
-    positions: NDArray[np.int32]
-    loss_mask: NDArray[np.bool_]
+    @property
+    def tokens(self) -> NDArray[np.int64]: ...
+    @property
+    def targets(self) -> NDArray[np.int64]: ...
+    @property
+    def segment_ids(self) -> NDArray[np.int32]: ...
+    @property
+    def positions(self) -> NDArray[np.int32]: ...
+    @property
+    def loss_mask(self) -> NDArray[np.bool_]: ...
 
 
 @dataclass(frozen=True)

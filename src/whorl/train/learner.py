@@ -60,7 +60,9 @@ class Shared:
 
         def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             tensor = torch.zeros(shape, dtype=dtype)
-            return tensor.share_memory_() if replicas > 1 else tensor
+            if replicas > 1:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+            return tensor
 
         weights, gradients, ids, rows, state = {}, {}, {}, {}, {}
         for name, p in model.named_parameters():

@@ -28,8 +28,8 @@ from whorl.models import Decoder, DecoderConfig
 from whorl.objectives import Loss, next_token
 from whorl.runs.seeds import generator
 from whorl.slots import Drain
-from whorl.tokens.shards import TokenSet
 from whorl.tokens.loader import TokenBatch, open_batches
+from whorl.tokens.shards import TokenSet
 from whorl.train import checkpoint
 from whorl.train.learner import Learner, OptimConfig, Shared
 from whorl.train.schedule import warmup_stable_decay

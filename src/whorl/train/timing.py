@@ -55,7 +55,8 @@ def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list
         for _ in range(WARMUP_STEPS):
             learner.accumulate(objective(part))
             learner.step(1e-3)
-        started, times = time.perf_counter(), []
+        started = time.perf_counter()
+        times: list[float] = []
         # Rank 0 decides when to stop; its word travels with the exchange, so that all stop at the same step.
         while world.exchange(time.perf_counter() - started)[0][0] < seconds or len(times) < 3:
             begin = time.perf_counter()

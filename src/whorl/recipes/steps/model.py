@@ -19,7 +19,7 @@ from whorl.recipes.steps.tokens import read_plan
 
 if TYPE_CHECKING:
     from whorl.models import Decoder
-    from whorl.runs import Task
+    from whorl.runs import MetricsLog, Task
     from whorl.tokens.tokenizer import Tokenizer
 
 SAMPLE_PROMPT = "def "
@@ -98,7 +98,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     watch.close()
     save_decoder(model, ctx.out)
     tokenizer.save(ctx.out)
-    curve = [r for r in ctx.run.read_metrics(ctx.name)]
+    curve = list(ctx.run.read_metrics(ctx.name))
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -128,7 +128,7 @@ class _Watch:
     ) -> None:
         self.ctx, self.steps, self.bytes_per_token = ctx, steps, bytes_per_token
         self.tokenizer, self.task = tokenizer, task
-        self.metrics = None
+        self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
         self.speeds: list[float] = []
         self.begun = time.monotonic()
