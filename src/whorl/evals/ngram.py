@@ -20,7 +20,7 @@ the ranks of its sorted keys. So training is a sort for each order and scoring i
 order, all in numpy, and any order fits. Each document is padded on the left with `order - 1` begin tokens;
 they are context, never predicted.
 
-Memory is about 70 bytes a training token while it learns; 12 million tokens at order 6 take about 15
+Memory is about 85 bytes a training token while it learns; 12 million tokens at order 6 take about 15
 seconds.
 """
 
