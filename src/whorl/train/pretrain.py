@@ -5,7 +5,7 @@ clock, no measured speed. So a run that was killed and continued ends with the s
 time decides only when a checkpoint is written (rank 0 writes it from shared memory while the other replicas already
 compute the next gradients: weights change only after all have met).
 
-What is watched beside the loss: the held-out loss, and `copy_nll`, the loss on the second half of rows that repeat random
+What is watched beside the loss: the held-out loss, and `copy_nll`, the loss on the second half of rows that repeat shuffled
 ids. No statistics help there; only heads that look up "what followed this before" do (Olsson et al. 2022, In-context
 Learning and Induction Heads, the repeated-sequence test), so the step at which it falls is the step at which copying was
 learnt.
@@ -219,7 +219,7 @@ class LossOf:
 
 
 class HeldOut:
-    """Loss on a fixed few rows of the validation split, and on rows that repeat random ids; shared by the replicas."""
+    """Loss on a fixed few rows of the validation split, and on rows that repeat shuffled ids; shared by the replicas."""
 
     def __init__(self, job: Job, world: World) -> None:
         tokens = TokenSet(Path(job.tokens))
@@ -230,8 +230,9 @@ class HeldOut:
         step = max(1, len(rows) // HELD_OUT_ROWS)  # spread over the split
         rows = rows[::step][:HELD_OUT_ROWS]
         shape = (COPY_ROWS, job.length // 2)
-        ordinary = min(256, job.model.vocab_size)
-        half = torch.randint(0, ordinary, shape, generator=generator(job.seed, "copy"))
+        # Ids as frequent as in the text, in an order that no text has.
+        stream = torch.cat([row.flatten() for row in rows]) if rows else torch.arange(job.model.vocab_size)
+        half = stream[torch.randint(len(stream), shape, generator=generator(job.seed, "copy"))]
         mine = slice(world.rank, None, world.size)
         self.rows = torch.stack(rows)[mine].to(job.device) if rows else None
         self.copies = torch.cat([half, half], dim=1)[mine].to(job.device)

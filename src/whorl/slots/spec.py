@@ -1,0 +1,117 @@
+"""Spec: what one record holds, as ordered fields with a shape and a type.
+
+It is made from a frozen dataclass whose fields are numpy arrays; sizes that are known later have names:
+
+    @dataclass(frozen=True)
+    class Batch:
+        tokens: Annotated[NDArray[np.int64], "B", "T"]
+        plain: NDArray[np.bool_]                          # no sizes: one value, an array of shape ()
+
+    Spec.from_dataclass(Batch, B=8, T=256)
+
+One definition thus serves the type checker, the memory layout, the check of what a producer writes, and the
+documentation of a batch. Frozen is required because `batch.tokens = x` would rebind the name and leave the
+shared memory as it was: a producer must write *into* the arrays, `batch.tokens[:] = x`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from whorl.errors import ConfigError
+
+Record = TypeVar("Record")
+
+ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
+
+
+@dataclass(frozen=True)
+class Field:
+    """Shape and type of one array of a record."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Spec(Generic[Record]):
+    """Ordered fields, and the dataclass that a record is read and written through."""
+
+    record: type[Record]
+    fields: Mapping[str, Field]
+
+    @classmethod
+    def from_dataclass(cls, record: type[Record], **sizes: int) -> Spec[Record]:
+        """Read the fields of a frozen dataclass, named sizes taken from `sizes`.
+
+        Raises:
+            ConfigError: not a frozen dataclass, a field that is no numpy array, a size without a value, or a value
+                without a size.
+        """
+        parameters = getattr(record, "__dataclass_params__", None)
+        if parameters is None or not parameters.frozen:
+            raise ConfigError(
+                f"{record.__name__} cannot describe a slot", expected="a frozen dataclass of arrays"
+            )
+        hints = get_type_hints(record, include_extras=True)
+        used: set[str] = set()
+        fields = {}
+        for field in dataclasses.fields(record):  # type: ignore[arg-type]  # checked above to be a dataclass
+            hint: Any = hints[field.name]
+            names: list[str | int] = []
+            if get_origin(hint) is Annotated:
+                hint, *names = get_args(hint)
+            if get_origin(hint) is not np.ndarray:
+                raise ConfigError(
+                    f"{record.__name__}.{field.name} is {hint}",
+                    expected="an array: NDArray[np.float32], or Annotated[NDArray[np.float32], 'B', 3] with sizes",
+                )
+            missing = [n for n in names if isinstance(n, str) and n not in sizes]
+            if missing:
+                raise ConfigError(
+                    f"{record.__name__}.{field.name} has a size {missing[0]!r} without a value",
+                    do=f"give it: Spec.from_dataclass({record.__name__}, {missing[0]}=...)",
+                )
+            used.update(n for n in names if isinstance(n, str))
+            shape = tuple(sizes[n] if isinstance(n, str) else int(n) for n in names)
+            if any(size < 1 for size in shape):
+                raise ConfigError(
+                    f"{record.__name__}.{field.name} has shape {shape}", expected="positive sizes"
+                )
+            fields[field.name] = Field(shape, np.dtype(get_args(get_args(hint)[1])[0]))
+        if unknown := set(sizes) - used:
+            raise ConfigError(
+                f"{record.__name__} has no size {min(unknown)!r}", expected=f"among {sorted(used)}"
+            )
+        return cls(record, fields)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of one record, each field aligned to a cache line."""
+        return sum(_aligned(field.n_bytes) for field in self.fields.values())
+
+    def view(self, memory: memoryview | bytearray) -> Record:
+        """A record whose arrays lie in `memory` (`n_bytes` long): nothing is copied."""
+        arrays, at = {}, 0
+        for name, field in self.fields.items():
+            arrays[name] = np.frombuffer(memory, field.dtype, math.prod(field.shape), at).reshape(field.shape)
+            at += _aligned(field.n_bytes)
+        return self.record(**arrays)
+
+    def allocate(self) -> Record:
+        """A record in memory of its own, zeroed: for tests and for use without slots."""
+        return self.view(bytearray(self.n_bytes))
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
