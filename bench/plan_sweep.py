@@ -16,6 +16,8 @@ import math
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,12 +35,12 @@ from whorl.runs import Progress, probe
 from whorl.store import Store
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.train import Job, pretrain
+from whorl.train.pretrain import Job, pretrain
 
 # (width, depth, vocabulary, steps of 8 x 256 tokens)
 RUNS = [
-    (192, 4, 4096, 1500), (192, 4, 1024, 1500), (128, 3, 1024, 1500), (128, 3, 4096, 1500), (192, 4, 2048, 3000),
-    (256, 4, 4096, 1500), (128, 3, 2048, 4000), (96, 3, 1024, 3000), (256, 4, 2048, 3000),
+    (192, 4, 4096, 1500), (192, 4, 1024, 1500), (128, 3, 1024, 1500), (128, 3, 4096, 1500), (96, 3, 1024, 3000),
+    (128, 3, 2048, 3000), (192, 4, 2048, 3000), (256, 4, 2048, 1500),
 ]  # fmt: skip
 
 
@@ -127,17 +129,18 @@ def fit(runs: list[dict]) -> Law:
             # A weak pull to the prior: there are hardly more runs than constants.
             return (guess.log() - target).square().mean() + 2e-5 * (x - prior).square().mean()
 
-        def closure(optimiser=optimiser, error=error) -> torch.Tensor:
-            optimiser.zero_grad()
-            loss = error()
-            loss.backward()
-            return loss
-
-        optimiser.step(closure)
+        optimiser.step(partial(_closure, optimiser, error))
         if (value := float(error())) < best_error:
             best, best_error = dict(zip(names, x.exp().tolist(), strict=True)), value
     assert best is not None
     return Law(**best)
+
+
+def _closure(optimiser: torch.optim.Optimizer, error: Callable[[], torch.Tensor]) -> torch.Tensor:
+    optimiser.zero_grad()
+    loss = error()
+    loss.backward()
+    return loss
 
 
 def main() -> None:

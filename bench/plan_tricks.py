@@ -23,7 +23,7 @@ from whorl.plan.cost import shape
 from whorl.runs import probe
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
-from whorl.train import Job, pretrain
+from whorl.train.pretrain import Job, pretrain
 
 VARIANTS = {
     "as it stands": {},

@@ -17,15 +17,14 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from whorl.errors import BudgetError
 from whorl.models import DecoderConfig
 from whorl.models.decoder import flops_per_token, matrix_params
+from whorl.plan.config import PlanConfig
 from whorl.plan.cost import memory_bytes, shape, table_params
 from whorl.plan.law import bytes_per_token, expected_bits_per_byte
-from whorl.runs import Budget, BudgetText, Machine, Progress
-from whorl.train import Job, OptimConfig
+from whorl.runs import Budget, Machine, Progress
+from whorl.train.pretrain import Job
 from whorl.train.timing import StepTiming, time_steps
 
 LADDER = (  # (width, depth)
@@ -35,25 +34,6 @@ VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16_384)
 COMPILED_GAIN = 0.72  # compiled / uncompiled time of a step, for ranking alone; the winner is measured
 LOOKS = 0.025  # share of training time that looks at held-out text, samples and checkpoints take
 LEAST_STEPS = 20
-
-
-class PlanConfig(BaseModel):
-    """The dial, and what may be held fixed. What is left out is chosen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    budget: BudgetText = Field(default="300s", description="training time (90s, 5m, 2h) or FLOPs (1e15flops)")
-    d_model: int | None = Field(default=None, ge=16)
-    n_layers: int | None = Field(default=None, ge=1)
-    vocab_size: int | None = Field(default=None, ge=300, le=65_536)
-    length: int = Field(default=256, ge=16, description="tokens a row")
-    batch_rows: int = Field(default=8, ge=1, description="rows a step")
-    ngram_buckets: int = Field(default=65_536, ge=16)
-    steps: int | None = Field(default=None, ge=1, description="given, nothing is timed")
-    replicas: int | None = Field(default=None, ge=1, description="default: one a core")
-    compile: bool | None = Field(default=None, description="default: whichever is faster here")
-    optim: OptimConfig = OptimConfig()
-    seed: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Training: the learner, its optimisers and replicas, the loop, checkpoints."""
+"""Training: `learner` and its optimisers (`optim`) and replicas (`world`), the loop (`pretrain`), checkpoints, timing.
 
-from whorl.train.learner import Learner, OptimConfig, Shared
-from whorl.train.pretrain import Job, Observer, pretrain
-from whorl.train.schedule import warmup_stable_decay
-
-__all__ = ["Job", "Learner", "Observer", "OptimConfig", "Shared", "pretrain", "warmup_stable_decay"]
+Import from the modules; this file stays empty so that a recipe's settings (`config`) can be read without torch.
+"""

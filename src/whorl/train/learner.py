@@ -17,27 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from whorl.models import Decoder
 from whorl.objectives import Loss
+from whorl.train.config import OptimConfig
 from whorl.train.optim import AdamW, Muon, RowAdagrad
 from whorl.train.world import World
-
-
-class OptimConfig(BaseModel):
-    """Peak learning rates and what goes with them. Defaults fitted by bench/plan_sweep.py."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    matrix_rate: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
-    embedding_rate: float = Field(default=0.006, gt=0, description="AdamW, embedding and head")
-    scalar_rate: float = Field(default=0.01, gt=0, description="AdamW, gains and temperatures")
-    memory_rate: float = Field(default=0.05, gt=0, description="row Adagrad, n-gram memories")
-    momentum: float = Field(default=0.95, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient, dense parameters together")
 
 
 @dataclass

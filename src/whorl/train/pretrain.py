@@ -31,7 +31,8 @@ from whorl.slots import Drain
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.train import checkpoint
-from whorl.train.learner import Learner, OptimConfig, Shared
+from whorl.train.config import OptimConfig
+from whorl.train.learner import Learner, Shared
 from whorl.train.schedule import warmup_stable_decay
 from whorl.train.world import World, start_replicas
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from whorl.plan.planner import PlanConfig, make_plan
+from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
@@ -29,6 +29,8 @@ SAMPLE_TOKENS = 48
 @step("plan", config=PlanConfig, parents=SOURCES)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time real steps on this machine and choose what the budget buys."""
+    from whorl.plan.planner import make_plan
+
     corpus = open_corpus(ctx)
     made = make_plan(config, ctx.machine, corpus.bytes("train"), ctx.progress)
     (ctx.out / "plan.json").write_text(json.dumps(asdict(made), indent=2) + "\n")
@@ -66,8 +68,8 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.models import save_decoder
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train import Job
-    from whorl.train import pretrain as run_training
+    from whorl.train.pretrain import Job
+    from whorl.train.pretrain import pretrain as run_training
 
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()

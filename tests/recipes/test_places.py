@@ -1,0 +1,54 @@
+"""Lines for messages: the finder agrees with the TOML parser on which keys there are."""
+
+from __future__ import annotations
+
+import tomllib
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whorl.recipes.places import key_lines, line_of
+
+TEXT = '''\
+name = "x"
+
+[steps.ingest]   # a comment
+sources = ["a = 1"]
+[steps."cu-rate"]
+query = """
+SELECT x
+fake = 1
+[steps.fake]
+"""
+parents = {documents = "ingest"}
+a.b = 1
+'''
+
+
+def test_lines() -> None:
+    lines = key_lines(TEXT)
+    assert lines["name",] == 1
+    assert lines["steps", "ingest"] == 3 and lines["steps", "ingest", "sources"] == 4
+    assert lines["steps", "cu-rate", "query"] == 6 and lines["steps", "cu-rate", "parents"] == 11
+    assert lines["steps", "cu-rate", "a", "b"] == 12
+    assert not any("fake" in path for path in lines)
+    assert line_of(lines, "steps", "ingest", "absent") == 3 and line_of(lines, "nowhere") == 1
+
+
+names = st.from_regex(r"[a-z][a-z0-9_-]{0,5}", fullmatch=True)
+values = st.sampled_from(["1", '"text = 2"', "[1, 2]", '"""\nx = 1\n[y]\n"""', "'''q'''", "true", "{in = 1}"])
+
+
+@given(st.dictionaries(names, st.dictionaries(names, values, max_size=4), min_size=1, max_size=4))
+def test_every_key_is_found_where_it_stands(tables: dict[str, dict[str, str]]) -> None:
+    text, places = "", {}
+    for table, entries in tables.items():
+        text += f"\n[{table}]\n"
+        places[table,] = text.count("\n")
+        for key, value in entries.items():
+            places[table, key] = text.count("\n") + 1
+            text += f"{key} = {value}\n"
+    assert {key: set(found) for key, found in tomllib.loads(text).items()} == {
+        key: set(entries) for key, entries in tables.items()
+    }
+    assert key_lines(text) == places

@@ -1,0 +1,303 @@
+"""Recipes: refused with line and expectation before any work; run by look-up; continued after any end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.errors import ConfigError, DataError
+from whorl.recipes import (
+    Outcome,
+    Recipe,
+    StepContext,
+    StepKind,
+    load_recipe,
+    parse_recipe,
+    ready_recipes,
+    registry,
+    run_recipe,
+)
+from whorl.runs import BudgetText, Progress
+from whorl.store import Store
+
+
+class Noun(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    word: str = "a"
+    times: int | None = Field(default=1, ge=1, description="how often the word stands")
+    rate: float = 0.5
+    loud: bool = False
+    tags: list[str] = []
+    budget: BudgetText = "5m"
+
+
+class Verb(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    fail: bool = False
+
+
+calls: list[str] = []
+
+
+def noun(ctx: StepContext, config: Noun) -> None:
+    calls.append(ctx.name)
+    (ctx.out / "text").write_text(config.word * (config.times or 0))
+    ctx.summary["headline"] = f"{config.times} words"
+
+
+def verb(ctx: StepContext, config: Verb) -> None:
+    calls.append(ctx.name)
+    if config.fail:
+        raise DataError("the verb failed")
+    (ctx.out / "text").write_text(ctx.parents["subject"].file("text").read_text() + "!")
+
+
+KINDS = {
+    "noun": StepKind("noun", "word", Noun, {}, 1, "Says.", noun, None),
+    "verb": StepKind(
+        "verb", "sentence", Verb, {"subject": "word", "object?": "word"}, 1, "Does.", verb, None
+    ),
+    "loop": StepKind("loop", "word", Verb, {"before": "word"}, 1, "Turns.", verb, None),
+}
+GOOD = """\
+name = "speech"
+[steps.cat]
+uses = "noun"
+[steps.fish]
+uses = "noun"
+word = "f"
+[steps.eats]
+uses = "verb"
+parents = ["cat", "fish"]
+"""
+
+
+def read(text: str, *sets: str, budget: str | None = None) -> Recipe:
+    return parse_recipe(text, "r.toml", sets=sets, budget=budget, kinds=KINDS)
+
+
+def run(text: str, store: Store, *sets: str, until: str | None = None) -> Outcome:
+    calls.clear()
+    return run_recipe(read(text, *sets), store, Progress.silent(), until=until)
+
+
+def test_a_good_recipe() -> None:
+    recipe = read(GOOD)
+    assert list(recipe.steps) == ["cat", "fish", "eats"]
+    assert recipe.steps["eats"].parents == {"subject": "cat", "object": "fish"}
+    by_role = GOOD.replace('["cat", "fish"]', '{object = "cat", subject = "fish"}')
+    assert read(by_role).steps["eats"].parents == {"object": "cat", "subject": "fish"}
+    assert read(GOOD).to_json()["steps"]["cat"]["times"] == 1
+
+
+def test_order_follows_parents_not_the_text() -> None:
+    text = '[steps.eats]\nuses = "verb"\nparents = ["cat"]\n[steps.cat]\nuses = "noun"\n'
+    assert list(read(text).steps) == ["cat", "eats"]
+
+
+BAD = [
+    ("name = \n", "r.toml: not TOML.*line 1"),
+    ('nme = "x"\n' + GOOD, "r.toml:1: unknown key 'nme'.*did you mean 'name'"),
+    ("name = 'x'", "r.toml:1: the recipe has no steps"),
+    (GOOD.replace('"noun"', '"nown"', 1), "r.toml:3: unknown step 'nown'.*did you mean 'noun'"),
+    (GOOD.replace("word =", "wrod ="), "r.toml:6: the step fish has no setting 'wrod'.*did you mean 'word'"),
+    (GOOD.replace('word = "f"', "times = 0"), "r.toml:6: fish.times cannot be 0.*greater than or equal to 1"),
+    (GOOD.replace('word = "f"', 'times = "x"'), "r.toml:6: fish.times cannot be 'x'.*integer.*how often"),
+    (GOOD.replace('word = "f"', 'budget = "5"'), "r.toml:6: fish.budget cannot be '5'.*90s, 5m"),
+    (GOOD.replace('"cat", "fish"', '"cta"'), "r.toml:9: the parent 'cta' of eats.*did you mean 'cat'"),
+    (GOOD.replace('parents = ["cat", "fish"]', ""), "r.toml:7: eats lacks its parent 'subject'.*cat, fish"),
+    (GOOD.replace('["cat", "fish"]', '"cat"'), "r.toml:9: the parents of eats are neither"),
+    (GOOD.replace('["cat", "fish"]', '{sbject = "cat"}'), "r.toml:9: eats has no parent role 'sbject'"),
+    (GOOD + '[steps.x]\nuses = "verb"\nparents = ["eats"]', "r.toml:12: x cannot use eats.*'sentence'"),
+    (
+        '[steps.a]\nuses = "loop"\nparents = ["b"]\n[steps.b]\nuses = "loop"\nparents = ["a"]',
+        "r.toml:3: the steps need each other in a circle: a -> b -> a",
+    ),
+    ('[steps.a]\nuses = "loop"\nparents = ["a"]', "in a circle: a -> a"),
+    ('steps = {"a b" = {uses = "noun"}}', "cannot be called 'a b'"),
+    ('name = "a/b"\n[steps.noun]', "r.toml:1: the recipe cannot be called 'a/b'"),
+    ("[steps]\nnoun = 3", "r.toml:2: the step noun is no table"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD, ids=range(len(BAD)))
+def test_mistakes_are_refused_with_their_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        read(text)
+
+
+def test_settings_from_the_command_line_are_typed() -> None:
+    recipe = read(
+        GOOD,
+        "cat.times=3",
+        "cat.rate=1e-3",
+        "cat.loud=true",
+        'cat.tags=["x", "y"]',
+        "cat.word=12",
+        "fish.word='a b'",
+        "fish.times=none",
+        budget="90s",
+    )
+    cat, fish = recipe.steps["cat"].config, recipe.steps["fish"].config
+    assert cat == Noun(times=3, rate=1e-3, loud=True, tags=["x", "y"], word="12", budget="90s")
+    assert fish == Noun(word="a b", times=None, budget="90s")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cat.times", "not understood.*step.field=value"),
+        ("times=3", "not understood"),
+        ("cta.times=3", "no step 'cta'.*did you mean 'cat'"),
+        ("cat.tmes=3", "no setting 'tmes'.*did you mean 'times'"),
+        ("cat.times=many", "--set cat.times=many: cat.times cannot be 'many'.*integer"),
+        ("cat.times=0", "--set cat.times=0: cat.times cannot be '0'.*greater"),
+        ("cat.tags=[1", "--set cat.tags=.*list"),
+        ("cat.uses=verb", "no setting 'uses'"),
+    ],
+)
+def test_bad_settings_are_refused_by_the_flag(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        read(GOOD, setting)
+
+
+def test_bad_budgets_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--budget soon: cat.budget cannot be 'soon'"):
+        read(GOOD, budget="soon")
+    with pytest.raises(ConfigError, match="no step of this recipe takes a budget"):
+        read('[steps.a]\nuses = "verb"\nparents = []', budget="5m")
+
+
+def test_unknown_recipes_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
+        load_recipe("quikstart")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_recipe(str(tmp_path / "none.toml"))
+    (tmp_path / "bad.toml").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load_recipe(str(tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize("name", sorted(ready_recipes()))
+def test_ready_recipes_are_good(name: str) -> None:
+    recipe = load_recipe(name)
+    assert recipe.name == name and recipe.about
+
+
+def test_every_step_of_the_house_explains_itself() -> None:
+    for kind in registry.step_kinds().values():
+        assert kind.about.endswith("."), kind.name
+        assert kind.config.model_config.get("extra") == "forbid", kind.name
+        kind.config()  # defaults that work
+
+
+def test_done_steps_are_looked_up_and_a_change_redoes_what_it_touches(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first = run(GOOD, store)
+    assert calls == ["cat", "fish", "eats"]
+    assert first.artifacts["eats"].file("text").read_text() == "a!"
+    again = run(GOOD, store)
+    assert calls == [] and again.run.dir == first.run.dir
+    assert {key: found.address for key, found in again.artifacts.items()} == {
+        key: found.address for key, found in first.artifacts.items()
+    }
+    other = run(GOOD, store, "fish.word=g")
+    assert calls == ["fish", "eats"] and other.run.dir != first.run.dir
+    assert store.open("speech/eats").address == other.artifacts["eats"].address
+
+
+def test_until_makes_only_what_is_needed(tmp_path: Path) -> None:
+    outcome = run(GOOD, Store(tmp_path), until="fish")
+    assert calls == ["fish"] and list(outcome.artifacts) == ["fish"]
+    with pytest.raises(ConfigError, match="did you mean 'fish'"):
+        run(GOOD, Store(tmp_path), until="fsh")
+
+
+def test_a_failed_step_keeps_what_was_before_it(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(DataError, match="the verb failed"):
+        run(GOOD, store, "eats.fail=true")
+    assert set(store.names()) == {"speech/cat", "speech/fish"}
+    run(GOOD, store)
+    assert calls == ["eats"]
+
+
+def test_the_log_tells_the_story(tmp_path: Path) -> None:
+    outcome = run(GOOD, Store(tmp_path))
+    log = (outcome.run.dir / "log.txt").read_text()
+    assert "[1/3] cat: Says." in log and "1 words" in log
+    run(GOOD, Store(tmp_path))
+    assert "[3/3] eats: looked up" in (outcome.run.dir / "log.txt").read_text()
+    assert (outcome.run.dir / "environment.json").exists() and (outcome.run.dir / "steps.json").exists()
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_any_work(tmp_path: Path) -> None:
+    from whorl.errors import StoreError
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written"):
+        run(GOOD, Store(tmp_path / "file"))
+    assert calls == []
+
+
+SLOW = """
+    import sys, time
+    from pydantic import BaseModel
+    from whorl.recipes import StepContext, StepKind, parse_recipe, run_recipe
+    from whorl.runs import Progress
+    from whorl.store import Store
+
+    class Config(BaseModel):
+        pass
+
+    def slow(ctx, config):
+        done = ctx.scratch / "done"
+        start = int(done.read_text()) if done.exists() else 0
+        print("from", start, flush=True)
+        for step in range(start, 20):
+            aside = ctx.scratch / "aside"
+            aside.write_text(str(step + 1))
+            aside.replace(done)
+            time.sleep(0.05)
+        (ctx.out / "out").write_text("whole")
+
+    kinds = {"slow": StepKind("slow", "x", Config, {}, 1, "Sleeps.", slow, None)}
+    recipe = parse_recipe("[steps.slow]", "slow.toml", kinds=kinds)
+    print(run_recipe(recipe, Store(sys.argv[1]), Progress()).artifacts["slow"].address, flush=True)
+"""
+
+
+def start(store: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(SLOW), str(store)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_killed_then_continued(tmp_path: Path) -> None:
+    """kill -9 in the middle; the same command continues from the step's scratch folder."""
+    process = start(tmp_path)
+    assert process.stdout is not None
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("scratch/*/done")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    output, _ = start(tmp_path).communicate(timeout=60)
+    resumed = int(output.split("from ")[1].split()[0])
+    assert resumed > 0 and "continues where it was interrupted" in output
+
+
+def test_two_runs_at_once_share_the_work(tmp_path: Path) -> None:
+    outputs = [process.communicate(timeout=60)[0] for process in (start(tmp_path), start(tmp_path))]
+    assert sum("from 0" in output for output in outputs) == 1, outputs
+    assert outputs[0].splitlines()[-1] == outputs[1].splitlines()[-1]
+    assert sum("waiting for process" in output for output in outputs) <= 1
