@@ -104,11 +104,19 @@ class HeldOutPoint(_Part):
     bits_per_byte: Positive
 
 
+class CopyPoint(_Part):
+    """Loss on the second half of rows that repeat shuffled tokens: nats a token, low once copying is learnt."""
+
+    step: Count
+    nll: Positive
+
+
 class TrainingSection(_Part):
     """The curves. The mark of the fall is found from `points` (see `fall`), so it is not handed over."""
 
     points: list[CurvePoint]
     held_out: list[HeldOutPoint] = []
+    copying: list[CopyPoint] = []
     tokens_per_second: Positive | None = None
     utilisation: Probability | None = None
     peak_memory_bytes: Count | None = None

@@ -234,6 +234,27 @@ def _charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tup
                 mark=mark,
             ),
         )
+    if training.copying:
+        yield (
+            "Copying",
+            "Nats a token on the second half of rows that repeat shuffled tokens: nothing but heads that look up "
+            "what followed before can lower it.",
+            line_chart(
+                [
+                    Series(
+                        "second half",
+                        [float(point.step) for point in training.copying],
+                        [point.nll for point in training.copying],
+                        "main",
+                        dots=len(training.copying) <= 60,
+                    )
+                ],
+                label=f"Loss on copies against step, ending at {training.copying[-1].nll:.2f} nats a token",
+                height=150,
+                x_range=whole,
+                mark=mark,
+            ),
+        )
     rates = [(float(p.step), p.learning_rate) for p in points if p.learning_rate is not None]
     if rates:
         yield (

@@ -193,6 +193,7 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         for r in curve
         if "held_out_bits_per_byte" in r
     ]
+    copying = [{"step": r["step"], "nll": r["copy_nll"]} for r in curve if "copy_nll" in r]
     expected = artifacts["plan"].summary["expected"] if "plan" in artifacts else {}
     speed = model.summary.get("tokens_per_second")
     utilisation = None
@@ -201,6 +202,7 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     return {
         "points": points,
         "held_out": held_out,
+        "copying": copying,
         "tokens_per_second": speed,
         "utilisation": utilisation,
         "peak_memory_bytes": model.summary.get("peak_memory_bytes"),
@@ -211,7 +213,14 @@ def _evaluation(evaluation: Artifact) -> dict[str, Any]:
     from whorl.report.data import SampleToken
 
     found = json.loads(evaluation.file("evaluation.json").read_text())
-    scores = [{"name": "this model", "bits_per_byte": found["bits_per_byte"], "kind": "model"}]
+    scores = [
+        {
+            "name": "this model",
+            "setting": "file by file",
+            "bits_per_byte": found["bits_per_byte"],
+            "kind": "model",
+        }
+    ]
     for baseline in found.get("baselines", []):
         name, _, setting = baseline["name"].partition(", ")
         scores.append({**baseline, "name": name, "setting": setting})
