@@ -230,3 +230,17 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 )
 def test_figures(text: str, expected: str) -> None:
     assert text.replace(NBSP, " ") == expected
+
+
+def test_copying_that_was_learnt_marks_the_fall_and_copying_that_was_not_does_not() -> None:
+    from whorl.report.data import CopyPoint, CurvePoint
+    from whorl.report.fall import copying_fall
+
+    points = [CurvePoint(step=s, loss=3.0, seconds=s / 10) for s in range(0, 1001, 10)]
+    learnt = [CopyPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]
+    fall = copying_fall(learnt, points)
+    assert fall is not None and fall.step == 400 and fall.seconds == 40.0 and fall.copying
+    assert (
+        copying_fall([CopyPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)], points) is None
+    )
+    assert copying_fall([], points) is None

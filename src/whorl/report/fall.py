@@ -10,6 +10,9 @@ which tokens are frequent), and the end is steep when the learning rate decays. 
 slope against the logarithm of the step, leaves out the first part and the decay, and reports a fall only
 if the steepest stretch is clearly steeper than the run's usual one and steeper than the stretches before
 it; otherwise there is nothing to mark.
+
+Where training also measured copying itself (the loss on rows that repeat shuffled tokens), that curve is the better
+witness: the fall is where it crosses the middle of its way down, if it goes down by more than a quarter.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from whorl.report.data import CurvePoint
+from whorl.report.data import CopyPoint, CurvePoint
 
 _GRID = 120  # points in the logarithm of the step
 _WINDOW = 10  # grid points a slope is taken over
 _SKIP = 0.02  # share of the steps in which everything is steep
 _CLEAR = 1.6  # times the median slope
+_LEARNT = 0.75  # the copying loss must go below this share of its highest
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,20 @@ class Fall:
     before: float
     after: float
     seconds: float | None
+    copying: bool = False  # found on the copying curve: `before` and `after` are its highest and lowest
+
+
+def copying_fall(copying: Sequence[CopyPoint], points: Sequence[CurvePoint]) -> Fall | None:
+    """The step at which copying was learnt, or None while it was not. `points` give the time."""
+    if not copying:
+        return None
+    high = max(point.nll for point in copying)
+    low = min(point.nll for point in copying)
+    if low > _LEARNT * high:
+        return None
+    step = next(point.step for point in copying if point.nll < (high + low) / 2)
+    nearest = min(points, key=lambda point: abs(point.step - step))
+    return Fall(step, high, low, nearest.seconds, copying=True)
 
 
 def smooth(values: Sequence[float], half_life: float) -> npt.NDArray[np.float64]:

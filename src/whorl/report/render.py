@@ -25,7 +25,7 @@ from typing import Any
 
 from whorl.report.charts import Mark, Series, line_chart
 from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score, TrainingSection
-from whorl.report.fall import Fall, find_fall, smooth
+from whorl.report.fall import Fall, copying_fall, find_fall, smooth
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
 
 _SECTIONS = (
@@ -66,7 +66,9 @@ def to_html(data: ReportData) -> str:
     here = files("whorl.report")
     environment = jinja2.Environment(autoescape=True, trim_blocks=False, undefined=jinja2.StrictUndefined)
     template = environment.from_string((here / "page.html").read_text("utf-8"))
-    fall = find_fall(data.training.points) if data.training else None
+    fall = None
+    if data.training and data.training.points:
+        fall = copying_fall(data.training.copying, data.training.points) or find_fall(data.training.points)
     charts = [
         {"title": title, "note": note, "svg": Markup(svg)}
         for title, note, svg in _charts(data.training, fall)
@@ -272,6 +274,12 @@ def _charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tup
 
 def _fall_words(fall: Fall) -> str:
     after = f" ({duration(fall.seconds)} into training)" if fall.seconds is not None else ""
+    if fall.copying:
+        return (
+            f"around step {fall.step:,}{after} attention heads learnt to copy what followed an earlier occurrence "
+            f"of the same token: on repeated shuffled tokens the loss went from {fall.before:.2f} to "
+            f"{fall.after:.2f} nats a token."
+        )
     return (
         f"around step {fall.step:,}{after} the loss went from {fall.before:.2f} to {fall.after:.2f} nats a "
         "token in the steepest stretch of the run. In small language models such a fall is the moment when "
