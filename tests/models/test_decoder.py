@@ -1,0 +1,129 @@
+"""One decoder: with a cache or without, packed or apart, saved or fresh, the logits are the same."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch.utils.flop_counter import FlopCounterMode
+
+from whorl.errors import CheckpointError
+from whorl.models import Decoder, DecoderConfig, load_decoder, save_decoder
+from whorl.objectives import next_token_reference
+
+
+def small(**change: object) -> DecoderConfig:
+    base = {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8,
+            "mlp_hidden": 64, "ngram_buckets": 128}  # fmt: skip
+    return DecoderConfig.model_validate({**base, **change})
+
+
+def shaken(config: DecoderConfig, seed: int = 0) -> Decoder:
+    """A decoder in which every parameter matters (fresh ones have silent branches)."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Decoder(config, generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.1)
+    return model
+
+
+IDS = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(3))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(st.integers(1, 149), max_size=6, unique=True),
+    st.sampled_from(["relu2", "swiglu"]),
+    st.booleans(),
+)
+def test_decoding_in_any_pieces_equals_one_forward(cuts: list[int], mlp: str, tied: bool) -> None:
+    model = shaken(small(mlp=mlp, tie_embeddings=tied))
+    with torch.no_grad():
+        whole = model.logits(model(IDS))
+        cache = model.new_cache(2, 150)
+        edges = [0, *sorted(cuts), 150]
+        parts = [
+            model.logits(model(IDS[:, a:b], cache=cache)) for a, b in itertools.pairwise(edges)
+        ]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
+
+
+def test_a_packed_row_equals_its_documents_apart() -> None:
+    model = shaken(small())
+    segments = torch.tensor([[1] * 60 + [2] * 90]).expand(2, -1)
+    positions = torch.cat([torch.arange(60), torch.arange(90)])
+    packed = model(IDS, positions, segments)
+    apart = torch.cat([model(IDS[:, :60]), model(IDS[:, 60:])], 1)
+    torch.testing.assert_close(packed, apart, atol=2e-5, rtol=1e-4)
+
+
+def test_the_future_is_never_seen() -> None:
+    model = shaken(small())
+    changed = IDS.clone()
+    changed[:, 100:] = 0
+    assert torch.equal(model(IDS)[:, :100], model(changed)[:, :100])
+
+
+def test_every_parameter_receives_a_gradient() -> None:
+    model = shaken(small())
+    hidden = model(IDS[:, :-1]).flatten(0, 1)
+    targets = IDS[:, 1:].flatten()
+    next_token_reference(hidden, model.head_weight, targets, torch.ones_like(targets)).total.backward()
+    for name, p in model.named_parameters():
+        gradient = p.grad
+        assert gradient is not None and float(gradient.to_dense().abs().sum()) > 0, name
+
+
+def test_flops_and_parameters_are_what_torch_counts() -> None:
+    config = small(n_kv_heads=4)
+    model = shaken(config)
+    length = 256
+    ids = torch.randint(0, 97, (2, length))
+    with FlopCounterMode(display=False) as counter:
+        hidden = model(ids).flatten(0, 1)
+        targets = ids.flatten()
+        next_token_reference(hidden, model.head_weight, targets, torch.ones_like(targets)).total.backward()
+    # Blocks of 128 queries compute 3/4 of the pairs of 256 positions where a causal mask needs 1/2.
+    attention = 6.0 * config.n_layers * config.n_heads * config.head_dim * length
+    expected = (model.flops_per_token(length) + attention / 2) * ids.numel()
+    assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
+    params = model.params()
+    assert params["total"] == sum(p.numel() for p in model.parameters())
+    assert params["total"] == params["embedding"] + params["memory"] + params["matrices"]
+    assert model.kv_bytes_per_token() == 2 * 2 * 4 * 8 * 4
+
+
+def test_the_same_seed_is_the_same_network_and_saving_keeps_it(tmp_path: Path) -> None:
+    one, two = (Decoder(small(), torch.Generator().manual_seed(5)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    model = shaken(small())
+    save_decoder(model, tmp_path)
+    assert torch.equal(load_decoder(tmp_path)(IDS), model(IDS))
+
+
+def test_damaged_models_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no model could be read"):
+        load_decoder(tmp_path)
+    save_decoder(shaken(small()), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_hidden": 32}))
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.down\.weight"):
+        load_decoder(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match="no model could be read"):
+        load_decoder(tmp_path)
+
+
+def test_impossible_shapes_are_refused() -> None:
+    with pytest.raises(ValidationError, match="multiple of n_kv_heads"):
+        small(n_kv_heads=3)
+    with pytest.raises(ValidationError, match="must be even"):
+        small(head_dim=7)
