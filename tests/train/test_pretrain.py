@@ -1,0 +1,178 @@
+"""However the batch is cut, wherever the run is stopped, the weights are the same; and what is learnt is learnt."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tiny import Notes, job, make_tokens
+
+from whorl.errors import BudgetError, CheckpointError
+from whorl.models import Decoder
+from whorl.train import checkpoint
+from whorl.train.pretrain import Job, pretrain
+from whorl.train.world import ReplicaError, World, start_replicas
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> Decoder:
+    return pretrain(wanted, scratch, notes or Notes(), **more)  # type: ignore[arg-type]
+
+
+def weights(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_micro_batches_and_replicas_take_the_same_step(tokens: Path, tmp_path: Path) -> None:
+    wanted = job(tokens, steps=4)
+    whole = weights(train(wanted, tmp_path / "1x8"))
+    assert_close(whole, weights(train(wanted.model_copy(update={"micro_rows": 4}), tmp_path / "2x4")))
+    assert_close(whole, weights(train(wanted.model_copy(update={"micro_rows": 1}), tmp_path / "8x1")))
+    assert_close(whole, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
+
+
+def test_the_serial_loader_equals_the_loader_process_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
+    serial = weights(train(job(tokens), tmp_path / "a"))
+    process = weights(train(job(tokens, serial_loader=False), tmp_path / "b"))
+    assert all(torch.equal(serial[n], process[n]) for n in serial)
+
+
+def test_stopped_and_continued_equals_undisturbed_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
+    undisturbed = weights(train(job(tokens), tmp_path / "a"))
+    notes = Notes()
+    train(job(tokens), tmp_path / "b", notes, stop_after=5, checkpoint_seconds=0.0)
+    assert notes.checkpoints[-1] == 5
+    said: list[str] = []
+    continued = weights(train(job(tokens), tmp_path / "b", say=said.append))
+    assert any("continues at step 5 of 12" in line for line in said)
+    assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
+
+
+def test_another_jobs_checkpoint_is_refused(tokens: Path, tmp_path: Path) -> None:
+    train(job(tokens), tmp_path, stop_after=2, checkpoint_seconds=0.0)
+    with pytest.raises(CheckpointError, match="another job"):
+        train(job(tokens, seed=1), tmp_path)
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from tiny import Notes, job
+    from whorl.train.pretrain import pretrain
+
+    if __name__ == "__main__":
+        pretrain(job(Path(sys.argv[2]), replicas=2, serial_loader=False, steps=200000), Path(sys.argv[3]), Notes())
+"""
+
+
+def test_nothing_survives_a_killed_run(tokens: Path, tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    run = subprocess.Popen(
+        [sys.executable, str(script), str(Path(__file__).parent), str(tokens), str(tmp_path / "scratch")]
+    )
+    parent = psutil.Process(run.pid)
+    deadline = time.monotonic() + 60
+    while len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline:  # a replica, two loaders
+        time.sleep(0.1)
+    time.sleep(1.0)
+    family = parent.children(recursive=True)
+    assert len(family) >= 3
+    run.kill()
+    run.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _fail(world: World) -> None:
+    raise RuntimeError("the replica's own words")
+
+
+def _die(world: World) -> None:
+    import os
+
+    os._exit(9)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"), [(_fail, "the replica's own words"), (_die, "died without a word")]
+)
+def test_a_replica_that_fails_is_heard(work: object, words: str) -> None:
+    world = start_replicas(2, work)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(ReplicaError, match=words):
+            world.exchange(1.0)
+    finally:
+        world.close()
+
+
+def test_batches_that_do_not_divide_or_do_not_fill_are_refused(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="for 3 replicas"):
+        train(job(tokens, replicas=3), tmp_path)
+    with pytest.raises(BudgetError, match="rows of 32 tokens"):
+        train(job(tokens, batch_rows=100_000), tmp_path)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_what_there_is_to_learn_and_no_more(tmp_path: Path, seed: int) -> None:
+    """Letters come in pairs: the second of a pair is certain, the first is one of 8. Entropy: ln(8) / 2 a letter."""
+    tokens = make_tokens(tmp_path / "tokens", documents=300, seed=seed)
+    notes = Notes()
+    train(job(tokens, steps=150, seed=seed, length=64), tmp_path / "s", notes)
+    entropy = math.log(8) / 2
+    reached = notes.evaluations[-1]["held_out_nll"]
+    assert entropy - 0.06 < reached < entropy + 0.12, reached
+    assert notes.evaluations[0]["held_out_nll"] > reached
+    assert 0 <= notes.steps[-1]["loader_share"] < 1
+
+
+def test_checkpoints_damaged_or_half_written_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"weights/a": torch.arange(4.0)}
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, tensors, {"job": {}})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    damaged = tmp_path / "step-00000003" / "state.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(bytes(content))
+    (tmp_path / "writing-1").mkdir()
+    said: list[str] = []
+    found = checkpoint.newest(tmp_path, said.append)
+    assert (
+        found is not None
+        and found.step == 2
+        and torch.equal(found.tensors["weights/a"], tensors["weights/a"])
+    )
+    assert len(said) == 1 and "step-00000003" in said[0] and "differs from its recorded hash" in said[0]
+    with pytest.raises(CheckpointError, match="weights/a"):
+        checkpoint.restore({"weights/a": torch.zeros(5)}, tensors)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    from whorl.errors import DiskFullError
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(DiskFullError, match="no space left"):
+        checkpoint.save(tmp_path, 4, tensors, {"job": {}})
+    still = checkpoint.newest(tmp_path)
+    assert still is not None and still.step == 2 and not list(tmp_path.glob("writing-*"))
