@@ -40,7 +40,7 @@ from whorl.train.pretrain import Job, pretrain
 # (width, depth, vocabulary, steps of 8 x 256 tokens)
 RUNS = [
     (192, 4, 4096, 1500), (192, 4, 1024, 1500), (128, 3, 1024, 1500), (128, 3, 4096, 1500), (96, 3, 1024, 3000),
-    (128, 3, 2048, 3000), (192, 4, 2048, 3000), (256, 4, 2048, 1500),
+    (128, 3, 2048, 3000), (192, 4, 4096, 2972),
 ]  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def fit(runs: list[dict]) -> Law:
     size = torch.tensor([r["matrices"] / 1e6 for r in runs], dtype=torch.float64)
     data = torch.tensor([r["bytes"] / 1e6 for r in runs], dtype=torch.float64)
     vocabulary = torch.tensor([float(r["vocabulary"]) for r in runs], dtype=torch.float64)
-    prior = torch.tensor([0.5, 0.15, 0.3, 1.0, 0.4, 0.005, 2000.0], dtype=torch.float64).log()
+    prior = torch.tensor([0.45, 0.15, 0.35, 1.2, 0.4, 0.008, 1000.0], dtype=torch.float64).log()
     for start in range(20):
         torch.manual_seed(start)
         x = (prior + 0.3 * torch.randn(7, dtype=torch.float64)).requires_grad_()
@@ -127,10 +127,10 @@ def fit(runs: list[dict]) -> Law:
             e, a, alpha, b, beta, c, v = x.exp()
             guess = e + a / size**alpha + b / data**beta + c * (vocabulary / (v * size**0.5)).log() ** 2
             # A weak pull to the prior: there are hardly more runs than constants.
-            return (guess.log() - target).square().mean() + 2e-5 * (x - prior).square().mean()
+            return (guess.log() - target).square().mean() + 3e-4 * (x - prior).square().mean()
 
         optimiser.step(partial(_closure, optimiser, error))
-        if (value := float(error())) < best_error:
+        if (value := float(error().detach())) < best_error:
             best, best_error = dict(zip(names, x.exp().tolist(), strict=True)), value
     assert best is not None
     return Law(**best)

@@ -101,7 +101,16 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(
 @pytest.mark.xdist_group("e2e")
 def test_sample_streams_and_repeats_with_a_seed(undisturbed: Path) -> None:
     def sample(*words: str) -> str:
-        base = [sys.executable, "-m", "whorl.cli", "sample", "quickstart/pretrain", "def ", "--store", str(undisturbed)]
+        base = [
+            sys.executable,
+            "-m",
+            "whorl.cli",
+            "sample",
+            "quickstart/pretrain",
+            "def ",
+            "--store",
+            str(undisturbed),
+        ]
         done = subprocess.run([*base, "-n", "30", *words], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -49,9 +49,7 @@ def test_decoding_in_any_pieces_equals_one_forward(cuts: list[int], mlp: str, ti
         whole = model.logits(model(IDS))
         cache = model.new_cache(2, 150)
         edges = [0, *sorted(cuts), 150]
-        parts = [
-            model.logits(model(IDS[:, a:b], cache=cache)) for a, b in itertools.pairwise(edges)
-        ]
+        parts = [model.logits(model(IDS[:, a:b], cache=cache)) for a, b in itertools.pairwise(edges)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
 
 
