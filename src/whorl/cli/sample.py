@@ -66,7 +66,7 @@ def sample(
         max_tokens=max_tokens,
         forbidden=(tokenizer.pad_id, tokenizer.bos_id),
         required=healed.required,
-        token_bytes=tokenizer.token_bytes,
+        token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
         use_cache=cache,
     )
     sys.stdout.write(text[: len(text) - len(healed.required.decode())])

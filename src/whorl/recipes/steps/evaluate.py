@@ -183,7 +183,7 @@ def _completions(
             eos_id=tokenizer.eos_id,
             forbidden=(tokenizer.pad_id, tokenizer.bos_id),
             required=[h.required for h in healed],
-            token_bytes=tokenizer.token_bytes,
+            token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
         )
         speed["seconds"] += time.perf_counter() - began
         speed["tokens"] += sum(map(len, ends))
@@ -233,7 +233,7 @@ def _samples(
             max_tokens=config.sample_tokens,
             forbidden=(tokenizer.pad_id, tokenizer.bos_id),
             required=healed.required,
-            token_bytes=tokenizer.token_bytes,
+            token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
         ):
             if token.id == tokenizer.eos_id:
                 break

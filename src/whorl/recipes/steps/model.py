@@ -181,7 +181,7 @@ class _Watch:
             max_tokens=SAMPLE_TOKENS,
             forbidden=(t.pad_id, t.bos_id),
             required=healed.required,
-            token_bytes=t.token_bytes,
+            token_bytes=t.token_bytes[: t.n_ordinary],
         ):
             if token.id == t.eos_id:
                 break

@@ -1,0 +1,136 @@
+"""A training step against a Hugging Face Llama of the same shape, each in its best setting on this machine.
+
+    .venv/bin/python bench/train_step.py                        # the quickstart's shape
+    .venv/bin/python bench/train_step.py --shape 3x128/1024/8x512   # layers x width / vocabulary / rows x tokens
+    .venv/bin/python bench/train_step.py --shape 6x384/8192/16x256
+
+Ours: n-gram memories, smeared keys, QK-norm, Muon and all, fp32 master weights, replicas over the cores, compiled. Theirs:
+LlamaForCausalLM, fused AdamW, all threads, the best of {fp32, bf16 autocast, pure bf16} x {eager, compiled}. Both with an
+untied head; MLPs of the same number of weights. Also: what share of our step its pure matrix products would take alone,
+timed in the same run, at all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from _claim import claim
+
+from whorl.models import DecoderConfig
+from whorl.plan.cost import shape
+from whorl.runs import probe
+from whorl.train.pretrain import Job
+from whorl.train.timing import time_steps
+
+
+def median(times: list[float]) -> float:
+    return sorted(times)[len(times) // 2]
+
+
+def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float) -> float:
+    """Seconds a step of the peer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=model.vocab_size, hidden_size=model.d_model, num_hidden_layers=model.n_layers,
+        intermediate_size=round(model.mlp_hidden * 2 / 3 / 32) * 32, num_attention_heads=model.n_heads,
+        num_key_value_heads=model.n_kv_heads, head_dim=model.head_dim, max_position_embeddings=length,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    peer = LlamaForCausalLM(config).train()
+    if kind == "pure bf16":
+        peer = peer.to(torch.bfloat16)
+    optimiser = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
+    run = torch.compile(peer) if compiled else peer
+    ids = torch.randint(0, model.vocab_size, (rows, length))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        step()
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    torch._dynamo.reset()
+    return median(times)
+
+
+def products(model: DecoderConfig, rows: int, length: int, dtype: torch.dtype) -> float:
+    """Seconds of the step's matrix products alone: each layer's and the head's, forward and both backward ones."""
+    tokens, d, h = rows * length, model.d_model, model.mlp_hidden
+    width = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
+    shapes = [(d, width), (model.n_heads * model.head_dim, d), (d, h), (h, d)] * model.n_layers + [
+        (d, model.vocab_size)
+    ]
+    total = 0.0
+    for inner, outer in shapes:
+        x, w, y = (torch.randn(s, dtype=dtype) for s in ((tokens, inner), (outer, inner), (tokens, outer)))
+        for work in (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x):
+            work()
+            times = []
+            for _ in range(5):
+                began = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - began)
+            total += min(times)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="3x192/1024/8x256")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    a = parser.parse_args()
+    layers, width, vocabulary, rows, length = map(
+        int, re.fullmatch(r"(\d+)x(\d+)/(\d+)/(\d+)x(\d+)", a.shape).groups()
+    )
+    machine = probe()
+    machine.apply()
+    model = shape(width, layers, vocabulary)
+    tokens = rows * length
+    job = Job(
+        tokens="", model=model, length=length, batch_rows=rows, steps=1, replicas=machine.cores, dtype=machine.dtype,
+        compile=True,
+    )  # fmt: skip
+    ours = tokens / time_steps(job, a.seconds).step
+    print(f"ours: {ours:,.0f} tokens/s ({machine.dtype}, {machine.cores} replicas, compiled)", flush=True)
+    bound = tokens / products(model, rows, length, machine.torch_dtype)
+    print(
+        f"pure matrix products alone: {bound:,.0f} tokens/s; a step reaches {ours / bound:.0%} of that",
+        flush=True,
+    )
+    peers = {}
+    for kind in ("fp32", "autocast", "pure bf16"):
+        for compiled in (False, True):
+            name = f"{kind}, {'compiled' if compiled else 'eager'}"
+            peers[name] = tokens / llama(model, rows, length, kind, compiled, a.seconds)
+            print(f"Llama, {name}: {peers[name]:,.0f} tokens/s", flush=True)
+    best = max(peers, key=lambda n: peers[n])
+    fast_bf16 = machine.flops["bfloat16"] > machine.flops["float32"]
+    bar = 1.5 if width < 384 else (1.2 if fast_bf16 else 1.0)
+    claim(
+        f"training step at {a.shape} against Llama ({best})", ours=round(ours), peer=round(peers[best]), unit="tokens/s",
+        ratio=ours / peers[best], bar=bar, ok=ours / peers[best] >= bar,
+        samples=[{"peers": {k: round(v) for k, v in peers.items()}, "share of pure products": round(ours / bound, 3)}],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The planner: keeps to the budget, says how it reckons, and refuses what cannot be bought."""
+
+from __future__ import annotations
+
+import pytest
+
+from whorl.errors import BudgetError
+from whorl.plan import planner
+from whorl.plan.config import PlanConfig
+from whorl.plan.cost import memory_bytes, shape
+from whorl.plan.law import expected_bits_per_byte, fitted
+from whorl.runs import Machine, Progress
+from whorl.train.pretrain import Job
+from whorl.train.timing import StepTiming, time_steps
+
+MACHINE = Machine(
+    device="cpu", dtype="float32", threads=2, flops={"float32": 2e11, "bfloat16": 1e11}, memory_bandwidth=1e10,
+    cpu="test", cores=2, ram_bytes=16 << 30, gpu="", note="a test machine",
+)  # fmt: skip
+
+
+def pretend(job: Job, seconds: float = 0.0) -> StepTiming:
+    """A machine whose steps take what their arithmetic would at 1e11 FLOP/s, and 10 ms."""
+    flops = planner.flops_per_token(job.model, job.length) * job.batch_rows * job.length
+    return StepTiming(
+        startup=8.0 if job.compile else 2.0, step=(0.01 + flops / 1e11) * (0.7 if job.compile else 1.0)
+    )
+
+
+@pytest.fixture(autouse=True)
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "time_steps", pretend)
+
+
+def plan(**change: object) -> planner.Plan:
+    return planner.make_plan(PlanConfig.model_validate(change), MACHINE, 30_000_000, Progress.silent())
+
+
+def test_the_plan_fills_its_budget_and_adds_up() -> None:
+    for budget in ("60s", "5m", "1h"):
+        made = plan(budget=budget)
+        seconds = PlanConfig(budget=budget).budget
+        assert made.expected["seconds"] == pytest.approx(float(seconds[:-1]), rel=0.02)
+        job = Job.model_validate({**made.job, "tokens": ""})
+        assert made.expected["tokens"] == job.steps * job.batch_rows * job.length
+        assert made.vocab_size == job.model.vocab_size
+        assert any("FLOPs a token" in line for line in made.arithmetic)
+
+
+def test_more_budget_buys_a_larger_model_that_is_expected_to_be_better() -> None:
+    short, long = plan(budget="60s"), plan(budget="4h")
+    assert long.expected["matrix_parameters"] > short.expected["matrix_parameters"]
+    assert long.expected["bits_per_byte"] < short.expected["bits_per_byte"]
+
+
+def test_a_budget_of_arithmetic_is_spent_as_arithmetic() -> None:
+    made = plan(budget="1e14flops")
+    assert made.expected["tokens"] * made.expected["flops_per_token"] == pytest.approx(1e14, rel=0.01)
+
+
+def test_what_is_given_is_kept_and_given_steps_time_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(vocab_size=2048, d_model=128, n_layers=2)
+    assert (made.vocab_size, made.job["model"]["d_model"], made.job["model"]["n_layers"]) == (2048, 128, 2)
+
+    def never(*_: object, **__: object) -> StepTiming:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(planner, "time_steps", never)
+    assert plan(steps=7, d_model=64).job["steps"] == 7
+
+
+def test_a_budget_that_buys_nothing_says_what_would() -> None:
+    with pytest.raises(BudgetError, match="a budget of 1s buys") as caught:
+        plan(budget="1s")
+    assert "--budget" in str(caught.value)
+
+
+def test_without_a_compiler_the_run_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan().job["compile"] is True
+    monkeypatch.setattr(planner, "can_compile", lambda: False)
+    assert plan().job["compile"] is False
+    with pytest.raises(BudgetError, match="no C\\+\\+ compiler"):
+        plan(compile=True)
+
+
+def test_the_law_falls_with_size_and_data_and_has_a_best_vocabulary() -> None:
+    assert expected_bits_per_byte(2e6, 2e7, 1024) < expected_bits_per_byte(1e6, 2e7, 1024)
+    assert expected_bits_per_byte(1e6, 2e7, 1024) < expected_bits_per_byte(1e6, 1e7, 1024)
+    best = fitted().best_vocabulary * 3**0.5
+    at_best = expected_bits_per_byte(3e6, 2e7, round(best))
+    assert at_best < expected_bits_per_byte(3e6, 2e7, round(best * 4))
+    assert at_best < expected_bits_per_byte(3e6, 2e7, round(best / 4))
+
+
+def test_memory_grows_with_width_batch_and_replicas() -> None:
+    def memory(width: int = 128, tokens: int = 2048, replicas: int = 1) -> float:
+        return memory_bytes(shape(width, 4, 1024), tokens=tokens, length=256, replicas=replicas)
+
+    assert memory() < memory(width=256) and memory() < memory(tokens=8192) and memory() < memory(replicas=2)
+
+
+def test_real_steps_are_timed_with_real_replicas() -> None:
+    job = Job(
+        tokens="",
+        model=shape(32, 1, 300, ngram_buckets=64),
+        length=16,
+        batch_rows=4,
+        steps=1,
+        replicas=2,
+        compile=False,
+    )
+    timing = time_steps(job, seconds=0.1)
+    assert 0 < timing.step < timing.startup

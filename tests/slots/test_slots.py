@@ -1,0 +1,145 @@
+"""Slots: one life each, the same bits from a process as in line, and no death unheard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from slot_examples import Draws, Fails, Numbers, WrongShape
+
+from whorl.errors import ConfigError, ProducerError
+from whorl.slots import Drain, ProducerProcess, SerialProducer, SlotRing, Spec, State
+
+SPEC = Spec.from_dataclass(Numbers, N=5)
+
+
+def read(drain: Drain[Numbers], n: int) -> list[tuple[int, bytes]]:
+    return [
+        (int(slot.data.label), slot.data.values.tobytes()) for slot, _ in zip(drain, range(n), strict=False)
+    ]
+
+
+def test_one_producer_process_equals_serial_bit_for_bit() -> None:
+    ring = SlotRing(SPEC, 3)
+    with Drain(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
+        serial = read(drain, 20)
+    ring = SlotRing(SPEC, 3)
+    with Drain(ring, [ProducerProcess(ring, Draws(), seed=7)]) as drain:
+        assert read(drain, 20) == serial
+    assert [label for label, _ in serial] == list(range(20)) and len({v for _, v in serial}) == 20
+    ring = SlotRing(SPEC, 2)  # resumed at another number, in another ring
+    with Drain(ring, [SerialProducer(ring, Draws(), seed=7)], start=11) as drain:
+        assert read(drain, 5) == serial[11:16]
+
+
+def test_two_producers_are_read_in_order() -> None:
+    ring = SlotRing(SPEC, 4)
+    slow, fast = (ProducerProcess(ring, Draws(pause), number=i) for i, pause in enumerate((0.01, 0.0)))
+    with Drain(ring, [slow, fast]) as drain:
+        assert [label for label, _ in read(drain, 12)] == list(range(12))
+
+
+def test_a_producer_that_raises_is_heard_with_its_traceback() -> None:
+    ring = SlotRing(SPEC, 2)
+    with (
+        pytest.raises(ProducerError, match="record two cannot be made") as caught,
+        Drain(ring, [ProducerProcess(ring, Fails())]) as drain,
+    ):
+        read(drain, 5)
+    assert "Traceback" in str(caught.value) and "Fails" in str(caught.value)
+
+
+def test_a_producer_that_writes_the_wrong_shape_is_heard() -> None:
+    ring = SlotRing(SPEC, 2)
+    with (
+        pytest.raises(ProducerError, match="could not broadcast"),
+        Drain(ring, [ProducerProcess(ring, WrongShape())]) as d,
+    ):
+        read(d, 1)
+
+
+def test_a_killed_producer_is_heard_and_its_half_written_slot_is_not_read() -> None:
+    ring = SlotRing(SPEC, 1)
+    producer = ProducerProcess(ring, Draws(pause=30))
+    with pytest.raises(ProducerError, match="signal 9|SIGKILL"), Drain(ring, [producer]) as drain:
+        deadline = time.monotonic() + 20
+        while ring.slots[0].state != State.WRITING and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(producer.pid, signal.SIGKILL)
+        read(drain, 1)
+    assert ring.slots[0].state == State.WRITING
+
+
+def test_a_hung_producer_is_ended() -> None:
+    ring = SlotRing(SPEC, 1)
+    producer = ProducerProcess(ring, Draws(pause=60), timeout=1.0)
+    with pytest.raises(ProducerError, match="wrote nothing for 1 s"), Drain(ring, [producer]) as drain:
+        read(drain, 1)
+
+
+def test_a_producer_ends_with_its_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent("""
+            import sys, time
+            sys.path.insert(0, sys.argv[1])
+            from slot_examples import Draws, Numbers
+            from whorl.slots import *
+            spec = Spec.from_dataclass(Numbers, N=5)
+            ring = SlotRing(spec, 2)
+            producer = ProducerProcess(ring, Draws())
+            next(Drain(ring, [producer]))
+            print(producer.pid, flush=True)
+            time.sleep(60)
+        """)
+    )
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs([child], timeout=10)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_slot_has_one_life_and_freed_memory_is_poison() -> None:
+    ring = SlotRing(SPEC, 1, poison=True)
+    slot = ring.slots[0]
+    assert np.isnan(slot.data.values).all() and int(slot.data.label) == -1
+    with pytest.raises(ProducerError, match="slot 0 is FREE"):
+        slot.step(State.READY, State.READING)
+    with Drain(ring, [SerialProducer(ring, Draws())]) as drain:
+        first = next(drain)
+        kept = first.data.values  # a view, kept too long
+        assert not np.isnan(kept).any() and first.state == State.READING and first.length == 5
+        ring.release(first)
+        assert np.isnan(kept).all()
+
+
+def test_slots_are_views_of_one_memory_for_torch_too() -> None:
+    slot = SlotRing(SPEC, 1).slots[0]
+    slot.data.values[:] = 3.0
+    assert slot.tensors()["values"].tolist() == [3.0] * 5
+
+
+@pytest.mark.parametrize(
+    ("record", "sizes", "words"),
+    [
+        (int, {}, "frozen dataclass"),
+        (Numbers, {}, "size 'N' without a value"),
+        (Numbers, {"N": 0}, "positive"),
+    ],
+)
+def test_specs_that_cannot_be_are_refused(record: type, sizes: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Spec.from_dataclass(record, **sizes)
