@@ -69,7 +69,7 @@ def test_a_producer_that_writes_the_wrong_shape_is_heard() -> None:
 def test_a_killed_producer_is_heard_and_its_half_written_slot_is_not_read() -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws(pause=30))
-    with pytest.raises(ProducerError, match="signal 9|SIGKILL"), Drain(ring, [producer]) as drain:
+    with pytest.raises(ProducerError, match=r"signal 9|SIGKILL"), Drain(ring, [producer]) as drain:
         deadline = time.monotonic() + 20
         while ring.slots[0].state != State.WRITING and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -83,7 +83,7 @@ def test_a_position_leads_back_to_its_document_and_byte(folder: Path) -> None:
         ids = stream.document(number)
         assert ids[0] == tokens.bos_id and ids[-1] == tokens.eos_id
         trace = tokens.trace(int(stream.starts[number]) + 5, "train", tokenizer)
-        assert (trace.id, trace.path) == (f"id{number}", f"{number}.txt")
+        assert (trace.document, trace.path) == (f"id{number}", f"{number}.txt")
         assert trace.within == len(tokenizer.decode(ids[1:5]))
     with pytest.raises(DataError, match="no token"):
         tokens.trace(len(stream))

@@ -16,7 +16,7 @@ from whorl.tokens import bpe
 from whorl.tokens.healing import heal
 from whorl.tokens.tokenizer import Tokenizer
 
-TEXT = Path(__file__).read_text() + "\n\tdef été(ß):\r\n  return '日本' * 12345\n" * 20
+TEXT = Path(__file__).read_text().replace("<|", "< |") + "\n\tdef été(ß):\r\n  return '日本' * 12345\n" * 20
 TOKENIZER = Tokenizer.train([TEXT], 420, specials=["<|tool|>", "<|tool|>s"])
 
 
