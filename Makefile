@@ -25,15 +25,15 @@ check: .venv/dev  ## lint, format, types, and that the floors hold
 
 .venv/package: pyproject.toml constraints.txt
 	@echo "setting up .venv (once)"
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Whorl needs Python 3.11 or newer; try: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(PIP) torch
-	$(PIP) -e .
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Whorl needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) torch
+	@$(PIP) -e .
 	@touch $@
 
 .venv/dev: .venv/package
 	@echo "adding the test tools to .venv (once)"
-	$(PIP) -e '.[dev]'
+	@$(PIP) -e '.[dev]'
 	@touch $@
 
 clean:

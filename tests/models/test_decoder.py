@@ -88,9 +88,9 @@ def test_flops_and_parameters_are_what_torch_counts() -> None:
         hidden = model(ids).flatten(0, 1)
         targets = ids.flatten()
         next_token_reference(hidden, model.head_weight, targets, torch.ones_like(targets)).total.backward()
-    # Blocks of 128 queries compute 3/4 of the pairs of 256 positions where a causal mask needs 1/2.
+    # A block of 256 queries computes all pairs of 256 positions where a causal mask needs half of them.
     attention = 6.0 * config.n_layers * config.n_heads * config.head_dim * length
-    expected = (model.flops_per_token(length) + attention / 2) * ids.numel()
+    expected = (model.flops_per_token(length) + attention) * ids.numel()
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
     params = model.params()
     assert params["total"] == sum(p.numel() for p in model.parameters())

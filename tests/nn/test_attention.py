@@ -23,7 +23,7 @@ def gen(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("length", [1, 5, 128, 129, 300])
+@pytest.mark.parametrize("length", [1, 5, 256, 257, 300])
 @pytest.mark.parametrize("packed", [False, True])
 def test_blocked_attention_equals_its_definition_with_gradients(length: int, packed: bool) -> None:
     q, k, v = (torch.randn(2, 3, length, 16, generator=gen(i), requires_grad=True) for i in range(3))

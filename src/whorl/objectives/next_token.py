@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK = 512  # tokens whose logits are held at a time
+CHUNK_LOGITS = 1 << 20  # how many are held at a time: 4 MB in fp32, about what a cache holds
+LEAST_CHUNK = 128  # tokens; fewer make poor products
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class _Fused(torch.autograd.Function):
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
         d_head = None
-        parts = zip(*(torch.split(t, CHUNK) for t in (hidden, targets, mask)), strict=True)
+        chunk = max(LEAST_CHUNK, CHUNK_LOGITS // head.shape[0])
+        parts = zip(*(torch.split(t, chunk) for t in (hidden, targets, mask)), strict=True)
         for h, target, keep in parts:
             logits = F.linear(h, weight).float()  # [chunk, V]
             log_normaliser = logits.logsumexp(dim=-1, keepdim=True)

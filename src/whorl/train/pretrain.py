@@ -38,6 +38,7 @@ from whorl.train.world import World, start_replicas
 
 HELD_OUT_ROWS = 16
 COPY_ROWS = 8
+PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
 
 
 class Job(BaseModel):
@@ -179,12 +180,11 @@ Part = dict[str, Tensor]
 def _share(batches: Drain[TokenBatch], world: World, job: Job) -> list[Part]:
     """This replica's rows of the next batch, cut into micro-batches, copied out of the slot."""
     slot = next(batches)
-    plain = bool(slot.data.plain)
-    mine = slice(world.rank, None, world.size)
-    tensors = {name: t[mine].to(job.device, copy=True) for name, t in slot.tensors().items() if t.ndim == 2}
-    if plain:
-        del tensors["segment_ids"], tensors["positions"]
-    rows = tensors["tokens"].shape[0]
+    rows = job.batch_rows // world.size
+    mine = slice(world.rank * rows, (world.rank + 1) * rows)
+    names = PLAIN if bool(slot.data.plain) else (*PLAIN, "segment_ids", "positions")
+    views = slot.tensors()
+    tensors = {name: views[name][mine].to(job.device, copy=True) for name in names}
     size = job.micro_rows or rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
 
