@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import torch
 from _claim import claim
 
 from whorl.engine import Sampling, generate
-from whorl.models import Decoder
+from whorl.models import Decoder, load_decoder, save_decoder
 from whorl.plan.cost import shape
 from whorl.runs import probe
 from whorl.runs.seeds import generator
@@ -21,8 +23,10 @@ from whorl.runs.seeds import generator
 
 def main() -> None:
     machine = probe()
-    machine.apply()
-    model = Decoder(shape(192, 3, 1024), generator(0, "bench"), machine.torch_dtype).eval()
+    torch.set_num_threads(1)  # one token's operations are too small to split
+    with tempfile.TemporaryDirectory() as folder:
+        save_decoder(Decoder(shape(192, 3, 1024), generator(0, "bench")), Path(folder))
+        model = load_decoder(Path(folder), machine.torch_dtype).eval()
 
     def seconds(use_cache: bool) -> float:
         began = time.perf_counter()

@@ -36,6 +36,8 @@ def sample(
 
         whorl sample pretrain "class Stack:" --temperature 0.5 --seed 1 --stop "class "
     """
+    import torch
+
     from whorl.engine import Sampling, generate
     from whorl.errors import ConfigError
     from whorl.models import load_decoder
@@ -52,7 +54,7 @@ def sample(
         )
     found.check()
     machine = probe()
-    machine.apply()
+    torch.set_num_threads(1)  # one token's operations are too small to split over cores
     model = load_decoder(found.path, machine.torch_dtype, machine.device).eval()
     tokenizer = Tokenizer.load(found.path)
     text = sys.stdin.read() if prompt == "-" else prompt

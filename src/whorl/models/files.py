@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from whorl.errors import CheckpointError
 from whorl.models.decoder import Decoder, DecoderConfig
+from whorl.nn import Linear
 
 
 def save_decoder(model: Decoder, folder: Path) -> None:
@@ -23,7 +24,7 @@ def save_decoder(model: Decoder, folder: Path) -> None:
 
 
 def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    """The model of `folder`, computing in `dtype`.
+    """The model of `folder`, to be run: its products' weights are cast to `dtype`, the rest stays fp32.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
@@ -49,4 +50,9 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str =
             expected=f"{wanted.get(name, 'no such tensor')} by config.json ({len(differing)} tensors differ in all)",
         )
     model.load_state_dict(weights, assign=True)
+    for layer in model.modules():  # to be run, not trained: cast once, not at every use
+        if isinstance(layer, Linear):
+            layer.weight.data = layer.weight.data.to(dtype)
+    if model.head is not None:
+        model.head.data = model.head.data.to(dtype)
     return model.to(device)

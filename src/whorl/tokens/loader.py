@@ -27,6 +27,7 @@ from whorl.tokens.packing import Rows, pack
 from whorl.tokens.shards import TokenSet
 
 N_SLOTS = 4  # batches filled ahead
+_SETTINGS = ("folder", "split", "length", "batch_rows", "seed", "rank", "world")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class TokenBatch:
 
 @dataclass
 class TokenProducer:
-    """Fills slots with the batches of one split. Pickles small: it opens the token set where it runs.
+    """Fills slots with the batches of one split, or with rank `rank`'s share of each. It pickles small: the token set is
+    opened where it runs.
 
     Raises:
         BudgetError: the split does not fill one batch.
@@ -54,9 +56,11 @@ class TokenProducer:
     length: int
     batch_rows: int
     seed: int = 0
+    rank: int = 0
+    world: int = 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("folder", "split", "length", "batch_rows", "seed")}
+        return {name: getattr(self, name) for name in _SETTINGS}
 
     @cached_property
     def _tokens(self) -> TokenSet:
@@ -88,7 +92,7 @@ class TokenProducer:
         return together[rng.permutation(len(together))]
 
     def fill(self, slot: Slot[TokenBatch], weights: Any, rng: Any) -> int:
-        """Write batch number `slot.sequence` of the run; returns its number of targets."""
+        """Write this rank's rows of batch number `slot.sequence` of the run; returns their number of targets."""
         if not self.batches_per_epoch:
             raise BudgetError(
                 f"the split {self.split!r} has {len(self.rows)} rows of {self.length} tokens",
@@ -98,9 +102,11 @@ class TokenProducer:
         epoch, place = divmod(slot.sequence, self.batches_per_epoch)
         if getattr(self, "_epoch", None) != epoch:
             self._order, self._epoch = self.order(epoch), epoch
-        rows = self._order[place]
-        self.rows.write(self._tokens.split(self.split), rows, slot.data, self._tokens.pad_id)
-        slot.data.plain[...] = self.rows.plain[rows].all()
+        batch = self._order[place]
+        share = self.batch_rows // self.world
+        mine = batch[self.rank * share : (self.rank + 1) * share]
+        self.rows.write(self._tokens.split(self.split), mine, slot.data, self._tokens.pad_id)
+        slot.data.plain[...] = self.rows.plain[batch].all()
         return int(slot.data.loss_mask.sum())
 
 
@@ -113,14 +119,17 @@ def open_batches(
     seed: int = 0,
     start: int = 0,
     serial: bool = False,
+    rank: int = 0,
+    world: int = 1,
 ) -> Drain[TokenBatch]:
     """Batches of a split for ever, from number `start`; a context manager that ends the producer.
 
+    rank, world: read only this rank's batch_rows / world rows of each batch.
     serial: fill each batch when it is asked for, in this process; the bits are the same.
     """
-    spec = Spec.from_dataclass(TokenBatch, B=batch_rows, T=length)
+    spec = Spec.from_dataclass(TokenBatch, B=batch_rows // world, T=length)
     ring = SlotRing(spec, N_SLOTS)
-    producer = TokenProducer(folder, split, length, batch_rows, seed)
+    producer = TokenProducer(folder, split, length, batch_rows, seed, rank, world)
     if serial:
         return Drain(ring, [SerialProducer(ring, producer)], start=start)
     return Drain(ring, [ProducerProcess(ring, producer)], start=start)

@@ -154,10 +154,12 @@ def _train(
         seed=job.seed,
         start=first,
         serial=job.serial_loader,
+        rank=world.rank,
+        world=world.size,
     ) as batches:
         for step in range(first, last):
             began = time.perf_counter()
-            parts = _share(batches, world, job)
+            parts = _share(batches, job)
             window.waited += time.perf_counter() - began
             for part in parts:
                 learner.accumulate(objective(part))
@@ -177,14 +179,13 @@ def _train(
 Part = dict[str, Tensor]
 
 
-def _share(batches: Drain[TokenBatch], world: World, job: Job) -> list[Part]:
+def _share(batches: Drain[TokenBatch], job: Job) -> list[Part]:
     """This replica's rows of the next batch, cut into micro-batches, copied out of the slot."""
     slot = next(batches)
-    rows = job.batch_rows // world.size
-    mine = slice(world.rank * rows, (world.rank + 1) * rows)
     names = PLAIN if bool(slot.data.plain) else (*PLAIN, "segment_ids", "positions")
     views = slot.tensors()
-    tensors = {name: views[name][mine].to(job.device, copy=True) for name in names}
+    tensors = {name: views[name].to(job.device, copy=True) for name in names}
+    rows = tensors["tokens"].shape[0]
     size = job.micro_rows or rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
 

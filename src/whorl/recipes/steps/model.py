@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -103,8 +101,6 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     curve = list(ctx.run.read_metrics(ctx.name))
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss + children * (job.replicas - 1)
     seconds = time.monotonic() - began
     last = watch.last
     ctx.summary.update(
@@ -112,7 +108,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
         steps=job.steps,
         tokens=job.steps * job.batch_rows * job.length,
         params=model.params(),
-        peak_memory_bytes=peak * (1 if sys.platform == "darwin" else 1024),
+        peak_memory_bytes=watch.peak_memory,
         final=last,
         tokens_per_second=watch.tokens_per_second(),
         headline=(
@@ -134,6 +130,7 @@ class _Watch:
         self.last: dict[str, float] = {}
         self.speeds: list[float] = []
         self.begun = time.monotonic()
+        self.peak_memory = 0
 
     def _log(self, step: int) -> None:
         if self.metrics is None:
@@ -154,6 +151,7 @@ class _Watch:
 
         self._log(step)
         assert self.metrics is not None
+        self.peak_memory = max(self.peak_memory, _memory_in_use())
         values: dict[str, float | str] = dict(metrics)
         if "held_out_nll" in metrics:
             values["held_out_bits_per_byte"] = metrics["held_out_nll"] / math.log(2) / self.bytes_per_token
@@ -197,6 +195,21 @@ class _Watch:
     def close(self) -> None:
         if self.metrics is not None:
             self.metrics.close()
+
+
+def _memory_in_use() -> int:
+    """Bytes that this process and its helpers hold, what they share counted once (where the system tells)."""
+    import psutil
+
+    me = psutil.Process()
+    total = 0
+    for process in [me, *me.children(recursive=True)]:
+        try:
+            info = process.memory_full_info()
+            total += getattr(info, "pss", 0) or info.uss
+        except psutil.Error:
+            continue  # it ended between the listing and the look
+    return total
 
 
 def model_folder(ctx: StepContext) -> Path:
