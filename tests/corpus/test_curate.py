@@ -269,17 +269,20 @@ def test_the_page_shows_the_default_query() -> None:
 
 
 PEAK = """
-import resource, sys
+import sys
 from pathlib import Path
 from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
 from whorl.runs import Progress
 documents, curated = map(Path, sys.argv[1:])
 ingest(IngestConfig(), documents, Progress.silent())
 curate(CurateConfig(), document_files(documents), curated, Progress.silent())
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# Not ru_maxrss: that of a process started from a large one begins with the large one's.
+lines = Path("/proc/self/status").read_text().splitlines()
+print(next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024)
 """
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_standard_library_in_half_a_gigabyte(tmp_path: Path) -> None:
     folders = tmp_path / "documents", tmp_path / "curated"
     for folder in folders:
