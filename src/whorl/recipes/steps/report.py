@@ -59,7 +59,7 @@ def report_data(
         "title": config.title,
         "run": run,
         "created": time.strftime("%Y-%m-%d %H:%M"),
-        "about": "Trained, measured and explained by `whorl run`. Everything below was measured in this run.",
+        "about": "Trained, measured and explained by `whorl run`. Every figure below was measured by its steps.",
     }
     if "selection" in artifacts:
         found["corpus"] = _corpus(artifacts)
