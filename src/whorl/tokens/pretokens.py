@@ -49,7 +49,8 @@ _ascii_text = re.compile(
     .replace(r"\p{L}", "[A-Za-z]")
     .replace(r"\p{N}", "[0-9]")
 )
-_invalid_run = re.compile("[\udc80-\udcff]+")
+# Invalid bytes, as Python's "surrogateescape" writes them.
+INVALID_RUN = re.compile("[\udc80-\udcff]+")
 
 _BATCH_BYTES = 1 << 20  # what is sent to a worker at a time
 _POOL_FROM_BYTES = 4 << 20  # below this, starting processes costs more than it saves
@@ -76,7 +77,7 @@ def segments(data: str | bytes) -> Iterator[str | bytes]:
             return
     text = data.decode("utf-8", "surrogateescape")
     start = 0
-    for run in _invalid_run.finditer(text):
+    for run in INVALID_RUN.finditer(text):
         if run.start() > start:
             yield text[start : run.start()]
         yield run.group().encode("utf-8", "surrogateescape")

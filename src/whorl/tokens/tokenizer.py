@@ -13,14 +13,15 @@ What is subtle:
 - *The standard file.* Hugging Face merges by a list of pairs, tiktoken by the rank of the result. So the
   file lists, for each token by rank, every pair that spells it, and `ignore_merges` says that a pre-token
   which is a token is taken whole, as tiktoken does.
-- *Streams.* Text may be cut where a border stands whatever follows (`pretokens.SAFE_BORDER`), so a stream
-  is encoded in pieces and gives the ids of the whole. Memory is bounded by the chunk and the longest
-  stretch without a border.
+- *Streams.* A pre-token that ends before the end of what has arrived is final (`pretokens` says why), so a
+  stream is encoded up to such a place and gives the ids of the whole. Memory is bounded by the chunk and
+  the longest pre-token, not by the length of a line; the time is linear.
 - *pad is not eos*: a model must learn to end, and must never learn from padding.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,19 +139,25 @@ class Tokenizer:
             return list(pool.map(self.encode, data))
 
     def stream(self, chunks: Iterable[str | bytes], *, allow_special: bool = False) -> Iterator[Ids]:
-        """Encode a text that arrives in chunks (all `str` or all `bytes`, cut anywhere).
+        """Encode a text that arrives in chunks, cut anywhere.
 
         Yields arrays whose concatenation is `encode` of the chunks' concatenation.
         """
-        kept: Any = None
-        for chunk in chunks:
-            kept = chunk if kept is None else kept + chunk
-            cut = self._safe_cut(kept, allow_special)
+        parts: list[str] = []
+        size = enough = 0
+        for text in _escaped(chunks):
+            parts.append(text)
+            size += len(text)
+            if size < enough:
+                continue
+            kept = "".join(parts)
+            cut = self._final(kept, allow_special)
             if cut:
-                yield self.encode(kept[:cut], allow_special=allow_special)
-                kept = kept[cut:]
-        if kept:
-            yield self.encode(kept, allow_special=allow_special)
+                yield self._encode_escaped(kept[:cut], allow_special)
+            parts, size = [kept[cut:]], len(kept) - cut
+            enough = 0 if cut else 2 * size  # in a long pre-token: look again when twice as much is there
+        if size:
+            yield self._encode_escaped("".join(parts), allow_special)
 
     def decode(self, ids: Iterable[int] | Ids) -> bytes:
         """The bytes that `ids` stand for; special tokens as their text.
@@ -216,25 +223,37 @@ class Tokenizer:
         if start < len(text):
             yield self._encode_text(text[start:])
 
-    def _safe_cut(self, kept: str | bytes, allow_special: bool) -> int:
-        """The last place in `kept` where a border stands whatever follows; 0 where none is known."""
-        # Latin-1 gives bytes one character each, so that a place in the one is a place in the other; all that
-        # the border looks at is ASCII.
-        text = kept.decode("latin-1") if isinstance(kept, bytes) else kept
-        if not allow_special:
-            border = pretokens.SAFE_BORDER.search(text)
-            return border.start() if border else 0
-        # A special token may hold a border, or be half here: stay before what can still become one.
-        assert self._special_pattern is not None
-        end = max(0, len(text) - self._longest_special + 1)
-        border = pretokens.SAFE_BORDER.search(text, 0, end)
-        cut: int = border.start() if border else 0
-        for match in self._special_pattern.finditer(text):
-            if match.start() >= cut:
+    def _encode_escaped(self, text: str, allow_special: bool) -> Ids:
+        """Ids of text in which invalid bytes stand as lone surrogates (Python's "surrogateescape")."""
+        data = text if text.isascii() else text.encode("utf-8", "surrogateescape")
+        return self.encode(data, allow_special=allow_special)
+
+    def _final(self, text: str, allow_special: bool) -> int:
+        """How much of the beginning of a stream's text is cut into the same pieces whatever follows."""
+        start, limit = 0, len(text)
+        if allow_special:
+            # What begins before `limit` has all its text here; what begins later may become another special.
+            assert self._special_pattern is not None
+            limit = max(0, limit - self._longest_special + 1)
+            for match in self._special_pattern.finditer(text):
+                if match.start() >= limit:
+                    break
+                start = match.end()
+        if start >= limit:
+            return start
+        if border := pretokens.SAFE_BORDER.search(text, start, limit):
+            return int(border.start())
+        # No plain border: cut the text as encoding will, from the last run of invalid bytes on.
+        for run in pretokens.INVALID_RUN.finditer(text, start):
+            if run.end() == len(text):  # it may go on
+                return run.start()
+            start = run.end()
+        end = start
+        for piece in pretokens.pieces(text[start:]):
+            if end + len(piece) > limit or end + len(piece) == len(text):
                 break
-            if match.end() > cut:
-                return match.start()
-        return cut
+            end += len(piece)
+        return end
 
     def _as_standard(self) -> dict[str, Any]:
         """The content of a Hugging Face `tokenizer.json`."""
@@ -280,6 +299,15 @@ class Tokenizer:
                 "merges": merges,
             },
         }
+
+
+def _escaped(chunks: Iterable[str | bytes]) -> Iterator[str]:
+    """Chunks as text in which invalid bytes stand as lone surrogates; characters that chunks cut are joined."""
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+    for chunk in chunks:
+        data = chunk.encode("utf-8", "surrogatepass") if isinstance(chunk, str) else chunk
+        yield decoder.decode(data)
+    yield decoder.decode(b"", final=True)
 
 
 def _printable_bytes() -> list[str]:
