@@ -5,9 +5,10 @@ number s of the run is batch s mod B of epoch s div B, whoever fills it and when
 starting at another number, on any number of producers or readers, and a fingerprint of the data says whether the
 numbers still mean the same.
 
-Plain rows (one document each) are batched with plain rows and mixed rows with mixed rows, because a batch without a
-document mask is faster: rows are permuted within their kind, cut into batches, then the batches of both kinds are
-permuted together. The rows that do not fill a last batch of their kind sit this epoch out; the next epoch permutes anew.
+Plain rows (one document each) are batched with plain rows, because a batch without a document mask is faster. Mixed rows
+are batched apart, their last batch filled up with plain rows, so that every mixed row is read in every epoch. Rows are
+permuted within their kind, cut into batches, then all batches are permuted together. The plain rows that do not fill a
+last batch (fewer than batch_rows) sit this epoch out; the next epoch permutes anew.
 """
 
 from __future__ import annotations
@@ -76,19 +77,27 @@ class TokenProducer:
     def _kinds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return np.flatnonzero(self.rows.plain), np.flatnonzero(~self.rows.plain)
 
+    @cached_property
+    def _layout(self) -> tuple[int, int]:
+        """Batches of mixed rows (filled up with plain ones), and batches of plain rows alone."""
+        plain, mixed = (len(kind) for kind in self._kinds)
+        n_mixed = min(-(-mixed // self.batch_rows), (plain + mixed) // self.batch_rows)
+        return n_mixed, (plain - max(0, n_mixed * self.batch_rows - mixed)) // self.batch_rows
+
     @property
     def batches_per_epoch(self) -> int:
         """How many full batches an epoch has."""
-        return sum(len(kind) // self.batch_rows for kind in self._kinds)
+        return sum(self._layout)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """[batches, batch_rows] row numbers of each batch of an epoch, in reading order."""
         rng = seeds.numpy_rng(self.seed, "order", epoch)
-        batches = []
-        for kind in self._kinds:
-            n = len(kind) // self.batch_rows
-            batches.append(rng.permutation(kind)[: n * self.batch_rows].reshape(n, self.batch_rows))
-        together = np.concatenate(batches)
+        plain, mixed = (rng.permutation(kind) for kind in self._kinds)
+        n_mixed, n_plain = self._layout
+        borrowed = max(0, n_mixed * self.batch_rows - len(mixed))
+        first = np.concatenate((mixed, plain[:borrowed]))[: n_mixed * self.batch_rows]
+        rest = plain[borrowed:][: n_plain * self.batch_rows]
+        together = np.concatenate((first, rest)).reshape(-1, self.batch_rows)
         return together[rng.permutation(len(together))]
 
     def fill(self, slot: Slot[TokenBatch], weights: Any, rng: Any) -> int:
