@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _claim import claim
 
-from whorl.engine import Sampling, generate
-from whorl.models import Decoder, load_decoder, save_decoder
+from whorl.engine import Sampling, generate, load_for_sampling
+from whorl.models import Decoder, save_decoder
 from whorl.plan.cost import shape
 from whorl.runs import probe
 from whorl.runs.seeds import generator
@@ -26,7 +26,8 @@ def main() -> None:
     torch.set_num_threads(1)  # one token's operations are too small to split
     with tempfile.TemporaryDirectory() as folder:
         save_decoder(Decoder(shape(192, 3, 1024), generator(0, "bench")), Path(folder))
-        model = load_decoder(Path(folder), machine.torch_dtype).eval()
+        model = load_for_sampling(Path(folder), machine)
+    print(f"sampling in {model.dtype}", flush=True)
 
     def seconds(use_cache: bool) -> float:
         began = time.perf_counter()

@@ -4,8 +4,9 @@
     .venv/bin/python bench/plan_neighbours.py --store .whorl --quick    # 5 runs of 90 s
 
 The store must hold a quickstart. Neighbours: half and double the vocabulary, the next narrower and the next wider rung of
-the planner's ladder. Each is timed as the planner times its choice, trains for the steps that fit, and is scored on the
-validation split. The claim holds when no neighbour is more than 1 % better.
+the planner's ladder. All are timed first, as the planner times its choice, so that the machine is equally quiet for each;
+then each trains for the steps that fit and is scored on the validation split. The claim holds when no neighbour is more
+than 1 % better.
 """
 
 from __future__ import annotations
@@ -48,17 +49,19 @@ def main() -> None:
         "narrower": (*LADDER[max(0, rung - 1)], vocabulary),
         "wider": (*LADDER[min(len(LADDER) - 1, rung + 1)], vocabulary),
     }
-    machine, found = probe(), {}
+    machine, steps, found = probe(), {}, {}
     for name, (w, d, v) in shapes.items():
         candidate = job.model_copy(update={"model": shape(w, d, v), "dtype": machine.dtype})
         if job.compile:
             time_steps(candidate, 0.0)
         timing = time_steps(candidate, 2.0)
-        steps = int((seconds - timing.startup) / (timing.step * (1 + LOOKS)))
-        result = run(token_set(store, v, a.cache), w, d, v, steps, replicas=job.replicas, compile=job.compile)
-        found[name] = result
+        steps[name] = int((seconds - timing.startup) / (timing.step * (1 + LOOKS)))
+        print(f"{name:22} {d} x {w}, {v:6,}: {timing.step * 1e3:5.1f} ms a step", flush=True)
+    for name, (w, d, v) in shapes.items():
+        tokens = token_set(store, v, a.cache)
+        found[name] = run(tokens, w, d, v, steps[name], replicas=job.replicas, compile=job.compile)
         print(
-            f"{name:22} {d} x {w}, {v:6,}: {steps:6,} steps, {result['seconds']:5.0f} s, {result['bits_per_byte']:.4f}",
+            f"{name:22} {steps[name]:6,} steps, {found[name]['seconds']:5.0f} s, {found[name]['bits_per_byte']:.4f}",
             flush=True,
         )
     best = min(r["bits_per_byte"] for n, r in found.items() if n != "plan")

@@ -101,6 +101,15 @@ def test_ngram_rows_are_equal_for_equal_ngrams_and_stop_at_borders() -> None:
     assert torch.equal(later[0], bigrams[:, 3:]) and torch.equal(later[1], trigrams[:, 3:])
 
 
+def test_ngram_rows_of_a_single_token_are_those_of_the_whole_row() -> None:
+    ids = torch.randint(0, 5_000, (1, 40), generator=torch.Generator().manual_seed(0))
+    whole = ngram_rows(ids, (2, 3, 5), 65_536)
+    padded = torch.cat([torch.full((1, 4), -1), ids], dim=1)
+    for t in range(40):
+        single = ngram_rows(ids[:, t : t + 1], (2, 3, 5), 65_536, before=padded[:, t : t + 4])
+        assert [int(r) for r in single] == [int(r[0, t]) for r in whole]
+
+
 def test_ngram_rows_fill_the_table_evenly() -> None:
     ids = torch.randint(0, 1000, (64, 512), generator=gen())
     (rows,) = ngram_rows(ids, (2,), 256)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_plain_lines_are_few_and_the_closing_line_tells_the_whole() -> None:
     with progress.task("Reading", total=100, unit="MB") as task:
         for _ in range(100):
             task.advance(note="fine")
-    assert stream.getvalue().splitlines() == ["Reading: 100 of 100 MB, 0.0 s, fine"]
+    assert re.fullmatch(r"Reading: 100 of 100 MB, \d\.\d s, fine\n", stream.getvalue())
     assert heard == stream.getvalue().splitlines()
 
 
@@ -142,7 +143,7 @@ def test_a_terminal_gets_a_bar_and_the_same_closing_line() -> None:
         task.advance(2)
         progress.say("between")
     lines = stream.getvalue().splitlines()
-    assert "between" in lines and lines[-1].endswith("Reading [bold]: 2 of 2 MB, 0.0 s")
+    assert "between" in lines and re.search(r"Reading \[bold\]: 2 of 2 MB, \d+\.\d s$", lines[-1])
 
 
 @pytest.mark.parametrize(

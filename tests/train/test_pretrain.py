@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -68,6 +69,16 @@ def test_another_jobs_checkpoint_is_refused(tokens: Path, tmp_path: Path) -> Non
     train(job(tokens), tmp_path, stop_after=2, checkpoint_seconds=0.0)
     with pytest.raises(CheckpointError, match="another job"):
         train(job(tokens, seed=1), tmp_path)
+
+
+def test_a_checkpoint_is_refused_beside_other_ids_but_not_beside_a_copy_of_its_own(
+    tokens: Path, tmp_path: Path
+) -> None:
+    train(job(tokens), tmp_path / "scratch", stop_after=2, checkpoint_seconds=0.0)
+    copied = shutil.copytree(tokens, tmp_path / "copied")
+    train(job(copied), tmp_path / "scratch", stop_after=3, checkpoint_seconds=0.0)
+    with pytest.raises(CheckpointError, match="data differs"):
+        train(job(make_tokens(tmp_path / "other", seed=1)), tmp_path / "scratch")
 
 
 SCRIPT = """

@@ -38,9 +38,8 @@ def sample(
     """
     import torch
 
-    from whorl.engine import Sampling, generate
+    from whorl.engine import Sampling, generate, load_for_sampling
     from whorl.errors import ConfigError
-    from whorl.models import load_decoder
     from whorl.runs import probe
     from whorl.runs.seeds import generator
     from whorl.store import Store
@@ -55,7 +54,7 @@ def sample(
     found.check()
     machine = probe()
     torch.set_num_threads(1)  # one token's operations are too small to split over cores
-    model = load_decoder(found.path, machine.torch_dtype, machine.device).eval()
+    model = load_for_sampling(found.path, machine)
     tokenizer = Tokenizer.load(found.path)
     text = sys.stdin.read() if prompt == "-" else prompt
     healed = heal(tokenizer, text)

@@ -1,6 +1,7 @@
 """Running a trained decoder: the sampler, and generation with the cache."""
 
 from whorl.engine.generate import Token, complete, generate
+from whorl.engine.load import fastest_dtype, load_for_sampling
 from whorl.engine.sampler import Sampling, distribution
 
-__all__ = ["Sampling", "Token", "complete", "distribution", "generate"]
+__all__ = ["Sampling", "Token", "complete", "distribution", "fastest_dtype", "generate", "load_for_sampling"]

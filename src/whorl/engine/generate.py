@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from whorl.engine.sampler import Sampling, sample
-from whorl.models import Decoder
+from whorl.engine.step import DecodeStep
+from whorl.models import Cache, Decoder
 
 N_ALTERNATIVES = 5
 
@@ -51,20 +52,22 @@ def generate(
     """
     device = model.embedding.device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    step, bias = DecodeStep(model) if use_cache else None, _bias(model, forbidden)
     cache = model.new_cache(1, len(prompt) + max_tokens) if use_cache else None
     fed = ids
     for _ in range(max_tokens):
-        logits = model.logits(model(fed, cache=cache)[:, -1])
-        logits[:, list(forbidden)] = float("-inf")
+        logits = _logits(model, step, fed, cache) + bias
         if required:
             _require(logits[0], required, token_bytes)
         token, log_prob, raw = sample(logits, sampling, generator)
-        best = logits.softmax(dim=-1).topk(min(N_ALTERNATIVES, logits.shape[-1]), dim=-1)
-        alternatives = zip(best.indices[0].tolist(), best.values[0].tolist(), strict=True)
-        yield Token(int(token), float(log_prob), float(raw), tuple(alternatives))
-        required = required[len(token_bytes[int(token)]) :] if required else required
-        ids = torch.cat([ids, token[:, None]], dim=1)
-        fed = ids if cache is None else token[:, None]
+        chosen = int(token)
+        best = raw[0].topk(min(N_ALTERNATIVES, logits.shape[-1]))
+        alternatives = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
+        yield Token(chosen, float(log_prob), float(raw[0, chosen]), tuple(alternatives))
+        required = required[len(token_bytes[chosen]) :] if required else required
+        fed = token[:, None]
+        if cache is None:
+            fed = ids = torch.cat([ids, fed], dim=1)
 
 
 @torch.inference_mode()
@@ -88,6 +91,7 @@ def complete(
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(number)
+    step, bias = DecodeStep(model), _bias(model, forbidden)
     for length, members in sorted(by_length.items()):
         fed = torch.tensor(
             [list(prompts[n]) for n in members], dtype=torch.int64, device=model.embedding.device
@@ -96,8 +100,7 @@ def complete(
         alive = torch.ones(len(members), dtype=torch.bool)
         left = [required[n] if required else b"" for n in members]
         for _ in range(max_tokens):
-            logits = model.logits(model(fed, cache=cache)[:, -1])
-            logits[:, list(forbidden)] = float("-inf")
+            logits = _logits(model, step, fed, cache) + bias
             for row, text in enumerate(left):
                 if text:
                     _require(logits[row], text, token_bytes)
@@ -114,6 +117,20 @@ def complete(
                     out[n].append(int(token[row]))
             fed = token[:, None]
     return out
+
+
+def _logits(model: Decoder, step: DecodeStep | None, fed: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+    """[B, V] after `fed` [B, T]: a prompt, the whole text so far, or with a cache the newest token alone."""
+    if step is not None and cache is not None and fed.shape[1] == 1:
+        return step(fed, cache)
+    return model.logits(model(fed, cache=cache)[:, -1])
+
+
+def _bias(model: Decoder, forbidden: Sequence[int]) -> torch.Tensor:
+    """[V]: what is added to logits, -inf for ids that must not come."""
+    bias = torch.zeros(model.config.vocab_size, device=model.embedding.device)
+    bias[list(forbidden)] = float("-inf")
+    return bias
 
 
 def _require(logits: torch.Tensor, text: bytes, token_bytes: Sequence[bytes]) -> None:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whorl.nn import MLP, Attention, LayerCache, NGramMemory, RMSNorm, rotary_tables
+from whorl.nn import MLP, Attention, LayerCache, NGramMemory, RMSNorm, Rotary
 from whorl.nn.mlp import Activation
 
 
@@ -122,6 +122,7 @@ class Decoder(nn.Module):
             if config.ngram_orders
             else None
         )
+        self.rotary = Rotary(config.head_dim, config.rope_base, dtype)
         self.embedding_norm = RMSNorm(config.d_model)
         self.blocks = nn.ModuleList([Block(config, generator) for _ in range(config.n_layers)])
         self.final_norm = RMSNorm(config.d_model)
@@ -150,16 +151,15 @@ class Decoder(nn.Module):
     def trunk(
         self,
         x: Tensor,
-        positions: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor],
         segments: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Embedded tokens [B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type."""
+        """Embedded tokens [B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type.
+
+        rotary: the tables of their positions, from `self.rotary`.
+        """
         x = self.embedding_norm(x).to(self.dtype)
-        if positions is None:
-            start = 0 if cache is None else cache.length
-            positions = torch.arange(start, start + x.shape[1], device=x.device)
-        rotary = rotary_tables(positions, self.config.head_dim, self.config.rope_base, self.dtype)
         for number, block in enumerate(self.blocks):
             x = block(x, rotary, segments, None if cache is None else cache.layers[number])
         return cast(Tensor, self.final_norm(x))
@@ -176,7 +176,12 @@ class Decoder(nn.Module):
         positions: [T] or [B, T], default 0, 1, ... (after what the cache holds); segments: [B, T] ids of the
         documents in a packed row, or None when each row is one document; cache: read and extended in place.
         """
-        return self.trunk(self.embed(ids, segments, cache), positions, segments, cache)
+        if positions is None:
+            start = 0 if cache is None else cache.length
+            rotary = self.rotary.between(start, start + ids.shape[1], ids.device)
+        else:
+            rotary = self.rotary.at(positions)
+        return self.trunk(self.embed(ids, segments, cache), rotary, segments, cache)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d_model] -> [..., vocab] in fp32."""

@@ -29,15 +29,11 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str =
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
     """
+    config = read_config(folder)
     try:
-        config = DecoderConfig.model_validate(json.loads((folder / "config.json").read_text()))
         weights = load_file(folder / "model.safetensors", device=device)
-    except (OSError, ValueError, ValidationError, SafetensorError) as error:
-        raise CheckpointError(
-            f"no model could be read from {folder}: {error}",
-            expected="config.json and model.safetensors as `save_decoder` writes them",
-            do="name a model that `whorl ls` lists",
-        ) from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _unreadable(folder, error) from error
     with torch.device("meta"):
         model = Decoder(config, dtype=dtype)
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -56,3 +52,23 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str =
     if model.head is not None:
         model.head.data = model.head.data.to(dtype)
     return model.to(device)
+
+
+def read_config(folder: Path) -> DecoderConfig:
+    """The shape of the model of `folder`.
+
+    Raises:
+        CheckpointError: `config.json` is missing or damaged.
+    """
+    try:
+        return DecoderConfig.model_validate(json.loads((folder / "config.json").read_text()))
+    except (OSError, ValueError, ValidationError) as error:
+        raise _unreadable(folder, error) from error
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"no model could be read from {folder}: {error}",
+        expected="config.json and model.safetensors as `save_decoder` writes them",
+        do="name a model that `whorl ls` lists",
+    )

@@ -189,8 +189,9 @@ class Attention(nn.Module):
         """k: [B, T, n_kv_heads, head_dim] -> the same, each mixed with its predecessor in the same segment."""
         assert self.smear is not None
         share = torch.sigmoid(self.smear).to(k.dtype)  # [n_kv_heads, 1]
-        first = k[:, :1] if cache is None or cache.length == 0 else cache.last_key  # no predecessor: itself
-        previous = torch.cat([first, k[:, :-1]], dim=1)
+        previous = k[:, :1] if cache is None or cache.length == 0 else cache.last_key  # the first: itself
+        if k.shape[1] > 1:
+            previous = torch.cat([previous, k[:, :-1]], dim=1)
         if cache is not None:
             cache.last_key = k[:, -1:].clone()
         mixed = k + share * (previous - k)

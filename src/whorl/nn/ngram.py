@@ -16,12 +16,15 @@ would reach over the start of a document takes a boundary mark for the missing t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+
+T = TypeVar("T", int, Tensor)
 
 _MULTIPLIER = 0x9E3779B1  # Fibonacci hashing (Knuth, TAOCP vol. 3, 6.4): 2^32 / golden ratio
 _MASK = (1 << 32) - 1
@@ -44,12 +47,25 @@ def ngram_rows(
         before = ids.new_full((ids.shape[0], reach), -1, dtype=torch.int64)
     padded = torch.cat([before[:, before.shape[1] - reach :], ids.long()], dim=1)  # [B, reach + T]
     length = ids.shape[1]
-    rows, state = [], (ids.long() + 1) * _MULTIPLIER & _MASK
+    if padded.shape == (1, reach + 1):  # decoding: integers in place of thirty tiny tensor operations
+        *earlier, last = padded[0].tolist()
+        return [
+            ids.new_tensor([[row]], dtype=torch.int64) for row in _hash(last, earlier[::-1], orders, buckets)
+        ]
+    past = []
     for back in range(1, reach + 1):
         previous = padded[:, reach - back : reach - back + length]
         if segments is not None:
             same = F.pad(segments[:, back:] == segments[:, :-back], (min(back, length), 0), value=False)
             previous = torch.where(same[:, :length], previous, -1)
+        past.append(previous)
+    return _hash(ids.long(), past, orders, buckets)
+
+
+def _hash(last: T, past: Sequence[T], orders: Sequence[int], buckets: int) -> list[T]:
+    """Rows for the n-grams that end with `last`; past: the ids before it, the nearest first, -1 where there are none."""
+    rows, state = [], (last + 1) * _MULTIPLIER & _MASK
+    for back, previous in enumerate(past, start=1):
         state = ((state ^ (state >> 15)) * 0x2C1B3C6D + (previous + 2) * _MULTIPLIER) & _MASK
         if back + 1 in orders:
             mixed = (state ^ (state >> 16)) * 0x45D9F3B & _MASK

@@ -23,10 +23,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from whorl.report.charts import Mark, Series, line_chart
-from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score, TrainingSection
-from whorl.report.fall import Fall, copying_fall, find_fall, smooth
+from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score
+from whorl.report.fall import copying_fall, find_fall
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
+from whorl.report.training import charts, fall_words, training_facts
 
 _SECTIONS = (
     ("result", "Result"),
@@ -69,9 +69,8 @@ def to_html(data: ReportData) -> str:
     fall = None
     if data.training and data.training.points:
         fall = copying_fall(data.training.copying, data.training.points) or find_fall(data.training.points)
-    charts = [
-        {"title": title, "note": note, "svg": Markup(svg)}
-        for title, note, svg in _charts(data.training, fall)
+    drawn = [
+        {"title": title, "note": note, "svg": Markup(svg)} for title, note, svg in charts(data.training, fall)
     ]
     return template.render(
         data=data,
@@ -84,9 +83,9 @@ def to_html(data: ReportData) -> str:
         completed=_of(data.completions.parsed, data.completions.prompts) if data.completions else "",
         real=_of(data.completions.real_parsed, data.completions.prompts) if data.completions else "",
         samples=[_sample(sample) for sample in data.samples],
-        charts=charts,
-        fall=_fall_words(fall) if fall else "",
-        training_facts=_training_facts(data.training),
+        charts=drawn,
+        fall=fall_words(fall) if fall else "",
+        training_facts=training_facts(data.training),
         plan_rows=_plan_rows(data),
         funnel=_funnel(data),
         set_aside=_set_aside(data),
@@ -198,99 +197,6 @@ def _lines(text: str) -> list[str]:
         pieces += ["\n"] if i else []
         pieces += [line] if line else []
     return pieces
-
-
-# Training
-
-
-def _charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tuple[str, str, str]]:
-    if training is None or not training.points:
-        return
-    points = training.points
-    steps = [float(point.step) for point in points]
-    losses = [point.loss for point in points]
-    curve = [float(value) for value in smooth(losses, len(losses) / 150)]
-    whole = (0.0, steps[-1])  # the same for all charts, so that they can be read one under the other
-    mark = Mark(fall.step, f"the fall, step {fall.step:,}") if fall else None
-    # The first moments (from the logarithm of the vocabulary down) would press the rest flat.
-    top = max(curve[len(curve) // 40 :])
-    series = [Series("each step", steps, losses, "faint"), Series("smoothed", steps, curve)]
-    label = f"Training loss against step, from {losses[0]:.2f} to {curve[-1]:.2f} nats a token"
-    low = min(min(curve), *sorted(losses)[len(losses) // 100 :][:1])
-    yield (
-        "Training loss",
-        "Nats a token: each step, and smoothed.",
-        line_chart(series, label=label, x_range=whole, y_range=(low, max(top, low)), mark=mark),
-    )
-    if training.held_out:
-        bits = [point.bits_per_byte for point in training.held_out]
-        at = [float(point.step) for point in training.held_out]
-        yield (
-            "Held-out bits per byte",
-            "Measured on a part of the validation split on the way.",
-            line_chart(
-                [Series("bits per byte", at, bits, "main", dots=len(bits) <= 60)],
-                label=f"Held-out bits per byte against step, ending at {bits[-1]:.3f}",
-                height=190,
-                x_range=whole,
-                mark=mark,
-            ),
-        )
-    if training.copying:
-        yield (
-            "Copying",
-            "Nats a token on the second half of rows that repeat shuffled tokens: nothing but heads that look up "
-            "what followed before can lower it.",
-            line_chart(
-                [
-                    Series(
-                        "second half",
-                        [float(point.step) for point in training.copying],
-                        [point.nll for point in training.copying],
-                        "main",
-                        dots=len(training.copying) <= 60,
-                    )
-                ],
-                label=f"Loss on copies against step, ending at {training.copying[-1].nll:.2f} nats a token",
-                height=150,
-                x_range=whole,
-                mark=mark,
-            ),
-        )
-    rates = [(float(p.step), p.learning_rate) for p in points if p.learning_rate is not None]
-    if rates:
-        yield (
-            "Learning rate",
-            "Warm-up, plateau and decay as they were.",
-            line_chart(
-                [Series("learning rate", [x for x, _ in rates], [y for _, y in rates])],
-                label="Learning rate against step",
-                height=150,
-                x_range=whole,
-                y_range=(0.0, max(y for _, y in rates)),
-            ),
-        )
-
-
-def _fall_words(fall: Fall) -> str:
-    after = f" ({duration(fall.seconds)} into training)" if fall.seconds is not None else ""
-    if fall.copying:
-        return (
-            f"around step {fall.step:,}{after} attention heads learnt to copy what followed an earlier occurrence "
-            f"of the same token: on repeated shuffled tokens the loss went from {fall.before:.2f} to "
-            f"{fall.after:.2f} nats a token."
-        )
-    return (
-        f"around step {fall.step:,}{after} the loss went from {fall.before:.2f} to {fall.after:.2f} nats a "
-        "token in the steepest stretch of the run. In small language models such a fall is the moment when "
-        "attention heads learn to copy what followed an earlier occurrence of the same token."
-    )
-
-
-def _training_facts(training: TrainingSection | None) -> list[tuple[str, str]]:
-    if training is None or training.peak_memory_bytes is None:
-        return []
-    return [("peak memory", scaled(training.peak_memory_bytes, "B"))]
 
 
 def _plan_rows(data: ReportData) -> list[dict[str, str]]:

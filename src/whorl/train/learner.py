@@ -22,7 +22,7 @@ from torch import Tensor
 from whorl.models import Decoder
 from whorl.objectives import Loss
 from whorl.train.config import OptimConfig
-from whorl.train.optim import AdamW, Muon, RowAdagrad
+from whorl.train.optim import POLAR_EXPRESS, AdamW, Muon, RowAdagrad
 from whorl.train.world import World
 
 
@@ -81,7 +81,7 @@ def shares(model: Decoder, size: int) -> list[set[str]]:
     def cost(name: str, p: Tensor) -> float:
         if role(name, p) == "matrix":
             short, long = sorted(p.shape)
-            return 15.0 * short * short * (2 * long + short)  # FLOPs of the orthogonalisation
+            return 2.0 * len(POLAR_EXPRESS) * short * short * (2 * long + short)  # FLOPs of orthogonalising
         return 50.0 * p.numel()
 
     load, owned = [0.0] * size, [set[str]() for _ in range(size)]
@@ -134,12 +134,8 @@ class Learner:
         self._start()
 
     def _start(self) -> None:
-        """Forgets the gradients: dense ones are views of shared memory, zeroed in place."""
-        for name, p in self.model.named_parameters():
-            if name in self.shared.gradients:
-                p.grad = self.shared.gradients[name][self.world.rank].zero_()
-            else:
-                p.grad = None
+        """Forgets the gradients: the next ones overwrite them."""
+        self.empty = True
         self.totals = [0.0, 0.0, 0.0]  # loss, count, nll
         self.filled = {name: 0 for name, _ in self.sparse}
 
@@ -147,13 +143,20 @@ class Learner:
         """Adds the gradients of a micro-batch's summed loss."""
         loss.total.backward()  # type: ignore[no-untyped-call]
         for name, p in self.model.named_parameters():
-            if name in self.filled and p.grad is not None:
-                rows, values = p.grad._indices()[0], p.grad._values()
+            gradient, p.grad = p.grad, None
+            if name in self.shared.gradients:
+                mine = self.shared.gradients[name][self.world.rank]
+                if gradient is not None:
+                    mine.copy_(gradient) if self.empty else mine.add_(gradient)
+                elif self.empty:
+                    mine.zero_()
+            elif gradient is not None:
+                rows, values = gradient._indices()[0], gradient._values()
                 begin, end = self.filled[name], self.filled[name] + len(rows)
                 self.shared.row_ids[name][self.world.rank, begin:end] = rows
                 self.shared.row_gradients[name][self.world.rank, begin:end] = values
                 self.filled[name] = end
-                p.grad = None
+        self.empty = False
         for place, value in enumerate((loss.total, loss.count, loss.metrics["nll"])):
             self.totals[place] += float(value.detach())
 
@@ -168,15 +171,11 @@ class Learner:
         everybody = self.world.exchange(*self.totals, filled)
         loss, count, nll = (sum(column) for column in list(zip(*everybody, strict=True))[:3])
         divisor = max(count, 1.0)
-        gradients = {}
-        square = 0.0
-        for name in sorted(self.owned):
-            gradients[name] = self.shared.gradients[name].sum(dim=0).div_(divisor)
-            square += float(gradients[name].square().sum())
-        norm = self.world.total(square)[0] ** 0.5
-        if norm > self.config.clip_norm:
-            for gradient in gradients.values():
-                gradient.mul_(self.config.clip_norm / norm)
+        gradients = {name: self.shared.gradients[name].sum(dim=0) for name in sorted(self.owned)}
+        dense = list(gradients.values())
+        square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense))
+        norm = self.world.total(square)[0] ** 0.5 / divisor
+        torch._foreach_mul_(dense, min(1.0, self.config.clip_norm / max(norm, 1e-30)) / divisor)
         self.muon.step(gradients, factor)
         self.adamw.step(gradients, factor)
         sizes = [int(each[3]) for each in everybody]

@@ -109,8 +109,13 @@ def pretrain(
     found = checkpoint.newest(scratch, say)
     first = 0
     if found is not None:
-        if found.record["job"] != _identity(job):
-            raise CheckpointError(f"the checkpoint in {scratch} is of another job", do="remove that folder")
+        now = _identity(job)
+        differing = sorted(k for k in now if found.record["job"].get(k) != now[k])
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint in {scratch} is of another job: {', '.join(differing)} differs",
+                do="remove that folder to train from the start",
+            )
         first = found.step
         checkpoint.restore(_everything(shared), found.tensors)
         say(f"continues at step {first:,} of {job.steps:,}")
@@ -200,9 +205,15 @@ class LossOf:
         if job.compile:
             self.fast = torch.compile(self._loss, dynamic=False)
 
-    def _loss(self, x: Tensor, targets: Tensor, mask: Tensor, *where: Tensor) -> tuple[Tensor, ...]:
-        positions, segments = where if where else (None, None)
-        hidden = self.model.trunk(x, positions, segments)
+    def _loss(
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        targets: Tensor,
+        mask: Tensor,
+        segments: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        hidden = self.model.trunk(x, rotary, segments)
         loss = next_token(
             hidden.flatten(0, 1), self.model.head_weight, targets.flatten(), mask.flatten(), self.z_loss
         )
@@ -212,11 +223,11 @@ class LossOf:
         segments = part.get("segment_ids")
         x = self.model.embed(part["tokens"], segments)
         if segments is None:
-            total, count, nll = self.fast(x, part["targets"], part["loss_mask"])
+            rotary = self.model.rotary.between(0, x.shape[1], x.device)
+            total, count, nll = self.fast(x, rotary, part["targets"], part["loss_mask"])
         else:
-            total, count, nll = self._loss(
-                x, part["targets"], part["loss_mask"], part["positions"].long(), segments
-            )
+            rotary = self.model.rotary.at(part["positions"])
+            total, count, nll = self._loss(x, rotary, part["targets"], part["loss_mask"], segments)
         return Loss(total, count, {"nll": nll})
 
 
@@ -316,5 +327,8 @@ def _everything(shared: Shared) -> dict[str, Tensor]:
 
 
 def _identity(job: Job) -> dict[str, Any]:
-    """What must be the same for a checkpoint to fit: not where the tokens lie, nor how many replicas there are."""
-    return job.model_dump(mode="json", exclude={"tokens", "replicas", "threads", "device", "serial_loader"})
+    """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
+    return {
+        **job.model_dump(mode="json", exclude={"tokens", "replicas", "threads", "device", "serial_loader"}),
+        "data": TokenSet(Path(job.tokens)).split("train").fingerprint,
+    }

@@ -25,6 +25,7 @@ import torch
 import torch.multiprocessing
 
 from whorl.errors import WhorlError
+from whorl.runs.machine import keep_freed_memory
 
 PATIENCE_SECONDS = 600.0  # a first step compiles; nothing that is alive takes longer
 
@@ -103,6 +104,7 @@ def start_replicas(size: int, work: Callable[..., None], *arguments: Any) -> Wor
 
     Arguments cross by pickle; tensors among them must lie in shared memory (`share_memory_`) and are not copied.
     """
+    keep_freed_memory()
     context = torch.multiprocessing.get_context("spawn")
     links: list[list[Connection | None]] = [[None] * size for _ in range(size)]
     for low in range(size):
@@ -129,6 +131,7 @@ def _replica(
 ) -> None:
     world = World(rank, size, links)
     torch.set_num_threads(1)
+    keep_freed_memory()
     try:
         work(world, *arguments)
     except (ReplicaError, KeyboardInterrupt):

@@ -86,7 +86,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     with torch.inference_mode():
         if config.completions:
             result["completions"] = _completions(ctx, config, model, tokenizer, held_out)
-        result["samples"] = _samples(ctx, config, model, tokenizer, held_out)
+        result["samples"] = _samples(ctx, config, tokenizer, held_out)
     (ctx.out / "evaluation.json").write_text(json.dumps(result, indent=1) + "\n")
     headline = f"{figure:.3f} bits per byte on {len(held_out)} held-out files"
     best = {b["name"]: b["bits_per_byte"] for b in result.get("baselines", [])}
@@ -209,15 +209,15 @@ def _completions(
 def _samples(
     ctx: StepContext,
     config: EvaluateConfig,
-    model: Decoder,
     tokenizer: Tokenizer,
     held_out: list[Document],
 ) -> list[dict[str, Any]]:
     """Continuations with the probability of every token: two free beginnings, then held-out files' own."""
-    from whorl.engine import Sampling, generate
+    from whorl.engine import Sampling, generate, load_for_sampling
     from whorl.runs.seeds import generator
     from whorl.tokens.healing import heal
 
+    model = load_for_sampling(model_folder(ctx), ctx.machine)
     texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]
     sampling = Sampling()
     out = []

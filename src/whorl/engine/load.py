@@ -1,0 +1,53 @@
+"""Loading a model to sample from, in the type in which this machine samples fastest.
+
+Training multiplies thousands of rows at a time, sampling one: bound by how fast weights are read and by what a call costs.
+A CPU that trains fastest in bf16 may well sample twice as fast in fp32, as long as the weights stay in its caches, and
+no flag says where the border lies. So the products of one step are timed, in both types, with the model's own shapes.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from whorl.models import Decoder, DecoderConfig, load_decoder, read_config
+from whorl.runs import Machine
+
+MOST_TIMED_BYTES = 256e6  # of fp32 weights: beyond that none stay in a cache, and fewer layers tell the same
+ROUNDS = 5
+
+
+def load_for_sampling(folder: Path, machine: Machine, rows: int = 1) -> Decoder:
+    """The model of `folder`, ready to sample `rows` sequences at a time.
+
+    Raises:
+        CheckpointError: as `load_decoder`.
+    """
+    dtype = fastest_dtype(read_config(folder), machine, rows)
+    return load_decoder(folder, dtype, machine.device).eval()
+
+
+@torch.inference_mode()
+def fastest_dtype(config: DecoderConfig, machine: Machine, rows: int = 1) -> torch.dtype:
+    """The compute type for decoding `rows` sequences of a model of this shape; takes a few milliseconds."""
+    if machine.device != "cpu" or machine.torch_dtype == torch.float32:
+        return machine.torch_dtype
+    c = config
+    heads = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
+    up = c.mlp_hidden * (2 if c.mlp == "swiglu" else 1)
+    layer = [(heads[1], c.d_model), (c.d_model, heads[0]), (up, c.d_model), (c.d_model, c.mlp_hidden)]
+    n_layers = int(min(c.n_layers, max(1, MOST_TIMED_BYTES // (4 * sum(a * b for a, b in layer)))))
+    seconds = {}
+    for dtype in (torch.float32, machine.torch_dtype):
+        weights = [torch.zeros(shape, dtype=dtype) for _ in range(n_layers) for shape in layer]
+        inputs = {d_in: torch.zeros(rows, d_in, dtype=dtype) for _, d_in in layer}
+        times = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            for weight in weights:
+                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+            times.append(time.perf_counter() - began)
+        seconds[dtype] = min(times)
+    return min(seconds, key=lambda dtype: seconds[dtype])

@@ -1,0 +1,121 @@
+"""One decoding step with everything taken out of it that is the same at every step.
+
+Decoding a small model is bound neither by its products nor by memory but by the number of operations: the decoder's
+forward spends four fifths of a token on some 230 tensor operations of a few microseconds each. `DecodeStep` is that
+forward for one new token a row, told as differences:
+
+- the gain of a norm and its sqrt(d) are multiplied into the weights of the product behind it, once;
+- queries and keys are normalised and turned together;
+- modules, splits and the document mask are gone.
+
+The decoder's own forward is the definition (the model that trains is the model that samples); a test holds the two
+together, and prompts still go through it, since they are many tokens at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.models import Cache, Decoder
+from whorl.models.decoder import Block
+from whorl.nn.norm import EPS
+
+
+@dataclass
+class _Layer:
+    """A block's weights as one step uses them; matrices [out, in] in the compute type."""
+
+    qkv: Tensor
+    scale: Tensor  # [n_heads + n_kv_heads, 1] fp32: temperature x sqrt(head_dim) for queries, sqrt(head_dim) for keys
+    smear: Tensor | None  # [n_kv_heads, 1] share of the key before
+    out: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class DecodeStep:
+    """`model.logits(model(ids, cache=cache)[:, -1])` for one id a row, up to rounding.
+
+    It holds copies of the weights as they are now: make a new one after they change.
+    """
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.dtype = model, model.dtype
+        c = model.config
+        self.swiglu, self.heads = c.mlp == "swiglu", (c.n_heads, c.n_kv_heads, c.head_dim)
+        device = model.embedding.device
+        width, head = math.sqrt(c.d_model), math.sqrt(c.head_dim)
+
+        def folded(weight: Tensor, gain: Tensor) -> Tensor:
+            return (weight.float() * (gain * width)).to(self.dtype)
+
+        with torch.no_grad():
+            self.floor, self.head_floor = (
+                torch.tensor(math.sqrt(EPS) * d, device=device) for d in (width, head)
+            )
+            self.first_gain = model.embedding_norm.weight * width
+            self.layers = []
+            for block in cast(Iterable[Block], model.blocks):
+                attention, mlp = block.attention, block.mlp
+                keys = torch.ones(c.n_kv_heads, 1, device=device)
+                self.layers.append(
+                    _Layer(
+                        qkv=folded(attention.qkv.weight, block.attention_norm.weight),
+                        scale=torch.cat([attention.temperature, keys]) * head,
+                        smear=None
+                        if attention.smear is None
+                        else torch.sigmoid(attention.smear).to(self.dtype),
+                        out=attention.out.weight.to(self.dtype),
+                        up=folded(mlp.up.weight, block.mlp_norm.weight),
+                        down=mlp.down.weight.to(self.dtype),
+                    )
+                )
+            self.head = folded(model.head_weight, model.final_norm.weight)
+
+    @torch.inference_mode()
+    def __call__(self, ids: Tensor, cache: Cache) -> Tensor:
+        """ids: [B, 1], the newest token of each row -> logits [B, vocab] fp32; the cache is extended by one position."""
+        at = cache.length
+        cos, sin = (t[0] for t in self.model.rotary.between(at, at + 1, ids.device))  # [1, head_dim]
+        x = (_unit(self.model.embed(ids, cache=cache)[:, 0], self.floor) * self.first_gain).to(
+            self.dtype
+        )  # [B, d_model]
+        n_heads, n_kv, d = self.heads
+        batch, group, turning = x.shape[0], n_heads // n_kv, n_heads + n_kv
+        for layer, past in zip(self.layers, cache.layers, strict=True):
+            qkv = F.linear(_unit(x, self.floor).to(self.dtype), layer.qkv).view(batch, turning + n_kv, d)
+            qk = qkv.narrow(1, 0, turning)
+            if layer.smear is not None:
+                k = qk.narrow(1, n_heads, n_kv)
+                before, past.last_key = past.last_key[:, 0] if at else k, k.clone().unsqueeze(1)
+                k.add_(layer.smear * (before - k))
+            qk = (_unit(qk, self.head_floor) * layer.scale).to(self.dtype)
+            qk = torch.addcmul(qk * cos, qk.roll(d // 2, -1), sin)
+            past.k[:, :, at] = qk.narrow(1, n_heads, n_kv)
+            past.v[:, :, at] = qkv.narrow(1, turning, n_kv)
+            past.length = at + 1
+            q = qk.narrow(1, 0, n_heads).reshape(batch, n_kv, group, d)
+            scores = (q @ past.k.narrow(2, 0, at + 1).mT).float()
+            y = scores.softmax(dim=-1).to(self.dtype) @ past.v.narrow(2, 0, at + 1)
+            x = x + F.linear(y.view(batch, n_heads * d), layer.out)
+            h = F.linear(_unit(x, self.floor).to(self.dtype), layer.up)
+            if self.swiglu:
+                gate, h = h.chunk(2, dim=-1)
+                h = F.silu(gate) * h
+            else:
+                h = F.relu(h).square_()
+            x = x + F.linear(h, layer.down)
+        return F.linear(_unit(x, self.floor).to(self.dtype), self.head).float()
+
+
+def _unit(x: Tensor, floor: Tensor) -> Tensor:
+    """x: [..., d] -> fp32 of norm 1, which is its RMS norm over sqrt(d); floor: [] sqrt(epsilon d)."""
+    x32 = x.float()
+    return x32 / torch.hypot(torch.linalg.vector_norm(x32, dim=-1, keepdim=True), floor)

@@ -1,0 +1,104 @@
+"""The training chapter: its charts, the fall in words, its figures.
+
+All charts share one range of steps, so that they can be read one under the other: the fall of the loss, the copying
+that made it, and the learning rate at that moment stand above each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from whorl.report.charts import Mark, Series, line_chart
+from whorl.report.data import TrainingSection
+from whorl.report.fall import Fall, smooth
+from whorl.report.format import duration, scaled
+
+
+def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tuple[str, str, str]]:
+    if training is None or not training.points:
+        return
+    points = training.points
+    steps = [float(point.step) for point in points]
+    losses = [point.loss for point in points]
+    curve = [float(value) for value in smooth(losses, len(losses) / 150)]
+    whole = (0.0, steps[-1])
+    mark = Mark(fall.step, f"the fall, step {fall.step:,}") if fall else None
+    # The first moments (from the logarithm of the vocabulary down) would press the rest flat.
+    top = max(curve[len(curve) // 40 :])
+    series = [Series("each step", steps, losses, "faint"), Series("smoothed", steps, curve)]
+    label = f"Training loss against step, from {losses[0]:.2f} to {curve[-1]:.2f} nats a token"
+    low = min(min(curve), *sorted(losses)[len(losses) // 100 :][:1])
+    yield (
+        "Training loss",
+        "Nats a token: each step, and smoothed.",
+        line_chart(series, label=label, x_range=whole, y_range=(low, max(top, low)), mark=mark),
+    )
+    if training.held_out:
+        bits = [point.bits_per_byte for point in training.held_out]
+        at = [float(point.step) for point in training.held_out]
+        yield (
+            "Held-out bits per byte",
+            "Measured on a part of the validation split on the way.",
+            line_chart(
+                [Series("bits per byte", at, bits, "main", dots=len(bits) <= 60)],
+                label=f"Held-out bits per byte against step, ending at {bits[-1]:.3f}",
+                height=190,
+                x_range=whole,
+                mark=mark,
+            ),
+        )
+    if training.copying:
+        yield (
+            "Copying",
+            "Nats a token on the second half of rows that repeat shuffled tokens: nothing but heads that look up "
+            "what followed before can lower it.",
+            line_chart(
+                [
+                    Series(
+                        "second half",
+                        [float(point.step) for point in training.copying],
+                        [point.nll for point in training.copying],
+                        "main",
+                        dots=len(training.copying) <= 60,
+                    )
+                ],
+                label=f"Loss on copies against step, ending at {training.copying[-1].nll:.2f} nats a token",
+                height=150,
+                x_range=whole,
+                mark=mark,
+            ),
+        )
+    rates = [(float(p.step), p.learning_rate) for p in points if p.learning_rate is not None]
+    if rates:
+        yield (
+            "Learning rate",
+            "Warm-up, plateau and decay as they were.",
+            line_chart(
+                [Series("learning rate", [x for x, _ in rates], [y for _, y in rates])],
+                label="Learning rate against step",
+                height=150,
+                x_range=whole,
+                y_range=(0.0, max(y for _, y in rates)),
+            ),
+        )
+
+
+def fall_words(fall: Fall) -> str:
+    after = f" ({duration(fall.seconds)} into training)" if fall.seconds is not None else ""
+    if fall.copying:
+        return (
+            f"around step {fall.step:,}{after} attention heads learnt to copy what followed an earlier occurrence "
+            f"of the same token: on repeated shuffled tokens the loss went from {fall.before:.2f} to "
+            f"{fall.after:.2f} nats a token."
+        )
+    return (
+        f"around step {fall.step:,}{after} the loss went from {fall.before:.2f} to {fall.after:.2f} nats a "
+        "token in the steepest stretch of the run. In small language models such a fall is the moment when "
+        "attention heads learn to copy what followed an earlier occurrence of the same token."
+    )
+
+
+def training_facts(training: TrainingSection | None) -> list[tuple[str, str]]:
+    if training is None or training.peak_memory_bytes is None:
+        return []
+    return [("peak memory", scaled(training.peak_memory_bytes, "B"))]
