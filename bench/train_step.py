@@ -31,6 +31,8 @@ from whorl.runs import probe
 from whorl.train.pretrain import Job
 from whorl.train.timing import time_steps
 
+ROUNDS = 5
+
 
 def median(times: list[float]) -> float:
     return sorted(times)[len(times) // 2]
@@ -109,13 +111,8 @@ def main() -> None:
         tokens="", model=model, length=length, batch_rows=rows, steps=1, replicas=machine.cores, dtype=machine.dtype,
         compile=True,
     )  # fmt: skip
-    ours = tokens / time_steps(job, a.seconds).step
-    print(f"ours: {ours:,.0f} tokens/s ({machine.dtype}, {machine.cores} replicas, compiled)", flush=True)
     bound = tokens / products(model, rows, length, machine.torch_dtype)
-    print(
-        f"pure matrix products alone: {bound:,.0f} tokens/s; a step reaches {ours / bound:.0%} of that",
-        flush=True,
-    )
+    print(f"pure matrix products alone: {bound:,.0f} tokens/s", flush=True)
     peers = {}
     for kind in ("fp32", "autocast", "pure bf16"):
         for compiled in (False, True):
@@ -123,12 +120,27 @@ def main() -> None:
             peers[name] = tokens / llama(model, rows, length, kind, compiled, a.seconds)
             print(f"Llama, {name}: {peers[name]:,.0f} tokens/s", flush=True)
     best = max(peers, key=lambda n: peers[n])
+    rounds = []  # a machine's speed drifts: both are timed in turn, and the middle ratio counts
+    for _ in range(ROUNDS):
+        kind, how = best.split(", ")
+        theirs = tokens / llama(model, rows, length, kind, how == "compiled", a.seconds)
+        ours = tokens / time_steps(job, a.seconds).step
+        rounds.append((ours, theirs))
+        print(f"ours: {ours:,.0f} tokens/s; Llama, {best}: {theirs:,.0f}: {ours / theirs:.2f} x", flush=True)
+    ours, theirs = sorted(rounds, key=lambda pair: pair[0] / pair[1])[ROUNDS // 2]
+    print(
+        f"ours in {machine.dtype} with {machine.cores} replicas; {ours / bound:.0%} of the products' speed",
+        flush=True,
+    )
     fast_bf16 = machine.flops["bfloat16"] > machine.flops["float32"]
     bar = 1.5 if width < 384 else (1.2 if fast_bf16 else 1.0)
     claim(
-        f"training step at {a.shape} against Llama ({best})", ours=round(ours), peer=round(peers[best]), unit="tokens/s",
-        ratio=ours / peers[best], bar=bar, ok=ours / peers[best] >= bar,
-        samples=[{"peers": {k: round(v) for k, v in peers.items()}, "share of pure products": round(ours / bound, 3)}],
+        f"training step at {a.shape} against Llama ({best})", ours=round(ours), peer=round(theirs), unit="tokens/s",
+        ratio=ours / theirs, bar=bar, ok=ours / theirs >= bar,
+        samples=[
+            {"peers": {k: round(v) for k, v in peers.items()}, "rounds": [[round(o), round(t)] for o, t in rounds],
+             "share of pure products": round(ours / bound, 3)}
+        ],
     )  # fmt: skip
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from whorl.models import Decoder
+from whorl.plan.cost import shape
+from whorl.train.learner import role, shares, turns
 from whorl.train.optim import AdamW, Muon, RowAdagrad, orthogonalise
 from whorl.train.schedule import FLOOR, warmup_stable_decay
 
@@ -60,12 +63,40 @@ def test_muon_moves_every_direction_alike() -> None:
     g = torch.Generator().manual_seed(0)
     params = [("wide", torch.zeros(8, 16)), ("tall", torch.zeros(16, 8))]  # updated as one batch
     gradients = {name: torch.randn(p.shape, generator=g) for name, p in params}
-    Muon(params, 0.1).step(gradients, 1.0)
+    Muon([params], 0.1).step(gradients, 1.0)
     for name, p in params:
         values = torch.linalg.svdvals(p) / max(1.0, p.shape[0] / p.shape[1]) ** 0.5
         assert values.max() < 0.13 and values.min() > 0.06
         u, _, vt = torch.linalg.svd(gradients[name], full_matrices=False)
         assert float((p * -(u @ vt)).sum() / (p.norm() * 8**0.5)) > 0.97
+
+
+def test_muon_takes_turns_with_as_much_larger_steps() -> None:
+    g = torch.Generator().manual_seed(0)
+    gradients = {name: torch.randn(8, 16, generator=g) for name in "ab"}
+    once = {name: torch.zeros(8, 16) for name in "ab"}
+    Muon([list(once.items())], 0.1).step(gradients, 1.0)
+    turned = {name: torch.zeros(8, 16) for name in "ab"}
+    muon = Muon([[("a", turned["a"])], [("b", turned["b"])]], 0.1)
+    muon.step(gradients, 1.0)
+    assert torch.allclose(turned["a"], 2 * once["a"], atol=1e-6) and not turned["b"].any()
+    before = turned["a"].clone()
+    muon.step(gradients, 1.0)  # the gradient is the same, so is the direction
+    assert torch.equal(turned["a"], before) and torch.allclose(turned["b"], 2 * once["b"], atol=1e-3)
+
+
+def test_turns_are_even_and_the_same_for_any_number_of_replicas() -> None:
+    model = Decoder(shape(64, 3, 256), torch.Generator().manual_seed(0))
+    matrices = {n for n, p in model.named_parameters() if role(n, p) == "matrix"}
+    parts = turns(model, 2)
+    assert parts[0] | parts[1] == matrices and not parts[0] & parts[1]
+    weights = [sum(dict(model.named_parameters())[n].numel() for n in part) for part in parts]
+    assert max(weights) < 1.4 * min(weights)
+    for size in (1, 2, 3):
+        owned = shares(model, size, 2)
+        assert sorted(n for mine in owned for n in mine) == sorted(
+            n for n, p in model.named_parameters() if role(n, p) != "memory"
+        )
 
 
 def test_the_schedule_rises_holds_and_falls() -> None:

@@ -53,8 +53,9 @@ def _block_bias(start: int, stop: int, segments: Tensor | None, like: Tensor, he
 
     -> [stop-start, stop] or, with segments, [B * heads, stop-start, stop].
     """
-    queries = torch.arange(start, stop, device=like.device)
-    keys = torch.arange(stop, device=like.device)
+    # int32: in a compiled kernel comparisons of int64 cost more than the exponentials
+    queries = torch.arange(start, stop, dtype=torch.int32, device=like.device)
+    keys = torch.arange(stop, dtype=torch.int32, device=like.device)
     allowed = keys[None, :] <= queries[:, None]
     if segments is not None:
         allowed = allowed & (segments[:, start:stop, None] == segments[:, None, :stop])

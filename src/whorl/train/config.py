@@ -11,6 +11,9 @@ class OptimConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     matrix_rate: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
+    matrix_every: int = Field(
+        default=2, ge=1, description="steps between updates of a matrix, which then is as much larger"
+    )
     embedding_rate: float = Field(default=0.006, gt=0, description="AdamW, embedding and head")
     scalar_rate: float = Field(default=0.01, gt=0, description="AdamW, gains and temperatures")
     memory_rate: float = Field(default=0.05, gt=0, description="row Adagrad, n-gram memories")

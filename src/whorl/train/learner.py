@@ -75,22 +75,38 @@ def role(name: str, p: Tensor) -> str:
     return "matrix" if name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1 else "scalar"
 
 
-def shares(model: Decoder, size: int) -> list[set[str]]:
-    """Names of the dense parameters that each rank updates: greedily, the costliest first, to the least loaded."""
+def turns(model: Decoder, every: int) -> list[set[str]]:
+    """The matrices in `every` turns of about the same cost; the same on any number of replicas."""
+    matrices = [(n, p) for n, p in model.named_parameters() if role(n, p) == "matrix"]
+    return _even([(n, _cost(p)) for n, p in matrices], every)
 
-    def cost(name: str, p: Tensor) -> float:
-        if role(name, p) == "matrix":
-            short, long = sorted(p.shape)
-            return 2.0 * len(POLAR_EXPRESS) * short * short * (2 * long + short)  # FLOPs of orthogonalising
-        return 50.0 * p.numel()
 
-    load, owned = [0.0] * size, [set[str]() for _ in range(size)]
-    named = [(n, p) for n, p in model.named_parameters() if role(n, p) != "memory"]
-    for name, p in sorted(named, key=lambda item: (-cost(*item), item[0])):
-        rank = load.index(min(load))
-        load[rank] += cost(name, p)
-        owned[rank].add(name)
+def shares(model: Decoder, size: int, every: int) -> list[set[str]]:
+    """Names of the dense parameters that each rank updates: those of each turn, and the rest, evenly by their cost."""
+    named = dict(model.named_parameters())
+    rest = {n for n, p in named.items() if role(n, p) in ("embedding", "scalar")}
+    owned = [set[str]() for _ in range(size)]
+    for names in (*turns(model, every), rest):
+        cost = [(n, _cost(named[n]) if n not in rest else float(named[n].numel())) for n in names]
+        for rank, mine in enumerate(_even(cost, size)):
+            owned[rank] |= mine
     return owned
+
+
+def _cost(p: Tensor) -> float:
+    """FLOPs of orthogonalising a matrix."""
+    short, long = sorted(p.shape)
+    return 2.0 * len(POLAR_EXPRESS) * short * short * (2 * long + short)
+
+
+def _even(costs: list[tuple[str, float]], parts: int) -> list[set[str]]:
+    """Greedily, the costliest first, to the least loaded part."""
+    load, names = [0.0] * parts, [set[str]() for _ in range(parts)]
+    for name, cost in sorted(costs, key=lambda item: (-item[1], item[0])):
+        least = load.index(min(load))
+        load[least] += cost
+        names[least].add(name)
+    return names
 
 
 class Learner:
@@ -108,7 +124,7 @@ class Learner:
         self.model, self.config, self.shared, self.world = model, config, shared, world
         for name, p in model.named_parameters():
             p.data = shared.weights[name]
-        self.owned = shares(model, world.size)[world.rank]
+        self.owned = shares(model, world.size, config.matrix_every)[world.rank]
         named = [(n, p.data) for n, p in model.named_parameters()]
         mine = [(n, p) for n, p in named if n in self.owned]
         self.sparse = [(n, p) for n, p in named if role(n, p) == "memory"]
@@ -117,7 +133,7 @@ class Learner:
             return shared.state[name]
 
         self.muon = Muon(
-            [(n, p) for n, p in mine if role(n, p) == "matrix"],
+            [[(n, p) for n, p in mine if n in turn] for turn in turns(model, config.matrix_every)],
             config.matrix_rate,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
@@ -129,7 +145,7 @@ class Learner:
             n: config.embedding_rate if role(n, p) == "embedding" else config.scalar_rate for n, p in rest
         }
         self.adamw = AdamW(rest, rates, allocate=allocate)
-        self.adamw.steps = steps_done
+        self.adamw.steps = self.muon.steps = steps_done
         self.rows = RowAdagrad(self.sparse, config.memory_rate, allocate=allocate)
         self._start()
 

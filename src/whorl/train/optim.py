@@ -16,7 +16,7 @@ is what a checkpoint stores.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,13 +56,18 @@ class Muon:
     """Momentum and orthogonalisation for matrices [rows, columns].
 
     Args:
-        learning_rate: peak; an update has spectral norm learning_rate * sqrt(max(1, rows / columns)).
+        params: matrices, in turns: those of turn i are updated in the steps s with s mod (number of turns) = i, with
+            that many times the learning rate.
+        learning_rate: peak; an update has spectral norm learning_rate * turns * sqrt(max(1, rows / columns)).
         dtype: the type of the orthogonalisation's products.
+
+    Why turns. Momentum averages some twenty gradients, so the direction changes little from one step to the next, while
+    the orthogonalisation of all matrices in each step would be a sixth of a small model's training (LOG.md).
     """
 
     def __init__(
         self,
-        params: Named,
+        params: Sequence[Named],
         learning_rate: float,
         *,
         momentum: float = 0.95,
@@ -71,23 +76,33 @@ class Muon:
         allocate: Allocate = zeros,
     ) -> None:
         self.learning_rate, self.momentum, self.weight_decay = learning_rate, momentum, weight_decay
-        self.dtype = dtype
-        self.state = {f"{name}/momentum": allocate(f"{name}/momentum", tuple(p.shape)) for name, p in params}
-        by_shape: dict[tuple[int, int], Named] = defaultdict(list)  # an MLP's way up and way down together
-        for name, p in params:
-            short, long = sorted(p.shape)
-            by_shape[short, long].append((name, p))
-        self.groups = list(by_shape.items())
+        self.dtype, self.steps = dtype, 0
+        self.moments: dict[str, Tensor] = {}
+        self.turns: list[list[tuple[tuple[int, int], Named]]] = []
+        for turn in params:
+            by_shape: dict[tuple[int, int], Named] = defaultdict(
+                list
+            )  # an MLP's way up and way down together
+            for name, p in turn:
+                self.moments[name] = allocate(f"{name}/momentum", tuple(p.shape))
+                short, long = sorted(p.shape)
+                by_shape[short, long].append((name, p))
+            self.turns.append(list(by_shape.items()))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {f"{name}/momentum": moment for name, moment in self.moments.items()}
 
     def step(self, gradients: dict[str, Tensor], factor: float) -> None:
         """One update; `factor` scales the peak learning rate."""
-        rate = self.learning_rate * factor
-        for (short, long), group in self.groups:
+        for name, moment in self.moments.items():
+            moment.lerp_(gradients[name], 1 - self.momentum)
+        turns = len(self.turns)
+        rate = self.learning_rate * factor * turns
+        for (short, long), group in self.turns[self.steps % turns]:
             directions = torch.empty(len(group), short, long, dtype=self.dtype, device=group[0][1].device)
             for (name, p), direction in zip(group, directions, strict=True):
-                moment, gradient = self.state[f"{name}/momentum"], gradients[name]
-                moment.lerp_(gradient, 1 - self.momentum)
-                nesterov = gradient.lerp(moment, self.momentum)
+                nesterov = gradients[name].lerp(self.moments[name], self.momentum)
                 direction.copy_(nesterov if p.shape[0] == short else nesterov.mT)
             for (_, p), update in zip(group, orthogonalise(directions), strict=True):
                 rows, columns = p.shape
@@ -95,6 +110,7 @@ class Muon:
                     p.mul_(1 - rate * self.weight_decay)
                 scale = rate * max(1.0, rows / columns) ** 0.5
                 p.add_(update if rows == short else update.mT, alpha=-scale)
+        self.steps += 1
 
 
 class AdamW:
