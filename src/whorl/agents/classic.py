@@ -1,0 +1,203 @@
+"""The classic control problems and a grid world, each as a few lines of tensor operations over all copies.
+
+Dynamics, limits, rewards and horizons are those of gymnasium 1.4 (which names their sources: Barto, Sutton & Anderson 1983
+for CartPole, Sutton 1996 for Acrobot, Moore 1990 for MountainCar); `tests/agents/test_classic.py` steps both side by side.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from whorl.agents.environments import BatchedEnvironment
+from whorl.errors import ConfigError
+
+
+class CartPole(BatchedEnvironment):
+    """Push a cart left (0) or right (1) so that the pole on it stays up. State: x, x', angle, angle'. Reward 1 a step."""
+
+    observation_shape, n_actions, default_horizon = (4,), 2, 500
+
+    def start(self, n: int) -> Tensor:
+        return self.uniform(-0.05, 0.05, 4, n)
+
+    def __init__(self, n: int, *, horizon: int | None = None, device: str = "cpu") -> None:
+        super().__init__(n, horizon=horizon, device=device)
+        self.forces = torch.tensor([-10.0, 10.0], dtype=torch.float64, device=self.device)
+        self.reward = torch.ones(n, device=self.device)
+
+    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gravity, pole_mass, total_mass, half_length, tau = 9.8, 0.1, 1.1, 0.5, 0.02
+        _, velocity, angle, spin = state.unbind()
+        cos, sin = angle.cos(), angle.sin()
+        push = self.forces.index_select(0, action)
+        push.addcmul_(spin.square(), sin, value=pole_mass * half_length).div_(total_mass)
+        lever = cos.square().mul_(-half_length * pole_mass / total_mass).add_(half_length * 4.0 / 3.0)
+        spin_up = (gravity * sin).addcmul_(cos, push, value=-1.0).div_(lever)
+        speed_up = push.addcmul_(spin_up, cos, value=-pole_mass * half_length / total_mass)
+        # Positions by the old velocities, velocities by the accelerations: explicit Euler.
+        following = torch.add(state, torch.stack((velocity, speed_up, spin, spin_up)), alpha=tau)
+        x, _, angle, _ = following.unbind()
+        return following, self.reward, (x.abs() > 2.4).logical_or_(angle.abs() > 12 * 2 * math.pi / 360)
+
+    def observe(self, state: Tensor) -> Tensor:
+        return state.t().float()
+
+
+class Acrobot(BatchedEnvironment):
+    """Swing the tip of a two-link pendulum above a line, by torque -1, 0 or +1 at the joint between the links.
+
+    State: both angles and their velocities; integrated by one Runge-Kutta step of 0.2 s. Reward -1 a step, 0 at the goal.
+    """
+
+    observation_shape, n_actions, default_horizon = (6,), 3, 500
+
+    def start(self, n: int) -> Tensor:
+        return self.uniform(-0.1, 0.1, 4, n).float().double()
+
+    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        torque, dt = action.double() - 1.0, 0.2
+        k1 = self._slope(state, torque)
+        k2 = self._slope(state + dt / 2 * k1, torque)
+        k3 = self._slope(state + dt / 2 * k2, torque)
+        k4 = self._slope(state + dt * k3, torque)
+        following = state + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+        following[:2] = torch.remainder(following[:2] + math.pi, 2 * math.pi) - math.pi
+        following[2].clamp_(-4 * math.pi, 4 * math.pi)
+        following[3].clamp_(-9 * math.pi, 9 * math.pi)
+        up = -following[0].cos() - (following[1] + following[0]).cos() > 1.0
+        return following, up.float() - 1.0, up
+
+    def _slope(self, state: Tensor, torque: Tensor) -> Tensor:
+        """Time derivative of the state; masses, lengths and moments of inertia are 1, centres of mass at 1/2."""
+        gravity = 9.8
+        one, two, spin_one, spin_two = state
+        cos, sin = two.cos(), two.sin()
+        d1 = 3.5 + cos
+        d2 = 1.25 + 0.5 * cos
+        phi2 = 0.5 * gravity * (one + two - math.pi / 2).cos()
+        phi1 = -0.5 * spin_two.square() * sin - spin_two * spin_one * sin
+        phi1 = phi1 + 1.5 * gravity * (one - math.pi / 2).cos() + phi2
+        speed_two = (torque + d2 / d1 * phi1 - 0.5 * spin_one.square() * sin - phi2) / (
+            1.25 - d2.square() / d1
+        )
+        speed_one = -(d2 * speed_two + phi1) / d1
+        return torch.stack((spin_one, spin_two, speed_one, speed_two))
+
+    def observe(self, state: Tensor) -> Tensor:
+        one, two = state[0], state[1]
+        return torch.stack((one.cos(), one.sin(), two.cos(), two.sin(), state[2], state[3]), dim=1).float()
+
+
+class Pendulum(BatchedEnvironment):
+    """Swing a pendulum up and hold it there, by a torque between -2 and 2. State: angle (0 is up) and its velocity."""
+
+    observation_shape, action_low, action_high, default_horizon = (3,), -2.0, 2.0, 200
+
+    def start(self, n: int) -> Tensor:
+        return torch.stack((self.uniform(-math.pi, math.pi, n), self.uniform(-1.0, 1.0, n)))
+
+    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gravity, dt = 10.0, 0.05
+        angle, spin = state
+        torque = action.view(-1).clamp(-2.0, 2.0).double()
+        error = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+        cost = error.square() + 0.1 * spin.square() + 0.001 * torque.square()
+        faster = (spin + (1.5 * gravity * angle.sin() + 3.0 * torque) * dt).clamp(-8.0, 8.0)
+        never = torch.zeros(self.n, dtype=torch.bool, device=self.device)
+        return torch.stack((angle + faster * dt, faster)), -cost.float(), never
+
+    def observe(self, state: Tensor) -> Tensor:
+        return torch.stack((state[0].cos(), state[0].sin(), state[1]), dim=1).float()
+
+
+class MountainCar(BatchedEnvironment):
+    """Drive a weak car (left 0, not at all 1, right 2) out of a valley. State: position, velocity. Reward -1 a step."""
+
+    observation_shape, n_actions, default_horizon = (2,), 3, 200
+
+    def start(self, n: int) -> Tensor:
+        state = torch.zeros(2, n, dtype=torch.float64, device=self.device)
+        state[0] = self.uniform(-0.6, -0.4, n)
+        return state
+
+    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        position, velocity = state
+        velocity = (velocity + (action - 1) * 0.001 - 0.0025 * (3 * position).cos()).clamp_(-0.07, 0.07)
+        position = (position + velocity).clamp_(-1.2, 0.6)
+        velocity = velocity.masked_fill((position == -1.2) & (velocity < 0), 0.0)
+        there = (position >= 0.5) & (velocity >= 0)
+        return torch.stack((position, velocity)), torch.full((self.n,), -1.0, device=self.device), there
+
+    def observe(self, state: Tensor) -> Tensor:
+        return state.t().float()
+
+
+LAKE = ("SFFF", "FHFH", "FFFH", "HFFG")
+
+
+class GridWorld(BatchedEnvironment):
+    """Walk over a grid (left 0, down 1, right 2, up 3) from S to G, which gives 1; H is a hole and ends the episode.
+
+    The map, and by default the rules, of gymnasium's FrozenLake. The observation is the cell, one-hot.
+
+    Args:
+        rows: the map, strings of equal length.
+        slip: the probability to slip to each side of where one wants to go (1/3 in FrozenLake).
+    """
+
+    n_actions, default_horizon = 4, 100
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        rows: tuple[str, ...] = LAKE,
+        slip: float = 1 / 3,
+        horizon: int | None = None,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(n, horizon=horizon, device=device)
+        text = "".join(rows)
+        if len({len(row) for row in rows}) != 1 or text.count("S") != 1 or set(text) - set("SFHG"):
+            raise ConfigError(
+                f"the map {list(rows)} is no grid world",
+                expected="rows of equal length of S (once), F, H and G",
+            )
+        self.slip, self.first = slip, text.index("S")
+        self.observation_shape = (len(text),)
+        cells = torch.arange(len(text), device=self.device)
+        row, column = cells // len(rows[0]), cells % len(rows[0])
+        moves = []
+        for down, right in ((0, -1), (1, 0), (0, 1), (-1, 0)):
+            r = (row + down).clamp(0, len(rows) - 1)
+            c = (column + right).clamp(0, len(rows[0]) - 1)
+            moves.append(r * len(rows[0]) + c)
+        self.moves = torch.stack(moves)  # [4, cells] where each action leads
+        self.goal = torch.tensor([c == "G" for c in text], device=self.device)
+        self.last = torch.tensor([c in "GH" for c in text], device=self.device)
+        self.seen = torch.eye(len(text), device=self.device)
+
+    def start(self, n: int) -> Tensor:
+        return torch.full((1, n), self.first, dtype=torch.int64, device=self.device)
+
+    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.slip:
+            draw = self.uniform(0.0, 1.0, self.n)
+            action = (action + (draw < self.slip).long() - (draw >= 1 - self.slip).long()) % 4
+        following = self.moves[action, state[0]]
+        return following[None], self.goal[following].float(), self.last[following]
+
+    def observe(self, state: Tensor) -> Tensor:
+        return self.seen[state[0]]
+
+
+BATCHED: dict[str, type[BatchedEnvironment]] = {
+    "CartPole-v1": CartPole,
+    "Acrobot-v1": Acrobot,
+    "Pendulum-v1": Pendulum,
+    "MountainCar-v0": MountainCar,
+    "FrozenLake-v1": GridWorld,
+}

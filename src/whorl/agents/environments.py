@@ -1,0 +1,143 @@
+"""Environments: B copies that step together, as tensors.
+
+One Python call then pays for thousands of steps, and the same code runs on a GPU. The dynamics of our own are in
+`classic.py`; any environment of gymnasium can be used through its vector interface (`gymnasium.py`).
+
+The subtle part is the end of an episode. A copy that ended is reset within the same step, so there is always an observation
+to act on; but what the step *led to* is the final observation, and whoever bootstraps needs its value, not that of the new
+episode's first. So a transition carries both, and both ways to end: `terminated` (nothing follows) and `truncated` (it was
+cut off, by a time limit, and would have gone on).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What a step of B copies gave.
+
+    observation: [B, ...] what to act on next (of the new episode where one ended); final_observation: [B, ...] what the
+    step led to, the same where the episode goes on; reward: [B] fp32; terminated, truncated: [B] bool, both may be set.
+    """
+
+    observation: Tensor
+    reward: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    final_observation: Tensor
+
+
+class Environment(Protocol):
+    """B copies of one environment.
+
+    n: B. observation_shape: of one copy, fp32. n_actions: how many discrete actions, or None where actions are vectors of
+    `action_size` numbers between `action_low` and `action_high`.
+    """
+
+    n: int
+    observation_shape: tuple[int, ...]
+    n_actions: int | None
+    action_size: int
+    action_low: float
+    action_high: float
+
+    def reset(self, seed: int) -> Tensor:
+        """Starts every copy anew; all that is random from here on follows from the seed. -> observation [B, ...]."""
+        ...
+
+    def step(self, action: Tensor) -> Transition:
+        """action: [B] int64, or [B, action_size] fp32."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class BatchedEnvironment(ABC):
+    """An environment whose dynamics are tensor operations over all copies.
+
+    A subclass gives `start`, `advance` and `observe`, on a state [k, B] of k numbers a copy (fp64 as the dynamics of
+    gymnasium's single environments, which a test compares step by step).
+
+    Args:
+        n: copies.
+        horizon: steps after which an episode is cut; default the environment's own.
+    """
+
+    observation_shape: tuple[int, ...]
+    n_actions: int | None = None
+    action_size: int = 1
+    action_low: float = 0.0
+    action_high: float = 0.0
+    default_horizon: ClassVar[int]
+
+    def __init__(self, n: int, *, horizon: int | None = None, device: str = "cpu") -> None:
+        if n < 1:
+            raise ConfigError(f"{n} copies of an environment", expected="at least 1")
+        self.n, self.device = n, torch.device(device)
+        self.horizon = self.default_horizon if horizon is None else horizon
+        self.state: Tensor | None = None
+
+    @abstractmethod
+    def start(self, n: int) -> Tensor:
+        """[k, n] states to begin with, drawn from `self.generator`."""
+
+    @abstractmethod
+    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[k, B] and the actions -> (next state [k, B], reward [B], terminated [B] bool)."""
+
+    @abstractmethod
+    def observe(self, state: Tensor) -> Tensor:
+        """[k, B] -> [B, ...] fp32."""
+
+    def reset(self, seed: int) -> Tensor:
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.state = self.start(self.n)
+        self.age = torch.zeros(self.n, dtype=torch.int32, device=self.device)
+        return self.observe(self.state)
+
+    def step(self, action: Tensor) -> Transition:
+        if self.state is None:
+            raise ConfigError(f"{type(self).__name__} was not started", do="call reset(seed) first")
+        state, reward, terminated = self.advance(self.state, action)
+        self.age += 1
+        truncated = self.age >= self.horizon
+        final = observation = self.observe(state)
+        ended = (terminated | truncated).nonzero().squeeze(1)
+        if len(ended):
+            state.index_copy_(1, ended, self.start(len(ended)))
+            self.age.index_fill_(0, ended, 0)
+            observation = self.observe(state)  # all of them: cheaper than to pick rows
+        self.state = state
+        return Transition(observation, reward, terminated, truncated, final)
+
+    def uniform(self, low: float, high: float, *shape: int) -> Tensor:
+        """fp64 numbers in [low, high) from the environment's own generator."""
+        drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64, device=self.device)
+        return drawn.mul_(high - low).add_(low)
+
+    def close(self) -> None:  # noqa: B027 - there is nothing to free, and a subclass need not say so
+        """Frees what it holds: nothing."""
+
+
+def make(name: str, n: int, *, device: str = "cpu") -> Environment:
+    """`n` copies of an environment by its gymnasium name: our own dynamics where there are some, else gymnasium's.
+
+    Raises:
+        ConfigError: nobody knows the name, or its spaces are of a kind that no agent here can use.
+    """
+    from whorl.agents.classic import BATCHED
+
+    if name in BATCHED:
+        return BATCHED[name](n, device=device)
+    from whorl.agents.gymnasium import GymnasiumEnvironment
+
+    return GymnasiumEnvironment(name, n)

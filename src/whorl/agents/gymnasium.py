@@ -1,0 +1,102 @@
+"""Any gymnasium environment, through its vector interface, as an `Environment`.
+
+gymnasium keeps the copies in this process and steps them one after another: forking pays only where one step costs more
+than about a millisecond. Copies that ended are reset within the same step, as ours are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl.agents.environments import Transition
+from whorl.errors import ConfigError
+
+
+class GymnasiumEnvironment:
+    """`n` copies of the gymnasium environment `name`. Observations: Box spaces as they are, Discrete ones one-hot.
+
+    Raises:
+        ConfigError: gymnasium is missing or does not know the name, or a space is neither Box nor Discrete.
+    """
+
+    def __init__(self, name: str, n: int, **settings: Any) -> None:
+        try:
+            import gymnasium
+            from gymnasium.vector import AutoresetMode
+        except ImportError as error:
+            raise ConfigError(
+                f"the environment {name!r} is gymnasium's, which is not installed",
+                do="pip install 'whorl[rl]'",
+            ) from error
+        try:
+            self.copies = gymnasium.make_vec(
+                name,
+                n,
+                vectorization_mode="sync",
+                vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
+                **settings,
+            )
+        except gymnasium.error.Error as error:
+            raise ConfigError(
+                f"there is no environment {name!r}: {error}", do="see `whorl rl list`"
+            ) from error
+        self.n, self.name = n, name
+        observation, action = self.copies.single_observation_space, self.copies.single_action_space
+        self.one_hot: Tensor | None = None
+        if isinstance(observation, gymnasium.spaces.Discrete):
+            self.first_observation = int(observation.start)
+            self.one_hot = torch.eye(int(observation.n))
+            self.observation_shape: tuple[int, ...] = (int(observation.n),)
+        elif isinstance(observation, gymnasium.spaces.Box):
+            self.observation_shape = observation.shape
+        else:
+            raise self._unsupported("observes", observation)
+        self.n_actions: int | None = None
+        self.action_size, self.action_low, self.action_high = 1, 0.0, 0.0
+        if isinstance(action, gymnasium.spaces.Discrete):
+            self.n_actions, self.first_action = int(action.n), int(action.start)
+        elif isinstance(action, gymnasium.spaces.Box) and len(action.shape) == 1:
+            self.action_size = action.shape[0]
+            self.action_low, self.action_high = float(action.low.min()), float(action.high.max())
+        else:
+            raise self._unsupported("takes", action)
+
+    def _unsupported(self, does: str, space: Any) -> ConfigError:
+        self.copies.close()
+        return ConfigError(
+            f"the environment {self.name!r} {does} {space}",
+            expected="a Box or Discrete space (actions: a Box of one dimension)",
+            do="wrap it, as with gymnasium.wrappers.FlattenObservation",
+        )
+
+    def _observed(self, observation: Any) -> Tensor:
+        if self.one_hot is not None:
+            return self.one_hot[torch.as_tensor(observation) - self.first_observation]
+        return torch.as_tensor(np.asarray(observation, dtype=np.float32))
+
+    def reset(self, seed: int) -> Tensor:
+        return self._observed(self.copies.reset(seed=seed)[0])
+
+    def step(self, action: Tensor) -> Transition:
+        taken = action.numpy() + self.first_action if self.n_actions is not None else action.numpy()
+        seen, reward, terminated, truncated, info = self.copies.step(taken)
+        observation = self._observed(seen)
+        final = observation
+        if "final_obs" in info:
+            final = observation.clone()
+            for i in np.flatnonzero(info["_final_obs"]):
+                final[i] = self._observed(info["final_obs"][i])
+        return Transition(
+            observation,
+            torch.as_tensor(reward, dtype=torch.float32),
+            torch.as_tensor(terminated),
+            torch.as_tensor(truncated),
+            final,
+        )
+
+    def close(self) -> None:
+        self.copies.close()

@@ -1,0 +1,133 @@
+"""Our dynamics beside gymnasium's, step by step; ends of episodes; what an unknown or odd environment is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whorl.agents import BATCHED, make
+from whorl.agents.classic import GridWorld
+from whorl.errors import ConfigError
+
+gymnasium = pytest.importorskip("gymnasium")
+
+
+def actions(environment: Any, rng: np.random.Generator) -> torch.Tensor:
+    if environment.n_actions is None:
+        return torch.from_numpy(rng.uniform(-2.5, 2.5, (environment.n, 1)).astype(np.float32))
+    return torch.from_numpy(rng.integers(0, environment.n_actions, environment.n))
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0"])
+def test_trajectories_are_gymnasiums(name: str) -> None:
+    n, rng = 5, np.random.default_rng(0)
+    ours = make(name, n)
+    observation = ours.reset(seed=3)
+    theirs = [gymnasium.make(name) for _ in range(n)]
+    for i, single in enumerate(theirs):
+        single.reset(seed=i)
+        single.unwrapped.state = ours.state[:, i].numpy().copy()
+    episodes = 0
+    for _ in range(520):
+        action = actions(ours, rng)
+        found = ours.step(action)
+        for i, single in enumerate(theirs):
+            taken = int(action[i]) if ours.n_actions is not None else action[i].numpy()
+            seen, reward, terminated, truncated, _ = single.step(taken)
+            assert np.allclose(found.final_observation[i].numpy(), seen, rtol=1e-5, atol=1e-6)
+            assert float(found.reward[i]) == pytest.approx(float(reward), rel=1e-5)
+            assert (bool(found.terminated[i]), bool(found.truncated[i])) == (terminated, truncated)
+            if terminated or truncated:
+                episodes += 1
+                single.reset()
+                single.unwrapped.state = ours.state[:, i].numpy().copy()
+            else:
+                assert torch.equal(found.observation[i], found.final_observation[i])
+                # Rounding differs in the last bit and some of these systems are chaotic: each step is compared.
+                single.unwrapped.state = ours.state[:, i].numpy().copy()
+        observation = found.observation
+    assert episodes >= 5 and torch.equal(observation, ours.observe(ours.state))
+
+
+def test_the_grid_is_gymnasiums_frozen_lake() -> None:
+    ours = GridWorld(4, slip=0.0)
+    ours.reset(seed=0)
+    theirs = [gymnasium.make("FrozenLake-v1", is_slippery=False) for _ in range(4)]
+    for single in theirs:
+        single.reset()
+    rng, goals = np.random.default_rng(1), 0
+    for _ in range(2000):
+        action = actions(ours, rng)
+        found = ours.step(action)
+        for i, single in enumerate(theirs):
+            seen, reward, terminated, truncated, _ = single.step(int(action[i]))
+            assert int(found.final_observation[i].argmax()) == seen
+            assert (float(found.reward[i]), bool(found.terminated[i])) == (reward, terminated)
+            assert bool(found.truncated[i]) == truncated
+            goals += int(reward)
+            if terminated or truncated:
+                single.reset()
+    assert goals > 0
+
+
+def test_the_grid_slips_as_often_as_it_says() -> None:
+    world = GridWorld(30_000, rows=("FFF", "FSF", "FFF"), slip=0.25)
+    world.reset(seed=0)
+    found = world.step(torch.full((30_000,), 2))  # wants right (cell 5), may slip to down (7) or up (1)
+    shares = found.observation.mean(dim=0)
+    assert torch.allclose(shares[[5, 1, 7]], torch.tensor([0.5, 0.25, 0.25]), atol=0.01)
+
+
+@pytest.mark.parametrize("name", list(BATCHED))
+def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
+    def run(seed: int) -> tuple[list[torch.Tensor], int]:
+        environment, rng = make(name, 64), np.random.default_rng(0)
+        seen, ends = [environment.reset(seed)], 0
+        for _ in range(environment.horizon + 1):
+            found = environment.step(actions(environment, rng))
+            ended = found.terminated | found.truncated
+            ends += int(ended.sum())
+            moved = (found.observation != found.final_observation).flatten(1).any(dim=1)
+            assert not moved[~ended].any()
+            if name != "FrozenLake-v1":  # there a walk may end where it began
+                assert moved[ended].all()
+            assert (environment.age[ended] == 0).all()
+            seen.append(found.observation)
+        return seen, ends
+
+    first, ends = run(7)
+    again, _ = run(7)
+    assert ends >= 64 and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    other, _ = run(8)
+    assert name == "FrozenLake-v1" or not torch.equal(first[0], other[0])
+
+
+def test_gymnasiums_own_come_through_its_vector_interface() -> None:
+    environment = make("MountainCarContinuous-v0", 3)
+    assert environment.observation_shape == (2,) and environment.n_actions is None
+    assert environment.reset(seed=0).shape == (3, 2)
+    for _ in range(999):
+        found = environment.step(torch.zeros(3, 1))
+    assert found.truncated.all() and not found.terminated.any()
+    assert (found.observation != found.final_observation).any(dim=1).all()
+    environment.close()
+    cliff = make("CliffWalking-v1", 2)
+    assert cliff.observation_shape == (48,) and cliff.n_actions == 4
+    assert cliff.reset(seed=0).sum() == 2
+    cliff.close()
+
+
+def test_odd_environments_are_refused_with_what_would_do() -> None:
+    with pytest.raises(ConfigError, match="no environment 'CartPool-v1'"):
+        make("CartPool-v1", 2)
+    with pytest.raises(ConfigError, match="Tuple"):
+        make("Blackjack-v1", 2)
+    with pytest.raises(ConfigError, match="at least 1"):
+        make("CartPole-v1", 0)
+    with pytest.raises(ConfigError, match="call reset"):
+        make("CartPole-v1", 2).step(torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="no grid world"):
+        GridWorld(1, rows=("SF", "F"))
