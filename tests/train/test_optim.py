@@ -7,9 +7,12 @@ import torch
 
 from whorl.models import Decoder
 from whorl.plan.cost import shape
-from whorl.train.learner import role, shares, turns
+from whorl.train.config import OptimConfig
+from whorl.train.learner import shares, turns
 from whorl.train.optim import AdamW, Muon, RowAdagrad, orthogonalise
+from whorl.train.pretrain import treatments
 from whorl.train.schedule import FLOOR, warmup_stable_decay
+from whorl.train.update import Update
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (16, 17), (24, 48)])
@@ -87,15 +90,16 @@ def test_muon_takes_turns_with_as_much_larger_steps() -> None:
 
 def test_turns_are_even_and_the_same_for_any_number_of_replicas() -> None:
     model = Decoder(shape(64, 3, 256), torch.Generator().manual_seed(0))
-    matrices = {n for n, p in model.named_parameters() if role(n, p) == "matrix"}
-    parts = turns(model, 2)
-    assert parts[0] | parts[1] == matrices and not parts[0] & parts[1]
-    weights = [sum(dict(model.named_parameters())[n].numel() for n in part) for part in parts]
+    shapes = {n: p.shape for n, p in model.named_parameters()}
+    update = Update(lambda part: None, treatments(model, OptimConfig()), matrix_every=2)  # type: ignore[arg-type, return-value]
+    parts = turns(update, shapes)
+    assert parts[0] | parts[1] == set(update.names("muon")) and not parts[0] & parts[1]
+    weights = [sum(shapes[n].numel() for n in part) for part in parts]
     assert max(weights) < 1.4 * min(weights)
     for size in (1, 2, 3):
-        owned = shares(model, size, 2)
+        owned = shares(update, shapes, size)
         assert sorted(n for mine in owned for n in mine) == sorted(
-            n for n, p in model.named_parameters() if role(n, p) != "memory"
+            update.names("muon") + update.names("adamw")
         )
 
 

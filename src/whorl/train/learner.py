@@ -1,6 +1,6 @@
-"""The learner: weights, gradients and optimiser state of one network, updated together by all replicas.
+"""The learner: weights, gradients and optimiser state of some networks, updated together by all replicas.
 
-One step, told once for 1 or N replicas:
+One step of an update, told once for 1 or N replicas:
 
     each:     total, count, gradients of the *summed* loss of its share of the batch   (`accumulate`, any number of times)
     exchange: the global count divides the gradients, once
@@ -9,20 +9,20 @@ One step, told once for 1 or N replicas:
     exchange: everybody sees the new weights
 
 So 1 x 8, 2 x 4 and 8 x 1 micro-batches and any number of replicas take the same step up to the rounding of sums (a test).
-Parameters are split by what their update costs; rows of n-gram tables by row number.
+Parameters are split by what their update costs; rows of look-up tables by row number.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from whorl.models import Decoder
 from whorl.objectives import Loss
-from whorl.train.config import OptimConfig
 from whorl.train.optim import POLAR_EXPRESS, AdamW, Muon, RowAdagrad
+from whorl.train.update import Average, Treatment, Update, check
 from whorl.train.world import World
 
 
@@ -41,61 +41,53 @@ class Shared:
     row_gradients: dict[str, Tensor]
 
     @classmethod
-    def of(cls, model: Decoder, replicas: int, tokens: int) -> Shared:
-        """Memory for `model`; `tokens` is the most that one replica sees in a step."""
+    def of(
+        cls, networks: nn.Module, treatments: Mapping[str, Treatment], replicas: int = 1, rows: int = 0
+    ) -> Shared:
+        """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step."""
 
         def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            tensor = torch.zeros(shape, dtype=dtype)
+            tensor = torch.zeros(shape, dtype=dtype, device=p.device)
             if replicas > 1:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
             return tensor
 
-        weights, gradients, ids, rows, state = {}, {}, {}, {}, {}
-        for name, p in model.named_parameters():
+        weights, gradients, ids, values, state = {}, {}, {}, {}, {}
+        for name, p in networks.named_parameters():
             weights[name] = shared(*p.shape)
             weights[name].copy_(p.detach())
-            kind = role(name, p)
-            if kind == "memory":
-                ids[name] = shared(replicas, tokens, dtype=torch.int64)
-                rows[name] = shared(replicas, tokens, p.shape[1])
+            if name not in treatments:  # a target, or frozen
+                continue
+            rule = treatments[name].rule
+            if rule == "rows":
+                ids[name] = shared(replicas, rows, dtype=torch.int64)
+                values[name] = shared(replicas, rows, p.shape[1])
                 state[f"{name}/square"] = shared(p.shape[0])
             else:
                 gradients[name] = shared(replicas, *p.shape)
-                for moment in ("momentum",) if kind == "matrix" else ("mean", "square"):
+                for moment in ("momentum",) if rule == "muon" else ("mean", "square"):
                     state[f"{name}/{moment}"] = shared(*p.shape)
-        return cls(weights, state, gradients, ids, rows)
+        return cls(weights, state, gradients, ids, values)
 
 
-def role(name: str, p: Tensor) -> str:
-    """Which optimiser a parameter belongs to: memory, matrix, embedding or scalar."""
-    if name.startswith("memory."):
-        return "memory"
-    if name in ("embedding", "head"):
-        return "embedding"
-    return "matrix" if name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1 else "scalar"
+def turns(update: Update, shapes: Mapping[str, torch.Size]) -> list[set[str]]:
+    """Muon's matrices in `matrix_every` turns of about the same cost; the same on any number of replicas."""
+    return _even([(n, _cost(shapes[n])) for n in update.names("muon")], update.matrix_every)
 
 
-def turns(model: Decoder, every: int) -> list[set[str]]:
-    """The matrices in `every` turns of about the same cost; the same on any number of replicas."""
-    matrices = [(n, p) for n, p in model.named_parameters() if role(n, p) == "matrix"]
-    return _even([(n, _cost(p)) for n, p in matrices], every)
-
-
-def shares(model: Decoder, size: int, every: int) -> list[set[str]]:
+def shares(update: Update, shapes: Mapping[str, torch.Size], size: int) -> list[set[str]]:
     """Names of the dense parameters that each rank updates: those of each turn, and the rest, evenly by their cost."""
-    named = dict(model.named_parameters())
-    rest = {n for n, p in named.items() if role(n, p) in ("embedding", "scalar")}
     owned = [set[str]() for _ in range(size)]
-    for names in (*turns(model, every), rest):
-        cost = [(n, _cost(named[n]) if n not in rest else float(named[n].numel())) for n in names]
+    costs = [[(n, _cost(shapes[n])) for n in turn] for turn in turns(update, shapes)]
+    for cost in (*costs, [(n, float(shapes[n].numel())) for n in update.names("adamw")]):
         for rank, mine in enumerate(_even(cost, size)):
             owned[rank] |= mine
     return owned
 
 
-def _cost(p: Tensor) -> float:
+def _cost(shape: torch.Size) -> float:
     """FLOPs of orthogonalising a matrix."""
-    short, long = sorted(p.shape)
+    short, long = sorted(shape)
     return 2.0 * len(POLAR_EXPRESS) * short * short * (2 * long + short)
 
 
@@ -113,52 +105,111 @@ class Learner:
     """One replica's view of the learner.
 
     Args:
-        model: its parameters are re-bound to the shared weights.
-        shared: made once by rank 0 with `Shared.of`.
-        steps_done: updates taken before (a resumed run), for Adam's bias correction.
+        networks: their parameters are re-bound to the shared weights.
+        updates: taken in this order in every round.
+        shared: made once by rank 0 with `Shared.of`; by default made here, for a single replica.
+        averages: target networks.
+        steps_done: rounds taken before (a resumed run), for Adam's bias correction and Muon's turns.
+
+    Raises:
+        ConfigError: a parameter that does not exist, or is trained twice.
     """
 
     def __init__(
-        self, model: Decoder, config: OptimConfig, shared: Shared, world: World, steps_done: int = 0
+        self,
+        networks: nn.Module,
+        updates: Sequence[Update],
+        shared: Shared | None = None,
+        world: World | None = None,
+        *,
+        averages: Sequence[Average] = (),
+        dtype: torch.dtype = torch.float32,
+        steps_done: int = 0,
     ) -> None:
-        self.model, self.config, self.shared, self.world = model, config, shared, world
-        for name, p in model.named_parameters():
-            p.data = shared.weights[name]
-        self.owned = shares(model, world.size, config.matrix_every)[world.rank]
-        named = [(n, p.data) for n, p in model.named_parameters()]
-        mine = [(n, p) for n, p in named if n in self.owned]
-        self.sparse = [(n, p) for n, p in named if role(n, p) == "memory"]
+        check(networks, list(updates), list(averages))
+        treatments = {n: t for update in updates for n, t in update.treatments.items()}
+        self.networks, self.world = networks, world or World()
+        self.shared = shared or Shared.of(networks, treatments)
+        self.rounds = steps_done
+        for name, p in networks.named_parameters():
+            p.data = self.shared.weights[name]
+        self.parameters = dict(networks.named_parameters())
+        self.updates = [_Taken(update, self, dtype, steps_done) for update in updates]
+        self.averages = [
+            (name, average.source + name[len(average.target) :], average.decay)
+            for average in averages
+            for name in self.parameters
+            if name.startswith(average.target)
+        ]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The newest weights by name: the shared tensors themselves."""
+        return self.shared.weights
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """After all updates of a round: target networks follow."""
+        if self.averages:
+            if self.world.rank == 0:
+                for target, source, decay in self.averages:
+                    self.shared.weights[target].lerp_(self.shared.weights[source], 1 - decay)
+            self.world.exchange()
+        self.rounds += 1
+
+
+class _Taken:
+    """An `Update` at work: its optimisers over this rank's share, and what has been accumulated for its next step."""
+
+    def __init__(self, update: Update, learner: Learner, dtype: torch.dtype, steps_done: int) -> None:
+        self.update, self.objective, self.every = update, update.objective, update.every
+        self.shared, self.world = learner.shared, learner.world
+        self.named = {n: learner.parameters[n] for n in update.treatments}
+        self.strangers = [p for n, p in learner.parameters.items() if n not in self.named]
+        shapes = {n: p.shape for n, p in self.named.items()}
+        self.owned = shares(update, shapes, self.world.size)[self.world.rank]
+        data = {n: p.data for n, p in self.named.items()}
+        self.sparse = [(n, data[n]) for n in update.names("rows")]
 
         def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
-            return shared.state[name]
+            return self.shared.state[name]
+
+        def rate(rule: str) -> float:
+            found = {t.rate for t in update.treatments.values() if t.rule == rule}
+            return found.pop() if len(found) == 1 else 0.0
 
         self.muon = Muon(
-            [[(n, p) for n, p in mine if n in turn] for turn in turns(model, config.matrix_every)],
-            config.matrix_rate,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            dtype=model.dtype,
+            [[(n, data[n]) for n in data if n in turn and n in self.owned] for turn in turns(update, shapes)],
+            rate("muon"),
+            momentum=update.momentum,
+            weight_decay=update.weight_decay,
+            dtype=dtype,
             allocate=allocate,
         )
-        rest = [(n, p) for n, p in mine if role(n, p) != "matrix"]
-        rates = {
-            n: config.embedding_rate if role(n, p) == "embedding" else config.scalar_rate for n, p in rest
-        }
-        self.adamw = AdamW(rest, rates, allocate=allocate)
-        self.adamw.steps = self.muon.steps = steps_done
-        self.rows = RowAdagrad(self.sparse, config.memory_rate, allocate=allocate)
+        rest = [(n, data[n]) for n in update.names("adamw") if n in self.owned]
+        rates = {n: update.treatments[n].rate for n, _ in rest}
+        self.adamw = AdamW(
+            rest,
+            rates,
+            betas=update.betas,
+            eps=update.eps,
+            weight_decay=update.weight_decay,
+            allocate=allocate,
+        )
+        self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)
+        self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
         self._start()
 
     def _start(self) -> None:
         """Forgets the gradients: the next ones overwrite them."""
         self.empty = True
-        self.totals = [0.0, 0.0, 0.0]  # loss, count, nll
+        self.totals: dict[str, float] = {}
         self.filled = {name: 0 for name, _ in self.sparse}
 
     def accumulate(self, loss: Loss) -> None:
         """Adds the gradients of a micro-batch's summed loss."""
         loss.total.backward()  # type: ignore[no-untyped-call]
-        for name, p in self.model.named_parameters():
+        for name, p in self.named.items():
             gradient, p.grad = p.grad, None
             if name in self.shared.gradients:
                 mine = self.shared.gradients[name][self.world.rank]
@@ -172,34 +223,40 @@ class Learner:
                 self.shared.row_ids[name][self.world.rank, begin:end] = rows
                 self.shared.row_gradients[name][self.world.rank, begin:end] = values
                 self.filled[name] = end
+        for p in self.strangers:
+            p.grad = None
         self.empty = False
-        for place, value in enumerate((loss.total, loss.count, loss.metrics["nll"])):
-            self.totals[place] += float(value.detach())
+        for key, value in (("loss", loss.total), ("count", loss.count), *loss.metrics.items()):
+            self.totals[key] = self.totals.get(key, 0.0) + float(value.detach())
 
     @torch.no_grad()
     def step(self, factor: float) -> dict[str, float]:
         """The update from all that was accumulated, on every replica together.
 
         Returns:
-            loss and nll (nats a token, the mean over the global batch), count, gradient_norm (before clipping).
+            loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping).
         """
         filled = float(max(self.filled.values(), default=0))
-        everybody = self.world.exchange(*self.totals, filled)
-        loss, count, nll = (sum(column) for column in list(zip(*everybody, strict=True))[:3])
-        divisor = max(count, 1.0)
-        gradients = {name: self.shared.gradients[name].sum(dim=0) for name in sorted(self.owned)}
+        everybody = self.world.exchange(*self.totals.values(), filled)
+        sums = dict(zip(self.totals, (sum(column) for column in zip(*everybody, strict=True)), strict=False))
+        divisor = max(sums["count"], 1.0)
+        if self.world.size == 1:
+            gradients = {name: self.shared.gradients[name][0] for name in sorted(self.owned)}
+        else:
+            gradients = {name: self.shared.gradients[name].sum(dim=0) for name in sorted(self.owned)}
         dense = list(gradients.values())
-        square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense))
+        square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         norm = self.world.total(square)[0] ** 0.5 / divisor
-        torch._foreach_mul_(dense, min(1.0, self.config.clip_norm / max(norm, 1e-30)) / divisor)
+        torch._foreach_mul_(dense, min(1.0, self.update.clip_norm / max(norm, 1e-30)) / divisor)
         self.muon.step(gradients, factor)
         self.adamw.step(gradients, factor)
-        sizes = [int(each[3]) for each in everybody]
+        sizes = [int(each[-1]) for each in everybody]
         for name, table in self.sparse:
             self._step_rows(name, table, sizes, divisor, factor)
         self._start()
         self.world.exchange()
-        return {"loss": loss / divisor, "nll": nll / divisor, "count": count, "gradient_norm": norm}
+        means = {k: v / divisor for k, v in sums.items() if k != "count"}
+        return {**means, "count": sums["count"], "gradient_norm": norm}
 
     def _step_rows(self, name: str, table: Tensor, sizes: list[int], divisor: float, factor: float) -> None:
         ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(sizes)])

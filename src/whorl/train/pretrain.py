@@ -1,4 +1,4 @@
-"""The pretraining loop: batches in, updates out, and a look at held-out text on the way.
+"""Pretraining: the loop of `loop.py` over batches of text, with a look at held-out text on the way.
 
 Everything that decides the weights is in `Job` and in the step number: the data order, the learning rates, the seed. No
 clock, no measured speed. So a run that was killed and continued ends with the same bits as one that was not, and
@@ -27,13 +27,15 @@ from whorl.errors import BudgetError, CheckpointError
 from whorl.models import Decoder, DecoderConfig
 from whorl.objectives import Loss, next_token
 from whorl.runs.seeds import generator
-from whorl.slots import Drain
+from whorl.slots import Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.train import checkpoint
 from whorl.train.config import OptimConfig
 from whorl.train.learner import Learner, Shared
+from whorl.train.loop import Clock, learn
 from whorl.train.schedule import warmup_stable_decay
+from whorl.train.update import Part, Treatment, Update
 from whorl.train.world import World, start_replicas
 
 HELD_OUT_ROWS = 16
@@ -105,7 +107,7 @@ def pretrain(
             expected="a multiple of the replicas",
         )
     model = build_model(job)
-    shared = Shared.of(model, job.replicas, job.batch_rows // job.replicas * job.length)
+    shared = shared_of(model, job)
     found = checkpoint.newest(scratch, say)
     first = 0
     if found is not None:
@@ -146,11 +148,26 @@ def _train(
     """What every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    learner = Learner(model, job.optim, shared, world, steps_done=first)
-    objective = LossOf(model, job)
+    learner = learner_of(model, job, shared, world, steps_done=first)
     held_out = HeldOut(job, world)
     every = max(1, math.ceil(job.steps / job.evaluations))
     window = _Window()
+
+    def factor(step: int) -> float:
+        return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
+
+    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+        window.add(metrics, clock.take())
+        if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
+            rate = factor(done - 1) * job.optim.matrix_rate
+            observer.on_step(done, {**window.close(), "learning_rate": rate})
+        if done % every == 0 or done == job.steps:
+            figures = held_out(model, world)
+            if observer is not None:
+                observer.on_evaluation(done, figures, model)
+        if saver is not None:
+            saver(done)
+
     with open_batches(
         Path(job.tokens),
         "train",
@@ -162,31 +179,56 @@ def _train(
         rank=world.rank,
         world=world.size,
     ) as batches:
-        for step in range(first, last):
-            began = time.perf_counter()
-            parts = _share(batches, job)
-            window.waited += time.perf_counter() - began
-            for part in parts:
-                learner.accumulate(objective(part))
-            factor = warmup_stable_decay(step, job.steps, job.warmup, job.decay)
-            window.add(learner.step(factor), time.perf_counter() - began)
-            done = step + 1
-            if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
-                observer.on_step(done, {**window.close(), "learning_rate": factor * job.optim.matrix_rate})
-            if done % every == 0 or done == job.steps:
-                figures = held_out(model, world)
-                if observer is not None:
-                    observer.on_evaluation(done, figures, model)
-            if saver is not None:
-                saver(done)
+        learn(
+            learner,
+            batches,
+            lambda slot: [_share(slot, job)],
+            first=first,
+            last=last,
+            factor=factor,
+            after=after,
+        )
 
 
-Part = dict[str, Tensor]
+def shared_of(model: Decoder, job: Job) -> Shared:
+    """The memory that all replicas of `job` see."""
+    rows = job.batch_rows // job.replicas * job.length
+    return Shared.of(model, treatments(model, job.optim), job.replicas, rows)
 
 
-def _share(batches: Drain[TokenBatch], job: Job) -> list[Part]:
-    """This replica's rows of the next batch, cut into micro-batches, copied out of the slot."""
-    slot = next(batches)
+def learner_of(model: Decoder, job: Job, shared: Shared, world: World, steps_done: int = 0) -> Learner:
+    """The learner of a language model: one update, next-token prediction."""
+    optim = job.optim
+    update = Update(
+        LossOf(model, job),
+        treatments(model, optim),
+        clip_norm=optim.clip_norm,
+        momentum=optim.momentum,
+        matrix_every=optim.matrix_every,
+        weight_decay=optim.weight_decay,
+        betas=(0.8, 0.95),
+        eps=1e-10,
+    )
+    return Learner(model, [update], shared, world, dtype=model.dtype, steps_done=steps_done)
+
+
+def treatments(model: Decoder, optim: OptimConfig) -> dict[str, Treatment]:
+    """Muon for the matrices of the blocks, sparse rows for n-gram tables, AdamW for the rest."""
+    found = {}
+    for name, p in model.named_parameters():
+        if name.startswith("memory."):
+            found[name] = Treatment("rows", optim.memory_rate)
+        elif name in ("embedding", "head"):
+            found[name] = Treatment("adamw", optim.embedding_rate)
+        elif name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1:
+            found[name] = Treatment("muon", optim.matrix_rate)
+        else:
+            found[name] = Treatment("adamw", optim.scalar_rate)
+    return found
+
+
+def _share(slot: Slot[TokenBatch], job: Job) -> list[Part]:
+    """This replica's rows of a batch, cut into micro-batches, copied out of the slot."""
     names = PLAIN if bool(slot.data.plain) else (*PLAIN, "segment_ids", "positions")
     views = slot.tensors()
     tensors = {name: views[name].to(job.device, copy=True) for name in names}
@@ -274,7 +316,6 @@ class _Window:
     """Figures since the last report: means weighted by tokens, and where the time went."""
 
     def __init__(self) -> None:
-        self.waited = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -282,12 +323,13 @@ class _Window:
         self.tokens = self.seconds = self.waited = 0.0
         self.steps = 0
 
-    def add(self, metrics: dict[str, float], seconds: float) -> None:
+    def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         for name in ("loss", "nll"):
             self.sums[name] = self.sums.get(name, 0.0) + metrics[name] * metrics["count"]
         self.sums["norm"] = self.sums.get("norm", 0.0) + metrics["gradient_norm"]
         self.tokens += metrics["count"]
-        self.seconds += seconds
+        self.seconds += sum(seconds.values())
+        self.waited += seconds["wait"]
         self.steps += 1
 
     def close(self) -> dict[str, float]:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from whorl.runs.seeds import generator
-from whorl.train.learner import Learner, Shared
-from whorl.train.pretrain import Job, LossOf, Part, build_model
+from whorl.train.learner import Shared
+from whorl.train.pretrain import Job, build_model, learner_of, shared_of
+from whorl.train.update import Part
 from whorl.train.world import World, start_replicas
 
 WARMUP_STEPS = 3
@@ -29,8 +30,7 @@ class StepTiming:
 def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
     """Times steps of `job` for about `seconds` after the first few."""
     began = time.perf_counter()
-    model = build_model(job)
-    shared = Shared.of(model, job.replicas, job.batch_rows // job.replicas * job.length)
+    shared = shared_of(build_model(job), job)
     world = start_replicas(job.replicas, _replica, job, shared, seconds)
     try:
         times, startup = _timed(world, job, shared, seconds)
@@ -48,20 +48,19 @@ def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
     try:
-        model = build_model(job)
-        learner, objective = Learner(model, job.optim, shared, world), LossOf(model, job)
+        (update,) = learner_of(build_model(job), job, shared, world).updates
         rows = job.batch_rows // job.replicas
         part = random_part(job, rows)
         for _ in range(WARMUP_STEPS):
-            learner.accumulate(objective(part))
-            learner.step(1e-3)
+            update.accumulate(update.objective(part))
+            update.step(1e-3)
         started = time.perf_counter()
         times: list[float] = []
         # Rank 0 decides when to stop; its word travels with the exchange, so that all stop at the same step.
         while world.exchange(time.perf_counter() - started)[0][0] < seconds or len(times) < 3:
             begin = time.perf_counter()
-            learner.accumulate(objective(part))
-            learner.step(1e-3)
+            update.accumulate(update.objective(part))
+            update.step(1e-3)
             times.append(time.perf_counter() - begin)
         return times, started
     finally:

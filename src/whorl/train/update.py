@@ -1,0 +1,102 @@
+"""An update: what is learnt (an objective), by which parameters, how (an optimiser for each), and how often.
+
+A learner is networks plus an ordered list of these. One update is a language model or PPO; two are a GAN; three, SAC. No two
+updates train the same parameter: what a backward leaves on parameters of another update is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+from whorl.objectives import Loss
+
+Part = Mapping[str, Tensor]  # a micro-batch: tensors by field name
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How one parameter is optimised: "muon" (matrices), "adamw", or "rows" (look-up tables with sparse gradients)."""
+
+    rule: Literal["muon", "adamw", "rows"]
+    rate: float  # peak learning rate
+
+
+@dataclass(frozen=True)
+class Update:
+    """One line of a learner.
+
+    objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
+    every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
+    momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both.
+    """
+
+    objective: Callable[[Part], Loss]
+    treatments: Mapping[str, Treatment]
+    every: int = 1
+    clip_norm: float = 1.0
+    momentum: float = 0.95
+    matrix_every: int = 1
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def names(self, rule: str) -> list[str]:
+        """Its parameters under one rule."""
+        return [name for name, t in self.treatments.items() if t.rule == rule]
+
+
+@dataclass(frozen=True)
+class Average:
+    """Target networks: after every round the parameters under `target` move towards those under `source`,
+    target += (1 - decay) (source - target) (Polyak averaging, as in Lillicrap et al. 2016, arXiv:1509.02971)."""
+
+    target: str
+    source: str
+    decay: float
+
+
+def all_adamw(networks: nn.Module, rate: float, prefix: str = "") -> dict[str, Treatment]:
+    """Every parameter whose name begins with `prefix`, under AdamW at one rate."""
+    return {n: Treatment("adamw", rate) for n, _ in networks.named_parameters() if n.startswith(prefix)}
+
+
+def check(networks: nn.Module, updates: list[Update], averages: list[Average]) -> None:
+    """That every name exists, and that nothing is trained twice.
+
+    Raises:
+        ConfigError: it does not, or is.
+    """
+    known = dict(networks.named_parameters())
+    taken: dict[str, int] = {}
+    for number, update in enumerate(updates):
+        if update.every < 1:
+            raise ConfigError(f"update {number} is taken every {update.every} rounds", expected="at least 1")
+        for rule in ("muon", "rows"):
+            if len({update.treatments[name].rate for name in update.names(rule)}) > 1:
+                raise ConfigError(f"update {number} has several rates under {rule!r}", expected="one")
+        for name in update.treatments:
+            if name not in known:
+                raise ConfigError(
+                    f"update {number} trains {name!r}", expected=f"one of {sorted(known)[:8]} ..."
+                )
+            if name in taken:
+                raise ConfigError(
+                    f"{name!r} is trained by the updates {taken[name]} and {number}",
+                    expected="one update a parameter",
+                )
+            taken[name] = number
+    for average in averages:
+        for name in known:
+            if name.startswith(average.target):
+                source = average.source + name[len(average.target) :]
+                if source not in known or known[source].shape != known[name].shape:
+                    raise ConfigError(f"the target {name!r} has no source {source!r} of its shape")
+                if name in taken:
+                    raise ConfigError(
+                        f"{name!r} is a target and trained by update {taken[name]}", do="freeze it"
+                    )
