@@ -40,3 +40,22 @@ class WrongShape(Draws):
     def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
         slot.data.values[:] = np.zeros(len(slot.data.values) + 1)
         return 0
+
+
+@dataclass
+class Acts:
+    """Writes what the network it acts with says: 1 number, equal to the version of its weights by construction."""
+
+    pause: float = 0.0
+
+    def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
+        import torch
+
+        if not hasattr(self, "net"):
+            self.net = torch.nn.Linear(300, 300)
+        weights.into(self.net)
+        both = torch.cat([self.net.weight.flatten(), self.net.bias]).detach()
+        time.sleep(self.pause)
+        slot.data.values[:] = float(both[0])
+        slot.data.label[...] = int((both == both[0]).all())  # 0 if it ever saw half of an update
+        return 1

@@ -79,3 +79,12 @@ def test_what_cannot_be_a_slot_is_refused_by_name(record: type, sizes: dict[str,
 def test_a_ring_without_slots_is_refused() -> None:
     with pytest.raises(ConfigError, match="0 slots"):
         SlotRing(Spec.from_dataclass(Mixed, B=1, T=1), 0)
+
+
+def test_a_spec_without_fields_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Nothing:
+        pass
+
+    with pytest.raises(ConfigError, match="Nothing has no fields"):
+        Spec.from_dataclass(Nothing)

@@ -5,10 +5,11 @@ A producer is an object with one method,
     def fill(self, slot, weights, rng) -> int
 
 which writes into `slot.data` and returns how much of it is in use. What it writes may depend on
-`slot.sequence` (the record's place in the order of all records), on the weights, and on `rng`, a generator
-made anew for each record from the seed, the producer's number and the sequence number. So a record does not
-depend on which came before it or on when it was asked for, and `SerialProducer` (fills when the record is
-wanted) and `ProducerProcess` (fills ahead) give the same bits.
+`slot.sequence` (the record's place in the order of all records), on `rng`, a generator made anew for each
+record from the seed, the producer's number and the sequence number, and, where it acts with a network, on the
+weights (`weights.into(module)` loads the board's newest; None without a board). So what takes no weights does
+not depend on when it was asked for, and `SerialProducer` (fills when the record is wanted) and
+`ProducerProcess` (fills ahead) give the same bits.
 
 The process is started as a fresh interpreter, not forked (a fork copies the locks of torch's threads, held
 by threads that the copy does not have) and not through `multiprocessing` (which would import the caller's
@@ -39,6 +40,7 @@ from typing import Any, Protocol
 
 from whorl.errors import ProducerError
 from whorl.runs import seeds
+from whorl.slots.board import Board, Weights
 from whorl.slots.ring import Slot, SlotRing, State
 
 _ASK = struct.Struct("<qq")  # slot, sequence
@@ -58,8 +60,17 @@ class Producer(Protocol):
 class SerialProducer:
     """A producer in lockstep with its reader: a record is made at the moment it is received."""
 
-    def __init__(self, ring: SlotRing[Any], producer: Producer, *, seed: int = 0, number: int = 0) -> None:
-        self.ring, self.producer, self.seed, self.number = ring, producer, seed, number
+    def __init__(
+        self,
+        ring: SlotRing[Any],
+        producer: Producer,
+        *,
+        seed: int = 0,
+        number: int = 0,
+        board: Board | None = None,
+    ) -> None:
+        self.ring, self.number = ring, number
+        self._work = _Work(ring, producer, seed, number, board)
         self._asked: deque[tuple[int, int]] = deque()
 
     def ask(self, slot: int, sequence: int) -> None:
@@ -69,8 +80,12 @@ class SerialProducer:
     def receive(self) -> int:
         """Number of the slot with the record asked for longest ago."""
         slot, sequence = self._asked.popleft()
-        _fill(self.ring, slot, sequence, self.producer, self.seed, self.number)
+        self._work.fill(slot, sequence)
         return slot
+
+    def ready(self) -> bool:
+        """Whether `receive` would return without waiting for anybody else."""
+        return bool(self._asked)
 
     def close(self) -> None:
         self._asked.clear()
@@ -83,6 +98,7 @@ class ProducerProcess:
         producer: must pickle, and come from a module that can be imported (not from a script).
         seed: with `number`, what its generators are derived from.
         number: which producer this is, where there are several.
+        board: where it finds the weights that it acts with.
         timeout: seconds that a record may take before the producer counts as hung.
     """
 
@@ -93,19 +109,30 @@ class ProducerProcess:
         *,
         seed: int = 0,
         number: int = 0,
+        board: Board | None = None,
         timeout: float = 300.0,
     ) -> None:
-        self.number, self.timeout, self.name = number, timeout, type(producer).__name__
+        self.ring, self.number, self.timeout, self.name = ring, number, timeout, type(producer).__name__
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=(theirs.fileno(), ring.fd),
+                pass_fds=(theirs.fileno(), ring.fd, *([board.fd] if board else [])),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **dict.fromkeys(_THREAD_COUNTS, "1")},
             )
-        work = pickle.dumps((ring.spec, len(ring), ring.poison, ring.fd, producer, seed, number))
+        weights = (board.layout, board.fd) if board else None
+        work = pickle.dumps((ring.spec, len(ring), ring.poison, ring.fd, producer, seed, number, weights))
         self._send(pickle.dumps((sys.path, work)))
+
+    @property
+    def connection(self) -> Connection:
+        """Readable when `receive` would not wait."""
+        return self._connection
+
+    def ready(self) -> bool:
+        """Whether `receive` would return without waiting."""
+        return self._connection.poll(0)
 
     @property
     def pid(self) -> int:
@@ -129,7 +156,8 @@ class ProducerProcess:
             if not self._connection.poll(self.timeout):
                 self._process.kill()
                 raise ProducerError(
-                    f"producer {self.number} ({self.name}) wrote nothing for {self.timeout:g} s and was ended",
+                    f"producer {self.number} ({self.name}) wrote nothing for {self.timeout:g} s and was ended"
+                    f"{self._last_slot()}",
                     do="look for what it waits for, or raise its timeout",
                 )
             answer = self._connection.recv_bytes()
@@ -138,7 +166,7 @@ class ProducerProcess:
         slot: int = _DONE.unpack_from(answer)[0]
         if slot == _FAILED:
             told = answer[_DONE.size :].decode(errors="replace")
-            raise ProducerError(f"producer {self.number} ({self.name}) raised:\n{told}")
+            raise ProducerError(f"producer {self.number} ({self.name}) raised{self._last_slot()}:\n{told}")
         return slot
 
     def close(self) -> None:
@@ -159,6 +187,12 @@ class ProducerProcess:
                 self.receive()
             raise self._death() from None
 
+    def _last_slot(self) -> str:
+        """Where it was: the slot that it left half written, if there is one."""
+        mine = (s for s in self.ring.slots if s.state == State.WRITING and s.producer == self.number)
+        slot = next(mine, None)
+        return "" if slot is None else f" in slot {slot.index}, record {slot.sequence}"
+
     def _death(self) -> ProducerError:
         code = self._process.wait()
         how = (
@@ -167,27 +201,43 @@ class ProducerProcess:
             else f"ended with exit code {code}"
         )
         return ProducerError(
-            f"producer {self.number} ({self.name}, process {self.pid}) {how}",
+            f"producer {self.number} ({self.name}, process {self.pid}) {how}{self._last_slot()}",
             expected="it to run as long as its reader",
             do="if nobody killed it, see whether the machine ran out of memory; the same command continues",
         )
 
 
-def _fill(ring: SlotRing[Any], index: int, sequence: int, producer: Producer, seed: int, number: int) -> None:
-    """Make one record: the whole of what a producer does, wherever it runs."""
-    slot = ring.slots[index]
-    own_seed = seeds.derive(seed, "producer", number, sequence)
-    slot.step(
-        State.FREE,
-        State.WRITING,
-        producer=number,
-        sequence=sequence,
-        seed=own_seed,
-        policy_version=0,
-        length=0,
-    )
-    length = producer.fill(slot, None, seeds.numpy_rng(own_seed))
-    slot.step(State.WRITING, State.READY, length=length)
+class _Work:
+    """What a producer does, wherever it runs: one record after another."""
+
+    def __init__(
+        self, ring: SlotRing[Any], producer: Producer, seed: int, number: int, board: Board | None
+    ) -> None:
+        self.ring, self.producer, self.seed, self.number = ring, producer, seed, number
+        self.weights = Weights(board) if board else None
+        self.free_since = time.monotonic_ns()
+
+    def fill(self, index: int, sequence: int) -> None:
+        """Make record `sequence` in slot `index`."""
+        slot = self.ring.slots[index]
+        own_seed = seeds.derive(self.seed, "producer", self.number, sequence)
+        began = time.monotonic_ns()
+        slot.step(
+            State.FREE,
+            State.WRITING,
+            producer=self.number,
+            sequence=sequence,
+            seed=own_seed,
+            policy_version=0,
+            length=0,
+            idle=began - self.free_since,
+        )
+        length = self.producer.fill(slot, self.weights, seeds.numpy_rng(own_seed))
+        self.free_since = time.monotonic_ns()
+        version = self.weights.version if self.weights else 0
+        slot.step(
+            State.WRITING, State.READY, length=length, policy_version=version, busy=self.free_since - began
+        )
 
 
 _CHILD = "from whorl.slots.producers import _child; _child()"
@@ -204,11 +254,13 @@ def _child() -> None:
     try:
         path, work = pickle.loads(connection.recv_bytes())
         sys.path[:] = path
-        spec, n_slots, poison, fd, producer, seed, number = pickle.loads(work)
+        spec, n_slots, poison, fd, producer, seed, number, weights = pickle.loads(work)
         ring: SlotRing[Any] = SlotRing(spec, n_slots, poison=poison, fd=fd)
+        board = Board(weights[0], fd=weights[1]) if weights else None
+        working = _Work(ring, producer, seed, number, board)
         while True:
             slot, sequence = _ASK.unpack(connection.recv_bytes())
-            _fill(ring, slot, sequence, producer, seed, number)
+            working.fill(slot, sequence)
             connection.send_bytes(_DONE.pack(slot))
     except (EOFError, ConnectionError):
         os._exit(0)  # the parent closed its end, or is gone

@@ -1,21 +1,62 @@
-"""Readers: how records leave the ring. `Drain` reads each once, in order: what a language model trains on.
+"""Readers: how records leave the ring. `Drain` reads each once: what a language model and on-policy agents learn from.
 
-Records are numbered 0, 1, 2, ...; with P producers record s is producer s mod P's, and each producer owns
-every P-th slot. So the order does not depend on who is faster, and one run equals the next. A slot is
-handed out as it lies in shared memory and goes back to its producer when the next one is asked for: whoever
-wants to keep a record copies it.
+Records are numbered 0, 1, 2, ...; with P producers record s is producer s mod P's, and each producer owns every
+P-th slot. By default they are read in that order, so the order does not depend on who is faster, and one run equals
+the next. With `order="ready"` whoever is ready first is read first: what asynchronous actors want, whose records
+differ in how long they take.
+
+A slot is handed out as it lies in shared memory and goes back to its producer when the next one is asked for:
+whoever wants to keep a record copies it. A producer whose slots are all waiting to be read waits too
+(back-pressure), so what is read is at most so many records old; `max_lag` bounds it in versions of the weights.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from types import TracebackType
-from typing import Generic
+from typing import Generic, Literal
 
 from whorl.errors import ConfigError
+from whorl.slots.board import Board
 from whorl.slots.producers import ProducerProcess, SerialProducer
 from whorl.slots.ring import Slot, SlotRing, State
 from whorl.slots.spec import Record
+
+
+@dataclass
+class Figures:
+    """Where time went, and how old what was read was, since the last `take`.
+
+    idle, busy: seconds, of all producers together, without anything to do (back-pressure) and filling; waited:
+    seconds of the reader for records; lag: by how many versions the weights that made each record were behind;
+    stale: how many records were given back unread because of that.
+    """
+
+    records: int = 0
+    idle: float = 0.0
+    busy: float = 0.0
+    waited: float = 0.0
+    stale: int = 0
+    lags: list[int] = field(default_factory=list)
+
+    def add(self, slot: Slot[Record], waited: float, lag: int) -> None:
+        self.records += 1
+        self.idle += slot.idle
+        self.busy += slot.busy
+        self.waited += waited
+        self.lags.append(lag)
+
+    def words(self) -> dict[str, float]:
+        """As metrics."""
+        lags = self.lags or [0]
+        return {
+            "records": float(self.records), "producer_idle": self.idle, "producer_busy": self.busy,
+            "reader_waited": self.waited, "stale": float(self.stale), "lag_mean": sum(lags) / len(lags),
+            "lag_max": float(max(lags)),
+        }  # fmt: skip
 
 
 class Drain(Generic[Record]):
@@ -24,6 +65,11 @@ class Drain(Generic[Record]):
         with Drain(ring, [producer]) as records:
             for slot in records:
                 train(slot.data)
+
+    Args:
+        order: "sequence", or "ready" (see the top of this file).
+        board, max_lag: records made with weights more than `max_lag` versions behind the board's are not handed out but made
+            anew, and counted.
 
     Raises:
         ProducerError: while iterating, when a producer raised, died or hung.
@@ -35,12 +81,19 @@ class Drain(Generic[Record]):
         producers: Sequence[SerialProducer] | Sequence[ProducerProcess],
         *,
         start: int = 0,
+        order: Literal["sequence", "ready"] = "sequence",
+        board: Board | None = None,
+        max_lag: int | None = None,
     ) -> None:
         if not 1 <= len(producers) <= len(ring):
             raise ConfigError(
                 f"{len(producers)} producers on {len(ring)} slots", expected="at least 1, and a slot for each"
             )
+        if max_lag is not None and (board is None or max_lag < 0):
+            raise ConfigError(f"max_lag is {max_lag}", expected="at least 0, with a board to compare with")
         self.ring, self.producers, self.sequence = ring, producers, start
+        self.order, self.board, self.max_lag = order, board, max_lag
+        self.figures = Figures()
         self._reading: Slot[Record] | None = None
         # Producer p owns slots p, p + P, ...: the k-th of them takes its k-th record, then every further round.
         n = len(producers)
@@ -55,15 +108,43 @@ class Drain(Generic[Record]):
     def __next__(self) -> Slot[Record]:
         if (old := self._reading) is not None:
             self._reading = None
-            following = old.sequence + self._stride[old.index]
-            self.ring.release(old)
-            self.producers[self._owner[old.index]].ask(old.index, following)
-        slot = self.ring.slots[self.producers[self.sequence % len(self.producers)].receive()]
-        slot.step(State.READY, State.READING)
-        assert slot.sequence == self.sequence, "a producer filled slots out of order"
+            self._return(old, old.sequence + self._stride[old.index])
+        began = time.perf_counter()
+        while True:
+            slot = self.ring.slots[self._next_producer().receive()]
+            slot.step(State.READY, State.READING)
+            lag = self.board.version - slot.policy_version if self.board is not None else 0
+            if self.max_lag is None or lag <= self.max_lag:
+                break
+            self.figures.stale += 1
+            self._return(slot, slot.sequence)
+        if self.order == "sequence" and self.figures.stale == 0:
+            assert slot.sequence == self.sequence, "a producer filled slots out of order"
         self.sequence += 1
+        self.figures.add(slot, time.perf_counter() - began, lag)
         self._reading = slot
         return slot
+
+    def _return(self, slot: Slot[Record], following: int) -> None:
+        """Gives a slot back to its producer, for record `following`."""
+        self.ring.release(slot)
+        self.producers[self._owner[slot.index]].ask(slot.index, following)
+
+    def _next_producer(self) -> SerialProducer | ProducerProcess:
+        in_turn = self.producers[self.sequence % len(self.producers)]
+        if self.order == "sequence" or isinstance(in_turn, SerialProducer):
+            return in_turn
+        by_connection = {p.connection: p for p in self.producers if isinstance(p, ProducerProcess)}
+        ready = wait(list(by_connection), max(p.timeout for p in by_connection.values()))
+        # Nobody: the one whose turn it is says what is wrong. Several: the one whose record is oldest in the order.
+        found = [p for c, p in by_connection.items() if c in ready]
+        turn = self.sequence % len(self.producers)
+        return min(found, key=lambda p: (p.number - turn) % len(self.producers)) if found else in_turn
+
+    def take(self) -> Figures:
+        """What was counted since the last call."""
+        figures, self.figures = self.figures, Figures()
+        return figures
 
     def close(self) -> None:
         """End the producers."""

@@ -89,6 +89,8 @@ class Spec(Generic[Record]):
                     f"{record.__name__}.{field.name} has shape {shape}", expected="positive sizes"
                 )
             fields[field.name] = Field(shape, np.dtype(get_args(get_args(hint)[1])[0]))
+        if not fields:
+            raise ConfigError(f"{record.__name__} has no fields", expected="at least one array")
         if unknown := set(sizes) - used:
             raise ConfigError(
                 f"{record.__name__} has no size {min(unknown)!r}", expected=f"among {sorted(used)}"

@@ -1,0 +1,114 @@
+"""The board: the newest weights, in shared memory, under a version number. How producers learn what to act with.
+
+One writer (the learner), any number of readers, no lock that either could hold while it dies. It is a seqlock: the
+writer makes a counter odd, copies, makes it even; a reader copies between two looks at the counter and starts over
+when they differ or are odd. So a reader never sees half of an update, and the writer never waits. (Lameter 2005,
+"Effective synchronization on Linux/NUMA systems", section on seqlocks. Stores of one process are seen in their
+order on x86; elsewhere the kernel calls between two records order them.)
+
+Weights are copied as bytes, field by field, through a `Spec`-like layout: no pickle, no allocation.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from whorl.errors import ProducerError
+from whorl.slots.ring import anonymous
+from whorl.slots.spec import ALIGNMENT
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_PATIENCE = 10.0  # seconds that a reader waits for a writer to finish: copies take milliseconds
+Layout = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+class Board:
+    """Named fp32 tensors with a version.
+
+    Args:
+        layout: (name, shape) of each tensor.
+        fd: attach to another board's memory (its `fd`) rather than making new.
+    """
+
+    def __init__(self, layout: Layout, *, fd: int | None = None) -> None:
+        import torch
+
+        self.layout = layout
+        sizes = [int(np.prod(shape, dtype=np.int64)) for _, shape in layout]
+        n_bytes = ALIGNMENT + 4 * sum(sizes)
+        self.fd = anonymous(n_bytes, "whorl-board") if fd is None else fd
+        weakref.finalize(self, os.close, self.fd)
+        memory = mmap.mmap(self.fd, n_bytes)
+        self._header = np.frombuffer(memory, np.int64, 2)  # sequence, version
+        flat = torch.from_numpy(np.frombuffer(memory, np.float32, offset=ALIGNMENT))
+        self._views: dict[str, Tensor] = {}
+        for (name, shape), part in zip(layout, torch.split(flat, sizes), strict=True):
+            self._views[name] = part.view(shape)
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Board:
+        """A board with room for these, holding them as version 0."""
+        board = cls(tuple((name, tuple(t.shape)) for name, t in tensors.items()))
+        board.publish(tensors, 0)
+        return board
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights."""
+        return int(self._header[1])
+
+    def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Make these the newest weights."""
+        self._header[0] += 1
+        for name, view in self._views.items():
+            view.copy_(tensors[name].detach())
+        self._header[1] = version
+        self._header[0] += 1
+
+    def read(self, into: Mapping[str, Tensor]) -> int:
+        """Copy the newest weights into tensors of the same names and shapes; returns their version.
+
+        Raises:
+            ProducerError: the writer died in the middle of a `publish`.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while time.monotonic() < deadline:
+            before = int(self._header[0])
+            if before % 2 == 0:
+                for name, view in self._views.items():
+                    into[name].copy_(view)
+                version = self.version
+                if int(self._header[0]) == before:
+                    return version
+            time.sleep(0)
+        raise ProducerError(
+            f"the board's writer has been publishing for {_PATIENCE:g} s",
+            expected="a copy of milliseconds",
+            do="look whether the learner died",
+        )
+
+
+class Weights:
+    """A producer's view of the board: brings a module up to date, and remembers with what version it acts."""
+
+    def __init__(self, board: Board) -> None:
+        self.board, self.version = board, -1
+
+    def into(self, module: torch.nn.Module) -> int:
+        """Load the newest weights into `module`, by parameter name, if it does not have them yet; returns their version."""
+        import torch
+
+        if self.board.version != self.version:
+            with torch.no_grad():
+                self.version = self.board.read(dict(module.named_parameters()))
+        return self.version

@@ -1,0 +1,85 @@
+"""The replay reader: the newest are kept, each as often as it should be drawn, and the same again from the same seed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slot_examples import Draws, Numbers
+
+from whorl.errors import ConfigError
+from whorl.slots import ProducerProcess, Sample, SerialProducer, SlotRing, Spec, State
+
+SPEC = Spec.from_dataclass(Numbers, N=2)
+
+
+def pool(n_slots: int, n: int, n_producers: int = 1, **more: float) -> Sample[Numbers]:
+    ring = SlotRing(SPEC, n_slots, poison=True)
+    producers = [SerialProducer(ring, Draws(), seed=3, number=i) for i in range(n_producers)]
+    return Sample(ring, producers, n, np.random.default_rng(0), **more)  # type: ignore[arg-type]
+
+
+@given(st.integers(2, 9), st.integers(1, 3), st.integers(0, 3), st.integers(1, 25))
+@settings(max_examples=60, deadline=None)
+def test_the_newest_are_kept_and_only_they_are_drawn(
+    n_slots: int, n_producers: int, fresh: int, draws: int
+) -> None:
+    if n_slots <= n_producers:
+        n_slots = n_producers + 1
+    reader = pool(n_slots, 4, n_producers, fresh=fresh)
+    for draw in range(1, draws + 1):
+        drawn = next(reader)
+        received = max(fresh * draw, 1) if fresh else 1
+        kept = range(max(0, received - reader.kept), received)
+        assert [reader.ring.slots[i].sequence for i in reader.pool] == list(kept)
+        for slot in drawn.slots:
+            assert (
+                slot.sequence in kept and slot.state == State.READY and int(slot.data.label) == slot.sequence
+            )
+        assert drawn.tensors()["values"].shape == (4, 2) and not drawn.tensors()["values"].isnan().any()
+        assert drawn.weights.tolist() == [1.0] * 4
+
+
+def test_processes_give_the_same_draws_as_in_line() -> None:
+    def labels(reader: Sample[Numbers]) -> list[list[int]]:
+        with reader:
+            return [[int(s.data.label) for s in next(reader).slots] for _ in range(30)]
+
+    ring = SlotRing(SPEC, 8)
+    producers = [ProducerProcess(ring, Draws(), seed=3, number=i) for i in range(2)]
+    there = labels(Sample(ring, producers, 5, np.random.default_rng(0), fresh=2, least=4))
+    assert there == labels(pool(8, 5, 2, fresh=2, least=4))
+
+
+def test_draws_are_in_proportion_to_priorities_and_weights_undo_it() -> None:
+    reader = pool(6, 20_000, fresh=0, least=5, alpha=0.7, beta=1.0)
+    next(reader)
+    slots = [reader.ring.slots[i] for i in reader.pool]
+    priorities = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
+    reader.prioritise(slots, priorities)
+    drawn = next(reader)
+    counts = np.array([sum(s is slot for s in drawn.slots) for slot in slots])
+    share = priorities**0.7 / (priorities**0.7).sum()
+    assert (
+        (counts - 20_000 * share) ** 2 / (20_000 * share)
+    ).sum() < 20  # chi-square with 4 degrees of freedom
+    by_slot = {s.index: w for s, w in zip(drawn.slots, drawn.weights, strict=True)}
+    undone = np.array([by_slot[s.index] for s in slots]) * share
+    assert np.allclose(undone, undone[0], rtol=1e-4) and drawn.weights.max() == pytest.approx(1.0)
+
+
+def test_a_new_record_has_the_highest_priority() -> None:
+    reader = pool(4, 1, fresh=1, alpha=1.0)
+    drawn = next(reader)
+    reader.prioritise(drawn.slots, np.array([50.0]))
+    next(reader)
+    assert reader.priority[reader.pool[-1]] == 50.0
+    with pytest.raises(ConfigError, match="positive numbers"):
+        reader.prioritise(drawn.slots, np.array([np.nan]))
+
+
+def test_pools_that_cannot_be_are_refused() -> None:
+    for n_slots, more in ((1, {}), (4, {"least": 4}), (4, {"fresh": -1})):
+        with pytest.raises(ConfigError, match="pool of"):
+            pool(n_slots, 1, **more)
