@@ -245,6 +245,8 @@ class LossOf:
         self.model, self.z_loss = model, job.z_loss
         self.fast: Callable[..., tuple[Tensor, ...]] = self._loss
         if job.compile:
+            # Another job's graphs would count against the limit of variants, beyond which nothing is compiled.
+            torch.compiler.reset()
             self.fast = torch.compile(self._loss, dynamic=False)
 
     def _loss(

@@ -1,0 +1,96 @@
+"""Policy gradients: A2C, and PPO told as its difference.
+
+    A2C   loss = - log pi(a|s) A  +  w_v (V(s) - R)^2 / 2  -  w_e H(pi(.|s))           summed over steps
+    PPO   the first term becomes  - min(r A, clip(r, 1 - e, 1 + e) A),  r = pi(a|s) / pi_old(a|s)
+
+(Mnih et al. 2016, arXiv:1602.01783, section 4; Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9.) IMPALA is A2C whose
+advantages and targets come from V-trace (`estimators.v_trace`): nothing differs here. PPO takes several passes over the same
+steps, and the clip removes what would draw a step's probability further than e from where it was acted with.
+
+Three log-probabilities have three names: `behaviour_log_prob`, of the weights that acted; `log_prob`, of those that learn.
+For PPO the proximal policy is the one that acted, since its records are drained once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from whorl.objectives.next_token import Loss
+
+
+class Judged(Protocol):
+    """What a policy says about N steps; each is [N]."""
+
+    @property
+    def log_prob(self) -> Tensor: ...
+    @property
+    def entropy(self) -> Tensor: ...
+    @property
+    def value(self) -> Tensor: ...
+
+
+def a2c(
+    judged: Judged,
+    advantage: Tensor,
+    target: Tensor,
+    *,
+    value_weight: float = 0.5,
+    entropy_weight: float = 0.0,
+) -> Loss:
+    """The advantage actor-critic's loss over N steps.
+
+    Args:
+        judged: log-probabilities of the actions taken, entropies and values, with gradients; each [N].
+        advantage, target: [N], without gradients.
+    """
+    policy = -(judged.log_prob * advantage).sum()
+    return _with_value(policy, judged, target, value_weight, entropy_weight, {})
+
+
+def ppo(
+    judged: Judged,
+    behaviour_log_prob: Tensor,
+    advantage: Tensor,
+    target: Tensor,
+    *,
+    clip: float = 0.2,
+    value_weight: float = 0.5,
+    entropy_weight: float = 0.0,
+) -> Loss:
+    """A2C with the clipped ratio. behaviour_log_prob: [N], of the policy that acted; the rest as in `a2c`.
+
+    Metrics: kl, the estimate (r - 1) - log r of how far the policy moved (http://joschu.net/blog/kl-approx.html, k3);
+    clipped, the share of steps whose ratio left the range.
+    """
+    log_ratio = judged.log_prob - behaviour_log_prob
+    ratio = log_ratio.exp()
+    kept = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    moved = ratio.detach()
+    more = {
+        "kl": (moved - 1 - log_ratio.detach()).sum(),
+        "clipped": ((moved - 1).abs() > clip).sum(),
+    }
+    return _with_value(-kept.sum(), judged, target, value_weight, entropy_weight, more)
+
+
+def _with_value(
+    policy: Tensor,
+    judged: Judged,
+    target: Tensor,
+    value_weight: float,
+    entropy_weight: float,
+    more: dict[str, Tensor],
+) -> Loss:
+    value = 0.5 * (judged.value - target).square().sum()
+    entropy = judged.entropy.sum()
+    total = policy + value_weight * value - entropy_weight * entropy
+    metrics = {
+        "policy_loss": policy.detach(),
+        "value_loss": value.detach(),
+        "entropy": entropy.detach(),
+        **more,
+    }
+    return Loss(total, torch.tensor(float(target.numel())), metrics)

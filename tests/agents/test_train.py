@@ -1,0 +1,139 @@
+"""Agents: in line and in a process the same bits; IMPALA in lockstep is A2C with V-trace; and they learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from whorl.agents.config import AgentConfig, preset
+from whorl.agents.environments import make
+from whorl.agents.networks import ActorCritic
+from whorl.agents.rollout import Actor, rollout_spec
+from whorl.agents.train import Progress, Stop, Tally, estimate, evaluate, train
+from whorl.errors import ConfigError, ProducerError
+from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, SlotRing
+
+
+def weights(config: AgentConfig) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in train(config).named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_run_repeats_bit_for_bit_and_seeds_differ() -> None:
+    config = preset("ppo", "CartPole-v1", steps=1024, passes=2, minibatches=4)
+    assert same(weights(config), weights(config))
+    assert not same(weights(config), weights(config.model_copy(update={"seed": 1})))
+
+
+def test_impala_in_lockstep_is_a2c_with_v_trace() -> None:
+    impala = preset("impala", "CartPole-v1", steps=2048, actors=0)
+    assert same(weights(impala), weights(preset("a2c", "CartPole-v1", steps=2048, correct=True)))
+    # One actor in a process of its own, with a single slot that it fills when the last was read, is the same again.
+    lockstep = impala.model_copy(update={"actors": 1, "ahead": 0})
+    assert same(weights(impala), weights(lockstep))
+
+
+def test_an_actor_in_a_process_writes_what_one_in_line_writes() -> None:
+    environment = make("Pendulum-v1", 3)
+    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    board, spec = Board.of(dict(networks.named_parameters())), rollout_spec(environment, 5)
+
+    def records(kind: type) -> list[dict[str, torch.Tensor]]:
+        ring = SlotRing(spec, 1, poison=True)
+        with Drain(ring, [kind(ring, Actor("Pendulum-v1", 3, (8,), 7), seed=1, board=board)]) as drain:
+            return [{n: t.clone() for n, t in next(drain).tensors().items()} for _ in range(4)]
+
+    line, process = records(SerialProducer), records(ProducerProcess)
+    for a, b in zip(line, process, strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+        assert not any(t.isnan().any() for t in a.values() if t.is_floating_point())
+        said = networks.policy(a["observation"][:-1])
+        assert torch.allclose(networks.log_prob(said, a["action"]), a["behaviour_log_prob"], atol=1e-5)
+    assert torch.equal(line[0]["observation"][-1], line[1]["observation"][0])
+
+
+def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first() -> None:
+    config = preset("a2c", "CartPole-v1", n_envs=4, length=60)
+    environment = make("CartPole-v1", 4)
+    environment.horizon = 20  # type: ignore[attr-defined]
+    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    board = Board.of(dict(networks.named_parameters()))
+    actor = Actor("CartPole-v1", 4, (8,), 7)
+    actor._begin()
+    actor._copies.horizon = 20  # type: ignore[attr-defined]
+    ring = SlotRing(rollout_spec(environment, 60), 1)
+    record = next(Drain(ring, [SerialProducer(ring, actor, board=board)])).tensors()
+    assert record["truncated"].any() and record["terminated"].any()
+    found = estimate(config, networks, record)
+    t, b = (int(i[0]) for i in (record["truncated"] & ~record["terminated"]).nonzero(as_tuple=True))
+    final = float(networks.values(record["final_observation"][t, b]).detach())
+    assert float(found["target"][t, b]) == pytest.approx(1.0 + config.discount * final, rel=1e-4)
+    t, b = (int(i[0]) for i in record["terminated"].nonzero(as_tuple=True))
+    assert float(found["target"][t, b]) == pytest.approx(1.0)
+
+
+def test_the_tally_sums_whole_episodes_over_records() -> None:
+    environment = make("MountainCar-v0", 2)
+    ring = SlotRing(rollout_spec(environment, 3), 1)
+    tally, ended = Tally(1, 2), []
+    slot = ring.slots[0]
+    slot.data.reward[:] = [[1, 10], [1, 10], [1, 10]]
+    for truncated in ([[0, 0], [1, 0], [0, 0]], [[0, 0], [0, 1], [1, 0]]):
+        slot.data.truncated[:] = truncated
+        slot.data.terminated[:] = False
+        ended += tally.add(slot)
+    assert ended == [2, 50, 4]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "bar"),
+    [("ppo", 300), ("a2c", 150), ("impala", 100)],
+)
+def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
+    first, best = [], 0.0
+
+    def observe(progress: Progress, networks: ActorCritic) -> None:
+        nonlocal best
+        if len(progress.returns) == 100:
+            first.append(progress.mean_return)
+            best = max(best, progress.mean_return)
+            if best >= bar:
+                raise Stop
+
+    networks = train(preset(algorithm, "CartPole-v1", steps=60_000), observe)
+    assert first[0] < 90 and best >= bar  # a random policy lasts 22 steps; it learns during the first hundred too
+    assert float(np.mean(evaluate(networks, "CartPole-v1", 20, 123))) > first[0]
+
+
+def test_every_parameter_is_trained_in_continuous_actions_too() -> None:
+    config = preset("ppo", "Pendulum-v1", steps=2048, passes=2)
+    before = {
+        n: p.clone()
+        for n, p in train(config.model_copy(update={"steps": 1, "rate": 1e-12})).named_parameters()
+    }
+    after = weights(config)
+    assert not any(torch.equal(before[n], after[n]) for n in after)
+
+
+def test_what_cannot_be_is_refused_before_any_work() -> None:
+    with pytest.raises(ConfigError, match="no environment"):
+        train(preset("ppo", "Nothing-v0"))
+    with pytest.raises(ValueError, match="minibatches"):
+        preset("ppo", "CartPole-v1", minibatches=1000)
+
+
+def test_an_actor_that_fails_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = make("CartPole-v1", 2)
+    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    board = Board.of(dict(networks.named_parameters()))
+    ring = SlotRing(rollout_spec(environment, 3), 1)
+    wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies where the record has room for two
+    with (
+        pytest.raises(ProducerError, match="Traceback"),
+        Drain(ring, [ProducerProcess(ring, wrong, board=board)]) as d,
+    ):
+        next(d)
