@@ -105,7 +105,9 @@ def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
                 raise Stop
 
     networks = train(preset(algorithm, "CartPole-v1", steps=60_000), observe)
-    assert first[0] < 90 and best >= bar  # a random policy lasts 22 steps; it learns during the first hundred too
+    assert (
+        first[0] < 90 and best >= bar
+    )  # a random policy lasts 22 steps; it learns during the first hundred too
     assert float(np.mean(evaluate(networks, "CartPole-v1", 20, 123))) > first[0]
 
 

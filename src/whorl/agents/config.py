@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from whorl.errors import ConfigError
 
 Algorithm = Literal["a2c", "ppo", "impala"]
 
@@ -79,3 +83,29 @@ def preset(algorithm: str, environment: str, **changes: object) -> AgentConfig:
     """An algorithm's preset for an environment, with changes."""
     base = PRESETS[algorithm].model_dump()
     return AgentConfig.model_validate({**base, "environment": environment, **changes})
+
+
+def checked(algorithm: str, environment: str, changes: Sequence[str]) -> AgentConfig:
+    """A preset with changes as they are typed, "field=value".
+
+    Raises:
+        ConfigError: a field that does not exist, or a value that it cannot have.
+    """
+    values: dict[str, object] = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not equals or name not in AgentConfig.model_fields or name in ("algorithm", "environment"):
+            raise ConfigError(
+                f"--set {change}",
+                expected=f"FIELD=VALUE with one of {', '.join(list(AgentConfig.model_fields)[2:])}",
+            )
+        try:
+            values[name] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            values[name] = text
+    try:
+        return preset(algorithm, environment, **values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the settings"
+        raise ConfigError(f"{where}: {first['msg']}", do="see `whorl rl train --help`") from error

@@ -21,6 +21,7 @@ import typer
 from whorl.errors import WhorlError
 
 VERBS = ("run", "sample", "report", "recipes", "ls", "show", "lineage", "verify", "gc")
+GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
 
@@ -66,6 +67,12 @@ def application() -> typer.Typer:
     for name in VERBS:
         module = importlib.import_module(f"whorl.cli.{name}")
         app.command(name)(guarded(getattr(module, name)))
+    for group, verbs in GROUPS.items():
+        module = importlib.import_module(f"whorl.cli.{group}")
+        inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
+        for name in verbs:
+            inner.command(name)(guarded(getattr(module, name)))
+        app.add_typer(inner, name=group)
     return app
 
 

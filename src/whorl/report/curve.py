@@ -1,0 +1,35 @@
+"""A page with one chart of several runs, self-contained like the report: for learning curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from whorl.report.charts import Series, line_chart
+
+
+def write_curve_page(
+    out: Path, title: str, facts: Sequence[tuple[str, str]], series: Sequence[Series], *, y: str, x: str
+) -> Path:
+    """Write a page with the facts as a table and the series over one axis; returns its path.
+
+    Args:
+        facts: (name, value) lines; y, x: what the axes show, in words.
+    """
+    here = files("whorl.report")
+    style, script = ((here / name).read_text("utf-8") for name in ("style.css", "page.js"))
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts)
+    chart = line_chart(series, label=f"{y} against {x}, one curve a run", x_label=x)
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
+        f"<body><main><h1>{escape(title)}</h1><table>{rows}</table><h2>{escape(y)}</h2>{chart}</main>"
+        f"<script>{script}</script></body></html>",
+        encoding="utf-8",
+    )
+    return out
