@@ -178,3 +178,33 @@ def test_ctrl_c_says_that_the_same_command_continues(home: Path, tmp_path: Path)
     assert "Traceback" not in errors
     continued = whorl("run", "tiny.toml", "--until", "curate", cwd=tmp_path)
     assert "[1/2] ingest: looked up" in continued.stdout and continued.returncode == 0
+
+
+def test_an_agent_is_trained_measured_and_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium")
+    done = subprocess.run(
+        [sys.executable, "-m", "whorl.cli", "rl", "train", "a2c", "CartPole-v1", "--seeds", "2", "--steps", "3000",
+         "--episodes", "3", "--set", "length=16"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "inter-quartile mean of 2 seeds" in done.stdout
+    folder = tmp_path / "rl" / "a2c-CartPole-v1"
+    result = json.loads((folder / "result.json").read_text())
+    assert len(result["returns"]) == 2 and result["config"]["length"] == 16
+    assert {p.name for p in folder.iterdir()} == {
+        "curve.html",
+        "result.json",
+        "seed-0.safetensors",
+        "seed-1.safetensors",
+    }
+    for wrong, words in (
+        (["dqn", "CartPole-v1"], "no algorithm 'dqn'"),
+        (["ppo", "CartPole-v1", "--set", "lr=1"], "lr=1"),
+    ):
+        failed = subprocess.run(
+            [sys.executable, "-m", "whorl.cli", "rl", "train", *wrong],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr

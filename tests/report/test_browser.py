@@ -12,6 +12,8 @@ import pytest
 from report_example import example
 
 from whorl.report import ReportData, render
+from whorl.report.charts import Series
+from whorl.report.curve import write_curve_page
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
 pytestmark = [
@@ -136,4 +138,21 @@ def test_an_empty_report_opens(browser: Any, tmp_path: Path) -> None:
     path = render(ReportData(), tmp_path / "empty.html")
     opened = Opened(browser, path)
     assert opened.page.locator(".missing").count() == 10
+    opened.check(path)
+
+
+def test_the_learning_curve_page(browser: Any, tmp_path: Path) -> None:
+    series = [Series(f"seed {s}", [0.0, 50.0, 100.0], [20.0 + s, 200.0, 480.0]) for s in range(3)]
+    path = write_curve_page(
+        tmp_path / "curve.html", "PPO on <CartPole>", [("return", "480")], series, y="Return", x="steps"
+    )
+    opened = Opened(browser, path)
+    assert (
+        opened.page.title() == "PPO on <CartPole>"
+        and opened.page.locator("h1").inner_text() == opened.page.title()
+    )
+    assert opened.page.locator("svg.wide polyline").count() == 3
+    box = opened.page.locator("svg.wide").first.bounding_box()
+    opened.page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert "seed 1" in opened.tip() and "200" in opened.tip()
     opened.check(path)

@@ -24,12 +24,16 @@ def write_curve_page(
     chart = line_chart(series, label=f"{y} against {x}, one curve a run", x_label=x)
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    head = (
+        f'<meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>'
-        f"<body><main><h1>{escape(title)}</h1><table>{rows}</table><h2>{escape(y)}</h2>{chart}</main>"
-        f"<script>{script}</script></body></html>",
-        encoding="utf-8",
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{style} main {{ padding: 28px 0 }}</style>"
     )
+    body = (
+        f"<main><h1>{escape(title)}</h1><table>{rows}</table><h2>{escape(y)}</h2>{chart}</main>"
+        f'<div id="tip" role="status"></div><script>{script}</script>'
+    )
+    page = f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>'
+    out.write_text(page, encoding="utf-8")
     return out
