@@ -1,0 +1,199 @@
+"""Raw files as blocks: stretches of documents that can be read at random, in any order, without an index.
+
+What training on raw text wants from storage: a numbered list of pieces of about the same size, each readable alone.
+A JSONL file is cut at multiples of `block_bytes`; a line belongs to the block in which its first byte lies, so no
+block needs to know the others (and each line is read exactly once). A Parquet file gives a block for each row
+group, a tar file (as webdataset writes) one for each run of whole members. Files are named by a local path or any
+fsspec URL.
+
+Records that cannot be read are set aside: counted, with the first reason of each block, never silently dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from whorl.errors import ConfigError, DataError
+
+MOST_DOCUMENT_BYTES = 1 << 20
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".tar": "tar"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A stretch of a file: bytes begin to end of a JSONL or tar file, row group `begin` of a Parquet file; size in bytes."""
+
+    file: str
+    kind: str
+    begin: int
+    end: int
+    size: int
+
+
+@dataclass
+class SetAside:
+    """What could not be read: how many records, and why the first of them."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, reason: str) -> None:
+        self.count += 1
+        self.first = self.first or reason
+
+
+@dataclass
+class RawFiles:
+    """Blocks of some files, in the order of their names.
+
+    Args:
+        files: paths or URLs of .jsonl, .ndjson, .parquet or .tar files.
+        text_field: of JSONL records, Parquet columns and .json members.
+
+    Raises:
+        ConfigError: no files, or a suffix that none of these has. DataError: a file is missing or damaged.
+    """
+
+    files: Sequence[str]
+    text_field: str = "text"
+    block_bytes: int = 1 << 18
+    blocks: list[Block] = field(init=False)
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.files:
+            raise ConfigError("there are no files to read", expected="at least one")
+        self.blocks, seen = [], hashlib.sha256()
+        for name in sorted(self.files):
+            kind = KINDS.get(PurePosixPath(name).suffix.lower())
+            if kind is None:
+                raise ConfigError(
+                    f"{name} is of no kind that is read in blocks", expected=f"one of {', '.join(KINDS)}"
+                )
+            try:
+                found = list(getattr(self, f"_{kind}_blocks")(name))
+            except (OSError, tarfile.TarError, ValueError) as error:
+                raise DataError(
+                    f"{name} cannot be read: {error}", do="name a file that is there and whole"
+                ) from error
+            self.blocks += found
+            seen.update(
+                json.dumps([PurePosixPath(name).name, [(b.begin, b.end, b.size) for b in found]]).encode()
+            )
+        if not self.blocks:
+            raise DataError("the files hold nothing", expected="records with text")
+        self.fingerprint = seen.hexdigest()[:16]
+
+    def _jsonl_blocks(self, name: str) -> Iterator[Block]:
+        size = _file_size(name)
+        for begin in range(0, size, self.block_bytes):
+            end = min(size, begin + self.block_bytes)
+            yield Block(name, "jsonl", begin, end, end - begin)
+
+    def _parquet_blocks(self, name: str) -> Iterator[Block]:
+        import pyarrow.parquet as pq
+
+        with _open(name) as stream, pq.ParquetFile(stream) as table:
+            if self.text_field not in table.schema_arrow.names:
+                raise ValueError(
+                    f"no column {self.text_field!r} among {', '.join(table.schema_arrow.names[:10])}"
+                )
+            for group in range(table.num_row_groups):
+                yield Block(
+                    name, "parquet", group, group + 1, table.metadata.row_group(group).total_byte_size
+                )
+
+    def _tar_blocks(self, name: str) -> Iterator[Block]:
+        begin = end = 0
+        with _open(name) as stream, tarfile.open(fileobj=stream) as archive:
+            for member in archive:
+                after = member.offset_data + -(-member.size // 512) * 512
+                if after - begin > self.block_bytes and end > begin:
+                    yield Block(name, "tar", begin, end, end - begin)
+                    begin = end
+                end = after
+        if end > begin:
+            yield Block(name, "tar", begin, end, end - begin)
+
+    def texts(self, number: int, aside: SetAside) -> Iterator[str]:
+        """The texts of a block, in their order; what cannot be read goes to `aside`."""
+        block = self.blocks[number]
+        for text in getattr(self, f"_{block.kind}_texts")(block, aside):
+            if not isinstance(text, str):
+                aside.add(f"{block.file}: {self.text_field!r} is no text")
+            elif len(text) > MOST_DOCUMENT_BYTES or (
+                not text.isascii() and len(text.encode("utf-8", "replace")) > MOST_DOCUMENT_BYTES
+            ):
+                aside.add(f"{block.file}: a text of more than {MOST_DOCUMENT_BYTES:,} bytes")
+            elif text:
+                yield text
+
+    def _jsonl_texts(self, block: Block, aside: SetAside) -> Iterator[Any]:
+        with _open(block.file) as stream:
+            # One byte earlier: a line that begins exactly at `begin` has its predecessor's end there.
+            stream.seek(max(0, block.begin - 1))
+            data = stream.read(block.end - max(0, block.begin - 1))
+            start = 0 if block.begin == 0 else data.find(b"\n") + 1
+            if block.begin and not start:
+                return  # no line begins here
+            if start < len(data) and not data.endswith(b"\n"):
+                data += stream.readline(2 * MOST_DOCUMENT_BYTES)
+                if not data.endswith(b"\n") and stream.read(1):
+                    last = data.rfind(b"\n") + 1
+                    data = data[:last]
+                    aside.add(f"{block.file}: a line of more than {2 * MOST_DOCUMENT_BYTES:,} bytes")
+        for line in data[start:].splitlines():
+            if line.isspace() or not line:
+                continue
+            try:
+                yield json.loads(line)[self.text_field]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                aside.add(f"{block.file}: {type(error).__name__}: {str(error)[:100]}")
+
+    def _parquet_texts(self, block: Block, aside: SetAside) -> Iterator[Any]:
+        import pyarrow.parquet as pq
+
+        try:
+            with _open(block.file) as stream, pq.ParquetFile(stream) as table:
+                yield from table.read_row_group(block.begin, columns=[self.text_field])[
+                    self.text_field
+                ].to_pylist()
+        except (OSError, ValueError) as error:  # pyarrow's errors are both
+            aside.add(f"{block.file}: row group {block.begin}: {str(error)[:100]}")
+
+    def _tar_texts(self, block: Block, aside: SetAside) -> Iterator[Any]:
+        with _open(block.file) as stream:
+            stream.seek(block.begin)
+            data = stream.read(block.end - block.begin)
+        with tarfile.open(fileobj=io.BytesIO(data + bytes(1024))) as archive:
+            for member in archive:
+                inside = archive.extractfile(member)
+                if inside is None:
+                    continue
+                try:
+                    text = inside.read().decode()
+                    yield json.loads(text)[self.text_field] if member.name.endswith(".json") else text
+                except (ValueError, KeyError, TypeError) as error:
+                    aside.add(f"{block.file}: {member.name}: {type(error).__name__}: {str(error)[:100]}")
+
+
+def _open(name: str) -> Any:
+    """A seekable binary stream of a local path or an fsspec URL."""
+    if "://" not in name:
+        return open(name, "rb")  # noqa: PTH123 - the caller's `with` closes it
+    import fsspec
+
+    return fsspec.open(name, "rb").open()
+
+
+def _file_size(name: str) -> int:
+    with _open(name) as stream:
+        size: int = stream.seek(0, io.SEEK_END)
+        return size

@@ -1,0 +1,288 @@
+"""Training on raw text: workers that read, tokenise and pack while the learner learns.
+
+Record number s of a run is a fixed set of blocks of raw text (`corpus/blocks.py`), whoever makes it and whenever:
+its source by the mixture's weights, its blocks by a global permutation of that source's, drawn from (seed, epoch).
+A worker tokenises their documents, shuffles them among each other and packs them into rows. So a run resumes at any
+row, on any number of workers and ranks, and sees what it would have seen; nothing but two numbers and the data's
+fingerprint is kept.
+
+A record holds as many rows as its text needs. Its slot has room for the worst case (a token for each byte), which
+costs nothing: memory that is never touched is never there.
+
+How random is that? Two documents that are neighbours on disk are in one record always, but among the documents of
+`blocks` blocks from anywhere; `bench/tokens_stream.py` measures what is left of the order on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from whorl.corpus.blocks import MOST_DOCUMENT_BYTES, RawFiles, SetAside
+from whorl.errors import CheckpointError, ConfigError
+from whorl.runs import seeds
+from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
+from whorl.tokens.packing import pack
+from whorl.tokens.tokenizer import Tokenizer
+
+_CHUNK = 4096  # records whose sources are drawn together
+FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+
+
+@dataclass(frozen=True)
+class StreamRecord:
+    """Rows of packed text (see `packing`), the first `n_rows` of R; set_aside: records that could not be read."""
+
+    tokens: Annotated[NDArray[np.int64], "R", "T"]
+    targets: Annotated[NDArray[np.int64], "R", "T"]
+    segment_ids: Annotated[NDArray[np.int32], "R", "T"]
+    positions: Annotated[NDArray[np.int32], "R", "T"]
+    loss_mask: Annotated[NDArray[np.bool_], "R", "T"]
+    n_rows: NDArray[np.int64]
+    set_aside: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files and their weight in the mixture, at the beginning of the run and at its end (by default the same)."""
+
+    files: Sequence[str]
+    weight: float = 1.0
+    final_weight: float | None = None
+    text_field: str = "text"
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """What decides the rows.
+
+    length: tokens a row; blocks: of raw text in a record; horizon: records over which weights go from first to final.
+    """
+
+    tokenizer: Path
+    sources: Sequence[Source]
+    length: int
+    seed: int = 0
+    blocks: int = 4
+    block_bytes: int = 1 << 17
+    horizon: int = 1000
+
+    def __post_init__(self) -> None:
+        weights = [
+            w
+            for s in self.sources
+            for w in (s.weight, s.weight if s.final_weight is None else s.final_weight)
+        ]
+        if not self.sources or min(weights) < 0 or sum(weights[::2]) <= 0 or sum(weights[1::2]) <= 0:
+            raise ConfigError(
+                f"the mixture has the weights {weights}",
+                expected="at least one source, no weight below 0, some above",
+            )
+        if self.length < 2 or self.blocks < 1 or self.horizon < 1:
+            raise ConfigError(
+                f"length={self.length}, blocks={self.blocks}, horizon={self.horizon}", expected="positive"
+            )
+
+
+class Mixture:
+    """Which source a record is of, and the how-manieth of it: drawn by weights that may change over the run."""
+
+    def __init__(self, config: StreamConfig) -> None:
+        self.config = config
+        first = np.array([s.weight for s in config.sources], np.float64)
+        last = np.array(
+            [s.weight if s.final_weight is None else s.final_weight for s in config.sources], np.float64
+        )
+        self.first, self.last = first / first.sum(), last / last.sum()
+        self._before = [np.zeros(len(first), np.int64)]  # records of each source before each chunk
+        self._drawn: dict[int, NDArray[np.int64]] = {}
+
+    def _chunk(self, number: int) -> NDArray[np.int64]:
+        """[_CHUNK] the source of each record of a chunk."""
+        place = np.arange(number * _CHUNK, (number + 1) * _CHUNK)
+        progress = np.minimum(place / self.config.horizon, 1.0)[:, None]
+        reached = (self.first * (1 - progress) + self.last * progress).cumsum(axis=1)
+        draw = seeds.numpy_rng(self.config.seed, "mixture", number).random((_CHUNK, 1)) * reached[:, -1:]
+        chosen: NDArray[np.int64] = (reached[:, :-1] <= draw).sum(axis=1)
+        return chosen
+
+    def place(self, sequence: int) -> tuple[int, int]:
+        """(source, how many records of it came before) of a record."""
+        number, within = divmod(sequence, _CHUNK)
+        while len(self._before) <= number:
+            counted = np.bincount(self._chunk(len(self._before) - 1), minlength=len(self.first))
+            self._before.append(self._before[-1] + counted)
+        if number not in self._drawn:
+            self._drawn = {number: self._chunk(number)}
+        chunk = self._drawn[number]
+        source = int(chunk[within])
+        return source, int(self._before[number][source] + (chunk[:within] == source).sum())
+
+
+@dataclass
+class StreamProducer:
+    """Fills slots with packed rows of raw text. It pickles small: files are opened where it runs."""
+
+    config: StreamConfig
+    _state: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "_state": {}}
+
+    def _begin(self) -> None:
+        c = self.config
+        self._state = {
+            "tokenizer": Tokenizer.load(c.tokenizer),
+            "files": [RawFiles(s.files, s.text_field, c.block_bytes) for s in c.sources],
+            "mixture": Mixture(c),
+            "order": {},
+        }
+
+    def blocks_of(self, sequence: int) -> tuple[int, list[int]]:
+        """(source, its blocks) of a record: the next `blocks` of the source's permutation, epoch after epoch."""
+        if not self._state:
+            self._begin()
+        source, nth = self._state["mixture"].place(sequence)
+        n_blocks, chosen = len(self._state["files"][source].blocks), []
+        for place in range(nth * self.config.blocks, (nth + 1) * self.config.blocks):
+            epoch, at = divmod(place, n_blocks)
+            if self._state["order"].get(source, (-1, None))[0] != epoch:
+                rng = seeds.numpy_rng(self.config.seed, "blocks", source, epoch)
+                self._state["order"][source] = (epoch, rng.permutation(n_blocks))
+            chosen.append(int(self._state["order"][source][1][at]))
+        return source, chosen
+
+    def fill(self, slot: Slot[StreamRecord], weights: Any, rng: np.random.Generator) -> int:
+        """Write the rows of record `slot.sequence`; returns their number of targets."""
+        source, chosen = self.blocks_of(slot.sequence)
+        aside = SetAside()
+        files, tokenizer = self._state["files"][source], self._state["tokenizer"]
+        texts = [text for block in chosen for text in files.texts(block, aside)]
+        # Every worker draws the same: from the record's number alone, not from the worker's.
+        shuffled = seeds.numpy_rng(self.config.seed, "documents", slot.sequence).permutation(len(texts))
+        ids = [tokenizer.encode_document(texts[i]) for i in shuffled]
+        lengths = np.array([len(i) for i in ids], np.int64)
+        starts = np.cumsum(lengths) - lengths
+        rows = pack(starts, lengths, self.config.length)
+        n = len(rows)
+        if n > slot.data.tokens.shape[0]:
+            raise ConfigError(
+                f"record {slot.sequence} needs {n} rows", expected=f"at most {slot.data.tokens.shape[0]}"
+            )
+        if n:
+            used = StreamRecord(**{name: getattr(slot.data, name)[:n] for name in FIELDS}, n_rows=slot.data.n_rows,
+                                set_aside=slot.data.set_aside)  # fmt: skip
+            rows.write(np.concatenate(ids), np.arange(n), used, tokenizer.pad_id)
+        slot.data.n_rows[...] = n
+        slot.data.set_aside[...] = aside.count
+        return rows.n_targets
+
+
+def stream_spec(config: StreamConfig) -> Spec[StreamRecord]:
+    """Room for the most rows that a record can need."""
+    most = 0
+    for source in config.sources:
+        largest = max(b.size for b in RawFiles(source.files, source.text_field, config.block_bytes).blocks)
+        most = max(most, config.blocks * (largest + MOST_DOCUMENT_BYTES))
+    # A token is a byte at least, bos and eos come with each document; packed rows are half full at the least.
+    return Spec.from_dataclass(StreamRecord, R=4 * most // config.length + 2, T=config.length)
+
+
+class StreamBatches:
+    """Batches of rows from raw text, for ever: fixed rows, or as many as hold a budget of tokens.
+
+    Args:
+        rows, tokens: rows a batch, over all ranks; or the least number of targets in a batch, whose rows then vary.
+        workers: processes; 0 makes the same bits in line.
+        state: where to go on (`state` of an earlier one).
+        rank, world: give out only every world-th row of each batch, from the rank-th.
+
+    Raises:
+        CheckpointError: the state is of other data.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        workers: int = 1,
+        state: dict[str, Any] | None = None,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        if (rows is None) == (tokens is None) or (rows or tokens or 0) < world:
+            raise ConfigError(
+                f"rows={rows}, tokens={tokens}, world={world}", expected="one of rows and tokens"
+            )
+        self.rows, self.tokens, self.rank, self.world = rows, tokens, rank, world
+        prints = [RawFiles(s.files, s.text_field, config.block_bytes).fingerprint for s in config.sources]
+        settings: list[Any] = [config.length, config.seed, config.blocks, config.block_bytes, config.horizon]
+        settings += [(s.weight, s.final_weight) for s in config.sources]
+        settings += [(config.tokenizer / "tokenizer.json").read_text()]
+        self.fingerprint = f"{'-'.join(prints)}-{seeds.derive(0, *map(str, settings)):x}"
+        if state is not None and state["fingerprint"] != self.fingerprint:
+            raise CheckpointError(
+                f"the data or the settings of the stream changed: {state['fingerprint']}, now {self.fingerprint}",
+                expected="the files, row length, seed and blocks that the run began with",
+            )
+        at = state or {"record": 0, "row": 0, "tokens": 0}
+        self._record, self._row, self.consumed = int(at["record"]), int(at["row"]), int(at["tokens"])
+        self.set_aside = 0
+        ring: SlotRing[StreamRecord] = SlotRing(stream_spec(config), 2 * max(1, workers))
+        kind: Any = ProducerProcess if workers else SerialProducer
+        producers = [kind(ring, StreamProducer(config), number=i) for i in range(max(1, workers))]
+        self.reader = Drain(ring, producers, start=self._record)
+        self._slot: Slot[StreamRecord] | None = None
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where the next batch begins: JSON, and all that a checkpoint needs."""
+        return {
+            "record": self._record, "row": self._row, "tokens": self.consumed, "fingerprint": self.fingerprint
+        }  # fmt: skip
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        """tokens, targets, segment_ids, positions, loss_mask, each [rows, T], this rank's."""
+        parts: list[dict[str, torch.Tensor]] = []
+        rows = targets = 0
+        while (rows < self.rows) if self.rows is not None else (targets < (self.tokens or 0)):
+            if self._slot is None:
+                self._slot = next(self.reader)
+                self.set_aside += int(self._slot.data.set_aside)
+            n, mask = int(self._slot.data.n_rows), self._slot.data.loss_mask
+            if self.rows is not None:
+                end = min(n, self._row + self.rows - rows)
+            else:
+                reached = targets + mask[self._row : n].sum(axis=1).cumsum()
+                end = min(n, self._row + int((reached < (self.tokens or 0)).sum()) + 1)
+            views = self._slot.tensors()
+            parts.append({name: views[name][self._row : end].clone() for name in FIELDS})
+            rows += end - self._row
+            targets += int(mask[self._row : end].sum())
+            self._row = end
+            if end >= n:
+                self._record, self._row, self._slot = self._record + 1, 0, None
+        self.consumed += targets
+        whole = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
+        return whole if self.world == 1 else {n: t[self.rank :: self.world] for n, t in whole.items()}
+
+    def close(self) -> None:
+        """End the workers."""
+        self.reader.close()
+
+    def __enter__(self) -> StreamBatches:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

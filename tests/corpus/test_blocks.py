@@ -1,0 +1,100 @@
+"""Blocks: every record once, wherever the cuts fall; what cannot be read is counted with a reason."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.corpus.blocks import RawFiles, SetAside
+from whorl.errors import ConfigError, DataError
+
+
+def write_jsonl(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": t}, ensure_ascii=False) + "\n" for t in texts))
+    return str(path)
+
+
+def write_parquet(path: Path, texts: list[str]) -> str:
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=3)
+    return str(path)
+
+
+def write_tar(path: Path, texts: list[str]) -> str:
+    with tarfile.open(path, "w") as archive:
+        for n, text in enumerate(texts):
+            as_json = n % 2 == 0
+            data = (json.dumps({"text": text}) if as_json else text).encode()
+            info = tarfile.TarInfo(f"{n:04}.{'json' if as_json else 'txt'}")
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return str(path)
+
+
+def everything(files: RawFiles) -> tuple[list[str], SetAside]:
+    aside = SetAside()
+    return [t for b in range(len(files.blocks)) for t in files.texts(b, aside)], aside
+
+
+@given(
+    st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=30),
+    st.integers(1, 200),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_line_is_read_once_wherever_the_cuts_fall(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int
+) -> None:
+    path = write_jsonl(tmp_path_factory.mktemp("blocks") / "a.jsonl", texts)
+    found, aside = everything(RawFiles([path], block_bytes=size))
+    assert found == texts and aside.count == 0
+
+
+@pytest.mark.parametrize(
+    ("write", "suffix"), [(write_parquet, "parquet"), (write_tar, "tar"), (write_jsonl, "jsonl")]
+)
+def test_each_kind_is_cut_and_read_whole(tmp_path: Path, write, suffix: str) -> None:
+    texts = [f"text number {n} " * (n % 7 + 1) for n in range(50)]
+    names = [write(tmp_path / f"{part}.{suffix}", texts[part::2]) for part in (0, 1)]
+    files = RawFiles(names, block_bytes=900)
+    found, aside = everything(files)
+    assert sorted(found) == sorted(texts) and aside.count == 0 and len(files.blocks) >= 4
+    again = RawFiles(names[::-1], block_bytes=900)
+    assert again.fingerprint == files.fingerprint and everything(again)[0] == found
+
+
+def test_by_url_as_by_path(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one", "two", "three"])
+    assert everything(RawFiles([f"file://{path}"], block_bytes=20))[0] == ["one", "two", "three"]
+
+
+def test_what_cannot_be_read_is_counted_with_a_reason(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps({"text": "good"}).encode()
+    long = json.dumps({"text": "x" * 3_000_000}).encode()
+    path.write_bytes(
+        b"\n".join([good, b"{broken", good, b'{"other": 1}', b"[1]", b'{"text": 5}', b"\xff\xfe", long, good])
+    )
+    found, aside = everything(RawFiles([str(path)], block_bytes=64))
+    assert found == ["good"] * 3 and aside.count == 6 and "a.jsonl" in aside.first
+
+
+def test_files_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no files"):
+        RawFiles([])
+    with pytest.raises(ConfigError, match=r"a\.csv is of no kind"):
+        RawFiles(["a.csv"])
+    with pytest.raises(DataError, match=r"missing\.jsonl cannot be read"):
+        RawFiles([str(tmp_path / "missing.jsonl")])
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and nothing more")
+    with pytest.raises(DataError, match=r"cut\.parquet cannot be read"):
+        RawFiles([str(tmp_path / "cut.parquet")])
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(DataError, match="hold nothing"):
+        RawFiles([str(tmp_path / "empty.jsonl")])

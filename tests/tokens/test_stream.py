@@ -1,0 +1,155 @@
+"""Raw text as a stream of rows: the same for any workers and ranks, resumed at any row; nothing lost, mixtures as asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whorl.errors import CheckpointError, ConfigError
+from whorl.tokens.stream import Mixture, Source, StreamBatches, StreamConfig
+from whorl.tokens.tokenizer import Tokenizer
+
+
+def write(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stream")
+    rng = np.random.default_rng(0)
+    for name in "ab":
+        texts = [f"{name}{n} " + "word " * int(rng.integers(1, 60)) for n in range(120)]
+        write(folder / f"{name}.jsonl", texts)
+    Tokenizer.train(["word " * 50, "a1 b2"], 300).save(folder)
+    return folder
+
+
+def config(place: Path, names: str = "ab", **change: Any) -> StreamConfig:
+    sources = [Source([str(place / f"{n}.jsonl")]) for n in names]
+    return StreamConfig(
+        **{"tokenizer": place, "sources": sources, "length": 32, "block_bytes": 900, "blocks": 3, **change}
+    )
+
+
+def read(batches: StreamBatches, n: int) -> list[dict[str, torch.Tensor]]:
+    with batches:
+        return [next(batches) for _ in range(n)]
+
+
+def same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x[n], y[n]) for x, y in zip(a, b, strict=True) for n in x)
+
+
+def test_any_number_of_workers_gives_the_same_rows(place: Path) -> None:
+    line = read(StreamBatches(config(place), rows=8, workers=0), 25)
+    for workers in (1, 3):
+        assert same(line, read(StreamBatches(config(place), rows=8, workers=workers), 25))
+    assert not same(line, read(StreamBatches(config(place, seed=1), rows=8, workers=0), 25))
+
+
+@pytest.mark.parametrize("how", [{"rows": 8}, {"tokens": 150}])
+def test_it_resumes_in_the_middle_on_another_number_of_workers(place: Path, how: dict[str, int]) -> None:
+    whole = read(StreamBatches(config(place), workers=0, **how), 30)
+    for stop in (1, 7, 19):
+        first = StreamBatches(config(place), workers=2, **how)
+        with first:
+            for _ in range(stop):
+                next(first)
+        state = json.loads(json.dumps(first.state))
+        rest = StreamBatches(config(place), workers=1, state=state, **how)
+        assert same(whole[stop:], read(rest, 30 - stop))
+        assert rest.consumed == sum(int(b["loss_mask"].sum()) for b in whole)
+
+
+def test_ranks_share_each_batch_and_may_change_their_number(place: Path) -> None:
+    whole = read(StreamBatches(config(place), rows=8, workers=0), 6)
+    for world in (2, 4):
+        parts = [
+            read(StreamBatches(config(place), rows=8, workers=0, rank=r, world=world), 6)
+            for r in range(world)
+        ]
+        for number, batch in enumerate(whole):
+            assert all(
+                torch.equal(parts[r][number]["tokens"], batch["tokens"][r::world]) for r in range(world)
+            )
+
+
+def test_an_epoch_holds_every_document_once(place: Path) -> None:
+    tokenizer = Tokenizer.load(place)
+    texts = [json.loads(line)["text"] for line in (place / "a.jsonl").read_text().splitlines()]
+    settings = config(place, "a", blocks=1)
+    n_blocks = -(-(place / "a.jsonl").stat().st_size // 900)
+    found: list[str] = []
+    reader = StreamBatches(settings, rows=1, workers=0)
+    with reader:
+        while reader.state["record"] < n_blocks:
+            row = next(reader)
+            for segment in range(1, int(row["segment_ids"].max()) + 1):
+                there = (row["segment_ids"] == segment) & row["loss_mask"]
+                found.append(
+                    tokenizer.decode(row["targets"][there].tolist()).decode().removesuffix("<|eos|>")
+                )
+    # Documents longer than a row are cut into chunks: compare all the text there is.
+    assert sorted("".join(found)) == sorted("".join(texts))
+    starts = {text.split()[0] for text in found if text.startswith("a")}
+    assert starts == {text.split()[0] for text in texts}
+
+
+def test_a_budget_of_tokens_is_met_by_as_few_rows_as_will_do(place: Path) -> None:
+    for batch in read(StreamBatches(config(place), tokens=200, workers=0), 20):
+        per_row = batch["loss_mask"].sum(dim=1)
+        assert int(per_row.sum()) >= 200 > int(per_row[:-1].sum())
+
+
+def test_sources_are_mixed_as_asked_and_weights_move_over_the_run(place: Path) -> None:
+    a, b = ([str(place / f"{n}.jsonl")] for n in "ab")
+    fixed = Mixture(StreamConfig(place, [Source(a, 3.0), Source(b, 1.0)], 32))
+    share = np.mean([fixed.place(s)[0] == 0 for s in range(6000)])
+    assert abs(share - 0.75) < 0.02
+    moving = Mixture(StreamConfig(place, [Source(a, 1.0, 0.0), Source(b, 0.0, 1.0)], 32, horizon=8000))
+    drawn = np.array([moving.place(s)[0] for s in range(9000)])
+    assert drawn[:800].mean() < 0.1 and abs(drawn[3600:4400].mean() - 0.5) < 0.06 and drawn[8000:].all()
+    # Within a source nothing is skipped or repeated, wherever one begins to ask.
+    nth = [moving.place(s) for s in range(9000)]
+    for source in (0, 1):
+        assert [n for s, n in nth if s == source] == list(range(sum(s == source for s, _ in nth)))
+    assert Mixture(moving.config).place(8765) == nth[8765]
+
+
+def test_changed_data_is_refused_on_resume(place: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes((place / "a.jsonl").read_bytes())
+    settings = config(place, sources=[Source([str(path)])])
+    with StreamBatches(settings, rows=4, workers=0) as reader:
+        next(reader)
+        state = reader.state
+    path.write_bytes(path.read_bytes() + b'{"text": "one more"}\n')
+    with pytest.raises(CheckpointError, match="the data or the settings of the stream changed"):
+        StreamBatches(settings, rows=4, workers=0, state=state)
+
+
+def test_records_that_cannot_be_read_are_counted(place: Path, tmp_path: Path) -> None:
+    lines = (place / "a.jsonl").read_text().splitlines(keepends=True)
+    lines[5], lines[60] = "{broken\n", '{"no": "text"}\n'
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    with StreamBatches(
+        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], blocks=200), rows=4, workers=0
+    ) as reader:
+        next(reader)
+        assert reader.set_aside >= 2
+
+
+def test_mixtures_that_cannot_be_are_refused(place: Path) -> None:
+    a = [str(place / "a.jsonl")]
+    for sources in ([], [Source(a, -1.0)], [Source(a, 1.0, 0.0)]):
+        with pytest.raises(ConfigError, match="mixture"):
+            StreamConfig(place, sources, 32)
+    with pytest.raises(ConfigError, match="one of rows and tokens"):
+        StreamBatches(config(place), rows=4, tokens=100)
