@@ -24,7 +24,7 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
 
 
-@step("plan", config=PlanConfig, parents=SOURCES)
+@step("plan", config=PlanConfig, parents=SOURCES, version=2)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time real steps on this machine and choose what the budget buys."""
     from whorl.plan.planner import make_plan
@@ -60,6 +60,7 @@ class PretrainConfig(BaseModel):
     "model",
     config=PretrainConfig,
     parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
+    version=2,
 )
 def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
