@@ -52,7 +52,6 @@ def ours(seed: int) -> dict[str, tuple[int, float]]:
 
 
 def theirs(seed: int) -> dict[str, tuple[int, float]]:
-    import gymnasium
     from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
@@ -86,7 +85,6 @@ def theirs(seed: int) -> dict[str, tuple[int, float]]:
         device="cpu",
     )  # fmt: skip
     model.learn(MOST, callback=Watch())
-    gymnasium.logger.set_level(40)
     return marks
 
 

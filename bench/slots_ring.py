@@ -11,37 +11,18 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _claim import claim
+from _slots_ring import Bytes, Copies
 
 from whorl.slots import Drain, ProducerProcess, SlotRing, Spec
 
 ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class Bytes:
-    values: Annotated[NDArray[np.uint8], "N"]
-
-
-@dataclass
-class Copies:
-    """Copies one array into every slot."""
-
-    n: int
-
-    def fill(self, slot: Any, weights: Any, rng: Any) -> int:
-        if not hasattr(self, "source"):
-            self.source = np.arange(self.n, dtype=np.uint8)
-        slot.data.values[:] = self.source
-        return self.n
 
 
 def slots_a_second(n: int, n_slots: int, count: int, out: NDArray[np.uint8]) -> float:

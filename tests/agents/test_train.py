@@ -94,21 +94,18 @@ def test_the_tally_sums_whole_episodes_over_records() -> None:
     [("ppo", 300), ("a2c", 150), ("impala", 100)],
 )
 def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
-    first, best = [], 0.0
+    best = 0.0
 
     def observe(progress: Progress, networks: ActorCritic) -> None:
         nonlocal best
         if len(progress.returns) == 100:
-            first.append(progress.mean_return)
             best = max(best, progress.mean_return)
             if best >= bar:
                 raise Stop
 
     networks = train(preset(algorithm, "CartPole-v1", steps=60_000), observe)
-    assert (
-        first[0] < 90 and best >= bar
-    )  # a random policy lasts 22 steps; it learns during the first hundred too
-    assert float(np.mean(evaluate(networks, "CartPole-v1", 20, 123))) > first[0]
+    assert best >= bar  # a random policy lasts 22 steps
+    assert float(np.mean(evaluate(networks, "CartPole-v1", 20, 123))) > bar / 2
 
 
 def test_every_parameter_is_trained_in_continuous_actions_too() -> None:

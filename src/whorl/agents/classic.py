@@ -20,13 +20,15 @@ class CartPole(BatchedEnvironment):
 
     observation_shape, n_actions, default_horizon = (4,), 2, 500
 
-    def start(self, n: int) -> Tensor:
-        return self.uniform(-0.05, 0.05, 4, n)
-
     def __init__(self, n: int, *, horizon: int | None = None, device: str = "cpu") -> None:
         super().__init__(n, horizon=horizon, device=device)
         self.forces = torch.tensor([-10.0, 10.0], dtype=torch.float64, device=self.device)
         self.reward = torch.ones(n, device=self.device)
+        limits = [2.4, math.inf, 12 * 2 * math.pi / 360, math.inf]
+        self.limits = torch.tensor(limits, dtype=torch.float64, device=self.device)[:, None]
+
+    def start(self, n: int) -> Tensor:
+        return self.uniform(-0.05, 0.05, 4, n)
 
     def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gravity, pole_mass, total_mass, half_length, tau = 9.8, 0.1, 1.1, 0.5, 0.02
@@ -39,8 +41,7 @@ class CartPole(BatchedEnvironment):
         speed_up = push.addcmul_(spin_up, cos, value=-pole_mass * half_length / total_mass)
         # Positions by the old velocities, velocities by the accelerations: explicit Euler.
         following = torch.add(state, torch.stack((velocity, speed_up, spin, spin_up)), alpha=tau)
-        x, _, angle, _ = following.unbind()
-        return following, self.reward, (x.abs() > 2.4).logical_or_(angle.abs() > 12 * 2 * math.pi / 360)
+        return following, self.reward, (following.abs() > self.limits).any(dim=0)
 
     def observe(self, state: Tensor) -> Tensor:
         return state.t().float()

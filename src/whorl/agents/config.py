@@ -71,8 +71,8 @@ class AgentConfig(BaseModel):
 A2C = AgentConfig(algorithm="a2c", environment="CartPole-v1", n_envs=16, length=8, lambda_=1.0, rate=3e-3)
 # The clip allows several passes over the same steps, and so more learning from each.
 PPO = AgentConfig(
-    algorithm="ppo", environment="CartPole-v1", discount=0.98, lambda_=0.8, passes=20, minibatches=1,
-)  # fmt: skip
+    algorithm="ppo", environment="CartPole-v1", discount=0.98, lambda_=0.9, passes=4, minibatches=4, rate=2e-3
+)
 # A2C whose records come from actors that do not wait, corrected for the age of their weights.
 IMPALA = A2C.model_copy(update={"algorithm": "impala", "correct": True, "actors": 2})
 

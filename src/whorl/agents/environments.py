@@ -12,8 +12,7 @@ cut off, by a time limit, and would have gone on).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from torch import Tensor
 from whorl.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Transition:
+class Transition(NamedTuple):
     """What a step of B copies gave.
 
     observation: [B, ...] what to act on next (of the new episode where one ended); final_observation: [B, ...] what the
@@ -121,8 +119,8 @@ class BatchedEnvironment(ABC):
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """fp64 numbers in [low, high) from the environment's own generator."""
-        drawn = torch.rand(shape, generator=self.generator, dtype=torch.float64, device=self.device)
-        return drawn.mul_(high - low).add_(low)
+        drawn = torch.empty(shape, dtype=torch.float64, device=self.device)
+        return drawn.uniform_(low, high, generator=self.generator)
 
     def close(self) -> None:  # noqa: B027 - there is nothing to free, and a subclass need not say so
         """Frees what it holds: nothing."""

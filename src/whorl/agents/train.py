@@ -143,8 +143,9 @@ def passes_over(
         "behaviour_log_prob": record["behaviour_log_prob"].flatten(),
         **{name: t.flatten() for name, t in estimated.items()},
     }
-    if config.passes == config.minibatches == 1:
-        yield [flat]
+    if config.minibatches == 1:  # all of it each time: the order means nothing
+        for _ in range(config.passes):
+            yield [flat]
         return
     n = len(flat["action"])
     for _ in range(config.passes):

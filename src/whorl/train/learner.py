@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.objectives import Loss
-from whorl.train.optim import POLAR_EXPRESS, AdamW, Muon, RowAdagrad
+from whorl.train.optim import POLAR_EXPRESS, AdamW, Muon, RowAdagrad, as_one
 from whorl.train.update import Average, Treatment, Update, check
 from whorl.train.world import World
 
@@ -42,9 +42,20 @@ class Shared:
 
     @classmethod
     def of(
-        cls, networks: nn.Module, treatments: Mapping[str, Treatment], replicas: int = 1, rows: int = 0
+        cls,
+        networks: nn.Module,
+        treatments: Mapping[str, Treatment],
+        replicas: int = 1,
+        rows: int = 0,
+        *,
+        together: bool = False,
     ) -> Shared:
-        """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step."""
+        """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step.
+
+        together: lay all that AdamW trains end to end, so that its update is a few operations over everything and
+        not over each parameter (a third of a small agent's step). Tensors then share memory, which files of tensors
+        do not take.
+        """
 
         def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             tensor = torch.zeros(shape, dtype=dtype, device=p.device)
@@ -53,7 +64,23 @@ class Shared:
             return tensor
 
         weights, gradients, ids, values, state = {}, {}, {}, {}, {}
+        if together:
+            one = {
+                n: p
+                for n, p in networks.named_parameters()
+                if n in treatments and treatments[n].rule == "adamw"
+            }
+            laid = [_end_to_end(one) for _ in range(4)]
+            weights, gradients = laid[0], {n: t[None] for n, t in laid[1].items()}
+            state = {
+                f"{n}/{m}": t
+                for m, part in zip(("mean", "square"), laid[2:], strict=True)
+                for n, t in part.items()
+            }
         for name, p in networks.named_parameters():
+            if name in weights:
+                weights[name].copy_(p.detach())
+                continue
             weights[name] = shared(*p.shape)
             weights[name].copy_(p.detach())
             if name not in treatments:  # a target, or frozen
@@ -68,6 +95,15 @@ class Shared:
                 for moment in ("momentum",) if rule == "muon" else ("mean", "square"):
                     state[f"{name}/{moment}"] = shared(*p.shape)
         return cls(weights, state, gradients, ids, values)
+
+
+def _end_to_end(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros of the shapes of `like`, in one piece of memory."""
+    sizes = [p.numel() for p in like.values()]
+    flat = torch.zeros(sum(sizes), device=next((p.device for p in like.values()), None))
+    return {
+        n: part.view(p.shape) for (n, p), part in zip(like.items(), torch.split(flat, sizes), strict=True)
+    }
 
 
 def turns(update: Update, shapes: Mapping[str, torch.Size]) -> list[set[str]]:
@@ -129,7 +165,7 @@ class Learner:
         check(networks, list(updates), list(averages))
         treatments = {n: t for update in updates for n, t in update.treatments.items()}
         self.networks, self.world = networks, world or World()
-        self.shared = shared or Shared.of(networks, treatments)
+        self.shared = shared or Shared.of(networks, treatments, together=True)
         self.rounds = steps_done
         for name, p in networks.named_parameters():
             p.data = self.shared.weights[name]
@@ -168,6 +204,7 @@ class _Taken:
         self.strangers = [p for n, p in learner.parameters.items() if n not in self.named]
         shapes = {n: p.shape for n, p in self.named.items()}
         self.owned = shares(update, shapes, self.world.size)[self.world.rank]
+        self.dense = sorted(self.owned, key=list(self.named).index)
         data = {n: p.data for n, p in self.named.items()}
         self.sparse = [(n, data[n]) for n in update.names("rows")]
 
@@ -241,10 +278,10 @@ class _Taken:
         sums = dict(zip(self.totals, (sum(column) for column in zip(*everybody, strict=True)), strict=False))
         divisor = max(sums["count"], 1.0)
         if self.world.size == 1:
-            gradients = {name: self.shared.gradients[name][0] for name in sorted(self.owned)}
+            gradients = {name: self.shared.gradients[name][0] for name in self.dense}
         else:
-            gradients = {name: self.shared.gradients[name].sum(dim=0) for name in sorted(self.owned)}
-        dense = list(gradients.values())
+            gradients = {name: self.shared.gradients[name].sum(dim=0) for name in self.dense}
+        dense = as_one(list(gradients.values()))
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         norm = self.world.total(square)[0] ** 0.5 / divisor
         torch._foreach_mul_(dense, min(1.0, self.update.clip_norm / max(norm, 1e-30)) / divisor)

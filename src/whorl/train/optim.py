@@ -147,10 +147,12 @@ class AdamW:
         correction = (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
         for peak, group in self.groups.items():
             rate = peak * factor
-            weights = [p for _, p in group]
-            mean = [self.state[f"{name}/mean"] for name, _ in group]
-            square = [self.state[f"{name}/square"] for name, _ in group]
-            gradient = [gradients[name] for name, _ in group]
+            weights = as_one([p for _, p in group])
+            mean = as_one([self.state[f"{name}/mean"] for name, _ in group])
+            square = as_one([self.state[f"{name}/square"] for name, _ in group])
+            gradient = as_one([gradients[name] for name, _ in group])
+            if not len(weights) == len(mean) == len(square) == len(gradient):
+                raise AssertionError("some of AdamW's tensors lie end to end and others do not")
             torch._foreach_lerp_(mean, gradient, 1 - first)
             torch._foreach_mul_(square, second)
             torch._foreach_addcmul_(square, gradient, gradient, 1 - second)
@@ -159,6 +161,20 @@ class AdamW:
             divisor = torch._foreach_sqrt(square)
             torch._foreach_add_(divisor, self.eps)
             torch._foreach_addcdiv_(weights, mean, divisor, -rate * correction)
+
+
+def as_one(tensors: list[Tensor]) -> list[Tensor]:
+    """The same memory as one flat tensor, where the tensors lie end to end; else the tensors."""
+    if len(tensors) < 2:
+        return [t.view(-1) for t in tensors]
+    first, end = tensors[0], tensors[0].data_ptr()
+    for t in tensors:
+        if t.data_ptr() != end or not t.is_contiguous():
+            return tensors
+        end += t.numel() * t.element_size()
+    if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
+        return tensors  # neighbours by chance
+    return [torch.as_strided(first, (sum(t.numel() for t in tensors),), (1,))]
 
 
 class RowAdagrad:
