@@ -2,11 +2,11 @@
 
 A `Spec` (from a typed dataclass) says what a record holds, a `SlotRing` allocates records, a `Producer` fills one
 at a time, here or in a process of its own; `Drain` reads each once, `Sample` draws from those it keeps. The `Board`
-carries weights back. Queues carry slot numbers, never tensors. See docs/slots.md.
+carries weights back. `ray.py` has producers on other machines. Queues carry slot numbers, never tensors. See docs/slots.md.
 """
 
 from whorl.slots.board import Board, Weights
-from whorl.slots.producers import Producer, ProducerProcess, SerialProducer
+from whorl.slots.producers import Producer, ProducerProcess, SerialProducer, Source
 from whorl.slots.readers import Drain, Figures
 from whorl.slots.replay import Drawn, Sample
 from whorl.slots.ring import Slot, SlotRing, State
@@ -24,6 +24,7 @@ __all__ = [
     "SerialProducer",
     "Slot",
     "SlotRing",
+    "Source",
     "Spec",
     "State",
     "Weights",

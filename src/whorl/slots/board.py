@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from whorl.errors import ProducerError
 from whorl.slots.ring import anonymous
@@ -51,6 +52,7 @@ class Board:
         memory = mmap.mmap(self.fd, n_bytes)
         self._header = np.frombuffer(memory, np.int64, 2)  # sequence, version
         flat = torch.from_numpy(np.frombuffer(memory, np.float32, offset=ALIGNMENT))
+        self._flat = {"": flat}
         self._views: dict[str, Tensor] = {}
         for (name, shape), part in zip(layout, torch.split(flat, sizes), strict=True):
             self._views[name] = part.view(shape)
@@ -69,11 +71,13 @@ class Board:
 
     def publish(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Make these the newest weights."""
-        self._header[0] += 1
-        for name, view in self._views.items():
-            view.copy_(tensors[name].detach())
-        self._header[1] = version
-        self._header[0] += 1
+        self._write(tensors, self._views, version)
+
+    def publish_flat(self, weights: NDArray[np.float32], version: int) -> None:
+        """The same from one array with all of them, in the order of the layout (`read_flat` of another board)."""
+        import torch
+
+        self._write({"": torch.tensor(weights)}, self._flat, version)
 
     def read(self, into: Mapping[str, Tensor]) -> int:
         """Copy the newest weights into tensors of the same names and shapes; returns their version.
@@ -81,11 +85,29 @@ class Board:
         Raises:
             ProducerError: the writer died in the middle of a `publish`.
         """
+        return self._read(into, self._views)
+
+    def read_flat(self) -> tuple[NDArray[np.float32], int]:
+        """(all weights in one array of its own, their version)."""
+        import torch
+
+        into = torch.empty_like(self._flat[""])
+        version = self._read({"": into}, self._flat)
+        return into.numpy(), version
+
+    def _write(self, tensors: Mapping[str, Tensor], views: Mapping[str, Tensor], version: int) -> None:
+        self._header[0] += 1
+        for name, view in views.items():
+            view.copy_(tensors[name].detach())
+        self._header[1] = version
+        self._header[0] += 1
+
+    def _read(self, into: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> int:
         deadline = time.monotonic() + _PATIENCE
         while time.monotonic() < deadline:
             before = int(self._header[0])
             if before % 2 == 0:
-                for name, view in self._views.items():
+                for name, view in views.items():
                     into[name].copy_(view)
                 version = self.version
                 if int(self._header[0]) == before:

@@ -34,8 +34,9 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from whorl.errors import ProducerError
@@ -47,6 +48,20 @@ _ASK = struct.Struct("<qq")  # slot, sequence
 _DONE = struct.Struct("<q")  # slot
 _FAILED = -1
 _NICE = 5
+
+
+class Source(Protocol):
+    """What a reader needs of whatever runs a producer: here in line or in a process, `ray.py` in an actor."""
+
+    number: int
+    timeout: float
+
+    def ask(self, slot: int, sequence: int) -> None: ...
+    def receive(self) -> int: ...
+    def ready(self) -> bool: ...
+    def close(self) -> None: ...
+    @staticmethod
+    def first_ready(producers: Any, timeout: float) -> Any: ...
 
 
 class Producer(Protocol):
@@ -69,8 +84,8 @@ class SerialProducer:
         number: int = 0,
         board: Board | None = None,
     ) -> None:
-        self.ring, self.number = ring, number
-        self._work = _Work(ring, producer, seed, number, board)
+        self.ring, self.number, self.timeout = ring, number, 0.0
+        self._work = Work(ring, producer, seed, number, board)
         self._asked: deque[tuple[int, int]] = deque()
 
     def ask(self, slot: int, sequence: int) -> None:
@@ -86,6 +101,11 @@ class SerialProducer:
     def ready(self) -> bool:
         """Whether `receive` would return without waiting for anybody else."""
         return bool(self._asked)
+
+    @staticmethod
+    def first_ready(producers: Sequence[SerialProducer], timeout: float) -> list[SerialProducer]:
+        """All that were asked for something: none of them makes anybody wait."""
+        return [p for p in producers if p._asked]
 
     def close(self) -> None:
         self._asked.clear()
@@ -125,10 +145,11 @@ class ProducerProcess:
         work = pickle.dumps((ring.spec, len(ring), ring.poison, ring.fd, producer, seed, number, weights))
         self._send(pickle.dumps((sys.path, work)))
 
-    @property
-    def connection(self) -> Connection:
-        """Readable when `receive` would not wait."""
-        return self._connection
+    @staticmethod
+    def first_ready(producers: Sequence[ProducerProcess], timeout: float) -> list[ProducerProcess]:
+        """Those whose next record is there (or that died), waiting for one at most `timeout` seconds."""
+        by_connection = {p._connection: p for p in producers}
+        return [by_connection[c] for c in wait(list(by_connection), timeout) if isinstance(c, Connection)]
 
     def ready(self) -> bool:
         """Whether `receive` would return without waiting."""
@@ -207,7 +228,7 @@ class ProducerProcess:
         )
 
 
-class _Work:
+class Work:
     """What a producer does, wherever it runs: one record after another."""
 
     def __init__(
@@ -257,7 +278,7 @@ def _child() -> None:
         spec, n_slots, poison, fd, producer, seed, number, weights = pickle.loads(work)
         ring: SlotRing[Any] = SlotRing(spec, n_slots, poison=poison, fd=fd)
         board = Board(weights[0], fd=weights[1]) if weights else None
-        working = _Work(ring, producer, seed, number, board)
+        working = Work(ring, producer, seed, number, board)
         while True:
             slot, sequence = _ASK.unpack(connection.recv_bytes())
             working.fill(slot, sequence)

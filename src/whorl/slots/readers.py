@@ -15,13 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Generic, Literal
 
 from whorl.errors import ConfigError
 from whorl.slots.board import Board
-from whorl.slots.producers import ProducerProcess, SerialProducer
+from whorl.slots.producers import Source
 from whorl.slots.ring import Slot, SlotRing, State
 from whorl.slots.spec import Record
 
@@ -78,7 +77,7 @@ class Drain(Generic[Record]):
     def __init__(
         self,
         ring: SlotRing[Record],
-        producers: Sequence[SerialProducer] | Sequence[ProducerProcess],
+        producers: Sequence[Source],
         *,
         start: int = 0,
         order: Literal["sequence", "ready"] = "sequence",
@@ -130,16 +129,18 @@ class Drain(Generic[Record]):
         self.ring.release(slot)
         self.producers[self._owner[slot.index]].ask(slot.index, following)
 
-    def _next_producer(self) -> SerialProducer | ProducerProcess:
-        in_turn = self.producers[self.sequence % len(self.producers)]
-        if self.order == "sequence" or isinstance(in_turn, SerialProducer):
-            return in_turn
-        by_connection = {p.connection: p for p in self.producers if isinstance(p, ProducerProcess)}
-        ready = wait(list(by_connection), max(p.timeout for p in by_connection.values()))
-        # Nobody: the one whose turn it is says what is wrong. Several: the one whose record is oldest in the order.
-        found = [p for c, p in by_connection.items() if c in ready]
+    def _next_producer(self) -> Source:
         turn = self.sequence % len(self.producers)
-        return min(found, key=lambda p: (p.number - turn) % len(self.producers)) if found else in_turn
+        if self.order == "sequence":
+            return self.producers[turn]
+        timeout = max(p.timeout for p in self.producers)
+        found: list[Source] = self.producers[turn].first_ready(self.producers, timeout)
+        # Nobody: the one whose turn it is says what is wrong. Several: the one whose turn comes first.
+        return (
+            min(found, key=lambda p: (p.number - turn) % len(self.producers))
+            if found
+            else self.producers[turn]
+        )
 
     def take(self) -> Figures:
         """What was counted since the last call."""

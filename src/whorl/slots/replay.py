@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import ConfigError
-from whorl.slots.producers import ProducerProcess, SerialProducer
+from whorl.slots.producers import Source
 from whorl.slots.ring import Slot, SlotRing, State
 from whorl.slots.spec import Record
 
@@ -61,7 +61,7 @@ class Sample(Generic[Record]):
     def __init__(
         self,
         ring: SlotRing[Record],
-        producers: Sequence[SerialProducer] | Sequence[ProducerProcess],
+        producers: Sequence[Source],
         n: int,
         rng: np.random.Generator,
         *,

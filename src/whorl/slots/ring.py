@@ -48,12 +48,12 @@ _AT = {name: place for place, name in enumerate(FIELDS)}
 
 
 class Slot(Generic[Record]):
-    """One record in shared memory: `data` holds its arrays, the properties read its header."""
+    """One record in shared memory: `data` holds its arrays, `content` their bytes, the properties read its header."""
 
     def __init__(self, index: int, memory: memoryview, spec: Spec[Record]) -> None:
         self.index = index
         self.header = memory[: len(FIELDS) * 8].cast("q")  # int64; an element takes 40 ns, of an array 100
-        self._bytes = np.frombuffer(memory, np.uint8)[ALIGNMENT:]
+        self.content = np.frombuffer(memory, np.uint8)[ALIGNMENT:]
         self.data: Record = spec.view(memory[ALIGNMENT:])
         self._names = list(spec.fields)
         self._tensors: dict[str, torch.Tensor] = {}
@@ -122,7 +122,7 @@ class Slot(Generic[Record]):
 
     def poison(self) -> None:
         """Overwrite the content with 0xFF bytes."""
-        self._bytes[:] = 0xFF
+        self.content[:] = 0xFF
 
 
 class SlotRing(Generic[Record]):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from whorl.runs.machine import give_back_freed_memory
 from whorl.runs.seeds import generator
 from whorl.train.learner import Shared
 from whorl.train.pretrain import Job, build_model, learner_of, shared_of
@@ -36,6 +37,8 @@ def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
         times, startup = _timed(world, job, shared, seconds)
     finally:
         world.close()
+        del shared
+        give_back_freed_memory()  # the next job is another shape
     return StepTiming(startup - began, sorted(times)[len(times) // 2])
 
 

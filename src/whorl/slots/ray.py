@@ -1,0 +1,161 @@
+"""Producers beyond one machine: the same `Producer` in a Ray actor, on any node of a cluster.
+
+The actor fills a slot of its own, by the code that a producer process runs; the whole slot then travels through
+Ray's object store as one array of bytes (shared memory on the learner's node, the network otherwise) into a slot of
+the learner's ring. What stands in the header (version, seed, sequence, how long it took) comes along, so a reader
+sees no difference: `Drain` and `Sample` take `RayProducer`s as they take processes. Weights go the other way: the
+newest are put into the object store once for each version, however many actors there are.
+
+    ray.init(address="auto")
+    producers = [RayProducer(ring, Actor(...), number=n, board=board) for n in range(64)]
+    with Drain(ring, producers, order="ready", board=board) as records: ...
+
+On Ray's failures: an actor that raises, dies or hangs is a `ProducerError`, as everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from whorl.errors import ConfigError, ProducerError
+from whorl.slots.board import Board, Layout
+from whorl.slots.producers import Producer, Work
+from whorl.slots.ring import FIELDS, SlotRing, State
+
+
+class _Remote:
+    """What lives in the actor: one slot, and a board that holds what it was sent."""
+
+    def __init__(
+        self, spec: Any, poison: bool, producer: Producer, seed: int, number: int, layout: Layout | None
+    ) -> None:
+        self.ring: SlotRing[Any] = SlotRing(spec, 1, poison=poison)
+        self.board = Board(layout) if layout else None
+        self.work = Work(self.ring, producer, seed, number, self.board)
+
+    def make(self, sequence: int, weights: Any, version: int) -> tuple[list[int], Any]:
+        """(header, content as bytes) of record `sequence`, made with these weights."""
+        if self.board is not None and weights is not None and version != self.board.version:
+            self.board.publish_flat(weights, version)
+        self.work.fill(0, sequence)
+        slot = self.ring.slots[0]
+        slot.step(State.READY, State.READING)
+        header, content = list(slot.header), slot.content.copy()
+        self.ring.release(slot)
+        return header, content
+
+
+class RayProducer:
+    """A producer in a Ray actor. The arguments are those of `ProducerProcess`.
+
+    Args:
+        options: of the actor, as Ray takes them: {"num_cpus": 1, "resources": {...}}.
+
+    Raises:
+        ConfigError: Ray is not installed, or not initialised.
+    """
+
+    _sent: dict[int, tuple[int, Any]] = {}  # noqa: RUF012 - by board, the newest version in the object store: for all actors
+
+    def __init__(
+        self,
+        ring: SlotRing[Any],
+        producer: Producer,
+        *,
+        seed: int = 0,
+        number: int = 0,
+        board: Board | None = None,
+        timeout: float = 300.0,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError("Ray is not installed", do="pip install 'whorl[ray]'") from error
+        if not ray.is_initialized():
+            raise ConfigError(
+                "Ray is not initialised", do="call ray.init() here, or ray.init(address='auto') in a cluster"
+            )
+        self.ring, self.number, self.board, self.timeout = ring, number, board, timeout
+        self.name = type(producer).__name__
+        actor: Any = ray.remote(_Remote).options(**({"num_cpus": 1} | (options or {})))
+        layout = board.layout if board else None
+        self._actor: Any = actor.remote(ring.spec, ring.poison, producer, seed, number, layout)
+        self._asked: deque[tuple[int, Any]] = deque()
+
+    def ask(self, slot: int, sequence: int) -> None:
+        """Have record `sequence` made for a free slot."""
+        weights, version = self._weights()
+        self._asked.append((slot, self._actor.make.remote(sequence, weights, version)))
+
+    def _weights(self) -> tuple[Any, int]:
+        """A reference to the newest weights, put into the object store once a version."""
+        import ray
+
+        if self.board is None:
+            return None, 0
+        version, reference = RayProducer._sent.get(id(self.board), (-1, None))
+        if version != self.board.version:
+            flat, version = self.board.read_flat()
+            reference = ray.put(flat)
+            RayProducer._sent[id(self.board)] = (version, reference)
+        return reference, version
+
+    def ready(self) -> bool:
+        """Whether `receive` would return without waiting."""
+        import ray
+
+        return bool(ray.wait([self._asked[0][1]], timeout=0)[0])
+
+    @staticmethod
+    def first_ready(producers: Sequence[RayProducer], timeout: float) -> list[RayProducer]:
+        """Those whose next record is there, waiting for one at most `timeout` seconds."""
+        import ray
+
+        waiting = {p._asked[0][1]: p for p in producers if p._asked}
+        found, _ = ray.wait(list(waiting), timeout=timeout)
+        return [waiting[reference] for reference in found]
+
+    def receive(self) -> int:
+        """Number of the slot with the record asked for longest ago; waits for it.
+
+        Raises:
+            ProducerError: the actor raised (its traceback is in the message), died, or hung.
+        """
+        import ray
+
+        index, reference = self._asked.popleft()
+        where = f"producer {self.number} ({self.name}, a Ray actor)"
+        try:
+            header, content = ray.get(reference, timeout=self.timeout)
+        except ray.exceptions.GetTimeoutError:
+            ray.kill(self._actor)
+            raise ProducerError(
+                f"{where} wrote nothing for {self.timeout:g} s and was ended",
+                do="look for what it waits for, or raise its timeout",
+            ) from None
+        except ray.exceptions.RayTaskError as error:
+            raise ProducerError(f"{where} raised:\n{error}") from None
+        except ray.exceptions.RayActorError as error:
+            raise ProducerError(
+                f"{where} died: {error}", do="look at its node; the same command continues"
+            ) from None
+        slot, told = self.ring.slots[index], dict(zip(FIELDS, header, strict=True))
+        told.pop("state")
+        slot.step(State.FREE, State.WRITING)
+        np.copyto(slot.content, content)
+        slot.step(State.WRITING, State.READY, **told)
+        return index
+
+    def close(self) -> None:
+        """End the actor."""
+        import ray
+
+        if self.board is not None:
+            RayProducer._sent.pop(id(self.board), None)
+        if ray.is_initialized():
+            ray.kill(self._actor)

@@ -1,0 +1,99 @@
+"""Producers as Ray actors, on a local Ray of two workers: the same bits as in line, the same errors as a process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from slot_examples import Acts, Draws, Fails, Numbers
+
+from whorl.errors import ConfigError, ProducerError
+from whorl.slots import Board, Drain, Sample, SerialProducer, SlotRing, Spec
+from whorl.slots.ray import RayProducer
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.xdist_group("ray")
+SPEC = Spec.from_dataclass(Numbers, N=5)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    here = str(Path(__file__).parent)
+    paths = os.pathsep.join([here, *(p for p in sys.path if p)])
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+    )  # fmt: skip
+    yield ray
+    ray.shutdown()
+
+
+def read(drain: Drain[Numbers], n: int) -> list[tuple[int, int, bytes]]:
+    return [(s.sequence, s.producer, s.data.values.tobytes()) for s in (next(drain) for _ in range(n))]
+
+
+def test_without_a_cluster_it_says_what_to_do() -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+    with pytest.raises(ConfigError, match="not initialised"):
+        RayProducer(SlotRing(SPEC, 1), Draws())
+
+
+def test_two_actors_give_the_bits_of_two_in_line(cluster: Any) -> None:
+    ring = SlotRing(SPEC, 4)
+    with Drain(ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
+        expected = read(drain, 12)
+    ring = SlotRing(SPEC, 4, poison=True)
+    with Drain(ring, [RayProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
+        assert read(drain, 12) == expected
+        figures = drain.take()
+    assert figures.records == 12 and figures.busy > 0
+
+
+def test_they_act_with_the_boards_weights(cluster: Any) -> None:
+    def filled(value: float) -> dict[str, torch.Tensor]:
+        return {"weight": torch.full((300, 300), value), "bias": torch.full((300,), value)}
+
+    ring, board = SlotRing(SPEC, 2), Board.of(filled(0.0))
+    producers = [RayProducer(ring, Acts(), number=i, board=board) for i in range(2)]
+    with Drain(ring, producers, board=board, order="ready") as drain:
+        for version in range(8):
+            slot = next(drain)
+            assert slot.data.label == 1 and slot.data.values[0] == slot.policy_version <= version
+            board.publish(filled(version + 1.0), version + 1)
+        lag = drain.take().words()["lag_max"]
+    assert 0 < lag <= 3
+
+
+def test_a_pool_is_filled_by_actors_too(cluster: Any) -> None:
+    import numpy as np
+
+    ring = SlotRing(SPEC, 5)
+    with Sample(ring, [RayProducer(ring, Draws())], 3, np.random.default_rng(0), least=2) as reader:
+        assert all(int(s.data.label) == s.sequence for _ in range(4) for s in next(reader).slots)
+
+
+def test_an_actor_that_raises_hangs_or_dies_is_heard(cluster: Any) -> None:
+    ring = SlotRing(SPEC, 1)
+    with (
+        pytest.raises(ProducerError, match="record two cannot be made"),
+        Drain(ring, [RayProducer(ring, Fails())]) as d,
+    ):
+        read(d, 5)
+    ring = SlotRing(SPEC, 1)
+    with (
+        pytest.raises(ProducerError, match="wrote nothing for 5 s"),
+        Drain(ring, [RayProducer(ring, Draws(pause=60), timeout=5)]) as d,
+    ):
+        read(d, 1)
+    ring = SlotRing(SPEC, 1)
+    producer = RayProducer(ring, Draws(pause=1))
+    with pytest.raises(ProducerError, match="died"), Drain(ring, [producer]) as d:
+        ray.kill(producer._actor)
+        read(d, 1)
