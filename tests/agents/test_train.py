@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from whorl.agents.catalogue import make
 from whorl.agents.config import AgentConfig, preset
-from whorl.agents.environments import make
 from whorl.agents.networks import ActorCritic
 from whorl.agents.rollout import Actor, rollout_spec
 from whorl.agents.train import Progress, Stop, Tally, estimate, evaluate, train

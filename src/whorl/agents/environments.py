@@ -124,18 +124,3 @@ class BatchedEnvironment(ABC):
 
     def close(self) -> None:  # noqa: B027 - there is nothing to free, and a subclass need not say so
         """Frees what it holds: nothing."""
-
-
-def make(name: str, n: int, *, device: str = "cpu") -> Environment:
-    """`n` copies of an environment by its gymnasium name: our own dynamics where there are some, else gymnasium's.
-
-    Raises:
-        ConfigError: nobody knows the name, or its spaces are of a kind that no agent here can use.
-    """
-    from whorl.agents.classic import BATCHED
-
-    if name in BATCHED:
-        return BATCHED[name](n, device=device)
-    from whorl.agents.gymnasium import GymnasiumEnvironment
-
-    return GymnasiumEnvironment(name, n)

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whorl.agents.environments import Environment, make
+from whorl.agents.catalogue import make
+from whorl.agents.environments import Environment
 from whorl.agents.networks import ActorCritic
 from whorl.slots import Slot, Spec, Weights
 

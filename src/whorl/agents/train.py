@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whorl.agents.catalogue import make
 from whorl.agents.config import AgentConfig
-from whorl.agents.environments import make
 from whorl.agents.networks import ActorCritic
 from whorl.agents.rollout import Actor, rollout_spec
 from whorl.objectives import Loss
