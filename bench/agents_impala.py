@@ -2,7 +2,8 @@
 
     .venv/bin/python bench/agents_impala.py            # 5 seeds
 
-Solved: a greedy evaluation of 20 episodes of 475 or more at the end of training, or on the way to it (looked at every 10,000 steps).
+Solved: a greedy evaluation of 20 episodes of 475 or more at the end of training, or on the way to it (looked at
+every 10,000 steps).
 """
 
 from __future__ import annotations
