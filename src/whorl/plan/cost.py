@@ -5,7 +5,7 @@ from __future__ import annotations
 from whorl.models import DecoderConfig
 from whorl.models.decoder import matrix_params
 
-PROCESS_BYTES = 450e6  # a Python process with torch loaded and one graph compiled, seen here
+PROCESS_BYTES = 800e6  # a training process with compiled graphs and what its allocator keeps, and its loader, seen here
 
 
 def shape(
