@@ -5,7 +5,9 @@ from __future__ import annotations
 from whorl.models import DecoderConfig
 from whorl.models.decoder import matrix_params
 
-PROCESS_BYTES = 800e6  # a training process with compiled graphs and what its allocator keeps, and its loader, seen here
+PROCESS_BYTES = (
+    800e6  # a training process with compiled graphs and what its allocator keeps, and its loader, seen here
+)
 
 
 def shape(
