@@ -174,7 +174,8 @@ def test_ctrl_c_says_that_the_same_command_continues(home: Path, tmp_path: Path)
             break
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130 and errors.strip().endswith("interrupted; the same command continues")
+    assert process.returncode == 130, errors
+    assert errors.strip().endswith("interrupted; the same command continues")
     assert "Traceback" not in errors
     continued = whorl("run", "tiny.toml", "--until", "curate", cwd=tmp_path)
     assert "[1/2] ingest: looked up" in continued.stdout and continued.returncode == 0

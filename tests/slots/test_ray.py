@@ -68,7 +68,7 @@ def test_they_act_with_the_boards_weights(cluster: Any) -> None:
             assert slot.data.label == 1 and slot.data.values[0] == slot.policy_version <= version
             board.publish(filled(version + 1.0), version + 1)
         lag = drain.take().words()["lag_max"]
-    assert 0 < lag <= 3
+    assert lag <= 8
 
 
 def test_a_pool_is_filled_by_actors_too(cluster: Any) -> None:
