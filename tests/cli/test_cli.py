@@ -167,6 +167,8 @@ def test_ctrl_c_says_that_the_same_command_continues(home: Path, tmp_path: Path)
         text=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # A shell's background job, and so a test run in one, passes an ignored SIGINT on to its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     for line in process.stdout:

@@ -38,9 +38,6 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(verb)
     def call(*args: Any, **options: Any) -> None:
-        from whorl.runs.progress import remember_interrupts
-
-        remember_interrupts()
         try:
             verb(*args, **options)
         except WhorlError as error:

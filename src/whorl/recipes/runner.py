@@ -21,7 +21,6 @@ from whorl.errors import WhorlError
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
 from whorl.runs import Progress, Run, duration, write_json
-from whorl.runs.progress import check_interrupt
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
 
@@ -60,7 +59,6 @@ def run_recipe(recipe: Recipe, store: Store, progress: Progress, *, until: str |
         artifacts: dict[str, Artifact] = {}
         records: dict[str, Any] = {}
         for number, step in enumerate(wanted.steps.values(), start=1):
-            check_interrupt()
             mark = f"[{number}/{len(wanted.steps)}] {step.name}"
             started = time.monotonic()
             artifact, state = _one_step(recipe, step, artifacts, store, run, progress, mark)

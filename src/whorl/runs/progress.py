@@ -12,7 +12,6 @@ itself.
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 import time
@@ -24,35 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-_interrupted = threading.Event()
 PLAIN_SECONDS = 5.0  # a plain line at most this often
-
-
-def remember_interrupts() -> None:
-    """Have Ctrl-C heard even where it falls into code that swallows exceptions (a finaliser, a callback from C).
-
-    Python raises KeyboardInterrupt wherever the main thread happens to be, and prints and forgets it there. So the
-    handler also leaves a note, and whoever reports progress raises it again. For programs, which own their signals:
-    the command line calls it.
-    """
-
-    def heard(_number: int, _frame: object) -> None:
-        _interrupted.set()
-        raise KeyboardInterrupt
-
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell's background job is not to hear it
-        signal.signal(signal.SIGINT, heard)
-
-
-def check_interrupt() -> None:
-    """Raise what was swallowed.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C was heard, and the program still goes on.
-    """
-    if _interrupted.is_set():
-        _interrupted.clear()
-        raise KeyboardInterrupt
 
 
 def duration(seconds: float) -> str:
@@ -93,7 +64,6 @@ class Task:
         self, *, done: float | None = None, total: float | None = None, note: str | None = None
     ) -> None:
         """Set how much is done, how much there is, or the note that stands behind the bar."""
-        check_interrupt()
         if done is not None:
             self.done = done
         if total is not None:
