@@ -47,7 +47,7 @@ def ours(seed: int) -> dict[str, tuple[int, float]]:
         if len(marks) == 2:
             raise Stop
 
-    train(preset("ppo", "CartPole-v1", steps=MOST, seed=seed), observe)
+    train(preset("ppo", "CartPole-v1", steps=70_000, seed=seed), observe)
     return marks
 
 

@@ -152,15 +152,15 @@ def main() -> None:
     torch.set_num_threads(1)
     store = Store(a.store)
     corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)
-    tokens = store.open("quickstart/tokens").path
+    tokens, words = store.open("quickstart/tokens").path, store.open("quickstart/tokenizer").path
     texts = [d.text for d in corpus.documents("train")]
     with tempfile.TemporaryDirectory() as folder:
         jsonl = Path(folder) / "train.jsonl"
         jsonl.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-        config = StreamConfig(tokens, [Source([str(jsonl)])], LENGTH)
+        config = StreamConfig(words, [Source([str(jsonl)])], LENGTH)
         pairs = []
         for _ in range(ROUNDS):
-            pairs.append((ours(config, a.seconds), theirs(jsonl, tokens / "tokenizer.json", a.seconds)))
+            pairs.append((ours(config, a.seconds), theirs(jsonl, words / "tokenizer.json", a.seconds)))
             print(
                 f"from raw text: ours {pairs[-1][0]:,.0f} tokens/s, DataLoader {pairs[-1][1]:,.0f}",
                 flush=True,
@@ -171,8 +171,8 @@ def main() -> None:
             ratio=mine / peer, bar=3.0, ok=mine / peer >= 3, samples=[[round(x) for x in p] for p in pairs],
         )  # fmt: skip
         with ProcessPoolExecutor(2) as pool:
-            list(pool.map(encode, [tokens] * 2, [texts[:20]] * 2))
-            made = list(pool.map(encode, [tokens] * 2, [texts[0::2], texts[1::2]]))
+            list(pool.map(encode, [words] * 2, [texts[:20]] * 2))
+            made = list(pool.map(encode, [words] * 2, [texts[0::2], texts[1::2]]))
         bare = sum(n for n, _ in made) / max(s for _, s in made)
         claim(
             "raw text to batches against the bare encoder in 2 processes", ours=round(mine), peer=round(bare),

@@ -91,7 +91,7 @@ def test_the_tally_sums_whole_episodes_over_records() -> None:
 
 @pytest.mark.parametrize(
     ("algorithm", "bar"),
-    [("ppo", 300), ("a2c", 150), ("impala", 100)],
+    [("ppo", 300), ("a2c", 80), ("impala", 80)],
 )
 def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
     best = 0.0

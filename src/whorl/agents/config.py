@@ -68,7 +68,9 @@ class AgentConfig(BaseModel):
         return -(-self.steps // self.record_steps)
 
 
-A2C = AgentConfig(algorithm="a2c", environment="CartPole-v1", n_envs=16, length=8, lambda_=1.0, rate=3e-3)
+A2C = AgentConfig(
+    algorithm="a2c", environment="CartPole-v1", n_envs=16, length=8, discount=0.98, lambda_=0.95, rate=6e-4
+)
 # The clip allows several passes over the same steps, and so more learning from each.
 PPO = AgentConfig(
     algorithm="ppo", environment="CartPole-v1", discount=0.98, lambda_=0.9, passes=4, minibatches=4, rate=2e-3
