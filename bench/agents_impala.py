@@ -21,7 +21,27 @@ from whorl.agents.config import preset
 from whorl.agents.networks import ActorCritic
 from whorl.agents.train import Progress, Stop, evaluate, train
 
-BAR = 475.0
+BAR, LOOK = 475.0, 10_000
+
+
+def one(seed: int, steps: int) -> dict[str, float]:
+    """One run: where it was solved, the last evaluation, and how many versions behind the weights that acted were."""
+    config = preset("impala", "CartPole-v1", steps=steps, seed=seed)
+    lags: list[float] = []
+    solved: dict[str, float] = {"best": 0.0}
+
+    def observe(progress: Progress, networks: ActorCritic) -> None:
+        lags.append(progress.metrics["lag_mean"])
+        if progress.steps % LOOK < config.record_steps:
+            found = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))
+            solved["best"] = max(found, solved["best"])
+            if found >= BAR:
+                solved.update(steps=progress.steps, seconds=progress.seconds)
+                raise Stop
+
+    networks = train(config, observe)
+    final = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))
+    return {**solved, "final": final, "lag": round(float(np.mean(lags)), 2), "lag_max": max(lags)}
 
 
 def main() -> None:
@@ -31,21 +51,7 @@ def main() -> None:
     a = parser.parse_args()
     rows = []
     for seed in range(a.seeds):
-        config = preset("impala", "CartPole-v1", steps=a.steps, seed=seed)
-        lags, solved = [], {}
-
-        def observe(progress: Progress, networks: ActorCritic) -> None:
-            lags.append(progress.metrics["lag_mean"])  # noqa: B023
-            if progress.steps % 10_000 < config.record_steps:  # noqa: B023
-                found = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))  # noqa: B023
-                solved["best"] = max(found, solved.get("best", 0.0))  # noqa: B023
-                if found >= BAR:
-                    solved.update(steps=progress.steps, seconds=progress.seconds)  # noqa: B023
-                    raise Stop
-
-        networks = train(config, observe)
-        final = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))
-        rows.append({**solved, "final": final, "lag": round(float(np.mean(lags)), 2), "lag_max": max(lags)})
+        rows.append(one(seed, a.steps))
         print(f"seed {seed}: {rows[-1]}", flush=True)
     n = sum("steps" in row or row["final"] >= BAR for row in rows)
     claim(

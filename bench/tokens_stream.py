@@ -6,8 +6,8 @@ The training split of the store's quickstart, written as JSONL, and its vocabula
 parses lines, and Hugging Face `tokenizers` with packing in the collate function; ours: `StreamBatches` with 2
 workers. Both give rows of 256 tokens, 8 a batch. Beside them: what the bare encoder does with the same texts in 2
 processes. From ready shards: the loader's slots against a map-style dataset over the same token file. And the
-randomness of the order: how far from its place on disk a document is read, as a share of what a full shuffle would
-give.
+randomness of the order: how far from its place on disk a block is read, as a share of what a full shuffle would
+give (documents of one block stay in one record, shuffled among those of the record's other blocks).
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def main() -> None:
             unit="tokens/s", ratio=mine / bare, bar=0.8, ok=mine / bare >= 0.8,
         )  # fmt: skip
         print(
-            f"a document is read {randomness(config):.2f} of a full shuffle's mean distance from its place on disk"
+            f"a block is read {randomness(config):.2f} of a full shuffle's mean distance from its place on disk"
         )
     both = [shards(tokens, a.seconds / 2) for _ in range(ROUNDS)]
     mine, peer = sorted(both, key=lambda p: p[0] / p[1])[ROUNDS // 2]

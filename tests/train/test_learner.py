@@ -73,6 +73,14 @@ def test_adamw_is_torchs() -> None:
     assert torch.allclose(nets["a"].weight, other["a"].weight, atol=1e-5)
 
 
+def test_a_learner_of_matrices_alone_has_nothing_for_adamw() -> None:
+    nets = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False)})
+    learner = Learner(nets, [Update(squared(nets["a"]), {"a.weight": Treatment("muon", 0.1)})])
+    before = nets["a"].weight.detach().clone()
+    learn(learner, iter([part()]), lambda p: [[p]], last=1)
+    assert not torch.equal(nets["a"].weight, before)
+
+
 def test_cut_into_micro_batches_the_step_is_the_same() -> None:
     whole = part()
     cuts = ([8], [4, 4], [1] * 8, [5, 3])

@@ -30,7 +30,7 @@ class GymnasiumEnvironment:
         except ImportError as error:
             raise ConfigError(
                 f"the environment {name!r} is gymnasium's, which is not installed",
-                do="pip install 'whorl[rl]'",
+                do="pip install gymnasium; `whorl rl environments` lists those that work without it",
             ) from error
         try:
             self.copies = gymnasium.make_vec(
@@ -42,7 +42,8 @@ class GymnasiumEnvironment:
             )
         except gymnasium.error.Error as error:
             raise ConfigError(
-                f"there is no environment {name!r}: {error}", do="see `whorl rl list`"
+                f"there is no environment {name!r}: {error}",
+                do="see `whorl rl environments`, or gymnasium's own list",
             ) from error
         self.n, self.name = n, name
         observation, action = self.copies.single_observation_space, self.copies.single_action_space

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from whorl.agents.train import Progress as Training
+    from whorl.runs import Task
 
 
 def train(
@@ -38,9 +43,7 @@ def train(
     from safetensors.torch import save_file
 
     from whorl.agents.config import PRESETS, checked
-    from whorl.agents.networks import ActorCritic
     from whorl.agents.summary import summarise
-    from whorl.agents.train import Progress as Training
     from whorl.agents.train import evaluate
     from whorl.agents.train import train as train_agent
     from whorl.errors import ConfigError
@@ -56,23 +59,18 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     progress, scores, curves = Progress(), [], []
     for seed in range(config.seed, config.seed + seeds):
-        points: list[tuple[int, float]] = []
-        lags: list[float] = []
+        points: list[
+            tuple[int, float, float]
+        ] = []  # steps, return, how many versions behind the acting weights were
         with progress.task(f"{algorithm} on {environment}, seed {seed}", total=steps, unit="steps") as task:
-
-            def observe(training: Training, networks: ActorCritic) -> None:
-                if training.returns:
-                    points.append((training.steps, training.mean_return))  # noqa: B023
-                lags.append(training.metrics["lag_mean"])  # noqa: B023
-                note = f"return {training.mean_return:.1f}" if training.returns else ""
-                task.update(done=training.steps, note=note)
-
-            networks = train_agent(config.model_copy(update={"seed": seed}), observe)
+            watch = partial(_watch, task, points)
+            networks = train_agent(config.model_copy(update={"seed": seed}), watch)
         returns = evaluate(networks, environment, episodes, derive(seed, "evaluation") % (1 << 31))
         scores.append(float(np.mean(returns)))
-        lag = f", weights {np.mean(lags):.1f} versions old" if config.actors else ""
+        lag = f", weights {np.mean([p[2] for p in points]):.1f} versions old" if config.actors else ""
         progress.say(f"seed {seed}: return {scores[-1]:.1f} (mean of {episodes} episodes{lag})")
-        curves.append(Series(f"seed {seed}", [float(x) for x, _ in points], [y for _, y in points]))
+        ended = [p for p in points if p[1] == p[1]]  # before an episode ended there is no return
+        curves.append(Series(f"seed {seed}", [float(p[0]) for p in ended], [p[1] for p in ended]))
         save_file(
             {n: p.detach() for n, p in networks.named_parameters()}, folder / f"seed-{seed}.safetensors"
         )
@@ -89,6 +87,12 @@ def train(
     (folder / "result.json").write_text(json.dumps(record, indent=1) + "\n")
     print(f"return: {found}, inter-quartile mean of {seeds} seeds with its 95 % interval")
     print(f"curve:  {page}" if page else "no episode ended: there is no curve to draw")
+
+
+def _watch(task: Task, points: list[tuple[int, float, float]], training: Training, _networks: object) -> None:
+    """Called after each record: shows and keeps how far training is."""
+    points.append((training.steps, training.mean_return, training.metrics["lag_mean"]))
+    task.update(done=training.steps, note=f"return {training.mean_return:.1f}" if training.returns else "")
 
 
 def environments() -> None:

@@ -61,8 +61,7 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
     reached = weights.cumsum(dim=-1)
     total = reached[:, -1:]
     draw = torch.rand(total.shape, generator=generator, device=generator.device).to(total.device) * total
-    place = torch.searchsorted(
-        reached, draw, right=True
-    )  # the first whose cumulative weight exceeds the draw
+    # The first whose cumulative weight exceeds the draw: never one that was cut, whose weight is 0.
+    place = torch.searchsorted(reached, draw, right=True)
     token = place if ids is None else ids.gather(-1, place)
     return token.squeeze(-1), (weights.gather(-1, place) / total).log().squeeze(-1), raw

@@ -58,7 +58,6 @@ class Source(Protocol):
 
     def ask(self, slot: int, sequence: int) -> None: ...
     def receive(self) -> int: ...
-    def ready(self) -> bool: ...
     def close(self) -> None: ...
     @staticmethod
     def first_ready(producers: Any, timeout: float) -> Any: ...
@@ -97,10 +96,6 @@ class SerialProducer:
         slot, sequence = self._asked.popleft()
         self._work.fill(slot, sequence)
         return slot
-
-    def ready(self) -> bool:
-        """Whether `receive` would return without waiting for anybody else."""
-        return bool(self._asked)
 
     @staticmethod
     def first_ready(producers: Sequence[SerialProducer], timeout: float) -> list[SerialProducer]:
@@ -150,10 +145,6 @@ class ProducerProcess:
         """Those whose next record is there (or that died), waiting for one at most `timeout` seconds."""
         by_connection = {p._connection: p for p in producers}
         return [by_connection[c] for c in wait(list(by_connection), timeout) if isinstance(c, Connection)]
-
-    def ready(self) -> bool:
-        """Whether `receive` would return without waiting."""
-        return self._connection.poll(0)
 
     @property
     def pid(self) -> int:

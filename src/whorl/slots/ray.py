@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -59,7 +60,8 @@ class RayProducer:
         ConfigError: Ray is not installed, or not initialised.
     """
 
-    _sent: dict[int, tuple[int, Any]] = {}  # noqa: RUF012 - by board, the newest version in the object store: for all actors
+    # The newest version of each board in the object store: once for all actors.
+    _sent: ClassVar[WeakKeyDictionary[Board, tuple[int, Any]]] = WeakKeyDictionary()
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class RayProducer:
         try:
             import ray
         except ImportError as error:
-            raise ConfigError("Ray is not installed", do="pip install 'whorl[ray]'") from error
+            raise ConfigError("Ray is not installed", do="pip install ray") from error
         if not ray.is_initialized():
             raise ConfigError(
                 "Ray is not initialised", do="call ray.init() here, or ray.init(address='auto') in a cluster"
@@ -98,18 +100,12 @@ class RayProducer:
 
         if self.board is None:
             return None, 0
-        version, reference = RayProducer._sent.get(id(self.board), (-1, None))
+        version, reference = RayProducer._sent.get(self.board, (-1, None))
         if version != self.board.version:
             flat, version = self.board.read_flat()
             reference = ray.put(flat)
-            RayProducer._sent[id(self.board)] = (version, reference)
+            RayProducer._sent[self.board] = (version, reference)
         return reference, version
-
-    def ready(self) -> bool:
-        """Whether `receive` would return without waiting."""
-        import ray
-
-        return bool(ray.wait([self._asked[0][1]], timeout=0)[0])
 
     @staticmethod
     def first_ready(producers: Sequence[RayProducer], timeout: float) -> list[RayProducer]:
@@ -155,7 +151,5 @@ class RayProducer:
         """End the actor."""
         import ray
 
-        if self.board is not None:
-            RayProducer._sent.pop(id(self.board), None)
         if ray.is_initialized():
             ray.kill(self._actor)

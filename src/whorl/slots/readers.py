@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Literal
 
@@ -30,7 +30,7 @@ class Figures:
     """Where time went, and how old what was read was, since the last `take`.
 
     idle, busy: seconds, of all producers together, without anything to do (back-pressure) and filling; waited:
-    seconds of the reader for records; lag: by how many versions the weights that made each record were behind;
+    seconds of the reader for records; lag_sum, lag_max: by how many versions the weights that made the records were behind;
     stale: how many records were given back unread because of that.
     """
 
@@ -39,22 +39,23 @@ class Figures:
     busy: float = 0.0
     waited: float = 0.0
     stale: int = 0
-    lags: list[int] = field(default_factory=list)
+    lag_sum: int = 0
+    lag_max: int = 0
 
     def add(self, slot: Slot[Record], waited: float, lag: int) -> None:
         self.records += 1
         self.idle += slot.idle
         self.busy += slot.busy
         self.waited += waited
-        self.lags.append(lag)
+        self.lag_sum += lag
+        self.lag_max = max(self.lag_max, lag)
 
     def words(self) -> dict[str, float]:
         """As metrics."""
-        lags = self.lags or [0]
         return {
             "records": float(self.records), "producer_idle": self.idle, "producer_busy": self.busy,
-            "reader_waited": self.waited, "stale": float(self.stale), "lag_mean": sum(lags) / len(lags),
-            "lag_max": float(max(lags)),
+            "reader_waited": self.waited, "stale": float(self.stale), "lag_mean": self.lag_sum / max(1, self.records),
+            "lag_max": float(self.lag_max),
         }  # fmt: skip
 
 
@@ -117,7 +118,9 @@ class Drain(Generic[Record]):
                 break
             self.figures.stale += 1
             self._return(slot, slot.sequence)
-        if self.order == "sequence" and self.figures.stale == 0:
+        if (
+            self.order == "sequence" and self.max_lag is None
+        ):  # what was made anew comes later than its number
             assert slot.sequence == self.sequence, "a producer filled slots out of order"
         self.sequence += 1
         self.figures.add(slot, time.perf_counter() - began, lag)

@@ -10,7 +10,7 @@ A record holds as many rows as its text needs. Its slot has room for the worst c
 costs nothing: memory that is never touched is never there.
 
 How random is that? Two documents that are neighbours on disk are in one record always, but among the documents of
-`blocks` blocks from anywhere; `bench/tokens_stream.py` measures what is left of the order on disk.
+`blocks` blocks from anywhere; `bench/tokens_stream.py` measures how far from its place on disk a block is read.
 """
 
 from __future__ import annotations

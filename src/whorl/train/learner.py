@@ -53,8 +53,7 @@ class Shared:
         """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step.
 
         together: lay all that AdamW trains end to end, so that its update is a few operations over everything and
-        not over each parameter (a third of a small agent's step). Tensors then share memory, which files of tensors
-        do not take.
+        not over each parameter, of which an agent has a dozen small ones. For a single replica.
         """
 
         def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

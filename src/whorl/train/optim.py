@@ -62,7 +62,7 @@ class Muon:
         dtype: the type of the orthogonalisation's products.
 
     Why turns. Momentum averages some twenty gradients, so the direction changes little from one step to the next, while
-    the orthogonalisation of all matrices in each step would be a sixth of a small model's training (LOG.md).
+    the orthogonalisation of all matrices in each step would be a seventh of a small model's training (LOG.md).
     """
 
     def __init__(
