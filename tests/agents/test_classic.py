@@ -94,7 +94,7 @@ def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
             assert not moved[~ended].any()
             if name != "FrozenLake-v1":  # there a walk may end where it began
                 assert moved[ended].all()
-            assert (environment.age[ended] == 0).all()
+            assert (environment.deadline[ended] == environment.clock + environment.horizon).all()
             seen.append(found.observation)
         return seen, ends
 

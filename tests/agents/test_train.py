@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +14,7 @@ from whorl.agents.config import AgentConfig, preset
 from whorl.agents.networks import ActorCritic
 from whorl.agents.rollout import Actor, rollout_spec
 from whorl.agents.train import Progress, Stop, Tally, build, estimate, evaluate, train
-from whorl.errors import ConfigError, ProducerError
+from whorl.errors import CheckpointError, ConfigError, ProducerError
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, SlotRing
 
 
@@ -63,8 +66,9 @@ def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first(
     networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
     board = Board.of(dict(networks.named_parameters()))
     actor = Actor("CartPole-v1", 4, (8,), 7)
-    actor._begin()
+    actor.begin()
     actor._copies.horizon = 20  # type: ignore[attr-defined]
+    actor._seen = actor._copies.reset(7).flatten(1)
     ring = SlotRing(rollout_spec(environment, 60), 1)
     record = next(Drain(ring, [SerialProducer(ring, actor, board=board)])).tensors()
     assert record["truncated"].any() and record["terminated"].any()
@@ -137,3 +141,55 @@ def test_an_actor_that_fails_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
         Drain(ring, [ProducerProcess(ring, wrong, board=board)]) as d,
     ):
         next(d)
+
+
+class _Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "ppo"])
+def test_a_run_goes_on_where_it_was_stopped_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
+    config = preset(algorithm, "CartPole-v1", steps=3000, hidden=(16,))
+    straight: list[float] = []
+
+    def until(steps: int, seen: list[float]) -> Callable[[Progress, ActorCritic], None]:
+        def observe(progress: Progress, networks: ActorCritic) -> None:
+            seen.append(progress.mean_return)
+            if progress.steps >= steps:
+                raise _Enough  # as a crash: nothing is saved any more
+
+        return observe
+
+    whole = train(config, lambda progress, _: straight.append(progress.mean_return))
+    said: list[str] = []
+    for stop in (1000, 2000):
+        with pytest.raises(_Enough):
+            train(config, until(stop, []), scratch=tmp_path, checkpoint_seconds=0.0, say=said.append)
+    parts: list[float] = []
+    last = train(
+        config, lambda progress, _: parts.append(progress.mean_return), scratch=tmp_path, say=said.append
+    )
+    assert len(said) == 2 and all("continues after" in text for text in said)
+    assert same(dict(whole.state_dict()), dict(last.state_dict()))
+    assert parts == straight[-len(parts) :] and len(parts) < len(straight)
+
+
+def test_asynchronous_actors_go_on_with_new_episodes(tmp_path: Path) -> None:
+    config = preset("impala", "CartPole-v1", steps=3000, hidden=(16,))
+
+    def stop(progress: Progress, networks: ActorCritic) -> None:
+        if progress.steps >= 1500:
+            raise _Enough
+
+    with pytest.raises(_Enough):
+        train(config, stop, scratch=tmp_path, checkpoint_seconds=0.0)
+    steps: list[int] = []
+    train(config, lambda progress, _: steps.append(progress.steps), scratch=tmp_path)
+    assert steps[0] == 1536 + config.record_steps and steps[-1] >= 3000
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    config = preset("a2c", "CartPole-v1", steps=1000, hidden=(16,))
+    train(config, scratch=tmp_path, checkpoint_seconds=0.0)
+    with pytest.raises(CheckpointError, match="rate differs"):
+        train(config.model_copy(update={"rate": 0.5}), scratch=tmp_path)

@@ -376,6 +376,15 @@ def test_a_store_on_a_plain_file_is_refused(tmp_path: Path) -> None:
         make(Store(tmp_path / "file"))
 
 
+def test_a_store_where_nothing_can_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *_: object, **__: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))  # as /proc does
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StoreError, match=r"(?s)cannot be made.*--store"):
+        make(Store(tmp_path / "store"))
+
+
 def test_the_location_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHORL_HOME", str(tmp_path / "home"))
     assert Store().root == tmp_path / "home"

@@ -41,7 +41,8 @@ class CartPole(BatchedEnvironment):
         speed_up = push.addcmul_(spin_up, cos, value=-pole_mass * half_length / total_mass)
         # Positions by the old velocities, velocities by the accelerations: explicit Euler.
         following = torch.add(state, torch.stack((velocity, speed_up, spin, spin_up)), alpha=tau)
-        return following, self.reward, (following.abs() > self.limits).any(dim=0)
+        off_track, _, fallen, _ = (following.abs() > self.limits).unbind()
+        return following, self.reward, off_track | fallen
 
     def observe(self, state: Tensor) -> Tensor:
         return state.t().float()
@@ -107,8 +108,7 @@ class Pendulum(BatchedEnvironment):
         error = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         cost = error.square() + 0.1 * spin.square() + 0.001 * torque.square()
         faster = (spin + (1.5 * gravity * angle.sin() + 3.0 * torque) * dt).clamp(-8.0, 8.0)
-        never = torch.zeros(self.n, dtype=torch.bool, device=self.device)
-        return torch.stack((angle + faster * dt, faster)), -cost.float(), never
+        return torch.stack((angle + faster * dt, faster)), -cost.float(), self.nobody
 
     def observe(self, state: Tensor) -> Tensor:
         return torch.stack((state[0].cos(), state[0].sin(), state[1]), dim=1).float()

@@ -25,6 +25,7 @@ class Transition(NamedTuple):
 
     observation: [B, ...] what to act on next (of the new episode where one ended); final_observation: [B, ...] what the
     step led to, the same where the episode goes on; reward: [B] fp32; terminated, truncated: [B] bool, both may be set.
+    They stay as they are while the environment goes on, but may share memory: nobody writes into them.
     """
 
     observation: Tensor
@@ -54,6 +55,14 @@ class Environment(Protocol):
 
     def step(self, action: Tensor) -> Transition:
         """action: [B] int64, or [B, action_size] fp32."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All that what comes next depends on; nothing where that cannot be had."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Goes on where another was (of as many copies, and reset before); from nothing, where this one is."""
         ...
 
     def close(self) -> None: ...
@@ -99,23 +108,40 @@ class BatchedEnvironment(ABC):
     def reset(self, seed: int) -> Tensor:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.state = self.start(self.n)
-        self.age = torch.zeros(self.n, dtype=torch.int32, device=self.device)
+        self.clock, self.first_deadline = 0, self.horizon
+        self.deadline = torch.full((self.n,), self.horizon, device=self.device)
+        self.nobody = torch.zeros(self.n, dtype=torch.bool, device=self.device)
         return self.observe(self.state)
 
     def step(self, action: Tensor) -> Transition:
         if self.state is None:
             raise ConfigError(f"{type(self).__name__} was not started", do="call reset(seed) first")
         state, reward, terminated = self.advance(self.state, action)
-        self.age += 1
-        truncated = self.age >= self.horizon
+        self.clock += 1
+        # Nobody's time is up before the first deadline, and deadlines only move on: most steps need not compare.
+        due = self.clock >= self.first_deadline
+        truncated = self.deadline <= self.clock if due else self.nobody
         final = observation = self.observe(state)
-        ended = (terminated | truncated).nonzero().squeeze(1)
+        ended = (terminated | truncated if due else terminated).nonzero().view(-1)
         if len(ended):
             state.index_copy_(1, ended, self.start(len(ended)))
-            self.age.index_fill_(0, ended, 0)
+            self.deadline.index_fill_(0, ended, self.clock + self.horizon)
             observation = self.observe(state)  # all of them: cheaper than to pick rows
+        if due:
+            self.first_deadline = int(self.deadline.min())
         self.state = state
         return Transition(observation, reward, terminated, truncated, final)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        assert self.state is not None
+        return {
+            "state": self.state, "remaining": self.deadline - self.clock, "generator": self.generator.get_state()
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.state, self.deadline, self.clock = state["state"].clone(), state["remaining"].clone(), 0
+        self.first_deadline = int(self.deadline.min())
+        self.generator.set_state(state["generator"])
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """fp64 numbers in [low, high) from the environment's own generator."""

@@ -77,7 +77,7 @@ class GymnasiumEnvironment:
     def _observed(self, observation: Any) -> Tensor:
         if self.one_hot is not None:
             return self.one_hot[torch.as_tensor(observation) - self.first_observation]
-        return torch.as_tensor(np.asarray(observation, dtype=np.float32))
+        return torch.from_numpy(np.array(observation, dtype=np.float32))  # a copy: theirs may be reused
 
     def reset(self, seed: int) -> Tensor:
         return self._observed(self.copies.reset(seed=seed)[0])
@@ -93,11 +93,17 @@ class GymnasiumEnvironment:
                 final[i] = self._observed(info["final_obs"][i])
         return Transition(
             observation,
-            torch.as_tensor(reward, dtype=torch.float32),
-            torch.as_tensor(terminated),
-            torch.as_tensor(truncated),
+            torch.tensor(reward, dtype=torch.float32),
+            torch.tensor(terminated),
+            torch.tensor(truncated),
             final,
         )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}  # gymnasium's environments do not tell theirs
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """From nothing nothing follows."""
 
     def close(self) -> None:
         self.copies.close()

@@ -22,6 +22,8 @@ from whorl.agents.environments import Environment
 from whorl.agents.networks import ActorCritic
 from whorl.slots import Slot, Spec, Weights
 
+STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "final_observation")
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -71,17 +73,28 @@ class Actor:
     hidden: Sequence[int]
     seed: int
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Makes the environments and the networks; `fill` does it where nobody did."""
         torch.set_num_threads(1)
         self._copies = make(self.environment, self.n)
         self._networks = ActorCritic(self._copies, self.hidden, torch.Generator())
         self._seen = self._copies.reset(self.seed).flatten(1)
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """What the next record depends on besides the weights; nothing where an environment does not tell."""
+        inside = self._copies.state_dict()
+        return {**inside, "seen": self._seen} if inside else {}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Goes on where another one was."""
+        self._copies.load_state_dict(state)
+        self._seen = state.get("seen", self._seen)
+
     @torch.no_grad()
     def fill(self, slot: Slot[Any], weights: Weights, rng: np.random.Generator) -> int:
         """Write T steps; returns their number, T * B."""
         if not hasattr(self, "_copies"):
-            self._begin()
+            self.begin()
         weights.into(self._networks)
         record = slot.tensors()
         length, copies, networks, seen = len(record["reward"]), self._copies, self._networks, self._seen
@@ -91,19 +104,21 @@ class Actor:
             if networks.discrete
             else torch.randn(length, self.n, copies.action_size, generator=generator)
         )
-        said = []
+        said, steps = [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
         for t in range(length):
-            record["observation"][t] = seen
+            steps["observation"].append(seen)
             action, words = networks.act(seen, noise[t])
             said.append(words)
-            record["action"][t] = action
             found = copies.step(action)
-            record["reward"][t] = found.reward
-            record["terminated"][t] = found.terminated
-            record["truncated"][t] = found.truncated
-            record["final_observation"][t] = found.final_observation.flatten(1)
+            steps["action"].append(action)
+            steps["reward"].append(found.reward)
+            steps["terminated"].append(found.terminated)
+            steps["truncated"].append(found.truncated)
+            steps["final_observation"].append(found.final_observation.flatten(1))
             seen = found.observation.flatten(1)
-        record["observation"][length] = seen
+        steps["observation"].append(seen)
+        for name, values in steps.items():  # at once: an operation costs more than what it copies
+            torch.stack(values, out=record[name])
         record["behaviour_log_prob"][:] = networks.log_prob(torch.stack(said), record["action"])
         self._seen = seen
         return length * self.n

@@ -13,8 +13,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,10 +32,12 @@ from whorl.objectives.estimators import Steps, gae, v_trace
 from whorl.objectives.policy import a2c, ppo
 from whorl.runs.seeds import derive, generator
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, Slot, SlotRing
+from whorl.train.checkpoint import Keeper, restore
 from whorl.train.learner import Learner
 from whorl.train.loop import Clock, learn
 from whorl.train.update import Part, Update, all_adamw
 
+LEAST_CLIP = 0.05  # of what the clip begins with
 LAST_EPISODES = 100  # what the return while training is averaged over
 
 
@@ -45,6 +49,16 @@ class Progress:
     seconds: float = 0.0
     returns: deque[float] = field(default_factory=lambda: deque(maxlen=LAST_EPISODES))
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Progress:
+        """As it was when `record` was made."""
+        returns = deque[float](record["returns"], LAST_EPISODES)
+        return cls(record["steps"], record["seconds"], returns)
+
+    def record(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"steps": self.steps, "seconds": self.seconds, "returns": list(self.returns)}
 
     @property
     def mean_return(self) -> float:
@@ -65,42 +79,83 @@ def build(config: AgentConfig) -> ActorCritic:
 
 
 def train(
-    config: AgentConfig, observe: Callable[[Progress, ActorCritic], None] = lambda progress, networks: None
+    config: AgentConfig,
+    observe: Callable[[Progress, ActorCritic], None] = lambda progress, networks: None,
+    *,
+    scratch: Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> ActorCritic:
-    """Trains an agent to its last step and returns its networks.
+    """Trains an agent to its last step, from the newest checkpoint if there is one, and returns its networks.
+
+    What goes on is exact where an actor acts in line in environments of our own: as if it had never stopped. Other
+    environments, and those in other processes, begin new episodes.
 
     Args:
         observe: called after every record; may raise `Stop`.
+        scratch: folder for checkpoints; None keeps none.
 
     Raises:
         ConfigError: no such environment, or one of an unsupported kind. ProducerError: an actor failed.
+        CheckpointError: the checkpoint in `scratch` is of other settings.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # networks this small are slower on more
+    try:
+        return _train(config, observe, scratch, checkpoint_seconds, say)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(
+    config: AgentConfig,
+    observe: Callable[[Progress, ActorCritic], None],
+    scratch: Path | None,
+    checkpoint_seconds: float,
+    say: Callable[[str], None],
+) -> ActorCritic:
     networks = build(config)
-    objective = partial(objective_of, config, networks)
-    learner = Learner(
-        networks, [Update(objective, all_adamw(networks, config.rate), clip_norm=config.clip_norm, eps=1e-5)]
-    )
+    n_actors = max(1, config.actors)
+    tally, progress, first, rounds = Tally(n_actors, config.n_envs), Progress(), 0, 0
+    identity = config.model_dump(mode="json")
+    keeper = Keeper(scratch, identity, seconds=checkpoint_seconds, say=say) if scratch is not None else None
+    found = keeper.resume() if keeper is not None else None
+    if found is not None:
+        first, rounds = found.step, found.record["rounds"]
+        progress = Progress.of(found.record)
+        say(f"continues after {progress.steps:,} of {config.steps:,} steps")
+    update = Update(
+        partial(objective_of, config, networks), all_adamw(networks, config.rate), clip_norm=config.clip_norm, eps=1e-5
+    )  # fmt: skip
+    learner = Learner(networks, [update], steps_done=rounds)
+    actors = [
+        Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number, first))
+        for number in range(n_actors)
+    ]  # fmt: skip
+    acting = actors if not config.actors else []  # those whose state is at hand, being in this process
+    for actor in acting:
+        actor.begin()
+    if found is not None:
+        mine = {n: t for n, t in found.tensors.items() if not n.startswith("actor/")}
+        restore({**learner.shared.tensors(), "returns": tally.running}, mine)
+        for actor in acting:
+            begin = len("actor/")
+            actor.load_state_dict({n[begin:]: t for n, t in found.tensors.items() if n.startswith("actor/")})
     board = Board.of(learner.weights)
+    board.publish(learner.weights, first)
     environment = make(config.environment, config.n_envs)
     spec = rollout_spec(environment, config.length)
     environment.close()
-    n_actors = max(1, config.actors)
     ring: SlotRing[Any] = SlotRing(spec, n_actors * (1 + config.ahead if config.actors else 1))
-    actors = [
-        Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number))
-        for number in range(n_actors)
-    ]
     producers: Any = [
         (ProducerProcess if config.actors else SerialProducer)(
             ring, actor, seed=config.seed, number=number, board=board
         )
         for number, actor in enumerate(actors)
     ]
-    progress, tally, began = Progress(), Tally(n_actors, config.n_envs), time.perf_counter()
+    began = time.perf_counter() - progress.seconds
     order = "ready" if config.actors else "sequence"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # networks this small are slower on more
-    with Drain(ring, producers, order=order, board=board, max_lag=config.max_lag) as records:  # type: ignore[arg-type]
+    with Drain(ring, producers, start=first, order=order, board=board, max_lag=config.max_lag) as records:  # type: ignore[arg-type]
 
         def watched() -> Iterator[Slot[Any]]:
             for slot in records:
@@ -111,46 +166,56 @@ def train(
         def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
             progress.seconds = time.perf_counter() - began
             progress.metrics = {**metrics, **clock.take(), **records.take().words()}
+            if keeper is not None and step < config.records and keeper.due():
+                inside = {f"actor/{n}": t for actor in acting for n, t in actor.state_dict().items()}
+                tensors = {**learner.shared.tensors(), "returns": tally.running, **inside}
+                keeper.save(step, tensors, {"rounds": learner.rounds, **progress.record()})
             observe(progress, networks)
 
-        order_of_steps = generator(config.seed, "order")
-        try:
+        with suppress(Stop):
             learn(
                 learner,
                 watched(),
-                partial(passes_over, config, networks, order_of_steps),
+                partial(passes_over, config, networks),
+                first=first,
                 last=config.records,
-                factor=lambda step: 1 - step / config.records if config.decay else 1.0,
+                factor=partial(left, config),
                 publish=lambda step: board.publish(learner.weights, step),
                 after=after,
             )
-        except Stop:
-            pass
-        finally:
-            torch.set_num_threads(threads)
     return networks
 
 
-def passes_over(
-    config: AgentConfig, networks: ActorCritic, rng: torch.Generator, slot: Slot[Any]
-) -> Iterator[list[Part]]:
-    """From a record to minibatches of observation, action, behaviour_log_prob, advantage and target, each [N, ...]."""
+def left(config: AgentConfig, record: int) -> float:
+    """What decays, from 1 to 0: the share of the run that is to come. 1 where nothing decays."""
+    return max(0.0, 1 - record / config.records) if config.decay else 1.0
+
+
+def passes_over(config: AgentConfig, networks: ActorCritic, slot: Slot[Any]) -> Iterator[list[Part]]:
+    """From a record to minibatches of observation, action, behaviour_log_prob, advantage and target, each [N, ...].
+
+    As the run goes on, the clip narrows and the passes become fewer, along with the learning rate: a policy that is good is
+    left in peace, and time is spent where there is something to learn.
+    """
     record = {name: view.clone() for name, view in slot.tensors().items()}
     estimated = estimate(config, networks, record)
+    to_come = left(config, slot.sequence)
     flat = {
         "observation": record["observation"][:-1].flatten(0, 1),
         "action": record["action"].flatten(0, 1),
         "behaviour_log_prob": record["behaviour_log_prob"].flatten(),
         **{name: t.flatten() for name, t in estimated.items()},
     }
-    if config.minibatches == 1:  # all of it each time: the order means nothing
-        for _ in range(config.passes):
-            yield [flat]
-        return
-    n = len(flat["action"])
-    for _ in range(config.passes):
-        for chosen in torch.randperm(n, generator=rng).tensor_split(config.minibatches):
-            yield [{name: t[chosen] for name, t in flat.items()}]
+    clip = {"clip": torch.tensor(config.clip * max(to_come, LEAST_CLIP))}
+    n, rng = len(flat["action"]), generator(config.seed, "order", slot.sequence)
+    for _ in range(max(1, round(config.passes * to_come))):
+        if config.minibatches == 1:  # all of it: the order means nothing
+            yield [{**flat, **clip}]
+            continue
+        order = torch.randperm(n, generator=rng)
+        parts = [t[order].tensor_split(config.minibatches) for t in flat.values()]
+        for values in zip(*parts, strict=True):
+            yield [{**dict(zip(flat, values, strict=True)), **clip}]
 
 
 @torch.no_grad()
@@ -175,10 +240,13 @@ def objective_of(config: AgentConfig, networks: ActorCritic, part: Part) -> Loss
     judged = networks.judge(part["observation"], part["action"])
     advantage = part["advantage"]
     if config.normalise and len(advantage) > 1:
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        deviation, mean = torch.std_mean(advantage)
+        advantage = (advantage - mean) / (deviation + 1e-8)
     weights = {"value_weight": config.value_weight, "entropy_weight": config.entropy_weight}
     if config.algorithm == "ppo":
-        return ppo(judged, part["behaviour_log_prob"], advantage, part["target"], clip=config.clip, **weights)
+        return ppo(
+            judged, part["behaviour_log_prob"], advantage, part["target"], clip=part["clip"], **weights
+        )
     return a2c(judged, advantage, part["target"], **weights)
 
 
@@ -186,11 +254,11 @@ class Tally:
     """Returns of whole episodes, from records that cut them anywhere. One running sum for each copy of each actor."""
 
     def __init__(self, actors: int, copies: int) -> None:
-        self.running = np.zeros((actors, copies))
+        self.running = torch.zeros(actors, copies, dtype=torch.float64)
 
     def add(self, slot: Slot[Any]) -> list[float]:
         """Undiscounted returns of the episodes that ended in this record."""
-        data, running, found = slot.data, self.running[slot.producer], []
+        data, running, found = slot.data, self.running[slot.producer].numpy(), []
         ended = data.terminated | data.truncated
         for t in range(len(ended)):
             running += data.reward[t]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+import re
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from whorl.agents.train import Progress as Training
-    from whorl.runs import Task
+from whorl.cli.options import StoreOption
 
 
 def train(
@@ -22,11 +20,11 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting; may be repeated."),
     ] = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Else rl/ALGORITHM-ENVIRONMENT here.")
-    ] = None,
+    store: StoreOption = None,
 ) -> None:
     """Train an agent over several seeds, and measure it on episodes of their own.
+
+    Stop it at any moment, with Ctrl-C or harder; the same command continues.
 
     Examples:
 
@@ -36,63 +34,41 @@ def train(
 
         whorl rl train ppo Pendulum-v1 --steps 300000 --set discount=0.9
     """
-    import json
-    from pathlib import Path
-
-    import numpy as np
-    from safetensors.torch import save_file
-
-    from whorl.agents.config import PRESETS, checked
-    from whorl.agents.summary import summarise
-    from whorl.agents.train import evaluate
-    from whorl.agents.train import train as train_agent
-    from whorl.errors import ConfigError
-    from whorl.report.charts import Series
-    from whorl.report.curve import write_curve_page
+    from whorl.agents import make
+    from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
+    from whorl.recipes.steps.agents import AgentsConfig
     from whorl.runs import Progress
-    from whorl.runs.seeds import derive
+    from whorl.store import Store
 
-    if algorithm not in PRESETS:
-        raise ConfigError(f"there is no algorithm {algorithm!r}", expected=f"one of {', '.join(PRESETS)}")
-    config = checked(algorithm, environment, [*(changes or []), f"steps={steps}"])
-    folder = Path(out or f"rl/{algorithm}-{environment}")
-    folder.mkdir(parents=True, exist_ok=True)
-    progress, scores, curves = Progress(), [], []
-    for seed in range(config.seed, config.seed + seeds):
-        points: list[
-            tuple[int, float, float]
-        ] = []  # steps, return, how many versions behind the acting weights were
-        with progress.task(f"{algorithm} on {environment}, seed {seed}", total=steps, unit="steps") as task:
-            watch = partial(_watch, task, points)
-            networks = train_agent(config.model_copy(update={"seed": seed}), watch)
-        returns = evaluate(networks, environment, episodes, derive(seed, "evaluation") % (1 << 31))
-        scores.append(float(np.mean(returns)))
-        lag = f", weights {np.mean([p[2] for p in points]):.1f} versions old" if config.actors else ""
-        progress.say(f"seed {seed}: return {scores[-1]:.1f} (mean of {episodes} episodes{lag})")
-        ended = [p for p in points if p[1] == p[1]]  # before an episode ended there is no return
-        curves.append(Series(f"seed {seed}", [float(p[0]) for p in ended], [p[1] for p in ended]))
-        save_file(
-            {n: p.detach() for n, p in networks.named_parameters()}, folder / f"seed-{seed}.safetensors"
-        )
-    found = summarise([scores], np.random.default_rng(0))
-    facts = [("algorithm", algorithm), ("environment", environment), ("steps", f"{steps:,}")]
-    facts += [("return, inter-quartile mean of the seeds", str(found))]
-    facts += [(f"seed {config.seed + i}", f"{score:.1f}") for i, score in enumerate(scores)]
-    page = write_curve_page(
-        folder / "curve.html", f"{algorithm.upper()} on {environment}", facts, [c for c in curves if c.x],
-        y="Return of the last 100 episodes", x="steps of the environment",
-    ) if any(c.x for c in curves) else None  # fmt: skip
-    record = {"config": config.model_dump(mode="json"), "episodes": episodes, "returns": scores}
-    record["inter_quartile_mean"] = [found.mean, found.low, found.high]
-    (folder / "result.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(f"return: {found}, inter-quartile mean of {seeds} seeds with its 95 % interval")
-    print(f"curve:  {page}" if page else "no episode ended: there is no curve to draw")
+    config = AgentsConfig(
+        algorithm=algorithm, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
+        settings=dict(map(_setting, changes or ())),
+    )  # fmt: skip
+    config.agent(0)  # what cannot be is told before a store is made
+    make(environment, 1).close()
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{algorithm}-{environment}")
+    recipe = Recipe("rl", "agents", {name: RecipeStep(name, step_kinds()["agents"], {}, config)})
+    progress = Progress()
+    artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
+    if "curve.html" in artifact.files:
+        progress.say(f"curve: {artifact.file('curve.html')}")
+    else:
+        progress.say("no episode ended: there is no curve to draw")
 
 
-def _watch(task: Task, points: list[tuple[int, float, float]], training: Training, _networks: object) -> None:
-    """Called after each record: shows and keeps how far training is."""
-    points.append((training.steps, training.mean_return, training.metrics["lag_mean"]))
-    task.update(done=training.steps, note=f"return {training.mean_return:.1f}" if training.returns else "")
+def _setting(text: str) -> tuple[str, Any]:
+    """ "field=value" as typed; values as in TOML, else text."""
+    import tomllib
+
+    from whorl.errors import ConfigError
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: not understood", expected="--set FIELD=VALUE")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
 
 
 def environments() -> None:

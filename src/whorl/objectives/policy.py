@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from whorl.objectives.next_token import Loss
 
@@ -56,7 +57,7 @@ def ppo(
     advantage: Tensor,
     target: Tensor,
     *,
-    clip: float = 0.2,
+    clip: float | Tensor = 0.2,
     value_weight: float = 0.5,
     entropy_weight: float = 0.0,
 ) -> Loss:
@@ -67,7 +68,8 @@ def ppo(
     """
     log_ratio = judged.log_prob - behaviour_log_prob
     ratio = log_ratio.exp()
-    kept = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
+    # min(r A, clip(r) A) = min(r A, A + e |A|): where A > 0 the range binds from above, where A < 0 from below.
+    kept = torch.minimum(ratio * advantage, advantage + clip * advantage.abs())
     moved = ratio.detach()
     more = {
         "kl": (moved - 1 - log_ratio.detach()).sum(),
@@ -84,12 +86,14 @@ def _with_value(
     entropy_weight: float,
     more: dict[str, Tensor],
 ) -> Loss:
-    value = 0.5 * (judged.value - target).square().sum()
+    squares = mse_loss(judged.value, target, reduction="sum")
     entropy = judged.entropy.sum()
-    total = policy + value_weight * value - entropy_weight * entropy
+    total = policy + 0.5 * value_weight * squares
+    if entropy_weight:  # its gradient costs as much as the policy's
+        total = total - entropy_weight * entropy
     metrics = {
         "policy_loss": policy.detach(),
-        "value_loss": value.detach(),
+        "value_loss": 0.5 * squares.detach(),
         "entropy": entropy.detach(),
         **more,
     }

@@ -55,7 +55,8 @@ def run_recipe(recipe: Recipe, store: Store, progress: Progress, *, until: str |
     except OSError as error:
         raise store.explain(error) from error
     try:
-        progress.say(f"{recipe.name}: {len(wanted.steps)} steps; store {store.location}; run {run.dir}")
+        steps = "1 step" if len(wanted.steps) == 1 else f"{len(wanted.steps)} steps"
+        progress.say(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
         artifacts: dict[str, Artifact] = {}
         records: dict[str, Any] = {}
         for number, step in enumerate(wanted.steps.values(), start=1):

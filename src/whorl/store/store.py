@@ -122,9 +122,18 @@ class Store:
             raise self.explain(error) from error
 
     def make_folders(self) -> None:
-        """Create the store's folders. Raises OSError."""
-        for folder in FOLDERS:
-            (self.root / folder).mkdir(parents=True, exist_ok=True)
+        """Create the store's folders. Raises StoreError where they cannot be."""
+        try:
+            for folder in FOLDERS:
+                (self.root / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            explained = self.explain(error)
+            if explained is error:  # a place where nothing can be, as /proc
+                explained = StoreError(
+                    f"the store {self.root} cannot be made: {error}",
+                    do="give a folder that you may write: --store FOLDER, or WHORL_HOME=FOLDER",
+                )
+            raise explained from error
 
     def explain(self, error: BaseException) -> BaseException:
         """`error`, put in the store's words when it means a full or read-only disk."""

@@ -14,6 +14,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -51,7 +52,7 @@ def save(folder: Path, step: int, tensors: dict[str, Tensor], record: dict[str, 
     aside, final = folder / f"writing-{os.getpid()}", folder / f"step-{step:08d}"
     aside.mkdir()
     try:
-        save_file({name: t.detach() for name, t in tensors.items()}, aside / "state.safetensors")
+        save_file({name: t.detach().contiguous() for name, t in tensors.items()}, aside / "state.safetensors")
         digest = _digest(aside / "state.safetensors")
         body = {"format": FORMAT, "step": step, "sha256": digest, "record": record}
         (aside / "state.json").write_text(json.dumps(body))
@@ -120,6 +121,55 @@ def restore(target: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
                 do="the checkpoint is of another model: remove it to start again",
             )
         want.copy_(have)
+
+
+class Keeper:
+    """The checkpoints of one job: what it goes on from, and a new one whenever enough time has passed.
+
+    Args:
+        identity: what must be the same for a checkpoint to fit (JSON).
+        seconds: between checkpoints.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: dict[str, Any],
+        *,
+        seconds: float = 30.0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.folder, self.identity, self.seconds, self.say = folder, identity, seconds, say
+        self.last = time.monotonic()
+
+    def resume(self) -> Checkpoint | None:
+        """The newest whole checkpoint, or None.
+
+        Raises:
+            CheckpointError: it is of another job.
+        """
+        found = newest(self.folder, self.say)
+        if found is None:
+            return None
+        theirs = found.record["job"]
+        differing = sorted(k for k in self.identity if theirs.get(k) != self.identity[k])
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint in {self.folder} is of another job: {', '.join(differing)} differs",
+                do="remove that folder to train from the start",
+            )
+        return found
+
+    def due(self) -> bool:
+        """Whether enough time has passed since the last one."""
+        return time.monotonic() - self.last >= self.seconds
+
+    def save(self, step: int, tensors: dict[str, Tensor], record: dict[str, Any] | None = None) -> float:
+        """Writes one; returns how many seconds that took."""
+        began = time.monotonic()
+        save(self.folder, step, tensors, {**(record or {}), "job": self.identity})
+        self.last = time.monotonic()
+        return self.last - began
 
 
 def _digest(path: Path) -> str:

@@ -95,6 +95,13 @@ class Shared:
                     state[f"{name}/{moment}"] = shared(*p.shape)
         return cls(weights, state, gradients, ids, values)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: weights and moments."""
+        return {
+            **{f"weights/{n}": t for n, t in self.weights.items()},
+            **{f"state/{n}": t for n, t in self.state.items()},
+        }
+
 
 def _end_to_end(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Zeros of the shapes of `like`, in one piece of memory."""
@@ -233,6 +240,7 @@ class _Taken:
             allocate=allocate,
         )
         self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)
+        self.alone = self._summed() if self.world.size == 1 else None  # the same memory in every step
         self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
         self._start()
 
@@ -245,20 +253,23 @@ class _Taken:
     def accumulate(self, loss: Loss) -> None:
         """Adds the gradients of a micro-batch's summed loss."""
         loss.total.backward()  # type: ignore[no-untyped-call]
+        mine, found = [], []
         for name, p in self.named.items():
             gradient, p.grad = p.grad, None
             if name in self.shared.gradients:
-                mine = self.shared.gradients[name][self.world.rank]
                 if gradient is not None:
-                    mine.copy_(gradient) if self.empty else mine.add_(gradient)
+                    mine.append(self.shared.gradients[name][self.world.rank])
+                    found.append(gradient)
                 elif self.empty:
-                    mine.zero_()
+                    self.shared.gradients[name][self.world.rank].zero_()
             elif gradient is not None:
                 rows, values = gradient._indices()[0], gradient._values()
                 begin, end = self.filled[name], self.filled[name] + len(rows)
                 self.shared.row_ids[name][self.world.rank, begin:end] = rows
                 self.shared.row_gradients[name][self.world.rank, begin:end] = values
                 self.filled[name] = end
+        if found:
+            torch._foreach_copy_(mine, found) if self.empty else torch._foreach_add_(mine, found)
         for p in self.strangers:
             p.grad = None
         self.empty = False
@@ -276,11 +287,7 @@ class _Taken:
         everybody = self.world.exchange(*self.totals.values(), filled)
         sums = dict(zip(self.totals, (sum(column) for column in zip(*everybody, strict=True)), strict=False))
         divisor = max(sums["count"], 1.0)
-        if self.world.size == 1:
-            gradients = {name: self.shared.gradients[name][0] for name in self.dense}
-        else:
-            gradients = {name: self.shared.gradients[name].sum(dim=0) for name in self.dense}
-        dense = as_one(list(gradients.values()))
+        gradients, dense = self.alone or self._summed()
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         norm = self.world.total(square)[0] ** 0.5 / divisor
         torch._foreach_mul_(dense, min(1.0, self.update.clip_norm / max(norm, 1e-30)) / divisor)
@@ -293,6 +300,13 @@ class _Taken:
         self.world.exchange()
         means = {k: v / divisor for k, v in sums.items() if k != "count"}
         return {**means, "count": sums["count"], "gradient_norm": norm}
+
+    def _summed(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Gradients by name of what this rank updates, summed over the replicas; and the same as few tensors."""
+        gradients = {name: self.shared.gradients[name] for name in self.dense}
+        one = self.world.size == 1
+        gradients = {name: each[0] if one else each.sum(dim=0) for name, each in gradients.items()}
+        return gradients, as_one(list(gradients.values()))
 
     def _step_rows(self, name: str, table: Tensor, sizes: list[int], divisor: float, factor: float) -> None:
         ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(sizes)])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,6 +114,16 @@ class Muon:
         self.steps += 1
 
 
+class _Group(NamedTuple):
+    """Parameters of one peak learning rate."""
+
+    peak: float
+    names: list[str]
+    weights: list[Tensor]
+    mean: list[Tensor]
+    square: list[Tensor]
+
+
 class AdamW:
     """Adam with decoupled weight decay, fp32.  Bias-corrected as in Kingma & Ba 2015, algorithm 1.
 
@@ -135,9 +146,21 @@ class AdamW:
             for name, p in params
             for moment in ("mean", "square")
         }
-        self.groups: dict[float, Named] = defaultdict(list)
+        named: dict[float, Named] = defaultdict(list)
         for name, p in params:
-            self.groups[learning_rate[name]].append((name, p))
+            named[learning_rate[name]].append((name, p))
+        self.groups = [
+            _Group(
+                rate,
+                [name for name, _ in group],
+                as_one([p for _, p in group]),
+                as_one([self.state[f"{name}/mean"] for name, _ in group]),
+                as_one([self.state[f"{name}/square"] for name, _ in group]),
+            )
+            for rate, group in named.items()
+        ]
+        self._seen: dict[str, Tensor] | None = None
+        self._laid: list[list[Tensor]] = []
         self.steps = 0
 
     def step(self, gradients: dict[str, Tensor], factor: float) -> None:
@@ -145,12 +168,11 @@ class AdamW:
         self.steps += 1
         first, second = self.betas
         correction = (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
-        for peak, group in self.groups.items():
+        if gradients is not self._seen:  # a single replica's are the same memory in every step
+            self._seen = gradients
+            self._laid = [as_one([gradients[name] for name in group.names]) for group in self.groups]
+        for (peak, _, weights, mean, square), gradient in zip(self.groups, self._laid, strict=True):
             rate = peak * factor
-            weights = as_one([p for _, p in group])
-            mean = as_one([self.state[f"{name}/mean"] for name, _ in group])
-            square = as_one([self.state[f"{name}/square"] for name, _ in group])
-            gradient = as_one([gradients[name] for name, _ in group])
             if not len(weights) == len(mean) == len(square) == len(gradient):
                 raise AssertionError("some of AdamW's tensors lie end to end and others do not")
             torch._foreach_lerp_(mean, gradient, 1 - first)

@@ -14,7 +14,6 @@ learnt.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,14 +22,14 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from whorl.errors import BudgetError, CheckpointError
+from whorl.errors import BudgetError
 from whorl.models import Decoder, DecoderConfig
 from whorl.objectives import Loss, next_token
 from whorl.runs.seeds import generator
 from whorl.slots import Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
-from whorl.train import checkpoint
+from whorl.train.checkpoint import Keeper, restore
 from whorl.train.config import OptimConfig
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
@@ -108,24 +107,16 @@ def pretrain(
         )
     model = build_model(job)
     shared = shared_of(model, job)
-    found = checkpoint.newest(scratch, say)
-    first = 0
+    keeper = Keeper(scratch, _identity(job), seconds=checkpoint_seconds, say=say)
+    found, first = keeper.resume(), 0
     if found is not None:
-        now = _identity(job)
-        differing = sorted(k for k in now if found.record["job"].get(k) != now[k])
-        if differing:
-            raise CheckpointError(
-                f"the checkpoint in {scratch} is of another job: {', '.join(differing)} differs",
-                do="remove that folder to train from the start",
-            )
         first = found.step
-        checkpoint.restore(_everything(shared), found.tensors)
+        restore(shared.tensors(), found.tensors)
         say(f"continues at step {first:,} of {job.steps:,}")
     last = job.steps if stop_after is None else min(stop_after, job.steps)
     world = start_replicas(job.replicas, _replica, job, shared, first, last)
     try:
-        saver = _Saver(job, scratch, shared, checkpoint_seconds, observer)
-        _train(world, job, model, shared, first, last, observer, saver)
+        _train(world, job, model, shared, first, last, observer, keeper)
     finally:
         world.close()
     return model
@@ -143,7 +134,7 @@ def _train(
     first: int,
     last: int,
     observer: Observer | None,
-    saver: _Saver | None,
+    keeper: Keeper | None,
 ) -> None:
     """What every replica runs."""
     if job.device == "cpu":
@@ -165,8 +156,8 @@ def _train(
             figures = held_out(model, world)
             if observer is not None:
                 observer.on_evaluation(done, figures, model)
-        if saver is not None:
-            saver(done)
+        if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
+            observer.on_checkpoint(done, keeper.save(done, shared.tensors()))
 
     with open_batches(
         Path(job.tokens),
@@ -344,30 +335,6 @@ class _Window:
         }
         self._reset()
         return out
-
-
-class _Saver:
-    """Writes a checkpoint when enough time has passed."""
-
-    def __init__(self, job: Job, scratch: Path, shared: Shared, seconds: float, observer: Observer) -> None:
-        self.job, self.scratch, self.shared = job, scratch, shared
-        self.seconds, self.observer = seconds, observer
-        self.last = time.monotonic()
-
-    def __call__(self, done: int) -> None:
-        began = time.monotonic()
-        if done < self.job.steps and began - self.last < self.seconds:
-            return
-        checkpoint.save(self.scratch, done, _everything(self.shared), {"job": _identity(self.job)})
-        self.last = time.monotonic()
-        self.observer.on_checkpoint(done, self.last - began)
-
-
-def _everything(shared: Shared) -> dict[str, Tensor]:
-    return {
-        **{f"weights/{n}": t for n, t in shared.weights.items()},
-        **{f"state/{n}": t for n, t in shared.state.items()},
-    }
 
 
 def _identity(job: Job) -> dict[str, Any]:

@@ -1,0 +1,167 @@
+"""Agents over several seeds: the step `agents`, which `whorl rl train` runs.
+
+One artifact holds the weights of every seed, their returns on episodes of their own, the inter-quartile mean over the
+seeds, and a page with the learning curves. A seed that is done is kept until all are; the one under way goes on from
+its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.recipes.registry import StepContext, step
+
+if TYPE_CHECKING:
+    from whorl.agents.config import AgentConfig
+    from whorl.agents.networks import ActorCritic
+    from whorl.agents.train import Progress as Training
+    from whorl.runs import MetricsLog, Task
+
+CURVE_POINTS = 500
+
+
+class AgentsConfig(BaseModel):
+    """What is learnt where, and how often."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    algorithm: str = Field(default="ppo", description="a2c, ppo or impala")
+    environment: str = Field(default="CartPole-v1", description="a gymnasium name, as CartPole-v1")
+    steps: int = Field(default=100_000, ge=1, description="steps of the environment for each seed")
+    seed: int = Field(default=0, ge=0, description="the first seed")
+    seeds: int = Field(default=5, ge=1, description="independent runs")
+    episodes: int = Field(default=20, ge=1, description="episodes that each result is measured over")
+    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    settings: dict[str, Any] = Field(default={}, description="what differs from the algorithm's preset")
+
+    def agent(self, seed: int) -> AgentConfig:
+        """All settings of one seed.
+
+        Raises:
+            ConfigError: no such algorithm or setting, or an impossible value.
+        """
+        from whorl.agents.config import checked
+
+        given = {**self.settings, "steps": self.steps, "seed": seed}
+        return checked(self.algorithm, self.environment, given)
+
+
+def _with_preset(config: AgentsConfig) -> AgentsConfig:
+    """Every setting written out, so that the address changes with the presets."""
+    whole = config.agent(config.seed).model_dump(mode="json")
+    given = {n: v for n, v in whole.items() if n not in ("algorithm", "environment", "steps", "seed")}
+    return config.model_copy(update={"settings": given})
+
+
+@step("agents", config=AgentsConfig, resolve=_with_preset)
+def agents(ctx: StepContext, config: AgentsConfig) -> None:
+    """Train an agent over several seeds, and measure it on episodes of their own."""
+    import numpy as np
+
+    from whorl.agents.catalogue import make
+    from whorl.agents.summary import summarise
+    from whorl.report.charts import Series
+    from whorl.report.curve import write_curve_page
+
+    make(config.environment, 1).close()  # an environment that cannot be used is told before any work
+    results = [_one_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
+    scores = [result["score"] for result in results]
+    found = summarise([scores], np.random.default_rng(0))
+    for file in sorted(ctx.scratch.glob("seed-*.safetensors")):
+        (ctx.out / file.name).write_bytes(file.read_bytes())
+    about = {"returns": scores, "inter_quartile_mean": [found.mean, found.low, found.high]}
+    whole = {**config.model_dump(mode="json"), **about, "lag": [r["lag"] for r in results]}
+    (ctx.out / "result.json").write_text(json.dumps(whole, indent=1) + "\n")
+    facts = [
+        ("algorithm", config.algorithm),
+        ("environment", config.environment),
+        ("steps", f"{config.steps:,}"),
+        ("return, inter-quartile mean of the seeds", str(found)),
+        *((f"seed {result['seed']}", f"{result['score']:.1f}") for result in results),
+    ]
+    curves = [
+        Series(f"seed {r['seed']}", [float(x) for x, _ in r["curve"]], [y for _, y in r["curve"]])
+        for r in results
+        if r["curve"]
+    ]
+    if curves:  # before an episode ended there is no return
+        write_curve_page(
+            ctx.out / "curve.html", f"{config.algorithm.upper()} on {config.environment}", facts, curves,
+            y="Return of the last 100 episodes", x="steps of the environment",
+        )  # fmt: skip
+    headline = f"return {found}, inter-quartile mean of {config.seeds} seeds with its 95 % interval"
+    ctx.summary.update(**about, headline=headline)
+
+
+def _one_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, Any]:
+    """Trains and measures one seed, or finds that it is done; -> seed, score, lag, curve [(steps, return)]."""
+    import numpy as np
+    from safetensors.torch import save_file
+
+    from whorl.agents.train import evaluate, train
+    from whorl.runs.run import write_json
+    from whorl.runs.seeds import derive
+
+    done = ctx.scratch / f"seed-{seed}.json"
+    if done.exists():
+        kept: dict[str, Any] = json.loads(done.read_text())
+        ctx.progress.say(f"    seed {seed}: return {kept['score']:.1f}, done before")
+        return kept
+    agent = config.agent(seed)
+    title = f"{config.algorithm} on {config.environment}, seed {seed}"
+    with ctx.progress.task(title, total=config.steps, unit="steps") as task:
+        watch = _Watch(ctx, f"{ctx.name}-seed-{seed}", task, max(1, agent.records // CURVE_POINTS))
+        networks = train(
+            agent,
+            watch,
+            scratch=Path(ctx.scratch) / f"seed-{seed}",
+            checkpoint_seconds=config.checkpoint_seconds,
+            say=ctx.progress.say,
+        )
+    curve = watch.close()
+    returns = evaluate(networks, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31))
+    score, lag = float(np.mean(returns)), watch.lag
+    older = f", weights {lag:.1f} versions old" if agent.actors else ""
+    ctx.progress.say(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{older})")
+    save_file(
+        {n: p.detach() for n, p in networks.named_parameters()}, ctx.scratch / f"seed-{seed}.safetensors"
+    )
+    result = {"seed": seed, "score": score, "lag": lag, "curve": curve}
+    write_json(done, result)
+    return result
+
+
+class _Watch:
+    """Called after each record: shows and keeps how far training is."""
+
+    def __init__(self, ctx: StepContext, name: str, task: Task, every: int) -> None:
+        self.ctx, self.name, self.task, self.every = ctx, name, task, every
+        self.log: MetricsLog | None = None
+        self.calls, self.lags = 0, 0.0
+
+    def __call__(self, training: Training, _networks: ActorCritic) -> None:
+        if self.log is None:
+            self.log = self.ctx.run.metrics(self.name, resume_at=training.steps)
+        self.calls += 1
+        self.lags += training.metrics["lag_mean"]
+        if not training.returns:
+            self.task.update(done=training.steps)
+            return
+        self.task.update(done=training.steps, note=f"return {training.mean_return:.1f}")
+        if self.calls % self.every == 0:
+            self.log.write(training.steps, {"return": training.mean_return, **training.metrics})
+
+    @property
+    def lag(self) -> float:
+        """By how many versions the acting weights were behind, on average."""
+        return self.lags / max(1, self.calls)
+
+    def close(self) -> list[tuple[int, float]]:
+        """The learning curve, of what was trained before a crash too: (steps, return)."""
+        if self.log is not None:
+            self.log.close()
+        return [(found["step"], found["return"]) for found in self.ctx.run.read_metrics(self.name)]

@@ -1,0 +1,62 @@
+"""A2C's and PPO's losses against their equations, written out step by step, gradients included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.objectives.policy import a2c, ppo
+
+
+@dataclass
+class Judged:
+    log_prob: Tensor
+    entropy: Tensor
+    value: Tensor
+
+
+def steps(n: int = 200) -> tuple[Judged, Tensor, Tensor, Tensor]:
+    """What was judged, behaviour_log_prob, advantage, target; ratios on both sides of any clip."""
+    g = torch.Generator().manual_seed(3)
+    behaviour = -torch.rand(n, generator=g, dtype=torch.float64)
+    judged = Judged(
+        *(t.requires_grad_() for t in torch.randn(3, n, generator=g, dtype=torch.float64).mul(0.4).unbind())
+    )
+    return judged, behaviour, *torch.randn(2, n, generator=g, dtype=torch.float64).unbind()
+
+
+@pytest.mark.parametrize("clip", [0.05, 0.2])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.01])
+def test_ppo_is_equation_7_and_9(clip: float, entropy_weight: float) -> None:
+    judged, behaviour, advantage, target = steps()
+    loss = ppo(
+        judged, behaviour, advantage, target, clip=clip, value_weight=0.7, entropy_weight=entropy_weight
+    )
+    inputs = [judged.log_prob, judged.value]
+    found = torch.autograd.grad(loss.total, inputs, retain_graph=True)
+    total, outside = torch.zeros(()), 0
+    for i in range(len(advantage)):
+        r = (judged.log_prob[i] - behaviour[i]).exp()
+        clipped = r.clamp(1 - clip, 1 + clip)
+        total = total - torch.minimum(r * advantage[i], clipped * advantage[i])
+        total = total + 0.7 * (judged.value[i] - target[i]) ** 2 / 2 - entropy_weight * judged.entropy[i]
+        outside += int(r != clipped)
+    assert torch.allclose(loss.total, total) and float(loss.count) == len(advantage)
+    for got, expected in zip(found, torch.autograd.grad(total, inputs), strict=True):
+        assert torch.allclose(got, expected)
+    assert int(loss.metrics["clipped"]) == outside > 20
+
+
+def test_ppo_that_has_not_moved_has_the_gradient_of_a2c() -> None:
+    judged, _, advantage, target = steps()
+    first = ppo(judged, judged.log_prob.detach(), advantage, target).total
+    second = a2c(judged, advantage, target).total
+    for a, b in zip(
+        torch.autograd.grad(first, [judged.log_prob, judged.value]),
+        torch.autograd.grad(second, [judged.log_prob, judged.value]),
+        strict=True,
+    ):
+        assert torch.allclose(a, b)
