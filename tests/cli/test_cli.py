@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from whorl.cli import VERBS
+from whorl.store import Store
 
 RECIPE = """\
 name = "tiny"
@@ -191,18 +192,16 @@ def test_an_agent_is_trained_measured_and_drawn(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "inter-quartile mean of 2 seeds" in done.stdout
-    folder = tmp_path / "rl" / "a2c-CartPole-v1"
-    result = json.loads((folder / "result.json").read_text())
-    assert len(result["returns"]) == 2 and result["config"]["length"] == 16
-    assert {p.name for p in folder.iterdir()} == {
-        "curve.html",
-        "result.json",
-        "seed-0.safetensors",
-        "seed-1.safetensors",
-    }
+    agent = Store(tmp_path / ".whorl").open("rl/a2c-CartPole-v1")
+    result = json.loads(agent.file("result.json").read_text())
+    assert len(result["returns"]) == 2 and result["settings"]["length"] == 16
+    assert {"curve.html", "result.json", "seed-0.safetensors", "seed-1.safetensors"} == set(agent.files)
+    assert str(agent.file("curve.html")) in done.stdout
     for wrong, words in (
         (["dqn", "CartPole-v1"], "no algorithm 'dqn'"),
-        (["ppo", "CartPole-v1", "--set", "lr=1"], "lr=1"),
+        (["ppo", "CartPole-v1", "--set", "lr=1"], "no setting 'lr'"),
+        (["ppo", "CartPole-v1", "--set", "rate"], "--set FIELD=VALUE"),
+        (["ppo", "Nothing-v0"], "no environment 'Nothing-v0'"),
     ):
         failed = subprocess.run(
             [sys.executable, "-m", "whorl.cli", "rl", "train", *wrong],

@@ -165,7 +165,8 @@ def _train(
 
         def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
             progress.seconds = time.perf_counter() - began
-            progress.metrics = {**metrics, **clock.take(), **records.take().words()}
+            spent = {f"seconds_{name}": seconds for name, seconds in clock.take().items()}
+            progress.metrics = {**metrics, **spent, **records.take().words()}
             if keeper is not None and step < config.records and keeper.due():
                 inside = {f"actor/{n}": t for actor in acting for n, t in actor.state_dict().items()}
                 tensors = {**learner.shared.tensors(), "returns": tally.running, **inside}

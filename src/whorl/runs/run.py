@@ -61,7 +61,10 @@ class MetricsLog:
 
     def write(self, step: int, values: Mapping[str, float | str]) -> None:
         """Append one record; numbers also go to TensorBoard under their own names."""
-        record = {"step_name": self.step_name, "step": step, "time": time.time(), **values}
+        record: dict[str, Any] = {"step_name": self.step_name, "step": step, "time": time.time()}
+        if taken := record.keys() & values:
+            raise ValueError(f"a metric cannot be called {taken.pop()!r}")
+        record |= values
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         if self._tensorboard is None:
