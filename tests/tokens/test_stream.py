@@ -40,7 +40,8 @@ def config(place: Path, names: str = "ab", **change: Any) -> StreamConfig:
 
 def read(batches: StreamBatches, n: int) -> list[dict[str, torch.Tensor]]:
     with batches:
-        return [next(batches) for _ in range(n)]
+        # Copied: a batch may be a view that the next one takes back.
+        return [{name: t.clone() for name, t in next(batches).items()} for _ in range(n)]
 
 
 def same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> bool:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
+import orjson
+
 from whorl.errors import ConfigError, DataError
 
 MOST_DOCUMENT_BYTES = 1 << 20
@@ -153,8 +155,8 @@ class RawFiles:
             if line.isspace() or not line:
                 continue
             try:
-                yield json.loads(line)[self.text_field]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                yield orjson.loads(line)[self.text_field]
+            except (ValueError, KeyError, TypeError) as error:
                 aside.add(f"{block.file}: {type(error).__name__}: {str(error)[:100]}")
 
     def _parquet_texts(self, block: Block, aside: SetAside) -> Iterator[Any]:
@@ -179,7 +181,7 @@ class RawFiles:
                     continue
                 try:
                     text = inside.read().decode()
-                    yield json.loads(text)[self.text_field] if member.name.endswith(".json") else text
+                    yield orjson.loads(text)[self.text_field] if member.name.endswith(".json") else text
                 except (ValueError, KeyError, TypeError) as error:
                     aside.add(f"{block.file}: {member.name}: {type(error).__name__}: {str(error)[:100]}")
 

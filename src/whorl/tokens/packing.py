@@ -23,6 +23,7 @@ batches with either.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +36,10 @@ class IdSource(Protocol):
     """A stream of token ids that can be read from a place: an array, a memory map, or shards."""
 
     def __getitem__(self, where: slice, /) -> NDArray[np.unsignedinteger[Any]]: ...
+
+    def take(self, places: NDArray[np.int64], /) -> NDArray[np.unsignedinteger[Any]]:
+        """The ids at [rows, n] places, of which each row is a stretch of one document."""
+        ...
 
 
 class RowArrays(Protocol):
@@ -65,7 +70,7 @@ class Rows:
     def __len__(self) -> int:
         return len(self.first) - 1
 
-    @property
+    @cached_property
     def plain(self) -> NDArray[np.bool_]:
         """[rows] True where a row is a single segment, so that a causal mask is enough."""
         return np.equal(np.diff(self.first), 1)
@@ -86,16 +91,29 @@ class Rows:
         return list(zip(self.start[a:b].tolist(), self.size[a:b].tolist(), strict=True))
 
     def write(self, ids: IdSource, rows: NDArray[np.int64], out: RowArrays, pad_id: int) -> None:
-        """Write `rows` (at most B of them) into arrays [B, T]; places without a token become padding."""
-        out.segment_ids[:] = 0
-        out.positions[:] = 0
-        out.loss_mask[:] = False
-        out.tokens[:] = pad_id
-        out.targets[:] = pad_id
-        count = np.arange(self.length, dtype=np.int32)
-        for b, row in enumerate(rows.tolist()):
+        """Write `rows` (at most B of them) into arrays [B, T]; places without a token become padding.
+
+        Rows that one segment fills, nearly all, are written together: one gather and a few assignments.
+        """
+        first, count = self.first[rows], np.arange(self.length + 1)
+        full = self.size[first] == self.length
+        together: Any = slice(None)
+        if len(rows) < len(out.tokens) or not full.all():
+            together = np.flatnonzero(full)
+            for array, padding in (
+                (out.tokens, pad_id), (out.targets, pad_id), (out.segment_ids, 0), (out.positions, 0),
+                (out.loss_mask, False),
+            ):  # fmt: skip
+                array[:] = padding
+        stretches = ids.take(self.start[first[full], None] + count)
+        out.tokens[together] = stretches[:, :-1]
+        out.targets[together] = stretches[:, 1:]
+        out.segment_ids[together] = 1
+        out.positions[together] = count[:-1]
+        out.loss_mask[together] = True
+        for b in np.flatnonzero(~full).tolist():
             at = 0
-            for segment, (start, size) in enumerate(self.segments(row), start=1):
+            for segment, (start, size) in enumerate(self.segments(int(rows[b])), start=1):
                 place = slice(at, at + size)
                 stretch = ids[start : start + size + 1]
                 out.tokens[b, place] = stretch[:-1]

@@ -141,6 +141,19 @@ class TokenSplit:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, self._dtype)
 
+    def take(self, places: NDArray[np.int64]) -> Ids:
+        """The ids at [rows, n] places, of which each row is a stretch of one document."""
+        if not len(places):
+            return np.empty(places.shape, self._dtype)
+        if len(self._ends) == 1:
+            return self._map(0).take(places)
+        shards = np.searchsorted(self._ends, places[:, 0], side="right")
+        found = np.empty(places.shape, self._dtype)
+        for shard in np.unique(shards).tolist():
+            begin = int(self._ends[shard - 1]) if shard else 0
+            found[shards == shard] = self._map(shard).take(places[shards == shard] - begin)
+        return found
+
     def _map(self, shard: int) -> Ids:
         if shard not in self._maps:
             path = self.folder / _shard_name(self.name, shard)
@@ -152,7 +165,8 @@ class TokenSplit:
                     expected=f"{n * self._dtype.itemsize} bytes",
                     do="run `whorl verify`, then make the token set again",
                 )
-            self._maps[shard] = np.memmap(path, self._dtype, "r")
+            # As a plain array: every slice of a memmap pays for its bookkeeping.
+            self._maps[shard] = np.asarray(np.memmap(path, self._dtype, "r"))
         return self._maps[shard]
 
     @cached_property

@@ -253,11 +253,16 @@ class StreamBatches:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """tokens, targets, segment_ids, positions, loss_mask, each [rows, T], this rank's."""
+        """tokens, targets, segment_ids, positions, loss_mask, each [rows, T], this rank's.
+
+        They are valid until the next batch is asked for: a batch from within one record is a view of its slot.
+        """
         parts: list[dict[str, torch.Tensor]] = []
         rows = targets = 0
         while (rows < self.rows) if self.rows is not None else (targets < (self.tokens or 0)):
             if self._slot is None:
+                # The reader takes the last record back as it hands out the next.
+                parts = [{name: view.clone() for name, view in part.items()} for part in parts]
                 self._slot = next(self.reader)
                 self.set_aside += int(self._slot.data.set_aside)
             n, mask = int(self._slot.data.n_rows), self._slot.data.loss_mask
@@ -267,14 +272,16 @@ class StreamBatches:
                 reached = targets + mask[self._row : n].sum(axis=1).cumsum()
                 end = min(n, self._row + int((reached < (self.tokens or 0)).sum()) + 1)
             views = self._slot.tensors()
-            parts.append({name: views[name][self._row : end].clone() for name in FIELDS})
+            parts.append({name: views[name][self._row : end] for name in FIELDS})
             rows += end - self._row
             targets += int(mask[self._row : end].sum())
             self._row = end
             if end >= n:
                 self._record, self._row, self._slot = self._record + 1, 0, None
         self.consumed += targets
-        whole = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
+        whole = parts[0]
+        if len(parts) > 1:
+            whole = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
         return whole if self.world == 1 else {n: t[self.rank :: self.world] for n, t in whole.items()}
 
     def close(self) -> None:
