@@ -99,6 +99,36 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(
 
 @pytest.mark.e2e
 @pytest.mark.xdist_group("e2e")
+def test_raw_text_tokenised_on_the_way_survives_a_kill_too(
+    code: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    for number, folder in enumerate(sorted(p for p in code.iterdir() if p.is_dir())):
+        texts = [p.read_text(errors="replace") for p in sorted(folder.rglob("*.py"))]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"part-{number}.jsonl").write_text(lines)
+    raw = ["--set", f'pretrain.raw.sources=[{{files=["{tmp_path}/part-*.jsonl"]}}]', "--until", "pretrain"]
+    stores = [tmp_path / "whole", tmp_path / "killed"]
+    for store in stores:  # what is before training is there already
+        shutil.copytree(undisturbed, store)
+    done = subprocess.run(command(code, stores[0], *raw), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.Popen(
+        command(code, stores[1], *raw), stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(stores[1].glob("scratch/*/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(
+        process.pid, signal.SIGKILL
+    )  # the trainer alone: its replica and tokenisers must go by themselves
+    process.wait()
+    again = subprocess.run(command(code, stores[1], *raw), capture_output=True, text=True, timeout=200)
+    assert again.returncode == 0 and "continues at step" in again.stdout, again.stdout + again.stderr
+    assert weights(stores[1]) == weights(stores[0]) != weights(undisturbed)
+
+
+@pytest.mark.e2e
+@pytest.mark.xdist_group("e2e")
 def test_sample_streams_and_repeats_with_a_seed(undisturbed: Path) -> None:
     def sample(*words: str) -> str:
         base = [

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,6 +45,17 @@ def test_generators_repeat_and_leave_the_global_state_alone() -> None:
     a, b = (torch.randn(4, generator=seeds.generator(7, "x")) for _ in range(2))
     assert torch.equal(a, b) and torch.equal(torch.get_rng_state(), before)
     assert seeds.numpy_rng(7, "x").integers(1 << 40) == seeds.numpy_rng(7, "x").integers(1 << 40)
+
+
+def test_one_generator_for_many_seeds_forgets_what_was_drawn() -> None:
+    many = seeds.ManySeeds()
+    first = many(1).random(5).tolist(), many(2).normal(size=3).tolist(), many(1).integers(9, size=3).tolist()
+    many(7).integers(1 << 20, dtype="int32")  # leaves half a word behind
+    assert first[0] == many(1).random(5).tolist() and first[1] == many(2).normal(size=3).tolist()
+    assert first[2] == seeds.ManySeeds()(1).integers(9, size=3).tolist()
+    means = [many(seed).random(64).mean() for seed in range(2000)]
+    assert abs(np.mean(means) - 0.5) < 0.004 and abs(np.std(means) * 8 * 12**0.5 - 1) < 0.1
+    assert len({many(seed).integers(1 << 60) for seed in range(2000)}) == 2000
 
 
 # Metrics and the run folder

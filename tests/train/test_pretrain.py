@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -63,6 +65,40 @@ def test_stopped_and_continued_equals_undisturbed_bit_for_bit(tokens: Path, tmp_
     continued = weights(train(job(tokens), tmp_path / "b", say=said.append))
     assert any("continues at step 5 of 12" in line for line in said)
     assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
+
+
+def raw_text(tokens: Path, folder: Path, seed: int = 1) -> dict[str, object]:
+    """A job's `raw`: a JSONL file of documents like those of the token set."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    texts = ["".join(c + c for c in rng.choice(list("abcdefgh"), rng.integers(10, 90))) for _ in range(80)]
+    (folder / "raw.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return {"tokenizer": str(tokens), "sources": [{"files": [str(folder / "raw.jsonl")]}]}
+
+
+def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path, tmp_path: Path) -> None:
+    wanted = job(tokens, raw=raw_text(tokens, tmp_path), steps=30)
+    notes = Notes()
+    undisturbed = weights(train(wanted, tmp_path / "a", notes))
+    assert notes.evaluations[-1]["held_out_nll"] < notes.evaluations[0]["held_out_nll"]
+    other = wanted.model_copy(
+        update={"serial_loader": False}
+    )  # a process tokenises, another number of replicas
+    assert wanted.raw is not None
+    for stop, replicas in ((11, 1), (17, 1)):
+        change = {"raw": wanted.raw.model_copy(update={"workers": stop % 3}), "replicas": replicas}
+        train(other.model_copy(update=change), tmp_path / "b", stop_after=stop, checkpoint_seconds=0.0)
+    again = weights(train(wanted, tmp_path / "b"))
+    assert all(torch.equal(undisturbed[n], again[n]) for n in again)
+    assert_close(undisturbed, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
+
+
+def test_raw_text_that_changed_is_refused(tokens: Path, tmp_path: Path) -> None:
+    wanted = job(tokens, raw=raw_text(tokens, tmp_path), steps=8)
+    train(wanted, tmp_path / "a", stop_after=3, checkpoint_seconds=0.0)
+    raw_text(tokens, tmp_path, seed=2)
+    with pytest.raises(CheckpointError, match="the data or the settings of the stream changed"):
+        train(wanted, tmp_path / "a")
 
 
 def test_another_jobs_checkpoint_is_refused(tokens: Path, tmp_path: Path) -> None:

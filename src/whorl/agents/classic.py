@@ -62,10 +62,10 @@ class Acrobot(BatchedEnvironment):
     def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torque, dt = action.double() - 1.0, 0.2
         k1 = self._slope(state, torque)
-        k2 = self._slope(state + dt / 2 * k1, torque)
-        k3 = self._slope(state + dt / 2 * k2, torque)
-        k4 = self._slope(state + dt * k3, torque)
-        following = state + dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+        k2 = self._slope(torch.add(state, k1, alpha=dt / 2), torque)
+        k3 = self._slope(torch.add(state, k2, alpha=dt / 2), torque)
+        k4 = self._slope(torch.add(state, k3, alpha=dt), torque)
+        following = torch.add(state, k1.add_(k4).add_(k2.add_(k3), alpha=2.0), alpha=dt / 6)
         following[:2] = torch.remainder(following[:2] + math.pi, 2 * math.pi) - math.pi
         following[2].clamp_(-4 * math.pi, 4 * math.pi)
         following[3].clamp_(-9 * math.pi, 9 * math.pi)
@@ -73,19 +73,22 @@ class Acrobot(BatchedEnvironment):
         return following, up.float() - 1.0, up
 
     def _slope(self, state: Tensor, torque: Tensor) -> Tensor:
-        """Time derivative of the state; masses, lengths and moments of inertia are 1, centres of mass at 1/2."""
+        """Time derivative of the state; masses, lengths and moments of inertia are 1, centres of mass at 1/2.
+
+        d1, d2, phi1, phi2 as in Sutton & Barto (2018, section 11.3 of the first edition), cos(x - pi/2) written as sin(x).
+        """
         gravity = 9.8
-        one, two, spin_one, spin_two = state
-        cos, sin = two.cos(), two.sin()
-        d1 = 3.5 + cos
-        d2 = 1.25 + 0.5 * cos
-        phi2 = 0.5 * gravity * (one + two - math.pi / 2).cos()
-        phi1 = -0.5 * spin_two.square() * sin - spin_two * spin_one * sin
-        phi1 = phi1 + 1.5 * gravity * (one - math.pi / 2).cos() + phi2
-        speed_two = (torque + d2 / d1 * phi1 - 0.5 * spin_one.square() * sin - phi2) / (
-            1.25 - d2.square() / d1
-        )
-        speed_one = -(d2 * speed_two + phi1) / d1
+        one, two, spin_one, spin_two = state.unbind()
+        sin_one, sin_two, sin_both = torch.stack((one, two, one + two)).sin_().unbind()
+        d2 = two.cos().mul_(0.5).add_(1.25)
+        d1 = d2.mul(2.0).add_(1.0)
+        share = d2 / d1
+        phi2 = sin_both.mul_(0.5 * gravity)
+        swing = torch.add(spin_one, spin_two, alpha=0.5).mul_(spin_two).mul_(sin_two)
+        phi1 = torch.add(phi2, sin_one, alpha=1.5 * gravity).sub_(swing)
+        pull = (torque - phi2).addcmul_(share, phi1).addcmul_(spin_one.square(), sin_two, value=-0.5)
+        speed_two = pull.div_((d2 * share).neg_().add_(1.25))
+        speed_one = phi1.addcmul_(d2, speed_two).div_(d1).neg_()
         return torch.stack((spin_one, spin_two, speed_one, speed_two))
 
     def observe(self, state: Tensor) -> Tensor:

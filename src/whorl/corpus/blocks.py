@@ -17,7 +17,8 @@ import json
 import tarfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from glob import glob
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import orjson
@@ -37,6 +38,16 @@ class Block:
     begin: int
     end: int
     size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files and their weight in the mixture, at the beginning of the run and at its end (by default the same)."""
+
+    files: Sequence[str]
+    weight: float = 1.0
+    final_weight: float | None = None
+    text_field: str = "text"
 
 
 @dataclass
@@ -184,6 +195,32 @@ class RawFiles:
                     yield orjson.loads(text)[self.text_field] if member.name.endswith(".json") else text
                 except (ValueError, KeyError, TypeError) as error:
                     aside.add(f"{block.file}: {member.name}: {type(error).__name__}: {str(error)[:100]}")
+
+
+def expanded(files: Sequence[str]) -> list[str]:
+    """Names with each pattern (`*`, `?`, `[...]`; local or a URL) replaced by what it matches, in order.
+
+    Raises:
+        DataError: a pattern matches nothing.
+    """
+    found: list[str] = []
+    for name in files:
+        if not any(c in name for c in "*?["):
+            found.append(name)
+            continue
+        if "://" in name:
+            import fsspec
+
+            system, path = fsspec.core.url_to_fs(name)
+            matches = [system.unstrip_protocol(match) for match in system.glob(path)]
+        else:
+            matches = glob(str(Path(name).expanduser()), recursive=True)  # noqa: PTH207 - patterns may be absolute
+        if not matches:
+            raise DataError(
+                f"no file is called {name}", do="look at the pattern, and from which folder it is seen"
+            )
+        found += sorted(matches)
+    return found
 
 
 def _open(name: str) -> Any:

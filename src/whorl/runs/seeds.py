@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,3 +36,24 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
     import numpy as np
 
     return np.random.Generator(np.random.PCG64(derive(seed, *names)))
+
+
+class ManySeeds:
+    """One numpy generator that starts anew for each of many seeds, at a tenth of what making one costs.
+
+    The seed's hash becomes PCG64's whole 128-bit state.
+    """
+
+    def __init__(self) -> None:
+        import numpy as np
+
+        self._bits = np.random.PCG64(0)
+        self._state: Any = self._bits.state
+        self._generator = np.random.Generator(self._bits)
+
+    def __call__(self, seed: int) -> np.random.Generator:
+        """The generator, as if it had never been used; valid until the next call."""
+        digest = hashlib.blake2b(seed.to_bytes(8, "big"), digest_size=16).digest()
+        self._state["state"]["state"] = int.from_bytes(digest, "big")
+        self._bits.state = self._state
+        return self._generator

@@ -67,7 +67,7 @@ class Producer(Protocol):
     """Fills one slot at a time."""
 
     def fill(self, slot: Slot[Any], weights: Any, rng: Any) -> int:
-        """Write a record into `slot.data`; returns the length in use. `rng` is a numpy Generator."""
+        """Write a record into `slot.data`; returns the length in use. `rng` is a numpy Generator for this record."""
         ...
 
 
@@ -227,6 +227,7 @@ class Work:
     ) -> None:
         self.ring, self.producer, self.seed, self.number = ring, producer, seed, number
         self.weights = Weights(board) if board else None
+        self.rng = seeds.ManySeeds()
         self.free_since = time.monotonic_ns()
 
     def fill(self, index: int, sequence: int) -> None:
@@ -244,7 +245,7 @@ class Work:
             length=0,
             idle=began - self.free_since,
         )
-        length = self.producer.fill(slot, self.weights, seeds.numpy_rng(own_seed))
+        length = self.producer.fill(slot, self.weights, self.rng(own_seed))
         self.free_since = time.monotonic_ns()
         version = self.weights.version if self.weights else 0
         slot.step(
@@ -260,6 +261,8 @@ def _child() -> None:
     """The life of a producer process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.nice(_NICE)
+    if hasattr(os, "SCHED_BATCH"):  # being woken, it does not push aside the learner that woke it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     parent = int(sys.argv[2])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection = Connection(int(sys.argv[1]))

@@ -114,9 +114,8 @@ class TokenProducer:
         batch = self._order[place]
         share = self.batch_rows // self.world
         mine = batch[self.rank * share : (self.rank + 1) * share]
-        self.rows.write(self._tokens.split(self.split), mine, slot.data, self._tokens.pad_id)
         slot.data.plain[...] = self.rows.plain[batch].all()
-        return int(slot.data.loss_mask.sum())
+        return self.rows.write(self._tokens.split(self.split), mine, slot.data, self._tokens.pad_id)
 
 
 def open_batches(

@@ -90,8 +90,9 @@ class Rows:
         a, b = self.first[row], self.first[row + 1]
         return list(zip(self.start[a:b].tolist(), self.size[a:b].tolist(), strict=True))
 
-    def write(self, ids: IdSource, rows: NDArray[np.int64], out: RowArrays, pad_id: int) -> None:
+    def write(self, ids: IdSource, rows: NDArray[np.int64], out: RowArrays, pad_id: int) -> int:
         """Write `rows` (at most B of them) into arrays [B, T]; places without a token become padding.
+        Returns the number of targets.
 
         Rows that one segment fills, nearly all, are written together: one gather and a few assignments.
         """
@@ -111,7 +112,8 @@ class Rows:
         out.segment_ids[together] = 1
         out.positions[together] = count[:-1]
         out.loss_mask[together] = True
-        for b in np.flatnonzero(~full).tolist():
+        targets = self.length * len(stretches)
+        for b in np.flatnonzero(~full).tolist() if targets < self.length * len(rows) else ():
             at = 0
             for segment, (start, size) in enumerate(self.segments(int(rows[b])), start=1):
                 place = slice(at, at + size)
@@ -122,6 +124,8 @@ class Rows:
                 out.positions[b, place] = count[:size]
                 out.loss_mask[b, place] = True
                 at += size
+            targets += at
+        return targets
 
 
 def pack(starts: NDArray[np.int64], lengths: NDArray[np.int64], length: int) -> Rows:

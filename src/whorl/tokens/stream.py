@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whorl.corpus.blocks import MOST_DOCUMENT_BYTES, RawFiles, SetAside
+from whorl.corpus.blocks import MOST_DOCUMENT_BYTES, RawFiles, SetAside, Source
 from whorl.errors import CheckpointError, ConfigError
 from whorl.runs import seeds
 from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
@@ -46,16 +46,6 @@ class StreamRecord:
     loss_mask: Annotated[NDArray[np.bool_], "R", "T"]
     n_rows: NDArray[np.int64]
     set_aside: NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Files and their weight in the mixture, at the beginning of the run and at its end (by default the same)."""
-
-    files: Sequence[str]
-    weight: float = 1.0
-    final_weight: float | None = None
-    text_field: str = "text"
 
 
 @dataclass(frozen=True)

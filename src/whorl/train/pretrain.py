@@ -22,13 +22,15 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
 from whorl.models import Decoder, DecoderConfig
 from whorl.objectives import Loss, next_token
 from whorl.runs.seeds import generator
-from whorl.slots import Slot
+from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
+from whorl.tokens.stream import StreamBatches, StreamConfig
 from whorl.train.checkpoint import Keeper, restore
 from whorl.train.config import OptimConfig
 from whorl.train.learner import Learner, Shared
@@ -42,12 +44,27 @@ COPY_ROWS = 8
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
 
 
+class RawText(BaseModel):
+    """Raw files to learn from, tokenised on the way, in place of the token set's training split."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokenizer: str = Field(description="folder of the tokenizer")
+    sources: list[Source] = Field(min_length=1)
+    blocks: int = Field(default=4, ge=1, description="stretches of raw text in a record, shuffled together")
+    horizon: int = Field(
+        default=1000, ge=1, description="records over which weights go to their final values"
+    )
+    workers: int = Field(default=1, ge=0, description="processes that tokenise, for each replica")
+
+
 class Job(BaseModel):
     """All that decides the weights of a run."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokens: str = Field(description="folder of the token set")
+    raw: RawText | None = Field(default=None, description="learn from raw files instead")
     model: DecoderConfig
     optim: OptimConfig = OptimConfig()
     length: int = Field(ge=2, description="tokens a row")
@@ -108,22 +125,24 @@ def pretrain(
     model = build_model(job)
     shared = shared_of(model, job)
     keeper = Keeper(scratch, _identity(job), seconds=checkpoint_seconds, say=say)
-    found, first = keeper.resume(), 0
+    found, first, place = keeper.resume(), 0, None
     if found is not None:
-        first = found.step
+        first, place = found.step, found.record.get("stream")
         restore(shared.tensors(), found.tensors)
         say(f"continues at step {first:,} of {job.steps:,}")
     last = job.steps if stop_after is None else min(stop_after, job.steps)
-    world = start_replicas(job.replicas, _replica, job, shared, first, last)
+    world = start_replicas(job.replicas, _replica, job, shared, first, last, place)
     try:
-        _train(world, job, model, shared, first, last, observer, keeper)
+        _train(world, job, model, shared, first, last, place, observer, keeper)
     finally:
         world.close()
     return model
 
 
-def _replica(world: World, job: Job, shared: Shared, first: int, last: int) -> None:
-    _train(world, job, build_model(job), shared, first, last, None, None)
+def _replica(
+    world: World, job: Job, shared: Shared, first: int, last: int, place: dict[str, Any] | None
+) -> None:
+    _train(world, job, build_model(job), shared, first, last, place, None, None)
 
 
 def _train(
@@ -133,6 +152,7 @@ def _train(
     shared: Shared,
     first: int,
     last: int,
+    place: dict[str, Any] | None,
     observer: Observer | None,
     keeper: Keeper | None,
 ) -> None:
@@ -157,28 +177,48 @@ def _train(
             if observer is not None:
                 observer.on_evaluation(done, figures, model)
         if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
-            observer.on_checkpoint(done, keeper.save(done, shared.tensors()))
+            more = {"stream": records.state} if isinstance(records, StreamBatches) else {}
+            observer.on_checkpoint(done, keeper.save(done, shared.tensors(), more))
 
-    with open_batches(
-        Path(job.tokens),
-        "train",
-        length=job.length,
-        batch_rows=job.batch_rows,
-        seed=job.seed,
-        start=first,
-        serial=job.serial_loader,
-        rank=world.rank,
-        world=world.size,
-    ) as batches:
+    def passes(record: Any) -> list[list[Part]]:
+        return [_share(record, job)]
+
+    with _records(job, world, first, place) as records:
         learn(
             learner,
-            batches,
-            lambda slot: [_share(slot, job)],
+            records,
+            passes,
             first=first,
             last=last,
             factor=factor,
             after=after,
         )
+
+
+def _records(
+    job: Job, world: World, first: int, place: dict[str, Any] | None
+) -> Drain[TokenBatch] | StreamBatches:
+    """This replica's share of the batches from number `first` on."""
+    raw = job.raw
+    if raw is None:
+        return open_batches(
+            Path(job.tokens),
+            "train",
+            length=job.length,
+            batch_rows=job.batch_rows,
+            seed=job.seed,
+            start=first,
+            serial=job.serial_loader,
+            rank=world.rank,
+            world=world.size,
+        )
+    config = StreamConfig(
+        Path(raw.tokenizer), raw.sources, job.length, job.seed, blocks=raw.blocks, horizon=raw.horizon
+    )
+    workers = 0 if job.serial_loader else raw.workers
+    return StreamBatches(
+        config, rows=job.batch_rows, workers=workers, state=place, rank=world.rank, world=world.size
+    )
 
 
 def shared_of(model: Decoder, job: Job) -> Shared:
@@ -218,10 +258,13 @@ def treatments(model: Decoder, optim: OptimConfig) -> dict[str, Treatment]:
     return found
 
 
-def _share(slot: Slot[TokenBatch], job: Job) -> list[Part]:
+def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]:
     """This replica's rows of a batch, cut into micro-batches, copied out of the slot."""
-    names = PLAIN if bool(slot.data.plain) else (*PLAIN, "segment_ids", "positions")
-    views = slot.tensors()
+    if isinstance(record, dict):
+        views, plain = record, bool((record["segment_ids"] <= 1).all())
+    else:
+        views, plain = record.tensors(), bool(record.data.plain)
+    names = PLAIN if plain else (*PLAIN, "segment_ids", "positions")
     tensors = {name: views[name].to(job.device, copy=True) for name in names}
     rows = tensors["tokens"].shape[0]
     size = job.micro_rows or rows
@@ -339,7 +382,13 @@ class _Window:
 
 def _identity(job: Job) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
+    whole = job.model_dump(
+        mode="json", exclude={"tokens", "replicas", "threads", "device", "serial_loader", "raw"}
+    )
+    if job.raw is not None:
+        places: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
+        whole["raw"] = job.raw.model_dump(mode="json", exclude=places)
     return {
-        **job.model_dump(mode="json", exclude={"tokens", "replicas", "threads", "device", "serial_loader"}),
+        **whole,
         "data": TokenSet(Path(job.tokens)).split("train").fingerprint,
     }

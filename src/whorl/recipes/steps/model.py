@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from whorl.corpus.blocks import RawFiles, Source, expanded
 from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
@@ -46,19 +47,46 @@ def plan(ctx: StepContext, config: PlanConfig) -> None:
     )
 
 
+class RawConfig(BaseModel):
+    """Raw files that training tokenises on its way, in place of the token set's training split."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sources: list[Source] = Field(min_length=1, description="files (patterns, URLs), weight, final_weight")
+    blocks: int = Field(default=4, ge=1, description="stretches of raw text that are shuffled together")
+    horizon: int = Field(default=1000, ge=1, description="records over which weights become the final ones")
+    workers: int = Field(default=1, ge=1, description="processes that tokenise, for each replica")
+    fingerprints: list[str] = Field(default=[], description="of the files; found by looking at them")
+
+
 class PretrainConfig(BaseModel):
     """How the planned run is carried out; what is learned is decided by the plan."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    raw: RawConfig | None = Field(
+        default=None, description="learn from raw files, tokenised on the way, instead of the token set"
+    )
 
     seed: int | None = Field(default=None, description="another seed than the plan's")
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
 
 
+def _with_files(config: PretrainConfig) -> PretrainConfig:
+    """Patterns replaced by files, and what these hold, so that the address changes with them."""
+    if config.raw is None:
+        return config
+    sources = [replace(source, files=expanded(source.files)) for source in config.raw.sources]
+    prints = [RawFiles(source.files, source.text_field).fingerprint for source in sources]
+    raw = config.raw.model_copy(update={"sources": sources, "fingerprints": prints})
+    return config.model_copy(update={"raw": raw})
+
+
 @step(
     "model",
     config=PretrainConfig,
+    resolve=_with_files,
     parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
     version=2,
 )
@@ -78,6 +106,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             **planned["job"],
             "tokens": str(ctx.parents["tokens"].path),
             "serial_loader": config.serial_loader,
+            "raw": _raw(ctx, config),
             **({"seed": config.seed} if config.seed is not None else {}),
         }
     )
@@ -117,6 +146,13 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"
         ),
     )
+
+
+def _raw(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
+    if config.raw is None:
+        return None
+    words = str(ctx.parents["tokenizer"].path)
+    return {**config.raw.model_dump(mode="json", exclude={"fingerprints"}), "tokenizer": words}
 
 
 class _Watch:
