@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -87,7 +88,7 @@ def test_the_tally_sums_whole_episodes_over_records() -> None:
     slot = ring.slots[0]
     slot.data.reward[:] = [[1, 10], [1, 10], [1, 10]]
     for truncated in ([[0, 0], [1, 0], [0, 0]], [[0, 0], [0, 1], [1, 0]]):
-        slot.data.truncated[:] = truncated
+        slot.data.truncated[:] = np.array(truncated, bool)
         slot.data.terminated[:] = False
         ended += tally.add(slot)
     assert ended == [2, 50, 4]
@@ -193,3 +194,20 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     train(config, scratch=tmp_path, checkpoint_seconds=0.0)
     with pytest.raises(CheckpointError, match="rate differs"):
         train(config.model_copy(update={"rate": 0.5}), scratch=tmp_path)
+
+
+def _actors() -> list[psutil.Process]:
+    """This process's producers that run."""
+    mine = psutil.Process().children()
+    running = [p for p in mine if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in running if "whorl.slots.producers" in " ".join(p.cmdline())]
+
+
+def test_an_actor_killed_while_it_acts_is_heard_and_nobody_is_left() -> None:
+    def kill(progress: Progress, networks: ActorCritic) -> None:
+        if progress.steps == 2 * 128:
+            _actors()[-1].kill()
+
+    with pytest.raises(ProducerError, match="SIGKILL"):
+        train(preset("impala", "CartPole-v1", steps=200_000, hidden=(16,)), kill)
+    assert not _actors()

@@ -42,6 +42,13 @@ class WrongShape(Draws):
         return 0
 
 
+class WrongType(Draws):
+    def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
+        slot.data.values[:] = np.arange(5)  # integers are numbers too
+        slot.data.label[...] = 0.5
+        return 0
+
+
 @dataclass
 class Acts:
     """Writes what the network it acts with says: 1 number, equal to the version of its weights by construction."""

@@ -9,14 +9,17 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
-from slot_examples import Draws, Fails, Numbers, WrongShape
+import torch
+from slot_examples import Draws, Fails, Numbers, WrongShape, WrongType
 
 from whorl.errors import ConfigError, ProducerError
 from whorl.slots import Drain, ProducerProcess, SerialProducer, SlotRing, Spec, State
+from whorl.slots.spec import FieldArray
 
 SPEC = Spec.from_dataclass(Numbers, N=5)
 
@@ -57,13 +60,32 @@ def test_a_producer_that_raises_is_heard_with_its_traceback() -> None:
     assert "Traceback" in str(caught.value) and "Fails" in str(caught.value)
 
 
-def test_a_producer_that_writes_the_wrong_shape_is_heard() -> None:
+@pytest.mark.parametrize(
+    ("producer", "words"),
+    [
+        (WrongShape(), r"(?s)'values' of record 0.*could not broadcast.*expected: float64 of shape \(5,\)"),
+        (WrongType(), r"(?s)'label' of record 0: float64 values cannot be kept as int64.*shape \(\)"),
+    ],
+)
+@pytest.mark.parametrize("kind", [SerialProducer, ProducerProcess])
+def test_a_producer_that_writes_the_wrong_shape_or_type_is_heard(
+    producer: Draws, words: str, kind: Any
+) -> None:
     ring = SlotRing(SPEC, 2)
-    with (
-        pytest.raises(ProducerError, match="could not broadcast"),
-        Drain(ring, [ProducerProcess(ring, WrongShape())]) as d,
-    ):
+    with pytest.raises(ProducerError, match=words), Drain(ring, [kind(ring, producer)]) as d:
         read(d, 1)
+
+
+@pytest.mark.parametrize("value", [np.ones(3), 1.5, [0.5, 1.0, 2.0], torch.ones(3)])
+def test_no_field_takes_values_that_it_would_have_to_falsify(value: Any) -> None:
+    numbers = np.zeros(6, np.int64).view(FieldArray)
+    with pytest.raises(TypeError, match="cannot be kept as int64"):
+        numbers[2:5] = value
+    with pytest.raises(TypeError, match="cannot be kept as int64"):
+        numbers[:4][1:] = value  # views are as strict
+    numbers[2:5] = np.arange(3, dtype=np.int32)
+    numbers[0], numbers[5] = 7, True
+    assert numbers.tolist() == [7, 0, 0, 1, 2, 1]
 
 
 def test_a_killed_producer_is_heard_and_its_half_written_slot_is_not_read() -> None:

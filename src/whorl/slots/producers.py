@@ -39,10 +39,13 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+import numpy as np
+
 from whorl.errors import ProducerError
 from whorl.runs import seeds
 from whorl.slots.board import Board, Weights
 from whorl.slots.ring import Slot, SlotRing, State
+from whorl.slots.spec import WriteError
 
 _ASK = struct.Struct("<qq")  # slot, sequence
 _DONE = struct.Struct("<q")  # slot
@@ -245,7 +248,15 @@ class Work:
             length=0,
             idle=began - self.free_since,
         )
-        length = self.producer.fill(slot, self.weights, self.rng(own_seed))
+        try:
+            length = self.producer.fill(slot, self.weights, self.rng(own_seed))
+        except WriteError as error:
+            fields = self.ring.spec.fields.items()
+            name, field = next(f for f in fields if np.shares_memory(getattr(slot.data, f[0]), error.array))
+            raise ProducerError(
+                f"{type(self.producer).__name__} wrote into the field {name!r} of record {sequence}: {error}",
+                expected=f"{field.dtype} of shape {field.shape}",
+            ) from error
         self.free_since = time.monotonic_ns()
         version = self.weights.version if self.weights else 0
         slot.step(

@@ -43,6 +43,33 @@ class Field:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class WriteError(TypeError):
+    """A producer wrote what a field cannot hold; `array` is where."""
+
+    def __init__(self, array: FieldArray, what: str) -> None:
+        super().__init__(what)
+        self.array = array
+
+
+_assign = np.ndarray.__setitem__
+
+
+class FieldArray(np.ndarray[Any, np.dtype[Any]]):
+    """A field's memory. numpy would cut floats down to integers where they are assigned; here that is an error."""
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        given = getattr(value, "dtype", None)
+        if given is not self.dtype and type(value) not in (int, bool):
+            if not isinstance(given, np.dtype):
+                given = np.asarray(value).dtype  # a float, a list, a tensor
+            if not np.can_cast(given, self.dtype, "same_kind"):
+                raise WriteError(self, f"{given} values cannot be kept as {self.dtype}")
+        try:
+            _assign(self, where, value)
+        except ValueError as error:
+            raise WriteError(self, str(error)) from error
+
+
 @dataclass(frozen=True)
 class Spec(Generic[Record]):
     """Ordered fields, and the dataclass that a record is read and written through."""
@@ -106,7 +133,8 @@ class Spec(Generic[Record]):
         """A record whose arrays lie in `memory` (`n_bytes` long): nothing is copied."""
         arrays, at = {}, 0
         for name, field in self.fields.items():
-            arrays[name] = np.frombuffer(memory, field.dtype, math.prod(field.shape), at).reshape(field.shape)
+            flat = np.frombuffer(memory, field.dtype, math.prod(field.shape), at)
+            arrays[name] = flat.reshape(field.shape).view(FieldArray)
             at += _aligned(field.n_bytes)
         return self.record(**arrays)
 
