@@ -2,8 +2,8 @@
 
     .venv/bin/python bench/agents_impala.py            # 5 seeds
 
-Solved: a greedy evaluation of 20 episodes of 475 or more at the end of training, or on the way to it (looked at
-every 10,000 steps).
+Solved: a greedy evaluation of 20 episodes of 475 or more at the end of training. When it was first reached on the way
+(looked at every 10,000 steps) is told too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from _claim import claim
 
 from whorl.agents.config import preset
 from whorl.agents.networks import ActorCritic
-from whorl.agents.train import Progress, Stop, evaluate, train
+from whorl.agents.train import Progress, evaluate, train
 
 BAR, LOOK = 475.0, 10_000
 
@@ -28,16 +28,14 @@ def one(seed: int, steps: int) -> dict[str, float]:
     """One run: where it was solved, the last evaluation, and how many versions behind the weights that acted were."""
     config = preset("impala", "CartPole-v1", steps=steps, seed=seed)
     lags: list[float] = []
-    solved: dict[str, float] = {"best": 0.0}
+    solved: dict[str, float] = {}
 
     def observe(progress: Progress, networks: ActorCritic) -> None:
         lags.append(progress.metrics["lag_mean"])
         if progress.steps % LOOK < config.record_steps:
             found = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))
-            solved["best"] = max(found, solved["best"])
-            if found >= BAR:
-                solved.update(steps=progress.steps, seconds=progress.seconds)
-                raise Stop
+            if found >= BAR and "steps" not in solved:
+                solved.update(steps=progress.steps, seconds=round(progress.seconds, 2))
 
     networks = train(config, observe)
     final = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))
@@ -53,7 +51,7 @@ def main() -> None:
     for seed in range(a.seeds):
         rows.append(one(seed, a.steps))
         print(f"seed {seed}: {rows[-1]}", flush=True)
-    n = sum("steps" in row or row["final"] >= BAR for row in rows)
+    n = sum(row["final"] >= BAR for row in rows)
     claim(
         "IMPALA with 2 free-running actors solves CartPole-v1", ours=n, peer=len(rows), unit="seeds", ratio=n / len(rows),
         bar=1.0, ok=n == len(rows), samples=rows,

@@ -124,9 +124,11 @@ def _train(
         first, rounds = found.step, found.record["rounds"]
         progress = Progress.of(found.record)
         say(f"continues after {progress.steps:,} of {config.steps:,} steps")
-    update = Update(
-        partial(objective_of, config, networks), all_adamw(networks, config.rate), clip_norm=config.clip_norm, eps=1e-5
-    )  # fmt: skip
+    treatments = {
+        **all_adamw(networks, config.rate),
+        **all_adamw(networks, config.value_rate or config.rate, "value."),
+    }
+    update = Update(partial(objective_of, config, networks), treatments, clip_norm=config.clip_norm, eps=1e-5)
     learner = Learner(networks, [update], steps_done=rounds)
     actors = [
         Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number, first))

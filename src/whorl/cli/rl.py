@@ -13,7 +13,9 @@ from whorl.cli.options import StoreOption
 def train(
     algorithm: Annotated[str, typer.Argument(help="a2c, ppo or impala.")],
     environment: Annotated[str, typer.Argument(help="A gymnasium name, as CartPole-v1.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the environment for each seed.")] = 100_000,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the environment for each seed; else the preset's.")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Independent runs.")] = 5,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes that each result is measured over.")] = 20,
     changes: Annotated[
@@ -30,9 +32,9 @@ def train(
 
         whorl rl train ppo CartPole-v1
 
-        whorl rl train impala CartPole-v1 --set actors=2 --seeds 3
+        whorl rl train impala CartPole-v1 --seeds 3 --set actors=1
 
-        whorl rl train ppo Pendulum-v1 --steps 300000 --set discount=0.9
+        whorl rl train ppo Pendulum-v1 --steps 300000
     """
     from whorl.agents import make
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds

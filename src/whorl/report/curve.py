@@ -28,7 +28,7 @@ def write_curve_page(
         f'<meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{style} main {{ padding: 28px 0 }}</style>"
+        f"<style>{style} main {{ padding: 28px 0 }} h2 {{ margin-top: 32px }}</style>"
     )
     body = (
         f"<main><h1>{escape(title)}</h1><table>{rows}</table><h2>{escape(y)}</h2>{chart}</main>"

@@ -31,7 +31,9 @@ class AgentsConfig(BaseModel):
 
     algorithm: str = Field(default="ppo", description="a2c, ppo or impala")
     environment: str = Field(default="CartPole-v1", description="a gymnasium name, as CartPole-v1")
-    steps: int = Field(default=100_000, ge=1, description="steps of the environment for each seed")
+    steps: int | None = Field(
+        default=None, ge=1, description="steps of the environment for each seed; left out, the preset's"
+    )
     seed: int = Field(default=0, ge=0, description="the first seed")
     seeds: int = Field(default=5, ge=1, description="independent runs")
     episodes: int = Field(default=20, ge=1, description="episodes that each result is measured over")
@@ -46,7 +48,7 @@ class AgentsConfig(BaseModel):
         """
         from whorl.agents.config import checked
 
-        given = {**self.settings, "steps": self.steps, "seed": seed}
+        given = {**self.settings, "seed": seed, **({"steps": self.steps} if self.steps else {})}
         return checked(self.algorithm, self.environment, given)
 
 
@@ -54,7 +56,7 @@ def _with_preset(config: AgentsConfig) -> AgentsConfig:
     """Every setting written out, so that the address changes with the presets."""
     whole = config.agent(config.seed).model_dump(mode="json")
     given = {n: v for n, v in whole.items() if n not in ("algorithm", "environment", "steps", "seed")}
-    return config.model_copy(update={"settings": given})
+    return config.model_copy(update={"settings": given, "steps": whole["steps"]})
 
 
 @step("agents", config=AgentsConfig, resolve=_with_preset)
@@ -79,7 +81,7 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     facts = [
         ("algorithm", config.algorithm),
         ("environment", config.environment),
-        ("steps", f"{config.steps:,}"),
+        ("steps", f"{config.steps or 0:,}"),
         ("return, inter-quartile mean of the seeds", str(found)),
         *((f"seed {result['seed']}", f"{result['score']:.1f}") for result in results),
     ]
@@ -113,7 +115,7 @@ def _one_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, An
         return kept
     agent = config.agent(seed)
     title = f"{config.algorithm} on {config.environment}, seed {seed}"
-    with ctx.progress.task(title, total=config.steps, unit="steps") as task:
+    with ctx.progress.task(title, total=agent.steps, unit="steps") as task:
         watch = _Watch(ctx, f"{ctx.name}-seed-{seed}", task, max(1, agent.records // CURVE_POINTS))
         networks = train(
             agent,
