@@ -6,8 +6,8 @@ The training split of the store's quickstart, written as JSONL, and its vocabula
 parses lines, and Hugging Face `tokenizers` with packing in the collate function; ours: `StreamBatches` with 2
 workers. Both give rows of 256 tokens, 8 a batch. Beside them: what the bare encoder does with the same texts in 2
 processes. From ready shards: the loader's slots against a map-style dataset over the same token file. And the
-randomness of the order: how far from its place on disk a block is read, as a share of what a full shuffle would
-give (documents of one block stay in one record, shuffled among those of the record's other blocks).
+randomness of the order: how far from its place on disk a block is read, and how far apart documents that are
+neighbours on disk (those of one block stay in one record, shuffled among those of the record's other blocks).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from _claim import claim
 
 from whorl.corpus import Corpus
+from whorl.corpus.blocks import SetAside, Source
+from whorl.runs.seeds import numpy_rng
 from whorl.store import Store
 from whorl.tokens.loader import open_batches
-from whorl.tokens.stream import Source, StreamBatches, StreamConfig, StreamProducer
+from whorl.tokens.stream import StreamBatches, StreamConfig, StreamProducer, blocks_a_record
 from whorl.tokens.tokenizer import Tokenizer
 
 LENGTH, ROWS, ROUNDS = 256, 8, 3
@@ -135,13 +138,33 @@ def shards(tokens: Path, seconds: float) -> tuple[float, float]:
     return mine, n * ROWS * LENGTH / (time.perf_counter() - began)
 
 
-def randomness(config: StreamConfig) -> float:
-    """Mean distance of a block's place in the order read from its place on disk, against a full shuffle's (1/3 of all)."""
+def randomness(config: StreamConfig) -> dict[str, float]:
+    """How far one epoch's order is from the order on disk, against a full shuffle (where both means are a third of all).
+
+    blocks: mean distance of a block's place in the order from its place on disk. neighbours: documents between two that
+    are neighbours on disk, mean; of: what a full shuffle would give.
+    """
     producer = StreamProducer(config)
-    blocks = [b for record in range(200) for b in producer.blocks_of(record)[1]]
-    n = len(producer._state["files"][0].blocks)
-    order = np.array(blocks[:n])
-    return float(np.abs(order - np.arange(len(order))).mean() / (n / 3))
+    producer.blocks_of(0)
+    files = producer._state["files"][0]
+    n, per_record = len(files.blocks), blocks_a_record(files, config.record_bytes)
+    blocks = [b for record in range(-(-n // per_record)) for b in producer.blocks_of(record)[1]][:n]
+    counts = np.array([sum(1 for _ in files.texts(b, SetAside())) for b in range(n)])
+    begins = np.cumsum(counts) - counts
+    order: list[int] = []
+    for record in range(-(-n // per_record)):
+        documents = [
+            int(begins[b]) + i for b in blocks[record * per_record :][:per_record] for i in range(counts[b])
+        ]
+        shuffled = numpy_rng(config.seed, "documents", record).permutation(len(documents))
+        order += [documents[i] for i in shuffled]
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return {
+        "blocks": float(np.abs(np.array(blocks) - np.arange(n)).mean() / (n / 3)),
+        "neighbours": float(np.abs(np.diff(place)).mean()),
+        "of": len(order) / 3,
+    }
 
 
 def main() -> None:
@@ -178,9 +201,13 @@ def main() -> None:
             "raw text to batches against the bare encoder in 2 processes", ours=round(mine), peer=round(bare),
             unit="tokens/s", ratio=mine / bare, bar=0.8, ok=mine / bare >= 0.8,
         )  # fmt: skip
-        print(
-            f"a block is read {randomness(config):.2f} of a full shuffle's mean distance from its place on disk"
-        )
+        for size in (1 << 17, 1 << 14):
+            found = randomness(replace(config, block_bytes=size))
+            print(
+                f"half a megabyte a record in blocks of {size >> 10} kB: a block is read {found['blocks']:.2f} of a full "
+                f"shuffle's mean distance from its place on disk; neighbours on disk are {found['neighbours']:.0f} documents "
+                f"apart (full shuffle: {found['of']:.0f})"
+            )
     both = [shards(tokens, a.seconds / 2) for _ in range(ROUNDS)]
     mine, peer = sorted(both, key=lambda p: p[0] / p[1])[ROUNDS // 2]
     claim(

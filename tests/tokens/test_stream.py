@@ -34,7 +34,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(place: Path, names: str = "ab", **change: Any) -> StreamConfig:
     sources = [Source([str(place / f"{n}.jsonl")]) for n in names]
     return StreamConfig(
-        **{"tokenizer": place, "sources": sources, "length": 32, "block_bytes": 900, "blocks": 3, **change}
+        **{
+            "tokenizer": place,
+            "sources": sources,
+            "length": 32,
+            "block_bytes": 900,
+            "record_bytes": 2700,
+            **change,
+        }
     )
 
 
@@ -85,7 +92,7 @@ def test_ranks_share_each_batch_and_may_change_their_number(place: Path) -> None
 def test_an_epoch_holds_every_document_once(place: Path) -> None:
     tokenizer = Tokenizer.load(place)
     texts = [json.loads(line)["text"] for line in (place / "a.jsonl").read_text().splitlines()]
-    settings = config(place, "a", blocks=1)
+    settings = config(place, "a", record_bytes=1)
     n_blocks = -(-(place / "a.jsonl").stat().st_size // 900)
     found: list[str] = []
     reader = StreamBatches(settings, rows=1, workers=0)
@@ -141,7 +148,7 @@ def test_records_that_cannot_be_read_are_counted(place: Path, tmp_path: Path) ->
     lines[5], lines[60] = "{broken\n", '{"no": "text"}\n'
     (tmp_path / "a.jsonl").write_text("".join(lines))
     with StreamBatches(
-        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], blocks=200), rows=4, workers=0
+        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], record_bytes=180_000), rows=4, workers=0
     ) as reader:
         next(reader)
         assert reader.set_aside >= 2

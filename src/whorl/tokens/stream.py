@@ -9,8 +9,9 @@ fingerprint is kept.
 A record holds as many rows as its text needs. Its slot has room for the worst case (a token for each byte), which
 costs nothing: memory that is never touched is never there.
 
-How random is that? Two documents that are neighbours on disk are in one record always, but among the documents of
-`blocks` blocks from anywhere; `bench/tokens_stream.py` measures how far from its place on disk a block is read.
+How random is that? Blocks come from anywhere; documents of one block stay in one record, shuffled among those of its
+other blocks. `bench/tokens_stream.py` measures how far apart neighbours on disk are read. Smaller blocks mix better, larger
+ones suit files that are read from afar.
 """
 
 from __future__ import annotations
@@ -52,15 +53,16 @@ class StreamRecord:
 class StreamConfig:
     """What decides the rows.
 
-    length: tokens a row; blocks: of raw text in a record; horizon: records over which weights go from first to final.
+    length: tokens a row; record_bytes: of raw text in a record, read in blocks from anywhere (one at least: a Parquet row
+    group or a tar member may be larger); horizon: records over which weights go from first to final.
     """
 
     tokenizer: Path
     sources: Sequence[Source]
     length: int
     seed: int = 0
-    blocks: int = 4
-    block_bytes: int = 1 << 17
+    record_bytes: int = 1 << 19
+    block_bytes: int = 1 << 14
     horizon: int = 1000
 
     def __post_init__(self) -> None:
@@ -74,9 +76,11 @@ class StreamConfig:
                 f"the mixture has the weights {weights}",
                 expected="at least one source, no weight below 0, some above",
             )
-        if self.length < 2 or self.blocks < 1 or self.horizon < 1:
+        if self.length < 2 or min(self.record_bytes, self.block_bytes, self.horizon) < 1:
             raise ConfigError(
-                f"length={self.length}, blocks={self.blocks}, horizon={self.horizon}", expected="positive"
+                f"length={self.length}, record_bytes={self.record_bytes}, block_bytes={self.block_bytes}, "
+                f"horizon={self.horizon}",
+                expected="positive",
             )
 
 
@@ -135,12 +139,13 @@ class StreamProducer:
         }
 
     def blocks_of(self, sequence: int) -> tuple[int, list[int]]:
-        """(source, its blocks) of a record: the next `blocks` of the source's permutation, epoch after epoch."""
+        """(source, its blocks) of a record: the next few of the source's permutation, epoch after epoch."""
         if not self._state:
             self._begin()
         source, nth = self._state["mixture"].place(sequence)
-        n_blocks, chosen = len(self._state["files"][source].blocks), []
-        for place in range(nth * self.config.blocks, (nth + 1) * self.config.blocks):
+        files, chosen = self._state["files"][source], []
+        n_blocks, many = len(files.blocks), blocks_a_record(files, self.config.record_bytes)
+        for place in range(nth * many, (nth + 1) * many):
             epoch, at = divmod(place, n_blocks)
             if self._state["order"].get(source, (-1, None))[0] != epoch:
                 rng = seeds.numpy_rng(self.config.seed, "blocks", source, epoch)
@@ -174,12 +179,19 @@ class StreamProducer:
         return rows.n_targets
 
 
+def blocks_a_record(files: RawFiles, record_bytes: int) -> int:
+    """How many blocks of these files make a record."""
+    mean = sum(block.size for block in files.blocks) / len(files.blocks)
+    return max(1, round(record_bytes / max(1.0, mean)))
+
+
 def stream_spec(config: StreamConfig) -> Spec[StreamRecord]:
     """Room for the most rows that a record can need."""
     most = 0
     for source in config.sources:
-        largest = max(b.size for b in RawFiles(source.files, source.text_field, config.block_bytes).blocks)
-        most = max(most, config.blocks * (largest + MOST_DOCUMENT_BYTES))
+        files = RawFiles(source.files, source.text_field, config.block_bytes)
+        largest = max(block.size for block in files.blocks) + MOST_DOCUMENT_BYTES
+        most = max(most, blocks_a_record(files, config.record_bytes) * largest)
     # A token is a byte at least, bos and eos come with each document; packed rows are half full at the least.
     return Spec.from_dataclass(StreamRecord, R=4 * most // config.length + 2, T=config.length)
 
@@ -214,7 +226,13 @@ class StreamBatches:
             )
         self.rows, self.tokens, self.rank, self.world = rows, tokens, rank, world
         prints = [RawFiles(s.files, s.text_field, config.block_bytes).fingerprint for s in config.sources]
-        settings: list[Any] = [config.length, config.seed, config.blocks, config.block_bytes, config.horizon]
+        settings: list[Any] = [
+            config.length,
+            config.seed,
+            config.record_bytes,
+            config.block_bytes,
+            config.horizon,
+        ]
         settings += [(s.weight, s.final_weight) for s in config.sources]
         settings += [(config.tokenizer / "tokenizer.json").read_text()]
         self.fingerprint = f"{'-'.join(prints)}-{seeds.derive(0, *map(str, settings)):x}"

@@ -51,7 +51,10 @@ class RawText(BaseModel):
 
     tokenizer: str = Field(description="folder of the tokenizer")
     sources: list[Source] = Field(min_length=1)
-    blocks: int = Field(default=4, ge=1, description="stretches of raw text in a record, shuffled together")
+    record_bytes: int = Field(
+        default=1 << 19, ge=1, description="raw text whose documents are shuffled together"
+    )
+    block_bytes: int = Field(default=1 << 14, ge=1, description="raw text that is read in one piece")
     horizon: int = Field(
         default=1000, ge=1, description="records over which weights go to their final values"
     )
@@ -213,7 +216,13 @@ def _records(
             world=world.size,
         )
     config = StreamConfig(
-        Path(raw.tokenizer), raw.sources, job.length, job.seed, blocks=raw.blocks, horizon=raw.horizon
+        Path(raw.tokenizer),
+        raw.sources,
+        job.length,
+        job.seed,
+        record_bytes=raw.record_bytes,
+        block_bytes=raw.block_bytes,
+        horizon=raw.horizon,
     )
     workers = 0 if job.serial_loader else raw.workers
     return StreamBatches(

@@ -53,7 +53,14 @@ class RawConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sources: list[Source] = Field(min_length=1, description="files (patterns, URLs), weight, final_weight")
-    blocks: int = Field(default=4, ge=1, description="stretches of raw text that are shuffled together")
+    record_bytes: int = Field(
+        default=1 << 19, ge=1, description="raw text whose documents are shuffled together"
+    )
+    block_bytes: int = Field(
+        default=1 << 14,
+        ge=1,
+        description="raw text that is read in one piece; for files read from afar 1000000",
+    )
     horizon: int = Field(default=1000, ge=1, description="records over which weights become the final ones")
     workers: int = Field(default=1, ge=1, description="processes that tokenise, for each replica")
     fingerprints: list[str] = Field(default=[], description="of the files; found by looking at them")
