@@ -203,10 +203,11 @@ def main() -> None:
         )  # fmt: skip
         for size in (1 << 17, 1 << 14):
             found = randomness(replace(config, block_bytes=size))
+            apart, full = found["neighbours"], found["of"]
             print(
                 f"half a megabyte a record in blocks of {size >> 10} kB: a block is read {found['blocks']:.2f} of a full "
-                f"shuffle's mean distance from its place on disk; neighbours on disk are {found['neighbours']:.0f} documents "
-                f"apart (full shuffle: {found['of']:.0f})"
+                f"shuffle's mean distance from its place on disk; neighbours on disk are {apart:.0f} documents "
+                f"apart (full shuffle: {full:.0f})"
             )
     both = [shards(tokens, a.seconds / 2) for _ in range(ROUNDS)]
     mine, peer = sorted(both, key=lambda p: p[0] / p[1])[ROUNDS // 2]
