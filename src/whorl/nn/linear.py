@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias.  x: [..., d_in] -> [..., d_out]; weight: [d_out, d_in].
+    """y = x W^T, plus a bias if asked for.  x: [..., d_in] -> [..., d_out]; weight: [d_out, d_in].
 
     Args:
         std: standard deviation of the initial weights; 0 makes a layer that first outputs nothing, which leaves
@@ -19,11 +19,19 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, d_in: int, d_out: int, *, std: float, generator: torch.Generator | None = None
+        self,
+        d_in: int,
+        d_out: int,
+        *,
+        std: float,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         weight = torch.randn(d_out, d_in, generator=generator) * std if std else torch.zeros(d_out, d_in)
         self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight.to(x.dtype))
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
