@@ -1,41 +1,79 @@
 """The two-layer perceptron of a transformer block, plain or gated.
 
 - `relu2`: down(relu(up(x))^2), the squared ReLU of Primer (So et al. 2021, arXiv:2109.08668).
-- `swiglu`: down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202). Three matrices instead of two: at equal
-  parameters its hidden width is 2/3 of the plain one's.
+- `gelu`: down(gelu(up(x))), gelu(x) = x * Phi(x), Phi the normal distribution's (Hendrycks & Gimpel 2016,
+  arXiv:1606.08415): BERT, ViT. `gelu_tanh`: its approximation by a tanh (sec. 2 there): GPT-2. The two differ by up
+  to 5e-4, so a checkpoint should meet the one it was trained with.
+- `swiglu`: down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202, eq. 6): Llama. Three matrices instead of two:
+  at equal parameters its hidden width is 2/3 of the plain one's.
+- `geglu`: down(gelu_tanh(gate(x)) * up(x)) (ibid.): Gemma, whose GELU is the approximated one.
+
+The gate and the up projection of a gated kind are one matrix, `up`, gate first: one product makes both.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whorl.errors import ConfigError, one_of
 from whorl.nn.linear import Linear
 
-Activation = Literal["relu2", "swiglu"]
+Activation = Literal["relu2", "swiglu", "gelu", "gelu_tanh", "geglu"]
+GATED = ("swiglu", "geglu")
+
+
+def up_width(hidden: int, kind: Activation) -> int:
+    """Outputs of the up projection: the gate needs as many again.
+
+    Raises:
+        ConfigError: `kind` is unknown.
+    """
+    if kind not in get_args(Activation):
+        raise ConfigError(f"mlp kind is {kind!r}", expected=one_of(kind, get_args(Activation)))
+    return 2 * hidden if kind in GATED else hidden
+
+
+def activate(h: Tensor, kind: Activation) -> Tensor:
+    """h: [..., up_width(hidden, kind)], gate first where there is one -> [..., hidden]."""
+    if kind in GATED:
+        gate, h = h.chunk(2, dim=-1)
+        return (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * h
+    if kind == "relu2":
+        return F.relu(h).square()
+    return F.gelu(h, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 class MLP(nn.Module):
-    """x: [..., d] -> [..., d].  `down` starts at zero, so that a new block is the identity."""
+    """x: [..., d] -> [..., d].  `down` starts at zero, so that a new block is the identity.
+
+    Args:
+        d, hidden: widths outside and inside.
+        kind: see above.
+        generator: of the initial weights.
+        bias: of both layers, from 0.
+
+    Raises:
+        ConfigError: `kind` is unknown.
+    """
 
     def __init__(
-        self, d: int, hidden: int, kind: Activation = "relu2", generator: torch.Generator | None = None
+        self,
+        d: int,
+        hidden: int,
+        kind: Activation = "relu2",
+        generator: torch.Generator | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.kind = kind
-        width = 2 * hidden if kind == "swiglu" else hidden
-        self.up = Linear(d, width, std=0.6 * d**-0.5, generator=generator)
-        self.down = Linear(hidden, d, std=0.0)
+        width = up_width(hidden, kind)
+        self.up = Linear(d, width, std=0.6 * d**-0.5, bias=bias, generator=generator)
+        self.down = Linear(hidden, d, std=0.0, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
-        if self.kind == "swiglu":
-            gate, h = h.chunk(2, dim=-1)
-            h = F.silu(gate) * h
-        else:
-            h = F.relu(h).square()
-        out: Tensor = self.down(h)
+        out: Tensor = self.down(activate(self.up(x), self.kind))
         return out

@@ -1,0 +1,85 @@
+"""Each kind of MLP against its formula."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.nn.mlp import MLP, Activation, activate
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def by_formula(h: Tensor, gate: Tensor, kind: Activation) -> Tensor:
+    def gelu(x: Tensor) -> Tensor:
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+    def gelu_tanh(x: Tensor) -> Tensor:
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    return {
+        "relu2": lambda: h.clamp(min=0) ** 2,
+        "gelu": lambda: gelu(h),
+        "gelu_tanh": lambda: gelu_tanh(h),
+        "swiglu": lambda: gate * torch.sigmoid(gate) * h,
+        "geglu": lambda: gelu_tanh(gate) * h,
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", get_args(Activation))
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp_equals_its_formula_and_every_parameter_learns(kind: Activation, bias: bool) -> None:
+    d, hidden = 12, 20
+    mlp = MLP(d, hidden, kind, gen(), bias=bias)
+    x = 2 * torch.randn(3, 4, d, generator=gen(1))
+    assert not mlp(x).any()  # a new block is the identity
+    for seed, (_, parameter) in enumerate(mlp.named_parameters()):
+        torch.nn.init.normal_(parameter, generator=gen(seed))
+    up, b_up = mlp.up.weight, mlp.up.bias if bias else torch.zeros(len(mlp.up.weight))
+    gated = kind in ("swiglu", "geglu")
+    assert up.shape == (hidden * (2 if gated else 1), d)
+    gate = x @ up[:hidden].T + b_up[:hidden]
+    h = x @ up[-hidden:].T + b_up[-hidden:]
+    want = by_formula(h, gate, kind) @ mlp.down.weight.T + (mlp.down.bias if bias else 0.0)
+    out = mlp(x)
+    torch.testing.assert_close(out, want, atol=2e-3, rtol=1e-4)
+
+    names = {name for name, _ in mlp.named_parameters()}
+    assert names == {"up.weight", "down.weight"} | ({"up.bias", "down.bias"} if bias else set())
+    upstream = torch.randn(out.shape, generator=gen(3))
+    ours = torch.autograd.grad(out, list(mlp.parameters()), upstream, retain_graph=True)
+    theirs = torch.autograd.grad(want, list(mlp.parameters()), upstream)
+    for a, b in zip(ours, theirs, strict=True):
+        assert bool(a.any())
+        torch.testing.assert_close(a, b, atol=5e-3, rtol=1e-3)
+
+
+def test_the_two_gelus_differ_a_little() -> None:
+    x = torch.linspace(-6, 6, 10_001)
+    gap = (activate(x, "gelu") - activate(x, "gelu_tanh")).abs().max()
+    assert 1e-4 < float(gap) < 5e-4
+
+
+@pytest.mark.parametrize("kind", ["relu2", "swiglu"])
+def test_initial_draws_do_not_depend_on_the_bias(kind: Activation) -> None:
+    plain, biased = MLP(8, 16, kind, gen()), MLP(8, 16, kind, gen(), bias=True)
+    assert torch.equal(plain.up.weight, biased.up.weight)
+    width = len(plain.up.weight)
+    assert torch.equal(plain.up.weight, torch.randn(width, 8, generator=gen()) * (0.6 * 8**-0.5))
+
+
+def test_bf16_in_bf16_out() -> None:
+    mlp = MLP(8, 16, "geglu", gen(), bias=True)
+    assert mlp(torch.randn(2, 8).bfloat16()).dtype == torch.bfloat16
+
+
+def test_an_unknown_kind_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"mlp kind is 'gleu'[\s\S]*did you mean"):
+        MLP(8, 16, "gleu")  # type: ignore[arg-type]
