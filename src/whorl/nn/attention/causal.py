@@ -102,7 +102,8 @@ class _BlockedAttention(torch.autograd.Function):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
     """Causal attention by the fastest path for the device; equals `causal_attention_reference`.
 
-    q, k, v: [B, H, T, d], scale already in q; segments: [B, T] or None (each row is one segment) -> [B, H, T, d].
+    q, k: [B, H, T, d], scale already in q; v: [B, H, T, dv]; segments: [B, T] or None (each row is one segment)
+    -> [B, H, T, dv].
     """
     if q.is_cuda:
         mask = None
@@ -111,10 +112,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
             mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
-    batch, heads, length, d = q.shape
-    flat = (t.reshape(batch * heads, length, d) for t in (q, k, v))
+    batch, heads, length, _ = q.shape
+    flat = (t.reshape(batch * heads, length, t.shape[-1]) for t in (q, k, v))
     out: Tensor = _BlockedAttention.apply(*flat, segments, heads)  # type: ignore[no-untyped-call]
-    return out.view(batch, heads, length, d)
+    return out.view(batch, heads, length, v.shape[-1])
 
 
 @dataclass

@@ -1,0 +1,172 @@
+"""Who may look at whom: one description, read by every backend.
+
+A `Mask` has parts, and a query may attend to a key when every part that was given allows it. Let i be the position
+of the query, j that of the key, and d = i - j:
+
+- causal:      d >= 0
+- window w:    |d| < w, so with `causal` the query itself and w - 1 keys before it (Beltagy et al. 2020, Longformer,
+               arXiv:2004.05150, sec. 3.1)
+- stride l:    |d| < l or d mod l = 0: the last l positions, and every l-th before (Child et al. 2019, Sparse
+               Transformers, arXiv:1904.10509, sec. 4.3; their two heads, A^(1) and A^(2), merged into one). With l near
+               sqrt(T), any position reaches any other in two layers, at a cost of T sqrt(T)
+- block b:     i // b and j // b are neighbours in `layout`, a matrix [blocks, blocks]; without one, i // b = j // b
+- segments:    query and key lie in the same document of a packed row
+- key_allowed: the key is no padding
+
+The subtle part is what a position is. Decoding sees the last few queries of a row: query i of the call stands at
+`offset` + i among the keys. Distances need no more, for inside of a document they are those of the row. Blocks do:
+they are counted from the start of their own document, or a packed row would differ from its documents alone.
+
+There is one definition, `mod`, a function of indices as `flex_attention` wants it; `dense` is that function on a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+
+Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key) indices -> bool
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What queries may attend to; True = attend.
+
+    Args:
+        causal: no key after the query.
+        window: keys at a distance below this.
+        stride: keys at a distance below this, or at a multiple of it.
+        block: keys of the same block of so many positions, or of the blocks in `layout`.
+        query_segments, key_segments: [B, Tq], [B, Tk] document numbers; both or neither.
+        key_allowed: [B, Tk] bool, False where a key is padding.
+        offset: position of the first query among the keys.
+        layout: [blocks, blocks] bool, the blocks of keys (columns) that a block of queries (rows) may attend to.
+
+    Raises:
+        ConfigError: a size below 1, a negative offset, half a pair, a tensor of another shape or type.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    stride: int | None = None
+    block: int | None = None
+    query_segments: Tensor | None = None
+    key_segments: Tensor | None = None
+    key_allowed: Tensor | None = None
+    offset: int = 0
+    layout: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "stride", "block"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ConfigError(f"{name} is {size}", expected="at least 1, or None for no such limit")
+        if self.offset < 0:
+            raise ConfigError(f"offset is {self.offset}", expected="at least 0: keys before the first query")
+        if (self.query_segments is None) != (self.key_segments is None):
+            raise ConfigError(
+                "only one of query_segments and key_segments is given", expected="both, or neither"
+            )
+        for name in ("query_segments", "key_segments", "key_allowed"):
+            tensor = getattr(self, name)
+            if tensor is not None and tensor.dim() != 2:
+                raise ConfigError(f"{name} has the shape {list(tensor.shape)}", expected="[rows, positions]")
+        if self.key_allowed is not None and self.key_allowed.dtype != torch.bool:
+            raise ConfigError(
+                f"key_allowed is of type {self.key_allowed.dtype}", expected="bool, True = attend"
+            )
+        if self.layout is not None and (
+            self.block is None or self.layout.dim() != 2 or self.layout.dtype != torch.bool
+        ):
+            raise ConfigError("layout does not fit", expected="a bool [blocks, blocks], together with block")
+
+    @property
+    def rows(self) -> int | None:
+        """B of the parts that differ between rows; None when there is none."""
+        for tensor in (self.key_segments, self.key_allowed):
+            if tensor is not None:
+                return tensor.shape[0]
+        return None
+
+    @property
+    def only_causal(self) -> bool:
+        """Whether nothing but `causal` limits the queries."""
+        parts = (self.window, self.stride, self.block, self.key_segments, self.key_allowed)
+        return all(part is None for part in parts)
+
+    def is_open(self, n_queries: int, n_keys: int) -> bool:
+        """Whether every query may attend to every key: true of the newest position of a causal row."""
+        return self.only_causal and (not self.causal or (n_queries == 1 and self.offset >= n_keys - 1))
+
+    def dense(self, n_queries: int, n_keys: int, device: torch.device | str = "cpu") -> Tensor:
+        """[B or 1, 1, n_queries, n_keys] bool.
+
+        Raises:
+            ConfigError: segments or padding of another length.
+        """
+        self.check(n_queries, n_keys)
+        row = torch.arange(self.rows or 1, device=device)[:, None, None, None]
+        query = torch.arange(n_queries, device=device)[:, None]
+        key = torch.arange(n_keys, device=device)
+        allowed = self.mod()(row, torch.zeros_like(row), query, key)
+        return allowed.expand(self.rows or 1, 1, n_queries, n_keys)
+
+    def mod(self) -> Mod:
+        """The rule as a function of (row, head, query, key) index tensors, a `mask_mod` of `flex_attention`."""
+        document = None if self.key_segments is None else _within(self.key_segments)  # [B, Tk]
+
+        def allows(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            del head  # the same for all
+            at = query + self.offset
+            distance = at - key
+            allowed = distance >= 0 if self.causal else distance == distance
+            if self.window is not None:
+                allowed = allowed & (distance.abs() < self.window)
+            if self.stride is not None:
+                allowed = allowed & ((distance.abs() < self.stride) | (distance % self.stride == 0))
+            if self.block is not None:
+                ours, theirs = (at, key) if document is None else (document[row, at], document[row, key])
+                ours, theirs = ours // self.block, theirs // self.block
+                allowed = allowed & ((ours == theirs) if self.layout is None else self.layout[ours, theirs])
+            if self.query_segments is not None and self.key_segments is not None:
+                allowed = allowed & (self.query_segments[row, query] == self.key_segments[row, key])
+            if self.key_allowed is not None:
+                allowed = allowed & self.key_allowed[row, key]
+            return allowed
+
+        return allows
+
+    def check(self, n_queries: int, n_keys: int) -> None:
+        """Raises ConfigError when segments, padding or layout are of another size."""
+        for name, want in (("query_segments", n_queries), ("key_segments", n_keys), ("key_allowed", n_keys)):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tensor.shape[1] != want or tensor.shape[0] != self.rows:
+                raise ConfigError(
+                    f"{name} has the shape {list(tensor.shape)}", expected=f"[{self.rows}, {want}]"
+                )
+        if self.block is not None and self.key_segments is not None and self.offset + n_queries > n_keys:
+            raise ConfigError(
+                f"queries {self.offset} to {self.offset + n_queries - 1} are not among the {n_keys} keys",
+                expected="queries that are keys too: blocks are counted inside of documents",
+            )
+        if self.layout is not None:
+            last = (max(self.offset + n_queries, n_keys) - 1) // (self.block or 1)
+            if last >= min(self.layout.shape):
+                raise ConfigError(
+                    f"layout has the shape {list(self.layout.shape)}", expected=f"at least {last + 1} blocks"
+                )
+
+
+def _within(segments: Tensor) -> Tensor:
+    """segments: [B, T] -> [B, T] positions counted from the start of each document."""
+    at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
+    starts = torch.ones_like(segments, dtype=torch.bool)
+    starts[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    return at - torch.where(starts, at, 0).cummax(dim=1).values

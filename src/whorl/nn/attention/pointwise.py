@@ -1,0 +1,245 @@
+"""Pointwise attention of sequence recommenders: HSTU (Zhai et al. 2024, arXiv:2402.17152, section 3).
+
+Told as the difference from softmax attention. A softmax divides each weight by the sum of all of them, so it can say
+which event of a history matters most, and not how often a user did something. Here each weight stands by itself, and
+the gate, the values, queries and keys come from one matrix (eqs. 1 to 3):
+
+    U, V, Q, K = split(SiLU(x W))
+    A_ij = SiLU(scale q_i k_j + position_bias[i - j] + time_bias[bucket(t_i - t_j)]) / n_i     for allowed j <= i
+    y = (norm(A V) * U) W_out
+
+`norm` is a layer norm over all heads, without gains (W_out has them). Time differences fall into buckets that double:
+bucket(s) = floor(log2(1 + s)). "A minute ago" and "a month ago" are then 16 buckets apart, and 32 hold a century of
+seconds. (The authors' buckets grow by e^0.301 = 1.35, from 128 of them.)
+
+The subtle part is n. The authors' program divides by the length that rows are padded to; the same row would then give
+other outputs in another batch (by the eps of the norm). Here n_i counts the positions that i may see, so that rows in
+pieces, packed rows and single rows agree; the norm that follows takes any factor of a position out again.
+
+Shapes: x [B, T, D]; q, k [B, H, T, dk]; v, U [B, H, T, dv]; position_bias [H, P]; time_bias [H, K]; times [B, T].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.nn.linear import Linear
+
+QUERY_BLOCK = (
+    256  # queries a block, each block against the keys up to its end: half of all pairs are never made
+)
+EPS = 1e-6
+
+
+def time_buckets(seconds: Tensor, n_buckets: int) -> Tensor:
+    """seconds: any shape, what lies between two events -> floor(log2(1 + seconds)) as integers, 0 .. n_buckets - 1.
+
+    Negative differences count as none, and those beyond the last bucket fall into it.
+    """
+    # By comparison with the bounds: a logarithm may round 2^k down to k - 1, and not the same way on every device.
+    bounds = torch.exp2(torch.arange(1, n_buckets, device=seconds.device, dtype=torch.float32)) - 1
+    return torch.bucketize(seconds.float(), bounds, right=True)
+
+
+def pointwise_attention_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Tensor:
+    """The definition: SiLU(q k^T + bias) / n over allowed keys, in fp32, times v.
+
+    q: [B, H, Tq, dk] (any scale is already in it); k: [B, H, Tk, dk]; v: [B, H, Tk, dv]; bias: [B, H, Tq, Tk];
+    allowed: [B, 1, Tq, Tk], True = attend -> [B, H, Tq, dv] in the type of q; 0 where nothing is allowed.
+    """
+    weights = F.silu(q.float() @ k.float().transpose(-1, -2) + bias) * allowed
+    return (weights / allowed.sum(-1, keepdim=True).clamp(min=1) @ v.float()).to(q.dtype)
+
+
+def pointwise_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    position_bias: Tensor,
+    time_bias: Tensor | None = None,
+    times: Tensor | None = None,
+    segments: Tensor | None = None,
+    block: int = QUERY_BLOCK,
+) -> Tensor:
+    """Causal, in blocks of queries; biases and masks are made for a block at a time.  -> [B, H, Tq, dv].
+
+    q: [B, H, Tq, dk], the newest Tq of the Tk positions; k: [B, H, Tk, dk]; v: [B, H, Tk, dv]; position_bias: [H, P],
+    whose last entry serves all distances from P - 1 on; time_bias: [H, K]; times, segments: [B, Tk] or None.
+    """
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    offset = n_keys - n_queries
+    out = []
+    for start in range(0, n_queries, block):
+        rows = slice(start + offset, min(start + block, n_queries) + offset)  # the positions of these queries
+        stop = rows.stop
+        step = torch.arange(stop, device=q.device)
+        distance = step[rows, None] - step[None, :]  # [t, s]
+        # index_select and embedding: their gradients are sums over rows, where that of an index goes element by element.
+        near = distance.clamp(0, position_bias.shape[1] - 1)
+        bias = (
+            position_bias.float().index_select(1, near.flatten()).view(-1, *near.shape)[None]
+        )  # [1, H, t, s]
+        if time_bias is not None and times is not None:
+            passed = times[:, rows, None] - times[:, None, :stop]  # [B, t, s], before any rounding to fp32
+            bucket = time_buckets(passed, time_bias.shape[1])
+            bias = bias + F.embedding(bucket, time_bias.float().t()).permute(0, 3, 1, 2)
+        allowed = (distance >= 0)[None, None]  # [1 or B, 1, t, s]
+        if segments is not None:
+            allowed = allowed & (segments[:, None, rows, None] == segments[:, None, None, :stop])
+        scores = (q[:, :, start : start + block] @ k[:, :, :stop].transpose(-1, -2)).float() + bias
+        share = allowed / allowed.sum(-1, keepdim=True)  # every position sees itself: never 0
+        out.append((F.silu(scores) * share).to(v.dtype) @ v[:, :, :stop])
+    return torch.cat(out, dim=2)
+
+
+@dataclass
+class PointwiseState:
+    """k: [B, H, capacity, dk]; v: [B, H, capacity, dv]; `length` of them filled. times: [B, capacity] if the first piece
+    brought them; segments: [B, capacity] once one was named."""
+
+    k: Tensor
+    v: Tensor
+    times: Tensor | None = None
+    segments: Tensor | None = None
+    length: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.nbytes for t in (self.k, self.v, self.times, self.segments) if t is not None)
+
+    def extend_times(self, times: Tensor | None, start: int) -> None:
+        """Raises ConfigError when some pieces of a row bring times and others do not: there is no time to take instead."""
+        if start and (self.times is None) != (times is None):
+            raise ConfigError(
+                "times are given with some pieces of a row and not with others",
+                expected="times with every piece of a row, or with none",
+            )
+        if times is None:
+            return
+        if self.times is None:
+            self.times = times.new_zeros(times.shape[0], self.k.shape[2])
+        self.times[:, start : start + times.shape[1]] = times
+
+
+def extend_segments(
+    kept: Tensor | None, new: Tensor | None, start: int, length: int, capacity: int
+) -> Tensor | None:
+    """Writes new [B, length] behind `start` positions of kept [B, capacity], which the first named segment allocates.
+
+    As in `KeyValueState`: positions before the first named one are of segment 0, and without a name a row goes on in its
+    last document. None while no segment was ever named.
+    """
+    if kept is None:
+        if new is None:
+            return None
+        kept = new.new_zeros(new.shape[0], capacity)
+    elif new is None:
+        new = kept[:, start - 1 : start] if start else torch.zeros_like(kept[:, :1])
+    kept[:, start : start + length] = new
+    return kept
+
+
+class Pointwise(nn.Module):
+    """A `Mixer` of HSTU.  x: [B, T, d_model] -> [B, T, d_model]; a residual and a norm of x are its block's.
+
+    Args:
+        head_dim, v_dim: features of queries and keys, and of values, a head; by default d_model / n_heads both.
+        max_distance: distances with a bias of their own (P).
+        n_time_buckets: K; 0 for a layer that knows no times.
+        scale: of q k^T; 1 as in the paper (the authors' fused kernels take head_dim^-1/2).
+
+    Raises:
+        ConfigError: n_heads does not divide d_model and a dimension is left open; max_distance is below 1;
+            n_time_buckets is negative.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        head_dim: int | None = None,
+        v_dim: int | None = None,
+        max_distance: int = 512,
+        n_time_buckets: int = 32,
+        scale: float = 1.0,
+        eps: float = EPS,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if (head_dim is None or v_dim is None) and d_model % n_heads:
+            raise ConfigError(
+                f"n_heads is {n_heads} and d_model is {d_model}",
+                expected="n_heads that divides d_model, or a head_dim and a v_dim",
+            )
+        if max_distance < 1:
+            raise ConfigError(f"max_distance is {max_distance}", expected="1 or more positions")
+        if n_time_buckets < 0:
+            raise ConfigError(f"n_time_buckets is {n_time_buckets}", expected="0 (no times) or more")
+        self.n_heads, self.scale, self.eps = n_heads, scale, eps
+        self.head_dim, self.v_dim = head_dim or d_model // n_heads, v_dim or d_model // n_heads
+        # The order of the authors' program: gate, values, queries, keys.
+        width = 2 * n_heads * (self.head_dim + self.v_dim)
+        self.uvqk = Linear(d_model, width, std=d_model**-0.5, generator=generator)
+        self.out = Linear(n_heads * self.v_dim, d_model, std=0.0)
+        self.position_bias = nn.Parameter(torch.zeros(n_heads, max_distance))
+        self.time_bias = nn.Parameter(torch.zeros(n_heads, n_time_buckets)) if n_time_buckets else None
+
+    def new_state(
+        self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> PointwiseState:
+        k, v = (
+            torch.zeros(batch, self.n_heads, capacity, d, dtype=dtype, device=device)
+            for d in (self.head_dim, self.v_dim)
+        )
+        return PointwiseState(k, v)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: PointwiseState | None = None,
+        times: Tensor | None = None,
+    ) -> Tensor:
+        """As `Mixer` says. Distances are counted in a row's order, so positions are of no account.
+
+        times: [B, T] when each event happened, in seconds (or any unit), integers or fp64 (fp32 cannot tell two minutes of
+        this year apart); None leaves the time bias out.
+
+        Raises:
+            ConfigError: times are given to a layer without buckets for them; the state is full; times come with some
+                pieces of a row and not with others.
+        """
+        batch, length, _ = x.shape
+        if times is not None and self.time_bias is None:
+            raise ConfigError("times are given to a layer with n_time_buckets = 0", expected="no times")
+        heads, v_width, k_width = self.n_heads, self.n_heads * self.v_dim, self.n_heads * self.head_dim
+        mixed = F.silu(self.uvqk(x))
+        gate, *qkv = torch.split(mixed, [v_width, v_width, k_width, k_width], dim=-1)
+        v, q, k = (t.view(batch, length, heads, -1).transpose(1, 2) for t in qkv)
+        if state is not None:
+            start, stop, capacity = state.length, state.length + length, state.k.shape[2]
+            if stop > capacity:
+                raise ConfigError(
+                    f"the state holds {start} positions and {length} more do not fit its capacity of {capacity}",
+                    do="ask new_state for a larger capacity",
+                )
+            state.extend_times(times, start)
+            state.segments = extend_segments(state.segments, segments, start, length, capacity)
+            state.k[:, :, start:stop] = k.detach()
+            state.v[:, :, start:stop] = v.detach()
+            state.length = stop
+            k, v = state.k[:, :, :stop], state.v[:, :, :stop]
+            times, segments = (None if t is None else t[:, :stop] for t in (state.times, state.segments))
+        y = pointwise_attention(q * self.scale, k, v, self.position_bias, self.time_bias, times, segments)
+        y = y.transpose(1, 2).reshape(batch, length, v_width)
+        y = F.layer_norm(y.float(), (v_width,), eps=self.eps).to(x.dtype)
+        out: Tensor = self.out(y * gate)
+        return out

@@ -1,0 +1,189 @@
+"""Short causal mixing: each position takes in a few of its predecessors, before (or beside) attention looks far.
+
+Attention finds positions by content alone, and needs a layer just to learn "the one before me". Two cheap remedies:
+
+- `Smear`: each key is mixed with its predecessor, by one learned share a head (Olsson et al. 2022, In-context Learning
+  and Induction Heads, "smeared keys"):  y[t] = x[t] + sigmoid(share) (x[t-1] - x[t]).
+- `ShortConvolution`: each feature has its own `width` weights over itself and its last width - 1 values,
+  y[t] = sum_i w[i] x[t-i]: the convolution of Mamba (Gu & Dao 2023, arXiv:2312.00752, sec. 3.4), and with
+  `residual=True` the Canon layer (Allen-Zhu 2025, Physics of Language Models 4.1; any x of a block may pass through it).
+
+The subtle part is the border of a document in a packed row: nothing crosses it. The first positions of a document
+have no predecessor: smear then leaves them as they are, the convolution counts what is missing as 0, just as at the
+start of a row. Both are written with `predecessors`, so that training, packed rows and decoding share one definition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+
+
+@dataclass
+class ShortState:
+    """The newest n positions of each row.
+
+    past: [B, n, ...] features, newest last, of which min(length, n) are real; ids: [B, n] their segments.
+    """
+
+    past: Tensor
+    ids: Tensor
+    length: int = 0
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        n: int,
+        features: tuple[int, ...],
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> ShortState:
+        """Of `batch` rows, n positions, each [*features]."""
+        past = torch.zeros(batch, n, *features, dtype=dtype, device=device)
+        return cls(past, torch.zeros(batch, n, dtype=torch.long, device=device))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the kept positions and segments."""
+        return self.past.nbytes + self.ids.nbytes
+
+
+def predecessors(
+    x: Tensor, n: int, segments: Tensor | None = None, state: ShortState | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """What stands 1, 2, ... n positions before each position.
+
+    x: [B, T, ...]; segments: [B, T] or None (with a state: each row goes on in its last document).
+    -> n pairs of ([B, T, ...] the earlier features, 0 where there are none; [B or 1, T] bool, whether there are). The
+    state moves on by T positions; what it keeps carries no gradient.
+    """
+    batch, length = x.shape[:2]
+    if n == 0:
+        if state is not None:
+            state.length += length
+        return []
+    if state is None:
+        held = 0
+        past = x.new_zeros(batch, n, *x.shape[2:])
+        ids = None if segments is None else torch.cat([segments[:, :1].expand(-1, n), segments], dim=1)
+    else:
+        if state.past.shape[0] != batch:
+            raise ConfigError(
+                f"the state is of {state.past.shape[0]} rows and x of {batch}", expected="as many rows"
+            )
+        held = min(state.length, n)
+        past = state.past.to(x.dtype)
+        if segments is None:
+            segments = state.ids[:, -1:].expand(-1, length)
+        ids = torch.cat([state.ids, segments], dim=1)
+    full = torch.cat([past, x], dim=1)  # [B, n + T, ...]
+    at = torch.arange(length, device=x.device)
+    found = []
+    for i in range(1, n + 1):
+        there = (at - i >= -held)[None]
+        if ids is not None:
+            there = there & (ids[:, n - i : n - i + length] == ids[:, n:])
+        earlier = full[:, n - i : n - i + length]
+        wide = there.reshape(*there.shape, *(1,) * (x.dim() - 2))
+        found.append((torch.where(wide, earlier, 0.0), there))
+    if state is not None:
+        assert ids is not None
+        state.past = full[:, length:].detach().to(state.past.dtype).clone()
+        state.ids = ids[:, length:].to(state.ids.dtype).clone()
+        state.length += length
+    return found
+
+
+class Smear(nn.Module):
+    """x: [B, T, n_heads, d] -> the same, each position mixed with the one before it.
+
+    Parameter `share` [n_heads, 1]: sigmoid(share) is the predecessor's part, 1/2 at first.
+    """
+
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.zeros(n_heads, 1))
+
+    def forward(self, x: Tensor, segments: Tensor | None = None, state: ShortState | None = None) -> Tensor:
+        """segments: [B, T] or None; state: of 1 position, [n_heads, d] each."""
+        ((previous, there),) = predecessors(x, 1, segments, state)
+        share = torch.sigmoid(self.share).to(x.dtype) * there[:, :, None, None].to(x.dtype)
+        return x + share * (previous - x)
+
+    def new_state(
+        self,
+        batch: int,
+        head_dim: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> ShortState:
+        """The past of `batch` rows of heads of `head_dim` features."""
+        return ShortState.empty(batch, 1, (self.share.shape[0], head_dim), dtype=dtype, device=device)
+
+
+class ShortConvolution(nn.Module):
+    """x: [B, T, n_features] -> the same: y[t, f] = sum_i weight[f, i] x[t - i, f]  (+ bias, + x).
+
+    Args:
+        n_features: each with weights of its own.
+        width: positions that a result depends on, itself included.
+        bias: one number a feature, 0 at first.
+        residual: x is added to the result.
+        generator: of the initial weights, uniform within +- width^-0.5.
+
+    Raises:
+        ConfigError: `width` or `n_features` below 1.
+    """
+
+    def __init__(
+        self,
+        n_features: int,
+        width: int = 4,
+        *,
+        bias: bool = False,
+        residual: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value in (("n_features", n_features), ("width", width)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", expected="at least 1")
+        bound = width**-0.5
+        weight = (torch.rand(n_features, width, generator=generator) * 2 - 1) * bound
+        self.weight = nn.Parameter(weight)  # [n_features, width], the newest position first
+        self.bias = nn.Parameter(torch.zeros(n_features)) if bias else None
+        self.residual = residual
+
+    @property
+    def width(self) -> int:
+        """Positions that a result depends on."""
+        return self.weight.shape[1]
+
+    def forward(self, x: Tensor, segments: Tensor | None = None, state: ShortState | None = None) -> Tensor:
+        """segments: [B, T] or None; state: from `new_state`.
+
+        Raises:
+            ConfigError: x has another number of features.
+        """
+        if x.dim() != 3 or x.shape[-1] != self.weight.shape[0]:
+            raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.weight.shape[0]}]")
+        weight = self.weight.to(x.dtype)
+        y = x * weight[:, 0]
+        for i, (earlier, _) in enumerate(predecessors(x, self.width - 1, segments, state), start=1):
+            y = y + earlier * weight[:, i]
+        if self.bias is not None:
+            y = y + self.bias.to(x.dtype)
+        return x + y if self.residual else y
+
+    def new_state(
+        self, batch: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> ShortState:
+        """The past of `batch` rows."""
+        return ShortState.empty(batch, self.width - 1, (self.weight.shape[0],), dtype=dtype, device=device)

@@ -1,0 +1,378 @@
+"""Mamba: a linear recurrence whose memory chooses, at each position, what to keep.
+
+Gu & Dao 2023, arXiv:2312.00752, algorithm 2. Told as the difference from linear attention (`nn/attention/linear.py`): each
+of the E = expand * d_model features has a memory h of N numbers of its own, and each of these its own rate of decay,
+which depends on the input through the step size delta (eq. 2 and 4, B discretised by Euler as in the authors' program):
+
+    h[t] = exp(delta[t] A) * h[t-1] + delta[t] B[t] x[t]          y[t] = C[t] h[t] + D x[t]
+
+A < 0 is learned; delta, B and C are made from x. A large delta forgets and writes, a small one passes over the position.
+Around it: x and a gate z come from one product, x goes through a causal convolution of width 4 and a SiLU, y * silu(z)
+through the way out (figure 3).
+
+Three forms of the scan that a test holds together:
+
+- `selective_scan_reference`, the definition, a loop that autograd can follow;
+- `selective_scan`, for training: rows are cut into chunks; of a chunk all decays and writes are made at once, then h
+  runs through it in place, one fused multiply-add a position, then all outputs at once. Only the memories between chunks
+  are kept for the backward, which makes the others again: a chunk bounds what is held beyond them;
+- `selective_scan_step`, for decoding.
+
+The subtle parts. (1) A scan by prefix sums divides by products of decays, which underflow after tens of positions; here
+nothing is divided and each exponent is negative, so nothing can overflow. An associative scan would be safe too, but does
+log2(chunk) times the work, and on a CPU the work is the bound. (2) Memory lies as [N, E]: the long axis is the inner
+one, and what is the same for all features of a position is a scalar to it. (3) It is fp32 whatever comes in: decays near 1
+are what carries far, and bf16 knows nothing between 1 - 1/256 and 1. (4) Nothing crosses the border of a document: decay
+at its first position is 0, and the convolution does not look back over it.
+
+Shapes: x, delta, y [B, T, E]; A [E, N]; b, c [B, T, N]; keep [B, T], 0 where memory is emptied first, else 1; memory
+[B, N, E].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.nn.attention.short import ShortConvolution, ShortState
+from whorl.nn.linear import Linear
+from whorl.nn.recurrent import starts, wide
+
+CHUNK_NUMBERS = 1 << 20  # memories a chunk: 4 MB, so that the buffers of a chunk stay in the cache
+# Memories a step: enough that calling the kernel does not count for much, and at the bound below which torch stays on one
+# thread: with two, they would meet at a barrier at every position.
+ROW_NUMBERS = 1 << 15
+
+
+def selective_scan_reference(
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, memory: Tensor, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The definition (without D).  -> (y, the memory behind the last position)."""
+    outputs = []
+    for t in range(x.shape[1]):
+        if keep is not None:
+            memory = memory * keep[:, t, None, None]
+        y, memory = selective_scan_step(x[:, t], delta[:, t], a, b[:, t], c[:, t], memory)
+        outputs.append(y)
+    return torch.stack(outputs, dim=1), memory
+
+
+def selective_scan_step(
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, memory: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One position.  x, delta: [B, E]; b, c: [B, N] -> (y [B, E], the new memory)."""
+    decay = torch.exp(delta[:, None] * a.t())  # [B, N, E]
+    memory = decay * memory + b[..., None] * (delta * x)[:, None]
+    return (c[:, None] @ memory).squeeze(1), memory
+
+
+def selective_scan(
+    x: Tensor,
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    memory: Tensor,
+    keep: Tensor | None = None,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, for whole rows. Gradients go to x, delta, a, b and c; the memories have none, before and behind.
+
+    chunk: positions a chunk; None for what the cache holds.
+    """
+    out: tuple[Tensor, Tensor] = _scan(x, delta, a, b, c, memory, keep, chunk)
+    return out
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would write the loop out, T times
+def _scan(
+    x: Tensor,
+    delta: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    memory: Tensor,
+    keep: Tensor | None,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    row = a.numel()
+    rows = max(1, min(x.shape[0], ROW_NUMBERS // row))
+    chunk = chunk or max(8, min(64, CHUNK_NUMBERS // (rows * row)))
+    with torch.no_grad():
+        # Time first: the rows of one position lie together.
+        keep_ = None if keep is None else keep.to(x.dtype).t()[..., None, None].contiguous()  # [T, B, 1, 1]
+    first = [t.transpose(0, 1).contiguous() for t in (x, delta, b, c)]
+    y, last = _Scan.apply(*first, a.t().contiguous(), keep_, memory, rows, chunk)  # type: ignore[no-untyped-call]
+    return y.transpose(0, 1), last
+
+
+class _Scan(torch.autograd.Function):
+    """x, delta, y: [T, B, E]; b, c: [T, B, N]; a: [N, E]; keep: [T, B, 1, 1]. `rows` and `chunk` are worked on at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor,
+        b: Tensor,
+        c: Tensor,
+        a: Tensor,
+        keep: Tensor | None,
+        memory: Tensor,
+        rows: int,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        length, batch, _ = x.shape
+        chunks = list(range(0, length, chunk))
+        before = x.new_empty(len(chunks), *memory.shape)  # the memory that each chunk begins with
+        y, last = torch.empty_like(x), torch.empty_like(memory)
+        write = delta * x
+        for r in _parts(batch, rows):
+            now = memory[r]
+            room = _Room(chunk, now)
+            for i, t in enumerate(_parts(length, chunk)):
+                before[i, r] = now
+                _, states = room.states(
+                    write[t, r], delta[t, r], b[t, r], a, None if keep is None else keep[t, r], now
+                )
+                y[t, r] = (c[t, r, None] @ states[1:]).squeeze(-2)
+                now = states[-1].clone()
+            last[r] = now
+        ctx.save_for_backward(x, delta, b, c, a, keep, before)
+        ctx.sizes = rows, chunk
+        ctx.mark_non_differentiable(last)
+        return y, last
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, delta, b, c, a, keep, before = ctx.saved_tensors
+        rows, chunk = ctx.sizes
+        dy = gradients[0].contiguous()
+        length, batch, _ = x.shape
+        write = delta * x
+        d_write, d_delta, d_b, d_c = (torch.empty_like(t) for t in (write, delta, b, c))
+        d_a = torch.zeros_like(a)
+        for r in _parts(batch, rows):
+            room, arriving = _Room(chunk, before[0, r]), torch.zeros_like(before[0, r])
+            spare = torch.empty_like(room.decay)
+            for i, t in reversed(list(enumerate(_parts(length, chunk)))):
+                decay, states = room.states(
+                    write[t, r], delta[t, r], b[t, r], a, None if keep is None else keep[t, r], before[i, r]
+                )
+                # d_h[t] = c[t] dy[t] + decay[t + 1] d_h[t + 1]: the same recurrence, from the end.
+                d_h = torch.mul(c[t, r, :, None], dy[t, r, None], out=spare[: len(decay)])
+                steps, decays = d_h.unbind(0), decay.unbind(0)
+                steps[-1].add_(arriving)
+                for s in range(len(steps) - 2, -1, -1):
+                    steps[s].addcmul_(decays[s + 1], steps[s + 1])
+                arriving = decays[0] * steps[0]
+                # A row vector times a transposed matrix: as matrix times column it ran 12 times slower.
+                d_c[t, r] = (dy[t, r, None] @ states[1:].transpose(-1, -2)).squeeze(-2)
+                d_b[t, r] = (write[t, r, None] @ d_h.transpose(-1, -2)).squeeze(-2)
+                d_write[t, r] = (b[t, r, None] @ d_h).squeeze(-2)
+                d_exponent = d_h.mul_(decay).mul_(states[:-1])  # of decay = exp(delta a)
+                d_delta[t, r] = torch.mul(d_exponent, a, out=decay).sum(-2)
+                d_a += d_exponent.mul_(delta[t, r, None]).sum((0, 1))
+        return d_write * delta, d_delta + d_write * x, d_b, d_c, d_a, None, None, None, None
+
+
+class _Room:
+    """Buffers that the chunks use one after the other: fresh ones cost more than what is written to them."""
+
+    def __init__(self, chunk: int, memory: Tensor) -> None:
+        self.decay = memory.new_empty(chunk, *memory.shape)  # [C, B, N, E]
+        self.memories = memory.new_empty(chunk + 1, *memory.shape)
+
+    def states(
+        self, write: Tensor, delta: Tensor, b: Tensor, a: Tensor, keep: Tensor | None, memory: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """write (delta x), delta: [C, B, E]; b: [C, B, N]; keep: [C, B, 1, 1]; memory: [B, N, E], before the chunk.
+        -> (decay [C, B, N, E], memories [C + 1, B, N, E]: before the chunk, then behind each position), until the next call.
+        """
+        n = len(write)
+        # exp(x) = 2^(x log2(e)): torch's exp2 took a fifth of the time of its exp.
+        decay = torch.mul(delta[:, :, None], a * math.log2(math.e), out=self.decay[:n]).exp2_()
+        if keep is not None:
+            decay.mul_(keep)
+        memories = self.memories[: n + 1]
+        memories[0] = memory
+        torch.mul(b[..., None], write[:, :, None], out=memories[1:])
+        steps = memories.unbind(0)
+        for t, kept in enumerate(decay.unbind(0)):
+            steps[t + 1].addcmul_(kept, steps[t])
+        return decay, memories
+
+
+def _parts(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def convolve(x: Tensor, layer: ShortConvolution) -> Tensor:
+    """`layer` on whole rows of one document each: nothing to hide, so a multiply-add for each of its positions, in less
+    than half of the time.  x: [B, T, E] -> same."""
+    assert layer.bias is not None
+    length, width = x.shape[1], layer.width
+    padded, weight = F.pad(x, (0, 0, width - 1, 0)), layer.weight.to(x.dtype).t().contiguous()
+    y = layer.bias.to(x.dtype)
+    for i, w in enumerate(weight.unbind(0)):  # the newest position first
+        y = torch.addcmul(y, padded[:, width - 1 - i : width - 1 - i + length], w)
+    return y
+
+
+@dataclass
+class MambaState:
+    """memory: [B, N, E]; window: the last positions before the convolution; both fp32, of one size whatever the length.
+
+    segment, document: [B] the newest position's segment (once segments have been given), and how many came before it.
+    """
+
+    memory: Tensor
+    window: ShortState
+    length: int = 0
+    segment: Tensor | None = None
+    document: Tensor | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all rows."""
+        kept = (self.memory, self.segment, self.document)
+        return self.window.n_bytes + sum(t.nbytes for t in kept if t is not None)
+
+
+class Mamba(nn.Module):
+    """A `Mixer`.  x: [B, T, d_model] -> [B, T, d_model].
+
+    Weights: `inward` [2 E, d_model] (x, then the gate), `convolution`, `selection` [rank + 2 N, E] (delta, b, c), `delta`
+    [E, rank] with a bias, `a_log` [E, N] (A = -exp of it, from -1 .. -N: S4D-real, sec. 3.6), `d` [E], `out` [d_model, E],
+    which starts at 0 as the last layer of every branch here.
+
+    Args:
+        d_state: N, numbers of memory a feature.
+        expand: E / d_model.
+        width: of the convolution.
+        delta_rank: features that delta is made from; d_model / 16 rounded up by default.
+        delta_min, delta_max: between them softplus of delta's bias starts, uniform in the logarithm (sec. 3.6).
+        chunk: as in `selective_scan`.
+
+    Raises:
+        ConfigError: a size is below 1, or not 0 < delta_min < delta_max. In `forward`: x does not fit, the state is of
+            other rows, or segments begin in the middle of a row.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        d_state: int = 16,
+        expand: int = 2,
+        width: int = 4,
+        delta_rank: int | None = None,
+        delta_min: float = 1e-3,
+        delta_max: float = 1e-1,
+        chunk: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        rank = math.ceil(d_model / 16) if delta_rank is None else delta_rank
+        sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "delta_rank": rank, "chunk": chunk}
+        for name, value in sizes.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}", expected="1 or more")
+        if not 0.0 < delta_min < delta_max:
+            raise ConfigError(
+                f"delta_min is {delta_min} and delta_max is {delta_max}", expected="0 < delta_min < delta_max"
+            )
+        self.d_model, self.d_state, self.rank, self.chunk = d_model, d_state, rank, chunk
+        self.d_inner = inner = expand * d_model
+        self.inward = Linear(d_model, 2 * inner, std=d_model**-0.5, generator=generator)
+        self.convolution = ShortConvolution(inner, width, bias=True, generator=generator)
+        self.selection = Linear(inner, rank + 2 * d_state, std=inner**-0.5, generator=generator)
+        # The paper's uniform within +- rank^-0.5 has this standard deviation.
+        self.delta = Linear(rank, inner, std=(3 * rank) ** -0.5, bias=True, generator=generator)
+        assert self.delta.bias is not None
+        low, high = math.log(delta_min), math.log(delta_max)
+        step = torch.exp(low + (high - low) * torch.rand(inner, generator=generator))
+        self.delta.bias.detach().copy_(step + torch.log(-torch.expm1(-step)))  # the inverse of softplus
+        self.a_log = nn.Parameter(torch.arange(1.0, d_state + 1).log().repeat(inner, 1))
+        self.d = nn.Parameter(torch.ones(inner))
+        self.out = Linear(inner, d_model, std=0.0)
+
+    def new_state(
+        self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> MambaState:
+        """Empty. Capacity is of no account; dtype only if it is wider than fp32."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        window = self.convolution.new_state(batch, dtype=dtype, device=device)
+        return MambaState(torch.zeros(batch, self.d_state, self.d_inner, dtype=dtype, device=device), window)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: MambaState | None = None,
+    ) -> Tensor:
+        """As `Mixer` says; positions are of no account. What the state keeps carries no gradient. Behind a state, no
+        segments mean that each row goes on in its last document."""
+        if x.dim() != 3 or x.shape[-1] != self.d_model:
+            raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
+        if state is not None and len(state.memory) != len(x):
+            raise ConfigError(
+                f"the state is of {len(state.memory)} rows and x of {len(x)}", expected="as many rows"
+            )
+        begins, documents = self._documents(segments, state)
+        mixed, gate = self.inward(x).chunk(2, dim=-1)  # [B, T, E] each
+        if documents is None and state is None:
+            mixed = convolve(mixed, self.convolution)
+        else:
+            mixed = self.convolution(mixed, documents, None if state is None else state.window)
+        mixed = F.silu(mixed)
+        y, memory = self._select_and_scan(mixed, begins, state)
+        if state is not None:
+            state.memory = memory.detach()
+            state.length += x.shape[1]
+        out: Tensor = self.out(y * F.silu(gate))
+        return out
+
+    def _select_and_scan(
+        self, x: Tensor, begins: Tensor | None, state: MambaState | None
+    ) -> tuple[Tensor, Tensor]:
+        """x: [B, T, E], convolved -> (y [B, T, E], the memory behind it)."""
+        low, b, c = self.selection(x).split([self.rank, self.d_state, self.d_state], dim=-1)
+        assert self.delta.bias is not None
+        # The bias is added in fp32: it starts near -6, where bf16 is too coarse for the exponent that follows.
+        delta = F.softplus(wide(F.linear(low, self.delta.weight.to(low.dtype))) + self.delta.bias)
+        a, x_wide, b, c = -wide(self.a_log).exp(), wide(x), wide(b), wide(c)
+        keep = None if begins is None else (~begins).to(x_wide.dtype)
+        shape = len(x), self.d_state, self.d_inner
+        memory = x_wide.new_zeros(shape) if state is None else state.memory.to(x_wide.dtype)
+        if state is not None and x.shape[1] == 1:
+            y, memory = selective_scan_reference(x_wide, delta, a, b, c, memory, keep)
+        else:
+            y, memory = selective_scan(x_wide, delta, a, b, c, memory, keep, self.chunk)
+        return (y + self.d * x_wide).to(x.dtype), memory
+
+    @staticmethod
+    def _documents(segments: Tensor | None, state: MambaState | None) -> tuple[Tensor | None, Tensor | None]:
+        """[B, T] where a document begins, and the number of each position's document in its row: an id that returns
+        after another is a new document, which the convolution could not tell from the ids."""
+        if state is None:
+            begins = starts(segments, None, 0)
+            return begins, None if begins is None else begins.cumsum(1)
+        begins = starts(segments, state.segment, state.length)
+        if begins is None:
+            return None, None
+        assert segments is not None
+        documents = begins.cumsum(1)
+        if state.document is not None:
+            documents = documents + state.document[:, None]
+        state.segment, state.document = segments[:, -1].clone(), documents[:, -1].clone()
+        return begins, documents

@@ -1,0 +1,95 @@
+"""The one rule of who sees whom, against a loop over every pair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask
+
+from whorl.errors import ConfigError
+from whorl.nn.attention.mask import Mask
+
+SEGMENTS = torch.tensor([[3, 3, 3, 3, 1, 2, 2, 2, 2], [5, 5, 5, 5, 5, 5, 5, 5, 5]])  # one of length 1
+LAYOUT = torch.tensor(
+    [[1, 0, 1, 0, 1], [0, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 1], [0, 0, 0, 0, 1]]
+).bool()
+
+
+def by_loop(mask: Mask, n_queries: int, n_keys: int) -> Tensor:
+    rows = mask.rows or 1
+    allowed = torch.zeros(rows, 1, n_queries, n_keys, dtype=torch.bool)
+    for b in range(rows):
+        ids = None if mask.key_segments is None else mask.key_segments[b].tolist()
+        for q in range(n_queries):
+            for k in range(n_keys):
+                i = q + mask.offset
+                parts = [not mask.causal or k <= i]
+                parts.append(mask.window is None or abs(i - k) < mask.window)
+                parts.append(mask.stride is None or abs(i - k) < mask.stride or (i - k) % mask.stride == 0)
+                if ids is not None:
+                    parts.append(ids[i] == ids[k])
+                if mask.block is not None:
+                    x, y = i, k
+                    if ids is not None:  # segments here are runs: the first index is the start
+                        x, y = i - ids.index(ids[i]), k - ids.index(ids[k])
+                    x, y = x // mask.block, y // mask.block
+                    parts.append(x == y if mask.layout is None else bool(mask.layout[x, y]))
+                if mask.key_allowed is not None:
+                    parts.append(bool(mask.key_allowed[b, k]))
+                allowed[b, 0, q, k] = all(parts)
+    return allowed
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "parts",
+    [{}, {"window": 1}, {"window": 3}, {"stride": 3}, {"block": 2}, {"block": 2, "layout": LAYOUT},
+     {"window": 5, "stride": 2, "block": 4}],
+)  # fmt: skip
+def test_dense_and_mod_equal_a_loop(
+    causal: bool, offset: int, packed: bool, parts: dict[str, object]
+) -> None:
+    n_queries = 9 - offset
+    if packed:
+        parts = parts | {"query_segments": SEGMENTS[:, offset:], "key_segments": SEGMENTS}
+        parts |= {"key_allowed": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1], [1] * 9]).bool()}
+    mask = Mask(causal=causal, offset=offset, **parts)  # type: ignore[arg-type]
+    want = by_loop(mask, n_queries, 9)
+    assert torch.equal(mask.dense(n_queries, 9), want)
+    flex = create_mask(mask.mod(), mask.rows, None, n_queries, 9, device="cpu")
+    assert torch.equal(flex, want)
+    assert not want.all() or (not causal and not parts)
+
+
+def test_two_strided_layers_reach_everything() -> None:
+    seen = Mask(stride=4).dense(16, 16)[0, 0].float()
+    assert not seen.bool().equal(torch.ones(16, 16).tril().bool())
+    assert ((seen @ seen) > 0).equal(torch.ones(16, 16).tril().bool())
+
+
+def test_open_rows_need_no_mask() -> None:
+    assert Mask(offset=6).is_open(1, 7) and Mask(causal=False).is_open(5, 7)
+    assert not Mask().is_open(7, 7) and not Mask(offset=6, window=3).is_open(1, 7)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    for name in ("window", "stride", "block"):
+        with pytest.raises(ConfigError, match=f"{name} is 0"):
+            Mask(**{name: 0})
+    with pytest.raises(ConfigError, match="offset is -1"):
+        Mask(offset=-1)
+    with pytest.raises(ConfigError, match="only one of query_segments"):
+        Mask(key_segments=SEGMENTS)
+    with pytest.raises(ConfigError, match="key_allowed is of type"):
+        Mask(key_allowed=torch.ones(1, 3))
+    with pytest.raises(ConfigError, match="key_segments has the shape"):
+        Mask(query_segments=SEGMENTS, key_segments=SEGMENTS[0])
+    with pytest.raises(ConfigError, match="layout does not fit"):
+        Mask(layout=LAYOUT)
+    with pytest.raises(ConfigError, match="layout has the shape"):
+        Mask(block=1, layout=LAYOUT).dense(9, 9)
+    with pytest.raises(ConfigError, match="key_allowed has the shape"):
+        Mask(key_allowed=torch.ones(2, 5).bool()).dense(6, 6)
