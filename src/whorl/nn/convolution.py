@@ -1,0 +1,280 @@
+"""Two-dimensional convolution, its transpose, and what is better than its transpose for making pictures larger.
+
+    y[b, o, i, j] = sum over c, u, v of  w[o, c, u, v] x[b, c, s i + u - p, s j + v - p]           stride s, padding p
+
+(A correlation, strictly; the field never flips the kernel.) `convolve` says it as what it is, windows times one matrix;
+`Conv2d` asks the library, and a test holds the two together.
+
+The transpose maps a gradient of y back to one of x, and so makes pictures s times larger: every input pixel stamps its
+kernel, s pixels apart, and stamps that overlap add up. `transpose_convolve` says it as zero insertion: s - 1 zeros between
+the pixels, then a plain convolution with the kernel turned by half a turn. Read so, its flaw is plain. An output pixel
+sees only the taps that fall on real pixels, and which those are depends on its position modulo s, its phase. Each of the
+s^2 phases has a filter of its own, and nothing makes them agree. With kernel 3 and stride 2 they even differ in how many
+taps they have (4, 2, 2 and 1): a checkerboard. A kernel that is a multiple of the stride evens the counts out, but the
+filters stay different (Odena et al. 2016, "Deconvolution and Checkerboard Artifacts", doi:10.23915/distill.00003).
+
+`ResizeConv` enlarges first and convolves then: one filter for all. `checkerboard` measures the difference: the share of
+the output's energy that is a pattern of period s, for an input that has none (a constant). bench/nn_checkerboard.py has
+figures.
+
+Shapes are [B, C, H, W]; weights [c_out, c_in / groups, k, k], and [c_in, c_out / groups, k, k] for the transpose, as in
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+
+
+def convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    groups: int = 1,
+) -> Tensor:
+    """The definition: all windows of the padded picture, times the kernels as one matrix.
+
+    x: [B, c_in, H, W]; weight: [c_out, c_in / groups, kh, kw]; bias: [c_out] -> [B, c_out, H', W'] with
+    H' = (H + 2 padding - kh) // stride + 1. Group g of the outputs reads group g of the inputs.
+    """
+    c_out, per_group, kh, kw = weight.shape
+    padded = F.pad(x, (padding,) * 4)
+    windows = padded.unfold(2, kh, stride).unfold(3, kw, stride)  # [B, c_in, H', W', kh, kw], a view
+    windows = windows.view(len(x), groups, per_group, *windows.shape[2:])
+    kernels = weight.view(groups, c_out // groups, per_group, kh, kw)
+    y = torch.einsum("bgchwuv,gocuv->bgohw", windows, kernels).flatten(1, 2)
+    return y if bias is None else y + bias[:, None, None]
+
+
+def transpose_convolve(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    output_padding: int = 0,
+    groups: int = 1,
+) -> Tensor:
+    """The transpose of `convolve`, as zero insertion and a convolution with the turned kernel.
+
+    x: [B, c_in, H, W]; weight: [c_in, c_out / groups, k, k] -> [B, c_out, H', W'] with
+    H' = (H - 1) stride - 2 padding + k + output_padding. Several H' have the same H under a strided convolution;
+    `output_padding` (less than the stride) says which is meant.
+    """
+    batch, c_in, height, width = x.shape
+    spread = x.new_zeros(batch, c_in, (height - 1) * stride + 1, (width - 1) * stride + 1)
+    spread[:, :, ::stride, ::stride] = x
+    # Inputs and outputs change places within each group: [g (c_in / g), c_out / g] -> [g (c_out / g), c_in / g].
+    _, per_group, kh, kw = weight.shape
+    turned = weight.flip(2, 3).view(groups, c_in // groups, per_group, kh, kw).transpose(1, 2).flatten(0, 1)
+    left, top = kw - 1 - padding, kh - 1 - padding  # may be negative: F.pad then crops
+    padded = F.pad(spread, (left, left + output_padding, top, top + output_padding))
+    return convolve(padded, turned, bias, groups=groups)
+
+
+def he_std(fan_in: float) -> float:
+    """He et al. 2015, arXiv:1502.01852, eq. 10: keeps the size of activations through a layer that a ReLU follows."""
+    return float((2.0 / fan_in) ** 0.5)
+
+
+class Conv2d(nn.Module):
+    """`convolve` by the library, with the weight kept in fp32.  x: [B, c_in, H, W] -> [B, c_out, H', W'].
+
+    Args:
+        padding: by default half of the kernel, which keeps H and W at stride 1 (for an odd kernel).
+        groups: c_in groups make a depthwise convolution.
+        std: of the initial weights, by default `he_std`; 0 for a layer that first outputs nothing.
+
+    Raises:
+        ConfigError: a size is not positive, or the channels do not divide into the groups.
+    """
+
+    def __init__(
+        self,
+        c_in: int,
+        c_out: int,
+        kernel: int,
+        *,
+        stride: int = 1,
+        padding: int | None = None,
+        groups: int = 1,
+        bias: bool = False,
+        std: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        _check(c_in, c_out, kernel, stride, groups)
+        self.stride, self.groups, self.kernel = stride, groups, kernel
+        self.padding = kernel // 2 if padding is None else padding
+        fan_in = c_in // groups * kernel**2
+        std = he_std(fan_in) if std is None else std
+        self.weight = _weight((c_out, c_in // groups, kernel, kernel), std, generator)
+        self.bias = nn.Parameter(torch.zeros(c_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        return F.conv2d(x, weight, bias, self.stride, self.padding, groups=self.groups)
+
+    def size_after(self, size: int) -> int:
+        """Side of the output for an input of side `size`."""
+        return (size + 2 * self.padding - self.kernel) // self.stride + 1
+
+    def flops(self, size: int) -> float:
+        """Of the products for one picture of side `size`; a multiplication and an addition count as two."""
+        return 2.0 * self.weight.numel() * self.size_after(size) ** 2
+
+
+class TransposedConv2d(nn.Module):
+    """`transpose_convolve` by the library: exactly `stride` times larger.  [B, c_in, H, W] -> [B, c_out, s H, s W].
+
+    Args:
+        kernel: at least the stride, or some outputs would see no input at all.
+
+    Raises:
+        ConfigError: as for `Conv2d`; a kernel smaller than the stride; an even kernel at stride 1.
+    """
+
+    def __init__(
+        self,
+        c_in: int,
+        c_out: int,
+        kernel: int,
+        *,
+        stride: int = 2,
+        bias: bool = False,
+        std: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        _check(c_in, c_out, kernel, stride, 1)
+        if kernel < stride:
+            raise ConfigError(
+                f"kernel is {kernel}", expected=f"at least the stride, {stride}: else outputs have holes"
+            )
+        if stride == 1 and kernel % 2 == 0:
+            raise ConfigError(
+                f"kernel is {kernel} at stride 1", expected="an odd number, so that the size is kept"
+            )
+        self.stride = stride
+        self.padding = (kernel - stride + 1) // 2
+        self.output_padding = stride - kernel + 2 * self.padding
+        taps = c_in * (kernel / stride) ** 2  # that an output sees, on average
+        self.weight = _weight((c_in, c_out, kernel, kernel), he_std(taps) if std is None else std, generator)
+        self.bias = nn.Parameter(torch.zeros(c_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        weight = self.weight.to(x.dtype)
+        return F.conv_transpose2d(x, weight, bias, self.stride, self.padding, self.output_padding)
+
+
+class ResizeConv(nn.Module):
+    """Enlarge, then convolve: `TransposedConv2d` without the checkerboard.  [B, c_in, H, W] -> [B, c_out, s H, s W].
+
+    At kernel 3 and scale 2 it costs four times the products of the transposed convolution: that is the price.
+
+    Args:
+        kernel: odd, so that the size is kept. scale: how many times larger. mode: how pixels are enlarged.
+
+    Raises:
+        ConfigError: as for `Conv2d`; an even kernel; an unknown mode.
+    """
+
+    def __init__(
+        self,
+        c_in: int,
+        c_out: int,
+        kernel: int = 3,
+        *,
+        scale: int = 2,
+        mode: Literal["nearest", "bilinear"] = "nearest",
+        bias: bool = False,
+        std: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if kernel % 2 == 0:
+            raise ConfigError(f"kernel is {kernel}", expected="an odd number, so that the size is kept")
+        if mode not in ("nearest", "bilinear"):
+            raise ConfigError(f"mode is {mode!r}", expected="'nearest' or 'bilinear'")
+        if scale < 1:
+            raise ConfigError(f"scale is {scale}", expected="at least 1")
+        self.scale, self.mode = scale, mode
+        self.convolution = Conv2d(c_in, c_out, kernel, bias=bias, std=std, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        corners = None if self.mode == "nearest" else False
+        larger = F.interpolate(x, scale_factor=float(self.scale), mode=self.mode, align_corners=corners)
+        y: Tensor = self.convolution(larger)
+        return y
+
+
+def phase_variance(y: Tensor, period: int) -> Tensor:
+    """Energy of the pattern of period `period` in pictures y [..., H, W] -> [...], constant part left out.
+
+    The variance of the means of the period^2 classes of pixels. By Parseval it is the power of the spectrum at the
+    frequencies (i / period, j / period) but (0, 0), which are those of a checkerboard.
+
+    Raises:
+        ConfigError: H or W is not a multiple of the period.
+    """
+    height, width = y.shape[-2:]
+    if period < 1 or height % period or width % period:
+        raise ConfigError(
+            f"pictures are {height} x {width} and the period is {period}", expected="multiples of the period"
+        )
+    cells = y.reshape(*y.shape[:-2], height // period, period, width // period, period)
+    phases = cells.mean((-4, -2))  # [..., period, period]
+    return phases.flatten(-2).var(-1, correction=0)
+
+
+@torch.no_grad()
+def checkerboard(
+    layer: Callable[[Tensor], Tensor],
+    c_in: int,
+    scale: int,
+    *,
+    draws: int = 16,
+    size: int = 12,
+    margin: int = 2,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Share of a layer's output energy that is a pattern of period `scale` though the input is constant: 0 is none, 1 all.
+
+    Args:
+        layer: [B, c_in, size, size] -> [B, c, scale size, scale size].
+        draws: constant inputs, of random values a channel.
+        margin: input pixels at each border whose outputs are left out: they see the padding.
+    """
+    values = torch.randn(draws, c_in, 1, 1, generator=generator)
+    y = layer(values.expand(-1, -1, size, size).contiguous()).float()
+    edge = margin * scale
+    y = y[..., edge:-edge, edge:-edge]
+    return float(phase_variance(y, scale).sum() / y.square().mean((-2, -1)).sum().clamp_min(1e-30))
+
+
+def _weight(shape: tuple[int, ...], std: float, generator: torch.Generator | None) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape, generator=generator) * std if std else torch.zeros(shape))
+
+
+def _check(c_in: int, c_out: int, kernel: int, stride: int, groups: int) -> None:
+    sizes = {"c_in": c_in, "c_out": c_out, "kernel": kernel, "stride": stride, "groups": groups}
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}", expected="at least 1")
+    if c_in % groups or c_out % groups:
+        raise ConfigError(
+            f"groups is {groups}", expected=f"a divisor of the channels, {c_in} in and {c_out} out"
+        )

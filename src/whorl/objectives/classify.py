@@ -1,0 +1,43 @@
+"""Classification: the cross-entropy of each row's label, summed over a batch.
+
+    total = sum over rows n of  lse(z_n) - sum_k q_nk z_nk,      q = (1 - e) onehot(label) + e / K
+
+(Label smoothing e: Szegedy et al. 2016, arXiv:1512.00567, section 7; with e = 0 it is the negative log-likelihood.) It is
+`next_token` without the head, which here is small and belongs to the network.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.objectives.next_token import Loss
+
+
+def classification(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Loss:
+    """Summed cross-entropy, in nats, taken in fp32.
+
+    Args:
+        logits: [N, K]. labels: [N] integers from 0 to K - 1. smoothing: e above, from 0 to below 1.
+
+    Returns:
+        Loss: `total` [] fp32, `count` [] = N, metrics `nll` (without the smoothing) and `correct` (rows whose largest
+        logit is their label).
+
+    Raises:
+        ConfigError: shapes that do not fit, or a smoothing outside its range.
+    """
+    if logits.ndim != 2 or labels.shape != logits.shape[:1]:
+        raise ConfigError(
+            f"logits are {list(logits.shape)} and labels {list(labels.shape)}", expected="[N, K] and [N]"
+        )
+    if not 0.0 <= smoothing < 1.0:
+        raise ConfigError(f"smoothing is {smoothing}", expected="from 0 to below 1")
+    log_prob = F.log_softmax(logits.float(), dim=-1)
+    nll = -log_prob.gather(1, labels[:, None]).sum()
+    total = nll if smoothing == 0 else (1 - smoothing) * nll - smoothing * log_prob.mean(dim=-1).sum()
+    correct = (logits.argmax(dim=-1) == labels).sum()
+    count = torch.tensor(float(len(labels)), device=logits.device)
+    return Loss(total, count, {"nll": nll.detach(), "correct": correct})

@@ -1,0 +1,281 @@
+"""The vision models against transformers' and against their formulas, their costs against torch's counter, and digits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from whorl.errors import ConfigError
+from whorl.models.vision import MLPMixer, ResNet, ViT
+
+Build = Callable[[], nn.Module]
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def loud(model: nn.Module) -> nn.Module:
+    """Every parameter and buffer at random: nothing that starts at 0 or 1 stays silent or hides a mistake."""
+    for number, (name, p) in enumerate([*model.named_parameters(), *model.named_buffers()]):
+        if p.is_floating_point():
+            random = torch.randn(p.shape, generator=gen(number))
+            p.data = random.abs() + 0.5 if name.endswith("running_var") else 0.3 * random
+    return model
+
+
+MODELS: dict[str, Build] = {
+    "resnet": lambda: ResNet(3, 5, widths=(4, 8, 6), depths=(2, 1, 1), generator=gen()),
+    "resnet_large": lambda: ResNet(3, 5, widths=(4, 8), depths=(1, 1), stem="large", generator=gen()),
+    "resnet_2016": lambda: ResNet(3, 5, widths=(4, 8), depths=(2, 1), pre_activation=True, generator=gen()),
+    "vit_class": lambda: ViT(16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, backend="reference", generator=gen()),
+    "vit_mean": lambda: ViT(
+        16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, pooling="mean", backend="reference", generator=gen()
+    ),
+    "mixer": lambda: MLPMixer(16, 4, 3, 5, d_model=12, n_layers=2, token_hidden=7, generator=gen()),
+}  # fmt: skip
+each = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
+
+
+@each
+def test_every_parameter_receives_a_gradient_and_a_seed_gives_the_same_network(build: Build) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(build().parameters(), build().parameters(), strict=True))
+    model = loud(build())
+    logits = model(torch.randn(3, 3, 16, 16, generator=gen(1)))
+    assert logits.shape == (3, 5) and logits.dtype == torch.float32
+    (logits * torch.randn(3, 5, generator=gen(2))).sum().backward()
+    without = [n for n, p in model.named_parameters() if float(p.grad.abs().max()) < 1e-5]
+    # Two that cannot have one. A bias of the keys adds the same to all scores of a query, which softmax takes away; one
+    # behind a mixer's token perceptron adds the same to all channels of a token, which every layer norm takes away.
+    assert all(name.endswith(("attention.k.bias", "token_mlp.down.bias")) for name in without), without
+
+
+@each
+def test_costs_are_those_that_are_counted(build: Build) -> None:
+    model = build().eval()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 3, 16, 16, generator=gen()))
+    assert counter.get_total_flops() == model.flops(16)
+    found = model.params()
+    assert found["total"] == sum(p.numel() for p in model.parameters())
+    assert found["total"] == sum(n for name, n in found.items() if name != "total")
+
+
+@each
+def test_activations_may_be_bf16(build: Build) -> None:
+    model = loud(build()).eval()
+    images = torch.randn(2, 3, 16, 16, generator=gen(1))
+    low, high = model.features(images.bfloat16()), model.features(images)
+    assert low.dtype == torch.bfloat16
+    assert float((low.float() - high).detach().norm()) < 0.05 * float(high.detach().norm())
+
+
+@each
+def test_images_of_another_shape_are_refused(build: Build) -> None:
+    with pytest.raises(ConfigError, match=r"images are \[1, 2, 16, 16\]"):
+        build()(torch.zeros(1, 2, 16, 16))
+
+
+def test_settings_that_make_no_network_are_refused() -> None:
+    with pytest.raises(ConfigError, match="depths"):
+        ResNet(1, 2, widths=(4, 8), depths=(1,))
+    with pytest.raises(ConfigError, match="stem is 'tiny'"):
+        ResNet(1, 2, stem="tiny")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="patch is 3"):
+        ViT(8, 3, 1, 2, d_model=8, n_layers=1, n_heads=2)
+    with pytest.raises(ConfigError, match="n_heads is 3"):
+        ViT(8, 2, 1, 2, d_model=8, n_layers=1, n_heads=3)
+    with pytest.raises(ConfigError, match="pooling is 'max'"):
+        ViT(8, 2, 1, 2, d_model=8, n_layers=1, n_heads=2, pooling="max")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="n_layers is 0"):
+        ViT(8, 2, 1, 2, d_model=8, n_layers=0, n_heads=2)
+    mixer = MLPMixer(8, 2, 1, 2, d_model=8, n_layers=1)
+    for attempt in (lambda: mixer(torch.zeros(1, 1, 8, 10)), lambda: mixer.flops(10)):
+        with pytest.raises(ConfigError, match="side of 10"):
+            attempt()
+
+
+def test_published_models_have_their_published_sizes() -> None:
+    with torch.device("meta"):
+        eighteen = ResNet(3, 1000, stem="large")
+        twenty = ResNet(3, 10, widths=(16, 32, 64), depths=(3, 3, 3))
+        base = ViT(224, 16, 3, 1000)
+        mixer = MLPMixer(224, 16, 3, 1000)
+    assert eighteen.params()["total"] == 11_689_512  # torchvision's resnet18
+    assert eighteen.flops(224) / 2 == pytest.approx(1.8e9, rel=0.02)  # table 1 of He et al. 2015
+    assert twenty.params()["total"] == pytest.approx(0.27e6, rel=0.02)  # table 6
+    assert base.params()["total"] == 86_567_656  # ViT-B/16 with 1,000 classes
+    assert mixer.params()["total"] == 59_880_472  # Mixer-B/16
+
+
+def put(target: nn.Module, weight: Tensor, bias: Tensor | None = None) -> None:
+    target.weight.data.copy_(weight)
+    if bias is not None:
+        target.bias.data.copy_(bias)
+
+
+def test_resnet_equals_transformers_with_gradients() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ResNetConfig(
+        num_channels=3, embedding_size=4, hidden_sizes=[4, 8, 8], depths=[2, 1, 2], layer_type="basic", num_labels=5
+    )  # fmt: skip
+    theirs = loud(transformers.ResNetForImageClassification(config))
+    ours = ResNet(3, 5, widths=(4, 8, 8), depths=(2, 1, 2), stem="large")
+
+    def norm(target: nn.Module, source: nn.Module) -> None:
+        target.load_state_dict(source.state_dict())
+
+    stem = theirs.resnet.embedder.embedder
+    put(ours.stem, stem.convolution.weight)
+    norm(ours.norm, stem.normalization)
+    layers = [layer for stage in theirs.resnet.encoder.stages for layer in stage.layers]
+    for block, layer in zip(ours.blocks, layers, strict=True):
+        first, second = layer.layer
+        put(block.convolution1, first.convolution.weight)
+        put(block.convolution2, second.convolution.weight)
+        norm(block.norm1, first.normalization)
+        norm(block.norm2, second.normalization)
+        assert (block.shortcut is None) == (not hasattr(layer.shortcut, "convolution"))
+        if block.shortcut is not None:
+            put(block.shortcut, layer.shortcut.convolution.weight)
+            norm(block.shortcut_norm, layer.shortcut.normalization)
+    put(ours.head, theirs.classifier[1].weight, theirs.classifier[1].bias)
+    images = torch.randn(4, 3, 32, 32, generator=gen(1))
+    for training in (False, True):
+        ours.train(training), theirs.train(training)
+        results = []
+        for found in (ours, lambda x: theirs(x).logits):
+            x = images.clone().requires_grad_()
+            y = found(x)
+            results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_vit_equals_transformers_with_gradients() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=12, num_hidden_layers=2, num_attention_heads=3, intermediate_size=20, image_size=16, patch_size=4,
+        num_channels=3, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, layer_norm_eps=1e-6,
+    )  # fmt: skip
+    theirs = loud(transformers.ViTForImageClassification(config)).eval()
+    ours = ViT(16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, mlp_hidden=20).eval()
+    source = dict(theirs.named_parameters())
+    patches = "vit.embeddings.patch_embeddings.projection"
+    put(ours.embedding.linear, source[f"{patches}.weight"].flatten(1), source[f"{patches}.bias"])
+    ours.class_token.data.copy_(source["vit.embeddings.cls_token"].flatten())
+    ours.positions.data.copy_(source["vit.embeddings.position_embeddings"][0])
+
+    def find(layer: int, *ends: str) -> tuple[Tensor, Tensor]:
+        """The weight and bias of the layer's only module whose name ends in one of these (versions differ)."""
+        mine = [n for n in source if f".{layer}." in n and any(n.endswith(f"{e}.weight") for e in ends)]
+        assert len(mine) == 1, (ends, mine)
+        return source[mine[0]], source[mine[0].removesuffix("weight") + "bias"]
+
+    for number, block in enumerate(ours.blocks):
+        put(block.attention_norm, *find(number, "layernorm_before"))
+        put(block.mlp_norm, *find(number, "layernorm_after"))
+        put(block.attention.q, *find(number, "query", "q_proj"))
+        put(block.attention.k, *find(number, "key", "k_proj"))
+        put(block.attention.v, *find(number, "value", "v_proj"))
+        put(block.attention.out, *find(number, "attention.output.dense", "o_proj"))
+        put(block.mlp.up, *find(number, "intermediate.dense", "fc1"))
+        put(block.mlp.down, *find(number, f"{number}.output.dense", "fc2"))
+    put(ours.norm, source["vit.layernorm.weight"], source["vit.layernorm.bias"])
+    put(ours.head, source["classifier.weight"], source["classifier.bias"])
+    for size in (16, 24):  # of another size: positions are stretched
+        results = []
+        for found in (ours, lambda x: theirs(x, interpolate_pos_encoding=True).logits):
+            x = torch.randn(2, 3, size, size, generator=gen(1)).requires_grad_()
+            y = found(x)
+            results.append((y, *torch.autograd.grad(y.square().sum(), x)))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_mixer_equals_its_formula_token_by_token_and_channel_by_channel() -> None:
+    model = loud(MLPMixer(8, 2, 1, 3, d_model=6, n_layers=2, token_hidden=5, mlp_hidden=9, generator=gen()))
+    images = torch.randn(2, 1, 8, 8, generator=gen(1))
+
+    def norm(layer: nn.Module, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (6,), layer.weight, layer.bias, 1e-6)
+
+    def mlp(layer: nn.Module, x: Tensor) -> Tensor:
+        h = layer.up.weight @ x + layer.up.bias
+        return layer.down.weight @ (h * 0.5 * (1 + torch.erf(h / 2**0.5))) + layer.down.bias
+
+    linear = model.embedding.linear
+    for image, logits in zip(images[:, 0], model(images), strict=True):
+        corners = [(i, j) for i in range(0, 8, 2) for j in range(0, 8, 2)]
+        x = torch.stack(
+            [linear.weight @ image[i : i + 2, j : j + 2].flatten() + linear.bias for i, j in corners]
+        )
+        for block in model.blocks:
+            seen = norm(block.token_norm, x)
+            x = x + torch.stack([mlp(block.token_mlp, seen[:, c]) for c in range(6)], dim=1)
+            seen = norm(block.mlp_norm, x)
+            x = x + torch.stack([mlp(block.mlp, token) for token in seen])
+        want = model.head.weight @ norm(model.norm, x).mean(0) + model.head.bias
+        torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-4)
+
+
+def test_every_block_starts_as_the_identity() -> None:
+    """But for the ReLU and where the shape changes."""
+    for model in (MODELS["vit_mean"](), MODELS["mixer"]()):
+        x = torch.randn(2, 16, 12, generator=gen())
+        assert all(torch.equal(block(x), x) for block in model.blocks)
+    x = torch.randn(2, 4, 8, 8, generator=gen())
+    assert torch.equal(MODELS["resnet"]().blocks[0](x), F.relu(x))
+    assert torch.equal(MODELS["resnet_2016"]().blocks[0](x), x)
+
+
+def test_pre_activation_normalises_before_each_convolution() -> None:
+    block = loud(MODELS["resnet_2016"]()).eval().blocks[2]  # 4 -> 8 channels at stride 2
+    x = torch.randn(2, 4, 8, 8, generator=gen())
+
+    def norm(layer: nn.Module, x: Tensor) -> Tensor:
+        return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias)
+
+    h = norm(block.norm1, x).relu()
+    y = norm(block.norm2, F.conv2d(h, block.convolution1.weight, stride=2, padding=1)).relu()
+    want = F.conv2d(h, block.shortcut.weight, stride=2) + F.conv2d(y, block.convolution2.weight, padding=1)
+    torch.testing.assert_close(block(x), want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_mixed_up_picture_is_the_same_to_a_vit_without_positions_and_not_to_one_with() -> None:
+    model = loud(MODELS["vit_class"]()).eval()
+    images = torch.randn(2, 3, 16, 16, generator=gen(1))
+    rolled = images.roll(4, 2)  # by one patch
+    with torch.no_grad():
+        assert not torch.allclose(model(images), model(rolled), atol=1e-3)
+        model.positions.zero_()
+        torch.testing.assert_close(model(images), model(rolled), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "passes", "bar"), [("ResNet", 12, 0.96), ("ViT", 20, 0.85), ("MLPMixer", 12, 0.85)]
+)
+def test_digits_are_learnt(name: str, passes: int, bar: float) -> None:
+    """A short run of the benchmark (which asks for 99 % and 97.5 % of three seeds)."""
+    pytest.importorskip("sklearn")
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+    try:
+        from models_digits import PLANS, accuracy, digits, train
+    finally:
+        sys.path.pop(0)
+    from dataclasses import replace
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # networks this small are slower on more
+    try:
+        data = digits()
+        assert accuracy(train(replace(PLANS[name], passes=passes), data, seed=0), data) >= bar
+    finally:
+        torch.set_num_threads(threads)

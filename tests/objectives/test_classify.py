@@ -1,0 +1,48 @@
+"""Classification against torch's cross-entropy, and its refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.objectives.classify import classification
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_classification_equals_torch_with_gradients(smoothing: float) -> None:
+    logits = (torch.randn(7, 5, generator=gen()) * 3).requires_grad_()
+    labels = torch.randint(0, 5, (7,), generator=gen(1))
+    loss = classification(logits, labels, smoothing)
+    want = F.cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum")
+    torch.testing.assert_close(loss.total, want)
+    torch.testing.assert_close(*(torch.autograd.grad(total, logits)[0] for total in (loss.total, want)))
+    assert float(loss.count) == 7
+    torch.testing.assert_close(loss.metrics["nll"], F.cross_entropy(logits, labels, reduction="sum").detach())
+    assert int(loss.metrics["correct"]) == sum(
+        int(row.argmax()) == k for row, k in zip(logits, labels, strict=True)
+    )
+
+
+def test_parts_add_up_and_low_precision_is_summed_in_fp32() -> None:
+    logits, labels = torch.randn(9, 4, generator=gen()), torch.randint(0, 4, (9,), generator=gen(1))
+    parts = [classification(logits[i : i + 3], labels[i : i + 3], 0.2) for i in (0, 3, 6)]
+    torch.testing.assert_close(sum(p.total for p in parts), classification(logits, labels, 0.2).total)
+    low = classification(logits.bfloat16(), labels)
+    assert low.total.dtype == torch.float32
+    torch.testing.assert_close(low.total, classification(logits.bfloat16().float(), labels).total)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    logits, labels = torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=r"labels \[2\]"):
+        classification(logits, labels[:2])
+    with pytest.raises(ConfigError, match=r"logits are \[3, 1, 4\]"):
+        classification(logits[:, None], labels)
+    with pytest.raises(ConfigError, match=r"smoothing is 1\.0"):
+        classification(logits, labels, 1.0)
