@@ -1,0 +1,227 @@
+"""Bridges between pictures and words: one that compares them, one that puts them into words.
+
+`DualEncoder`, CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3). Two towers that never meet but in a product:
+
+    x = unit(image tower(pictures))      y = unit(text tower(ids))      scores = exp(t) x y^T        [N, M]
+
+It is trained by `objectives.contrastive.info_nce`. The temperature is learned, as t = log of the scale, from 1 / 0.07 and
+bounded at 100 (section 2.5). The subtle part is the bound: past a plain clamp there is no gradient, and a t that Adam's
+momentum once carried over it would stay there for good. `bounded` stops only the gradient that pushes further out.
+
+`Captioner`, Flamingo (Alayrac et al. 2022, arXiv:2204.14198, section 2.2 and figure 4). Both parts exist already and are
+frozen; between the language model's blocks come new layers that look at the picture:
+
+    h += tanh(a) attention(norm(h), picture);   h += tanh(b) mlp(norm(h))       a = b = 0 at first
+
+So at first the language model is unchanged, to the bit (a test), and what it knows is not undone by random layers. The
+subtle part: everywhere else in this house the last matrix of a branch starts at 0. Together with a gate of 0 that is a dead
+start: the gate's gradient is the branch (0), and the branch's gradient carries the gate (0). Here the gate alone is 0, and
+the last matrices are drawn.
+
+Shapes: pictures [B, C, H, W]; their tokens [B, N, d_image]; ids [B, T]; h [B, T, d_model].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.models.decoder import Cache, Decoder
+from whorl.models.encoder import Encoder
+from whorl.models.vision import MLPMixer, ResNet, ViT
+from whorl.nn.attention import MultiHead
+from whorl.nn.linear import Linear
+from whorl.nn.mlp import MLP, Activation
+from whorl.nn.norm import LayerNorm
+from whorl.nn.patches import patch_grid
+
+FIRST_SCALE, LARGEST_SCALE = 1 / 0.07, 100.0
+
+
+def bounded(raw: Tensor, largest: float) -> Tensor:
+    """min(raw, largest), through which a gradient that would lower raw still passes.  raw: any shape."""
+    value = raw + (raw.clamp(max=largest) - raw).detach()
+    if value.requires_grad:
+        over = raw.detach() > largest
+        value.register_hook(lambda g: g.masked_fill(over & (g < 0), 0.0))  # type: ignore[no-untyped-call]
+    return value
+
+
+class DualEncoder(nn.Module):
+    """A picture tower and a text tower with one space of unit vectors (see the top of this file).
+
+    Args:
+        image: its `classes` are the width of the common space. Its head becomes the projection and is drawn anew, for it
+            starts at 0, and a vector of 0 has no direction.
+        text: projected to the same width here; its classifier, if any, is not used.
+        generator: of both projections.
+    """
+
+    def __init__(
+        self, image: ViT | ResNet | MLPMixer, text: Encoder, generator: torch.Generator | None = None
+    ) -> None:
+        super().__init__()
+        self.image, self.text = image, text
+        d_joint, d_image = image.head.weight.shape
+        nn.init.normal_(image.head.weight, std=d_image**-0.5, generator=generator)
+        d_text = text.config.d_model
+        self.projection = Linear(d_text, d_joint, std=d_text**-0.5, generator=generator)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
+
+    @property
+    def scale(self) -> Tensor:
+        """[] the inverse temperature, at most 100."""
+        return bounded(self.log_scale, math.log(LARGEST_SCALE)).exp()
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, d_joint] unit vectors, fp32."""
+        return F.normalize(self.image(images), dim=-1)
+
+    def embed_texts(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """ids [B, T], mask [B, T] True = a real token -> [B, d_joint] unit vectors, fp32; 0 for a row without tokens."""
+        return F.normalize(self.projection(self.text.pool(ids, mask)), dim=-1)
+
+    def forward(
+        self, images: Tensor, ids: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """N pairs -> what `info_nce` takes: x [N, d_joint], y [N, d_joint], scale []."""
+        return self.embed_images(images), self.embed_texts(ids, mask), self.scale
+
+
+def image_tokens(vit: ViT, images: Tensor) -> Tensor:
+    """What a ViT's head would pool: [B, C, H, W] -> [B, N, d_image], the class token first where there is one."""
+    x: Tensor = vit.embedding(images)
+    if vit.class_token is not None:
+        x = torch.cat([vit.class_token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
+    x = x + vit.positions_for(*patch_grid(images.shape[2], images.shape[3], vit.patch)).to(x.dtype)
+    for block in vit.blocks:
+        x = block(x)
+    return cast(Tensor, vit.norm(x))
+
+
+class GatedCrossAttention(nn.Module):
+    """A new layer that looks at a picture.  h: [B, T, d], context: [B, N, d_context] -> [B, T, d]; at first h itself."""
+
+    def __init__(
+        self,
+        d: int,
+        n_heads: int,
+        mlp_hidden: int,
+        d_context: int,
+        mlp: Activation = "gelu",
+        *,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.context_norm, self.mlp_norm = (
+            LayerNorm(d),
+            LayerNorm(d_context),
+            LayerNorm(d),
+        )
+        self.attention = MultiHead(d, n_heads, causal=False, context_dim=d_context, generator=generator)
+        self.mlp = MLP(d, mlp_hidden, mlp, generator)
+        for last in (self.attention.out, self.mlp.down):  # not 0: see the top of this file
+            nn.init.normal_(last.weight, std=0.6 * last.weight.shape[1] ** -0.5, generator=generator)
+        self.attention_gate = nn.Parameter(torch.zeros(()))
+        self.mlp_gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, h: Tensor, context: Tensor) -> Tensor:
+        seen = self.attention(self.attention_norm(h), context=self.context_norm(context))
+        h = h + self.attention_gate.tanh().to(h.dtype) * seen
+        out: Tensor = h + self.mlp_gate.tanh().to(h.dtype) * self.mlp(self.mlp_norm(h))
+        return out
+
+
+class Captioner(nn.Module):
+    """A frozen decoder that sees pictures through a frozen ViT (see the top of this file).
+
+    What is to be trained are the parameters whose names begin with "bridges.".
+
+    Args:
+        decoder, image: used as they are; their parameters are frozen here (`requires_grad`).
+        n_heads, mlp_hidden: of the new layers; by default the decoder's own.
+        every: a new layer stands before every so-many-th block, from the first on.
+
+    Raises:
+        ConfigError: `every` is below 1, or heads that do not divide the decoder's width.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        image: ViT,
+        *,
+        n_heads: int | None = None,
+        mlp_hidden: int | None = None,
+        every: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        c = decoder.config
+        n_heads = c.n_heads if n_heads is None else n_heads
+        if every < 1:
+            raise ConfigError(f"every is {every}", expected="at least 1")
+        if n_heads < 1 or c.d_model % n_heads:
+            raise ConfigError(f"n_heads is {n_heads}", expected=f"a divisor of d_model, {c.d_model}")
+        self.decoder, self.image, self.every = (
+            decoder.requires_grad_(False),
+            image.requires_grad_(False),
+            every,
+        )
+        d_image = image.positions.shape[1]
+        self.bridges = nn.ModuleList(
+            GatedCrossAttention(
+                c.d_model, n_heads, mlp_hidden or c.mlp_hidden, d_image, c.mlp, generator=generator
+            )
+            for _ in range(0, c.n_layers, every)
+        )
+
+    @torch.no_grad()
+    def look(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, N, d_image]. The tower is frozen, so this can be done once for each picture, and kept."""
+        return image_tokens(self.image, images)
+
+    def forward(self, ids: Tensor, context: Tensor, cache: Cache | None = None) -> Tensor:
+        """ids [B, T], context [B, N, d_image] from `look` -> hidden states [B, T, d_model].
+
+        cache: of `decoder.new_cache`, read and extended in place; the picture needs none.
+
+        Raises:
+            ConfigError: ids and context have other numbers of rows.
+        """
+        if context.ndim != 3 or len(context) != len(ids):
+            raise ConfigError(f"context is {list(context.shape)}", expected=f"[{len(ids)}, N, d_image]")
+        d = self.decoder
+        start = 0 if cache is None else cache.length
+        rotary = d.rotary.between(start, start + ids.shape[1], ids.device)
+        h = d.embedding_norm(d.embed(ids, None, cache)).to(d.dtype)
+        context = context.to(d.dtype)
+        for number, block in enumerate(d.blocks):
+            if number % self.every == 0:
+                h = self.bridges[number // self.every](h, context)
+            h = block(h, rotary, None, None if cache is None else cache.layers[number])
+        return cast(Tensor, d.final_norm(h))
+
+    @torch.no_grad()
+    def captions(self, images: Tensor, begin: int, end: int, limit: int) -> list[list[int]]:
+        """The likeliest next token, again and again.
+
+        Args:
+            images: [B, C, H, W]. begin: id that every caption starts with. end: id that closes it. limit: longest caption.
+
+        Returns:
+            The ids of each caption, without `begin` and `end`.
+        """
+        context, cache = self.look(images), self.decoder.new_cache(len(images), limit + 1)
+        newest = torch.full((len(images), 1), begin, device=images.device)
+        rows = []
+        for _ in range(limit):
+            newest = self.decoder.logits(self(newest, context, cache)).argmax(dim=-1)  # [B, 1]
+            rows.append(newest)
+        found = torch.cat(rows, dim=1).tolist() if rows else [[] for _ in images]
+        return [row[: row.index(end)] if end in row else row for row in found]

@@ -1,0 +1,177 @@
+"""The encoder: token ids in, one vector for a whole text out. Every position sees every other.
+
+    x  = embedding[ids] + positions[p]                             [B, T, d_model]
+    x += attention(norm(x));  x += mlp(norm(x))                    n_layers times, both directions
+    pooled = mean of norm(x) over real tokens                      [B, d_model]
+    logits = pooled classifier^T       embed = pooled / |pooled|
+
+BERT's stack (Devlin et al. 2018, arXiv:1810.04805, section 3) with norms inside of the branches (Xiong et al. 2020,
+arXiv:2002.04745), and the pooling of sentence embedders (Reimers & Gurevych 2019, arXiv:1908.10084, section 3), where the
+mean over tokens beat the first token's vector. Two texts are then compared by a product of their unit vectors.
+
+The subtle part is padding. `mask` is True at real tokens. It is handed to attention as documents of a packed row: real
+tokens are one document and padding is another, so that no real token sees padding. Positions are counted over real tokens
+alone. A text has therefore the same vector however long its row is, and on whichever side it is padded (a test). A row
+without any token has the vector 0, and no NaN: neither in its value nor in its gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.nn.attention import KeyValueState, MultiHead
+from whorl.nn.linear import Linear
+from whorl.nn.mlp import MLP, Activation
+from whorl.nn.norm import LayerNorm
+from whorl.nn.position import Learned
+from whorl.nn.rotary import Rotary
+
+
+class EncoderConfig(BaseModel):
+    """The shape of an encoder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: int = Field(ge=2)
+    d_model: int = Field(ge=8)
+    n_layers: int = Field(ge=1)
+    n_heads: int = Field(ge=1)
+    mlp: Activation = "gelu"
+    mlp_hidden: int = Field(ge=8)
+    max_length: int = Field(default=512, ge=1)
+    n_classes: int = Field(default=0, ge=0)  # 0: without a classifier
+
+    @model_validator(mode="after")
+    def _possible(self) -> EncoderConfig:
+        if self.d_model % self.n_heads:
+            raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
+        return self
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).  x: [B, T, d] -> [B, T, d]; at first the identity."""
+
+    def __init__(
+        self,
+        d: int,
+        n_heads: int,
+        mlp_hidden: int,
+        mlp: Activation = "gelu",
+        *,
+        causal: bool = False,
+        rotary: Rotary | None = None,
+        bias: bool = True,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(d, bias=bias)
+        self.attention = MultiHead(
+            d, n_heads, rotary=rotary, bias=bias, out_bias=bias, causal=causal, generator=generator
+        )
+        self.mlp_norm = LayerNorm(d, bias=bias)
+        self.mlp = MLP(d, mlp_hidden, mlp, generator, bias=bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: KeyValueState | None = None,
+    ) -> Tensor:
+        """positions, segments, state: as in `nn/mixer.py`."""
+        x = x + self.attention(self.attention_norm(x), positions=positions, segments=segments, state=state)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Mean over real tokens, in fp32.  hidden: [B, T, d]; mask: [B, T], True = real -> [B, d]; 0 where there are none."""
+    # Not hidden * mask: what stands at padding may be anything, and 0 * inf is NaN.
+    total = hidden.float().masked_fill(~mask[..., None], 0.0).sum(dim=1)
+    return total / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+class Encoder(nn.Module):
+    """A bidirectional encoder (see the top of this file).
+
+    Args:
+        config: its shape.
+        generator: draws the initial weights.
+        dtype: the type that activations are computed in; weights, pooling and results are fp32.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+        d = config.d_model
+        self.embedding = nn.Parameter(torch.randn(config.vocab_size, d, generator=generator) * 0.02)
+        self.positions = Learned(config.max_length, d, generator=generator)
+        self.blocks = nn.ModuleList(
+            Block(d, config.n_heads, config.mlp_hidden, config.mlp, generator=generator)
+            for _ in range(config.n_layers)
+        )
+        self.final_norm = LayerNorm(d)
+        self.classifier = (
+            Linear(d, config.n_classes, std=d**-0.5, bias=True, generator=generator)
+            if config.n_classes
+            else None
+        )
+
+    def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """A vector for each token: ids [B, T] -> [B, T, d_model]. What stands at padding means nothing.
+
+        mask: [B, T] bool, True = a real token; None when all are.
+
+        Raises:
+            ConfigError: the mask is not bool or not of the shape of ids; a text is longer than `max_length`.
+        """
+        mask = self._mask(ids, mask)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        x = (F.embedding(ids, self.embedding) + self.positions(positions)).to(self.dtype)
+        segments = mask.long()
+        for block in self.blocks:
+            x = block(x, segments=segments)
+        out: Tensor = self.final_norm(x)
+        return out
+
+    def pool(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """A vector for each text, of no particular length: ids [B, T] -> [B, d_model] fp32. `hidden` says the rest."""
+        return mean_pool(self.hidden(ids, mask), self._mask(ids, mask))
+
+    def embed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """A unit vector for each text, to be compared by products: ids [B, T] -> [B, d_model] fp32; 0 for no text."""
+        return F.normalize(self.pool(ids, mask), dim=-1)
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Class logits: ids [B, T] -> [B, n_classes] fp32.
+
+        Raises:
+            ConfigError: n_classes is 0; and as `hidden`.
+        """
+        if self.classifier is None:
+            raise ConfigError(
+                "n_classes is 0: this encoder has no classifier",
+                expected="at least 1 to call it",
+                do="set n_classes, or use embed() or pool()",
+            )
+        logits: Tensor = self.classifier(self.pool(ids, mask))
+        return logits
+
+    @staticmethod
+    def _mask(ids: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        if mask.shape != ids.shape or mask.dtype != torch.bool:
+            raise ConfigError(
+                f"mask is {list(mask.shape)} of {mask.dtype}", expected=f"{list(ids.shape)} of torch.bool"
+            )
+        return mask

@@ -1,0 +1,172 @@
+"""The encoder against torch's own; padding means nothing; it learns what needs both directions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+from whorl.models.encoder import Block, Encoder, EncoderConfig, mean_pool
+from whorl.objectives.classify import classification
+from whorl.train.learner import Learner
+from whorl.train.loop import learn
+from whorl.train.update import Update, all_adamw
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def encoder(dtype: torch.dtype = torch.float32, **change: int) -> Encoder:
+    """A small one, in which no branch is silent."""
+    shape = {"vocab_size": 11, "d_model": 16, "n_layers": 2, "n_heads": 2, "mlp_hidden": 24, "max_length": 12}
+    made = Encoder(EncoderConfig.model_validate({**shape, "n_classes": 3, **change}), gen(1), dtype)
+    awake(made)
+    return made
+
+
+@torch.no_grad()
+def awake(module: nn.Module) -> None:
+    for name, p in module.named_parameters():
+        if not p.any():
+            p.normal_(0.0, 0.3, generator=gen(len(name)))
+
+
+TEXTS = ([1, 2, 3, 4, 5], [6, 7], [8], [])
+
+
+def rows(left: int, right: int) -> tuple[Tensor, Tensor]:
+    """TEXTS between paddings of arbitrary ids, and the mask."""
+    longest = max(map(len, TEXTS))
+    ids = torch.randint(0, 11, (len(TEXTS), left + longest + right), generator=gen(5))
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    for n, text in enumerate(TEXTS):
+        ids[n, left : left + len(text)] = torch.tensor(text, dtype=torch.int64)
+        mask[n, left : left + len(text)] = True
+    return ids, mask
+
+
+def test_a_block_equals_torchs_own_with_gradients() -> None:
+    block = Block(16, 2, 24, generator=gen())
+    awake(block)
+    theirs = nn.TransformerEncoderLayer(16, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True)
+    a, m = block.attention, block.mlp
+    with torch.no_grad():
+        attention = theirs.self_attn
+        attention.in_proj_weight.copy_(torch.cat([a.q.weight, a.k.weight, a.v.weight]))
+        attention.in_proj_bias.copy_(torch.cat([a.q.bias, a.k.bias, a.v.bias]))
+        for to, source in (
+            (attention.out_proj, a.out), (theirs.linear1, m.up), (theirs.linear2, m.down),
+            (theirs.norm1, block.attention_norm), (theirs.norm2, block.mlp_norm),
+        ):  # fmt: skip
+            to.weight.copy_(source.weight)
+            to.bias.copy_(source.bias)
+    x = torch.randn(3, 7, 16, generator=gen(2), requires_grad=True)
+    mask = torch.arange(7) < torch.tensor([[7], [4], [1]])
+    ours, want = block(x, segments=mask.long()), theirs(x, src_key_padding_mask=~mask)
+    torch.testing.assert_close(ours[mask], want[mask], atol=1e-5, rtol=1e-4)
+    upstream = torch.randn(x.shape, generator=gen(3)) * mask[..., None]
+    for one, other in zip(
+        torch.autograd.grad(ours, [x, a.q.weight], upstream, retain_graph=True),
+        torch.autograd.grad(want, [x, theirs.self_attn.in_proj_weight], upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other[: len(one)], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("left", "right"), [(0, 3), (3, 0), (2, 1)])
+def test_padding_changes_nothing(left: int, right: int) -> None:
+    model = encoder()
+    torch.testing.assert_close(model(*rows(left, right)), model(*rows(0, 0)), atol=1e-5, rtol=1e-4)
+    alone = torch.cat([model(torch.tensor([t])) for t in TEXTS if t])
+    torch.testing.assert_close(model(*rows(left, right))[: len(alone)], alone, atol=1e-5, rtol=1e-4)
+
+
+def test_a_row_of_padding_is_0_and_sends_no_nan_back() -> None:
+    model = encoder()
+    ids, mask = rows(1, 1)
+    pooled = model.pool(ids, mask)
+    assert not pooled[-1].any() and pooled[:-1].any(dim=1).all()
+    model.embed(ids, mask).square().sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    poison = torch.full((2, 3, 4), float("nan"))  # what stands at padding may be anything
+    assert not mean_pool(poison, torch.zeros(2, 3, dtype=torch.bool)).any()
+
+
+def test_every_position_sees_every_other() -> None:
+    model = encoder()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    first = model.hidden(ids)[0, 0]
+    for place in range(1, 4):
+        other = ids.clone()
+        other[0, place] = 9
+        assert (model.hidden(other)[0, 0] - first).abs().max() > 1e-4
+
+
+def test_embeddings_are_unit_vectors_in_fp32_whatever_is_computed_in() -> None:
+    ids, mask = rows(0, 0)
+    exact, low = (encoder(t).embed(ids, mask) for t in (torch.float32, torch.bfloat16))
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low[:-1].norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(low, exact, atol=0.05, rtol=0)
+
+
+def test_every_parameter_has_a_gradient() -> None:
+    model = encoder()
+    ids = torch.randint(0, 11, (8, 12), generator=gen(3))
+    ids[0, :11] = torch.arange(11)  # every word
+    (model(ids) * torch.randn(8, 3, generator=gen(4))).sum().backward()
+    for name, p in model.named_parameters():
+        if name.endswith(
+            "attention.k.bias"
+        ):  # adds one number to all scores of a query: a softmax does not see it
+            assert p.grad is not None
+        else:
+            assert p.grad is not None and p.grad.abs().max() > 1e-6, name
+
+
+def test_learns_which_of_two_words_comes_first() -> None:
+    """Bags of words are equal in both classes: only their order, anywhere in a padded row, tells."""
+    model = Encoder(
+        EncoderConfig(
+            vocab_size=8, d_model=32, n_layers=2, n_heads=2, mlp_hidden=64, max_length=9, n_classes=2
+        ),
+        gen(),
+    )
+
+    def batch(seed: int, n: int = 64) -> dict[str, Tensor]:
+        g = gen(seed)
+        ids = torch.randint(3, 8, (n, 9), generator=g)
+        length = torch.randint(4, 10, (n, 1), generator=g)
+        places = (
+            torch.rand(n, 9, generator=g).masked_fill(torch.arange(9) >= length, 2.0).argsort(dim=1)[:, :2]
+        )
+        ids.scatter_(1, places, torch.tensor([[1, 2]]).expand(n, -1))
+        return {"ids": ids, "mask": torch.arange(9) < length, "labels": (places[:, 0] < places[:, 1]).long()}
+
+    def passes(number: int) -> list[list[dict[str, Tensor]]]:
+        return [[batch(number)]]
+
+    update = Update(lambda p: classification(model(p["ids"], p["mask"]), p["labels"]), all_adamw(model, 3e-3))
+    learn(
+        Learner(model, [update]),
+        iter(range(1, 1000)),
+        passes,
+        last=200,
+        factor=lambda s: min(1, (s + 1) / 20),
+    )
+    judged = batch(0, 500)
+    right = (model(judged["ids"], judged["mask"]).argmax(dim=1) == judged["labels"]).float().mean()
+    assert right > 0.95
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="n_classes is 0"):
+        encoder(n_classes=0)(torch.tensor([[1]]))
+    with pytest.raises(ConfigError, match="mask is"):
+        encoder().embed(torch.tensor([[1, 2]]), torch.tensor([[1, 1]]))
+    with pytest.raises(ConfigError, match="position 12"):
+        encoder().embed(torch.ones(1, 13, dtype=torch.int64))
+    with pytest.raises(ValueError, match="n_heads"):
+        EncoderConfig(vocab_size=4, d_model=10, n_layers=1, n_heads=3, mlp_hidden=8)

@@ -1,0 +1,175 @@
+"""Heads that look ahead: targets position by position, the loss by hand, and drafts that come true."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.models import Decoder, DecoderConfig
+from whorl.models.multi_token import MultiToken, multi_token, targets_ahead
+from whorl.train.learner import Learner
+from whorl.train.loop import learn
+from whorl.train.update import Update, all_adamw
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def heads(n: int = 3) -> MultiToken:
+    made = MultiToken(16, n, 2, generator=gen())
+    with torch.no_grad():
+        for name, p in made.named_parameters():
+            if not p.any():
+                p.normal_(0.0, 0.3, generator=gen(len(name)))
+    return made
+
+
+# Two rows of 8. The first: documents of 2, 3 and 3 tokens, of which the third has the first's number again. The second: one
+# document, a prompt of two tokens that are no targets, and filler at the end.
+TOKENS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 0, 0]])
+SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0, -1, -1]])
+TARGETS = torch.tensor([[2, 0, 4, 5, 0, 7, 8, 0], [10, 11, 12, 13, 14, 0, 0, 0]])
+MASK = torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 1, 0, 0, 0]]).bool()
+
+
+def allowed(row: int, t: int, ahead: int) -> int | None:
+    """The token that position t of a row may learn at a distance, from the documents written out."""
+    documents = ([[1, 2], [3, 4, 5], [6, 7, 8]], [[9, 10, 11, 12, 13, 14]])[row]
+    prompt = {10}
+    token = int(TOKENS[row, t])
+    for document in documents:
+        if token in document and document.index(token) + ahead < len(document):
+            found = document[document.index(token) + ahead]
+            return None if found in prompt else found
+    return None
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3, 5, 7, 8, 30])
+def test_targets_stay_in_their_document(ahead: int) -> None:
+    targets, mask = targets_ahead(TARGETS, MASK, SEGMENTS, ahead)
+    for row in range(2):
+        for t in range(8):
+            found = int(targets[row, t]) if mask[row, t] else None
+            assert found == allowed(row, t, ahead), (row, t)
+
+
+def test_without_segments_a_row_is_one_document() -> None:
+    ids = torch.arange(7)[None]
+    targets, mask = targets_ahead(ids[:, 1:], torch.ones(1, 6, dtype=torch.bool), None, 3)
+    assert targets[0, :4].tolist() == [3, 4, 5, 6] and mask.tolist() == [[True] * 4 + [False] * 2]
+
+
+def test_the_loss_is_the_sum_over_heads_and_positions() -> None:
+    model = heads()
+    hidden = torch.randn(2, 8, 16, generator=gen(1), requires_grad=True)
+    output = torch.randn(15, 16, generator=gen(2), requires_grad=True)
+    loss = multi_token(model, hidden, output, TARGETS, MASK, SEGMENTS)
+    want, counts = torch.zeros(()), [0, 0, 0]
+    for i, h in enumerate(model(hidden, segments=SEGMENTS)):
+        for row in range(2):
+            for t in range(8):
+                target = allowed(row, t, i + 1)
+                if target is not None:
+                    want = want - F.log_softmax(h[row, t] @ output.t(), dim=0)[target]
+                    counts[i] += 1
+    torch.testing.assert_close(loss.total, want)
+    assert [float(loss.metrics[f"count_{i}"]) for i in (1, 2, 3)] == counts and loss.count == sum(counts)
+    torch.testing.assert_close(sum(loss.metrics[f"nll_{i}"] for i in (1, 2, 3)), want.detach())
+    wanted = [hidden, output, model.blocks[2].mlp.up.weight]
+    for ours, theirs in zip(
+        torch.autograd.grad(loss.total, wanted), torch.autograd.grad(want, wanted), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_heads_see_no_later_position_and_no_other_document() -> None:
+    model = heads()
+    hidden = torch.randn(2, 8, 16, generator=gen(1))
+    whole = model(hidden)
+    for ours, part in zip(whole, model(hidden[:, :5]), strict=True):
+        torch.testing.assert_close(ours[:, :5], part)
+    packed = model(hidden, torch.arange(8) % 4, torch.arange(8).expand(2, -1) // 4)
+    for ours, second in zip(packed, model(hidden[:, 4:]), strict=True):
+        torch.testing.assert_close(ours[:, 4:], second, atol=1e-5, rtol=1e-4)
+
+
+def test_a_draft_from_states_is_the_draft_from_all_positions() -> None:
+    model = heads()
+    hidden, output = torch.randn(2, 8, 16, generator=gen(1)), torch.randn(15, 16, generator=gen(2))
+    for cuts in ([1] * 8, [1, 3, 4]):
+        states = model.new_state(2, 8)
+        done = 0
+        for piece in hidden.split(cuts, dim=1):
+            done += piece.shape[1]
+            drafted = model.draft(piece, output, states=states)
+            assert torch.equal(drafted, model.draft(hidden[:, :done], output))
+        assert [state.length for state in states] == [8] * 3
+
+
+def test_every_parameter_has_a_gradient() -> None:
+    model = heads()
+    hidden = torch.randn(2, 8, 16, generator=gen(1))
+    multi_token(
+        model, hidden, torch.randn(15, 16, generator=gen(2)), TARGETS, MASK, SEGMENTS
+    ).total.backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_drafts_come_true() -> None:
+    """Rows that count up in steps of 1 to 4, modulo 11: two tokens tell all that follows."""
+    shape = {
+        "vocab_size": 11,
+        "d_model": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "head_dim": 16,
+        "mlp_hidden": 64,
+    }
+    networks = torch.nn.ModuleDict(
+        {
+            "trunk": Decoder(DecoderConfig.model_validate({**shape, "ngram_orders": ()}), gen()),
+            "heads": MultiToken(32, 3, 2, mlp_hidden=64, generator=gen(1)),
+        }
+    )
+    trunk, ahead = networks["trunk"], networks["heads"]
+    assert isinstance(trunk, Decoder) and isinstance(ahead, MultiToken)
+
+    def rows(seed: int, n: int = 32) -> Tensor:
+        g = gen(seed)
+        start, step = torch.randint(0, 11, (n, 1), generator=g), torch.randint(1, 5, (n, 1), generator=g)
+        return (start + step * torch.arange(13)) % 11
+
+    def objective(part: dict[str, Tensor]):  # type: ignore[no-untyped-def]
+        ids = part["ids"]
+        mask = torch.ones_like(ids[:, 1:], dtype=torch.bool)
+        return multi_token(ahead, trunk(ids[:, :-1]), trunk.head_weight, ids[:, 1:], mask)
+
+    learn(
+        Learner(networks, [Update(objective, all_adamw(networks, 3e-3))]),  # type: ignore[arg-type]
+        iter(range(1, 1000)),
+        lambda number: [[{"ids": rows(number)}]],
+        last=120,
+        factor=lambda step: min(1.0, (step + 1) / 20),
+    )
+    judged = rows(5000, 200)
+    right = ahead.draft(trunk(judged[:, :10]), trunk.head_weight) == judged[:, 10:]
+    assert right.shape == (200, 3) and right.float().mean(dim=0).min() > 0.95
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="n is 0"):
+        MultiToken(16, 0, 2)
+    with pytest.raises(ConfigError, match="n_heads is 3"):
+        MultiToken(16, 2, 3)
+    model, hidden = heads(), torch.zeros(1, 4, 16)
+    with pytest.raises(ConfigError, match="ahead is 4"):
+        model.head(4, hidden)
+    with pytest.raises(ConfigError, match="targets is"):
+        multi_token(
+            model, hidden, torch.zeros(5, 16), torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 4).bool()
+        )

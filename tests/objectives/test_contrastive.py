@@ -1,0 +1,81 @@
+"""InfoNCE against its definition, pair by pair; what are no negatives; what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.objectives.contrastive import info_nce
+
+
+def pairs(n: int = 6, d: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(n)
+    x, y = (F.normalize(torch.randn(n, d, generator=g), dim=-1).requires_grad_() for _ in range(2))
+    return x, y, torch.tensor(4.0, requires_grad=True)
+
+
+def by_hand(x: Tensor, y: Tensor, scale: Tensor, groups: list[int]) -> Tensor:
+    """-log of each pair's share among the pairs it is told apart from, one by one."""
+    total = torch.zeros(())
+    for a, b in ((x, y), (y, x)):
+        for i in range(len(a)):
+            rivals = [j for j in range(len(b)) if j == i or groups[j] != groups[i]]
+            weights = torch.stack([(scale * (a[i] * b[j]).sum()).exp() for j in rivals])
+            total = total - 0.5 * (weights[rivals.index(i)] / weights.sum()).log()
+    return total
+
+
+@pytest.mark.parametrize("groups", [None, [0, 1, 0, 2, 1, 0], [3] * 6])
+def test_value_and_gradients_equal_the_definition(groups: list[int] | None) -> None:
+    inputs = pairs()
+    loss = info_nce(*inputs, None if groups is None else torch.tensor(groups))
+    want = by_hand(*inputs, groups or list(range(6)))
+    torch.testing.assert_close(loss.total, want)
+    assert loss.count == 6
+    for ours, theirs in zip(
+        torch.autograd.grad(loss.total, inputs), torch.autograd.grad(want, inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_pairs_of_one_caption_do_not_push_each_other_away() -> None:
+    """Pictures 0 and 1 have one caption. Without groups log 2 each is the floor, and 0 is driven from the text of 1."""
+    words = torch.eye(3)[[0, 0, 2]]
+    groups = torch.tensor([7, 7, 8])
+    assert info_nce(words, words, 20.0).total > 2 * math.log(2) - 1e-3
+    assert info_nce(words, words, 20.0, groups).total < 1e-3
+    y = F.normalize(torch.ones(3, 3), dim=1).requires_grad_()
+    (pushed,) = torch.autograd.grad(info_nce(torch.eye(3), y, 5.0).total, y)
+    (kept,) = torch.autograd.grad(info_nce(torch.eye(3), y, 5.0, groups).total, y)
+    assert pushed[1, 0] > 0.1 and kept[1, 0] == 0  # text 1 and picture 0
+    assert kept[1, 1] < -0.1 and kept[1, 2] > 0.1  # its own picture, and one of another caption
+
+
+def test_correct_counts_both_ways() -> None:
+    x = torch.eye(4)
+    assert info_nce(x, x, 1.0).metrics["correct"] == 4
+    # Rows 0 and 1 exchanged: both ways miss them.
+    assert info_nce(x, x[[1, 0, 2, 3]], 1.0).metrics["correct"] == 2
+    # ... unless they say the same.
+    assert info_nce(x, x[[1, 0, 2, 3]], 1.0, torch.tensor([5, 5, 6, 7])).metrics["correct"] == 4
+
+
+def test_bf16_is_taken_in_fp32_and_nothing_is_no_loss() -> None:
+    x, y, scale = (t.detach() for t in pairs(40, 16))
+    exact = float(info_nce(x, y, scale).total)
+    assert float(info_nce(x.bfloat16(), y.bfloat16(), scale).total) == pytest.approx(exact, rel=1e-2)
+    assert info_nce(x.bfloat16(), y.bfloat16(), scale).total.dtype == torch.float32
+    empty = info_nce(torch.zeros(0, 4), torch.zeros(0, 4), 1.0)
+    assert empty.total == 0 and empty.count == 0
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"x is \[3, 4\] and y \[2, 4\]"):
+        info_nce(torch.zeros(3, 4), torch.zeros(2, 4), 1.0)
+    with pytest.raises(ConfigError, match="groups"):
+        info_nce(torch.zeros(3, 4), torch.zeros(3, 4), 1.0, torch.zeros(2))
