@@ -210,3 +210,34 @@ def test_an_agent_is_trained_measured_and_drawn(tmp_path: Path) -> None:
             text=True,
         )
         assert failed.returncode == 2 and words in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    config = transformers.LlamaConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "tiny llama")
+    done = whorl("import", "tiny llama", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "llama: 0.0 M parameters" in done.stdout and "next:   whorl export imported/tiny-llama" in done.stdout
+    )
+    assert "looked up" in whorl("import", "tiny llama", cwd=tmp_path).stdout
+    done = whorl("export", "tiny-llama", "out", "--to", "llama", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ids = torch.arange(12)[None]
+    back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.allclose(theirs(ids).logits, back(ids).logits, atol=1e-5)
+    for words, message in (
+        (("import", "out2"), "holds no model"),
+        (("export", "tiny-llama", "out", "--to", "llama"), "is not empty"),
+        (("export", "tiny-llama", "out3", "--to", "gpt2"), "cannot be written as that family"),
+        (("export", "tiny-llama", "out3", "--to", "lama"), "did you mean 'llama'"),
+    ):
+        failed = whorl(*words, cwd=tmp_path)
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr

@@ -14,13 +14,14 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from keyword import iskeyword
 from typing import Any
 
 import typer
 
 from whorl.errors import WhorlError
 
-VERBS = ("run", "sample", "report", "recipes", "ls", "show", "lineage", "verify", "gc")
+VERBS = ("run", "sample", "report", "recipes", "ls", "show", "lineage", "verify", "gc", "import", "export")
 GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
@@ -65,8 +66,9 @@ def application() -> typer.Typer:
     )
     app.callback()(_version)
     for name in VERBS:
-        module = importlib.import_module(f"whorl.cli.{name}")
-        app.command(name)(guarded(getattr(module, name)))
+        inside = name + "_" * iskeyword(name)  # `import` is no name for a module
+        module = importlib.import_module(f"whorl.cli.{inside}")
+        app.command(name)(guarded(getattr(module, inside)))
     for group, verbs in GROUPS.items():
         module = importlib.import_module(f"whorl.cli.{group}")
         inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)

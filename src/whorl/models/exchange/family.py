@@ -1,0 +1,202 @@
+"""What a family is: a table of fields and a table of tensors, both ways; and what most families share.
+
+`read` makes a `TransformerConfig` of a `config.json`, `write` makes the fields of one, `rules` lists the tensors. Whether
+a model can be written as some family is not decided by a list of conditions: its fields are written, read back, and the
+two configurations compared (`differences`); so a feature that a family cannot express is found by construction.
+
+Most families are Llama with differences (Touvron et al. 2023, arXiv:2302.13971), so the helpers here speak of Llama's
+names, and the families' files say what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whorl.errors import ConfigError
+from whorl.models.exchange.fields import Fields, read_rope, write_rope
+from whorl.models.exchange.rules import Rule, behind, same
+from whorl.models.transformer_config import Heads, Rope, TransformerConfig
+from whorl.nn.mlp import GATED, Activation
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    model_type, architecture: what their `config.json` calls it; prefix: of the names of all tensors but the head (some files
+    lack it); no_weights: a pattern of names that are tables computed from nothing, and may be left unread.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], TransformerConfig]
+    write: Callable[[TransformerConfig], dict[str, Any]]
+    rules: Callable[[TransformerConfig], list[Rule]]
+    prefix: str = "model."
+    head: str = "lm_head.weight"
+    embedding: str = "model.embed_tokens.weight"
+    no_weights: str = r".*\.rotary_emb\.inv_freq"
+
+
+def differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
+    """Where two configurations mean different networks, as "field: x, not y". Names of mixers do not matter."""
+    found = []
+    for n, (x, y) in enumerate(zip(a.layer_mixers(), b.layer_mixers(), strict=False)):
+        found += [f"mixer of layer {n}: {d}" for d in _unequal(x.model_dump(), y.model_dump())]
+    out = {"mixers", "pattern"}
+    return _unequal(a.model_dump(exclude=out), b.model_dump(exclude=out)) + found
+
+
+def _unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} is {a.get(key)!r}, not {b.get(key)!r}"
+        for key in a.keys() | b.keys()
+        if a.get(key) != b.get(key)
+    ]
+
+
+def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
+    """The shortest pattern that, repeated, gives these names."""
+    for length in range(1, len(names) + 1):
+        if all(name == names[n % length] for n, name in enumerate(names)):
+            return tuple(names[:length])
+    return ()
+
+
+def heads_of(config: TransformerConfig) -> list[Heads]:
+    """The mixers of all layers, which must be attention with heads.
+
+    Raises:
+        ConfigError: one is another mixer.
+    """
+    heads = []
+    for n, mixer in enumerate(config.layer_mixers()):
+        if not isinstance(mixer, Heads):
+            raise not_possible(f"the mixer of layer {n} is {mixer.kind!r}", "'heads'")
+        heads.append(mixer)
+    return heads
+
+
+def not_possible(what: str, expected: str) -> ConfigError:
+    """The error of a model that a family cannot express."""
+    return ConfigError(
+        f"this model cannot be written as that family: {what}",
+        expected=expected,
+        do="export it as 'whorl', which every model can be written as",
+    )
+
+
+def read_heads(
+    fields: Fields, *, kv_heads: int | None, head_dim: int | None, base: float, **others: Any
+) -> Heads:
+    """The attention of a Llama-like file. kv_heads, head_dim, base: what an absent field means (None: from others)."""
+    n_heads, width = fields.get("num_attention_heads", int), fields.get("hidden_size", int)
+    dim = fields.get("head_dim", int, head_dim or width // n_heads)
+    base, scaling, share, _ = read_rope(fields, base)
+    rope = Rope(base=base, scaling=scaling, rotary_dim=None if share == 1.0 else int(dim * share))
+    n_kv_heads = fields.get("num_key_value_heads", int, kv_heads or n_heads)
+    return Heads(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=dim, rope=rope, **others)
+
+
+def read_shape(
+    fields: Fields,
+    *,
+    act: dict[str, Activation],
+    eps: float = 1e-6,
+    tied: bool = False,
+    act_field: str = "hidden_act",
+    act_default: str | None = "silu",
+    max_length: int | None = None,
+) -> dict[str, Any]:
+    """The arguments of `TransformerConfig` that every Llama-like file has."""
+    return {
+        "vocab_size": fields.get("vocab_size", int),
+        "d_model": fields.get("hidden_size", int),
+        "n_layers": fields.get("num_hidden_layers", int),
+        "max_length": fields.get("max_position_embeddings", int, max_length),
+        "mlp": fields.choose(act_field, act, act_default),
+        "mlp_hidden": fields.get("intermediate_size", int),
+        "norm_eps": fields.get("rms_norm_eps", float, eps),
+        "tie_embeddings": fields.get("tie_word_embeddings", bool, tied),
+    }
+
+
+def layered(full: Heads, sliding: Heads, slides: Sequence[bool]) -> dict[str, Any]:
+    """`mixers` and `pattern` of layers of which some slide."""
+    names = ["sliding" if s else "full" for s in slides]
+    mixers = {"full": full, "sliding": sliding}
+    return {"mixers": {n: mixers[n] for n in dict.fromkeys(names)}, "pattern": shortest_pattern(names)}
+
+
+def write_shape(config: TransformerConfig) -> dict[str, Any]:
+    """The fields that every Llama-like file has, the activation's left out."""
+    first = heads_of(config)[0]
+    if first.rope is None:
+        raise not_possible("the mixer of layer 0 has no rope", "rotary positions")
+    share = 1.0 if first.rope.rotary_dim is None else first.rope.rotary_dim / first.head_dim
+    rope = write_rope(first.rope.base, first.rope.scaling)
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.d_model,
+        "num_hidden_layers": config.n_layers,
+        "max_position_embeddings": config.max_length,
+        "intermediate_size": config.mlp_hidden,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "num_attention_heads": first.n_heads,
+        "num_key_value_heads": first.n_kv_heads,
+        "head_dim": first.head_dim,
+        "rope_parameters": rope if share == 1.0 else rope | {"partial_rotary_factor": share},
+    }
+
+
+def write_windows(config: TransformerConfig) -> dict[str, Any]:
+    """`sliding_window` and `layer_types`."""
+    windows = [h.window for h in heads_of(config)]
+    return {
+        "sliding_window": next((w for w in windows if w is not None), None),
+        "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
+    }
+
+
+def outer_rules(config: TransformerConfig) -> list[Rule]:
+    """Embedding, final norm and head, by Llama's names."""
+    rules = [same("model.embed_tokens.weight", "embedding"), same("model.norm.weight", "final_norm.weight")]
+    return rules if config.tie_embeddings else [*rules, same("lm_head.weight", "head")]
+
+
+def attention_rules(theirs: str, ours: str, heads: Heads) -> list[Rule]:
+    """Queries, keys, values and output of one layer; both prefixes end in a dot."""
+    parts = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
+    rules = [same(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in parts.items()]
+    for a, b in parts.items():
+        if heads.out_bias if b == "out" else heads.bias:
+            rules.append(same(f"{theirs}{a}.bias", f"{ours}{b}.bias"))
+    if heads.qk_norm:
+        rules += [same(f"{theirs}{n}.weight", f"{ours}{n}.weight") for n in ("q_norm", "k_norm")]
+    return rules
+
+
+def mlp_rules(theirs: str, ours: str, config: TransformerConfig, bias: bool | None = None) -> list[Rule]:
+    """A gated perceptron: gate and up behind each other in ours; both prefixes end in a dot.
+
+    Raises:
+        ConfigError: the perceptron has no gate.
+    """
+    if config.mlp not in GATED:
+        raise not_possible(f"mlp is {config.mlp!r}", " or ".join(GATED))
+    rules = []
+    for kind in ["weight", "bias"] if (config.mlp_bias if bias is None else bias) else ["weight"]:
+        rules.append(behind((f"{theirs}gate_proj.{kind}", f"{theirs}up_proj.{kind}"), f"{ours}up.{kind}"))
+        rules.append(same(f"{theirs}down_proj.{kind}", f"{ours}down.{kind}"))
+    return rules
+
+
+def prenorm_rules(theirs: str, ours: str) -> list[Rule]:
+    """Llama's two norms of one layer; both prefixes end in a dot."""
+    return [
+        same(f"{theirs}input_layernorm.weight", f"{ours}mixer_norm.weight"),
+        same(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight"),
+    ]

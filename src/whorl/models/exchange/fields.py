@@ -1,0 +1,273 @@
+"""The fields of a `config.json`: each is read, known to make no difference, or refused.
+
+A field that is overlooked is a model that runs and is wrong: it answers fluently, a little worse, and nobody
+finds out. So `Fields` keeps count. What a family's table asks for is marked as read; what only concerns training, text or
+other programs is on the list `HARMLESS`; and `finish` refuses whatever is left, by name, unless it is empty or off
+(null, false, no entries). The caller can vouch for a field with `ignore`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any, TypeVar
+
+from whorl.errors import ConfigError, one_of
+from whorl.nn.rotary import Scaling
+
+T = TypeVar("T")
+
+# Fields that do not change what the network computes: other programs' bookkeeping, training only, or about text.
+HARMLESS = frozenset(
+    [
+        *(
+            "_name_or_path",
+            "architectures",
+            "auto_map",
+            "name_or_path",
+            "transformers_version",
+            "task_specific_params",
+        ),
+        *(
+            "attn_implementation",
+            "cache_implementation",
+            "dtype",
+            "torch_dtype",
+            "use_cache",
+            "problem_type",
+            "ep_size",
+        ),
+        *(
+            "attention_dropout",
+            "attn_pdrop",
+            "embd_pdrop",
+            "hidden_dropout",
+            "resid_pdrop",
+            "initializer_range",
+        ),
+        *("aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "seq_aux"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "gradient_checkpointing", "pretraining_tp"),
+        *(
+            "num_mtp_layers",
+            "num_nextn_predict_layers",
+            "max_window_layers",
+            "n_ctx",
+            "reorder_and_upcast_attn",
+        ),
+        *(
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        ),
+    ]
+)
+
+
+class Fields:
+    """A configuration of others, read field by field.
+
+    Args:
+        data: the object in `config.json`; where: its path, for messages.
+    """
+
+    def __init__(self, data: dict[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+        self._read: set[str] = {"model_type"}
+
+    def get(self, name: str, kind: type[T] | tuple[type[T], ...], default: T | None = None) -> T:
+        """A field of a type. None in the file counts as absent.
+
+        Raises:
+            ConfigError: it is absent and has no default, or is of another type.
+        """
+        value = self.optional(name, kind)
+        if value is not None:
+            return value
+        if default is None:
+            raise self.wrong(name, self._name(kind))
+        return default
+
+    def optional(self, name: str, kind: type[T] | tuple[type[T], ...]) -> T | None:
+        """A field of a type, or None where it is absent."""
+        self._read.add(name)
+        value = self.data.get(name)
+        if value is None:
+            return None
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        # 10000 is a float to whoever writes JSON by hand; True is an int to Python, and to nobody else
+        if float in kinds and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise self.wrong(name, self._name(kind))
+        return value
+
+    def choose(self, name: str, ways: dict[str, T], default: str | None = None) -> T:
+        """What a field's value stands for.
+
+        Raises:
+            ConfigError: a value that is not among `ways`.
+        """
+        value = self.get(name, str, default)
+        if value not in ways:
+            raise self.wrong(name, one_of(value, list(ways)))
+        return ways[value]
+
+    def must_be(self, name: str, *allowed: Any) -> None:
+        """Refuses a field that has any value but these (absent is fine)."""
+        self._read.add(name)
+        value = self.data.get(name)
+        if value is not None and value not in allowed:
+            raise self.wrong(name, " or ".join(repr(a) for a in allowed) or "no such field")
+
+    def skip(self, *names: str) -> None:
+        """Fields that say nothing new in this family."""
+        self._read.update(names)
+
+    def finish(self, ignore: Collection[str] = ()) -> None:
+        """Refuses what nobody has asked for.
+
+        Raises:
+            ConfigError: such a field is there, and not empty.
+        """
+        for name in sorted(set(self.data) - self._read - HARMLESS - set(ignore)):
+            if self.data[name] in (None, False, [], {}, ""):
+                continue
+            raise ConfigError(
+                f"{self.where}: field {name!r} is {self.data[name]!r}, which this exchange does not know",
+                expected="fields that it reads, or that make no difference",
+                do=f"if you know that it does not change the result, pass ignore=({name!r},)",
+            )
+
+    def wrong(self, name: str, expected: str) -> ConfigError:
+        """The error about a field."""
+        found = f"is {self.data[name]!r}" if self.data.get(name) is not None else "is missing"
+        return ConfigError(f"{self.where}: field {name!r} {found}", expected=expected)
+
+    @staticmethod
+    def _name(kind: type | tuple[type, ...]) -> str:
+        return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def read_rope(fields: Fields, default_base: float) -> tuple[float, Scaling | None, float, dict[str, Any]]:
+    """Base, scaling, share of the features that turn, and the parameters themselves, from either way to write them.
+
+    Today's files have `rope_parameters` {rope_type, rope_theta, ...}; older ones `rope_theta` and `rope_scaling` {type or
+    rope_type, ...}.
+
+    Raises:
+        ConfigError: an unknown type of rotary positions or an unknown parameter of it.
+    """
+    now, old = fields.optional("rope_parameters", dict), fields.optional("rope_scaling", dict)
+    share = fields.optional("partial_rotary_factor", float)
+    given = {**(old or {}), **(now or {})}
+    given.setdefault("rope_theta", fields.get("rope_theta", float, default_base))
+    if share is not None:
+        given.setdefault("partial_rotary_factor", share)
+    return parse_rope(given, "rope_parameters" if now is not None else "rope_scaling", fields)
+
+
+_ROPE_NAMES = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "attention_factor", "mscale",
+        "mscale_all_dim", "truncate",
+    ),
+}  # fmt: skip
+
+
+def parse_rope(
+    given: dict[str, Any], name: str, fields: Fields
+) -> tuple[float, Scaling | None, float, dict[str, Any]]:
+    """As `read_rope`, from one object of parameters."""
+    inner = Fields(given, f"{fields.where}: {name}")
+    kind = inner.optional("rope_type", str) or inner.optional("type", str) or "default"
+    inner.skip("rope_type", "type")
+    base = inner.get("rope_theta", float)
+    share = inner.get("partial_rotary_factor", float, 1.0)
+    if kind != "default" and kind not in _ROPE_NAMES:
+        raise ConfigError(
+            f"{inner.where}: field 'rope_type' is {kind!r}", expected=one_of(kind, ["default", *_ROPE_NAMES])
+        )
+    if kind == "default":
+        inner.skip("factor")
+    inner.skip(*_ROPE_NAMES.get(kind, ()))
+    inner.finish()
+    if kind == "default":
+        return base, None, share, given
+    length = inner.optional("original_max_position_embeddings", int) or fields.optional(
+        "max_position_embeddings", int
+    )
+    factor = inner.get("factor", float)
+    if kind == "linear":
+        return base, Scaling("linear", factor), share, given
+    if kind == "llama3":
+        low, high = inner.get("low_freq_factor", float), inner.get("high_freq_factor", float)
+        return base, Scaling("llama3", factor, length, low, high), share, given
+    scaling = Scaling(
+        "yarn",
+        factor,
+        length,
+        inner.get("beta_slow", float, 1.0),
+        inner.get("beta_fast", float, 32.0),
+        _yarn_gain(inner, factor),
+        inner.get("truncate", bool, True),
+    )
+    return base, scaling, share, given
+
+
+def _yarn_gain(inner: Fields, factor: float) -> float | None:
+    """What cos and sin are multiplied by, where it is not YaRN's own choice (DeepSeek's two `mscale`s)."""
+    given = inner.optional("attention_factor", float)
+    above, below = inner.optional("mscale", float), inner.optional("mscale_all_dim", float)
+    if given is not None or not (above and below):
+        return given
+    return yarn_mscale(factor, above) / yarn_mscale(factor, below)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """0.1 weight ln(factor) + 1 (YaRN, arXiv:2309.00071, eq. 22, with DeepSeek's weight)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def write_rope(base: float, scaling: Scaling | None) -> dict[str, Any]:
+    """`rope_parameters` of today's files.
+
+    Raises:
+        ConfigError: a scaling that they have no name for.
+    """
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": base}
+    if scaling.kind not in _ROPE_NAMES:
+        raise ConfigError(
+            f"rope.scaling is {scaling.kind!r}", expected=one_of(scaling.kind, list(_ROPE_NAMES))
+        )
+    out: dict[str, Any] = {"rope_type": scaling.kind, "rope_theta": base, "factor": scaling.factor}
+    if scaling.kind == "linear":
+        return out
+    low, high = scaling.ramp
+    out["original_max_position_embeddings"] = scaling.original_length
+    if scaling.kind == "llama3":
+        return out | {"low_freq_factor": low, "high_freq_factor": high}
+    out |= {"beta_slow": low, "beta_fast": high, "truncate": scaling.truncate}
+    return out if scaling.attention is None else out | {"attention_factor": scaling.attention}
+
+
+def window_pattern(fields: Fields, n_layers: int, default: Iterable[bool]) -> list[bool]:
+    """Which layers slide, from `layer_types`.
+
+    Raises:
+        ConfigError: a list of another length, or an unknown kind of layer.
+    """
+    kinds = fields.optional("layer_types", list)
+    if kinds is None:
+        return list(default)
+    if len(kinds) != n_layers:
+        raise fields.wrong("layer_types", f"{n_layers} entries, one a layer")
+    known = ["full_attention", "sliding_attention"]
+    for kind in kinds:
+        if kind not in known:
+            raise fields.wrong("layer_types", f"entries {one_of(str(kind), known)}")
+    return [kind == "sliding_attention" for kind in kinds]

@@ -1,0 +1,177 @@
+"""Gemma 2 (arXiv:2408.00118) and the text part of Gemma 3 (arXiv:2503.19786).
+
+Told as the difference from Llama: embeddings are tied and multiplied by sqrt(d_model); norms stand before and after both
+branches, and their gain is 1 + weight; GeGLU; scores are divided by sqrt(query_pre_attn_scalar), whatever the head's width.
+
+- Gemma 2: scores and logits are soft-capped; every second layer slides, beginning with the first.
+- Gemma 3: no caps; queries and keys are normalised; five layers of six slide, and those have a rotary base of
+  their own, which is never stretched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whorl.models.exchange.family import (
+    Family,
+    attention_rules,
+    heads_of,
+    layered,
+    mlp_rules,
+    not_possible,
+    outer_rules,
+    read_shape,
+    write_shape,
+    write_windows,
+)
+from whorl.models.exchange.fields import Fields, parse_rope, read_rope, window_pattern, write_rope
+from whorl.models.exchange.rules import Rule, same
+from whorl.models.transformer_config import Heads, Rope, TransformerConfig
+from whorl.nn.mlp import Activation
+
+GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "geglu"}
+
+
+def _heads(fields: Fields, rope: Rope, cap: float | None, **others: Any) -> Heads:
+    dim, asked = fields.get("head_dim", int, 256), fields.get("query_pre_attn_scalar", float, 256.0)
+    return Heads(
+        n_heads=fields.get("num_attention_heads", int, 8),
+        n_kv_heads=fields.get("num_key_value_heads", int, 4),
+        head_dim=dim,
+        rope=rope,
+        scale=None if asked == dim else asked**-0.5,
+        softcap=cap,
+        bias=fields.get("attention_bias", bool, False),
+        out_bias=fields.get("attention_bias", bool, False),
+        **others,
+    )
+
+
+def _config(
+    fields: Fields, shape: dict[str, Any], full: Heads, sliding: Heads, slides: list[bool], cap: float | None
+) -> TransformerConfig:
+    # it would let a token see later ones
+    fields.must_be("use_bidirectional_attention", False)
+    return TransformerConfig(
+        **shape,
+        **layered(full, sliding, slides),
+        norm_offset=1.0,
+        sandwich=True,
+        embedding_scale=shape["d_model"] ** 0.5,
+        logit_softcap=cap,
+    )
+
+
+def _cap(fields: Fields, name: str, default: float | None) -> float | None:
+    """A cap that is absent is the family's; one that is null is none."""
+    return fields.optional(name, float) if name in fields.data else _seen(fields, name, default)
+
+
+def _seen(fields: Fields, name: str, default: float | None) -> float | None:
+    fields.skip(name)
+    return default
+
+
+def _shape(fields: Fields, max_length: int) -> dict[str, Any]:
+    # Gemma's first files had `hidden_act` too, which its programs do not look at.
+    fields.skip("hidden_act")
+    return read_shape(
+        fields,
+        act=GELU,
+        act_field="hidden_activation",
+        act_default="gelu_pytorch_tanh",
+        tied=True,
+        max_length=max_length,
+    )
+
+
+def read_gemma2(fields: Fields) -> TransformerConfig:
+    shape = _shape(fields, 8192)
+    base, scaling, share, _ = read_rope(fields, 10_000.0)
+    if share != 1.0:
+        raise fields.wrong("partial_rotary_factor", "1.0")
+    full = _heads(fields, Rope(base=base, scaling=scaling), _cap(fields, "attn_logit_softcapping", 50.0))
+    sliding = full.model_copy(update={"window": fields.get("sliding_window", int, 4096)})
+    slides = window_pattern(fields, shape["n_layers"], [n % 2 == 0 for n in range(shape["n_layers"])])
+    return _config(fields, shape, full, sliding, slides, _cap(fields, "final_logit_softcapping", 30.0))
+
+
+def read_gemma3(fields: Fields) -> TransformerConfig:
+    shape = _shape(fields, 131_072)
+    every = fields.get("sliding_window_pattern", int, fields.get("_sliding_window_pattern", int, 6))
+    slides = window_pattern(
+        fields, shape["n_layers"], [(n + 1) % every != 0 for n in range(shape["n_layers"])]
+    )
+    far, near = _ropes(fields)
+    cap = _cap(fields, "attn_logit_softcapping", None)
+    full = _heads(fields, far, cap, qk_norm=True)
+    sliding = full.model_copy(update={"rope": near, "window": fields.get("sliding_window", int, 4096)})
+    return _config(fields, shape, full, sliding, slides, _cap(fields, "final_logit_softcapping", None))
+
+
+def _ropes(fields: Fields) -> tuple[Rope, Rope]:
+    """Rotary positions of the layers that see all, and of those that slide."""
+    given = fields.optional("rope_parameters", dict)
+    base = fields.get("rope_theta", float, 1_000_000.0)
+    local = fields.get("rope_local_base_freq", float, 10_000.0)
+    if given is None or "full_attention" not in given:
+        old = given if given is not None else fields.optional("rope_scaling", dict) or {}
+        given = {"full_attention": old, "sliding_attention": {}}
+    for name in given:
+        if name not in ("full_attention", "sliding_attention"):
+            raise fields.wrong("rope_parameters", "entries full_attention and sliding_attention")
+    ropes = []
+    for name, default in (("full_attention", base), ("sliding_attention", local)):
+        theirs = {"rope_theta": default, **(given.get(name) or {})}
+        frequency, scaling, share, _ = parse_rope(theirs, f"rope_parameters.{name}", fields)
+        if share != 1.0:
+            raise fields.wrong("rope_parameters", "partial_rotary_factor 1.0")
+        ropes.append(Rope(base=frequency, scaling=scaling))
+    return ropes[0], ropes[1]
+
+
+def _write(config: TransformerConfig) -> dict[str, Any]:
+    first = heads_of(config)[0]
+    asked = float(first.head_dim) if first.scale is None else first.scale**-2
+    whole = round(asked)
+    return (
+        write_shape(config)
+        | write_windows(config)
+        | {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": whole if abs(asked - whole) < 1e-6 * asked else asked,
+            "attention_bias": first.bias,
+            "attn_logit_softcapping": first.softcap,
+            "final_logit_softcapping": config.logit_softcap,
+        }
+    )
+
+
+def write_gemma3(config: TransformerConfig) -> dict[str, Any]:
+    ropes: dict[str, Any] = {}
+    for heads in heads_of(config):
+        if heads.rope is None:
+            raise not_possible("a mixer has no rope", "rotary positions")
+        name = "full_attention" if heads.window is None else "sliding_attention"
+        ropes.setdefault(name, write_rope(heads.rope.base, heads.rope.scaling))
+    return _write(config) | {"rope_parameters": ropes}
+
+
+def gemma_rules(config: TransformerConfig) -> list[Rule]:
+    rules = outer_rules(config)
+    norms = {
+        "input_layernorm": "mixer_norm",
+        "post_attention_layernorm": "mixer_after",
+        "pre_feedforward_layernorm": "mlp_norm",
+        "post_feedforward_layernorm": "mlp_after",
+    }
+    for n, heads in enumerate(heads_of(config)):
+        theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
+        rules += [same(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in norms.items()]
+        rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
+        rules += mlp_rules(f"{theirs}mlp.", f"{ours}mlp.", config)
+    return rules
+
+
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", read_gemma2, _write, gemma_rules)
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", read_gemma3, write_gemma3, gemma_rules)

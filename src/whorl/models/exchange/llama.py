@@ -1,0 +1,108 @@
+"""Llama, and the families that differ from it in a line: Mistral, Qwen2, Qwen3.
+
+- Llama (Touvron et al. 2023, arXiv:2302.13971; 3: Grattafiori et al. 2024, arXiv:2407.21783): pre-norm, RMS norms, rotary
+  positions in the half-split layout, SwiGLU; from 2 on grouped queries, from 3.1 on stretched positions.
+- Mistral (Jiang et al. 2023, arXiv:2310.06825): every layer sees a sliding window, if the field is not null.
+- Qwen2 (Yang et al. 2024, arXiv:2407.10671): biases on queries, keys and values, not on the output; the layers from
+  `max_window_layers` on slide if `use_sliding_window`.
+- Qwen3 (Yang et al. 2025, arXiv:2505.09388): no biases; queries and keys are normalised over each head's features, and a
+  head's width is a field of its own.
+
+An absent field means what the family's own programs take it for, which is why defaults differ between functions here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from whorl.models.exchange.family import (
+    Family,
+    attention_rules,
+    heads_of,
+    layered,
+    mlp_rules,
+    outer_rules,
+    prenorm_rules,
+    read_heads,
+    read_shape,
+    write_shape,
+    write_windows,
+)
+from whorl.models.exchange.fields import Fields, window_pattern
+from whorl.models.exchange.rules import Rule
+from whorl.models.transformer_config import TransformerConfig
+from whorl.nn.mlp import Activation
+
+SILU: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
+
+
+def read_llama(fields: Fields) -> TransformerConfig:
+    bias = fields.get("attention_bias", bool, False)
+    heads = read_heads(fields, kv_heads=None, head_dim=None, base=10_000.0, bias=bias, out_bias=bias)
+    shape = read_shape(fields, act=SILU, max_length=2048)
+    return TransformerConfig(**shape, mixers={"full": heads}, mlp_bias=fields.get("mlp_bias", bool, False))
+
+
+def write_llama(config: TransformerConfig) -> dict[str, Any]:
+    bias = heads_of(config)[0].bias
+    return write_shape(config) | {"hidden_act": "silu", "attention_bias": bias, "mlp_bias": config.mlp_bias}
+
+
+def llama_rules(config: TransformerConfig) -> list[Rule]:
+    rules = outer_rules(config)
+    for n, heads in enumerate(heads_of(config)):
+        theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
+        rules += prenorm_rules(theirs, ours)
+        rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
+        rules += mlp_rules(f"{theirs}mlp.", f"{ours}mlp.", config)
+    return rules
+
+
+def read_mistral(fields: Fields) -> TransformerConfig:
+    # an absent window is 4096, a null one is none: the one field where the two differ
+    window = fields.optional("sliding_window", int) if "sliding_window" in fields.data else 4096
+    heads = read_heads(fields, kv_heads=8, head_dim=None, base=10_000.0, window=window)
+    return TransformerConfig(**read_shape(fields, act=SILU, max_length=131_072), mixers={"full": heads})
+
+
+def write_mistral(config: TransformerConfig) -> dict[str, Any]:
+    return write_shape(config) | {"hidden_act": "silu", "sliding_window": heads_of(config)[0].window}
+
+
+def _read_qwen(fields: Fields, kv_heads: int, head_dim: int | None, **heads: Any) -> TransformerConfig:
+    shape = read_shape(fields, act=SILU, max_length=32_768)
+    slides = fields.get("use_sliding_window", bool, False)
+    window = fields.get("sliding_window", int, 4096) if slides else None
+    fields.skip("sliding_window")
+    first = fields.get("max_window_layers", int, 28)
+    default = [slides and n >= first for n in range(shape["n_layers"])]
+    pattern = window_pattern(fields, shape["n_layers"], default)
+    if window is None and any(pattern):
+        raise fields.wrong("layer_types", "no 'sliding_attention' while use_sliding_window is off")
+    full = read_heads(fields, kv_heads=kv_heads, head_dim=head_dim, base=10_000.0, **heads)
+    return TransformerConfig(**shape, **layered(full, full.model_copy(update={"window": window}), pattern))
+
+
+def _write_qwen(config: TransformerConfig) -> dict[str, Any]:
+    windows = write_windows(config)
+    slides = windows["sliding_window"] is not None
+    return write_shape(config) | windows | {"hidden_act": "silu", "use_sliding_window": slides}
+
+
+def read_qwen2(fields: Fields) -> TransformerConfig:
+    return _read_qwen(fields, 32, None, bias=True)
+
+
+def read_qwen3(fields: Fields) -> TransformerConfig:
+    bias = fields.get("attention_bias", bool, False)
+    return _read_qwen(fields, 32, 128, bias=bias, out_bias=bias, qk_norm=True)
+
+
+def write_qwen3(config: TransformerConfig) -> dict[str, Any]:
+    return _write_qwen(config) | {"attention_bias": heads_of(config)[0].bias}
+
+
+LLAMA = Family("llama", "LlamaForCausalLM", read_llama, write_llama, llama_rules)
+MISTRAL = Family("mistral", "MistralForCausalLM", read_mistral, write_mistral, llama_rules)
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", read_qwen2, _write_qwen, llama_rules)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, write_qwen3, llama_rules)

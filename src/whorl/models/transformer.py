@@ -1,0 +1,393 @@
+"""The general decoder: every published one that the house can exchange is this file with another configuration.
+
+    x = embedding[ids] * embedding_scale  (+ positions[p])                          [B, T, d_model]
+    n_layers times, with the mixer that `pattern` names for the layer and an MLP or a mixture of experts:
+        pre-norm   x += mixer(norm(x));         x += mlp(norm(x))                   GPT-2, arXiv:2002.04745
+        sandwich   x += norm(mixer(norm(x)));   x += norm(mlp(norm(x)))             Gemma 2, arXiv:2408.00118
+        parallel   h = norm(x);                 x += mixer(h) + mlp(h)              PaLM, arXiv:2204.02311, section 2
+    logits = softcap(norm(x) head^T)                                                [B, T, vocab]
+
+The subtle parts. (1) The scale of the embedding is rounded to the type of the activations before it is used, since the
+models that have one were trained that way (in bf16, sqrt(3072) is 55.5). (2) `Decoder` (`models/decoder.py`) is not a
+special case of this: it is our own small model, tuned as a whole; this one is for exchange and for putting members together.
+
+A mixer is anything that keeps to `nn/mixer.py`; which layer has which, the configuration says (`transformer_config.py`).
+
+The cost of a model is a question to the model: `params`, `flops_per_token`, `kv_bytes_per_token`, `activation_bytes`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.models.transformer_config import (
+    MEMBERS,
+    Heads,
+    LatentHeads,
+    Member,
+    Rope,
+    TransformerConfig,
+    heads_bytes,
+    keys_seen,
+    latent_bytes,
+)
+from whorl.nn.attention.heads import MultiHead
+from whorl.nn.attention.latent import Latent
+from whorl.nn.experts import Experts as ExpertMatrices
+from whorl.nn.experts import MixtureOfExperts
+from whorl.nn.linear import Linear
+from whorl.nn.mixer import State
+from whorl.nn.mlp import GATED, MLP
+from whorl.nn.norm import LayerNorm, RMSNorm
+from whorl.nn.rotary import Rotary
+
+__all__ = ["Block", "Transformer", "TransformerConfig", "TransformerState"]
+
+
+@dataclass
+class TransformerState:
+    """What decoding keeps of the past: a state for each layer."""
+
+    layers: list[State]
+
+    @property
+    def length(self) -> int:
+        """Positions taken in so far."""
+        return self.layers[0].length
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(layer.n_bytes for layer in self.layers)
+
+
+def make_norm(config: TransformerConfig) -> nn.Module:
+    """The model's norm over d_model."""
+    if config.norm == "layer":
+        return LayerNorm(config.d_model, config.norm_eps)
+    return RMSNorm(config.d_model, config.norm_eps, config.norm_offset)
+
+
+def make_rotary(rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotary:
+    """Tables of a `Rope`, to be shared by all layers of one kind."""
+    return Rotary(head_dim, rope.base, dtype, rope.scaling, rope.layout, rope.rotary_dim)
+
+
+def make_mixer(
+    config: TransformerConfig,
+    mixer: Heads | LatentHeads | Member,
+    rotary: Rotary | None,
+    generator: torch.Generator | None,
+) -> nn.Module:
+    """One layer's mixer.
+
+    Raises:
+        ConfigError: `options` of a `Member` are not what its class takes.
+    """
+    # The fields of both are arguments of their class, but for what depends on the whole model.
+    if isinstance(mixer, Heads):
+        return MultiHead(
+            config.d_model,
+            rotary=rotary,
+            qk_norm=config.norm_eps if mixer.qk_norm else None,
+            norm_offset=config.norm_offset,
+            generator=generator,
+            **mixer.model_dump(exclude={"kind", "rope", "qk_norm"}),
+        )
+    if isinstance(mixer, LatentHeads):
+        fields = mixer.model_dump(exclude={"kind", "rope"})
+        return Latent(config.d_model, rotary=rotary, generator=generator, **fields)
+    module, _, name = MEMBERS[mixer.kind].partition(":")
+    cls = getattr(importlib.import_module(module), name)
+    try:
+        inspect.signature(cls).bind(config.d_model, **mixer.options, generator=generator)
+    except TypeError as error:
+        raise ConfigError(
+            f"mixers: options of {mixer.kind!r} are {mixer.options}: {error}",
+            expected=f"arguments of {name}{inspect.signature(cls)}",
+        ) from error
+    made: nn.Module = cls(config.d_model, **mixer.options, generator=generator)
+    return made
+
+
+class Block(nn.Module):
+    """One layer (see the top of this file).  x: [B, T, d_model] -> [B, T, d_model]."""
+
+    def __init__(
+        self, config: TransformerConfig, layer: int, rotary: Rotary | None, generator: torch.Generator | None
+    ) -> None:
+        super().__init__()
+        self.parallel = config.parallel
+        self.mixer_norm = make_norm(config)
+        self.mixer = make_mixer(config, config.layer_mixers()[layer], rotary, generator)
+        self.mixer_after = make_norm(config) if config.sandwich else nn.Identity()
+        self.mlp_norm = nn.Identity() if config.parallel else make_norm(config)
+        self.mlp: MLP | MixtureOfExperts
+        e = config.experts
+        if e is not None and config.has_experts(layer):
+            self.mlp = MixtureOfExperts(
+                config.d_model,
+                e.hidden,
+                e.n_experts,
+                e.top_k,
+                kind=config.mlp,
+                shared_hidden=e.shared_hidden,
+                shared_gate=e.shared_gate,
+                routing=e.routing,
+                scoring=e.scoring,
+                normalise=e.normalise,
+                capacity_factor=e.capacity_factor,
+                scale=e.scale,
+                bias_balance=e.bias_balance,
+                groups=e.groups,
+                generator=generator,
+            )
+        else:
+            self.mlp = MLP(config.d_model, config.mlp_hidden, config.mlp, generator, bias=config.mlp_bias)
+        self.mlp_after = make_norm(config) if config.sandwich else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None,
+        segments: Tensor | None,
+        state: State | None,
+        records: list[Any] | None,
+    ) -> Tensor:
+        h = self.mixer_norm(x)
+        mixed: Tensor = self.mixer(h, positions=positions, segments=segments, state=state)
+        if self.parallel:
+            return x + mixed + self._mlp(h, records)
+        x = x + self.mixer_after(mixed)
+        return x + self._mlp(self.mlp_norm(x), records)
+
+    def _mlp(self, h: Tensor, records: list[Any] | None) -> Tensor:
+        out: Tensor = self.mlp(h, records) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(h)
+        normed: Tensor = self.mlp_after(out)
+        return normed
+
+
+class Transformer(nn.Module):
+    """The general decoder (see the top of this file).
+
+    Args:
+        config: its shape.
+        generator: draws the initial weights; the same seed gives the same network.
+        dtype: the type that activations are computed in; weights stay fp32.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.config, self.dtype = config, dtype
+
+        def table(rows: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(rows, config.d_model, generator=generator) * 0.02)
+
+        self.embedding = table(config.vocab_size)
+        self.positions = table(config.max_length) if config.learned_positions else None
+        rotaries = {name: self._rotary(mixer) for name, mixer in config.mixers.items()}
+        self.blocks = nn.ModuleList(
+            [Block(config, n, rotaries[name], generator) for n, name in enumerate(config.layer_names())]
+        )
+        self.final_norm = make_norm(config)
+        self.head = None if config.tie_embeddings else table(config.vocab_size)
+
+    def _rotary(self, mixer: Heads | LatentHeads | Member) -> Rotary | None:
+        if isinstance(mixer, Member) or mixer.rope is None:
+            return None
+        return make_rotary(
+            mixer.rope, mixer.head_dim if isinstance(mixer, Heads) else mixer.rope_dim, self.dtype
+        )
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab, d_model]: the output matrix (the embedding itself when tied)."""
+        return self.embedding if self.head is None else self.head
+
+    def embed(self, ids: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
+        """ids [B, T] -> [B, T, d_model] in the compute type; `start` is the position of the first when none are given.
+
+        Raises:
+            ConfigError: learned positions, and the row is longer than their table.
+        """
+        x = F.embedding(ids, self.embedding).to(self.dtype)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=self.dtype, device=x.device)
+        if self.positions is not None:
+            if positions is None:
+                stop = start + ids.shape[1]
+                if stop > self.config.max_length:
+                    raise ConfigError(
+                        f"a row of {stop} positions",
+                        expected=f"at most max_length = {self.config.max_length}",
+                    )
+                x = x + self.positions[start:stop].to(self.dtype)
+            else:
+                x = x + F.embedding(positions, self.positions).to(self.dtype)
+        return x
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: TransformerState | None = None,
+        records: list[Any] | None = None,
+    ) -> Tensor:
+        """ids [B, T] -> normalised hidden states [B, T, d_model] in the compute type.
+
+        positions: [T] or [B, T], by default those behind the state's length (give them for a packed row if positions
+        are learned: they begin anew with every document); segments: [B, T] the documents of a packed row, or None;
+        state: read and extended in place; records: each mixture of experts appends what it did (`nn/experts`).
+        """
+        x = self.embed(ids, positions, 0 if state is None else state.length)
+        for n, block in enumerate(self.blocks):
+            x = block(x, positions, segments, None if state is None else state.layers[n], records)
+        hidden: Tensor = self.final_norm(x)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d_model] -> [..., vocab] in fp32."""
+        logits = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
+        cap = self.config.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def new_state(self, batch: int, capacity: int) -> TransformerState:
+        """An empty state for `batch` rows of up to `capacity` positions."""
+        return self._state(batch, capacity, str(self.embedding.device))
+
+    def _state(self, batch: int, capacity: int, device: str) -> TransformerState:
+        mixers: list[Any] = [block.mixer for block in self.blocks]
+        return TransformerState(
+            [m.new_state(batch, capacity, dtype=self.dtype, device=device) for m in mixers]
+        )
+
+    def params(self) -> dict[str, int]:
+        """Parameters: total; active (those one token meets); embedding (tables of ids and positions, and the head)."""
+        total = sum(p.numel() for p in self.parameters())
+        tables = [self.embedding, self.positions, self.head]
+        return {
+            "total": total,
+            "active": total - self._idle_params(),
+            "embedding": sum(t.numel() for t in tables if t is not None),
+        }
+
+    def _idle_params(self) -> int:
+        """Parameters of experts that a token passes by."""
+        e, layers = self.config.experts, [block.mlp for block in self.blocks]
+        held = [
+            sum(p.numel() for p in x.experts.parameters()) for x in layers if isinstance(x, MixtureOfExperts)
+        ]
+        return 0 if e is None else sum(held) * (e.n_experts - e.top_k) // e.n_experts
+
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations of one training token's products, forward + backward, in rows of `length`.
+
+        6 x the matrix weights that a token meets (idle experts and look-ups left out, the head counted), and for each layer
+        of attention 6 x n_heads x (width of a key + width of a value) x the keys that it sees on average
+        (Kaplan et al. 2020, arXiv:2001.08361, table 1). Mixers that see no single keys count by their weights alone.
+        """
+        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() > 1) - self._idle_params()
+        flops = 6.0 * (matrices + self.head_weight.numel())
+        for mixer in self.config.layer_mixers():
+            if isinstance(mixer, Heads):
+                flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * keys_seen(length, mixer.window)
+            elif isinstance(mixer, LatentHeads):
+                features = mixer.nope_dim + mixer.rope_dim + mixer.v_dim
+                flops += 6.0 * mixer.n_heads * features * keys_seen(length, None)
+        return flops
+
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a row's state grows by with each further token of capacity; states of fixed size add nothing.
+
+        Asked of the states themselves, made without memory: so it is true of any member, and of layers that keep
+        no more than their window.
+        """
+        windows = [
+            m.window for m in self.config.layer_mixers() if isinstance(m, Heads) and m.window is not None
+        ]
+        long = max(windows, default=0) + 1
+        return self._state(1, long + 1, "meta").n_bytes - self._state(1, long, "meta").n_bytes
+
+    def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
+        """Bytes that the forward pass keeps for the backward one; logits, loss and rotary tables left out.
+
+        device: of the run, by default the model's own; what attention keeps depends on it. With e bytes an activation,
+        d = d_model, T = length, in bytes for each of the batch x length positions:
+
+            norm    8 d (x and x / rms in fp32), and e d for what the layer behind it reads
+            heads   e (2 H + 2 KV) d_h (queries, keys, values, output) + 4 H; queries and keys normed: 8 (H + KV) d_h more;
+                    any mask but causal: e H d_h more, and e T^2 once a layer, the mask;
+                    on a CPU, causal rows in blocks: e (4 H d_h + H T), where T is half of that in long rows;
+                    capped or with a sink, where no fused kernel will do: (12 + e) H d_h + 12 H T, and 2 T^2 once
+            latent  as heads, with keys of nope + rope and values of v features, and the ranks
+            MLP     4 e hidden with a gate, else 2 e hidden
+            experts top_k (e d + e width of `up` + 20) + 5 E, in bf16 4 d for the router, and the shared one as an MLP
+
+        and in bf16 a copy of every matrix. Other members are measured. Within 15 % of what autograd keeps on a CPU (a
+        test); a GPU's fused kernels keep the same or less.
+        """
+        e, d = self.dtype.itemsize, self.config.d_model
+        on_cpu = (device or self.embedding.device.type).startswith("cpu")
+        once, each = 0, 8 + 8 * d  # the ids, the final norm
+        for layer, mixer in enumerate(self.config.layer_mixers()):
+            block: Any = self.blocks[layer]
+            norms, read = (4, 2) if self.config.sandwich else (1, 1) if self.config.parallel else (2, 2)
+            each += norms * (8 * d + 4) + read * e * d + self._mlp_bytes(layer)
+            if isinstance(mixer, Heads):
+                layer_once, layer_each = heads_bytes(mixer, length, e, on_cpu)
+                once, each = once + layer_once, each + layer_each
+            elif isinstance(mixer, LatentHeads):
+                each += latent_bytes(mixer, length, e, on_cpu)
+            else:
+                once += batch * measured_bytes(block.mixer, d, length, self.dtype)
+        if self.dtype != torch.float32:
+            cast = [m for m in self.blocks.modules() if isinstance(m, Linear | ExpertMatrices)]
+            once += e * sum(p.numel() for m in cast for p in m.parameters() if p.dim() > 1)
+        return batch * length * each + once
+
+    def _mlp_bytes(self, layer: int) -> int:
+        c, e = self.config, self.dtype.itemsize
+        factor = 4 if c.mlp in GATED else 2
+        if c.experts is None or not c.has_experts(layer):
+            return factor * e * c.mlp_hidden
+        x = c.experts
+        width = x.hidden * (2 if c.mlp in GATED else 1)
+        router = 5 * x.n_experts + (4 * c.d_model if e < 4 else 0)
+        gate = e * (c.d_model + 1) if x.shared_gate else 0
+        return x.top_k * (e * (c.d_model + width) + 20) + router + factor * e * x.shared_hidden + gate
+
+
+def measured_bytes(mixer: nn.Module, d_model: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes that autograd keeps of a mixer for each further row: those of two rows of noughts, less those of one."""
+    own = {t.untyped_storage().data_ptr() for t in mixer.parameters()}
+    device = next(mixer.parameters()).device
+
+    def kept(rows: int) -> int:
+        found: dict[int, Any] = {}  # the storages themselves: freed ones would lend their address to others
+
+        def pack(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage
+            return t
+
+        x = torch.zeros(rows, length, d_model, dtype=dtype, device=device, requires_grad=True)
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            mixer(x)
+        return sum(int(storage.nbytes()) for storage in found.values())
+
+    return kept(2) - kept(1)

@@ -1,0 +1,241 @@
+"""The shape of a `Transformer` (`models/transformer.py`), as data: checked where it is written, stored beside the weights.
+
+Layers differ by name, not by number: `mixers` names each kind of mixer once, and `pattern` is repeated over the layers. So
+Gemma 3 (arXiv:2503.19786), five layers with a window to one without, is
+
+    mixers = {"local": Heads(..., window=1024, rope=Rope(base=1e4)), "global": Heads(..., rope=Rope(base=1e6))}
+    pattern = ("local",) * 5 + ("global",)
+
+`Heads` and `LatentHeads` have fields of their own, because exchange with others depends on every one of them. Any other
+mixer is a `Member`: its name in `MEMBERS`, and the arguments of its class. Adding one is its file and one line there.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from whorl.errors import one_of
+from whorl.nn.attention.backends import BLOCKED_UPTO
+from whorl.nn.attention.causal import QUERY_BLOCK
+from whorl.nn.mlp import Activation
+from whorl.nn.rotary import Layout, Scaling
+
+# Mixers by name, besides "heads" and "latent": where they live. Each is called as Class(d_model, **options, generator=...).
+MEMBERS: dict[str, str] = {
+    "linear": "whorl.nn.attention.linear:LinearAttention",
+    "pointwise": "whorl.nn.attention.pointwise:Pointwise",
+    "rnn": "whorl.nn.recurrent:RNN",
+    "lstm": "whorl.nn.recurrent:LSTM",
+    "gru": "whorl.nn.recurrent:GRU",
+    "mamba": "whorl.nn.mamba:Mamba",
+}
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Rope(_Shape):
+    """Rotary positions (`nn/rotary.py`)."""
+
+    base: float = Field(default=10_000.0, gt=1)
+    scaling: Scaling | None = None
+    rotary_dim: int | None = Field(default=None, ge=2)
+    layout: Layout = "half"
+
+
+class Heads(_Shape):
+    """Attention with heads (`nn/attention/heads.py`). `qk_norm` takes its eps and offset from the model's norm."""
+
+    kind: Literal["heads"] = "heads"
+    n_heads: int = Field(ge=1)
+    n_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    rope: Rope | None = Rope()
+    bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    scale: float | None = Field(default=None, gt=0)
+    softcap: float | None = Field(default=None, gt=0)
+    window: int | None = Field(default=None, ge=1)
+    stride: int | None = Field(default=None, ge=1)
+    block: int | None = Field(default=None, ge=1)
+    sink: bool = False
+    alibi: bool = False
+    smear: bool = False
+
+    @model_validator(mode="after")
+    def _possible(self) -> Heads:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
+        if self.rope is not None:
+            turning = self.rope.rotary_dim or self.head_dim
+            if turning % 2 or turning > self.head_dim:
+                raise ValueError(
+                    f"head_dim ({self.head_dim}) and rope.rotary_dim ({self.rope.rotary_dim}) must be even"
+                )
+        return self
+
+
+class LatentHeads(_Shape):
+    """Multi-head latent attention (`nn/attention/latent.py`). `eps` is of the norms of its latents."""
+
+    kind: Literal["latent"] = "latent"
+    n_heads: int = Field(ge=1)
+    kv_rank: int = Field(ge=1)
+    q_rank: int | None = Field(default=None, ge=1)
+    nope_dim: int = Field(ge=1)
+    rope_dim: int = Field(ge=2)
+    v_dim: int = Field(ge=1)
+    rope: Rope = Rope()
+    scale: float | None = Field(default=None, gt=0)
+    eps: float = Field(default=1e-6, gt=0)
+
+
+class Member(_Shape):
+    """Any other mixer, by its name in `MEMBERS`; `options` are the arguments of its class."""
+
+    kind: str
+    options: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _known(self) -> Member:
+        if self.kind not in MEMBERS:
+            raise ValueError(
+                f"kind {self.kind!r}: expected {one_of(self.kind, ['heads', 'latent', *MEMBERS])}"
+            )
+        return self
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("kind", "heads") if isinstance(value, dict) else getattr(value, "kind", "heads")
+    return kind if kind in ("heads", "latent") else "member"
+
+
+MixerConfig = Annotated[
+    Annotated[Heads, Tag("heads")] | Annotated[LatentHeads, Tag("latent")] | Annotated[Member, Tag("member")],
+    Discriminator(_kind),
+]
+
+
+class Experts(_Shape):
+    """Mixture of experts in place of the MLP (`nn/experts`), in every layer but `dense_layers`."""
+
+    n_experts: int = Field(ge=1)
+    top_k: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    shared_hidden: int = Field(default=0, ge=0)
+    shared_gate: bool = False
+    routing: Literal["dropless", "token_choice", "expert_choice"] = "dropless"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True
+    scale: float = Field(default=1.0, gt=0)
+    capacity_factor: float = Field(default=1.25, gt=0)
+    bias_balance: bool = False
+    groups: tuple[int, int] | None = None
+    dense_layers: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Experts:
+        if self.top_k > self.n_experts:
+            raise ValueError(f"top_k ({self.top_k}) must be at most n_experts ({self.n_experts})")
+        return self
+
+
+class TransformerConfig(_Shape):
+    """The shape of a transformer.
+
+    max_length: the longest row it was made for; bounds `learned_positions`, and is told to others on export.
+    groups of `experts`: (how many groups, how many of them a token may choose from).
+    """
+
+    vocab_size: int = Field(ge=2)
+    d_model: int = Field(ge=1)
+    n_layers: int = Field(ge=1)
+    max_length: int = Field(default=4096, ge=1)
+    mixers: dict[str, MixerConfig] = Field(min_length=1)
+    pattern: tuple[str, ...] = ()  # empty: the mixers in the order they are named in
+    mlp: Activation = "swiglu"
+    mlp_hidden: int = Field(ge=1)
+    mlp_bias: bool = False
+    experts: Experts | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = Field(default=1e-6, gt=0)
+    norm_offset: float = 0.0
+    sandwich: bool = False
+    parallel: bool = False
+    learned_positions: bool = False
+    embedding_scale: float = Field(default=1.0, gt=0)
+    tie_embeddings: bool = False
+    logit_softcap: float | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _possible(self) -> TransformerConfig:
+        for name in self.pattern:
+            if name not in self.mixers:
+                raise ValueError(f"pattern names {name!r}: expected {one_of(name, list(self.mixers))}")
+        if unused := set(self.mixers) - set(self.pattern or self.mixers):
+            raise ValueError(f"mixers: {sorted(unused)[0]!r} does not occur in pattern {self.pattern}")
+        if self.parallel and self.sandwich:
+            raise ValueError("parallel and sandwich exclude each other")
+        if self.norm == "layer" and self.norm_offset:
+            raise ValueError(f"norm_offset ({self.norm_offset}) is for norm = 'rms' only")
+        if self.experts is not None and any(not 0 <= n < self.n_layers for n in self.experts.dense_layers):
+            raise ValueError(
+                f"experts.dense_layers {self.experts.dense_layers} must lie in 0 .. {self.n_layers - 1}"
+            )
+        return self
+
+    def layer_names(self) -> list[str]:
+        """The name of each layer's mixer: the pattern, repeated."""
+        pattern = self.pattern or tuple(self.mixers)
+        return [pattern[n % len(pattern)] for n in range(self.n_layers)]
+
+    def layer_mixers(self) -> list[Heads | LatentHeads | Member]:
+        """The configuration of each layer's mixer."""
+        return [self.mixers[name] for name in self.layer_names()]
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+
+def keys_seen(length: int, window: int | None) -> float:
+    """Keys that a position of a causal row sees on average: length / 2, less where a window ends."""
+    if window is None or window >= length:
+        return length / 2
+    return float(window - window**2 / (2 * length))
+
+
+def blocked_keys(length: int) -> float:
+    """Keys a position that attention over blocks of queries keeps probabilities of (`nn/attention/causal.py`)."""
+    ends = [*range(QUERY_BLOCK, length, QUERY_BLOCK), length]
+    starts = [0, *ends[:-1]]
+    return float(sum((stop - start) * stop for start, stop in zip(starts, ends, strict=True)) / length)
+
+
+def heads_bytes(m: Heads, length: int, e: int, on_cpu: bool) -> tuple[int, int]:
+    """(bytes once, bytes a position) that attention with heads keeps; see `Transformer.activation_bytes`."""
+    queries, keys = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
+    normed = 8 * (queries + keys) + 4 * (m.n_heads + m.n_kv_heads) if m.qk_norm else 0
+    if m.softcap is not None or m.sink:
+        return 2 * length**2, (12 + e) * queries + 12 * m.n_heads * length + normed
+    fused = e * 2 * (queries + keys) + 4 * m.n_heads + normed
+    if m.window is None and m.stride is None and m.block is None and not m.alibi:
+        if on_cpu and length <= BLOCKED_UPTO:
+            return 0, normed + e * (4 * queries + round(m.n_heads * blocked_keys(length)))
+        return 0, fused
+    return e * length**2 * (m.n_heads if m.alibi else 1), fused + e * queries
+
+
+def latent_bytes(m: LatentHeads, length: int, e: int, on_cpu: bool) -> int:
+    """Bytes a position that latent attention keeps in its expanded form; see `Transformer.activation_bytes`."""
+    key = m.nope_dim + m.rope_dim
+    ranks = 4 * (m.kv_rank + m.rope_dim) + 4 * m.kv_rank + e * (m.kv_rank + m.rope_dim) + 4
+    ranks += 0 if m.q_rank is None else (8 + e) * m.q_rank + 4
+    if on_cpu and length <= BLOCKED_UPTO:
+        return ranks + e * round(m.n_heads * (2 * key + 2 * m.v_dim + blocked_keys(length)))
+    # values stay where kv_b put them, beside the keys' first part
+    return ranks + e * m.n_heads * (2 * key + m.nope_dim + 2 * m.v_dim) + 4 * m.n_heads

@@ -1,0 +1,130 @@
+"""A mixture of experts in the place of an MLP: a router, E experts, and experts that every token shares.
+
+    y = shared(x) + sum over chosen e of  w_e expert_e(x)
+
+(Shazeer et al. 2017, arXiv:1701.06538, eq. 1; the shared part: DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, eq. 9; its
+gate: Qwen2, arXiv:2407.10671.) At equal arithmetic per token such a layer holds E / top_k times the parameters.
+
+A layer knows no objective: it appends what it decided to `records`, and the balancing losses are functions of those
+(`objectives/routing.py`). The house's rule that a parameter is treated by its name gives the rest:
+`router_names` says which to leave out of an update (a frozen router), `expert_rates` which to slow down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+from whorl.nn.experts.experts import Experts
+from whorl.nn.experts.router import Method, Overflow, Router, Routing, Scoring
+from whorl.nn.linear import Linear
+from whorl.nn.mlp import MLP, Activation
+
+
+class MixtureOfExperts(nn.Module):
+    """x: [..., d] -> [..., d].
+
+    Args:
+        hidden: width of one expert; shared_hidden: of the shared expert, 0 for none; shared_gate: weigh the shared expert
+            by a learned sigmoid of the token.
+        others: see `Router`.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        hidden: int,
+        n_experts: int,
+        top_k: int,
+        *,
+        kind: Activation = "swiglu",
+        shared_hidden: int = 0,
+        shared_gate: bool = False,
+        routing: Method = "dropless",
+        scoring: Scoring = "softmax",
+        normalise: bool = True,
+        capacity_factor: float = 1.25,
+        overflow: Overflow = "next",
+        scale: float = 1.0,
+        bias_balance: bool = False,
+        groups: tuple[int, int] | None = None,
+        expert_dropout: float = 0.0,
+        token_dropout: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        if shared_gate and not shared_hidden:
+            raise ConfigError("shared_gate without a shared expert", expected="shared_hidden above 0")
+        self.d = d
+        self.router = Router(
+            d, n_experts, top_k, routing=routing, scoring=scoring, normalise=normalise, capacity_factor=capacity_factor,
+            overflow=overflow, scale=scale, groups=groups, bias_balance=bias_balance, expert_dropout=expert_dropout,
+            token_dropout=token_dropout, generator=generator,
+        )  # fmt: skip
+        self.experts = Experts(n_experts, d, hidden, kind, generator=generator)
+        self.shared = MLP(d, shared_hidden, kind, generator=generator) if shared_hidden else None
+        self.shared_gate = Linear(d, 1, std=d**-0.5, generator=generator) if shared_gate else None
+
+    def forward(self, x: Tensor, records: list[Routing] | None = None) -> Tensor:
+        """records: the `Routing` of this call is appended."""
+        if x.shape[-1] != self.d:
+            raise ConfigError(f"x has {x.shape[-1]} features", expected=f"d = {self.d}")
+        flat = x.reshape(-1, self.d)  # [N, d]
+        routing: Routing = self.router(flat)
+        if records is not None:
+            records.append(routing)
+        y: Tensor = self.experts(flat, routing.tokens, routing.weights, routing.counts)
+        if self.shared is not None:
+            shared = self.shared(flat)
+            y = y + (shared if self.shared_gate is None else self.shared_gate(flat).sigmoid() * shared)
+        return y.view(x.shape)
+
+
+def router_names(network: nn.Module) -> list[str]:
+    """Names of all routers' parameters in a network. Leave them out of an update's treatments to freeze routing."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in network.named_modules()
+        if isinstance(module, Router)
+        for name, _ in module.named_parameters()
+    ]
+
+
+def freeze_routers(network: nn.Module) -> list[str]:
+    """Ends the gradient of all routers (as for fine-tuning on little data); returns their names."""
+    names = router_names(network)
+    for name in names:
+        network.get_parameter(name).requires_grad_(False)
+    return names
+
+
+def expert_rates(network: nn.Module, rates: Mapping[int, float]) -> dict[str, float]:
+    """Learning-rate multipliers of experts, by parameter name: 1 for those not listed.
+
+    network: one layer, or a whole network: `rates` (expert number -> multiplier) then holds in every layer of experts.
+    The result is for `Treatment(rule, rate * multiplier)`; leave a name with 0 out of the update altogether.
+    Several rates in one update need the rule "adamw" (Muon takes one rate).
+
+    Raises:
+        ConfigError: an expert that no layer has, a negative multiplier, or a network without experts.
+    """
+    result: dict[str, float] = {}
+    most = 0
+    for path, module in network.named_modules():
+        if not isinstance(module, Experts):
+            continue
+        most = max(most, len(module))
+        for name, _ in module.named_parameters():
+            number = int(name.rsplit(".", 1)[1])  # "up.3"
+            result[f"{path}.{name}" if path else name] = float(rates.get(number, 1.0))
+    if not result:
+        raise ConfigError("the network has no experts", expected="at least one MixtureOfExperts in it")
+    for number, rate in rates.items():
+        if not 0 <= number < most:
+            raise ConfigError(f"rates names expert {number}", expected=f"from 0 to {most - 1}")
+        if not rate >= 0:
+            raise ConfigError(f"the rate of expert {number} is {rate}", expected="at least 0")
+    return result

@@ -1,0 +1,268 @@
+"""Which expert sees which token: three published ways to route, one record of what was decided.
+
+For tokens x_n and a router matrix W [E, d], logits are z = x W^T and scores s = softmax(z) or sigmoid(z), in fp32.
+
+- "token_choice": each token takes its `top_k` best experts, and an expert holds at most
+  C = ceil(capacity_factor N top_k / E) tokens (Shazeer et al. 2017, arXiv:1701.06538; GShard, Lepikhin et al. 2020,
+  arXiv:2006.16668, algorithm 1; Switch, Fedus et al. 2021, arXiv:2101.03961, eq. 3). All first choices are served
+  before any second choice, and within one rank the earlier position wins. A token whose expert is full goes to its
+  next choice (overflow="next"), or loses that choice (overflow="drop", as in Switch).
+- "dropless": the same choice without a limit (MegaBlocks, Gale et al. 2022, arXiv:2211.15841).
+- "expert_choice": each expert takes its C = ceil(N top_k / E) best tokens (Zhou et al. 2022, arXiv:2202.09368, section
+  3.2, top_k in the place of their capacity factor c). Balanced by construction; a token may have no expert, or many.
+
+The weight of a chosen expert is its score, divided by the sum over the token's own experts if `normalise`, times `scale`.
+
+Two additions of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). Groups: experts lie in `n_groups` equal groups, a group is
+worth the sum of its two best experts, and a token may choose only within its `top_groups` best. Balancing without a loss
+(Wang et al. 2024, arXiv:2408.15664, algorithm 1): a bias per expert is added to the scores *for choosing only*; `balance`
+moves it against the sign of the load error. It is a buffer, no gradient touches it, and weights never contain it.
+
+The subtle part. Only "dropless" decides about a token from that token alone. In the two others the rest of the batch has
+a say, later positions too, so a model that generates one token at a time should be trained dropless. Nothing here
+depends on train() or eval(), except the two dropouts, which are off unless asked for: the same batch is routed
+alike in training and in serving.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError, one_of
+
+Method = Literal["token_choice", "dropless", "expert_choice"]
+Scoring = Literal["softmax", "sigmoid"]
+Overflow = Literal["next", "drop"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What a router decided about N tokens and E experts: A assignments, sorted by expert, then by token.
+
+    logits, scores: [N, E] fp32, with their graph (for `objectives/routing.py`).
+    tokens: [A] which token; weights: [A] fp32 with their graph: what the expert's output is multiplied by.
+    counts: [E] how many assignments each expert has (they sum to A).
+    wished: [E] how many each would have had without a limit: what a balancing loss or bias should see.
+    """
+
+    logits: Tensor
+    scores: Tensor
+    tokens: Tensor
+    weights: Tensor
+    counts: Tensor
+    wished: Tensor
+    top_k: int
+
+    @property
+    def experts(self) -> Tensor:
+        """[A]: which expert each assignment is for."""
+        return torch.repeat_interleave(self.counts)
+
+    @property
+    def chosen(self) -> Tensor:
+        """[N, E] bool: True where the token goes to the expert."""
+        chosen = torch.zeros_like(self.scores, dtype=torch.bool)
+        chosen[self.tokens, self.experts] = True
+        return chosen
+
+
+def best(preference: Tensor, top_k: int) -> Tensor:
+    """Each token's `top_k` best experts.  preference: [N, E] -> bool [N, E]."""
+    wanted = torch.zeros_like(preference, dtype=torch.bool)
+    return wanted.scatter_(1, preference.topk(top_k, dim=1).indices, True)
+
+
+def place(preference: Tensor, top_k: int, capacity: int, overflow: Overflow = "next") -> Tensor:
+    """Token choice under a limit: rank by rank, in each rank by position.
+
+    preference: [N, E]; -inf where a token may not go -> bool [N, E] with at most `top_k` True in a row and at most
+    `capacity` in a column.
+    """
+    n_experts = preference.shape[1]
+    ranked = preference.argsort(dim=1, descending=True, stable=True)  # [N, E]
+    allowed = preference != float("-inf")  # and not isfinite: NaN should show in the output, not vanish
+    placed = torch.zeros_like(preference, dtype=torch.bool)
+    for rank in range(top_k if overflow == "drop" else n_experts):
+        short = placed.sum(dim=1) < top_k  # [N]: tokens that still look for an expert
+        if not bool(short.any()):
+            break
+        asks = F.one_hot(ranked[:, rank], n_experts) * short[:, None]  # [N, E]
+        asks = asks * allowed
+        queue = placed.sum(dim=0) + asks.cumsum(dim=0)  # [N, E]: one's number at the expert, from 1
+        placed |= (asks > 0) & (queue <= capacity)
+    return placed
+
+
+def within_groups(preference: Tensor, n_groups: int, top_groups: int) -> Tensor:
+    """-inf outside each token's best groups.  preference: [N, E] -> [N, E]."""
+    grouped = preference.view(len(preference), n_groups, preference.shape[1] // n_groups)  # [N, G, E / G]
+    worth = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)  # [N, G]
+    outside = ~best(worth, top_groups)[:, :, None]
+    return grouped.masked_fill(outside, float("-inf")).view_as(preference)
+
+
+class Router(nn.Module):
+    """x [N, d] -> `Routing`; how is told at the top of this file.
+
+    Args:
+        groups: (n_groups, top_groups), or None to let a token choose among all.
+        bias_balance: keep a bias per expert for `balance`.
+        expert_dropout: in training, each expert is left out of a whole batch with this probability (never so many that
+            fewer than top_k stay). Not the dropout inside an expert's hidden layer that Switch gives this name to.
+        token_dropout: in training, a token skips its experts with this probability; the residual stream carries it.
+
+    Raises:
+        ConfigError: an option is unknown, out of range, or means nothing beside another.
+    """
+
+    balance_bias: Tensor | None
+
+    def __init__(
+        self,
+        d: int,
+        n_experts: int,
+        top_k: int,
+        *,
+        routing: Method = "dropless",
+        scoring: Scoring = "softmax",
+        normalise: bool = True,
+        capacity_factor: float = 1.25,
+        overflow: Overflow = "next",
+        scale: float = 1.0,
+        groups: tuple[int, int] | None = None,
+        bias_balance: bool = False,
+        expert_dropout: float = 0.0,
+        token_dropout: float = 0.0,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        for field, value, allowed in (
+            ("routing", routing, get_args(Method)),
+            ("scoring", scoring, get_args(Scoring)),
+            ("overflow", overflow, get_args(Overflow)),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{field} is {value!r}", expected=one_of(value, allowed))
+        if n_experts < 1:
+            raise ConfigError(f"n_experts is {n_experts}", expected="at least 1")
+        if not 1 <= top_k <= n_experts:
+            raise ConfigError(
+                f"top_k is {top_k} with n_experts {n_experts}",
+                expected=f"from 1 to {n_experts}",
+                do="lower top_k or add experts",
+            )
+        if not (math.isfinite(capacity_factor) and capacity_factor > 0):
+            raise ConfigError(f"capacity_factor is {capacity_factor}", expected="a number above 0")
+        for field, share in (("expert_dropout", expert_dropout), ("token_dropout", token_dropout)):
+            if not 0 <= share < 1:
+                raise ConfigError(f"{field} is {share}", expected="at least 0 and below 1")
+        if routing == "expert_choice" and (groups is not None or bias_balance):
+            raise ConfigError(
+                f"routing 'expert_choice' with {'groups' if groups is not None else 'bias_balance'}",
+                expected="neither: experts choose, so their loads are equal already",
+                do="leave it out, or route by 'dropless' or 'token_choice'",
+            )
+        if routing != "expert_choice" and normalise and top_k == 1 and n_experts > 1:
+            raise ConfigError(
+                "normalise is True with top_k 1: every weight would be 1, and the router learn nothing",
+                expected="normalise=False (as in Switch)",
+                do="pass normalise=False, or a larger top_k",
+            )
+        if groups is not None:
+            n_groups, top_groups = groups
+            if n_groups < 1 or n_experts % n_groups or not 1 <= top_groups <= n_groups:
+                raise ConfigError(
+                    f"groups is {groups} with n_experts {n_experts}",
+                    expected="(n_groups, top_groups): n_groups divides n_experts, top_groups from 1 to n_groups",
+                )
+            if top_k > top_groups * (n_experts // n_groups):
+                raise ConfigError(
+                    f"top_k is {top_k}, but groups {groups} leave {top_groups * (n_experts // n_groups)} experts",
+                    expected="at most that many",
+                    do="raise top_groups or lower top_k",
+                )
+        self.n_experts, self.top_k = n_experts, top_k
+        self.routing, self.scoring, self.overflow = routing, scoring, overflow
+        self.normalise, self.scale, self.capacity_factor = normalise, scale, capacity_factor
+        self.groups, self.expert_dropout, self.token_dropout = groups, expert_dropout, token_dropout
+        # small: scores begin nearly equal, so first choices are spread over all experts (Switch, section 2.4)
+        self.weight = nn.Parameter(torch.randn(n_experts, d, generator=generator) * 0.3 * d**-0.5)
+        self.register_buffer("balance_bias", torch.zeros(n_experts) if bias_balance else None)
+
+    def capacity(self, n_tokens: int) -> int:
+        """The most tokens that one expert may hold."""
+        if self.routing == "dropless":
+            return n_tokens
+        factor = self.capacity_factor if self.routing == "token_choice" else 1.0
+        return min(n_tokens, math.ceil(factor * n_tokens * self.top_k / self.n_experts))
+
+    def forward(self, x: Tensor) -> Routing:
+        logits = F.linear(x.float(), self.weight)  # [N, E]: near ties are common, so fp32 whatever x is
+        scores = logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
+        with torch.no_grad():
+            chosen, wished = self._choose(scores.detach())
+            experts, tokens = chosen.t().nonzero(as_tuple=True)  # sorted by expert, then by token
+            counts = chosen.sum(dim=0)
+        if self.normalise and self.routing != "expert_choice":
+            total = (scores * chosen).sum(dim=1)
+            # 1e-20: all sigmoids of a token may underflow together
+            weights = scores[tokens, experts] / (total[tokens] + 1e-20)
+        else:
+            weights = scores[tokens, experts]
+        return Routing(logits, scores, tokens, weights * self.scale, counts, wished, self.top_k)
+
+    def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """scores [N, E] -> (who goes where [N, E] bool, what was wished for [E])."""
+        preference = scores if self.balance_bias is None else scores + self.balance_bias
+        if self.groups is not None:
+            preference = within_groups(preference, *self.groups)
+        if self.training and self.expert_dropout:
+            preference = preference.masked_fill(self._left_out(preference), float("-inf"))
+        capacity = self.capacity(len(scores))
+        if self.routing == "expert_choice":
+            chosen = torch.zeros_like(scores, dtype=torch.bool)
+            chosen.scatter_(0, preference.topk(capacity, dim=0).indices, True)
+            chosen &= preference != float("-inf")  # an expert left out takes nobody
+            wished = chosen.sum(dim=0)
+        else:
+            wanted = best(preference, self.top_k) & (preference != float("-inf"))
+            wished = wanted.sum(dim=0)
+            if self.routing == "dropless" or capacity >= len(scores):
+                chosen = wanted
+            else:
+                chosen = place(preference, self.top_k, capacity, self.overflow)
+        if self.training and self.token_dropout:
+            kept = torch.rand(len(scores), 1, device=scores.device) >= self.token_dropout
+            chosen = chosen & kept
+        return chosen, wished
+
+    def _left_out(self, preference: Tensor) -> Tensor:
+        """[E] bool: experts that sit this batch out; at least `top_k` stay, of every group if there are groups."""
+        luck = torch.rand(self.n_experts, device=preference.device)
+        out = luck < self.expert_dropout
+        pools = luck.view(self.groups[0], -1) if self.groups is not None else luck[None]
+        # a token's choice may fall on any `top_groups` groups; so each keeps its luckiest ones
+        keep = min(self.top_k, pools.shape[1])
+        safe = torch.zeros_like(pools, dtype=torch.bool).scatter_(1, pools.topk(keep, dim=1).indices, True)
+        return out & ~safe.flatten()
+
+    @torch.no_grad()
+    def balance(self, loads: Tensor, rate: float = 1e-3) -> None:
+        """One step of balancing without a loss: bias += rate * sign(mean load - load).
+
+        loads: [E], the `wished` of a training batch, summed over micro-batches and ranks. Call it once a step, after
+        the optimiser; nothing calls it for you.
+
+        Raises:
+            ConfigError: the router was made without `bias_balance`.
+        """
+        if self.balance_bias is None:
+            raise ConfigError("this router keeps no bias", expected="bias_balance=True when it is made")
+        loads = loads.to(self.balance_bias)
+        self.balance_bias.add_((loads.mean() - loads).sign(), alpha=rate)
