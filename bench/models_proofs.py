@@ -4,7 +4,8 @@
     .venv/bin/python bench/models_proofs.py --task recall --quick  # one seed, fewer steps
 
 recall     (Arora et al. 2023, Zoology, arXiv:2312.04927, section 3.1) 16 pairs "key value", then the keys again in another
-           order: the share of values that follow rightly. Attention looks them up; a state of fixed size must hold all.
+           order: the share of values that follow rightly. Attention looks them up, at once where keys are smeared (each
+           mixed with the one before), else once copying heads have formed; a state of fixed size must hold all.
 copying    (Gu & Dao 2023, Mamba, arXiv:2312.00752, section 4.1.1) 8 tokens at random places among 48, then 8 marks: the
            tokens in order. Layers that treat all inputs alike cannot choose.
 text       tinyshakespeare by characters: bits per character on the last tenth, at equal compute and after equal seconds.
@@ -50,9 +51,10 @@ def mixers(width: int) -> dict[str, dict[str, Any]]:
     heads = {"n_heads": width // 32, "n_kv_heads": width // 32, "head_dim": 32}
     return {
         "attention": heads,
+        "smeared": {**heads, "smear": True},
         "window 16": {**heads, "window": 16},
         "latent": {
-            "kind": "latent", "n_heads": width // 32, "latent_rank": 16, "nope_dim": 32, "rope_dim": 16, "value_dim": 32
+            "kind": "latent", "n_heads": width // 32, "kv_rank": 16, "nope_dim": 32, "rope_dim": 16, "v_dim": 32
         },
         "linear": {"kind": "linear", "options": {"n_heads": width // 32}},
         "Mamba": {"kind": "mamba"},
@@ -164,15 +166,15 @@ def synthetic(name: str, make: Callable[[np.random.Generator, int], Batch], voca
             model = build(mixer, vocab, 64, seed)
             rng = np.random.default_rng(seed)
             batches = iter(lambda rng=rng: make(rng, 64), None)
-            train(model, batches, steps=a.steps, rate=2e-3)
+            train(model, batches, steps=a.steps, rate=3e-3)
             table.setdefault(kind, []).append(
                 accuracy(model, make(np.random.default_rng(10_000 + seed), 256))
             )
         print(f"{name:8} {kind:10} {' '.join(f'{x:.3f}' for x in table[kind])}", flush=True)
-    best, worst = np.mean(table["attention"]), np.mean(table["RNN"])
+    smeared, plain = float(np.mean(table["smeared"])), float(np.mean(table["attention"]))
     claim(
-        f"{name}: accuracy of attention, and of an RNN", ours=round(float(best), 3), peer=round(float(worst), 3),
-        unit="share", ratio=float(best), bar=0.99, ok=best >= 0.99, quick=a.quick, samples=[table],
+        f"{name}: accuracy of attention with smeared keys, and without", ours=round(smeared, 3), peer=round(plain, 3),
+        unit="share", ratio=smeared, bar=0.99, ok=smeared >= 0.99, quick=a.quick, samples=[table],
     )  # fmt: skip
 
 
