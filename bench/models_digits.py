@@ -50,7 +50,7 @@ class Plan:
 PLANS = {
     "ResNet": Plan(lambda g: ResNet(1, 10, widths=(24, 48), depths=(1, 1), generator=g), 30, 4e-3, 0.99),
     "ViT": Plan(
-        lambda g: ViT(8, 2, 1, 10, d_model=64, n_layers=3, n_heads=4, mlp_hidden=128, generator=g), 60, 3e-3, 0.975
+        lambda g: ViT(8, 2, 1, 10, d_model=64, n_layers=3, n_heads=4, mlp_hidden=128, generator=g), 100, 3e-3, 0.975
     ),
     "MLPMixer": Plan(
         lambda g: MLPMixer(8, 2, 1, 10, d_model=64, n_layers=3, token_hidden=32, mlp_hidden=128, generator=g),
