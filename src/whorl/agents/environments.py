@@ -139,6 +139,8 @@ class BatchedEnvironment(ABC):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if not state:
+            return
         self.state, self.deadline, self.clock = state["state"].clone(), state["remaining"].clone(), 0
         self.first_deadline = int(self.deadline.min())
         self.generator.set_state(state["generator"])

@@ -35,6 +35,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
@@ -273,7 +274,8 @@ def _child() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.nice(_NICE)
     if hasattr(os, "SCHED_BATCH"):  # being woken, it does not push aside the learner that woke it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError):  # some containers forbid it; it is only slower then
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     parent = int(sys.argv[2])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection = Connection(int(sys.argv[1]))
