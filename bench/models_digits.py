@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from torch import Tensor, nn
 
-from whorl.models.vision import MLPMixer, ResNet, ViT
+from whorl.models.resnet import ResNet
+from whorl.models.vision import MLPMixer, ViT
 from whorl.objectives import Loss
 from whorl.objectives.classify import classification
 from whorl.runs.seeds import generator

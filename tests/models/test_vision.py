@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import ConfigError
-from whorl.models.vision import MLPMixer, ResNet, ViT
+from whorl.models.resnet import ResNet
+from whorl.models.vision import MLPMixer, ViT
 
 Build = Callable[[], nn.Module]
 

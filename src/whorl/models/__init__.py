@@ -2,7 +2,7 @@
 
 decoder.py        the small model that quickstart trains, tuned as a whole
 transformer.py    the general decoder: what published models are, by configuration; any mixer by name
-encoder.py        texts to vectors;  vision.py  ResNet, ViT, MLP-Mixer;  bridges.py  CLIP, captioner
+encoder.py        texts to vectors;  resnet.py, vision.py  ResNet, ViT, MLP-Mixer;  bridges.py  CLIP, captioner
 multi_token.py    heads that predict several tokens ahead
 exchange/         folders of `transformers`, in and out
 """

@@ -33,7 +33,8 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.models.decoder import Cache, Decoder
 from whorl.models.encoder import Encoder
-from whorl.models.vision import MLPMixer, ResNet, ViT
+from whorl.models.resnet import ResNet
+from whorl.models.vision import MLPMixer, ViT
 from whorl.nn.attention import MultiHead
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
