@@ -15,7 +15,7 @@ import torch
 from _claim import claim
 
 from whorl.engine import Sampling, generate, load_for_sampling
-from whorl.models import Decoder, save_decoder
+from whorl.models import Decoder, save_model
 from whorl.plan.cost import shape
 from whorl.runs import probe
 from whorl.runs.seeds import generator
@@ -25,7 +25,7 @@ def main() -> None:
     machine = probe()
     torch.set_num_threads(1)  # one token's operations are too small to split
     with tempfile.TemporaryDirectory() as folder:
-        save_decoder(Decoder(shape(192, 3, 1024), generator(0, "bench")), Path(folder))
+        save_model(Decoder(shape(192, 3, 1024), generator(0, "bench")), Path(folder))
         model = load_for_sampling(Path(folder), machine)
     print(f"sampling in {model.dtype}", flush=True)
 

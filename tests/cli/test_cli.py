@@ -225,11 +225,11 @@ def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
     done = whorl("import", "tiny llama", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (
-        "llama: 0.0 M parameters" in done.stdout and "next:   whorl export imported/tiny-llama" in done.stdout
+        "llama: 0.0 M parameters" in done.stdout and "whorl export imported/tiny-llama FOLDER" in done.stdout
     )
     assert "looked up" in whorl("import", "tiny llama", cwd=tmp_path).stdout
-    done = whorl("export", "tiny-llama", "out", "--to", "llama", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = whorl("export", "tiny-llama", "out", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "llama: out\n", done.stderr
     ids = torch.arange(12)[None]
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(theirs(ids).logits, back(ids).logits, atol=1e-5)
@@ -238,6 +238,54 @@ def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
         (("export", "tiny-llama", "out", "--to", "llama"), "is not empty"),
         (("export", "tiny-llama", "out3", "--to", "gpt2"), "cannot be written as that family"),
         (("export", "tiny-llama", "out3", "--to", "lama"), "did you mean 'llama'"),
+    ):
+        failed = whorl(*words, cwd=tmp_path)
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_a_model_of_others_writes_with_its_own_tokenizer(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import tokenizers
+    import torch
+
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=alphabet, special_tokens=["<|end|>"]
+    )
+    core.train_from_iterator(["the cat and the dog and the bird"] * 5, trainer)
+    words = transformers.PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=288, n_embd=32, n_layer=2, n_head=2, n_positions=24, eos_token_id=0
+    )
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "tiny")
+    words.save_pretrained(tmp_path / "tiny")
+    assert whorl("import", "tiny", cwd=tmp_path).returncode == 0
+    done = whorl("sample", "imported/tiny", "the cat and", "-n", "100", "--temperature", "0", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the cat and")
+    room = 24 - (len(words("the cat and").input_ids) - 1) + 1  # the last token of the prompt is written anew
+    assert done.stderr.startswith(f"{room} tokens"), done.stderr
+
+
+def test_a_model_of_pictures_comes_in_and_goes_out(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8,
+        num_labels=3,
+    )  # fmt: skip
+    transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "pictures")
+    done = whorl("import", "pictures", cwd=tmp_path)
+    assert done.returncode == 0 and "vit: 0.0 M parameters" in done.stdout, done.stderr
+    done = whorl("export", "pictures", "out", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout == "vit: out\n", done.stderr
+    transformers.ViTForImageClassification.from_pretrained(tmp_path / "out")
+    for words, message in (
+        (("export", "pictures", "out2", "--to", "llama"), "is a model of pictures"),
+        (("sample", "pictures", "x"), "is a vision"),
     ):
         failed = whorl(*words, cwd=tmp_path)
         assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
@@ -23,16 +22,6 @@ SMALL = [
     "plan.ngram_buckets=4096", "plan.replicas=2", "plan.compile=false", "pretrain.checkpoint_seconds=0.4",
     "evaluate.completions=8", "evaluate.completion_tokens=40", "evaluate.samples=2", "evaluate.sample_tokens=20",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A megabyte or so of real source code."""
-    folder = tmp_path_factory.mktemp("code")
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for name in ("asyncio", "email", "json", "logging", "unittest", "xml", "http", "importlib", "concurrent"):
-        shutil.copytree(library / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test*"))
-    return folder
 
 
 def command(code: Path, store: Path, *more: str) -> list[str]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from whorl.engine import Sampling, complete, distribution, fastest_dtype, generate, load_for_sampling
 from whorl.engine.sampler import sample
 from whorl.engine.step import DecodeStep
-from whorl.models import Decoder, DecoderConfig, save_decoder
+from whorl.models import Decoder, DecoderConfig, save_model
 from whorl.runs import probe
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0]])
@@ -74,7 +74,7 @@ def test_without_cuts_draws_come_in_the_order_of_the_ids_too() -> None:
 
 
 def test_a_model_is_loaded_for_sampling(tmp_path: Path) -> None:
-    save_decoder(model(), tmp_path)
+    save_model(model(), tmp_path)
     loaded = load_for_sampling(tmp_path, dataclasses.replace(probe(), device="cpu", dtype="float32"))
     assert loaded.dtype == torch.float32 and not loaded.training
     assert loaded.config == model().config
@@ -107,14 +107,14 @@ def test_the_slower_type_is_not_chosen(slow: torch.dtype, monkeypatch: pytest.Mo
 def test_a_decoding_step_is_the_decoders_own_forward(changes: dict[str, object]) -> None:
     decoder = model(**changes)
     step, ids = DecodeStep(decoder), torch.randint(40, (3, 20), generator=torch.Generator().manual_seed(1))
-    ours, theirs = decoder.new_cache(3, 20), decoder.new_cache(3, 20)
+    ours, theirs = decoder.new_state(3, 20), decoder.new_state(3, 20)
     with torch.inference_mode():
         for begin, end in ((0, 1), (1, 6), (6, 7), *((t, t + 1) for t in range(7, 20))):
-            want = decoder.logits(decoder(ids[:, begin:end], cache=theirs)[:, -1])
+            want = decoder.logits(decoder(ids[:, begin:end], state=theirs)[:, -1])
             if (
                 end - begin > 1
             ):  # several at once, as in a prompt, go through the decoder and leave the same cache
-                decoder(ids[:, begin:end], cache=ours)
+                decoder(ids[:, begin:end], state=ours)
             else:
                 assert torch.allclose(step(ids[:, begin:end], ours), want, atol=1e-4, rtol=1e-4)
         for a, b in zip(ours.layers, theirs.layers, strict=True):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.models import Decoder, DecoderConfig
-from whorl.models.bridges import Captioner, DualEncoder, bounded, image_tokens
+from whorl.models.bridges import Captioner, DualEncoder, bounded
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.vision import ViT
 from whorl.objectives import next_token
@@ -96,13 +96,29 @@ def test_the_scale_is_bounded_and_comes_back() -> None:
         assert float(gradient) == (sign if passes else 0.0)
 
 
+def test_scores_are_scaled_products_and_a_larger_bound_is_kept() -> None:
+    model = dual()
+    ids = torch.arange(9).repeat(2)[:10].view(2, 5)
+    x, y, scale = model(images(), ids)
+    scores = model.scores(images(), ids)
+    assert scores.shape == (3, 2)
+    torch.testing.assert_close(scores[2, 1], scale * (x[2] * y[1]).sum())
+    wide = DualEncoder(vit(), Encoder(model.text.config, gen(1)), gen(2), largest_scale=200.0)
+    wide.log_scale.data.fill_(math.log(150.0))
+    assert float(wide.scale.detach()) == pytest.approx(150.0, rel=1e-5)
+    wide.log_scale.data.fill_(6.0)
+    assert float(wide.scale.detach()) == pytest.approx(200.0, rel=1e-5)
+    with pytest.raises(ConfigError, match="classes of the image tower is 0"):
+        DualEncoder(ViT(8, 4, 3, 0, d_model=12, n_layers=1, n_heads=2), model.text)
+
+
 # --- the captioner
 
 
 @pytest.mark.parametrize("pooling", ["class", "mean"])
 def test_image_tokens_are_what_the_vits_head_pools(pooling: Any) -> None:
     model = vit(pooling)
-    tokens = image_tokens(model, images())
+    tokens = model.tokens(images())
     assert tokens.shape == (3, 5 if pooling == "class" else 4, 12)
     pooled = tokens[:, 0] if pooling == "class" else tokens.mean(dim=1)
     assert torch.equal(pooled, model.features(images()))
@@ -159,8 +175,8 @@ def test_a_caption_word_by_word_is_the_caption_at_once() -> None:
     ids = torch.randint(0, 9, (3, 7), generator=gen(4))
     whole = captioner(ids, context)
     for cuts in ([1] * 7, [1, 3, 3]):
-        cache = captioner.decoder.new_cache(3, 7)
-        pieces = torch.cat([captioner(part, context, cache) for part in ids.split(cuts, dim=1)], dim=1)
+        state = captioner.decoder.new_state(3, 7)
+        pieces = torch.cat([captioner(part, context, state) for part in ids.split(cuts, dim=1)], dim=1)
         torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
 
 
@@ -171,7 +187,7 @@ def test_captions_are_the_likeliest_words_up_to_the_end() -> None:
     free = captioner.captions(pictures, begin=1, end=99, limit=5)
     context = captioner.look(pictures)
     ids = torch.ones(8, 1, dtype=torch.int64)
-    for _ in range(5):  # without a cache
+    for _ in range(5):  # without a state
         logits = captioner.decoder.logits(captioner(ids, context)[:, -1:])
         ids = torch.cat([ids, logits.argmax(dim=-1)], dim=1)
     assert free == ids[:, 1:].tolist()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import CheckpointError
-from whorl.models import Decoder, DecoderConfig, load_decoder, save_decoder
+from whorl.models import Decoder, DecoderConfig, load_model, save_model
 from whorl.objectives import next_token_reference
 
 
@@ -47,9 +47,9 @@ def test_decoding_in_any_pieces_equals_one_forward(cuts: list[int], mlp: str, ti
     model = shaken(small(mlp=mlp, tie_embeddings=tied))
     with torch.no_grad():
         whole = model.logits(model(IDS))
-        cache = model.new_cache(2, 150)
+        state = model.new_state(2, 150)
         edges = [0, *sorted(cuts), 150]
-        parts = [model.logits(model(IDS[:, a:b], cache=cache)) for a, b in itertools.pairwise(edges)]
+        parts = [model.logits(model(IDS[:, a:b], state=state)) for a, b in itertools.pairwise(edges)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
 
 
@@ -102,22 +102,22 @@ def test_the_same_seed_is_the_same_network_and_saving_keeps_it(tmp_path: Path) -
     one, two = (Decoder(small(), torch.Generator().manual_seed(5)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     model = shaken(small())
-    save_decoder(model, tmp_path)
-    assert torch.equal(load_decoder(tmp_path)(IDS), model(IDS))
+    save_model(model, tmp_path)
+    assert torch.equal(load_model(tmp_path)(IDS), model(IDS))
 
 
 def test_damaged_models_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no model could be read"):
-        load_decoder(tmp_path)
-    save_decoder(shaken(small()), tmp_path)
+        load_model(tmp_path)
+    save_model(shaken(small()), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "mlp_hidden": 32}))
     with pytest.raises(CheckpointError, match=r"blocks\.0\.mlp\.down\.weight"):
-        load_decoder(tmp_path)
+        load_model(tmp_path)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match="no model could be read"):
-        load_decoder(tmp_path)
+        load_model(tmp_path)
 
 
 def test_impossible_shapes_are_refused() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError
 from whorl.models.encoder import Block, Encoder, EncoderConfig, mean_pool
+from whorl.nn.norm import LayerNorm
 from whorl.objectives.classify import classification
 from whorl.train.learner import Learner
 from whorl.train.loop import learn
@@ -104,6 +105,24 @@ def test_every_position_sees_every_other() -> None:
         assert (model.hidden(other)[0, 0] - first).abs().max() > 1e-4
 
 
+def test_a_causal_text_with_an_end_is_the_vector_of_its_first_end() -> None:
+    model = encoder(causal=True, end_id=9, norm_eps=1e-2)
+    ids = torch.tensor([[1, 2, 9, 4, 9], [9, 5, 6, 7, 8], [0, 9, 3, 2, 9]])
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]).bool()
+    pooled = model.pool(ids, mask)
+    for row, text in enumerate(
+        ([1, 2, 9], [9], [3, 2, 9])
+    ):  # what stands behind, or is padding, means nothing
+        hidden = model.hidden(torch.tensor([text]))
+        torch.testing.assert_close(pooled[row], hidden[0, -1], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(model.pool(torch.tensor([text]))[0], hidden[0, -1])
+    assert {m.eps for m in model.modules() if isinstance(m, LayerNorm)} == {1e-2}
+    with pytest.raises(ConfigError, match="row 1 of ids has no real token end_id"):
+        model.pool(ids, mask & torch.tensor([[True], [False], [True]]))
+    compiled = torch.compile(model.pool, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, mask), pooled)
+
+
 def test_embeddings_are_unit_vectors_in_fp32_whatever_is_computed_in() -> None:
     ids, mask = rows(0, 0)
     exact, low = (encoder(t).embed(ids, mask) for t in (torch.float32, torch.bfloat16))
@@ -168,5 +187,7 @@ def test_what_cannot_be_is_refused() -> None:
         encoder().embed(torch.tensor([[1, 2]]), torch.tensor([[1, 1]]))
     with pytest.raises(ConfigError, match="position 12"):
         encoder().embed(torch.ones(1, 13, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"end_id \(4\) must be below vocab_size"):
+        EncoderConfig(vocab_size=4, d_model=8, n_layers=1, n_heads=2, mlp_hidden=8, end_id=4)
     with pytest.raises(ValueError, match="n_heads"):
         EncoderConfig(vocab_size=4, d_model=10, n_layers=1, n_heads=3, mlp_hidden=8)

@@ -40,6 +40,10 @@ MODELS: dict[str, Build] = {
     "vit_mean": lambda: ViT(
         16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, pooling="mean", backend="reference", generator=gen()
     ),
+    "vit_of_clip": lambda: ViT(
+        16, 4, 3, 5, d_model=12, n_layers=2, n_heads=3, mlp="quick_gelu", patch_bias=False, first_norm=True,
+        head_bias=False, backend="reference", generator=gen(),
+    ),
     "mixer": lambda: MLPMixer(16, 4, 3, 5, d_model=12, n_layers=2, token_hidden=7, generator=gen()),
 }  # fmt: skip
 each = pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
@@ -101,6 +105,23 @@ def test_settings_that_make_no_network_are_refused() -> None:
     for attempt in (lambda: mixer(torch.zeros(1, 1, 8, 10)), lambda: mixer.flops(10)):
         with pytest.raises(ConfigError, match="side of 10"):
             attempt()
+
+
+def test_a_vit_without_a_head_has_features_and_one_with_a_type_takes_any_images() -> None:
+    shape = {"d_model": 12, "n_layers": 2, "n_heads": 3, "backend": "reference"}
+    model = loud(ViT(16, 4, 3, 0, **shape, generator=gen()))
+    images = torch.randn(2, 3, 16, 16, generator=gen(1))
+    assert model.params()["head"] == 0 and model.features(images).shape == (2, 12)
+    assert model.params()["total"] == sum(n for name, n in model.params().items() if name != "total")
+    with FlopCounterMode(display=False) as counter:
+        model.eval().features(images[:1])
+    assert counter.get_total_flops() == model.flops(16)
+    with pytest.raises(ConfigError, match="classes is 0"):
+        model(images)
+    low = ViT(16, 4, 3, 0, **shape, dtype=torch.bfloat16)
+    low.load_state_dict(model.state_dict())
+    assert torch.equal(low.features(images), model.features(images.bfloat16()))
+    assert ViT(**model.config.model_dump()).config == model.config
 
 
 def test_published_models_have_their_published_sizes() -> None:

@@ -28,6 +28,7 @@ def by_formula(h: Tensor, gate: Tensor, kind: Activation) -> Tensor:
         "relu2": lambda: h.clamp(min=0) ** 2,
         "gelu": lambda: gelu(h),
         "gelu_tanh": lambda: gelu_tanh(h),
+        "quick_gelu": lambda: h / (1 + torch.exp(-1.702 * h)),
         "swiglu": lambda: gate * torch.sigmoid(gate) * h,
         "geglu": lambda: gelu_tanh(gate) * h,
     }[kind]()
@@ -65,6 +66,8 @@ def test_the_two_gelus_differ_a_little() -> None:
     x = torch.linspace(-6, 6, 10_001)
     gap = (activate(x, "gelu") - activate(x, "gelu_tanh")).abs().max()
     assert 1e-4 < float(gap) < 5e-4
+    quick = (activate(x, "gelu") - activate(x, "quick_gelu")).abs().max()
+    assert 0.015 < float(quick) < 0.021
 
 
 @pytest.mark.parametrize("kind", ["relu2", "swiglu"])

@@ -12,7 +12,10 @@ from whorl.objectives import next_token, next_token_reference
 
 @pytest.mark.parametrize("n", [1, 511, 512, 513, 1300])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_fused_equals_definition(n: int, z_loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_fused_equals_definition(
+    n: int, z_loss: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         sys.modules["whorl.objectives.next_token"], "CHUNK_LOGITS", 512 * 101
     )  # several chunks, and their borders
@@ -21,7 +24,7 @@ def test_fused_equals_definition(n: int, z_loss: float, monkeypatch: pytest.Monk
     head = torch.randn(101, 24, generator=g, requires_grad=True)
     targets = torch.randint(0, 101, (n,), generator=g)
     mask = torch.rand(n, generator=g) > 0.3
-    fast, slow = (f(hidden, head, targets, mask, z_loss) for f in (next_token, next_token_reference))
+    fast, slow = (f(hidden, head, targets, mask, z_loss, softcap) for f in (next_token, next_token_reference))
     torch.testing.assert_close(fast.total, slow.total)
     torch.testing.assert_close(fast.metrics["nll"], slow.metrics["nll"])
     assert fast.count == slow.count == mask.sum()

@@ -20,7 +20,7 @@ def import_(
     ] = None,
     store: StoreOption = None,
 ) -> None:
-    """Read a model of a known family (GPT-2, Llama, Mistral, Qwen, Gemma, Mixtral, DeepSeek-V3) into the store.
+    """Read a model of a known family (GPT-2, Llama, Mistral, Qwen, Gemma, Mixtral, DeepSeek-V3, ViT, CLIP) into the store.
 
     Examples:
 
@@ -29,16 +29,18 @@ def import_(
         whorl import ./llama --name llama
     """
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
-    from whorl.recipes.steps.exchange import ImportConfig
+    from whorl.recipes.steps.exchange import ImportConfig, step_for
     from whorl.runs import Progress
     from whorl.store import Store
 
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", name or Path(folder).resolve().name).strip("-_") or "model"
-    config = ImportConfig(folder=str(Path(folder).expanduser().absolute()), ignore=ignore or [])
-    recipe = Recipe(
-        "imported", "a model of others", {label: RecipeStep(label, step_kinds()["import_model"], {}, config)}
-    )
+    place_of = Path(folder).expanduser().absolute()
+    config = ImportConfig(folder=str(place_of), ignore=ignore or [])
+    kind = step_kinds()[step_for(place_of)]
+    recipe = Recipe("imported", "a model of others", {label: RecipeStep(label, kind, {}, config)})
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[label]
     place = f" --store {store}" if store else ""
-    progress.say(f"model:  {artifact.path}\nnext:   whorl export {artifact.name} FOLDER --to FAMILY{place}")
+    following = [f'whorl sample {artifact.name} "..."{place}'] if artifact.kind == "model" else []
+    following.append(f"whorl export {artifact.name} FOLDER{place}")
+    progress.say(f"model:  {artifact.path}\nnext:   " + "\n        ".join(following))

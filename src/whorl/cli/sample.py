@@ -25,7 +25,9 @@ def sample(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
     ] = None,
-    cache: Annotated[bool, typer.Option(help="Keep keys and values (much faster).")] = True,
+    cache: Annotated[
+        bool, typer.Option(help="Keep keys and values, or whatever state (much faster).")
+    ] = True,
     store: StoreOption = None,
 ) -> None:
     """Let a model continue a text, streaming.
@@ -35,6 +37,8 @@ def sample(
         whorl sample quickstart/pretrain "def "
 
         whorl sample pretrain "class Stack:" --temperature 0.5 --seed 1 --stop "class "
+
+        whorl sample imported/Qwen3-0.6B "The capital of France is"
     """
     import torch
 
@@ -43,8 +47,8 @@ def sample(
     from whorl.runs import probe
     from whorl.runs.seeds import generator
     from whorl.store import Store
+    from whorl.tokens.foreign import ForeignTokenizer, open_tokenizer
     from whorl.tokens.healing import heal
-    from whorl.tokens.tokenizer import Tokenizer
 
     found = Store(store).open(artifact)
     if found.kind != "model":
@@ -55,9 +59,15 @@ def sample(
     machine = probe()
     torch.set_num_threads(1)  # one token's operations are too small to split over cores
     model = load_for_sampling(found.path, machine)
-    tokenizer = Tokenizer.load(found.path)
+    tokenizer = open_tokenizer(found.path)
     text = sys.stdin.read() if prompt == "-" else prompt
-    healed = heal(tokenizer, text)
+    if isinstance(tokenizer, ForeignTokenizer):
+        healed, words = tokenizer.prompt(text), tokenizer.token_bytes
+    else:
+        healed, words = heal(tokenizer, text), tokenizer.token_bytes[: tokenizer.n_ordinary]
+    if model.longest is not None:
+        max_tokens = min(max_tokens, model.longest - len(healed.ids) + 1)
+    unspoken = range(tokenizer.vocab_size, model.config.vocab_size)  # rows that only round the matrix up
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     stream = generate(
         model,
@@ -65,9 +75,9 @@ def sample(
         Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
         generator(seed, "sample"),
         max_tokens=max_tokens,
-        forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+        forbidden=(*tokenizer.control_ids, *unspoken),
         required=healed.required,
-        token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
+        token_bytes=words,
         use_cache=cache,
     )
     sys.stdout.write(text[: len(text) - len(healed.required.decode())])
@@ -75,7 +85,7 @@ def sample(
     written, began, count = _Writer(stop or []), time.perf_counter(), 0
     for token in stream:
         count += 1
-        if token.id == tokenizer.eos_id or written.add(decoder.decode(tokenizer.decode([token.id]))):
+        if token.id in tokenizer.end_ids or written.add(decoder.decode(tokenizer.decode([token.id]))):
             break
     written.end()
     seconds = time.perf_counter() - began

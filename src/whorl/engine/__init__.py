@@ -1,4 +1,4 @@
-"""Running a trained decoder: the sampler, and generation with the cache."""
+"""Running a trained model: the sampler, and generation with a state."""
 
 from whorl.engine.generate import Token, complete, generate
 from whorl.engine.load import fastest_dtype, load_for_sampling

@@ -1,7 +1,8 @@
-"""Generation, token by token, with the cache: `generate` streams one sequence, `complete` finishes many.
+"""Generation, token by token, with a state: `generate` streams one sequence, `complete` finishes many.
 
-With the cache a new token costs one position's products; without it the whole text is run again for every token
-(bench/engine_cache.py measures both). Token ids in, token ids out: text is the caller's business.
+With the state (keys and values, or whatever a model keeps of the past) a new token costs one position's products; without
+it the whole text is run again for every token (bench/engine_cache.py measures both). Token ids in, token ids out: text is
+the caller's business.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import torch
 
 from whorl.engine.sampler import Sampling, sample
 from whorl.engine.step import DecodeStep
-from whorl.models import Cache, Decoder
+from whorl.models import Decoder, DecoderState, LanguageModel
+from whorl.models.language import ModelState
 
 N_ALTERNATIVES = 5
 
@@ -33,7 +35,7 @@ class Token:
 
 @torch.inference_mode()
 def generate(
-    model: Decoder,
+    model: LanguageModel,
     prompt: Sequence[int],
     sampling: Sampling,
     generator: torch.Generator,
@@ -52,11 +54,11 @@ def generate(
     """
     device = model.embedding.device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-    step, bias = DecodeStep(model) if use_cache else None, _bias(model, forbidden)
-    cache = model.new_cache(1, len(prompt) + max_tokens) if use_cache else None
+    step, bias = decode_step(model) if use_cache else None, _bias(model, forbidden)
+    state = model.new_state(1, len(prompt) + max_tokens) if use_cache else None
     fed = ids
     for _ in range(max_tokens):
-        logits = _logits(model, step, fed, cache) + bias
+        logits = _logits(model, step, fed, state) + bias
         if required:
             _require(logits[0], required, token_bytes)
         token, log_prob, raw = sample(logits, sampling, generator)
@@ -66,13 +68,13 @@ def generate(
         yield Token(chosen, float(log_prob), float(raw[0, chosen]), tuple(alternatives))
         required = required[len(token_bytes[chosen]) :] if required else required
         fed = token[:, None]
-        if cache is None:
+        if state is None:
             fed = ids = torch.cat([ids, fed], dim=1)
 
 
 @torch.inference_mode()
 def complete(
-    model: Decoder,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     generator: torch.Generator,
@@ -91,16 +93,16 @@ def complete(
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(number)
-    step, bias = DecodeStep(model), _bias(model, forbidden)
+    step, bias = decode_step(model), _bias(model, forbidden)
     for length, members in sorted(by_length.items()):
         fed = torch.tensor(
             [list(prompts[n]) for n in members], dtype=torch.int64, device=model.embedding.device
         )
-        cache = model.new_cache(len(members), length + max_tokens)
+        state = model.new_state(len(members), length + max_tokens)
         alive = torch.ones(len(members), dtype=torch.bool)
         left = [required[n] if required else b"" for n in members]
         for _ in range(max_tokens):
-            logits = _logits(model, step, fed, cache) + bias
+            logits = _logits(model, step, fed, state) + bias
             for row, text in enumerate(left):
                 if text:
                     _require(logits[row], text, token_bytes)
@@ -119,14 +121,21 @@ def complete(
     return out
 
 
-def _logits(model: Decoder, step: DecodeStep | None, fed: torch.Tensor, cache: Cache | None) -> torch.Tensor:
-    """[B, V] after `fed` [B, T]: a prompt, the whole text so far, or with a cache the newest token alone."""
-    if step is not None and cache is not None and fed.shape[1] == 1:
-        return step(fed, cache)
-    return model.logits(model(fed, cache=cache)[:, -1])
+def decode_step(model: LanguageModel) -> DecodeStep | None:
+    """The flattened step of our own decoder; every other model decodes by its forward."""
+    return DecodeStep(model) if isinstance(model, Decoder) else None
 
 
-def _bias(model: Decoder, forbidden: Sequence[int]) -> torch.Tensor:
+def _logits(
+    model: LanguageModel, step: DecodeStep | None, fed: torch.Tensor, state: ModelState | None
+) -> torch.Tensor:
+    """[B, V] after `fed` [B, T]: a prompt, the whole text so far, or with a state the newest token alone."""
+    if step is not None and isinstance(state, DecoderState) and fed.shape[1] == 1:
+        return step(fed, state)
+    return model.logits(model(fed, state=state)[:, -1])
+
+
+def _bias(model: LanguageModel, forbidden: Sequence[int]) -> torch.Tensor:
     """[V]: what is added to logits, -inf for ids that must not come."""
     bias = torch.zeros(model.config.vocab_size, device=model.embedding.device)
     bias[list(forbidden)] = float("-inf")

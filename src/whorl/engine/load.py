@@ -12,37 +12,43 @@ from pathlib import Path
 
 import torch
 
-from whorl.models import Decoder, DecoderConfig, load_decoder, read_config
+from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
+from whorl.nn import Linear
 from whorl.runs import Machine
 
 MOST_TIMED_BYTES = 256e6  # of fp32 weights: beyond that none stay in a cache, and fewer layers tell the same
 ROUNDS = 5
 
 
-def load_for_sampling(folder: Path, machine: Machine, rows: int = 1) -> Decoder:
+def load_for_sampling(folder: Path, machine: Machine, rows: int = 1) -> LanguageModel:
     """The model of `folder`, ready to sample `rows` sequences at a time.
 
     Raises:
-        CheckpointError: as `load_decoder`.
+        CheckpointError: as `load_model`.
     """
     dtype = fastest_dtype(read_config(folder), machine, rows)
-    return load_decoder(folder, dtype, machine.device).eval()
+    return load_model(folder, dtype, machine.device).eval()
 
 
 @torch.inference_mode()
-def fastest_dtype(config: DecoderConfig, machine: Machine, rows: int = 1) -> torch.dtype:
+def fastest_dtype(config: ModelConfig, machine: Machine, rows: int = 1) -> torch.dtype:
     """The compute type for decoding `rows` sequences of a model of this shape; takes a few milliseconds."""
     if machine.device != "cpu" or machine.torch_dtype == torch.float32:
         return machine.torch_dtype
-    c = config
-    heads = c.n_heads * c.head_dim, (c.n_heads + 2 * c.n_kv_heads) * c.head_dim
-    up = c.mlp_hidden * (2 if c.mlp == "swiglu" else 1)
-    layer = [(heads[1], c.d_model), (c.d_model, heads[0]), (up, c.d_model), (c.d_model, c.mlp_hidden)]
-    n_layers = int(min(c.n_layers, max(1, MOST_TIMED_BYTES // (4 * sum(a * b for a, b in layer)))))
+    with torch.device("meta"):
+        blocks = make_model(config).blocks
+    # A mixture's experts are left out: a token meets few of them, one after another
+    layers = [[tuple(m.weight.shape) for m in one.modules() if isinstance(m, Linear)] for one in blocks]
+    shapes: list[tuple[int, ...]] = []
+    for layer in layers:
+        if not shapes or 4 * sum(a * b for a, b in shapes + layer) <= MOST_TIMED_BYTES:
+            shapes += layer
+    if not shapes:
+        return machine.torch_dtype
     seconds = {}
     for dtype in (torch.float32, machine.torch_dtype):
-        weights = [torch.zeros(shape, dtype=dtype) for _ in range(n_layers) for shape in layer]
-        inputs = {d_in: torch.zeros(rows, d_in, dtype=dtype) for _, d_in in layer}
+        weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+        inputs = {d_in: torch.zeros(rows, d_in, dtype=dtype) for _, d_in in shapes}
         times = []
         for _ in range(ROUNDS):
             began = time.perf_counter()

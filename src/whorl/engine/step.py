@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whorl.models import Cache, Decoder
+from whorl.models import Decoder, DecoderState
 from whorl.models.decoder import Block
 from whorl.nn.norm import EPS
 
@@ -41,7 +41,7 @@ class _Layer:
 
 
 class DecodeStep:
-    """`model.logits(model(ids, cache=cache)[:, -1])` for one id a row, up to rounding.
+    """`model.logits(model(ids, state=state)[:, -1])` for one id a row, up to rounding.
 
     It holds copies of the weights as they are now: make a new one after they change.
     """
@@ -80,16 +80,16 @@ class DecodeStep:
             self.head = folded(model.head_weight, model.final_norm.weight)
 
     @torch.inference_mode()
-    def __call__(self, ids: Tensor, cache: Cache) -> Tensor:
-        """ids: [B, 1], the newest token of each row -> logits [B, vocab] fp32; the cache is extended by one position."""
-        at = cache.length
+    def __call__(self, ids: Tensor, state: DecoderState) -> Tensor:
+        """ids: [B, 1], the newest token of each row -> logits [B, vocab] fp32; the state is extended by one position."""
+        at = state.length
         cos, sin = (t[0] for t in self.model.rotary.between(at, at + 1, ids.device))  # [1, head_dim]
-        x = (_unit(self.model.embed(ids, cache=cache)[:, 0], self.floor) * self.first_gain).to(
+        x = (_unit(self.model.embed(ids, state=state)[:, 0], self.floor) * self.first_gain).to(
             self.dtype
         )  # [B, d_model]
         n_heads, n_kv, d = self.heads
         batch, group, turning = x.shape[0], n_heads // n_kv, n_heads + n_kv
-        for layer, past in zip(self.layers, cache.layers, strict=True):
+        for layer, past in zip(self.layers, state.layers, strict=True):
             qkv = F.linear(_unit(x, self.floor).to(self.dtype), layer.qkv).view(batch, turning + n_kv, d)
             qk = qkv.narrow(1, 0, turning)
             if layer.smear is not None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whorl.models import Decoder
+from whorl.models import LanguageModel
 
 BATCH_TOKENS = 8192
 
@@ -48,7 +48,7 @@ def windows(documents: Iterable[NDArray[Any]], length: int) -> Iterable[Window]:
 
 @torch.inference_mode()
 def score(
-    model: Decoder,
+    model: LanguageModel,
     documents: Iterable[NDArray[Any]],
     length: int,
     advance: Callable[[int], None] = lambda _: None,
@@ -74,7 +74,7 @@ def score(
     return [nats.get(number, 0.0) for number in range(max(nats, default=-1) + 1)]
 
 
-def _score(model: Decoder, batch: list[Window], nats: dict[int, float]) -> None:
+def _score(model: LanguageModel, batch: list[Window], nats: dict[int, float]) -> None:
     longest = max(len(window.ids) for window in batch)
     rows = torch.zeros(len(batch), longest, dtype=torch.int64)
     for row, window in zip(rows, batch, strict=True):

@@ -1,5 +1,6 @@
 """Networks assembled from layers. A network knows no objective; the one that trains is the one that serves.
 
+language.py       what every language model answers to: the one interface of trainer, engine and evaluation
 decoder.py        the small model that quickstart trains, tuned as a whole
 transformer.py    the general decoder: what published models are, by configuration; any mixer by name
 encoder.py        texts to vectors;  resnet.py, vision.py  ResNet, ViT, MLP-Mixer;  bridges.py  CLIP, captioner
@@ -7,7 +8,21 @@ multi_token.py    heads that predict several tokens ahead
 exchange/         folders of `transformers`, in and out
 """
 
-from whorl.models.decoder import Cache, Decoder, DecoderConfig
-from whorl.models.files import load_decoder, read_config, save_decoder
+from whorl.models.decoder import Decoder, DecoderConfig, DecoderState
+from whorl.models.files import ModelConfig, load_model, make_model, read_config, save_model
+from whorl.models.language import LanguageModel
+from whorl.models.transformer import Transformer, TransformerConfig
 
-__all__ = ["Cache", "Decoder", "DecoderConfig", "load_decoder", "read_config", "save_decoder"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "DecoderState",
+    "LanguageModel",
+    "ModelConfig",
+    "Transformer",
+    "TransformerConfig",
+    "load_model",
+    "make_model",
+    "read_config",
+    "save_model",
+]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.decoder import Cache, Decoder
+from whorl.models.decoder import Decoder, DecoderState
 from whorl.models.encoder import Encoder
 from whorl.models.resnet import ResNet
 from whorl.models.vision import MLPMixer, ViT
@@ -39,7 +39,6 @@ from whorl.nn.attention import MultiHead
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
 from whorl.nn.norm import LayerNorm
-from whorl.nn.patches import patch_grid
 
 FIRST_SCALE, LARGEST_SCALE = 1 / 0.07, 100.0
 
@@ -61,13 +60,23 @@ class DualEncoder(nn.Module):
             starts at 0, and a vector of 0 has no direction.
         text: projected to the same width here; its classifier, if any, is not used.
         generator: of both projections.
+        largest_scale: the bound of the inverse temperature.
+
+    Raises:
+        ConfigError: the picture tower has no head.
     """
 
     def __init__(
-        self, image: ViT | ResNet | MLPMixer, text: Encoder, generator: torch.Generator | None = None
+        self,
+        image: ViT | ResNet | MLPMixer,
+        text: Encoder,
+        generator: torch.Generator | None = None,
+        largest_scale: float = LARGEST_SCALE,
     ) -> None:
         super().__init__()
-        self.image, self.text = image, text
+        if image.head is None:
+            raise ConfigError("classes of the image tower is 0", expected="the width of the common space")
+        self.image, self.text, self.largest_scale = image, text, largest_scale
         d_joint, d_image = image.head.weight.shape
         nn.init.normal_(image.head.weight, std=d_image**-0.5, generator=generator)
         d_text = text.config.d_model
@@ -76,15 +85,18 @@ class DualEncoder(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """[] the inverse temperature, at most 100."""
-        return bounded(self.log_scale, math.log(LARGEST_SCALE)).exp()
+        """[] the inverse temperature, at most `largest_scale`."""
+        return bounded(self.log_scale, math.log(self.largest_scale)).exp()
 
     def embed_images(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, d_joint] unit vectors, fp32."""
         return F.normalize(self.image(images), dim=-1)
 
     def embed_texts(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """ids [B, T], mask [B, T] True = a real token -> [B, d_joint] unit vectors, fp32; 0 for a row without tokens."""
+        """ids [B, T], mask [B, T] True = a real token -> [B, d_joint] unit vectors, fp32; 0 for a row without tokens.
+
+        A tower with an `end_id` refuses such a row (ConfigError).
+        """
         return F.normalize(self.projection(self.text.pool(ids, mask)), dim=-1)
 
     def forward(
@@ -93,16 +105,20 @@ class DualEncoder(nn.Module):
         """N pairs -> what `info_nce` takes: x [N, d_joint], y [N, d_joint], scale []."""
         return self.embed_images(images), self.embed_texts(ids, mask), self.scale
 
+    def scores(self, images: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """N pictures, M texts -> [N, M] fp32 logits of which text belongs to a picture (and of the reverse, transposed).
 
-def image_tokens(vit: ViT, images: Tensor) -> Tensor:
-    """What a ViT's head would pool: [B, C, H, W] -> [B, N, d_image], the class token first where there is one."""
-    x: Tensor = vit.embedding(images)
-    if vit.class_token is not None:
-        x = torch.cat([vit.class_token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
-    x = x + vit.positions_for(*patch_grid(images.shape[2], images.shape[3], vit.patch)).to(x.dtype)
-    for block in vit.blocks:
-        x = block(x)
-    return cast(Tensor, vit.norm(x))
+        With texts that name classes this is a classifier that was trained on none of them (section 3.1.2).
+        """
+        x, y, scale = self(images, ids, mask)
+        return cast(Tensor, scale * (x @ y.T))
+
+    def params(self) -> dict[str, int]:
+        """Parameters: total (with the scale); image; text (with its projection)."""
+        image, text, projection = (
+            sum(p.numel() for p in part.parameters()) for part in (self.image, self.text, self.projection)
+        )
+        return {"total": image + text + projection + 1, "image": image, "text": text + projection}
 
 
 class GatedCrossAttention(nn.Module):
@@ -185,12 +201,12 @@ class Captioner(nn.Module):
     @torch.no_grad()
     def look(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, N, d_image]. The tower is frozen, so this can be done once for each picture, and kept."""
-        return image_tokens(self.image, images)
+        return self.image.tokens(images)
 
-    def forward(self, ids: Tensor, context: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, ids: Tensor, context: Tensor, state: DecoderState | None = None) -> Tensor:
         """ids [B, T], context [B, N, d_image] from `look` -> hidden states [B, T, d_model].
 
-        cache: of `decoder.new_cache`, read and extended in place; the picture needs none.
+        state: of `decoder.new_state`, read and extended in place; the picture needs none.
 
         Raises:
             ConfigError: ids and context have other numbers of rows.
@@ -198,14 +214,14 @@ class Captioner(nn.Module):
         if context.ndim != 3 or len(context) != len(ids):
             raise ConfigError(f"context is {list(context.shape)}", expected=f"[{len(ids)}, N, d_image]")
         d = self.decoder
-        start = 0 if cache is None else cache.length
+        start = 0 if state is None else state.length
         rotary = d.rotary.between(start, start + ids.shape[1], ids.device)
-        h = d.embedding_norm(d.embed(ids, None, cache)).to(d.dtype)
+        h = d.embedding_norm(d.embed(ids, None, state)).to(d.dtype)
         context = context.to(d.dtype)
         for number, block in enumerate(d.blocks):
             if number % self.every == 0:
                 h = self.bridges[number // self.every](h, context)
-            h = block(h, rotary, None, None if cache is None else cache.layers[number])
+            h = block(h, rotary, None, None if state is None else state.layers[number])
         return cast(Tensor, d.final_norm(h))
 
     @torch.no_grad()
@@ -218,11 +234,11 @@ class Captioner(nn.Module):
         Returns:
             The ids of each caption, without `begin` and `end`.
         """
-        context, cache = self.look(images), self.decoder.new_cache(len(images), limit + 1)
+        context, state = self.look(images), self.decoder.new_state(len(images), limit + 1)
         newest = torch.full((len(images), 1), begin, device=images.device)
         rows = []
         for _ in range(limit):
-            newest = self.decoder.logits(self(newest, context, cache)).argmax(dim=-1)  # [B, 1]
+            newest = self.decoder.logits(self(newest, context, state)).argmax(dim=-1)  # [B, 1]
             rows.append(newest)
         found = torch.cat(rows, dim=1).tolist() if rows else [[] for _ in images]
         return [row[: row.index(end)] if end in row else row for row in found]

@@ -8,10 +8,10 @@ Two parts, because they run differently. `embed` is look-ups (sparse gradients, 
 compiled; `trunk` is products and is what `torch.compile` sees. The logits are left to the objective, which never
 needs all of them at once, or to `logits`, for the sampler.
 
-The cost of a model is a question to the model: `flops_per_token`, `kv_bytes_per_token`, `params`.
+What it has in common with other language models, and what may be asked of it, is in `language.py`.
 
-Decoding: `cache = decoder.new_cache(batch, capacity)`, then `forward(ids, cache=cache)` any number of ids at a
-time; the cache also holds what n-grams and smeared keys need of the past, so that the logits equal those of one
+Decoding: `state = decoder.new_state(batch, capacity)`, then `forward(ids, state=state)` any number of ids at a
+time; the state also holds what n-grams and smeared keys need of the past, so that the logits equal those of one
 forward over the whole text (a test).
 """
 
@@ -25,7 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whorl.nn import MLP, Attention, LayerCache, NGramMemory, RMSNorm, Rotary
+from whorl.models.language import LanguageModel, saved_bytes
+from whorl.nn import MLP, Attention, LayerState, NGramMemory, RMSNorm, Rotary
 from whorl.nn.mlp import Activation
 
 
@@ -58,10 +59,10 @@ class DecoderConfig(BaseModel):
 
 
 @dataclass
-class Cache:
-    """What decoding keeps of the past: one `LayerCache` a layer, and the last ids, for the n-grams."""
+class DecoderState:
+    """What decoding keeps of the past: one `LayerState` a layer, and the last ids, for the n-grams."""
 
-    layers: list[LayerCache]
+    layers: list[LayerState]
     last_ids: Tensor  # [B, reach], -1 where there were none
     capacity: int
 
@@ -69,6 +70,13 @@ class Cache:
     def length(self) -> int:
         """Positions filled."""
         return self.layers[0].length
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all layers, of the whole capacity, and of the ids."""
+        return (
+            sum(t.nbytes for one in self.layers for t in (one.k, one.v, one.last_key)) + self.last_ids.nbytes
+        )
 
 
 class Block(nn.Module):
@@ -89,14 +97,14 @@ class Block(nn.Module):
         self.mlp = MLP(config.d_model, config.mlp_hidden, config.mlp, generator)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: Tensor | None, cache: LayerCache | None
+        self, x: Tensor, rotary: tuple[Tensor, Tensor], segments: Tensor | None, state: LayerState | None
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotary, segments, cache)
+        x = x + self.attention(self.attention_norm(x), rotary, segments, state)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
 
-class Decoder(nn.Module):
+class Decoder(LanguageModel):
     """A decoder-only transformer (see the top of this file).
 
     Args:
@@ -104,6 +112,8 @@ class Decoder(nn.Module):
         generator: draws the initial weights; the same seed gives the same network.
         dtype: the type that activations are computed in; weights stay fp32.
     """
+
+    config: DecoderConfig
 
     def __init__(
         self,
@@ -132,67 +142,52 @@ class Decoder(nn.Module):
             else nn.Parameter(torch.randn(config.vocab_size, config.d_model, generator=generator) * 0.02)
         )
 
-    @property
-    def head_weight(self) -> Tensor:
-        """[vocab, d_model]: the output matrix (the embedding itself when tied)."""
-        return self.embedding if self.head is None else self.head
-
-    def embed(self, ids: Tensor, segments: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def embed(self, ids: Tensor, segments: Tensor | None = None, state: DecoderState | None = None) -> Tensor:
         """ids: [B, T] -> [B, T, d_model] in the compute type."""
         x = F.embedding(ids, self.embedding)
         if self.memory is not None:
-            before = None if cache is None else cache.last_ids
+            before = None if state is None else state.last_ids
             x = x + self.memory(ids, segments, before)
-            if cache is not None:
-                reach = cache.last_ids.shape[1]
-                cache.last_ids = torch.cat([cache.last_ids, ids], dim=1)[:, -reach:]
+            if state is not None:
+                reach = state.last_ids.shape[1]
+                state.last_ids = torch.cat([state.last_ids, ids], dim=1)[:, -reach:]
         return x
 
-    def trunk(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        segments: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """Embedded tokens [B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type.
-
-        rotary: the tables of their positions, from `self.rotary`.
-        """
-        x = self.embedding_norm(x).to(self.dtype)
-        for number, block in enumerate(self.blocks):
-            x = block(x, rotary, segments, None if cache is None else cache.layers[number])
-        return cast(Tensor, self.final_norm(x))
-
-    def forward(
+    def prepare(
         self,
         ids: Tensor,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
-        cache: Cache | None = None,
-    ) -> Tensor:
-        """ids [B, T] -> hidden states [B, T, d_model].
-
-        positions: [T] or [B, T], default 0, 1, ... (after what the cache holds); segments: [B, T] ids of the
-        documents in a packed row, or None when each row is one document; cache: read and extended in place.
-        """
+        state: DecoderState | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """ids [B, T] -> (embedded [B, T, d_model], the rotary tables of their positions)."""
         if positions is None:
-            start = 0 if cache is None else cache.length
+            start = 0 if state is None else state.length
             rotary = self.rotary.between(start, start + ids.shape[1], ids.device)
         else:
             rotary = self.rotary.at(positions)
-        return self.trunk(self.embed(ids, segments, cache), rotary, segments, cache)
+        return self.embed(ids, segments, state), rotary
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d_model] -> [..., vocab] in fp32."""
-        return F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
+    def trunk(
+        self,
+        x: Tensor,
+        where: tuple[Tensor, Tensor],
+        segments: Tensor | None = None,
+        state: DecoderState | None = None,
+        records: list[Any] | None = None,
+    ) -> Tensor:
+        """Embedded tokens and their rotary tables -> normalised hidden states [B, T, d_model] in the compute type."""
+        x = self.embedding_norm(x).to(self.dtype)
+        for number, block in enumerate(self.blocks):
+            x = block(x, where, segments, None if state is None else state.layers[number])
+        return cast(Tensor, self.final_norm(x))
 
-    def new_cache(self, batch: int, capacity: int) -> Cache:
-        """An empty cache for `batch` rows of up to `capacity` positions."""
+    def new_state(self, batch: int, capacity: int) -> DecoderState:
+        """An empty state for `batch` rows of up to `capacity` positions."""
         c, device = self.config, self.embedding.device
         shape = (batch, c.n_kv_heads, capacity, c.head_dim)
         layers = [
-            LayerCache(
+            LayerState(
                 k=torch.empty(shape, dtype=self.dtype, device=device),
                 v=torch.empty(shape, dtype=self.dtype, device=device),
                 last_key=torch.zeros(batch, 1, c.n_kv_heads, c.head_dim, dtype=self.dtype, device=device),
@@ -200,15 +195,19 @@ class Decoder(nn.Module):
             for _ in range(c.n_layers)
         ]
         reach = max(c.ngram_orders, default=2) - 1
-        return Cache(layers, torch.full((batch, reach), -1, dtype=torch.int64, device=device), capacity)
+        return DecoderState(
+            layers, torch.full((batch, reach), -1, dtype=torch.int64, device=device), capacity
+        )
 
     def params(self) -> dict[str, int]:
-        """Parameters: total; embedding (token embedding and head); memory (n-gram tables); matrices (the rest)."""
+        """Parameters: total; active (of the n-gram tables only the rows that a token looks up); embedding (token
+        embedding and head); memory (n-gram tables); matrices (the rest)."""
         total = sum(p.numel() for p in self.parameters())
         embedding = self.embedding.numel() + (0 if self.head is None else self.head.numel())
         memory = 0 if self.memory is None else sum(p.numel() for p in self.memory.parameters())
         return {
             "total": total,
+            "active": total - memory + len(self.config.ngram_orders) * self.config.d_model,
             "embedding": embedding,
             "memory": memory,
             "matrices": total - embedding - memory,
@@ -219,9 +218,21 @@ class Decoder(nn.Module):
         return flops_per_token(self.config, length)
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes that the cache grows by with each token of a sequence."""
+        """Bytes that the state grows by with each token of a sequence."""
         c = self.config
         return 2 * c.n_layers * c.n_kv_heads * c.head_dim * torch.finfo(self.dtype).bits // 8
+
+    def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
+        """Bytes that the forward pass keeps for the backward one; logits and loss left out.
+
+        Measured: what autograd keeps of two rows of ids, less what it keeps of one; on the model's own device.
+        """
+
+        def kept(rows: int) -> int:
+            ids = torch.zeros(rows, length, dtype=torch.int64, device=self.embedding.device)
+            return saved_bytes(lambda: self(ids), self.parameters())
+
+        return batch * (kept(2) - kept(1))
 
 
 def matrix_params(c: DecoderConfig) -> int:
@@ -238,8 +249,3 @@ def flops_per_token(c: DecoderConfig, length: int) -> float:
     token attend to half of the row on average.
     """
     return 6.0 * matrix_params(c) + 6.0 * c.n_layers * c.n_heads * c.head_dim * length
-
-
-def config_from(data: dict[str, Any]) -> DecoderConfig:
-    """A `DecoderConfig` from a JSON object."""
-    return DecoderConfig.model_validate(data)

@@ -1,4 +1,4 @@
-"""The encoder: token ids in, one vector for a whole text out. Every position sees every other.
+"""The encoder: token ids in, one vector for a whole text out. Every position sees every other (or, `causal`, those before).
 
     x  = embedding[ids] + positions[p]                             [B, T, d_model]
     x += attention(norm(x));  x += mlp(norm(x))                    n_layers times, both directions
@@ -7,7 +7,9 @@
 
 BERT's stack (Devlin et al. 2018, arXiv:1810.04805, section 3) with norms inside of the branches (Xiong et al. 2020,
 arXiv:2002.04745), and the pooling of sentence embedders (Reimers & Gurevych 2019, arXiv:1908.10084, section 3), where the
-mean over tokens beat the first token's vector. Two texts are then compared by a product of their unit vectors.
+mean over tokens beat the first token's vector. Two texts are then compared by a product of their unit vectors. CLIP's text
+tower (Radford et al. 2021, arXiv:2103.00020, section 2.4) is the same stack with another end: `causal`, and with an `end_id`
+the text's vector is that of its first end-of-text token, which alone has seen the whole text.
 
 The subtle part is padding. `mask` is True at real tokens. It is handed to attention as documents of a packed row: real
 tokens are one document and padding is another, so that no real token sees padding. Positions are counted over real tokens
@@ -44,11 +46,16 @@ class EncoderConfig(BaseModel):
     mlp_hidden: int = Field(ge=8)
     max_length: int = Field(default=512, ge=1)
     n_classes: int = Field(default=0, ge=0)  # 0: without a classifier
+    norm_eps: float = Field(default=1e-5, gt=0)
+    causal: bool = False
+    end_id: int | None = Field(default=None, ge=0)  # whose vector is the text's; None: the mean over all
 
     @model_validator(mode="after")
     def _possible(self) -> EncoderConfig:
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
+        if self.end_id is not None and self.end_id >= self.vocab_size:
+            raise ValueError(f"end_id ({self.end_id}) must be below vocab_size ({self.vocab_size})")
         return self
 
 
@@ -65,14 +72,23 @@ class Block(nn.Module):
         causal: bool = False,
         rotary: Rotary | None = None,
         bias: bool = True,
+        eps: float = 1e-5,
+        backend: str = "auto",
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.attention_norm = LayerNorm(d, bias=bias)
+        self.attention_norm = LayerNorm(d, eps, bias)
         self.attention = MultiHead(
-            d, n_heads, rotary=rotary, bias=bias, out_bias=bias, causal=causal, generator=generator
+            d,
+            n_heads,
+            rotary=rotary,
+            bias=bias,
+            out_bias=bias,
+            causal=causal,
+            backend=backend,
+            generator=generator,
         )
-        self.mlp_norm = LayerNorm(d, bias=bias)
+        self.mlp_norm = LayerNorm(d, eps, bias)
         self.mlp = MLP(d, mlp_hidden, mlp, generator, bias=bias)
 
     def forward(
@@ -95,8 +111,26 @@ def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
     return total / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
+def end_pool(hidden: Tensor, is_end: Tensor) -> Tensor:
+    """The vector of the first token where `is_end`, in fp32.  hidden: [B, T, d]; is_end: [B, T] bool -> [B, d].
+
+    Inside of a compiled region it is not checked that there is one.
+
+    Raises:
+        ConfigError: a row has none.
+    """
+    if not torch.compiler.is_compiling() and not bool(is_end.any(dim=1).all()):
+        row = int(is_end.any(dim=1).int().argmin())
+        raise ConfigError(
+            f"row {row} of ids has no real token end_id",
+            expected="end_id, the end-of-text token, in every row: its vector is the text's",
+            do="let the tokenizer add it, and cut long texts before it",
+        )
+    return hidden[torch.arange(len(hidden), device=hidden.device), is_end.int().argmax(dim=1)].float()
+
+
 class Encoder(nn.Module):
-    """A bidirectional encoder (see the top of this file).
+    """An encoder of texts (see the top of this file).
 
     Args:
         config: its shape.
@@ -116,10 +150,18 @@ class Encoder(nn.Module):
         self.embedding = nn.Parameter(torch.randn(config.vocab_size, d, generator=generator) * 0.02)
         self.positions = Learned(config.max_length, d, generator=generator)
         self.blocks = nn.ModuleList(
-            Block(d, config.n_heads, config.mlp_hidden, config.mlp, generator=generator)
+            Block(
+                d,
+                config.n_heads,
+                config.mlp_hidden,
+                config.mlp,
+                causal=config.causal,
+                eps=config.norm_eps,
+                generator=generator,
+            )
             for _ in range(config.n_layers)
         )
-        self.final_norm = LayerNorm(d)
+        self.final_norm = LayerNorm(d, config.norm_eps)
         self.classifier = (
             Linear(d, config.n_classes, std=d**-0.5, bias=True, generator=generator)
             if config.n_classes
@@ -144,8 +186,15 @@ class Encoder(nn.Module):
         return out
 
     def pool(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """A vector for each text, of no particular length: ids [B, T] -> [B, d_model] fp32. `hidden` says the rest."""
-        return mean_pool(self.hidden(ids, mask), self._mask(ids, mask))
+        """A vector for each text, of no particular length: ids [B, T] -> [B, d_model] fp32. `hidden` says the rest.
+
+        Raises:
+            ConfigError: as `hidden`; a row without a real `end_id`, where the configuration names one.
+        """
+        hidden, real = self.hidden(ids, mask), self._mask(ids, mask)
+        if self.config.end_id is None:
+            return mean_pool(hidden, real)
+        return end_pool(hidden, real & (ids == self.config.end_id))
 
     def embed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """A unit vector for each text, to be compared by products: ids [B, T] -> [B, d_model] fp32; 0 for no text."""

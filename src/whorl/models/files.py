@@ -1,9 +1,14 @@
-"""A model on disk: `config.json` (its shape) and `model.safetensors` (its weights by name, fp32)."""
+"""A language model on disk: `config.json` (its shape) and `model.safetensors` (its weights by name).
+
+Two forms of the same two files. A `Decoder`'s config.json is its `DecoderConfig`. A `Transformer` is written as
+`models/exchange` writes its own family ("model_type": "whorl"); so `load_model` also reads the folders of others.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -12,30 +17,54 @@ from safetensors.torch import load_file, save_file
 
 from whorl.errors import CheckpointError
 from whorl.models.decoder import Decoder, DecoderConfig
+from whorl.models.exchange import convert
+from whorl.models.language import LanguageModel
+from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
 
+ModelConfig = DecoderConfig | TransformerConfig
 
-def save_decoder(model: Decoder, folder: Path) -> None:
-    """Writes `config.json` and `model.safetensors` into `folder`."""
+
+def make_model(
+    config: ModelConfig, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float32
+) -> LanguageModel:
+    """An untrained model of that shape."""
+    if isinstance(config, DecoderConfig):
+        return Decoder(config, generator, dtype)
+    return Transformer(config, generator, dtype)
+
+
+def save_model(model: LanguageModel, folder: Path) -> None:
+    """Writes `config.json` and `model.safetensors` into `folder`, in fp32.
+
+    Raises:
+        ConfigError: a `Transformer`, and the folder is not empty.
+    """
+    if isinstance(model, Transformer):
+        convert.export_model(model, folder)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(model.config.model_dump_json(indent=2) + "\n")
     weights = {name: p.detach().contiguous().clone() for name, p in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LanguageModel:
     """The model of `folder`, to be run: its products' weights are cast to `dtype`, the rest stays fp32.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
+        ConfigError: config.json is of others, and asks for what is not supported.
     """
+    if "model_type" in _read(folder):
+        return convert.import_model(folder, dtype=dtype, device=device, to_train=False)
     config = read_config(folder)
     try:
         weights = load_file(folder / "model.safetensors", device=device)
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, error) from error
     with torch.device("meta"):
-        model = Decoder(config, dtype=dtype)
+        model = make_model(config, dtype=dtype)
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     found = {name: tuple(t.shape) for name, t in weights.items()}
     if wanted != found:
@@ -54,21 +83,35 @@ def load_decoder(folder: Path, dtype: torch.dtype = torch.float32, device: str =
     return model.to(device)
 
 
-def read_config(folder: Path) -> DecoderConfig:
+def read_config(folder: Path) -> ModelConfig:
     """The shape of the model of `folder`.
 
     Raises:
         CheckpointError: `config.json` is missing or damaged.
+        ConfigError: it is of others, and asks for what is not supported.
     """
+    data = _read(folder)
+    if "model_type" in data:
+        return convert.read_config(data, str(folder / "config.json"))
     try:
-        return DecoderConfig.model_validate(json.loads((folder / "config.json").read_text()))
-    except (OSError, ValueError, ValidationError) as error:
+        return DecoderConfig.model_validate(data)
+    except ValidationError as error:
         raise _unreadable(folder, error) from error
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        data = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+    if not isinstance(data, dict):
+        raise _unreadable(folder, TypeError(f"config.json holds a {type(data).__name__}"))
+    return data
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
         f"no model could be read from {folder}: {error}",
-        expected="config.json and model.safetensors as `save_decoder` writes them",
+        expected="config.json and model.safetensors as `save_model` writes them",
         do="name a model that `whorl ls` lists",
     )

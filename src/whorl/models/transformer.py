@@ -13,7 +13,7 @@ special case of this: it is our own small model, tuned as a whole; this one is f
 
 A mixer is anything that keeps to `nn/mixer.py`; which layer has which, the configuration says (`transformer_config.py`).
 
-The cost of a model is a question to the model: `params`, `flops_per_token`, `kv_bytes_per_token`, `activation_bytes`.
+What it has in common with other language models, and what may be asked of it, is in `language.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.models.language import LanguageModel, saved_bytes
 from whorl.models.transformer_config import (
     MEMBERS,
     Heads,
@@ -175,7 +176,7 @@ class Block(nn.Module):
         return normed
 
 
-class Transformer(nn.Module):
+class Transformer(LanguageModel):
     """The general decoder (see the top of this file).
 
     Args:
@@ -184,6 +185,8 @@ class Transformer(nn.Module):
         dtype: the type that activations are computed in; weights stay fp32.
     """
 
+    config: TransformerConfig
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -191,7 +194,8 @@ class Transformer(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.logit_softcap = config, dtype, config.logit_softcap
+        self.longest = config.max_length if config.learned_positions else None
 
         def table(rows: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, config.d_model, generator=generator) * 0.02)
@@ -211,11 +215,6 @@ class Transformer(nn.Module):
         return make_rotary(
             mixer.rope, mixer.head_dim if isinstance(mixer, Heads) else mixer.rope_dim, self.dtype
         )
-
-    @property
-    def head_weight(self) -> Tensor:
-        """[vocab, d_model]: the output matrix (the embedding itself when tied)."""
-        return self.embedding if self.head is None else self.head
 
     def embed(self, ids: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
         """ids [B, T] -> [B, T, d_model] in the compute type; `start` is the position of the first when none are given.
@@ -239,31 +238,32 @@ class Transformer(nn.Module):
                 x = x + F.embedding(positions, self.positions).to(self.dtype)
         return x
 
-    def forward(
+    def prepare(
         self,
         ids: Tensor,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         state: TransformerState | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """ids [B, T] -> (embedded [B, T, d_model], their positions as given).
+
+        In a packed row give positions if they are learned: they begin anew with every document.
+        """
+        return self.embed(ids, positions, 0 if state is None else state.length), positions
+
+    def trunk(
+        self,
+        x: Tensor,
+        where: Tensor | None,
+        segments: Tensor | None = None,
+        state: TransformerState | None = None,
         records: list[Any] | None = None,
     ) -> Tensor:
-        """ids [B, T] -> normalised hidden states [B, T, d_model] in the compute type.
-
-        positions: [T] or [B, T], by default those behind the state's length (give them for a packed row if positions
-        are learned: they begin anew with every document); segments: [B, T] the documents of a packed row, or None;
-        state: read and extended in place; records: each mixture of experts appends what it did (`nn/experts`).
-        """
-        x = self.embed(ids, positions, 0 if state is None else state.length)
+        """[B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type; where: positions or None."""
         for n, block in enumerate(self.blocks):
-            x = block(x, positions, segments, None if state is None else state.layers[n], records)
+            x = block(x, where, segments, None if state is None else state.layers[n], records)
         hidden: Tensor = self.final_norm(x)
         return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d_model] -> [..., vocab] in fp32."""
-        logits = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
-        cap = self.config.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def new_state(self, batch: int, capacity: int) -> TransformerState:
         """An empty state for `batch` rows of up to `capacity` positions."""
@@ -373,21 +373,10 @@ class Transformer(nn.Module):
 
 def measured_bytes(mixer: nn.Module, d_model: int, length: int, dtype: torch.dtype) -> int:
     """Bytes that autograd keeps of a mixer for each further row: those of two rows of noughts, less those of one."""
-    own = {t.untyped_storage().data_ptr() for t in mixer.parameters()}
     device = next(mixer.parameters()).device
 
     def kept(rows: int) -> int:
-        found: dict[int, Any] = {}  # the storages themselves: freed ones would lend their address to others
-
-        def pack(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in own:
-                found[storage.data_ptr()] = storage
-            return t
-
         x = torch.zeros(rows, length, d_model, dtype=dtype, device=device, requires_grad=True)
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            mixer(x)
-        return sum(int(storage.nbytes()) for storage in found.values())
+        return saved_bytes(lambda: mixer(x), mixer.parameters())
 
     return kept(2) - kept(1)

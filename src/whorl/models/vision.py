@@ -8,8 +8,8 @@
               Tolstikhin et al. 2021, arXiv:2105.01601, eq. 1
 
 From the first to the last less is built in and more is to be learnt, so that with few pictures the first is best and with
-very many the order turns. The ViT's blocks are the language model's, with every token seeing every other: a picture has no
-order in time. It is told where a patch lies by learned positions alone, which are stretched to the grid of a picture of
+very many the order turns. The ViT's blocks are the text encoder's, every token seeing every other: a picture has no order in
+time. It is told where a patch lies by learned positions alone, which are stretched to the grid of a picture of
 another size. A mixer's token matrix is tied to one size for good (and its last bias is idle, though published models have
 it: what is added to all channels of a token is taken away by every layer norm).
 
@@ -25,13 +25,14 @@ from __future__ import annotations
 from typing import Literal, cast
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.nn.attention.heads import MultiHead
+from whorl.models.encoder import Block
 from whorl.nn.linear import Linear
-from whorl.nn.mlp import MLP
+from whorl.nn.mlp import MLP, Activation
 from whorl.nn.norm import LayerNorm
 from whorl.nn.patches import PatchEmbedding, patch_grid
 
@@ -41,23 +42,33 @@ LAYER_NORM_EPS = 1e-6  # of the published ViT and Mixer
 POSITION_STD = 0.5
 
 
-class ViTBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), every token with every other.  [B, T, d] -> [B, T, d]."""
+class ViTConfig(BaseModel):
+    """The shape of a ViT: its arguments, which are described there."""
 
-    def __init__(
-        self, d: int, n_heads: int, hidden: int, eps: float, backend: str, generator: torch.Generator | None
-    ) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(d, eps)
-        self.attention = MultiHead(
-            d, n_heads, bias=True, out_bias=True, causal=False, backend=backend, generator=generator
-        )
-        self.mlp_norm = LayerNorm(d, eps)
-        self.mlp = MLP(d, hidden, "gelu", generator=generator, bias=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+    image_size: int = Field(ge=1)
+    patch: int = Field(ge=1)
+    channels: int = Field(ge=1)
+    classes: int = Field(ge=0)
+    d_model: int = Field(ge=1)
+    n_layers: int = Field(ge=1)
+    n_heads: int = Field(ge=1)
+    mlp: Activation = "gelu"
+    mlp_hidden: int = Field(ge=1)
+    pooling: Literal["class", "mean"] = "class"
+    eps: float = Field(default=LAYER_NORM_EPS, gt=0)
+    patch_bias: bool = True
+    first_norm: bool = False
+    head_bias: bool = True
+
+    @model_validator(mode="after")
+    def _possible(self) -> ViTConfig:
+        if self.d_model % self.n_heads:
+            raise ValueError(f"n_heads is {self.n_heads}, which does not divide d_model, {self.d_model}")
+        if self.image_size % self.patch:
+            raise ValueError(f"patch is {self.patch}, which does not divide image_size, {self.image_size}")
+        return self
 
 
 class ViT(nn.Module):
@@ -65,10 +76,16 @@ class ViT(nn.Module):
 
     Args:
         image_size: side of the images that the positions are laid out for. patch: side of a patch.
+        classes: width of the head; 0 is no head, for a model that only makes `features`.
         d_model, n_layers, n_heads, mlp_hidden: the shape of the blocks; mlp_hidden is 4 d_model by default.
             768, 12, 12 with patches of 16 is ViT-B/16.
+        mlp: kind of perceptron (`nn/mlp.py`).
         pooling: "class", a token of its own is what the head sees; or "mean" over all patches (appendix D.3).
-        eps: of the layer norms. backend: of attention (`nn/attention/backends.py`).
+        eps: of the layer norms.
+        patch_bias, head_bias: of the map of patches, and of the head. first_norm: a norm before the first block. CLIP's
+            image tower (arXiv:2103.00020, section 2.4) is False, False and True, and its head the way into the common space.
+        backend: of attention (`nn/attention/backends.py`).
+        dtype: the type that activations are computed in; None is that of the images.
 
     Raises:
         ConfigError: a setting that makes no network; when called, images that patches do not divide.
@@ -84,33 +101,46 @@ class ViT(nn.Module):
         d_model: int = 768,
         n_layers: int = 12,
         n_heads: int = 12,
+        mlp: Activation = "gelu",
         mlp_hidden: int | None = None,
         pooling: Literal["class", "mean"] = "class",
         eps: float = LAYER_NORM_EPS,
+        patch_bias: bool = True,
+        first_norm: bool = False,
+        head_bias: bool = True,
         backend: str = "auto",
         generator: torch.Generator | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         hidden = 4 * d_model if mlp_hidden is None else mlp_hidden
-        at_least_one(channels=channels, classes=classes, mlp_hidden=hidden)
-        at_least_one(d_model=d_model, n_layers=n_layers, n_heads=n_heads)
-        if pooling not in ("class", "mean"):
-            raise ConfigError(f"pooling is {pooling!r}", expected="'class' or 'mean'")
-        if d_model % n_heads:
-            raise ConfigError(f"n_heads is {n_heads}", expected=f"a divisor of d_model, {d_model}")
-        self.channels, self.patch = channels, patch
+        try:
+            self.config = ViTConfig(
+                image_size=image_size, patch=patch, channels=channels, classes=classes, d_model=d_model, n_layers=n_layers,
+                n_heads=n_heads, mlp=mlp, mlp_hidden=hidden, pooling=pooling, eps=eps, patch_bias=patch_bias,
+                first_norm=first_norm, head_bias=head_bias,
+            )  # fmt: skip
+        except ValidationError as error:
+            first = error.errors()[0]
+            field = f"{first['loc'][0]} is {first['input']!r}: " if first["loc"] else ""
+            raise ConfigError(f"{field}{first['msg']}", expected="a possible ViT") from error
+        self.channels, self.patch, self.dtype = channels, patch, dtype
         self.grid = patch_grid(image_size, image_size, patch)[0]
-        self.embedding = PatchEmbedding(channels, patch, d_model, generator=generator)
+        self.embedding = PatchEmbedding(channels, patch, d_model, bias=patch_bias, generator=generator)
         self.class_token = (
             nn.Parameter(torch.randn(d_model, generator=generator) * 0.02) if pooling == "class" else None
         )
         n_tokens = self.grid**2 + (pooling == "class")
         self.positions = nn.Parameter(torch.randn(n_tokens, d_model, generator=generator) * POSITION_STD)
+        self.first_norm = LayerNorm(d_model, eps) if first_norm else None
         self.blocks = nn.ModuleList(
-            [ViTBlock(d_model, n_heads, hidden, eps, backend, generator) for _ in range(n_layers)]
+            [
+                Block(d_model, n_heads, hidden, mlp, eps=eps, backend=backend, generator=generator)
+                for _ in range(n_layers)
+            ]
         )
         self.norm = LayerNorm(d_model, eps)
-        self.head = Linear(d_model, classes, std=0.0, bias=True)
+        self.head = Linear(d_model, classes, std=0.0, bias=head_bias) if classes else None
 
     def positions_for(self, rows: int, columns: int) -> Tensor:
         """[T, d_model] positions of a grid of patches, the class token's first if there is one.
@@ -124,26 +154,42 @@ class ViT(nn.Module):
         stretched = F.interpolate(square, (rows, columns), mode="bicubic", align_corners=False)
         return torch.cat([own, stretched[0].flatten(1).T])
 
-    def features(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, d_model], what the head sees."""
+    def tokens(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, N, d_model], a vector for each patch; the class token's is the first where there is one."""
         check_images(images, self.channels)
-        x: Tensor = self.embedding(images)  # [B, N, d_model]
+        x: Tensor = self.embedding(images if self.dtype is None else images.to(self.dtype))
         if self.class_token is not None:
             x = torch.cat([self.class_token.to(x.dtype).expand(len(x), 1, -1), x], dim=1)
         grid = patch_grid(images.shape[2], images.shape[3], self.patch)
         x = x + self.positions_for(*grid).to(x.dtype)
+        if self.first_norm is not None:
+            x = self.first_norm(x)
         for block in self.blocks:
             x = block(x)
-        x = self.norm(x)
+        return cast(Tensor, self.norm(x))
+
+    def features(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, d_model], what the head sees."""
+        x = self.tokens(images)
         return x.mean(1) if self.class_token is None else x[:, 0]
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> logits [B, classes], fp32."""
+        """[B, C, H, W] -> logits [B, classes], fp32.
+
+        Raises:
+            ConfigError: classes is 0.
+        """
+        if self.head is None:
+            raise ConfigError(
+                "classes is 0: this ViT has no head", expected="at least 1 to call it", do="use features()"
+            )
         return cast(Tensor, self.head(self.features(images))).float()
 
     def params(self) -> dict[str, int]:
-        """Parameters: total; embedding (of patches, with the class token); positions; blocks; norm; head."""
-        found = counted(self, embedding=self.embedding, blocks=self.blocks, norm=self.norm, head=self.head)
+        """Parameters: total; embedding (of patches, with the class token); positions; blocks; norm (or both); head."""
+        norms = nn.ModuleList([norm for norm in (self.first_norm, self.norm) if norm is not None])
+        head = nn.Identity() if self.head is None else self.head
+        found = counted(self, embedding=self.embedding, blocks=self.blocks, norm=norms, head=head)
         found["embedding"] += 0 if self.class_token is None else self.class_token.numel()
         return {**found, "positions": self.positions.numel()}
 
@@ -152,9 +198,10 @@ class ViT(nn.Module):
         rows, columns = patch_grid(image_size, image_size, self.patch)
         n_patches = rows * columns
         n_tokens = n_patches + (self.class_token is not None)
-        total = n_patches * linear_flops(self.embedding.linear) + linear_flops(self.head)
+        total = n_patches * linear_flops(self.embedding.linear)
+        total += 0.0 if self.head is None else linear_flops(self.head)
         for block in self.blocks:
-            assert isinstance(block, ViTBlock)
+            assert isinstance(block, Block)
             a, m = block.attention, block.mlp
             per_token = [linear_flops(w) for w in (a.q, a.k, a.v, a.out, m.up, m.down)]
             total += n_tokens * sum(per_token)

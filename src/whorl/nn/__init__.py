@@ -4,7 +4,7 @@ A layer knows no objective and no optimiser. Weights are kept in fp32 (the maste
 the activations where they are used, so the same module runs in whatever type the machine is fastest in.
 """
 
-from whorl.nn.attention import Attention, LayerCache, causal_attention, causal_attention_reference
+from whorl.nn.attention import Attention, LayerState, causal_attention, causal_attention_reference
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP
 from whorl.nn.ngram import NGramMemory
@@ -14,7 +14,7 @@ from whorl.nn.rotary import Rotary, apply_rotary, rotary_tables
 __all__ = [
     "MLP",
     "Attention",
-    "LayerCache",
+    "LayerState",
     "Linear",
     "NGramMemory",
     "RMSNorm",

@@ -3,7 +3,8 @@
 - `relu2`: down(relu(up(x))^2), the squared ReLU of Primer (So et al. 2021, arXiv:2109.08668).
 - `gelu`: down(gelu(up(x))), gelu(x) = x * Phi(x), Phi the normal distribution's (Hendrycks & Gimpel 2016,
   arXiv:1606.08415): BERT, ViT. `gelu_tanh`: its approximation by a tanh (sec. 2 there): GPT-2. The two differ by up
-  to 5e-4, so a checkpoint should meet the one it was trained with.
+  to 5e-4, so a checkpoint should meet the one it was trained with. `quick_gelu`: x * sigmoid(1.702 x) (ibid.), off by up
+  to 0.02: CLIP's published weights. Written as silu(1.702 x) / 1.702, it keeps one tensor for its backward pass.
 - `swiglu`: down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202, eq. 6): Llama. Three matrices instead of two:
   at equal parameters its hidden width is 2/3 of the plain one's.
 - `geglu`: down(gelu_tanh(gate(x)) * up(x)) (ibid.): Gemma, whose GELU is the approximated one.
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError, one_of
 from whorl.nn.linear import Linear
 
-Activation = Literal["relu2", "swiglu", "gelu", "gelu_tanh", "geglu"]
+Activation = Literal["relu2", "swiglu", "gelu", "gelu_tanh", "quick_gelu", "geglu"]
 GATED = ("swiglu", "geglu")
 
 
@@ -44,6 +45,8 @@ def activate(h: Tensor, kind: Activation) -> Tensor:
         return (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * h
     if kind == "relu2":
         return F.relu(h).square()
+    if kind == "quick_gelu":
+        return F.silu(1.702 * h) / 1.702
     return F.gelu(h, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 

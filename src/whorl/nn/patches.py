@@ -65,14 +65,20 @@ class PatchEmbedding(nn.Module):
     """Images [B, C, H, W] -> tokens [B, N, d].
 
     Args:
-        channels: C. patch: side of a patch in pixels. d: width of a token.
+        channels: C. patch: side of a patch in pixels. d: width of a token. bias: of the map.
 
     Raises:
         ConfigError: a size is not positive; when called, the patch does not divide the image.
     """
 
     def __init__(
-        self, channels: int, patch: int, d: int, *, generator: torch.Generator | None = None
+        self,
+        channels: int,
+        patch: int,
+        d: int,
+        *,
+        bias: bool = True,
+        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         for name, value in {"channels": channels, "patch": patch, "d": d}.items():
@@ -80,7 +86,7 @@ class PatchEmbedding(nn.Module):
                 raise ConfigError(f"{name} is {value}", expected="at least 1")
         self.channels, self.patch = channels, patch
         pixels = channels * patch**2
-        self.linear = Linear(pixels, d, std=pixels**-0.5, bias=True, generator=generator)
+        self.linear = Linear(pixels, d, std=pixels**-0.5, bias=bias, generator=generator)
 
     def forward(self, images: Tensor) -> Tensor:
         if images.ndim == 4 and images.shape[1] != self.channels:

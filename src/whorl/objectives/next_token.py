@@ -9,9 +9,9 @@ and ranks divides once, by the global count, so that how a batch was cut never c
 The fast path never holds all logits. [tokens, vocab] in fp32 is by far the largest tensor of a small model, and
 written, read and written again it costs more time than the products that make it. So the loss is taken over
 chunks of tokens, and while a chunk's logits are hot its gradient is finished too: dz = softmax(z) - onehot, d_h =
-dz W, d_W += dz^T h. The backward then only scales. (The scheme of Liger Kernel, Hsu et al. 2024,
-arXiv:2410.10989, section 3.2, without a kernel of its own.) `next_token_reference` is the definition; a test holds
-values and gradients together.
+dz W, d_W += dz^T h, and where logits are capped, z = c tanh(W h / c), dz is multiplied by 1 - z^2 / c^2. The backward
+then only scales. (The scheme of Liger Kernel, Hsu et al. 2024, arXiv:2410.10989, section 3.2, without a kernel of its
+own.) `next_token_reference` is the definition; a test holds values and gradients together.
 """
 
 from __future__ import annotations
@@ -37,10 +37,17 @@ class Loss:
 
 
 def next_token_reference(
-    hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, z_loss: float = 0.0
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Loss:
     """The definition, with all logits in fp32. Shapes as in `next_token`."""
     logits = F.linear(hidden.float(), head.float())  # [N, V]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     log_normaliser = logits.logsumexp(dim=-1)
     nll = log_normaliser - logits.gather(-1, targets[:, None]).squeeze(-1)
     per_token = nll + z_loss * log_normaliser.square()
@@ -53,7 +60,13 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, z_loss: float
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        mask: Tensor,
+        z_loss: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
@@ -62,6 +75,8 @@ class _Fused(torch.autograd.Function):
         parts = zip(*(torch.split(t, chunk) for t in (hidden, targets, mask)), strict=True)
         for h, target, keep in parts:
             logits = F.linear(h, weight).float()  # [chunk, V]
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
             log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
             nll = (log_normaliser - logits.gather(-1, target[:, None])) * keep[:, None]
             totals.append((nll + z_loss * log_normaliser.square() * keep[:, None]).sum())
@@ -70,6 +85,8 @@ class _Fused(torch.autograd.Function):
             onehot = torch.arange(logits.shape[-1], device=h.device)[None, :] == target[:, None]
             # Of each chunk the gradient of sum(nll + z lse^2): p (1 + 2 z lse) - onehot, where there is a target.
             d_logits = (p * (1.0 + 2.0 * z_loss * log_normaliser) - onehot.float()) * keep[:, None]
+            if softcap is not None:
+                d_logits = d_logits * (1.0 - (logits / softcap).square())
             d_logits = d_logits.to(h.dtype)
             d_hidden.append(d_logits @ weight)
             part = (d_logits.t() @ h).float()
@@ -83,10 +100,17 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0]
         d_hidden, d_head = ctx.saved_tensors
-        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, None, None, None
+        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, None, None, None, None
 
 
-def next_token(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, z_loss: float = 0.0) -> Loss:
+def next_token(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Loss:
     """Summed cross-entropy of the next tokens, in nats.
 
     Args:
@@ -94,10 +118,11 @@ def next_token(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, z_lo
         head: [vocab, d_model], fp32.
         targets: [N] ids; mask: [N], True where there is a target (made with the tokens).
         z_loss: weight of the squared log-normaliser.
+        softcap: c, for a model whose logits are c tanh(W h / c) (Gemma 2, arXiv:2408.00118, section 2).
 
     Returns:
         Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z term).
     """
     keep = mask.float()
-    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss)  # type: ignore[no-untyped-call]
+    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"nll": nll})

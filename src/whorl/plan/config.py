@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from whorl.runs import BudgetText
-from whorl.train.config import OptimConfig
+from whorl.train.config import OptimConfig, RoutingConfig
 
 
 class PlanConfig(BaseModel):
@@ -17,6 +19,10 @@ class PlanConfig(BaseModel):
     d_model: int | None = Field(default=None, ge=16)
     n_layers: int | None = Field(default=None, ge=1)
     vocab_size: int | None = Field(default=None, ge=300, le=65_536)
+    model: dict[str, Any] | None = Field(
+        default=None,
+        description="another network than the house's own: the fields of a TransformerConfig (docs/models.md)",
+    )
     length: int = Field(default=256, ge=16, description="tokens a row")
     batch_rows: int = Field(default=8, ge=1, description="rows a step")
     ngram_buckets: int = Field(default=65_536, ge=16)
@@ -24,4 +30,26 @@ class PlanConfig(BaseModel):
     replicas: int | None = Field(default=None, ge=1, description="default: one a core")
     compile: bool | None = Field(default=None, description="default: whichever is faster here")
     optim: OptimConfig = OptimConfig()
+    routing: RoutingConfig = RoutingConfig()
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _possible(self) -> PlanConfig:
+        if self.model is not None:
+            from whorl.models.transformer_config import (
+                TransformerConfig,
+            )  # imports torch: only where it is asked for
+
+            for name in ("d_model", "n_layers"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} stands beside model: give it as model.{name}")
+            try:
+                TransformerConfig.model_validate(self.shape())
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise ValueError(f"{'.'.join(map(str, ('model', *first['loc'])))}: {first['msg']}") from error
+        return self
+
+    def shape(self) -> dict[str, Any]:
+        """`model`, its vocabulary filled in."""
+        return {"vocab_size": self.vocab_size or 1024, **(self.model or {})}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from whorl.models import DecoderConfig
-from whorl.models.decoder import matrix_params
+from dataclasses import dataclass
+
+from whorl.models import DecoderConfig, ModelConfig, make_model
+from whorl.models.decoder import flops_per_token, matrix_params
 
 PROCESS_BYTES = (
     800e6  # a training process with compiled graphs and what its allocator keeps, and its loader, seen here
@@ -50,3 +52,38 @@ def memory_bytes(c: DecoderConfig, *, tokens: int, length: int, replicas: int) -
     weights = 4.0 * (dense * (3 + replicas) + table_params(c))
     per_token = c.n_layers * (14 * c.d_model + 2 * c.mlp_hidden + 2 * c.n_heads * length) + 2 * c.vocab_size
     return weights + 4.0 * tokens * per_token + PROCESS_BYTES * replicas
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a training run of a shape costs. blocks: weights of the layers that a token meets; head: of the output;
+    tables: weights that are looked up; flops: a token, forward + backward; memory: bytes at most."""
+
+    blocks: int
+    head: int
+    tables: int
+    total: int
+    flops: float
+    memory: float
+
+    @property
+    def multiplied(self) -> int:
+        """Weights that a token is multiplied with."""
+        return self.blocks + self.head
+
+
+def cost_of(c: ModelConfig, *, rows: int, length: int, replicas: int) -> Cost:
+    """The cost of a shape in steps of `rows` rows over all replicas; a `Transformer` is built and asked."""
+    head = c.vocab_size * c.d_model
+    if isinstance(c, DecoderConfig):
+        memory = memory_bytes(c, tokens=rows * length, length=length, replicas=replicas)
+        blocks = matrix_params(c) - head
+        total = matrix_params(c) + table_params(c)
+        return Cost(blocks, head, table_params(c), total, flops_per_token(c, length), memory)
+    model = make_model(c)
+    sizes = model.params()
+    tables = 0 if c.tie_embeddings else sizes["embedding"] - head
+    memory = 4.0 * (sizes["total"] * (3 + replicas)) + model.activation_bytes(rows, length)
+    memory += 8.0 * rows * length * c.d_model + PROCESS_BYTES * replicas
+    blocks = sizes["active"] - head - tables
+    return Cost(blocks, head, tables, sizes["total"], model.flops_per_token(length), memory)

@@ -7,6 +7,8 @@
 4. The winner is timed as it will run, all replicas, compiled and not, and the faster choice kept; the number of steps is
    what then fits the budget, start-up, looks at held-out text and checkpoints included.
 
+A network that the recipe gives (`model`) is taken as it is: only step 4 is left.
+
 The number of steps is fixed here. Training itself never looks at a clock, so that a run can be repeated to the bit; the
 price is that a machine that slows down later makes the run longer than planned.
 """
@@ -18,10 +20,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from whorl.errors import BudgetError
-from whorl.models import DecoderConfig
+from whorl.models import DecoderConfig, ModelConfig, TransformerConfig
 from whorl.models.decoder import flops_per_token, matrix_params
+from whorl.models.transformer_config import Experts, Heads
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import memory_bytes, shape, table_params
+from whorl.plan.cost import cost_of, memory_bytes, shape
 from whorl.plan.law import bytes_per_token, expected_bits_per_byte
 from whorl.runs import Budget, Machine, Progress
 from whorl.train.pretrain import Job
@@ -73,17 +76,24 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         model = _given(config)
         job = _job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
         return _plan(config, machine, job, corpus_bytes, None, [])
-    candidates = _candidates(config, machine, replicas, budget, corpus_bytes, progress)
-    best = min(candidates, key=lambda c: c.bits_per_byte)
-    job, timing = _time_choice(config, best.model, machine, replicas, budget, progress)
+    candidates: list[Candidate] = []
+    chosen: ModelConfig
+    if config.model is not None:
+        chosen = _given(config)
+    else:
+        candidates = _candidates(config, machine, replicas, budget, corpus_bytes, progress)
+        chosen = min(candidates, key=lambda c: c.bits_per_byte).model
+    job, timing = _time_choice(config, chosen, machine, replicas, budget, progress)
     if budget.seconds is not None:
         usable = budget.seconds - timing.startup
         steps = int(usable / (timing.step * (1 + LOOKS)))
     else:
-        steps = int((budget.flops or 0.0) / _step_flops(config, best.model))
+        flops = cost_of(chosen, rows=config.batch_rows, length=config.length, replicas=replicas).flops
+        steps = int((budget.flops or 0.0) / (flops * config.batch_rows * config.length))
     if steps < LEAST_STEPS:
+        named = "this model" if config.model is not None else "the smallest sensible model"
         raise BudgetError(
-            f"a budget of {config.budget} buys {max(0, steps)} steps of the smallest sensible model here "
+            f"a budget of {config.budget} buys {max(0, steps)} steps of {named} here "
             f"({timing.startup:.1f} s to start, {timing.step * 1e3:.0f} ms a step)",
             expected=f"at least {LEAST_STEPS} steps",
             do=f"give at least --budget {int(timing.startup + LEAST_STEPS * timing.step * 1.2) + 1}s",
@@ -98,7 +108,9 @@ def _replicas(config: PlanConfig, machine: Machine) -> int:
     return max(n for n in range(1, machine.threads + 1) if config.batch_rows % n == 0)
 
 
-def _given(config: PlanConfig) -> DecoderConfig:
+def _given(config: PlanConfig) -> ModelConfig:
+    if config.model is not None:
+        return TransformerConfig.model_validate(config.shape())
     return shape(
         config.d_model or 128,
         config.n_layers or 4,
@@ -108,12 +120,13 @@ def _given(config: PlanConfig) -> DecoderConfig:
 
 
 def _job(
-    config: PlanConfig, model: DecoderConfig, machine: Machine, replicas: int, steps: int, *, compile: bool
+    config: PlanConfig, model: ModelConfig, machine: Machine, replicas: int, steps: int, *, compile: bool
 ) -> Job:
     return Job(
         tokens="",
         model=model,
         optim=config.optim,
+        routing=config.routing,
         length=config.length,
         batch_rows=config.batch_rows,
         steps=steps,
@@ -199,7 +212,7 @@ def _worth(seen: float, corpus_bytes: int) -> float:
 
 def _time_choice(
     config: PlanConfig,
-    model: DecoderConfig,
+    model: ModelConfig,
     machine: Machine,
     replicas: int,
     budget: Budget,
@@ -245,19 +258,15 @@ def _plan(
     model = job.model
     tokens = job.steps * job.batch_rows * job.length
     per_token = bytes_per_token(model.vocab_size)
-    flops = flops_per_token(model, job.length)
-    blocks = matrix_params(model) - model.vocab_size * model.d_model
-    memory = memory_bytes(model, tokens=job.batch_rows * job.length, length=job.length, replicas=job.replicas)
+    cost = cost_of(model, rows=job.batch_rows, length=job.length, replicas=job.replicas)
+    flops = cost.flops
     expected: dict[str, float] = {
-        "parameters": matrix_params(model) + table_params(model),
-        "matrix_parameters": matrix_params(model),
+        "parameters": cost.total,
+        "matrix_parameters": cost.multiplied,
         "flops_per_token": flops,
         "tokens": tokens,
         "epochs": tokens * per_token / max(1, corpus_bytes),
-        "memory_bytes": memory,
-        "bits_per_byte": expected_bits_per_byte(
-            blocks, _worth(tokens * per_token, max(1, corpus_bytes)), model.vocab_size
-        ),
+        "memory_bytes": cost.memory,
     }
     if timing is not None:
         expected["seconds"] = timing.startup + job.steps * timing.step * (1 + LOOKS)
@@ -265,16 +274,16 @@ def _plan(
         expected["utilisation"] = expected["tokens_per_second"] * flops / machine.peak_flops
     lines = [
         f"machine: {machine.note}",
-        f"shape: {model.n_layers} layers x {model.d_model} wide, {model.n_heads} heads of {model.head_dim}, "
-        f"vocabulary {model.vocab_size:,}",
-        f"parameters: {blocks:,} in blocks + {model.vocab_size * model.d_model:,} in the head (multiplied) "
-        f"+ {table_params(model):,} looked up (embedding and {len(model.ngram_orders)} n-gram tables)",
-        f"FLOPs a token: 6 x {matrix_params(model):,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
+        f"shape: {model.n_layers} layers x {model.d_model} wide, {_layers(model)}, vocabulary {model.vocab_size:,}",
+        f"parameters: {cost.blocks:,} in blocks + {cost.head:,} in the head (multiplied) "
+        f"+ {cost.tables:,} looked up ({_looked_up(model)})"
+        + (f"; {cost.total:,} in all with every expert" if _experts(model) else ""),
+        f"FLOPs a token: 6 x {cost.multiplied:,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
         f"a step: {job.batch_rows} rows x {job.length} tokens over {job.replicas} replicas of {job.threads} thread(s), "
         f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
         f"at about {per_token:.2f} bytes a token",
-        f"memory: {memory / 1e9:.2f} GB expected at most",
+        f"memory: {cost.memory / 1e9:.2f} GB expected at most",
     ]
     if timing is not None:
         lines.append(
@@ -285,10 +294,13 @@ def _plan(
             f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['utilisation']:.0%} of "
             f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured here"
         )
-    lines.append(
-        f"expected: {expected['bits_per_byte']:.2f} bits per byte on held-out text "
-        "(law fitted on the sweep of bench/plan_sweep.py)"
-    )
+    if isinstance(model, DecoderConfig):
+        worth = _worth(tokens * per_token, max(1, corpus_bytes))
+        expected["bits_per_byte"] = expected_bits_per_byte(cost.blocks, worth, model.vocab_size)
+        lines.append(
+            f"expected: {expected['bits_per_byte']:.2f} bits per byte on held-out text "
+            "(law fitted on the sweep of bench/plan_sweep.py)"
+        )
     ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]
     table = [
         {
@@ -300,3 +312,26 @@ def _plan(
         for c in ranked
     ]
     return Plan(job.model_dump(mode="json"), model.vocab_size, config.budget, expected, lines, table)
+
+
+def _layers(model: ModelConfig) -> str:
+    """What the layers are, in words."""
+    if isinstance(model, DecoderConfig):
+        return f"{model.n_heads} heads of {model.head_dim}"
+    kinds = dict.fromkeys(
+        f"{m.n_heads} heads of {m.head_dim}" if isinstance(m, Heads) else m.kind for m in model.layer_mixers()
+    )
+    experts = _experts(model)
+    return " and ".join(kinds) + (
+        f", {experts.n_experts} experts of which {experts.top_k}" if experts else ""
+    )
+
+
+def _experts(model: ModelConfig) -> Experts | None:
+    return None if isinstance(model, DecoderConfig) else model.experts
+
+
+def _looked_up(model: ModelConfig) -> str:
+    if isinstance(model, DecoderConfig):
+        return f"embedding and {len(model.ngram_orders)} n-gram tables"
+    return "nothing: the head is the embedding" if model.tie_embeddings else "embedding"

@@ -111,12 +111,30 @@ class CopyPoint(_Part):
     nll: Positive
 
 
+class UsePoint(_Part):
+    """How unevenly a layer's experts were used: the Gini coefficient of their loads, 0 when all had the same."""
+
+    step: Count
+    gini: Probability
+
+
+class ExpertsLayer(_Part):
+    """One layer of experts. shares: of all assignments, by expert, at the end; dropped: the largest share of assignments
+    that found no place."""
+
+    layer: Count
+    uneven: list[UsePoint]
+    shares: list[Probability]
+    dropped: Probability
+
+
 class TrainingSection(_Part):
     """The curves. The mark of the fall is found from `points` (see `fall`), so it is not handed over."""
 
     points: list[CurvePoint]
     held_out: list[HeldOutPoint] = []
     copying: list[CopyPoint] = []
+    experts: list[ExpertsLayer] = []
     tokens_per_second: Positive | None = None
     utilisation: Probability | None = None
     peak_memory_bytes: Count | None = None

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from whorl.report.charts import Mark, Series, line_chart
-from whorl.report.data import TrainingSection
+from whorl.report.data import ExpertsLayer, TrainingSection
 from whorl.report.fall import Fall, smooth
 from whorl.report.format import duration, scaled
+from whorl.report.format import share as percent
 
 
 def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tuple[str, str, str]]:
@@ -68,6 +69,8 @@ def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tupl
                 mark=mark,
             ),
         )
+    if training.experts:
+        yield _experts(training.experts, whole)
     rates = [(float(p.step), p.learning_rate) for p in points if p.learning_rate is not None]
     if rates:
         yield (
@@ -81,6 +84,40 @@ def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tupl
                 y_range=(0.0, max(y for _, y in rates)),
             ),
         )
+
+
+def _experts(layers: list[ExpertsLayer], whole: tuple[float, float]) -> tuple[str, str, str]:
+    """How evenly the experts were used: every layer, and the mean over layers."""
+    steps = sorted({point.step for layer in layers for point in layer.uneven})
+    of_step: dict[int, list[float]] = {step: [] for step in steps}
+    for layer in layers:
+        for point in layer.uneven:
+            of_step[point.step].append(point.gini)
+    means = [sum(of_step[step]) / len(of_step[step]) for step in steps]
+    series = [
+        Series(
+            f"layer {layer.layer}",
+            [float(p.step) for p in layer.uneven],
+            [p.gini for p in layer.uneven],
+            "faint",
+        )
+        for layer in layers
+    ]
+    shares = [share for layer in layers for share in layer.shares]
+    lost = max(layer.dropped for layer in layers)
+    return (
+        "Experts",
+        "Gini coefficient of the experts' loads, each layer and their mean: 0 when all are used alike. At the end the "
+        f"least used expert of a layer had {percent(min(shares))} of its tokens, the most used {percent(max(shares))}; "
+        f"even would be {percent(1 / len(layers[0].shares))}. Assignments that found no place: at most {percent(lost)}.",
+        line_chart(
+            [*series, Series("mean", [float(step) for step in steps], means)],
+            label=f"Unevenness of the experts' loads against step, ending at a Gini coefficient of {means[-1]:.3f}",
+            height=170,
+            x_range=whole,
+            y_range=(0.0, max(0.1, *means)),
+        ),
+    )
 
 
 def fall_words(fall: Fall) -> str:

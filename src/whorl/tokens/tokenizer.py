@@ -79,6 +79,16 @@ class Tokenizer:
         )._core_bpe
 
     @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+        return (self.eos_id,)
+
+    @property
+    def control_ids(self) -> tuple[int, ...]:
+        """Special ids that a model should not write."""
+        return (self.pad_id, self.bos_id)
+
+    @property
     def vocab_size(self) -> int:
         """Number of ids: bytes, merged tokens and special tokens."""
         return len(self.token_bytes)
@@ -173,8 +183,12 @@ class Tokenizer:
         return b"".join([table[i] for i in listed])
 
     def save(self, folder: Path) -> Path:
-        """Write `tokenizer.json` into `folder`; returns its path."""
+        """Write `tokenizer.json` into `folder`, and beside it what `transformers` asks for; returns its path."""
         path = Path(folder) / FILE
+        names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "clean_up_tokenization_spaces": False}
+        (Path(folder) / "tokenizer_config.json").write_text(
+            json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=1) + "\n"
+        )
         path.write_text(json.dumps(self._as_standard(), ensure_ascii=False, indent=1), encoding="utf-8")
         return path
 
@@ -192,7 +206,7 @@ class Tokenizer:
             pattern = standard["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
             added: list[dict[str, Any]] = standard["added_tokens"]
             ordinary = sorted((i, t) for t, i in vocabulary.items())
-            tokens = [bytes(_BYTE_OF[c] for c in token) for _, token in ordinary]
+            tokens = [bytes(BYTE_OF[c] for c in token) for _, token in ordinary]
             specials = [str(entry["content"]) for entry in sorted(added, key=lambda entry: int(entry["id"]))]
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
@@ -318,7 +332,7 @@ def _printable_bytes() -> list[str]:
 
 
 _CHARACTER_OF = _printable_bytes()
-_BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTER_OF)}
+BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTER_OF)}
 
 
 def _as_text(token: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The settings of the optimisers, apart from them so that a recipe can be checked without importing torch."""
+"""The settings of optimisers and routing, apart from them so that a recipe can be checked without importing torch."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ class OptimConfig(BaseModel):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient, dense parameters together")
+
+
+class RoutingConfig(BaseModel):
+    """How mixtures of experts are kept in use (`nn/experts`); of no effect on a model without any."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    balance: float = Field(default=0.01, ge=0, description="weight of the load-balancing loss, each layer")
+    z: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss, each layer")
+    bias_rate: float = Field(
+        default=1e-3, ge=0, description="step of the balancing bias, for routers that have one"
+    )

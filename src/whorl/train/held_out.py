@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from whorl.models import Decoder
+from whorl.models import LanguageModel
 from whorl.objectives import next_token
 from whorl.runs.seeds import generator
 from whorl.tokens.shards import TokenSet
@@ -47,7 +47,7 @@ class HeldOut:
         self.copies = torch.cat([half, half], dim=1)[mine].to(job.device)
 
     @torch.no_grad()
-    def __call__(self, model: Decoder, world: World) -> dict[str, float]:
+    def __call__(self, model: LanguageModel, world: World) -> dict[str, float]:
         """held_out_nll and copy_nll in nats a token."""
         nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
         copy_nll, copy_count = self._nll(model, self.copies, self.copies.shape[1] // 2)
@@ -57,10 +57,14 @@ class HeldOut:
             figures["held_out_nll"] = sums[0] / sums[1]
         return figures
 
-    def _nll(self, model: Decoder, rows: Tensor, skip: int) -> tuple[float, float]:
+    def _nll(self, model: LanguageModel, rows: Tensor, skip: int) -> tuple[float, float]:
         targets = rows[:, 1 + skip :]
         hidden = model(rows[:, :-1])[:, skip:]
         loss = next_token(
-            hidden.flatten(0, 1), model.head_weight, targets.flatten(), torch.ones_like(targets).flatten()
+            hidden.flatten(0, 1),
+            model.head_weight,
+            targets.flatten(),
+            torch.ones_like(targets).flatten(),
+            softcap=model.logit_softcap,
         )
         return float(loss.metrics["nll"]), float(loss.count)

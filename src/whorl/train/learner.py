@@ -14,7 +14,7 @@ Parameters are split by what their update costs; rows of look-up tables by row n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,8 @@ class Shared:
     """What all replicas see: tensors in shared memory, by name.
 
     weights and state: by parameter and by "parameter/moment"; gradients: [replicas, ...] for each dense parameter;
-    row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse one.
+    row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse one; buffers: what a network
+    keeps beside its weights (a router's balancing bias). Of those one rank writes, between two exchanges.
     """
 
     weights: dict[str, Tensor]
@@ -39,6 +40,7 @@ class Shared:
     gradients: dict[str, Tensor]
     row_ids: dict[str, Tensor]
     row_gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
     @classmethod
     def of(
@@ -56,8 +58,10 @@ class Shared:
         not over each parameter, of which an agent has a dozen small ones. For a single replica.
         """
 
+        device = next(networks.parameters()).device
+
         def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            tensor = torch.zeros(shape, dtype=dtype, device=p.device)
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
             if replicas > 1:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
             return tensor
@@ -93,14 +97,29 @@ class Shared:
                 gradients[name] = shared(replicas, *p.shape)
                 for moment in ("momentum",) if rule == "muon" else ("mean", "square"):
                     state[f"{name}/{moment}"] = shared(*p.shape)
-        return cls(weights, state, gradients, ids, values)
+        buffers = {}
+        for name, _, _, buffer in stored_buffers(networks):
+            buffers[name] = shared(*buffer.shape, dtype=buffer.dtype)
+            buffers[name].copy_(buffer)
+        return cls(weights, state, gradients, ids, values, buffers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: weights and moments."""
+        """What a checkpoint keeps: weights, buffers and moments."""
         return {
             **{f"weights/{n}": t for n, t in self.weights.items()},
+            **{f"buffers/{n}": t for n, t in self.buffers.items()},
             **{f"state/{n}": t for n, t in self.state.items()},
         }
+
+
+def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(name, the module that has it, its name there, the buffer), of those that are stored with the weights."""
+    stored = networks.state_dict().keys()
+    for path, module in networks.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if full in stored:
+                yield full, module, name, buffer
 
 
 def _end_to_end(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -175,6 +194,8 @@ class Learner:
         self.rounds = steps_done
         for name, p in networks.named_parameters():
             p.data = self.shared.weights[name]
+        for name, module, own, _ in list(stored_buffers(networks)):
+            setattr(module, own, self.shared.buffers[name])
         self.parameters = dict(networks.named_parameters())
         self.updates = [_Taken(update, self, dtype, steps_done) for update in updates]
         self.averages = [

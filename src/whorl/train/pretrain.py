@@ -11,28 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from torch import Tensor
 
 from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
-from whorl.models import Decoder, DecoderConfig
-from whorl.objectives import Loss, next_token
+from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
 from whorl.runs.seeds import generator
 from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
 from whorl.train.checkpoint import Keeper, restore
-from whorl.train.config import OptimConfig
+from whorl.train.config import OptimConfig, RoutingConfig
 from whorl.train.held_out import HeldOut
+from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
+from whorl.train.mixtures import Mixtures
 from whorl.train.schedule import warmup_stable_decay
-from whorl.train.update import Part, Treatment, Update
+from whorl.train.update import Part, Update
 from whorl.train.world import World, start_replicas
 
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
@@ -55,6 +56,18 @@ class RawText(BaseModel):
     workers: int = Field(default=1, ge=0, description="processes that tokenise, for each replica")
 
 
+def _shape(value: Any) -> str:
+    """Only a transformer names its mixers."""
+    named = "mixers" in value if isinstance(value, dict) else isinstance(value, TransformerConfig)
+    return "transformer" if named else "decoder"
+
+
+Shape = Annotated[
+    Annotated[DecoderConfig, Tag("decoder")] | Annotated[TransformerConfig, Tag("transformer")],
+    Discriminator(_shape),
+]
+
+
 class Job(BaseModel):
     """All that decides the weights of a run."""
 
@@ -62,8 +75,9 @@ class Job(BaseModel):
 
     tokens: str = Field(description="folder of the token set")
     raw: RawText | None = Field(default=None, description="learn from raw files instead")
-    model: DecoderConfig
+    model: Shape
     optim: OptimConfig = OptimConfig()
+    routing: RoutingConfig = RoutingConfig()
     length: int = Field(ge=2, description="tokens a row")
     batch_rows: int = Field(ge=1, description="rows a step, over all replicas")
     micro_rows: int | None = Field(default=None, ge=1, description="rows a forward, a replica; default all")
@@ -85,14 +99,14 @@ class Observer(Protocol):
     """What rank 0 tells while it trains. All calls are made between updates."""
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None: ...
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
     def on_checkpoint(self, step: int, seconds: float) -> None: ...
 
 
-def build_model(job: Job) -> Decoder:
+def build_model(job: Job) -> LanguageModel:
     """The untrained model of `job`, the same bits for the same seed."""
     dtype = getattr(torch, job.dtype)
-    return Decoder(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+    return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
 
 
 def pretrain(
@@ -103,7 +117,7 @@ def pretrain(
     checkpoint_seconds: float = 30.0,
     say: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
-) -> Decoder:
+) -> LanguageModel:
     """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the model.
 
     Args:
@@ -145,7 +159,7 @@ def _replica(
 def _train(
     world: World,
     job: Job,
-    model: Decoder,
+    model: LanguageModel,
     shared: Shared,
     first: int,
     last: int,
@@ -156,7 +170,8 @@ def _train(
     """What every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    learner = learner_of(model, job, shared, world, steps_done=first)
+    mixtures = Mixtures(model, job.routing, world)
+    learner = learner_of(model, job, shared, world, mixtures, steps_done=first)
     held_out = HeldOut(job, world)
     every = max(1, math.ceil(job.steps / job.evaluations))
     window = _Window()
@@ -165,10 +180,11 @@ def _train(
         return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
 
     def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+        mixtures.end_step()
         window.add(metrics, clock.take())
         if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
             rate = factor(done - 1) * job.optim.matrix_rate
-            observer.on_step(done, {**window.close(), "learning_rate": rate})
+            observer.on_step(done, {**window.close(), "learning_rate": rate, **mixtures.figures()})
         if done % every == 0 or done == job.steps:
             figures = held_out(model, world)
             if observer is not None:
@@ -224,17 +240,26 @@ def _records(
     )
 
 
-def shared_of(model: Decoder, job: Job) -> Shared:
+def shared_of(model: LanguageModel, job: Job) -> Shared:
     """The memory that all replicas of `job` see."""
     rows = job.batch_rows // job.replicas * job.length
     return Shared.of(model, treatments(model, job.optim), job.replicas, rows)
 
 
-def learner_of(model: Decoder, job: Job, shared: Shared, world: World, steps_done: int = 0) -> Learner:
+def learner_of(
+    model: LanguageModel,
+    job: Job,
+    shared: Shared,
+    world: World,
+    mixtures: Mixtures | None = None,
+    steps_done: int = 0,
+) -> Learner:
     """The learner of a language model: one update, next-token prediction."""
     optim = job.optim
     update = Update(
-        LossOf(model, job),
+        LossOf(
+            model, mixtures or Mixtures(model, job.routing, world), z_loss=job.z_loss, compile=job.compile
+        ),
         treatments(model, optim),
         clip_norm=optim.clip_norm,
         momentum=optim.momentum,
@@ -244,21 +269,6 @@ def learner_of(model: Decoder, job: Job, shared: Shared, world: World, steps_don
         eps=1e-10,
     )
     return Learner(model, [update], shared, world, dtype=model.dtype, steps_done=steps_done)
-
-
-def treatments(model: Decoder, optim: OptimConfig) -> dict[str, Treatment]:
-    """Muon for the matrices of the blocks, sparse rows for n-gram tables, AdamW for the rest."""
-    found = {}
-    for name, p in model.named_parameters():
-        if name.startswith("memory."):
-            found[name] = Treatment("rows", optim.memory_rate)
-        elif name in ("embedding", "head"):
-            found[name] = Treatment("adamw", optim.embedding_rate)
-        elif name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1:
-            found[name] = Treatment("muon", optim.matrix_rate)
-        else:
-            found[name] = Treatment("adamw", optim.scalar_rate)
-    return found
 
 
 def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]:
@@ -274,44 +284,6 @@ def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
 
 
-class LossOf:
-    """The objective over a micro-batch. Plain rows (one document each, the many) take the compiled path, without a
-    document mask; mixed rows (the few) run uncompiled with segments and positions."""
-
-    def __init__(self, model: Decoder, job: Job) -> None:
-        self.model, self.z_loss = model, job.z_loss
-        self.fast: Callable[..., tuple[Tensor, ...]] = self._loss
-        if job.compile:
-            # Another job's graphs would count against the limit of variants, beyond which nothing is compiled.
-            torch.compiler.reset()
-            self.fast = torch.compile(self._loss, dynamic=False)
-
-    def _loss(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        targets: Tensor,
-        mask: Tensor,
-        segments: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        hidden = self.model.trunk(x, rotary, segments)
-        loss = next_token(
-            hidden.flatten(0, 1), self.model.head_weight, targets.flatten(), mask.flatten(), self.z_loss
-        )
-        return loss.total, loss.count, loss.metrics["nll"]
-
-    def __call__(self, part: Part) -> Loss:
-        segments = part.get("segment_ids")
-        x = self.model.embed(part["tokens"], segments)
-        if segments is None:
-            rotary = self.model.rotary.between(0, x.shape[1], x.device)
-            total, count, nll = self.fast(x, rotary, part["targets"], part["loss_mask"])
-        else:
-            rotary = self.model.rotary.at(part["positions"])
-            total, count, nll = self._loss(x, rotary, part["targets"], part["loss_mask"], segments)
-        return Loss(total, count, {"nll": nll})
-
-
 class _Window:
     """Figures since the last report: means weighted by tokens, and where the time went."""
 
@@ -320,13 +292,14 @@ class _Window:
 
     def _reset(self) -> None:
         self.sums: dict[str, float] = {}
-        self.tokens = self.seconds = self.waited = 0.0
+        self.norm = self.tokens = self.seconds = self.waited = 0.0
         self.steps = 0
 
     def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
-        for name in ("loss", "nll"):
-            self.sums[name] = self.sums.get(name, 0.0) + metrics[name] * metrics["count"]
-        self.sums["norm"] = self.sums.get("norm", 0.0) + metrics["gradient_norm"]
+        for name, value in metrics.items():
+            if name not in ("count", "gradient_norm"):
+                self.sums[name] = self.sums.get(name, 0.0) + value * metrics["count"]
+        self.norm += metrics["gradient_norm"]
         self.tokens += metrics["count"]
         self.seconds += sum(seconds.values())
         self.waited += seconds["wait"]
@@ -334,9 +307,8 @@ class _Window:
 
     def close(self) -> dict[str, float]:
         out = {
-            "loss": self.sums["loss"] / self.tokens,
-            "nll": self.sums["nll"] / self.tokens,
-            "gradient_norm": self.sums["norm"] / self.steps,
+            **{name: total / self.tokens for name, total in self.sums.items()},
+            "gradient_norm": self.norm / self.steps,
             "tokens_per_second": self.tokens / self.seconds,
             "loader_share": self.waited / self.seconds,
         }

@@ -1,8 +1,7 @@
 """`import_model` and `export_model`: a folder of others to a `Transformer`, and back.
 
 Importing goes: read the fields, build the network without memory, work out from the rules which tensors there must be and of
-which shapes, compare that with the headers of the files, and only then read weights, a rule at a time. At no time are
-there two copies of more than one layer's matrix.
+which shapes, compare that with the headers of the files, and only then read weights, a rule at a time (`weights.py`).
 
 What a folder must hold is exact: a tensor too many is as much of an error as one too few, since it means that the
 network is not the one that was trained. Three kinds of tensors may be left unread: tables computed from nothing (old
@@ -12,31 +11,37 @@ last one, which predict further tokens (with a warning).
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor, nn
 
 from whorl.errors import CheckpointError, ConfigError, one_of
 from whorl.models.exchange.deepseek import DEEPSEEK
 from whorl.models.exchange.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
-from whorl.models.exchange.family import Family, differences, not_possible
+from whorl.models.exchange.family import NOT_POSSIBLE, Family, differences, not_possible
 from whorl.models.exchange.fields import Fields
-from whorl.models.exchange.files import SHARD_BYTES, Aside, Shards, carry, read_json, write_shards
+from whorl.models.exchange.files import SHARD_BYTES, Shards, read_json
 from whorl.models.exchange.gemma import GEMMA2, GEMMA3
 from whorl.models.exchange.gpt2 import GPT2
 from whorl.models.exchange.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from whorl.models.exchange.rules import Rule, same
+from whorl.models.exchange.weights import (
+    Shape,
+    matrices,
+    pull,
+    refuse,
+    types_of,
+    unread,
+    wanted,
+    write_folder,
+)
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import TransformerConfig
-from whorl.nn.experts import Experts
-from whorl.nn.linear import Linear
 
 TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -130,14 +135,9 @@ def import_model(
     own = model.state_dict()
     rules = family.rules(config)
     names = _named(shards, family)
-    _check(shards, names, _wanted(rules, own), family, config)
-    low = set() if to_train else _matrices(model)
-    state: dict[str, Tensor] = {}
-    for rule in rules:
-        given = rule.pull([shards.tensor(names[name]) for name in rule.theirs])
-        for name, tensor in zip(rule.ours, given, strict=True):
-            tensor = tensor.to(device, dtype if name in low else own[name].dtype)
-            state[name] = tensor.clone(memory_format=torch.contiguous_format)
+    _check(shards, names, wanted(rules, own), family, config)
+    low = set() if to_train else matrices(model) | {"embedding", "positions", "head"}
+    state = pull(shards, names, rules, own, low, dtype, device)
     if any(name not in own for name, _ in model.named_buffers()):
         model = Transformer(config, dtype=dtype)  # buffers that are not stored must be made
     model.load_state_dict(state, assign=True)
@@ -165,53 +165,57 @@ def export_model(
         ConfigError: the family cannot express this model (the field is named), or `folder` is not empty.
     """
     chosen = family_of(family, "export_model")
-    fields = {"architectures": [chosen.architecture], "model_type": family, **chosen.write(model.config)}
-    back = read_config(fields, f"the {family} written of this model")
-    if found := differences(model.config, back):
-        raise not_possible(found[0], f"what {family} can say")
+    fields = _fields_of(model.config, chosen)
     rules, own = chosen.rules(model.config), model.state_dict()
     if left := set(own) - {name for rule in rules for name in rule.ours}:
         raise not_possible(f"it has the tensor {sorted(left)[0]!r}", f"the tensors of {family}")
-    kinds = {
-        name: t.dtype if dtype is None or not t.is_floating_point() else dtype for name, t in own.items()
+    types = types_of(own, dtype)
+    fields["dtype"] = str(types["embedding"]).removeprefix("torch.")
+    for name in ("generation_config.json", "config.json") if source is not None else ():
+        assert source is not None
+        if (source / name).is_file():
+            given = read_json(source / name)
+            fields |= {field: given[field] for field in TEXT_IDS if field in given}
+    write_folder(folder, fields, rules, own, types, source=source, shard_bytes=shard_bytes)
+
+
+def fitting_family(config: TransformerConfig) -> str:
+    """The first family that can express a model, our own left out.
+
+    Raises:
+        ConfigError: none can; what stands in the way of each is named.
+    """
+    reasons = []
+    for name, family in FAMILIES.items():
+        if family is not OWN:
+            try:
+                _fields_of(config, family)
+                return name
+            except ConfigError as error:
+                reasons.append(f"{name}: {error.what.removeprefix(NOT_POSSIBLE)}")
+    raise ConfigError(
+        "no family of others can express this model\n    " + "\n    ".join(reasons),
+        expected="a shape that one of them has",
+        do="export it as 'whorl', which every model can be written as",
+    )
+
+
+def _fields_of(config: TransformerConfig, family: Family) -> dict[str, Any]:
+    """What its config.json says; raises ConfigError where the family has no word for something."""
+    fields = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **family.write(config),
     }
-    rule_of = {name: (rule, n) for rule in rules for n, name in enumerate(rule.theirs)}
-    sizes = {}
-    for name, (rule, n) in rule_of.items():
-        shape = _wanted([rule], own)[name]
-        sizes[name] = torch.Size(shape).numel() * kinds[rule.ours[min(n, len(rule.ours) - 1)]].itemsize
-
-    def make(names: Sequence[str]) -> dict[str, Tensor]:
-        made = {}
-        for name in names:
-            rule, n = rule_of[name]
-            tensor = rule.push([own[o].detach().to("cpu", kinds[o]) for o in rule.ours])[n]
-            made[name] = tensor.clone(memory_format=torch.contiguous_format)
-        return made
-
-    fields["dtype"] = str(kinds["embedding"]).removeprefix("torch.")
-    with Aside(folder) as draft:
-        if source is not None:
-            carry(source, draft)
-            given = read_json(source / "config.json")
-            fields |= {name: given[name] for name in TEXT_IDS if name in given}
-        write_shards(draft, sizes, make, shard_bytes)
-        text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
-        (draft / "config.json").write_text(text, encoding="utf-8")
+    back = read_config(fields, f"the {family.model_type} written of this model")
+    if found := differences(config, back):
+        raise not_possible(found[0], f"what {family.model_type} can say")
+    return fields
 
 
 def _without_memory(config: TransformerConfig, dtype: torch.dtype) -> Transformer:
     with torch.device("meta"):
         return Transformer(config, dtype=dtype)
-
-
-def _wanted(rules: list[Rule], own: dict[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Their tensors' names and shapes: our shapes pushed through the rules, without data."""
-    wanted = {}
-    for rule in rules:
-        pushed = rule.push([torch.empty(own[name].shape, device="meta") for name in rule.ours])
-        wanted.update({name: tuple(t.shape) for name, t in zip(rule.theirs, pushed, strict=True)})
-    return wanted
 
 
 def _named(shards: Shards, family: Family) -> dict[str, str]:
@@ -224,26 +228,12 @@ def _named(shards: Shards, family: Family) -> dict[str, str]:
 def _check(
     shards: Shards,
     names: dict[str, str],
-    wanted: dict[str, tuple[int, ...]],
+    shapes: dict[str, Shape],
     family: Family,
     config: TransformerConfig,
 ) -> None:
     """Raises CheckpointError unless the files hold just the wanted tensors."""
-    missing = sorted(wanted.keys() - names.keys())
-    if missing:
-        raise CheckpointError(
-            f"{shards.folder}: tensor {missing[0]!r} is missing ({len(missing)} in all)",
-            expected=f"shape {list(wanted[missing[0]])} by config.json",
-            do="fetch all files of the model again",
-        )
-    for name in sorted(wanted):
-        shape = shards.shape(names[name])
-        if shape != wanted[name]:
-            raise CheckpointError(
-                f"{shards.file_of[names[name]]}: tensor {name!r} has the shape {list(shape)}",
-                expected=f"{list(wanted[name])} by config.json",
-            )
-    extra = sorted(n for n in names.keys() - wanted.keys() if not re.fullmatch(family.no_weights, n))
+    extra = [n for n in unread(shards, names, shapes) if not re.fullmatch(family.no_weights, n)]
     further = [
         n for n in extra if (layer := re.match(r".*?layers\.(\d+)\.", n)) and int(layer[1]) >= config.n_layers
     ]
@@ -262,18 +252,4 @@ def _check(
                 do="set tie_word_embeddings to false if the head is a matrix of its own",
             )
         extra.remove(family.head)
-    if extra:
-        raise CheckpointError(
-            f"{shards.file_of[names[extra[0]]]}: tensor {extra[0]!r} is not known ({len(extra)} in all)",
-            expected=f"the {len(wanted)} tensors of a {family.model_type} model with this config.json",
-            do="check that config.json belongs to these weights",
-        )
-
-
-def _matrices(model: nn.Module) -> set[str]:
-    """Names of the weights that are cast to the compute type wherever they are used."""
-    names = {"embedding", "positions", "head"}
-    for path, module in model.named_modules():
-        if isinstance(module, Linear | Experts):
-            names |= {f"{path}.{name}" for name, _ in module.named_parameters()}
-    return names
+    refuse(shards, names, extra, family.model_type, len(shapes))

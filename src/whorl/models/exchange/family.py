@@ -79,10 +79,13 @@ def heads_of(config: TransformerConfig) -> list[Heads]:
     return heads
 
 
+NOT_POSSIBLE = "this model cannot be written as that family: "
+
+
 def not_possible(what: str, expected: str) -> ConfigError:
     """The error of a model that a family cannot express."""
     return ConfigError(
-        f"this model cannot be written as that family: {what}",
+        NOT_POSSIBLE + what,
         expected=expected,
         do="export it as 'whorl', which every model can be written as",
     )

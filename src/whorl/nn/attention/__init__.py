@@ -9,7 +9,7 @@ mask.py, backends.py, state.py, short.py   who sees whom; how it is computed; wh
 """
 
 from whorl.nn.attention.backends import BACKENDS, attend
-from whorl.nn.attention.causal import Attention, LayerCache, causal_attention, causal_attention_reference
+from whorl.nn.attention.causal import Attention, LayerState, causal_attention, causal_attention_reference
 from whorl.nn.attention.heads import MultiHead
 from whorl.nn.attention.latent import Latent, LatentState
 from whorl.nn.attention.linear import LinearAttention, LinearState
@@ -25,7 +25,7 @@ __all__ = [
     "KeyValues",
     "Latent",
     "LatentState",
-    "LayerCache",
+    "LayerState",
     "LinearAttention",
     "LinearState",
     "Mask",

@@ -1,4 +1,4 @@
-"""Causal self-attention: grouped queries, QK-norm, rotary positions, smeared keys; cache as an argument.
+"""Causal self-attention: grouped queries, QK-norm, rotary positions, smeared keys; state as an argument.
 
 Told as differences from multi-head attention (Vaswani et al. 2017, arXiv:1706.03762):
 
@@ -119,7 +119,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
 
 
 @dataclass
-class LayerCache:
+class LayerState:
     """Keys and values of one layer, preallocated for `capacity` positions, `length` of them filled.
 
     k, v: [B, n_kv_heads, capacity, head_dim] (keys smeared, normalised, rotated); last_key: [B, 1, n_kv_heads,
@@ -166,54 +166,54 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         segments: Tensor | None = None,
-        cache: LayerCache | None = None,
+        state: LayerState | None = None,
     ) -> Tensor:
-        """rotary: tables for the positions of x; segments: [B, T] or None; cache: extended in place by x."""
+        """rotary: tables for the positions of x; segments: [B, T] or None; state: extended in place by x."""
         batch, length, _ = x.shape
         heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
         q, k, v = self.qkv(x).view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
         if self.smear is not None:
-            k = self._smeared(k, segments, cache)
+            k = self._smeared(k, segments, state)
         # The temperature is applied in fp32 inside the norm's cast back.
         q = apply_rotary(rms_norm(q, self.temperature), *rotary)
         k = apply_rotary(rms_norm(k), *rotary)
-        if cache is None:
+        if state is None:
             group = self.n_heads // self.n_kv_heads
             if group > 1:
                 k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
             y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments)
         else:
-            y = self._attend_cached(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache)
+            y = self._attend_kept(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state)
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
-    def _smeared(self, k: Tensor, segments: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def _smeared(self, k: Tensor, segments: Tensor | None, state: LayerState | None) -> Tensor:
         """k: [B, T, n_kv_heads, head_dim] -> the same, each mixed with its predecessor in the same segment."""
         assert self.smear is not None
         share = torch.sigmoid(self.smear).to(k.dtype)  # [n_kv_heads, 1]
-        previous = k[:, :1] if cache is None or cache.length == 0 else cache.last_key  # the first: itself
+        previous = k[:, :1] if state is None or state.length == 0 else state.last_key  # the first: itself
         if k.shape[1] > 1:
             previous = torch.cat([previous, k[:, :-1]], dim=1)
-        if cache is not None:
-            cache.last_key = k[:, -1:].clone()
+        if state is not None:
+            state.last_key = k[:, -1:].clone()
         mixed = k + share * (previous - k)
         if segments is not None:
             same = F.pad(segments[:, 1:] == segments[:, :-1], (1, 0), value=False)
             mixed = torch.where(same[:, :, None, None], mixed, k)
         return mixed
 
-    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache) -> Tensor:
-        """New positions attend to the cache and to each other.  q: [B, H, T, d]; k, v: [B, KV, T, d]."""
+    def _attend_kept(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Tensor:
+        """New positions attend to the state and to each other.  q: [B, H, T, d]; k, v: [B, KV, T, d]."""
         batch, heads, length, d = q.shape
-        stop = cache.length + length
-        cache.k[:, :, cache.length : stop] = k
-        cache.v[:, :, cache.length : stop] = v
+        stop = state.length + length
+        state.k[:, :, state.length : stop] = k
+        state.v[:, :, state.length : stop] = v
         grouped = q.reshape(batch, self.n_kv_heads, -1, d)  # [B, KV, group * T, d]
-        scores = (grouped @ cache.k[:, :, :stop].transpose(-1, -2)).float()
+        scores = (grouped @ state.k[:, :, :stop].transpose(-1, -2)).float()
         if length > 1:
-            queries = torch.arange(cache.length, stop, device=q.device).repeat(heads // self.n_kv_heads)
+            queries = torch.arange(state.length, stop, device=q.device).repeat(heads // self.n_kv_heads)
             hidden = torch.arange(stop, device=q.device)[None, :] > queries[:, None]
             scores = scores.masked_fill(hidden, float("-inf"))
-        cache.length = stop
-        y = scores.softmax(dim=-1).to(v.dtype) @ cache.v[:, :, :stop]
+        state.length = stop
+        y = scores.softmax(dim=-1).to(v.dtype) @ state.v[:, :, :stop]
         return y.view(batch, heads, length, d)

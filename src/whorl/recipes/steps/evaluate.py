@@ -19,7 +19,7 @@ from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
     from whorl.corpus import Document
-    from whorl.models import Decoder
+    from whorl.models import LanguageModel
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
 
@@ -49,13 +49,13 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     import torch
 
     from whorl.evals.score import bits_per_byte, score
-    from whorl.models import load_decoder
+    from whorl.models import load_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
 
     machine = ctx.machine
     machine.apply()
-    model = load_decoder(model_folder(ctx), machine.torch_dtype, machine.device).eval()
+    model = load_model(model_folder(ctx), machine.torch_dtype, machine.device).eval()
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     tokens = TokenSet(ctx.parents["tokens"].path)
     test = tokens.split("test")
@@ -154,7 +154,7 @@ def _baselines(
 def _completions(
     ctx: StepContext,
     config: EvaluateConfig,
-    model: Decoder,
+    model: LanguageModel,
     tokenizer: Tokenizer,
     held_out: list[Document],
 ) -> dict[str, Any] | None:

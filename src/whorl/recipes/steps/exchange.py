@@ -1,6 +1,7 @@
-"""Models of others as artifacts: the step `import_model`, which `whorl import` runs.
+"""Models of others as artifacts: the steps `import_model` and `import_vision`, which `whorl import` runs.
 
-The artifact is a folder in our own format (`models/exchange`, family "whorl"), with the tokenizer's files beside it.
+A language model becomes a folder in our own format (`models/exchange`, family "whorl"), with the tokenizer's files beside
+it; a model of pictures stays in its own.
 Its address covers the bytes that were read, so importing the same folder again is a look-up.
 """
 
@@ -40,7 +41,7 @@ def _with_hashes(config: ImportConfig) -> ImportConfig:
     return config.model_copy(update={"sha256": hashes})
 
 
-@step("transformer", config=ImportConfig, resolve=_with_hashes)
+@step("model", config=ImportConfig, resolve=_with_hashes, version=2)
 def import_model(ctx: StepContext, config: ImportConfig) -> None:
     """Read a model as transformers writes it."""
     from whorl.models.exchange import export_model
@@ -50,10 +51,53 @@ def import_model(ctx: StepContext, config: ImportConfig) -> None:
     folder = Path(config.folder).expanduser()
     family = read_json(folder / "config.json").get("model_type")
     model = read(folder, ignore=config.ignore)
-    export_model(model, ctx.out / "model", source=folder)
+    export_model(model, ctx.out, source=folder)
     sizes = model.params()
     ctx.summary.update(
         params=sizes,
         family=family,
         headline=f"{family}: {sizes['total'] / 1e6:.1f} M parameters, {model.kv_bytes_per_token():,} cache bytes a token",
     )
+
+
+@step("vision", config=ImportConfig, resolve=_with_hashes)
+def import_vision(ctx: StepContext, config: ImportConfig) -> None:
+    """Read a model of pictures (ViT, CLIP) as transformers writes it."""
+    from whorl.models.exchange import export_vision
+    from whorl.models.exchange import import_vision as read
+    from whorl.models.exchange.files import read_json
+
+    folder = Path(config.folder).expanduser()
+    family = str(read_json(folder / "config.json").get("model_type"))
+    model = read(folder, ignore=config.ignore)
+    export_vision(model, ctx.out, family, source=folder)
+    sizes = model.params()
+    ctx.summary.update(
+        params=sizes, family=family, headline=f"{family}: {sizes['total'] / 1e6:.1f} M parameters"
+    )
+
+
+def step_for(folder: Path) -> str:
+    """Which of the two steps reads this folder.
+
+    Raises:
+        ConfigError: there is no model, or one of an unknown kind.
+    """
+    from whorl.errors import one_of
+    from whorl.models.exchange import FAMILIES, VISION_FAMILIES
+    from whorl.models.exchange.files import read_json
+
+    path = folder / "config.json"
+    if not path.is_file():
+        return "import_model"  # which says what a folder must hold
+    kind = str(read_json(path).get("model_type"))
+    if kind in VISION_FAMILIES:
+        return "import_vision"
+    if kind not in FAMILIES:
+        do = "save the text part by itself: this is the multimodal model" if kind == "gemma3" else ""
+        raise ConfigError(
+            f"{path}: field 'model_type' is {kind!r}",
+            expected=one_of(kind, [*FAMILIES, *VISION_FAMILIES]),
+            do=do,
+        )
+    return "import_model"

@@ -17,7 +17,7 @@ from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
 
 if TYPE_CHECKING:
-    from whorl.models import Decoder
+    from whorl.models import LanguageModel
     from whorl.runs import MetricsLog, Task
     from whorl.tokens.tokenizer import Tokenizer
 
@@ -99,7 +99,7 @@ def _with_files(config: PretrainConfig) -> PretrainConfig:
 )
 def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
-    from whorl.models import save_decoder
+    from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.train.pretrain import Job
@@ -133,8 +133,16 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             say=ctx.progress.say,
         )
     watch.close()
-    save_decoder(model, ctx.out)
+    save_model(model, ctx.out)
     tokenizer.save(ctx.out)
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+    }
+    (ctx.out / "generation_config.json").write_text(
+        json.dumps(ids, indent=1) + "\n"
+    )  # for those who read an export
     curve = list(ctx.run.read_metrics(ctx.name))
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
@@ -190,7 +198,7 @@ class _Watch:
         note = f"loss {metrics['nll']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
         self.task.update(done=step, note=note + (f", held-out {held:.3f} bits per byte" if held else ""))
 
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None:
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None:
         import math
 
         self._log(step)
@@ -207,7 +215,7 @@ class _Watch:
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self.ctx.run.log(f"checkpoint of step {step}, written in {seconds:.2f} s")
 
-    def _sample(self, model: Decoder, step: int) -> str:
+    def _sample(self, model: LanguageModel, step: int) -> str:
         from whorl.engine import Sampling, generate
         from whorl.runs.seeds import generator
         from whorl.tokens.healing import heal

@@ -159,20 +159,24 @@ def _plan(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
 
 def _model(model: Artifact) -> dict[str, Any]:
     shape = json.loads(model.file("config.json").read_text())
+    shape = shape.get("transformer", shape)
     params = model.summary["params"]
-    return {
-        "name": model.name,
-        "parameters": params["total"],
-        "shape": {
-            "layers": f"{shape['n_layers']}",
-            "width": f"{shape['d_model']}",
-            "heads": f"{shape['n_heads']} of {shape['head_dim']}",
-            "vocabulary": f"{shape['vocab_size']:,}",
-            "in blocks": f"{params['matrices']:,}",
-            "embedding and head": f"{params['embedding']:,}",
-            "n-gram tables": f"{params['memory']:,}",
-        },
+    known = {
+        "layers": f"{shape['n_layers']}",
+        "width": f"{shape['d_model']}",
+        "vocabulary": f"{shape['vocab_size']:,}",
+        "embedding and head": f"{params['embedding']:,}",
     }
+    if "mixers" in shape:
+        known["mixers"] = ", ".join(sorted({m["kind"] for m in shape["mixers"].values()}))
+        if experts := shape.get("experts"):
+            known["experts"] = f"{experts['n_experts']}, {experts['top_k']} for each token"
+            known["met by a token"] = f"{params['active']:,}"
+    else:
+        known["heads"] = f"{shape['n_heads']} of {shape['head_dim']}"
+        known["in blocks"] = f"{params['matrices']:,}"
+        known["n-gram tables"] = f"{params['memory']:,}"
+    return {"name": model.name, "parameters": params["total"], "shape": known}
 
 
 def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
@@ -194,6 +198,8 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         if "held_out_bits_per_byte" in r
     ]
     copying = [{"step": r["step"], "nll": r["copy_nll"]} for r in curve if "copy_nll" in r]
+    layers = sorted({int(k.split("/")[1]) for r in curve for k in r if k.startswith("experts/")})
+    experts = [_layer_of_experts(n, [r for r in curve if f"experts/{n}/gini" in r]) for n in layers]
     expected = artifacts["plan"].summary["expected"] if "plan" in artifacts else {}
     speed = model.summary.get("tokens_per_second")
     utilisation = None
@@ -203,9 +209,23 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         "points": points,
         "held_out": held_out,
         "copying": copying,
+        "experts": experts,
         "tokens_per_second": speed,
         "utilisation": utilisation,
         "peak_memory_bytes": model.summary.get("peak_memory_bytes"),
+    }
+
+
+def _layer_of_experts(n: int, records: list[dict[str, Any]]) -> dict[str, Any]:
+    last, share = records[-1], f"experts/{n}/share/"
+    return {
+        "layer": n,
+        "uneven": [{"step": r["step"], "gini": r[f"experts/{n}/gini"]} for r in records],
+        "shares": [
+            last[k]
+            for k in sorted((k for k in last if k.startswith(share)), key=lambda k: int(k[len(share) :]))
+        ],
+        "dropped": max(r[f"experts/{n}/dropped"] for r in records),
     }
 
 

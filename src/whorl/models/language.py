@@ -1,0 +1,138 @@
+"""What every language model of the house is to those who train it, sample from it and score with it.
+
+    x, where = model.prepare(ids)                look-ups: ids become vectors, positions become tables. Never compiled
+    hidden   = model.trunk(x, where)             products: what `torch.compile` sees in training      [B, T, d_model]
+    logits   = model.logits(hidden)              [B, T, vocab]; the objective never asks for all of them at once
+
+    state = model.new_state(batch, capacity)     and then the same in any pieces: model(ids[:, :5], state=state) ...
+
+One state interface for all: whether a layer keeps keys and values, a latent or a state of fixed size is its own business
+(`nn/mixer.py`), and so trainer, engine and evaluation are written once. `Decoder` and `Transformer` are such models.
+
+The cost of a model is a question to the model: `params`, `flops_per_token`, `kv_bytes_per_token`, `activation_bytes`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class ModelState(Protocol):
+    """What decoding keeps of the past, all layers together."""
+
+    @property
+    def length(self) -> int:
+        """Positions taken in so far."""
+        ...
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all of it, of the whole capacity."""
+        ...
+
+
+class LanguageModel(nn.Module):
+    """Token ids in, a hidden state and logits for every position out (see the top of this file).
+
+    dtype: the type that activations are computed in; logit_softcap: c in c tanh(z / c), or None; longest: positions that a
+    row may have, or None where nothing bounds them.
+    """
+
+    config: Any
+    dtype: torch.dtype
+    embedding: nn.Parameter  # [vocab, d_model]
+    head: nn.Parameter | None
+    blocks: nn.ModuleList
+    logit_softcap: float | None = None
+    longest: int | None = None  # positions that a row may have, where their number is bounded
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[vocab, d_model]: the output matrix (the embedding itself when tied)."""
+        return self.embedding if self.head is None else self.head
+
+    @abstractmethod
+    def prepare(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: Any = None,
+    ) -> tuple[Tensor, Any]:
+        """ids [B, T] -> (embedded [B, T, d_model], what `trunk` must know of their positions). Arguments as in `forward`."""
+
+    @abstractmethod
+    def trunk(
+        self,
+        x: Tensor,
+        where: Any,
+        segments: Tensor | None = None,
+        state: Any = None,
+        records: list[Any] | None = None,
+    ) -> Tensor:
+        """What `prepare` made -> normalised hidden states [B, T, d_model] in the compute type."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: Any = None,
+        records: list[Any] | None = None,
+    ) -> Tensor:
+        """ids [B, T] -> hidden states [B, T, d_model].
+
+        positions: [T] or [B, T], default 0, 1, ... (after what the state holds); segments: [B, T] ids of the
+        documents in a packed row, or None when each row is one document; state: read and extended in place; records:
+        each mixture of experts appends what it did (`nn/experts`).
+        """
+        x, where = self.prepare(ids, positions, segments, state)
+        return self.trunk(x, where, segments, state, records)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., d_model] -> [..., vocab] in fp32."""
+        logits = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
+        cap = self.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    @abstractmethod
+    def new_state(self, batch: int, capacity: int) -> ModelState:
+        """An empty state for `batch` rows of up to `capacity` positions."""
+
+    @abstractmethod
+    def params(self) -> dict[str, int]:
+        """Parameters: total; active (those that a token meets); embedding (tables of ids, and the head)."""
+
+    @abstractmethod
+    def flops_per_token(self, length: int) -> float:
+        """Floating-point operations of the products of one training token, forward + backward, in rows of `length`."""
+
+    @abstractmethod
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that a row's state grows by with each further position."""
+
+    @abstractmethod
+    def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
+        """Bytes that the forward pass keeps for the backward one; logits and loss left out."""
+
+
+def saved_bytes(run: Callable[[], object], own: Iterable[Tensor]) -> int:
+    """Bytes that autograd keeps of `run()`, storages of `own` (the weights) left out."""
+    known = {t.untyped_storage().data_ptr() for t in own}
+    found: dict[int, Any] = {}  # the storages themselves: freed ones would lend their address to others
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage
+        return t
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        run()
+    return sum(int(storage.nbytes()) for storage in found.values())

@@ -1,0 +1,133 @@
+"""Tokenizers of others, as `transformers` keeps them: what an imported model needs to be sampled from.
+
+Encoding is the `tokenizers` library's business. What the house adds is the bytes of every token, since text is handed to
+people, and held back, as bytes (a token may end in the middle of a character). Two alphabets are known: byte-level BPE
+(GPT-2, Llama 3, Qwen), where each byte is written as a printable character, and SentencePiece's (Llama 2, Gemma), where
+a space is written U+2581 and a byte without a character of its own as <0xE2>. A WordPiece vocabulary does not spell
+bytes and is refused.
+
+Which ids end a text is said in three files that need not agree; all that any of them names end it here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from whorl.errors import DataError
+from whorl.tokens.healing import Healed
+from whorl.tokens.tokenizer import BYTE_OF, FILE, Tokenizer
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class ForeignTokenizer:
+    """The tokenizer in `folder`: tokenizer.json, and what stands about ids in the files beside it.
+
+    token_bytes: of each id, b"" for special tokens. end_ids: those that end a text. control_ids: special ids that a model
+    should not write.
+
+    Raises:
+        DataError: no tokenizer.json, or one that does not spell bytes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tokenizers import Tokenizer as Core
+
+        path = folder / FILE
+        try:
+            self._core = Core.from_file(str(path))
+            self._standard: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises the bare class
+            raise DataError(
+                f"{path} cannot be read as a tokenizer: {error}",
+                expected="a tokenizer.json as `save_pretrained` writes it",
+                do="put the tokenizer's files beside the weights, and import again",
+            ) from error
+        self.folder = folder
+        self.vocab_size: int = self._core.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(i for i, t in self._core.get_added_tokens_decoder().items() if t.special)
+        self.end_ids = self._ends()
+        self.control_ids = tuple(sorted(self.special_ids - set(self.end_ids)))
+
+    def _ends(self) -> tuple[int, ...]:
+        found: list[int] = []
+        for name in ("generation_config.json", "config.json"):
+            path = self.folder / name
+            if path.is_file():
+                given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+                found += given if isinstance(given, list) else [] if given is None else [given]
+        path = self.folder / "tokenizer_config.json"
+        if path.is_file():
+            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+            text = token.get("content") if isinstance(token, dict) else token
+            number = None if text is None else self._core.token_to_id(text)
+            found += [] if number is None else [number]
+        return tuple(dict.fromkeys(int(i) for i in found))
+
+    @cached_property
+    def token_bytes(self) -> list[bytes]:
+        """The bytes of each id."""
+        parts = self._standard.get("decoder") or {}
+        kinds = {part.get("type") for part in (parts, *parts.get("decoders", []))}
+        added = {i: t.content for i, t in self._core.get_added_tokens_decoder().items()}
+        if "ByteLevel" in kinds:
+            spell = _byte_level
+        elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
+            spell = _sentence_piece
+        else:
+            raise DataError(
+                f"{self.folder / FILE}: its decoder is {parts.get('type')!r}",
+                expected="byte-level BPE or SentencePiece, whose tokens spell bytes",
+                do="sample from this model with the library that it comes from",
+            )
+        out = []
+        for i in range(self.vocab_size):
+            if i in self.special_ids:
+                out.append(b"")
+            elif i in added:
+                out.append(added[i].encode())
+            else:
+                out.append(spell(self._core.id_to_token(i) or ""))
+        return out
+
+    def prompt(self, text: str) -> Healed:
+        """A prompt ready for generation: ids as the model saw them in training, the last token taken back (see `heal`)."""
+        ids = list(self._core.encode(text, add_special_tokens=True).ids)
+        while ids and ids[-1] in self.end_ids and len(ids) > 1:
+            ids.pop()  # some templates close the text
+        ordinary = [i for i in ids if i not in self.special_ids]
+        if len(ordinary) < 2:  # the first token may carry a space that the text has not
+            return Healed(ids or [self.end_ids[0] if self.end_ids else 0], b"")
+        return Healed(ids[:-1], self.token_bytes[ids[-1]])
+
+    def decode(self, ids: Iterable[int]) -> bytes:
+        """The bytes that `ids` stand for; special tokens have none."""
+        table = self.token_bytes
+        return b"".join(table[i] for i in ids if 0 <= i < len(table))
+
+
+def open_tokenizer(folder: Path) -> Tokenizer | ForeignTokenizer:
+    """The tokenizer in a model's folder, ours or that of others.
+
+    Raises:
+        DataError: there is none, or it cannot be used.
+    """
+    try:
+        return Tokenizer.load(folder)
+    except DataError:
+        return ForeignTokenizer(folder)
+
+
+def _byte_level(token: str) -> bytes:
+    return bytes(BYTE_OF[c] for c in token if c in BYTE_OF)
+
+
+def _sentence_piece(token: str) -> bytes:
+    if byte := _BYTE.fullmatch(token):
+        return bytes([int(byte[1], 16)])
+    return token.replace("\u2581", " ").encode()

@@ -1,0 +1,98 @@
+"""Keeping mixtures of experts in use while a model trains: two losses, a bias, and figures of who was used.
+
+A router that is left alone sends everything to a few experts. Against that each forward adds, for every layer of
+experts, the load-balancing loss and the router's z-loss (`objectives/routing.py`), and each step moves the balancing
+bias of the routers that have one (DeepSeek-V3, arXiv:2412.19437, section 2.1.2: no gradient, so nothing of the task is
+given up for it).
+
+The subtle part is *whose* load. A step is many micro-batches on many replicas; the bias must follow the loads of all of
+them, or replicas would route apart. So loads are summed over micro-batches here, over replicas by an exchange, and rank 0
+writes the bias, which lies in shared memory and in checkpoints like a weight. The two losses see a micro-batch's own
+load, which is what they would see on one small machine.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from whorl.nn.experts import MixtureOfExperts, Routing
+from whorl.nn.experts.monitor import gini
+from whorl.objectives import Loss
+from whorl.objectives.routing import load_balance, router_z
+from whorl.train.config import RoutingConfig
+from whorl.train.world import World
+
+
+class Mixtures:
+    """The mixtures of experts of one network in training; false if it has none.
+
+    Args:
+        world: of the replicas; `end_step` is called by all of them.
+    """
+
+    def __init__(self, network: nn.Module, config: RoutingConfig, world: World) -> None:
+        self.config, self.world = config, world
+        self.layers = [m for m in network.modules() if isinstance(m, MixtureOfExperts)]
+        self.wished = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
+        self.counts = [torch.zeros_like(w) for w in self.wished]
+        self.seen: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.wished]
+
+    def __bool__(self) -> bool:
+        return bool(self.layers)
+
+    def loss(self, loss: Loss, records: list[Routing]) -> Loss:
+        """`loss` of a micro-batch and what its routing adds: a weighted mean over tokens, each layer, times its count.
+
+        Metrics gain `balance` (1 = even) and `router_z`, means over the layers.
+        """
+        balance: list[Tensor] = []
+        z: list[Tensor] = []
+        for n, record in enumerate(records):
+            self.wished[n] += record.wished.double().cpu()
+            self.counts[n] += record.counts.double().cpu()
+            for terms, one in (
+                (balance, load_balance(record.scores, record.wished)),
+                (z, router_z(record.logits)),
+            ):
+                terms.append(one.total / one.count.clamp(min=1))
+        added = self.config.balance * torch.stack(balance).sum() + self.config.z * torch.stack(z).sum()
+        figures = {
+            "balance": torch.stack(balance).mean().detach() * loss.count,
+            "router_z": torch.stack(z).mean().detach() * loss.count,
+        }
+        return Loss(loss.total + loss.count * added, loss.count, {**loss.metrics, **figures})
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """After an update: the biases follow the loads of all replicas."""
+        if not self.layers:
+            return
+        mine = [float(x) for part in (*self.wished, *self.counts) for x in part]
+        summed = torch.tensor(self.world.total(*mine), dtype=torch.float64)
+        sizes = [len(part) for part in (*self.wished, *self.counts)]
+        parts = list(torch.split(summed, sizes))
+        wished, counts = parts[: len(self.layers)], parts[len(self.layers) :]
+        for n, layer in enumerate(self.layers):
+            if layer.router.balance_bias is not None and self.world.rank == 0:
+                layer.router.balance(wished[n], self.config.bias_rate)
+            self.seen[n][0].add_(wished[n])
+            self.seen[n][1].add_(counts[n])
+            self.wished[n].zero_()
+            self.counts[n].zero_()
+        self.world.exchange()
+
+    def figures(self) -> dict[str, float]:
+        """Since the last call, of each layer: the share of every expert, the Gini coefficient (0 = even), the busiest
+        expert's load over the mean, and the share of wishes that found no place."""
+        found: dict[str, float] = {}
+        for n, (wished, counts) in enumerate(self.seen):
+            total = float(counts.sum())
+            if total:
+                found |= {f"experts/{n}/share/{e}": float(c) / total for e, c in enumerate(counts)}
+                found[f"experts/{n}/gini"] = float(gini(counts))
+                found[f"experts/{n}/busiest"] = float(counts.max()) * len(counts) / total
+                found[f"experts/{n}/dropped"] = max(0.0, 1 - total / max(1.0, float(wished.sum())))
+            wished.zero_()
+            counts.zero_()
+        return found

@@ -1,0 +1,19 @@
+"""A corpus for the tests of whole jobs."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A megabyte or so of real source code."""
+    folder = tmp_path_factory.mktemp("code")
+    library = Path(sysconfig.get_paths()["stdlib"])
+    for name in ("asyncio", "email", "json", "logging", "unittest", "xml", "http", "importlib", "concurrent"):
+        shutil.copytree(library / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "test*"))
+    return folder
