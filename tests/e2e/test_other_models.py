@@ -92,6 +92,9 @@ def test_a_mixture_of_experts_is_trained_drawn_exported_and_read_by_others(
     ours = load_model(store.open("small/pretrain").path)
     torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, atol=1e-4, rtol=1e-4)
     assert theirs.generation_config.eos_token_id == words.eos_token_id == theirs.config.eos_token_id
+    done = whorl("export", "small/pretrain", "small.gguf", "--to", "gguf", cwd=tmp_path)
+    assert done.returncode == 0 and "2 tokens in 100" in done.stderr, done.stderr
+    assert (tmp_path / "small.gguf").read_bytes()[:4] == b"GGUF"
     done = whorl("import", "theirs", "--name", "back", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     again = whorl("sample", "imported/back", "def ", "-n", "12", "--temperature", "0", cwd=tmp_path)

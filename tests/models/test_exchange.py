@@ -12,7 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models.exchange import FAMILIES, Shards, export_model, import_model, read_config
+from whorl.models.exchange import (
+    FAMILIES,
+    Shards,
+    export_model,
+    fitting_family,
+    import_model,
+    read_config,
+)
 from whorl.models.exchange.files import plan_shards
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import Heads, Member, TransformerConfig
@@ -505,3 +512,29 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path
 def test_every_family_is_tested() -> None:
     types = {theirs(case).config.model_type for case in CASES}
     assert types == set(FAMILIES) - {"whorl"}
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_bounds_that_a_scaling_leaves_to_its_kind_are_no_difference(kind: str, tmp_path: Path) -> None:
+    heads = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+    scaling = {"kind": kind, "factor": 4.0, "original_length": 16}
+    shape = {"vocab_size": 20, "d_model": 32, "n_layers": 1, "mlp_hidden": 32, "max_length": 64,
+             "mixers": {"m": {**heads, "rope": {"scaling": scaling}}}}  # fmt: skip
+    model = Transformer(TransformerConfig.model_validate(shape), torch.Generator().manual_seed(0))
+    export_model(model, tmp_path / "out", fitting_family(model.config))
+    ids = torch.arange(20)[None]
+    back = import_model(tmp_path / "out")
+    torch.testing.assert_close(back.logits(back(ids)), model.logits(model(ids)))
+
+
+def test_a_model_that_no_family_can_express_says_why_for_each() -> None:
+    shape = {
+        "vocab_size": 20,
+        "d_model": 32,
+        "n_layers": 1,
+        "mlp_hidden": 32,
+        "mixers": {"m": {"kind": "mamba"}},
+    }
+    with pytest.raises(ConfigError, match="no family of others") as error:
+        fitting_family(TransformerConfig.model_validate(shape))
+    assert "\n    llama: " in str(error.value) and "\n    gpt2: " in str(error.value)

@@ -171,7 +171,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
 def test_our_own_tokenizer_is_written_with_a_warning(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     made, folder = ours
     assert OURS == PATTERN  # which the floor below cannot import
-    with pytest.warns(UserWarning, match="1 token in 100"):
+    with pytest.warns(UserWarning, match="2 tokens in 100"):
         found = read_vocabulary(folder, made.vocab_size)
     assert found.pre == NEAREST
     assert found.ids == {"bos": made.bos_id, "eos": made.eos_id, "pad": made.pad_id}
@@ -220,7 +220,7 @@ def test_llama_cpp_continues_as_we_do(ours: tuple[Tokenizer, Path], tmp_path: Pa
     model, file = Transformer(config, torch.Generator().manual_seed(0)), tmp_path / "m.gguf"
     for p in model.parameters():  # large enough that the likeliest id is far from the next
         p.data *= 1.0 if p.dim() == 1 else 10.0
-    with pytest.warns(UserWarning, match="1 token in 100"):
+    with pytest.warns(UserWarning, match="2 tokens in 100"):
         export_gguf(model, file, source=folder)
     engine = llama_cpp(file, n_ctx=64, type_k=0, type_v=0, flash_attn=False)
     prompt = engine.tokenize(b"def main(", add_bos=True)
@@ -234,7 +234,7 @@ def test_llama_cpp_continues_as_we_do(ours: tuple[Tokenizer, Path], tmp_path: Pa
     engine.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*1 token in 100")
+@pytest.mark.filterwarnings("ignore:.*2 tokens in 100")
 def test_tokenizers_without_a_form_are_refused(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     made, folder = ours
     with pytest.raises(CheckpointError, match="below 600"):

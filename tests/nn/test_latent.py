@@ -205,5 +205,5 @@ def test_what_cannot_be_is_refused() -> None:
     made, x = layer(), torch.randn(1, 4, 24)
     state = made.new_state(1, 6)
     made(x, state=state)
-    with pytest.raises(ConfigError, match="capacity of 6"):
+    with pytest.raises(ConfigError, match="capacity is 6"):
         made(x, state=state)

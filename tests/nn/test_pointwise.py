@@ -208,5 +208,5 @@ def test_what_cannot_be_is_refused() -> None:
     made(x, state=state)
     with pytest.raises(ConfigError, match="times"):
         made(x[:, :1], times=times[:, :1], state=state)
-    with pytest.raises(ConfigError, match="capacity of 6"):
+    with pytest.raises(ConfigError, match="capacity is 6"):
         made(x, state=state)

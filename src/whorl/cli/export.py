@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -81,7 +83,12 @@ def export(
     if to == "gguf":
         from whorl.models.exchange.gguf import export_gguf
 
-        export_gguf(model, target, dtype=weights, source=found.path)
+        words = found.path if (found.path / "tokenizer.json").is_file() else None
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always", UserWarning)
+            export_gguf(model, target, dtype=weights, source=words)
+        for note in notes:
+            print(f"note: {note.message}", file=sys.stderr)
     else:
         to = fitting_family(model.config) if to == "hf" else to
         export_model(model, target, to, dtype=weights, source=found.path)

@@ -25,8 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from whorl.models.language import LanguageModel, saved_bytes
+from whorl.models.language import LanguageModel, check_ids, saved_bytes
 from whorl.nn import MLP, Attention, LayerState, NGramMemory, RMSNorm, Rotary
+from whorl.nn.mixer import check_state
 from whorl.nn.mlp import Activation
 
 
@@ -161,6 +162,9 @@ class Decoder(LanguageModel):
         state: DecoderState | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """ids [B, T] -> (embedded [B, T, d_model], the rotary tables of their positions)."""
+        check_ids(ids, self.config.vocab_size)
+        if state is not None:
+            check_state(ids.shape[0], ids.shape[1], len(state.last_ids), state.length, state.capacity)
         if positions is None:
             start = 0 if state is None else state.length
             rotary = self.rotary.between(start, start + ids.shape[1], ids.device)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whorl.errors import ConfigError
+
 
 class ModelState(Protocol):
     """What decoding keeps of the past, all layers together."""
@@ -120,6 +122,26 @@ class LanguageModel(nn.Module):
     @abstractmethod
     def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
         """Bytes that the forward pass keeps for the backward one; logits and loss left out."""
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """That there are ids, and that they are of this vocabulary (looked at on a CPU only: a GPU would have to wait).
+
+    Raises:
+        ConfigError: there are none, or one is outside.
+    """
+    if ids.dim() != 2 or 0 in ids.shape:
+        raise ConfigError(
+            f"ids have the shape {list(ids.shape)}", expected="[rows, positions], one at least of both"
+        )
+    if ids.device.type == "cpu":
+        low, high = (int(x) for x in ids.aminmax())
+        if low < 0 or high >= vocab_size:
+            raise ConfigError(
+                f"token id {low if low < 0 else high}",
+                expected=f"0 to {vocab_size - 1}, vocab_size = {vocab_size}",
+                do="encode with the tokenizer that the model was trained with",
+            )
 
 
 def saved_bytes(run: Callable[[], object], own: Iterable[Tensor]) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.language import LanguageModel, saved_bytes
+from whorl.models.language import LanguageModel, check_ids, saved_bytes
 from whorl.models.transformer_config import (
     MEMBERS,
     Heads,
@@ -235,6 +235,11 @@ class Transformer(LanguageModel):
                     )
                 x = x + self.positions[start:stop].to(self.dtype)
             else:
+                if not positions.is_cuda and int(positions.max()) >= self.config.max_length:
+                    raise ConfigError(
+                        f"position {int(positions.max())}",
+                        expected=f"below max_length = {self.config.max_length}",
+                    )
                 x = x + F.embedding(positions, self.positions).to(self.dtype)
         return x
 
@@ -249,6 +254,7 @@ class Transformer(LanguageModel):
 
         In a packed row give positions if they are learned: they begin anew with every document.
         """
+        check_ids(ids, self.config.vocab_size)
         return self.embed(ids, positions, 0 if state is None else state.length), positions
 
     def trunk(

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from whorl.errors import ConfigError
+
 
 class State(Protocol):
     """What decoding keeps of the past of one layer. length: positions taken in so far."""
@@ -48,6 +50,22 @@ class Mixer(Protocol):
     ) -> Any:
         """An empty `State` for `batch` rows of up to `capacity` positions."""
         ...
+
+
+def check_state(batch: int, more: int, rows: int, held: int, capacity: int | None = None) -> None:
+    """Before a state is read: that `batch` rows of `more` positions fit one of `rows` rows with `held` of `capacity`.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if batch != rows:
+        raise ConfigError(f"x has {batch} rows, and the state {rows}", expected="as many rows")
+    if capacity is not None and held + more > capacity:
+        raise ConfigError(
+            f"the state holds {held} positions, {more} more come, and its capacity is {capacity}",
+            expected=f"at most {capacity - held} more",
+            do="call new_state with a larger capacity, or start a new row",
+        )
 
 
 def positions_of(length: int, state: State | None, device: torch.device) -> Tensor:

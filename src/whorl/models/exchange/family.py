@@ -11,7 +11,7 @@ names, and the families' files say what differs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from whorl.errors import ConfigError
@@ -44,15 +44,25 @@ def differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
     """Where two configurations mean different networks, as "field: x, not y". Names of mixers do not matter."""
     found = []
     for n, (x, y) in enumerate(zip(a.layer_mixers(), b.layer_mixers(), strict=False)):
-        found += [f"mixer of layer {n}: {d}" for d in _unequal(x.model_dump(), y.model_dump())]
+        found += [f"mixer of layer {n}: {d}" for d in _unequal(_spelt_out(x), _spelt_out(y))]
     out = {"mixers", "pattern"}
     return _unequal(a.model_dump(exclude=out), b.model_dump(exclude=out)) + found
+
+
+def _spelt_out(mixer: Any) -> dict[str, Any]:
+    """A mixer's fields, bounds that a scaling leaves to its kind filled in."""
+    fields: dict[str, Any] = mixer.model_dump()
+    rope = getattr(mixer, "rope", None)
+    if rope is not None and rope.scaling is not None and rope.scaling.kind in ("yarn", "llama3"):
+        low, high = rope.scaling.ramp
+        fields["rope"]["scaling"] = {**asdict(rope.scaling), "low": low, "high": high}
+    return fields
 
 
 def _unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [
         f"{key} is {a.get(key)!r}, not {b.get(key)!r}"
-        for key in a.keys() | b.keys()
+        for key in sorted(a.keys() | b.keys())
         if a.get(key) != b.get(key)
     ]
 

@@ -161,6 +161,12 @@ def read_rope(fields: Fields, default_base: float) -> tuple[float, Scaling | Non
     """
     now, old = fields.optional("rope_parameters", dict), fields.optional("rope_scaling", dict)
     share = fields.optional("partial_rotary_factor", float)
+    for name in sorted((now or {}).keys() & (old or {}).keys()):
+        if now is not None and old is not None and now[name] != old[name]:
+            raise ConfigError(
+                f"{fields.where}: field 'rope_scaling' has {name} = {old[name]!r}, and 'rope_parameters' {now[name]!r}",
+                expected="the same in both, or one of the two alone",
+            )
     given = {**(old or {}), **(now or {})}
     given.setdefault("rope_theta", fields.get("rope_theta", float, default_base))
     if share is not None:

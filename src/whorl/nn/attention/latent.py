@@ -41,6 +41,7 @@ from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
 from whorl.nn.attention.pointwise import extend_segments
 from whorl.nn.linear import Linear
+from whorl.nn.mixer import check_state
 from whorl.nn.norm import RMSNorm
 from whorl.nn.rotary import Rotary
 
@@ -153,15 +154,12 @@ class Latent(nn.Module):
         """
         length = x.shape[1]
         start = 0 if state is None else state.length
+        if state is not None:
+            check_state(len(x), length, len(state.rows), start, state.rows.shape[1])
         query, new = self._project(x, positions, start)
         rows, documents = new, segments  # of all positions so far
         if state is not None:
             stop, capacity = start + length, state.rows.shape[1]
-            if stop > capacity:
-                raise ConfigError(
-                    f"the state holds {start} positions and {length} more do not fit its capacity of {capacity}",
-                    do="ask new_state for a larger capacity",
-                )
             state.segments = extend_segments(state.segments, segments, start, length, capacity)
             state.rows[:, start:stop] = new.detach()
             state.length = stop

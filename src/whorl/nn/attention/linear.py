@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.linear import Linear
+from whorl.nn.mixer import check_state
 
 CHUNK = 64  # the quadratic part of a chunk costs as much as the rest where C is about d
 EPS = 1e-6
@@ -235,6 +236,7 @@ class LinearAttention(nn.Module):
         if state is None:
             memory = torch.zeros(batch, self.n_heads, self.head_dim, self.head_dim + 1, device=x.device)
         else:
+            check_state(batch, length, len(state.memory), state.length)
             memory = state.memory
         runs = None if segments is None else self._runs(segments, state)
         if state is not None and length == 1:

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.linear import Linear
+from whorl.nn.mixer import check_state
 
 QUERY_BLOCK = (
     256  # queries a block, each block against the keys up to its end: half of all pairs are never made
@@ -226,11 +227,7 @@ class Pointwise(nn.Module):
         v, q, k = (t.view(batch, length, heads, -1).transpose(1, 2) for t in qkv)
         if state is not None:
             start, stop, capacity = state.length, state.length + length, state.k.shape[2]
-            if stop > capacity:
-                raise ConfigError(
-                    f"the state holds {start} positions and {length} more do not fit its capacity of {capacity}",
-                    do="ask new_state for a larger capacity",
-                )
+            check_state(batch, length, len(state.k), start, capacity)
             state.extend_times(times, start)
             state.segments = extend_segments(state.segments, segments, start, length, capacity)
             state.k[:, :, start:stop] = k.detach()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.errors import ConfigError
 from whorl.nn.attention.short import ShortState
+from whorl.nn.mixer import check_state
 
 
 class KeyValues(NamedTuple):
@@ -66,14 +66,7 @@ class KeyValueState:
 
     def check(self, batch: int, more: int) -> None:
         """Raises ConfigError unless `more` positions of `batch` rows fit."""
-        if batch != self.k.shape[0]:
-            raise ConfigError(f"x has {batch} rows, and the state {self.k.shape[0]}", expected="as many rows")
-        if self.length + more > self.capacity:
-            raise ConfigError(
-                f"the state holds {self.length} positions, {more} more come, and its capacity is {self.capacity}",
-                expected=f"at most {self.capacity - self.length} more",
-                do="call new_state with a larger capacity, or start a new row",
-            )
+        check_state(batch, more, self.k.shape[0], self.length, self.capacity)
 
     def named(self, segments: Tensor | None, batch: int, more: int) -> Tensor | None:
         """Segments of the new positions, [B, more]: by default each row goes on in its last document."""

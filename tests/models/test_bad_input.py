@@ -1,0 +1,108 @@
+"""What cannot be is an error that names it, whatever the layers are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from whorl.errors import ConfigError
+from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+
+HEADS = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
+SHAPES: dict[str, dict[str, Any]] = {
+    "heads": HEADS,
+    "window": {**HEADS, "window": 2},
+    "latent": {"kind": "latent", "n_heads": 2, "kv_rank": 8, "nope_dim": 8, "rope_dim": 8, "v_dim": 8},
+    **{kind: {"kind": kind, "options": {"n_heads": 2}} for kind in ("linear", "pointwise")},
+    **{kind: {"kind": kind} for kind in ("mamba", "rnn", "gru", "lstm")},
+}
+GROWING = ("heads", "window", "latent", "pointwise", "decoder")  # those whose state has a capacity
+
+
+def shape(mixer: dict[str, Any], **more: Any) -> TransformerConfig:
+    base = {"vocab_size": 50, "d_model": 32, "n_layers": 2, "mlp_hidden": 64, "mixers": {"m": mixer}}
+    return TransformerConfig.model_validate({**base, **more})
+
+
+def model(kind: str) -> LanguageModel:
+    if kind == "decoder":
+        return make_model(
+            DecoderConfig(
+                vocab_size=50, d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64,
+                ngram_buckets=64,
+            )
+        )  # fmt: skip
+    return make_model(shape(SHAPES[kind]), torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", [*SHAPES, "decoder"])
+def test_ids_and_states_that_do_not_fit(kind: str) -> None:
+    made, ids = model(kind), torch.zeros(1, 5, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="token id 50"):
+        made(ids + 50)
+    with pytest.raises(ConfigError, match="token id -1"):
+        made(ids - 1)
+    for empty in (ids[:, :0], ids[:0]):
+        with pytest.raises(ConfigError, match="ids have the shape"):
+            made(empty)
+    with pytest.raises(ConfigError, match="as many rows"):
+        made(ids, state=made.new_state(2, 8))
+    state = made.new_state(1, 4)
+    if kind in GROWING:
+        with pytest.raises(ConfigError, match="capacity is 4"):
+            made(ids, state=state)
+        assert state.length == 0  # and nothing was taken in
+    made(ids[:, :4], state=state)
+    assert state.length == 4 and state.n_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [*SHAPES])
+def test_a_segment_of_length_one_and_a_row_of_one_position(kind: str) -> None:
+    made = model(kind)
+    ids = torch.arange(6)[None] % 50
+    positions = torch.tensor([[0, 0, 1, 0, 0, 1]])
+    packed = made(ids, positions=positions, segments=torch.tensor([[1, 2, 2, 3, 4, 4]]))
+    packed.sum().backward()
+    assert packed.isfinite().all() and all(
+        p.grad.isfinite().all() for p in made.parameters() if p.grad is not None
+    )
+    torch.testing.assert_close(packed[:, :1], made(ids[:, :1]))
+    torch.testing.assert_close(packed[:, 3:4], made(ids[:, 3:4]))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"mixers": {"m": {**HEADS, "n_kv_heads": 3}}}, "n_kv_heads"),
+        ({"mixers": {"m": {**HEADS, "head_dim": 7}}}, "head_dim"),
+        ({"mixers": {"m": {"kind": "mamma"}}}, "did you mean 'mamba'"),
+        ({"experts": {"n_experts": 4, "top_k": 5, "hidden": 8}}, "top_k"),
+        ({"pattern": ["n"]}, "pattern"),
+        ({"n_layer": 3}, "n_layer"),
+    ],
+)
+def test_a_shape_that_cannot_be_names_its_field(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        shape(**{"mixer": HEADS, **change})
+
+
+def test_options_that_a_member_does_not_take_and_an_odd_rotary_dimension() -> None:
+    with pytest.raises(ConfigError, match="options of 'mamba'"):
+        make_model(shape({"kind": "mamba", "options": {"heads": 2}}))
+    with pytest.raises(ConfigError, match="even number"):
+        make_model(shape({**SHAPES["latent"], "rope_dim": 7}))
+
+
+def test_positions_beyond_a_learned_table() -> None:
+    made = make_model(shape({**HEADS, "rope": None}, learned_positions=True, max_length=8))
+    ids = torch.zeros(1, 9, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="max_length = 8"):
+        made(ids)
+    with pytest.raises(ConfigError, match="position 8"):
+        made(ids[:, :2], positions=torch.tensor([7, 8]))
+    state = made.new_state(1, 12)
+    made(ids[:, :8], state=state)
+    with pytest.raises(ConfigError, match="a row of 9 positions"):
+        made(ids[:, :1], state=state)
