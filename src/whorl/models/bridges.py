@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.models.cost import Costed, CostedText
 from whorl.models.decoder import Decoder, DecoderState
 from whorl.models.encoder import Encoder
 from whorl.models.resnet import ResNet
@@ -52,7 +53,7 @@ def bounded(raw: Tensor, largest: float) -> Tensor:
     return value
 
 
-class DualEncoder(nn.Module):
+class DualEncoder(Costed):
     """A picture tower and a text tower with one space of unit vectors (see the top of this file).
 
     Args:
@@ -113,12 +114,19 @@ class DualEncoder(nn.Module):
         x, y, scale = self(images, ids, mask)
         return cast(Tensor, scale * (x @ y.T))
 
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Pairs of a picture of the side `size` and the longest text."""
+        pictures = torch.zeros(batch, self.image.channels, size, size, device=device)
+        return pictures, *self.text.example(batch, self.text.config.max_length, device)
+
     def params(self) -> dict[str, int]:
-        """Parameters: total (with the scale); image; text (with its projection)."""
+        """Parameters: total (with the scale), all of them active; image; text (with its projection); embedding."""
         image, text, projection = (
             sum(p.numel() for p in part.parameters()) for part in (self.image, self.text, self.projection)
         )
-        return {"total": image + text + projection + 1, "image": image, "text": text + projection}
+        total = image + text + projection + 1
+        sizes = {"image": image, "text": text + projection, "embedding": self.text.embedding.numel()}
+        return {"total": total, "active": total, **sizes}
 
 
 class GatedCrossAttention(nn.Module):
@@ -154,7 +162,7 @@ class GatedCrossAttention(nn.Module):
         return out
 
 
-class Captioner(nn.Module):
+class Captioner(CostedText):
     """A frozen decoder that sees pictures through a frozen ViT (see the top of this file).
 
     What is to be trained are the parameters whose names begin with "bridges.".
@@ -197,6 +205,22 @@ class Captioner(nn.Module):
             )
             for _ in range(0, c.n_layers, every)
         )
+
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Captions of `size` tokens under a picture that was looked at before."""
+        ids = torch.zeros(batch, size, dtype=torch.long, device=device)
+        return ids, torch.zeros(batch, *self.image.positions.shape[-2:], device=device)
+
+    def params(self) -> dict[str, int]:
+        """Parameters: total; active; trained (the bridges); embedding (the decoder's tables of ids, and its head)."""
+        own, decoder = (sum(p.numel() for p in part.parameters()) for part in (self.bridges, self.image))
+        theirs = self.decoder.params()
+        total, active = own + decoder + theirs["total"], own + decoder + theirs["active"]
+        return {"total": total, "active": active, "trained": own, "embedding": theirs["embedding"]}
+
+    def kv_bytes_per_token(self) -> int:
+        """The decoder's: pictures are looked at again, not kept."""
+        return self.decoder.kv_bytes_per_token()
 
     @torch.no_grad()
     def look(self, images: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.models.cost import CostedText
 from whorl.nn.attention import KeyValueState, MultiHead
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
@@ -129,7 +130,7 @@ def end_pool(hidden: Tensor, is_end: Tensor) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), is_end.int().argmax(dim=1)].float()
 
 
-class Encoder(nn.Module):
+class Encoder(CostedText):
     """An encoder of texts (see the top of this file).
 
     Args:
@@ -167,6 +168,15 @@ class Encoder(nn.Module):
             if config.n_classes
             else None
         )
+
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Texts of `size` tokens."""
+        ids = torch.zeros(batch, size, dtype=torch.long, device=device)
+        return (ids if self.config.end_id is None else ids + self.config.end_id,)
+
+    def run(self, *inputs: Tensor) -> Tensor:
+        """A vector for each text: a classifier, where there is one, weighs nothing beside it."""
+        return self.pool(*inputs)
 
     def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """A vector for each token: ids [B, T] -> [B, T, d_model]. What stands at padding means nothing.

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.models.cost import CostedText
 from whorl.models.encoder import Block
 from whorl.nn.attention import KeyValueState
 from whorl.nn.mlp import Activation
@@ -31,7 +32,7 @@ from whorl.nn.rotary import Rotary
 from whorl.objectives.next_token import Loss, next_token
 
 
-class MultiToken(nn.Module):
+class MultiToken(CostedText):
     """n heads over a trunk's hidden states (see the top of this file).
 
     Args:
@@ -62,7 +63,7 @@ class MultiToken(nn.Module):
                 f"n_heads is {n_heads} and d_model is {d_model}",
                 expected="d_model a multiple of 2 n_heads: rotary turns pairs of features",
             )
-        self.n = n
+        self.n, self.d_model, self.dtype = n, d_model, dtype
         rotary = Rotary(d_model // n_heads, rope_base, dtype)
         hidden = mlp_hidden or 4 * d_model
         self.blocks = nn.ModuleList(
@@ -70,6 +71,17 @@ class MultiToken(nn.Module):
             for _ in range(n)
         )
         self.norms = nn.ModuleList(RMSNorm(d_model) for _ in range(n))
+
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Hidden states of `size` positions. The output matrix is the trunk's, and counts there."""
+        return (torch.zeros(batch, size, self.d_model, dtype=self.dtype, device=device),)
+
+    def kv_bytes_per_token(self) -> int:
+        """Of all heads' states."""
+        states = [
+            sum(s.n_bytes for s in self.new_state(1, n, dtype=self.dtype, device="meta")) for n in (1, 2)
+        ]
+        return states[1] - states[0]
 
     def head(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.models.cost import Costed
 from whorl.models.vision import at_least_one, check_images, counted, linear_flops
 from whorl.nn.convolution import Conv2d
 from whorl.nn.linear import Linear
@@ -63,7 +64,7 @@ class BasicBlock(nn.Module):
         return self.convolution1.flops(size) + self.convolution2.flops(after) + shortcut
 
 
-class ResNet(nn.Module):
+class ResNet(Costed):
     """A residual network of basic blocks (see the top of this file).
 
     Args:
@@ -134,9 +135,15 @@ class ResNet(nn.Module):
         """[B, C, H, W] -> logits [B, classes], fp32."""
         return cast(Tensor, self.head(self.features(images))).float()
 
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Pictures of the side `size`."""
+        return (torch.zeros(batch, self.channels, size, size, device=device),)
+
     def params(self) -> dict[str, int]:
         """Parameters: total; stem; blocks; head; norm, the one that stands outside of the blocks."""
-        return counted(self, stem=self.stem, blocks=self.blocks, norm=self.norm, head=self.head)
+        return {"embedding": 0} | counted(
+            self, stem=self.stem, blocks=self.blocks, norm=self.norm, head=self.head
+        )
 
     def flops(self, image_size: int) -> float:
         """Forward operations of the products for one image of that side."""

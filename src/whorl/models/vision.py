@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.models.cost import Costed
 from whorl.models.encoder import Block
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
@@ -71,7 +72,7 @@ class ViTConfig(BaseModel):
         return self
 
 
-class ViT(nn.Module):
+class ViT(Costed):
     """A vision transformer (see the top of this file).
 
     Args:
@@ -185,6 +186,10 @@ class ViT(nn.Module):
             )
         return cast(Tensor, self.head(self.features(images))).float()
 
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Pictures of the side `size`."""
+        return (torch.zeros(batch, self.channels, size, size, device=device),)
+
     def params(self) -> dict[str, int]:
         """Parameters: total; embedding (of patches, with the class token); positions; blocks; norm (or both); head."""
         norms = nn.ModuleList([norm for norm in (self.first_norm, self.norm) if norm is not None])
@@ -226,7 +231,7 @@ class MixerBlock(nn.Module):
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
 
-class MLPMixer(nn.Module):
+class MLPMixer(Costed):
     """Patches mixed by perceptrons alone (see the top of this file).
 
     Args:
@@ -279,6 +284,10 @@ class MLPMixer(nn.Module):
         """[B, C, image_size, image_size] -> logits [B, classes], fp32."""
         return cast(Tensor, self.head(self.features(images))).float()
 
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Pictures of the side `size`."""
+        return (torch.zeros(batch, self.channels, size, size, device=device),)
+
     def params(self) -> dict[str, int]:
         """Parameters: total; embedding; blocks; norm; head."""
         return counted(self, embedding=self.embedding, blocks=self.blocks, norm=self.norm, head=self.head)
@@ -312,7 +321,8 @@ def counted(model: nn.Module, **parts: nn.Module) -> dict[str, int]:
     def count(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
-    return {"total": count(model), **{name: count(part) for name, part in parts.items()}}
+    total = count(model)
+    return {"total": total, "active": total, **{name: count(part) for name, part in parts.items()}}
 
 
 def at_least_one(**values: int) -> None:

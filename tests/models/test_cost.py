@@ -1,0 +1,102 @@
+"""Every network answers what it costs, and the answers are what torch counts and what autograd keeps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from whorl.models import Decoder, DecoderConfig
+from whorl.models.bridges import Captioner, DualEncoder
+from whorl.models.cost import Costed
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.language import saved_bytes
+from whorl.models.multi_token import MultiToken
+from whorl.models.resnet import ResNet
+from whorl.models.vision import MLPMixer, ViT
+
+
+def gen() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def decoder() -> Decoder:
+    shape = DecoderConfig(
+        vocab_size=40, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64, ngram_buckets=64
+    )  # fmt: skip
+    return Decoder(shape, gen())
+
+
+def vit(classes: int = 8) -> ViT:
+    return ViT(
+        image_size=16,
+        patch=4,
+        channels=1,
+        classes=classes,
+        d_model=32,
+        n_layers=2,
+        n_heads=2,
+        mlp_hidden=64,
+        backend="reference",
+    )
+
+
+def encoder() -> Encoder:
+    return Encoder(
+        EncoderConfig(vocab_size=40, d_model=32, n_layers=2, n_heads=2, mlp_hidden=64, max_length=24)
+    )
+
+
+NETWORKS: dict[str, tuple[Costed, int]] = {
+    "encoder": (encoder(), 16),
+    "two towers": (DualEncoder(vit(), encoder(), gen()), 16),
+    "captioner": (Captioner(decoder(), vit(0)), 12),
+    "further heads": (MultiToken(32, 3, 2), 16),
+    "ViT": (vit(), 16),
+    "Mixer": (
+        MLPMixer(image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=2, token_hidden=16, mlp_hidden=64),
+        16,
+    ),
+    "ResNet": (ResNet(1, 8, widths=(8, 16), depths=(1, 1)), 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_it_costs(name: str) -> None:
+    network, size = NETWORKS[name]
+    before = {n: t.clone() for n, t in network.state_dict().items()}
+    inputs = network.example(3, size, torch.device("cpu"))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        network.run(*inputs)
+    assert 3 * network.flops(size) == pytest.approx(counter.get_total_flops(), rel=0.1)
+    kept = saved_bytes(lambda: network.run(*inputs), [*network.parameters(), *inputs])
+    assert network.activation_bytes(3, size) == pytest.approx(kept, rel=0.15)
+    sizes = network.params()
+    assert sizes["total"] == sum(p.numel() for p in network.parameters())
+    assert 0 <= sizes["embedding"] < sizes["active"] <= sizes["total"]
+    assert network.kv_bytes_per_token() >= 0
+    for key, tensor in network.state_dict().items():
+        if "running" not in key and "tracked" not in key:
+            assert torch.equal(tensor, before[key]), key
+    assert not [p for p in network.parameters() if p.grad is not None]
+
+
+def test_an_example_is_no_data() -> None:
+    network, size = NETWORKS["ResNet"]
+    before = {n: t.clone() for n, t in network.state_dict().items()}
+    network.flops(size)
+    network.activation_bytes(2, size)
+    assert all(torch.equal(t, before[n]) for n, t in network.state_dict().items())
+
+
+def test_a_decoder_answers_too() -> None:
+    model = decoder()
+    sizes = model.params()
+    assert sizes["active"] == sizes["total"] - sizes["memory"] + 2 * 32
+    ids = torch.zeros(3, 16, dtype=torch.int64)
+    kept = saved_bytes(lambda: model(ids), model.parameters())
+    assert model.activation_bytes(3, 16) == pytest.approx(kept, rel=0.15)
+    states = [model.new_state(1, n).n_bytes for n in (5, 6)]
+    assert states[1] - states[0] == model.kv_bytes_per_token() == 2 * 2 * 16 * 4
+    heads = NETWORKS["further heads"][0]
+    assert heads.kv_bytes_per_token() == 3 * 2 * 32 * 4
