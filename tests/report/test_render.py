@@ -244,3 +244,28 @@ def test_copying_that_was_learnt_marks_the_fall_and_copying_that_was_not_does_no
         copying_fall([CopyPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)], points) is None
     )
     assert copying_fall([], points) is None
+
+
+def test_the_use_of_experts_is_drawn_and_told() -> None:
+    from whorl.report.data import CurvePoint, ExpertsLayer, TrainingSection, UsePoint
+    from whorl.report.training import charts
+
+    def layer(number: int, last: float, shares: list[float]) -> ExpertsLayer:
+        return ExpertsLayer(
+            layer=number,
+            uneven=[UsePoint(step=1, gini=0.5), UsePoint(step=2, gini=last)],
+            shares=shares,
+            dropped=0.02 * number,
+        )
+
+    points = [CurvePoint(step=s, loss=3.0 - s) for s in (1, 2)]
+    layers = [layer(0, 0.1, [0.2, 0.3, 0.25, 0.25]), layer(1, 0.3, [0.1, 0.4, 0.25, 0.25])]
+    drawn = {
+        title: (note, svg)
+        for title, note, svg in charts(TrainingSection(points=points, experts=layers), None)
+    }
+    note, svg = drawn["Experts"]
+    assert "ending at a Gini coefficient of 0.200" in svg and "layer 1" in svg
+    plain = note.replace(NBSP, " ")
+    assert "least used expert of a layer had 10 %" in plain and "most used 40 %" in plain
+    assert "even would be 25 %" in plain and "at most 2.0 %" in plain or "at most 2 %" in plain

@@ -1,6 +1,6 @@
 """Line charts as SVG, drawn here in Python.
 
-Why not a plotting library: the page holds three line charts, and the smallest bundle that would draw them
+Why not a plotting library: the page holds a handful of line charts, and the smallest bundle that would draw them
 in the browser is 4.5 MB of script, in a page that otherwise weighs about 100 KB; it would draw nothing
 with scripts off, print badly, and bring its own fonts and colours into a page with a light and a dark
 mode. As SVG the curves are text: they take their colours from the page's style, stay sharp at any size,
