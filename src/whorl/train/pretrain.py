@@ -2,7 +2,7 @@
 
 Everything that decides the weights is in `Job` and in the step number: the data order, the learning rates, the seed. No
 clock, no measured speed. So a run that was killed and continued ends with the same bits as one that was not, and
-time decides only when a checkpoint is written (rank 0 writes it from shared memory while the other replicas already
+time decides only when a checkpoint is taken (rank 0 copies it from shared memory while the other replicas already
 compute the next gradients: weights change only after all have met).
 """
 
@@ -25,14 +25,17 @@ from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
-from whorl.train.checkpoint import Keeper, restore
+from whorl.train.average import Averaged, allocate
+from whorl.train.checkpoint import restore
 from whorl.train.config import OptimConfig, RoutingConfig
 from whorl.train.held_out import HeldOut
+from whorl.train.keeper import Account, Keeper
 from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
 from whorl.train.schedule import warmup_stable_decay
+from whorl.train.tiers import Tiers
 from whorl.train.update import Part, Update
 from whorl.train.world import World, start_replicas
 
@@ -86,6 +89,7 @@ class Job(BaseModel):
     z_loss: float = Field(default=1e-5, ge=0)
     warmup: float = Field(default=0.02, ge=0, le=1)
     decay: float = Field(default=0.5, gt=0, le=1)
+    ema: float = Field(default=0.0, ge=0, lt=1, description="decay a step of averaged weights; 0 keeps none")
     evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
     replicas: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1, description="threads a replica")
@@ -115,18 +119,23 @@ def pretrain(
     observer: Observer,
     *,
     checkpoint_seconds: float = 30.0,
+    tiers: Tiers | None = None,
+    account: Account | None = None,
     say: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
 ) -> LanguageModel:
-    """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the model.
+    """Trains `job` to its end, from the newest checkpoint if there is one, and returns the model.
 
     Args:
         scratch: folder for checkpoints.
         checkpoint_seconds: time between checkpoints.
+        tiers: how many stay, and where else they go.
+        account: told what checkpoints came to.
         stop_after: return after this many steps in all (the planner's timing, tests).
 
     Raises:
         BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed.
+        DiskFullError, CheckpointError: a checkpoint could not be written; the one before is whole.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
@@ -135,25 +144,27 @@ def pretrain(
         )
     model = build_model(job)
     shared = shared_of(model, job)
-    keeper = Keeper(scratch, _identity(job), seconds=checkpoint_seconds, say=say)
-    found, first, place = keeper.resume(), 0, None
-    if found is not None:
-        first, place = found.step, found.record.get("stream")
-        restore(shared.tensors(), found.tensors)
-        say(f"continues at step {first:,} of {job.steps:,}")
-    last = job.steps if stop_after is None else min(stop_after, job.steps)
-    world = start_replicas(job.replicas, _replica, job, shared, first, last, place)
-    try:
-        _train(world, job, model, shared, first, last, place, observer, keeper)
-    finally:
-        world.close()
+    with Keeper(
+        scratch, _identity(job), seconds=checkpoint_seconds, say=say, tiers=tiers, account=account
+    ) as keeper:
+        found, first, record = keeper.resume(), 0, dict[str, Any]()
+        if found is not None:
+            first, record = found.step, found.record
+            restore(shared.tensors(), found.tensors)
+            say(f"continues at step {first:,} of {job.steps:,}")
+        keeper.prepare(shared.tensors(), model.params()["total"])
+        last = job.steps if stop_after is None else min(stop_after, job.steps)
+        world = start_replicas(job.replicas, _replica, job, shared, first, last, record)
+        try:
+            _train(world, job, model, shared, first, last, record, observer, keeper)
+        finally:
+            world.close()
+    Averaged(shared, job.ema, World()).bind(model, averages=last == job.steps)
     return model
 
 
-def _replica(
-    world: World, job: Job, shared: Shared, first: int, last: int, place: dict[str, Any] | None
-) -> None:
-    _train(world, job, build_model(job), shared, first, last, place, None, None)
+def _replica(world: World, job: Job, shared: Shared, first: int, last: int, record: dict[str, Any]) -> None:
+    _train(world, job, build_model(job), shared, first, last, record, None, None)
 
 
 def _train(
@@ -163,7 +174,7 @@ def _train(
     shared: Shared,
     first: int,
     last: int,
-    place: dict[str, Any] | None,
+    record: dict[str, Any],
     observer: Observer | None,
     keeper: Keeper | None,
 ) -> None:
@@ -174,29 +185,33 @@ def _train(
     learner = learner_of(model, job, shared, world, mixtures, steps_done=first)
     held_out = HeldOut(job, world)
     every = max(1, math.ceil(job.steps / job.evaluations))
-    window = _Window()
+    window, averaged = _Window(record.get("window")), Averaged(shared, job.ema, world)
 
     def factor(step: int) -> float:
         return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
 
     def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
         mixtures.end_step()
+        averaged.end_step(done)
         window.add(metrics, clock.take())
         if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
             rate = factor(done - 1) * job.optim.matrix_rate
             observer.on_step(done, {**window.close(), "learning_rate": rate, **mixtures.figures()})
         if done % every == 0 or done == job.steps:
-            figures = held_out(model, world)
-            if observer is not None:
-                observer.on_evaluation(done, figures, model)
+            with averaged.used(model):
+                figures = held_out(model, world)
+                if observer is not None:
+                    observer.on_evaluation(done, figures, model)
         if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
-            more = {"stream": records.state} if isinstance(records, StreamBatches) else {}
+            more = {"window": window.state()}
+            if isinstance(records, StreamBatches):
+                more["stream"] = records.state
             observer.on_checkpoint(done, keeper.save(done, shared.tensors(), more))
 
-    def passes(record: Any) -> list[list[Part]]:
-        return [_share(record, job)]
+    def passes(found: Any) -> list[list[Part]]:
+        return [_share(found, job)]
 
-    with _records(job, world, first, place) as records:
+    with _records(job, world, first, record.get("stream")) as records:
         learn(
             learner,
             records,
@@ -243,7 +258,10 @@ def _records(
 def shared_of(model: LanguageModel, job: Job) -> Shared:
     """The memory that all replicas of `job` see."""
     rows = job.batch_rows // job.replicas * job.length
-    return Shared.of(model, treatments(model, job.optim), job.replicas, rows)
+    shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows)
+    if job.ema:
+        allocate(shared, job.replicas)
+    return shared
 
 
 def learner_of(
@@ -285,10 +303,15 @@ def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]
 
 
 class _Window:
-    """Figures since the last report: means weighted by tokens, and where the time went."""
+    """Figures since the last report: means weighted by tokens, and where the time went. A checkpoint keeps it (`state`), so
+    that the first report after a kill is of all its steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
         self._reset()
+        self.__dict__.update(state or {})
+
+    def state(self) -> dict[str, Any]:
+        return {**self.__dict__, "sums": dict(self.sums)}
 
     def _reset(self) -> None:
         self.sums: dict[str, float] = {}

@@ -15,6 +15,7 @@ from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
+from whorl.train.tiers import Tiers
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
@@ -76,7 +77,11 @@ class PretrainConfig(BaseModel):
     )
 
     seed: int | None = Field(default=None, description="another seed than the plan's")
+    ema: float | None = Field(
+        default=None, ge=0, lt=1, description="decay a step of averaged weights, 0 for none; else the plan's"
+    )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
 
 
@@ -102,6 +107,8 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train import anatomy
+    from whorl.train.keeper import Account
     from whorl.train.pretrain import Job
     from whorl.train.pretrain import pretrain as run_training
 
@@ -115,13 +122,14 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
             **({"seed": config.seed} if config.seed is not None else {}),
+            **({"ema": config.ema} if config.ema is not None else {}),
         }
     )
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     if tokens.vocab_size > job.model.vocab_size:
         job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": tokens.vocab_size})})
-    began = time.monotonic()
+    began, account = time.monotonic(), Account()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
         watch = _Watch(ctx, job.steps, per_token, tokenizer, task)
@@ -130,6 +138,8 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             ctx.scratch,
             watch,
             checkpoint_seconds=config.checkpoint_seconds,
+            tiers=config.checkpoints,
+            account=account,
             say=ctx.progress.say,
         )
     watch.close()
@@ -156,6 +166,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
         peak_memory_bytes=watch.peak_memory,
         final=last,
         tokens_per_second=watch.tokens_per_second(),
+        checkpoints={**asdict(account), "line": account.line(), "anatomy": anatomy.line(account.parts)},
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
             f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"
@@ -213,7 +224,7 @@ class _Watch:
         self.metrics.write(step, values)
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
-        self.ctx.run.log(f"checkpoint of step {step}, written in {seconds:.2f} s")
+        self.ctx.run.log(f"checkpoint of step {step}: the step waited {seconds:.3f} s")
 
     def _sample(self, model: LanguageModel, step: int) -> str:
         from whorl.engine import Sampling, generate
