@@ -24,16 +24,18 @@ number of replicas, on any device and in any type (`restore` converts).
 *Versions.* `format` counts up when a reader of before would misread. An older program refuses a newer checkpoint and does
 not pass over it: going on from an older one beside it would throw work away.
 
-Speed: each chunk is read, and hashed while it is still in the cache, by several threads, into memory that is touched
-before: the staging area (`staging.py`), which the first save needs anyway.
+Speed: each chunk is read past the page cache, and hashed at once, by several threads, into memory that is touched before:
+the staging area (`staging.py`), which the first save needs anyway.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ from torch import Tensor
 
 from whorl.errors import CheckpointError
 from whorl.train import writer
-from whorl.train.staging import PAGE, TYPES, Area, Entry, Layout, copiers, copy_all, stage
+from whorl.train.staging import PAGE, TYPES, Area, Entry, Layout, copiers, copy_all, readers, stage
 from whorl.train.writer import FORMAT, HASH, INDEX, TENSORS
 
 KEEP = 2
@@ -158,9 +160,15 @@ def load(path: Path, area: Area | None = None) -> Checkpoint:
                 raise CheckpointError(f"{path / name} has {have:,} bytes", expected=f"{size:,}")
             starts[name], end = end, end + -(-size // PAGE) * PAGE
         area.ensure(end)
-        with copiers() as threads:
+        with readers() as threads:
             for name, start in starts.items():
-                _read(path / name, files[name], area.view(start, sizes[name]), threads)
+                _read(
+                    path / name,
+                    files[name],
+                    sizes[name],
+                    area.view(start, -(-sizes[name] // PAGE) * PAGE),
+                    threads,
+                )
         tensors = {name: _assemble(t, area, starts) for name, t in body["tensors"].items()}
         return Checkpoint(int(body["step"]), tensors, body["record"])
     except CheckpointError:
@@ -169,24 +177,33 @@ def load(path: Path, area: Area | None = None) -> Checkpoint:
         raise CheckpointError(f"{path}: {_words(error)}") from error
 
 
-def _read(path: Path, about: Mapping[str, Any], into: memoryview, threads: Executor) -> None:
-    """The file at `path`, checked while it is read."""
+def _read(path: Path, about: Mapping[str, Any], size: int, into: memoryview, threads: Executor) -> None:
+    """The file at `path`, checked while it is read. `into`: whole pages, which a read past the page cache wants."""
     if about["hash"] != HASH:
         raise CheckpointError(f"{path} is hashed with {about['hash']!r}", expected=HASH)
-    chunk, size = int(about["chunk"]), len(into)
+    chunk = int(about["chunk"])
     if len(about["chunks"]) != -(-size // chunk):
         raise CheckpointError(f"{path} has {len(about['chunks'])} hashes for {size:,} bytes")
     file = os.open(path, os.O_RDONLY)
+    direct = file
+    if hasattr(os, "O_DIRECT") and chunk % PAGE == 0:
+        with suppress(OSError):
+            direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
     def one(number: int) -> bool:
-        part = into[number * chunk : (number + 1) * chunk]
-        done = 0
-        while done < len(part):
-            n = os.preadv(file, [part[done:]], number * chunk + done)
+        start, end = number * chunk, min(size, (number + 1) * chunk)
+        at = start
+        while at < end:
+            try:
+                n = os.preadv(direct if at == start else file, [into[at : start + chunk]], at)
+            except OSError as error:
+                if error.errno != errno.EINVAL or direct == file:
+                    raise
+                n = os.preadv(file, [into[at:end]], at)  # not past the cache on this file system
             if not n:
                 return False
-            done += n
-        return writer.digest(part) == str(about["chunks"][number])
+            at += n
+        return writer.digest(into[start:end]) == str(about["chunks"][number])
 
     try:
         for number, whole in enumerate(threads.map(one, range(len(about["chunks"])))):
@@ -196,7 +213,8 @@ def _read(path: Path, about: Mapping[str, Any], into: memoryview, threads: Execu
                     f"{min(size, (number + 1) * chunk):,}"
                 )
     finally:
-        os.close(file)
+        for each in {file, direct}:
+            os.close(each)
 
 
 def _assemble(about: Mapping[str, Any], area: Area, starts: Mapping[str, int]) -> Tensor:

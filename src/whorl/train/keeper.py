@@ -136,6 +136,7 @@ class Keeper:
                 )
         self.account.passed_over = [*found.record["account"]["passed_over"], *self.account.passed_over]
         self.account.resumed += 1
+        self.lead = self.account.write_seconds / max(1, self.account.written)
         restore_generators(found)
         return Checkpoint(
             found.step, {n: t for n, t in found.tensors.items() if not n.startswith(OURS)}, found.record

@@ -158,6 +158,11 @@ def copiers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), thread_name_prefix="copy")
 
 
+def readers() -> ThreadPoolExecutor:
+    """Threads that mostly wait for a disk, which wants several requests at once."""
+    return ThreadPoolExecutor(min(MOST_THREADS, 2 * usable_cores()), thread_name_prefix="read")
+
+
 def stage(area: Area, layout: Layout, tensors: Mapping[str, Tensor], threads: Executor) -> None:
     """Copies `tensors` into `area` as `layout` says; when this returns, they may change."""
     area.ensure(layout.n_bytes)
