@@ -91,6 +91,20 @@ def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path
     ) else None
 
 
+def test_what_is_left_out_by_chance_is_drawn_anew_by_the_step(tokens: Path, tmp_path: Path) -> None:
+    config = shape(HEADS, experts={**EXPERTS, "expert_dropout": 0.3, "token_dropout": 0.2})
+    wanted, notes = job(tokens, model=config, steps=8, evaluations=4), Notes()
+    undisturbed = weights(train(wanted, tmp_path / "a", notes))
+    again = Notes()
+    train(wanted, tmp_path / "b", again, stop_after=4, checkpoint_seconds=0.0)
+    continued = weights(train(wanted, tmp_path / "b", again))
+    assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
+    assert notes.evaluations == again.evaluations  # looks leave nothing out
+    without = shape(HEADS, experts=EXPERTS)
+    other = weights(train(wanted.model_copy(update={"model": without}), tmp_path / "c"))
+    assert not all(torch.equal(undisturbed[n], other[n]) for n in undisturbed)
+
+
 def test_rows_of_several_documents_are_kept_apart(tokens: Path) -> None:
     """The loss of a packed row with segments is that of its documents alone, for every kind of layer."""
     from whorl.models import make_model

@@ -121,7 +121,10 @@ MixerConfig = Annotated[
 
 
 class Experts(_Shape):
-    """Mixture of experts in place of the MLP (`nn/experts`), in every layer but `dense_layers`."""
+    """Mixture of experts in place of the MLP (`nn/experts`), in every layer but `dense_layers`.
+
+    expert_dropout, token_dropout: of training alone (`nn/experts/router.py`).
+    """
 
     n_experts: int = Field(ge=1)
     top_k: int = Field(ge=1)
@@ -133,6 +136,9 @@ class Experts(_Shape):
     normalise: bool = True
     scale: float = Field(default=1.0, gt=0)
     capacity_factor: float = Field(default=1.25, gt=0)
+    overflow: Literal["next", "drop"] = "next"
+    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
+    token_dropout: float = Field(default=0.0, ge=0, lt=1)
     bias_balance: bool = False
     groups: tuple[int, int] | None = None
     dense_layers: tuple[int, ...] = ()

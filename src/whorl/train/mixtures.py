@@ -38,6 +38,11 @@ class Mixtures:
         self.counts = [torch.zeros_like(w) for w in self.wished]
         self.seen: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.wished]
 
+    @property
+    def random(self) -> bool:
+        """Whether experts or tokens are left out by chance in training."""
+        return any(m.router.expert_dropout or m.router.token_dropout for m in self.layers)
+
     def __bool__(self) -> bool:
         return bool(self.layers)
 

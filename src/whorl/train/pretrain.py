@@ -20,7 +20,7 @@ from torch import Tensor
 from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
-from whorl.runs.seeds import generator
+from whorl.runs.seeds import derive, generator
 from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
@@ -186,14 +186,18 @@ def _train(
             rate = factor(done - 1) * job.optim.matrix_rate
             observer.on_step(done, {**window.close(), "learning_rate": rate, **mixtures.figures()})
         if done % every == 0 or done == job.steps:
+            model.eval()
             figures = held_out(model, world)
             if observer is not None:
                 observer.on_evaluation(done, figures, model)
+            model.train()
         if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
             more = {"stream": records.state} if isinstance(records, StreamBatches) else {}
             observer.on_checkpoint(done, keeper.save(done, shared.tensors(), more))
 
     def passes(record: Any) -> list[list[Part]]:
+        if mixtures.random:  # by the step's number, so that a run goes on with what it would have drawn
+            torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
         return [_share(record, job)]
 
     with _records(job, world, first, place) as records:
