@@ -29,7 +29,9 @@ class PlanConfig(BaseModel):
     steps: int | None = Field(default=None, ge=1, description="given, nothing is timed")
     replicas: int | None = Field(default=None, ge=1, description="default: one a core")
     compile: bool | None = Field(default=None, description="default: whichever is faster here")
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig | None = Field(
+        default=None, description="default: rates found for the house's decoder, or for the Llama-like"
+    )
     routing: RoutingConfig = RoutingConfig()
     seed: int = 0
 
