@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from whorl.errors import ConfigError
+from whorl.nn.norm import BatchNorm
 from whorl.objectives import Loss
 from whorl.train.optim import POLAR_EXPRESS, AdamW, Muon, RowAdagrad, as_one
 from whorl.train.update import Average, Treatment, Update, check
@@ -98,7 +100,12 @@ class Shared:
                 for moment in ("momentum",) if rule == "muon" else ("mean", "square"):
                     state[f"{name}/{moment}"] = shared(*p.shape)
         buffers = {}
-        for name, _, _, buffer in stored_buffers(networks):
+        for name, module, _, buffer in stored_buffers(networks):
+            if replicas > 1 and isinstance(module, BatchNorm):
+                raise ConfigError(
+                    f"{name} moves with every forward, and {replicas} replicas would move it apart",
+                    expected="1 replica, or another norm (layer, group, RMS)",
+                )
             buffers[name] = shared(*buffer.shape, dtype=buffer.dtype)
             buffers[name].copy_(buffer)
         return cls(weights, state, gradients, ids, values, buffers)
