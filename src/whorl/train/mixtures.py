@@ -5,10 +5,11 @@ experts, the load-balancing loss and the router's z-loss (`objectives/routing.py
 bias of the routers that have one (DeepSeek-V3, arXiv:2412.19437, section 2.1.2: no gradient, so nothing of the task is
 given up for it).
 
-The subtle part is *whose* load. A step is many micro-batches on many replicas; the bias must follow the loads of all of
-them, or replicas would route apart. So loads are summed over micro-batches here, over replicas by an exchange, and rank 0
-writes the bias, which lies in shared memory and in checkpoints like a weight. The two losses see a micro-batch's own
-load, which is what they would see on one small machine.
+The subtle part is *whose* load. A step is many micro-batches on many replicas, and how it was cut must not change it. So
+loads are summed over micro-batches here and over replicas by an exchange, and rank 0 moves the bias, which lies in shared
+memory and in checkpoints like a weight. The balancing loss is a product of two means, of which the load has no gradient:
+it takes the load of the whole batch (as Qiu et al. 2025, arXiv:2501.11873, find better than that of a part), and that of
+the step before, since the whole of this one is known only when all its parts have gone by. It goes into checkpoints too.
 """
 
 from __future__ import annotations
@@ -29,13 +30,24 @@ class Mixtures:
 
     Args:
         world: of the replicas; `end_step` is called by all of them.
+        loads: `state` of the run that is continued.
     """
 
-    def __init__(self, network: nn.Module, config: RoutingConfig, world: World) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        config: RoutingConfig,
+        world: World,
+        loads: list[list[float]] | None = None,
+    ) -> None:
         self.config, self.world = config, world
         self.layers = [m for m in network.modules() if isinstance(m, MixtureOfExperts)]
         self.wished = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
         self.counts = [torch.zeros_like(w) for w in self.wished]
+        # even at first: then the loss is 1 and pulls nowhere
+        self.before = (
+            [torch.ones_like(w) for w in self.wished] if loads is None else list(map(torch.tensor, loads))
+        )
         self.seen: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.wished]
 
     @property
@@ -57,7 +69,7 @@ class Mixtures:
             self.wished[n] += record.wished.double().cpu()
             self.counts[n] += record.counts.double().cpu()
             for terms, one in (
-                (balance, load_balance(record.scores, record.wished)),
+                (balance, load_balance(record.scores, self.before[n].to(record.scores.device))),
                 (z, router_z(record.logits)),
             ):
                 terms.append(one.total / one.count.clamp(min=1))
@@ -81,11 +93,17 @@ class Mixtures:
         for n, layer in enumerate(self.layers):
             if layer.router.balance_bias is not None and self.world.rank == 0:
                 layer.router.balance(wished[n], self.config.bias_rate)
+            self.before[n] = wished[n].clone()
             self.seen[n][0].add_(wished[n])
             self.seen[n][1].add_(counts[n])
             self.wished[n].zero_()
             self.counts[n].zero_()
         self.world.exchange()
+
+    @property
+    def state(self) -> list[list[float]]:
+        """What the next step's balancing loss takes the loads from."""
+        return [before.tolist() for before in self.before]
 
     def figures(self) -> dict[str, float]:
         """Since the last call, of each layer: the share of every expert, the Gini coefficient (0 = even), the busiest

@@ -136,9 +136,9 @@ def pretrain(
     model = build_model(job)
     shared = shared_of(model, job)
     keeper = Keeper(scratch, _identity(job), seconds=checkpoint_seconds, say=say)
-    found, first, place = keeper.resume(), 0, None
+    found, first, place = keeper.resume(), 0, dict[str, Any]()
     if found is not None:
-        first, place = found.step, found.record.get("stream")
+        first, place = found.step, found.record
         restore(shared.tensors(), found.tensors)
         say(f"continues at step {first:,} of {job.steps:,}")
     last = job.steps if stop_after is None else min(stop_after, job.steps)
@@ -150,9 +150,7 @@ def pretrain(
     return model
 
 
-def _replica(
-    world: World, job: Job, shared: Shared, first: int, last: int, place: dict[str, Any] | None
-) -> None:
+def _replica(world: World, job: Job, shared: Shared, first: int, last: int, place: dict[str, Any]) -> None:
     _train(world, job, build_model(job), shared, first, last, place, None, None)
 
 
@@ -163,14 +161,14 @@ def _train(
     shared: Shared,
     first: int,
     last: int,
-    place: dict[str, Any] | None,
+    place: dict[str, Any],
     observer: Observer | None,
     keeper: Keeper | None,
 ) -> None:
     """What every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    mixtures = Mixtures(model, job.routing, world)
+    mixtures = Mixtures(model, job.routing, world, place.get("routing"))
     learner = learner_of(model, job, shared, world, mixtures, steps_done=first)
     held_out = HeldOut(job, world)
     every = max(1, math.ceil(job.steps / job.evaluations))
@@ -192,7 +190,9 @@ def _train(
                 observer.on_evaluation(done, figures, model)
             model.train()
         if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
-            more = {"stream": records.state} if isinstance(records, StreamBatches) else {}
+            more: dict[str, Any] = {"stream": records.state} if isinstance(records, StreamBatches) else {}
+            if mixtures:
+                more["routing"] = mixtures.state
             observer.on_checkpoint(done, keeper.save(done, shared.tensors(), more))
 
     def passes(record: Any) -> list[list[Part]]:
@@ -200,7 +200,7 @@ def _train(
             torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
         return [_share(record, job)]
 
-    with _records(job, world, first, place) as records:
+    with _records(job, world, first, place.get("stream")) as records:
         learn(
             learner,
             records,
