@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.nn.experts import MixtureOfExperts, Routing
-from whorl.nn.experts.monitor import gini
+from whorl.nn.experts.monitor import evenness
 from whorl.objectives import Loss
 from whorl.objectives.routing import load_balance, router_z
 from whorl.train.config import RoutingConfig
@@ -110,12 +110,10 @@ class Mixtures:
         expert's load over the mean, and the share of wishes that found no place."""
         found: dict[str, float] = {}
         for n, (wished, counts) in enumerate(self.seen):
-            total = float(counts.sum())
-            if total:
-                found |= {f"experts/{n}/share/{e}": float(c) / total for e, c in enumerate(counts)}
-                found[f"experts/{n}/gini"] = float(gini(counts))
-                found[f"experts/{n}/busiest"] = float(counts.max()) * len(counts) / total
-                found[f"experts/{n}/dropped"] = max(0.0, 1 - total / max(1.0, float(wished.sum())))
+            if counts.any():
+                even = evenness(counts, wished)
+                found |= {f"experts/{n}/share/{e}": float(c) for e, c in enumerate(even.pop("share"))}
+                found |= {f"experts/{n}/{name}": float(value) for name, value in even.items()}
             wished.zero_()
             counts.zero_()
         return found

@@ -13,6 +13,8 @@ Told as differences from multi-head attention (Vaswani et al. 2017, arXiv:1706.0
 Why the fast path is written out. On a CPU, torch's fused attention computes all T^2 products and its backward
 runs far below the speed of matrix products; for the short rows that a small model trains on, plain batched
 products over blocks of queries, each against the keys up to its own end, are 3 times as fast (bench/nn_attention.py).
+There scores leave their product in the compute type, and the softmax sums them in fp32: in bf16 a score of 64 is rounded
+by up to 0.25, where the definition would keep it (a test holds the difference).
 `causal_attention` does that with its own backward; `causal_attention_reference` is the definition in a few lines,
 and a test holds the two (and torch's) together.
 """
