@@ -308,6 +308,7 @@ WRONG: list[tuple[str, str | None, dict[str, Any], str]] = [
     ("vit", None, {"head_dim": 16}, "field 'head_dim' is 16"),
     ("vit", None, {"id2label": {}}, "field 'id2label' is"),
     ("vit", None, {"model_type": "deit"}, "field 'model_type' is 'deit'"),
+    ("vit", None, {"model_type": None}, "field 'model_type' is missing"),
     ("clip", None, {"architectures": ["CLIPForImageClassification"]}, "field 'architectures' is"),
     ("clip", None, {"projection_dim": 0}, "field 'projection_dim' is 0"),
     ("clip", "text_config", {"eos_token_id": [89, 2]}, "text_config: field 'eos_token_id' is"),
