@@ -6,6 +6,7 @@ their type in a loop, shared memory that a GPU has not got. What comes out of th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,3 +65,42 @@ def compiled_for(capability: int, shared: dict[str, int]) -> Iterator[None]:
         yield
     finally:
         JITFunction.run = usual
+
+
+def main(capability: int) -> None:
+    """Every kernel, through the calls that launch it, in the types and widths that differ most."""
+    from whorl.nn.attention.mask import Mask
+    from whorl.nn.kernels import attention, cross_entropy, rms_norm, rotary, softmax
+
+    for module in (attention, cross_entropy, rms_norm, rotary, softmax):
+        module.require = lambda *_: None  # type: ignore[attr-defined]  # there is no GPU, and no launch either
+    documents = torch.zeros(1, 100, dtype=torch.long)
+    packed = Mask(query_segments=documents, key_segments=documents, window=9)
+    shared: dict[str, int] = {}
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    with compiled_for(capability, shared):
+        for d, dv, mask in ((64, 64, Mask()), (128, 128, packed)):
+            q, k, v = (drawn(2, 100, heads, w).transpose(1, 2) for heads, w in ((4, d), (2, d), (2, dv)))
+            attention.attention(q, k, v, mask, 0.1).sum().backward()
+        q = drawn(1, 4, 50, 17, dtype=torch.float32)
+        attention.attention(q, q, q, Mask(), 0.1, (16, 16)).sum().backward()
+        x = drawn(8, 50, 4, 64)
+        for gain in (None, drawn(64, dtype=torch.float32), drawn(4, 1, dtype=torch.float32)):
+            rms_norm.rms_norm(x, gain).sum().backward()
+        softmax.softmax(drawn(3, 10_000)).sum().backward()
+        for softcap in (None, 30.0):
+            logits = torch.zeros(9, 50_000, dtype=torch.bfloat16)
+            cross_entropy.cross_entropy_(logits, documents[0, :9], torch.ones(9), 1e-4, softcap)
+        for layout in ("half", "interleaved"):
+            rotary.rotary(x, torch.ones(50, 1, 32), torch.ones(50, 1, 32), layout).sum().backward()
+    assert len(shared) == 10, shared  # four of attention, two of each norm and softmax, one of the others
+    for name, size in shared.items():
+        assert size <= 99 * 1024, f"{name} wants {size} bytes of shared memory; the least GPU has 99 KB"
+    print(shared)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

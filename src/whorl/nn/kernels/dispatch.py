@@ -73,7 +73,8 @@ def attention(
         if by_kernel(
             ("attention", power_of_2(q.shape[0]), *sizes, *parts), q, ours, both_ways(plain, q, k, v)
         ):
-            return kernel.attention(q, k, v, mask, scale)
+            y: Tensor = kernel.attention(q, k, v, mask, scale)
+            return y
     return plain(q, k, v)
 
 

@@ -11,7 +11,8 @@ imported, kernels run as numpy on a CPU, one program after another: for tests of
 
 The subtle part: numpy has no bf16. The interpreter keeps such tensors as 16-bit integers, converts them where it loads,
 stores and casts, and forgets it in `tl.dot`, which then multiplies the integers (seen in 3.7.1 and 3.9.0: products of
-1e10). So `dot` casts its operands to fp32 when interpreted; rounding to bf16 has happened by then, and stays in.
+1e10). So `dot` casts its operands to fp32 when interpreted; rounding to bf16 has happened by then, and stays in. It also
+cuts off what does not fit into bf16, where a GPU rounds to nearest: interpreted results are off by up to twice as much.
 """
 
 from __future__ import annotations
