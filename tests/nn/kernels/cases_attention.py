@@ -27,6 +27,7 @@ MASKS = {
     "causal": Mask(),
     "open": Mask(causal=False),
     "window": Mask(window=5),
+    "window of two": Mask(window=2),  # one score of a block: a bound that is off by one loses it
     "window both ways": Mask(window=9, causal=False),
     "packed": Mask(query_segments=SEGMENTS, key_segments=SEGMENTS),
     "packed, open": Mask(causal=False, query_segments=SEGMENTS, key_segments=SEGMENTS),
