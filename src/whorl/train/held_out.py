@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from whorl.models import LanguageModel
+from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives import next_token
 from whorl.runs.seeds import generator
 from whorl.tokens.shards import TokenSet
@@ -66,5 +67,6 @@ class HeldOut:
             targets.flatten(),
             torch.ones_like(targets).flatten(),
             softcap=model.logit_softcap,
+            choose=logits_step,
         )
         return float(loss.metrics["nll"]), float(loss.count)

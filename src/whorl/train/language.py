@@ -15,6 +15,7 @@ from torch import Tensor
 from whorl.models import LanguageModel
 from whorl.nn import Linear
 from whorl.nn.experts import Experts
+from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives import Loss, next_token
 from whorl.train.config import OptimConfig
 from whorl.train.mixtures import Mixtures
@@ -79,6 +80,7 @@ class LossOf:
             mask.flatten(),
             self.z_loss,
             model.logit_softcap,
+            choose=logits_step,
         )
         return loss.total, loss.count, loss.metrics["nll"]
 

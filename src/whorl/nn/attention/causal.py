@@ -29,6 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.nn.attention.mask import Mask
+from whorl.nn.kernels import dispatch
 from whorl.nn.linear import Linear
 from whorl.nn.norm import rms_norm
 from whorl.nn.rotary import apply_rotary
@@ -107,17 +109,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
     q, k: [B, H, T, d], scale already in q; v: [B, H, T, dv]; segments: [B, T] or None (each row is one segment)
     -> [B, H, T, dv].
     """
+    if q.is_cuda and not torch.compiler.is_compiling():
+        seen = Mask(query_segments=segments, key_segments=segments)
+        return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _fused_by_torch(q, k, v, segments))
     if q.is_cuda:
-        mask = None
-        if segments is not None:
-            length = q.shape[2]
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-            mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+        return _fused_by_torch(q, k, v, segments)
     batch, heads, length, _ = q.shape
     flat = (t.reshape(batch * heads, length, t.shape[-1]) for t in (q, k, v))
     out: Tensor = _BlockedAttention.apply(*flat, segments, heads)  # type: ignore[no-untyped-call]
     return out.view(batch, heads, length, v.shape[-1])
+
+
+def _fused_by_torch(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+    """torch's attention: without documents it needs no mask, with them a dense one."""
+    mask = None
+    if segments is not None:
+        length = q.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
 
 
 @dataclass
