@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from whorl.models import LanguageModel
     from whorl.runs import MetricsLog, Task
     from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train.pretrain import Job
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
@@ -102,25 +103,11 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train.pretrain import Job
     from whorl.train.pretrain import pretrain as run_training
 
-    for role in ("tokens", "tokenizer"):
-        ctx.parents[role].check()
-    planned = read_plan(ctx)
-    job = Job.model_validate(
-        {
-            **planned["job"],
-            "tokens": str(ctx.parents["tokens"].path),
-            "serial_loader": config.serial_loader,
-            "raw": _raw(ctx, config),
-            **({"seed": config.seed} if config.seed is not None else {}),
-        }
-    )
+    job = job_of(ctx, config)
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
-    if tokens.vocab_size > job.model.vocab_size:
-        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": tokens.vocab_size})})
     began = time.monotonic()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
@@ -161,6 +148,28 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"
         ),
     )
+
+
+def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
+    """The planned job over the parents' tokens: what `pretrain` trains and `whorl profile` looks at."""
+    from whorl.tokens.shards import TokenSet
+    from whorl.train.pretrain import Job
+
+    for role in ("tokens", "tokenizer"):
+        ctx.parents[role].check()
+    job = Job.model_validate(
+        {
+            **read_plan(ctx)["job"],
+            "tokens": str(ctx.parents["tokens"].path),
+            "serial_loader": config.serial_loader,
+            "raw": _raw(ctx, config),
+            **({"seed": config.seed} if config.seed is not None else {}),
+        }
+    )
+    words = TokenSet(ctx.parents["tokens"].path).vocab_size
+    if words > job.model.vocab_size:
+        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": words})})
+    return job
 
 
 def _raw(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
