@@ -122,7 +122,7 @@ def table(found: Profile) -> str:
             *lines,
             "",
             "bound: the roofline's time, the longer of FLOPs at the peak of products and bytes at that of copies; above",
-            "100 % reached, data came from a cache. The head's gradient is made in its forward. framework: Python, dispatch.",
+            "100 % reached, data came from a cache. The head's gradient is made in its forward. framework: Python etc.",
             f"trace: {found.trace}",
             "       open it at https://ui.perfetto.dev (Open trace file; it stays on this machine) or in chrome://tracing",
         ]
