@@ -111,7 +111,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     began = time.monotonic()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        watch = _Watch(ctx, job.steps, per_token, tokenizer, task)
+        watch = _Watch(ctx, job, per_token, tokenizer, task)
         model = run_training(
             job,
             ctx.scratch,
@@ -183,9 +183,10 @@ class _Watch:
     """What training tells, into metrics, the progress bar and the log."""
 
     def __init__(
-        self, ctx: StepContext, steps: int, bytes_per_token: float, tokenizer: Tokenizer, task: Task
+        self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: Task
     ) -> None:
-        self.ctx, self.steps, self.bytes_per_token = ctx, steps, bytes_per_token
+        self.ctx, self.steps, self.bytes_per_token = ctx, job.steps, bytes_per_token
+        self.peak = ctx.machine.flops[job.dtype]  # what utilisation is a share of
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
@@ -201,6 +202,7 @@ class _Watch:
         self._log(step)
         assert self.metrics is not None
         self.speeds.append(metrics["tokens_per_second"])
+        metrics = {**metrics, "utilisation": metrics["flops_per_second"] / self.peak}
         self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.begun})
         self.last.update(metrics)
         held = self.last.get("held_out_bits_per_byte")
