@@ -81,7 +81,7 @@ def test_trackio_hears_numbers(fakes: Path, tmp_path: Path) -> None:
     sinks.close()
     init, first, finish = calls("trackio")
     assert init[2]["project"] == "other" and init[2]["name"].startswith("run-") and "id" not in init[2]
-    assert first == ("log", ({"pretrain/nll": 4.0, "pretrain/step": 1},), {})
+    assert first == ("log", ({"pretrain/nll": 4.0},), {"step": 1})
     assert finish[0] == "finish"
 
 

@@ -165,6 +165,7 @@ def test_bytes_of_the_rest() -> None:
     assert cost_of("aten::_foreach_copy_", [[[8], [4]], [[8], [4]]], ["TensorList", "TensorList"]) == (12, 96)
     assert cost_of("aten::embedding", [[1000, 16], [3]], [f, "long int"]) == (0, 3 * (8 + 2 * 16 * 4))
     assert cost_of("aten::gather", [[64, 1000], [], [64, 1]], [f, "Scalar", "long int"]) == (0, 64 * 16)
+    assert cost_of("aten::index", [[64, 16], []], [f, ""]) == (0, 64 * (8 + 2 * 16 * 4))
     assert cost_of("aten::add", [], []) == (0, 0)
 
 

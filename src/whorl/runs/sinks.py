@@ -11,8 +11,9 @@ changes no artifact and no address. Their packages are imported when the first n
 installed is asked before any work.
 
 A recipe has several steps that count from 0, and a run that was killed repeats some of its steps. So each recipe step has
-an axis of its own ("pretrain/step") and W&B's counter is left alone: repeated steps fall on the same place. The mark that
-lets a continued run find its own curves again is kept in the run folder.
+an axis of its own in W&B ("pretrain/step"), whose counter is left alone; trackio is given the step, and numbers without
+texts. Repeated steps fall on the same place. The mark that lets a continued run find its own curves again is kept in the
+run folder. W&B's copy of the terminal is turned off: the dashboard moves its cursor.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Sink(Protocol):
         """The run is over."""
 
 
+def _named(step_name: str, values: Values) -> dict[str, float | str]:
+    return {f"{step_name}/{key}": value for key, value in values.items()}
+
+
 class Tracker:
     """W&B, or trackio, whose interface is the same.
 
@@ -71,19 +76,23 @@ class Tracker:
             if step_name not in self._steps:
                 self._package.define_metric(f"{step_name}/*", step_metric=f"{step_name}/step")
                 self._steps.add(step_name)
-            kept = dict(values)
-        else:
-            kept = {k: v for k, v in values.items() if not isinstance(v, str)}
-        if kept:
-            named = {f"{step_name}/{key}": value for key, value in kept.items()}
-            self._package.log({**named, f"{step_name}/step": step})
+            self._package.log({**_named(step_name, values), f"{step_name}/step": step})
+        elif numbers := {k: v for k, v in values.items() if not isinstance(v, str)}:
+            self._package.log(_named(step_name, numbers), step=step)
 
     def _opened(self) -> Any:
         package = importlib.import_module(self.name)
         given = {"project": self._config.get("name", "whorl"), "config": self._config, "resume": "allow"}
         mark = self._mark()
-        given |= {"id": mark, "dir": str(self._folder)} if self.name == "wandb" else {}
-        given |= {"name": self._folder.name if self.name == "wandb" else mark}
+        if self.name == "wandb":
+            given |= {
+                "id": mark,
+                "name": self._folder.name,
+                "dir": str(self._folder),
+                "settings": {"console": "off"},
+            }
+        else:
+            given |= {"name": mark}
         package.init(**{**given, **self.options})
         return package
 

@@ -155,7 +155,7 @@ def _run(
 
         with _records(job, world, 0, None) as records:
             times.append(time.perf_counter())
-            waiting = ranges.over(iter(records))
+            waiting = ranges.over(records)
             learn(learner, waiting, passes, last=WARMUP_STEPS + 2 * steps, factor=factor, after=after)
     if tracer is None or trace is None:
         return None

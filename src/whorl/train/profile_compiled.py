@@ -12,6 +12,7 @@ counts as one piece, and `found` stays empty.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -112,7 +113,8 @@ class CompiledKernels:
 
         PyCodeCache.load_by_key_path = classmethod(watched)  # type: ignore[assignment]
         try:
-            with patched:
+            with patched, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*force disabled")
                 yield
         finally:
             PyCodeCache.load_by_key_path = classmethod(load)  # type: ignore[assignment]

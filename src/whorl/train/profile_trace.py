@@ -291,7 +291,12 @@ def cost_of(name: str, dims: list[Any], types: list[str]) -> tuple[float, float]
         written = 0.0 if bare == "_foreach_norm" else 4.0 * sum(first)
         return sum(first), (8.0 * sum(first) if bare == "_foreach_copy_" else moved + written)
     if bare in _LOOKUPS:
-        rows, table = min(n for n, _ in sizes), shapes[0][0]
+        table = shapes[0][0]
+        rows = min(n for n, _ in sizes)
+        if (
+            len(sizes) == 1 and len(table) > 1
+        ):  # `index` does not tell its ids: about as many as there are rows
+            rows = float(table[0])
         single = len(table) < 2 or "gather" in bare or "scatter" in bare  # elements rather than rows
         return 0.0, rows * (8 + 2.0 * (1 if single else table[-1]) * shapes[0][1])
     largest = max(sizes, key=lambda s: s[0])
