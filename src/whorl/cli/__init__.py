@@ -23,6 +23,7 @@ from whorl.errors import WhorlError
 
 VERBS = (
     "run",
+    "profile",
     "sample",
     "embed",
     "report",

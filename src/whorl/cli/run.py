@@ -22,6 +22,16 @@ def run(
     until: Annotated[
         str | None, typer.Option(metavar="STEP", help="Only this step and what it needs.")
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="wandb|trackio", help="Send metrics there too, as wandb:project=mine; may be repeated."
+        ),
+    ] = None,
+    live: Annotated[
+        bool | None,
+        typer.Option("--live/--no-live", help="A dashboard while it trains; by default on a terminal."),
+    ] = None,
     store: StoreOption = None,
 ) -> None:
     """Run a recipe: make its artifacts, or look them up.
@@ -37,12 +47,15 @@ def run(
         whorl run my.toml --until tokens --store s3://bucket/whorl
     """
     from whorl.recipes import load_recipe, run_recipe
-    from whorl.runs import Progress, duration
+    from whorl.runs import Dashboard, Progress, Sink, duration, parse_log
     from whorl.store import Store
 
     loaded = load_recipe(recipe, sets=sets or (), budget=budget)
     progress = Progress()
-    outcome = run_recipe(loaded, Store(store), progress, until=until)
+    sinks: list[Sink] = parse_log(log or (), loaded.log)
+    if Dashboard.wanted(progress, live):
+        sinks.append(Dashboard(progress))
+    outcome = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
     lines = [f"done in {duration(outcome.seconds)}"]
     place = f" --store {store}" if store else ""
     for artifact in outcome.artifacts.values():

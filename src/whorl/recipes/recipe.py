@@ -20,7 +20,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ class Recipe:
     name: str
     about: str
     steps: Mapping[str, RecipeStep]
+    log: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # sinks of metrics; decides no artifact
 
     def to_json(self) -> dict[str, Any]:
         """The resolved recipe: every value that was used, defaults too."""
@@ -73,7 +76,8 @@ class Recipe:
             step = waiting.pop()
             wanted.add(step)
             waiting += self.steps[step].parents.values()
-        return Recipe(self.name, self.about, {key: step for key, step in self.steps.items() if key in wanted})
+        kept = {key: step for key, step in self.steps.items() if key in wanted}
+        return Recipe(self.name, self.about, kept, self.log)
 
 
 def ready_recipes() -> dict[str, str]:
@@ -143,8 +147,8 @@ class _Reader:
 
     def read(self, data: dict[str, Any], sets: Iterable[str], budget: str | None) -> Recipe:
         for key in data:
-            if key not in ("name", "about", "steps"):
-                expected = one_of(key, ("name", "about", "steps"))
+            if key not in ("name", "about", "steps", "log"):
+                expected = one_of(key, ("name", "about", "steps", "log"))
                 raise ConfigError(f"{self.at(key)}: unknown key {key!r}", expected=expected)
         tables = data.get("steps")
         if not isinstance(tables, dict) or not tables:
@@ -169,7 +173,10 @@ class _Reader:
             )
             for step in self.in_order(parents)
         }
-        return Recipe(name, str(data.get("about", "")), steps)
+        log = data.get("log", {})
+        if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
+            raise ConfigError(f"{self.at('log')}: log is no table of tables", expected="[log.wandb]")
+        return Recipe(name, str(data.get("about", "")), steps, log)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
         here = self.at("steps", step)

@@ -47,6 +47,10 @@ class HeldOut:
         self.rows = torch.stack(rows)[mine].to(job.device) if rows else None
         self.copies = torch.cat([half, half], dim=1)[mine].to(job.device)
 
+    def some_ids(self) -> Tensor:
+        """[n, T + 1] ids that stay the same, of this replica: held-out text, or what there is in its place; n may be 0."""
+        return self.copies if self.rows is None else self.rows
+
     @torch.no_grad()
     def __call__(self, model: LanguageModel, world: World) -> dict[str, float]:
         """held_out_nll and copy_nll in nats a token."""

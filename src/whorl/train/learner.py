@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -228,6 +229,16 @@ class Learner:
         self.rounds += 1
 
 
+class Watcher(Protocol):
+    """Looks at what an update is about to do with this rank's share. Changes nothing."""
+
+    def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+        """Of the dense parameters, by name: means over the batch, times `clipped`."""
+
+    def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
+        """Of a look-up table: ids [n], with repeats; gradients [n, d]."""
+
+
 class _Taken:
     """An `Update` at work: its optimisers over this rank's share, and what has been accumulated for its next step."""
 
@@ -270,6 +281,7 @@ class _Taken:
         self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)
         self.alone = self._summed() if self.world.size == 1 else None  # the same memory in every step
         self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
+        self.watch: Watcher | None = None
         self._start()
 
     def _start(self) -> None:
@@ -318,7 +330,10 @@ class _Taken:
         gradients, dense = self.alone or self._summed()
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         norm = self.world.total(square)[0] ** 0.5 / divisor
-        torch._foreach_mul_(dense, min(1.0, self.update.clip_norm / max(norm, 1e-30)) / divisor)
+        clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
+        torch._foreach_mul_(dense, clipped / divisor)
+        if self.watch is not None:
+            self.watch.gradients(gradients, clipped)
         self.muon.step(gradients, factor)
         self.adamw.step(gradients, factor)
         sizes = [int(each[-1]) for each in everybody]
@@ -349,4 +364,7 @@ class _Taken:
                 begin += n
             ids, values = ids[mine], torch.cat(parts)
         if len(ids):
-            self.rows.step(name, table, ids, values / divisor, factor)
+            values = values / divisor
+            if self.watch is not None:
+                self.watch.rows(name, table, ids, values)
+            self.rows.step(name, table, ids, values, factor)

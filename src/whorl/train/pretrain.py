@@ -27,6 +27,7 @@ from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
 from whorl.train.checkpoint import Keeper, restore
 from whorl.train.config import OptimConfig, RoutingConfig
+from whorl.train.figures import Figures
 from whorl.train.held_out import HeldOut
 from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
@@ -171,6 +172,7 @@ def _train(
     mixtures = Mixtures(model, job.routing, world, place.get("routing"))
     learner = learner_of(model, job, shared, world, mixtures, steps_done=first)
     held_out = HeldOut(job, world)
+    look = Figures(model, job, learner, world, held_out.some_ids(), steps_done=first)
     every = max(1, math.ceil(job.steps / job.evaluations))
     window = _Window()
 
@@ -179,10 +181,12 @@ def _train(
 
     def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
         mixtures.end_step()
+        look.after(done)
         window.add(metrics, clock.take())
         if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
-            rate = factor(done - 1) * job.optim.matrix_rate
-            observer.on_step(done, {**window.close(), "learning_rate": rate, **mixtures.figures()})
+            seen, rates = window.close(), look.rates(factor(done - 1))
+            speed = {"flops_per_second": seen["tokens_per_second"] * look.flops_per_token}
+            observer.on_step(done, {**seen, **speed, **rates, **mixtures.figures(), **look.take()})
         if done % every == 0 or done == job.steps:
             model.eval()
             figures = held_out(model, world)

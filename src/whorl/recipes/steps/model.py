@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from whorl.models import LanguageModel
     from whorl.runs import MetricsLog, Task
     from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train.pretrain import Job
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
@@ -102,29 +103,15 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train.pretrain import Job
     from whorl.train.pretrain import pretrain as run_training
 
-    for role in ("tokens", "tokenizer"):
-        ctx.parents[role].check()
-    planned = read_plan(ctx)
-    job = Job.model_validate(
-        {
-            **planned["job"],
-            "tokens": str(ctx.parents["tokens"].path),
-            "serial_loader": config.serial_loader,
-            "raw": _raw(ctx, config),
-            **({"seed": config.seed} if config.seed is not None else {}),
-        }
-    )
+    job = job_of(ctx, config)
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
-    if tokens.vocab_size > job.model.vocab_size:
-        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": tokens.vocab_size})})
     began = time.monotonic()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        watch = _Watch(ctx, job.steps, per_token, tokenizer, task)
+        watch = _Watch(ctx, job, per_token, tokenizer, task)
         model = run_training(
             job,
             ctx.scratch,
@@ -163,6 +150,28 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     )
 
 
+def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
+    """The planned job over the parents' tokens: what `pretrain` trains and `whorl profile` looks at."""
+    from whorl.tokens.shards import TokenSet
+    from whorl.train.pretrain import Job
+
+    for role in ("tokens", "tokenizer"):
+        ctx.parents[role].check()
+    job = Job.model_validate(
+        {
+            **read_plan(ctx)["job"],
+            "tokens": str(ctx.parents["tokens"].path),
+            "serial_loader": config.serial_loader,
+            "raw": _raw(ctx, config),
+            **({"seed": config.seed} if config.seed is not None else {}),
+        }
+    )
+    words = TokenSet(ctx.parents["tokens"].path).vocab_size
+    if words > job.model.vocab_size:
+        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": words})})
+    return job
+
+
 def _raw(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
     if config.raw is None:
         return None
@@ -174,9 +183,10 @@ class _Watch:
     """What training tells, into metrics, the progress bar and the log."""
 
     def __init__(
-        self, ctx: StepContext, steps: int, bytes_per_token: float, tokenizer: Tokenizer, task: Task
+        self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: Task
     ) -> None:
-        self.ctx, self.steps, self.bytes_per_token = ctx, steps, bytes_per_token
+        self.ctx, self.steps, self.bytes_per_token = ctx, job.steps, bytes_per_token
+        self.peak = ctx.machine.flops[job.dtype]  # what utilisation is a share of
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
@@ -192,6 +202,7 @@ class _Watch:
         self._log(step)
         assert self.metrics is not None
         self.speeds.append(metrics["tokens_per_second"])
+        metrics = {**metrics, "utilisation": metrics["flops_per_second"] / self.peak}
         self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.begun})
         self.last.update(metrics)
         held = self.last.get("held_out_bits_per_byte")
