@@ -13,6 +13,7 @@ every kind of CPU, and a pipe whose other end died reads as such at once, so a r
 
 from __future__ import annotations
 
+import signal
 import struct
 import traceback
 from collections.abc import Callable
@@ -31,7 +32,9 @@ PATIENCE_SECONDS = 600.0  # a first step compiles; nothing that is alive takes l
 
 
 class ReplicaError(WhorlError):
-    """Another replica raised, died or hung."""
+    """Another replica raised, died or hung. killed: the system ended it (SIGKILL), as it does when memory is full."""
+
+    killed = False
 
 
 @dataclass
@@ -75,13 +78,32 @@ class World:
                 )
             message = peer.recv_bytes()
         except (EOFError, OSError) as error:
-            raise ReplicaError(
-                f"training replica {rank} died without a word (killed, or out of memory)",
+            code = self._exit_code(rank)
+            dead = ReplicaError(
+                f"training replica {rank} died without a word"
+                + (
+                    " (killed, or out of memory)"
+                    if code is None
+                    else f" (exit code {code})"
+                    if code >= 0
+                    else ""
+                )
+                + (f" (killed by {signal.Signals(-code).name})" if code is not None and code < 0 else ""),
                 do="run the same command again: it continues from the last checkpoint",
-            ) from error
+            )
+            dead.killed = code == -signal.SIGKILL
+            raise dead from error
         if message[:1] == b"e":
             raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
         return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
+
+    def _exit_code(self, rank: int) -> int | None:
+        """How a peer that this process started ended; None if that is not known."""
+        if not self.children:
+            return None
+        child = self.children[rank - 1]
+        child.join(timeout=2)
+        return child.exitcode
 
     def total(self, *values: float) -> tuple[float, ...]:
         """The sum of what each rank gave, value by value, added in rank order."""
@@ -129,6 +151,8 @@ def _replica(
     work: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
+    # A scheduler may send it to all processes of a job. Rank 0 hears it; the rest end when its links close.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     world = World(rank, size, links)
     torch.set_num_threads(1)
     keep_freed_memory()
