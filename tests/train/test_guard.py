@@ -64,7 +64,7 @@ def test_a_loss_that_rose_above_guessing_must_come_back() -> None:
         assert not judge.must_go_back
         judge.judge(figures(nll))
     assert judge.must_go_back
-    with pytest.raises(DivergedError, match="64 steps ago the loss rose far above the 5.70 nats"):
+    with pytest.raises(DivergedError, match=r"64 steps ago the loss rose far above the 5\.70 nats"):
         judge.go_back()
     slow = guard(spike=0.0)
     assert all(slow.judge(figures(9.0 - step / 100)) for step in range(200)) and not slow.astray, (
@@ -366,4 +366,3 @@ def test_the_objective_of_a_skipped_step_is_not_in_the_curve(tokens: Path, tmp_p
     notes = Notes()
     train(poisoned(tokens, tmp_path), tmp_path, notes)
     assert len(notes.steps) + len(notes.events) == 48
-    assert isinstance(Loss, type)

@@ -5,8 +5,8 @@ still differs between two runs of one recipe is what was *measured* for them: th
 not, fp32 or bf16, how many replicas and threads), and the library that multiplies small matrices (`nn/experts`). With
 `--deterministic` none of these is measured:
 
-    compiled      not, unless the recipe says so
-    type          float32, unless WHORL_DTYPE says otherwise
+    compiled      not, unless the recipe says so (then without the compiler's own timing of kernels)
+    type          float32 on a CPU, bfloat16 on a GPU, unless WHORL_DTYPE says otherwise
     replicas      as the recipe says, else one for each usable core; on them the last bits depend
     threads       one in each replica: a sum split over two threads is another sum
     products      MKL's, never oneDNN's
@@ -35,6 +35,8 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
     if not wanted:
         yield
         return
+    import torch._inductor.config as inductor  # takes a second
+
     # Before the first product on a GPU, or cuBLAS refuses; of no effect elsewhere.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = (
@@ -43,15 +45,17 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
         torch.backends.cudnn.benchmark,
         torch.get_num_threads(),
         experts.forced,
+        inductor.deterministic,
     )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)
     experts.forced = "mkl"
+    inductor.deterministic = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = before[2]
         torch.set_num_threads(before[3])
-        experts.forced = before[4]
+        experts.forced, inductor.deterministic = before[4:]

@@ -6,8 +6,8 @@ A long run dies of one bad batch, or of a rate that was a little too high, hours
     a spike       loss or norm lies more than `spike` robust standard deviations above the median of the last `window` steps.
                   Robust: 1.4826 x the median absolute deviation, so that the spikes seen before do not hide the next one;
                   never less than a share of the median, so that a smooth curve does not make its ripples into spikes
-    astray        the loss rose above that of guessing each token evenly and did not come back for long: a rate that is far too
-                  high gives no NaN (norms and caps hold it back) but weights that know less than nothing, or nothing
+    astray        the loss rose above that of guessing each token evenly and did not come back for long: a rate that is far
+                  too high gives no NaN (norms and caps hold it back) but weights that know less than nothing, or nothing
 
 A bad batch is *skipped*: weights and moments stay. `patience` of them in a row are no longer the batches' fault but the
 weights': these *go back* to the last good copy (`anchors.py`) and training goes on with the next batches, as PaLM did by
@@ -37,7 +37,10 @@ MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 # A deviation is taken to be at least this share of the median. Batches of odd but harmless documents were seen to have 1.2
 # times the usual loss and ten times the usual norm, which clipping deals with.
 LEAST_LOSS, LEAST_NORM = 0.05, 3.0
-ASTRAY, BACK = 1.1, 0.95  # times the loss of guessing: above the first weights go astray, below the second they are back
+ASTRAY, BACK = (
+    1.1,
+    0.95,
+)  # times the loss of guessing: above the first weights go astray, below the second they are back
 ASTRAY_STEPS = 64  # in a row
 FEWEST_SKIPS = 4  # times `patience`: so many may be skipped in a run of any length
 
@@ -97,7 +100,8 @@ class Guard:
         """All that later judgements depend on, and every event (JSON)."""
         return {
             "losses": list(self.losses), "norms": list(self.norms), "bad": list(self.bad), "skipped": self.skipped,
-            "astray": self.astray, "level": self.level, "rewinds": self.rewinds, "anchor": self.anchor, "events": list(self.events),
+            "astray": self.astray, "level": self.level, "rewinds": self.rewinds, "anchor": self.anchor,
+            "events": list(self.events),
         }  # fmt: skip
 
     @property

@@ -17,6 +17,7 @@ import signal
 import struct
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -55,14 +56,13 @@ class World:
             ReplicaError: a peer died or gave no sign for PATIENCE_SECONDS.
         """
         message = b"v" + struct.pack(f"{len(values)}d", *values)
-        for peer in self.links:
+        for rank, peer in enumerate(self.links):
             if peer is not None:
                 try:
                     peer.send_bytes(message)
                 except OSError as error:
-                    raise ReplicaError(
-                        "a training replica went away", do="run the same command again"
-                    ) from error
+                    self._told_before(rank, peer)
+                    raise self._death(rank) from error
         answers = []
         for rank in range(self.size):
             peer = self.links[rank] if self.links else None
@@ -78,32 +78,33 @@ class World:
                 )
             message = peer.recv_bytes()
         except (EOFError, OSError) as error:
-            code = self._exit_code(rank)
-            dead = ReplicaError(
-                f"training replica {rank} died without a word"
-                + (
-                    " (killed, or out of memory)"
-                    if code is None
-                    else f" (exit code {code})"
-                    if code >= 0
-                    else ""
-                )
-                + (f" (killed by {signal.Signals(-code).name})" if code is not None and code < 0 else ""),
-                do="run the same command again: it continues from the last checkpoint",
-            )
-            dead.killed = code == -signal.SIGKILL
-            raise dead from error
+            raise self._death(rank) from error
         if message[:1] == b"e":
             raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
         return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
 
-    def _exit_code(self, rank: int) -> int | None:
-        """How a peer that this process started ended; None if that is not known."""
-        if not self.children:
-            return None
-        child = self.children[rank - 1]
-        child.join(timeout=2)
-        return child.exitcode
+    def _told_before(self, rank: int, peer: Connection) -> None:
+        """A peer that is gone may have said why before it went."""
+        with suppress(OSError, EOFError):
+            while peer.poll(0):
+                if (message := peer.recv_bytes())[:1] == b"e":
+                    raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
+
+    def _death(self, rank: int) -> ReplicaError:
+        """What is known of how a peer ended: of one that this process started, the exit code."""
+        code = None
+        if self.children:
+            self.children[rank - 1].join(timeout=2)
+            code = self.children[rank - 1].exitcode
+        how = "killed, or out of memory"
+        if code is not None:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        dead = ReplicaError(
+            f"training replica {rank} died without a word ({how})",
+            do="run the same command again: it continues from the last checkpoint",
+        )
+        dead.killed = code == -signal.SIGKILL
+        return dead
 
     def total(self, *values: float) -> tuple[float, ...]:
         """The sum of what each rank gave, value by value, added in rank order."""

@@ -121,7 +121,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
             "watch": config.watch,
-            "deterministic": config.deterministic,
+            "deterministic": config.deterministic or planned["job"].get("deterministic", False),
             **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
             **({"seed": config.seed} if config.seed is not None else {}),
         }
