@@ -18,7 +18,7 @@ from tiny import Notes, job, make_tokens
 
 from whorl.train.advice import MemoryFullError, explained, is_out_of_memory
 from whorl.train.language import LossOf
-from whorl.train.pulse import Pulse, answer_with_stacks
+from whorl.train.pulse import Pulse, answer_with_stacks, stacks_file
 from whorl.train.world import ReplicaError, World, start_replicas
 
 
@@ -35,9 +35,10 @@ def wait_for(what: Any, seconds: float = 20.0) -> None:
 
 
 def _stuck_here(world: World, folder: Path) -> None:
-    answer_with_stacks(folder, world.rank)
+    kept = answer_with_stacks(folder, world.rank)
     world.exchange()
     world.exchange()
+    assert kept is not None
 
 
 def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path: Path) -> None:
@@ -58,9 +59,10 @@ def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path
             pulse.beat(2)
             wait_for(lambda: said)
             assert "no progress for" in said[0] and "after step 2" in said[0] and "in: gradients" in said[0]
-            wait_for(lambda: "exchange" in (tmp_path / "stacks-rank-1.txt").read_text())
-            assert "_stuck_here" in (tmp_path / "stacks-rank-1.txt").read_text()
-            mine = (tmp_path / "stacks-rank-0.txt").read_text()
+            theirs = stacks_file(tmp_path, 1, world.children[0].pid)
+            wait_for(lambda: "_stuck_here" in theirs.read_text())
+            assert "in exchange" in theirs.read_text()
+            mine = stacks_file(tmp_path, 0, os.getpid()).read_text()
             assert "test_a_stall_writes" in mine and "_watch" in mine, "all threads"
             wait_for(lambda: json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "stalled")
             pulse.beat(3)
@@ -87,7 +89,7 @@ def test_training_keeps_a_heartbeat_and_reads_that_of_a_process_that_vanished(
     train(job(tokens), tmp_path / "a", folder=tmp_path / "watch", say=said.append)
     beat = json.loads((tmp_path / "watch" / "heartbeat.json").read_text())
     assert beat["state"] == "ended" and beat["step"] == beat["steps"] == 12 and beat["memory_bytes"] > 1e7
-    assert not said
+    assert not said and not list((tmp_path / "watch").glob("stacks-*")), "nothing to look at"
     beat |= {"state": "training", "pid": 2**22 + 1, "step": 7}
     (tmp_path / "watch" / "heartbeat.json").write_text(json.dumps(beat))
     train(job(tokens), tmp_path / "b", folder=tmp_path / "watch", say=said.append)

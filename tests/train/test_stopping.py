@@ -97,9 +97,13 @@ def test_sigterm_in_the_very_last_step_is_not_swallowed(tokens: Path, tmp_path: 
                 signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(StoppedError, match="step 12 of 12"):
-        train(job(tokens), tmp_path, Last())
-    found = checkpoint.newest(tmp_path)
+        train(job(tokens), tmp_path / "b", Last())
+    found = checkpoint.newest(tmp_path / "b")
     assert found is not None and found.step == 12
+    whole, rest = Notes(), Notes()
+    train(job(tokens), tmp_path / "a", whole)
+    train(job(tokens), tmp_path / "b", rest)
+    assert rest.evaluations == whole.evaluations[-1:], "the look that was broken off"
 
 
 SCRIPT = """

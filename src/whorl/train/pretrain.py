@@ -195,6 +195,13 @@ def _train(
     def factor(step: int) -> float:
         return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
 
+    def look(done: int) -> None:
+        with vigil.clock.during("held_out"):
+            figures = held_out(model, world)
+        vigil.owes_a_look = False
+        if observer is not None:
+            observer.on_evaluation(done, figures, model)
+
     def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
         skipped = "skipped" in metrics
         mixtures.forget() if skipped else mixtures.end_step()
@@ -205,10 +212,7 @@ def _train(
             rate = factor(done - 1) * job.optim.matrix_rate
             observer.on_step(done, {**window.close(), "learning_rate": rate, **mixtures.figures()})
         if done % every == 0 or done == job.steps:
-            with vigil.clock.during("held_out"):
-                figures = held_out(model, world)
-            if observer is not None:
-                observer.on_evaluation(done, figures, model)
+            look(done)
         if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
             observer.on_checkpoint(done, vigil.save())
 
@@ -216,6 +220,8 @@ def _train(
         return [_share(record, job)]
 
     with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records:
+        if vigil.owes_a_look:
+            look(first)
         learn(
             learner,
             records,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import IO
 
 from whorl.runs import write_json
 
@@ -34,16 +34,19 @@ LOOK_SECONDS = 1.0
 ASK = getattr(signal, "SIGUSR1", None)  # not everywhere
 
 
-def answer_with_stacks(folder: Path, rank: int) -> None:
-    """Have this process write its stacks to `folder` whenever it is sent SIGUSR1."""
-    if ASK is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / f"stacks-rank-{rank}.txt").open("w")  # open for as long as the process lives
-        _kept.append(file)
-        faulthandler.register(ASK, file=file, all_threads=True)
+def stacks_file(folder: Path, rank: int, pid: int | None) -> Path:
+    """Where a process writes its stacks. That it is there says that the process can be asked."""
+    return folder / f"stacks-rank-{rank}-{pid}.txt"
 
 
-_kept: list[Any] = []
+def answer_with_stacks(folder: Path, rank: int) -> IO[str] | None:
+    """Have this process write its stacks to `folder` whenever it is sent SIGUSR1, until the file is closed."""
+    if ASK is None:
+        return None
+    folder.mkdir(parents=True, exist_ok=True)
+    file = stacks_file(folder, rank, os.getpid()).open("a")
+    faulthandler.register(ASK, file=file, all_threads=True)
+    return file
 
 
 class Pulse:
@@ -76,13 +79,14 @@ class Pulse:
         self.stalled = False
         self._last = self._step_at = time.monotonic()
         self._phase_seen = ""
+        self._answers: IO[str] | None = None
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
 
     def __enter__(self) -> Pulse:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tell_of_the_last()
-        answer_with_stacks(self.folder, 0)
+        self._answers = answer_with_stacks(self.folder, 0)
         self._write("training")
         self._thread.start()
         return self
@@ -91,8 +95,12 @@ class Pulse:
         self._done.set()
         self._thread.join(timeout=5)
         self._write("ended" if error is None else f"ended: {type(error).__name__}")
-        if ASK is not None:
+        if ASK is not None and self._answers is not None:
             faulthandler.unregister(ASK)
+            self._answers.close()
+        for path in self.folder.glob("stacks-rank-*.txt"):  # of those who were never asked
+            if not path.stat().st_size:
+                path.unlink(missing_ok=True)
 
     def beat(self, step: int) -> None:
         """Step number `step` is done."""
@@ -138,14 +146,14 @@ class Pulse:
 
     def _dump(self, quiet: float) -> None:
         """Stacks of all threads of all replicas, into the folder."""
-        mine = self.folder / "stacks-rank-0.txt"
+        mine = stacks_file(self.folder, 0, os.getpid())
         with contextlib.suppress(OSError):
             with mine.open("a") as file:
                 file.write(f"no progress for {quiet:.0f} s after step {self.step}\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             for rank, child in enumerate(self.replicas, start=1):
-                ready = (self.folder / f"stacks-rank-{rank}.txt").exists()
+                ready = stacks_file(self.folder, rank, child.pid).exists()
                 if ASK is not None and ready and child.pid is not None and child.is_alive():
                     os.kill(child.pid, ASK)
         gone = [str(rank) for rank, child in enumerate(self.replicas, start=1) if not child.is_alive()]

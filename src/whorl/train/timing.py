@@ -12,6 +12,7 @@ import torch
 
 from whorl.runs.machine import give_back_freed_memory
 from whorl.runs.seeds import generator
+from whorl.train.advice import advising
 from whorl.train.learner import Shared
 from whorl.train.pretrain import Job, build_model, learner_of, shared_of
 from whorl.train.update import Part
@@ -28,6 +29,7 @@ class StepTiming:
     step: float
 
 
+@advising
 def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
     """Times steps of `job` for about `seconds` after the first few."""
     began = time.perf_counter()

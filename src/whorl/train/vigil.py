@@ -57,6 +57,7 @@ class Vigil:
         self.observer, self.keeper, self.say = observer, keeper, say
         self.done = self.saved = first
         self.place: dict[str, Any] | None = record.get("stream")  # of the next batch, in raw text
+        self.owes_a_look = bool(record.get("owes_a_look"))  # at held-out text: SIGTERM broke it off
         self.guard = Guard(
             job.watch, chance=math.log(job.model.vocab_size), steps=job.steps, first=first, state=record.get("guard")
         )  # fmt: skip
@@ -66,7 +67,7 @@ class Vigil:
         self.judge = self.guard.judge
         self.pulse: Pulse | None = None
         if folder is not None and world.rank:
-            answer_with_stacks(folder, world.rank)
+            self._answers = answer_with_stacks(folder, world.rank)
         elif folder is not None:
             self.pulse = Pulse(
                 folder,
@@ -86,6 +87,7 @@ class Vigil:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
             if isinstance(error, Interrupted) or (error is None and self.clock.wanted):
+                self.owes_a_look = self.owes_a_look or (error is not None and self.clock.phase == "held_out")
                 self.save()  # what was broken off had changed nothing
                 raise self._stopped(f"a checkpoint of step {self.done:,} is written") from None
             if (
@@ -132,7 +134,12 @@ class Vigil:
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps besides tensors."""
-        return {"guard": self.guard.state, **({"stream": self.place} if self.place is not None else {})}
+        kept: dict[str, Any] = {"guard": self.guard.state}
+        if self.place is not None:
+            kept["stream"] = self.place
+        if self.owes_a_look:
+            kept["owes_a_look"] = True
+        return kept
 
     def save(self) -> float:
         """Writes a checkpoint of the last step that is done, unless there is one; returns the seconds it took."""

@@ -212,7 +212,7 @@ class _Watch:
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None:
         import math
 
-        self._log(step)
+        self._log(step + 1)  # one that was broken off and is made up for: what was told of its step stays
         assert self.metrics is not None
         self.peak_memory = max(self.peak_memory, _memory_in_use())
         values: dict[str, float | str] = dict(metrics)
