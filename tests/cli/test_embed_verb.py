@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
-from whorl.engine.embed import Embedder
 
 from whorl.cli import application
+from whorl.engine.embed import Embedder
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.runs.seeds import generator
 from whorl.store import Store

@@ -19,7 +19,6 @@ from tiny import Notes, job, make_tokens
 
 from whorl.errors import DataError
 from whorl.models import Decoder
-from whorl.objectives import Loss
 from whorl.tokens.loader import open_batches
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.train import pretrain as module
