@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from whorl.errors import BudgetError
@@ -83,6 +85,34 @@ def test_without_a_compiler_the_run_is_not_compiled(monkeypatch: pytest.MonkeyPa
     assert plan().job["compile"] is False
     with pytest.raises(BudgetError, match="no C\\+\\+ compiler"):
         plan(compile=True)
+
+
+def test_deterministic_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> StepTiming:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(planner, "time_steps", refuse)
+    monkeypatch.delenv("WHORL_DTYPE", raising=False)
+    monkeypatch.setattr(planner, "usable_cores", lambda: 4)
+    made = plan(budget="2e13flops", deterministic=True)
+    again = planner.make_plan(
+        PlanConfig(budget="2e13flops", deterministic=True),
+        replace(MACHINE, dtype="bfloat16", threads=1, flops={"float32": 1e10, "bfloat16": 9e11}),
+        30_000_000,
+        Progress.silent(),
+    )
+    assert made.job == again.job, "a machine that was measured otherwise"
+    job = Job.model_validate({**made.job, "tokens": ""})
+    assert (
+        job.deterministic and not job.compile and (job.dtype, job.threads, job.replicas) == ("float32", 1, 4)
+    )
+    monkeypatch.setenv("WHORL_DTYPE", "bfloat16")
+    forced = plan(steps=30, deterministic=True, compile=True, replicas=2).job
+    assert (forced["dtype"], forced["compile"], forced["replicas"]) == ("bfloat16", True, 2)
+    with pytest.raises(ValueError, match=r"a budget of 300s buys(.|\n)*--budget 1e14flops"):
+        plan(deterministic=True)
+    with pytest.raises(BudgetError, match="give more FLOPs"):
+        plan(budget="1000flops", deterministic=True)
 
 
 def test_the_law_falls_with_size_and_data_and_has_a_best_vocabulary() -> None:

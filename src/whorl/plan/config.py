@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from whorl.runs import BudgetText
+from whorl.runs import Budget, BudgetText
 from whorl.train.config import OptimConfig, RoutingConfig
 
 
@@ -34,9 +34,15 @@ class PlanConfig(BaseModel):
     )
     routing: RoutingConfig = RoutingConfig()
     seed: int = 0
+    deterministic: bool = Field(default=False, description="choose nothing by timing it")
 
     @model_validator(mode="after")
     def _possible(self) -> PlanConfig:
+        if self.deterministic and self.steps is None and Budget.parse(self.budget).seconds is not None:
+            raise ValueError(
+                f"without timing, nobody knows what a budget of {self.budget} buys: give an amount of arithmetic "
+                "(--budget 1e14flops) or a number of steps (--set plan.steps=2000)"
+            )
         if self.model is not None:
             from whorl.models.transformer_config import (
                 TransformerConfig,

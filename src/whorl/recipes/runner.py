@@ -122,8 +122,9 @@ def _one_step(
                     ),
                     config,
                 )
-    except WhorlError:
-        progress.say(f"{mark}: failed; the steps before it are kept")
+    except WhorlError as error:
+        how = "stopped" if error.exit_code > 128 else "failed"  # by a signal
+        progress.say(f"{mark}: {how}; the steps before it are kept")
         raise
     assert build.artifact is not None
     return build.artifact, "looked up" if build.done is not None else "made"

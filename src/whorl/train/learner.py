@@ -321,7 +321,8 @@ class _Taken:
         """The update from all that was accumulated, on every replica together.
 
         Returns:
-            loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping).
+            loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping);
+            skipped, if the update's judge refused it: then no weight and no moment has moved, on any replica.
         """
         filled = float(max(self.filled.values(), default=0))
         everybody = self.world.exchange(*self.totals.values(), filled)
@@ -330,6 +331,13 @@ class _Taken:
         gradients, dense = self.alone or self._summed()
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         norm = self.world.total(square)[0] ** 0.5 / divisor
+        figures = {k: v / divisor for k, v in sums.items() if k != "count"}
+        figures |= {"count": sums["count"], "gradient_norm": norm}
+        if not self.update.judge(figures):  # the same numbers on every replica, so the same answer
+            self.muon.steps += 1  # a step is a record, taken or not: nothing else is to be remembered
+            self.adamw.steps += 1
+            self._start()
+            return {**figures, "skipped": 1.0}
         clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
         torch._foreach_mul_(dense, clipped / divisor)
         if self.watch is not None:
@@ -341,8 +349,7 @@ class _Taken:
             self._step_rows(name, table, sizes, divisor, factor)
         self._start()
         self.world.exchange()
-        means = {k: v / divisor for k, v in sums.items() if k != "count"}
-        return {**means, "count": sums["count"], "gradient_norm": norm}
+        return figures
 
     def _summed(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients by name of what this rank updates, summed over the replicas; and the same as few tensors."""

@@ -105,6 +105,11 @@ class Mixtures:
         """What the next step's balancing loss takes the loads from."""
         return [before.tolist() for before in self.before]
 
+    def forget(self) -> None:
+        """After a step that was not taken: its loads move no bias."""
+        for part in (*self.wished, *self.counts):
+            part.zero_()
+
     def figures(self) -> dict[str, float]:
         """Since the last call, of each layer: the share of every expert, the Gini coefficient (0 = even), the busiest
         expert's load over the mean, and the share of wishes that found no place."""

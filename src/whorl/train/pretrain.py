@@ -25,9 +25,12 @@ from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
+from whorl.train.advice import advising
 from whorl.train.checkpoint import Keeper, restore
-from whorl.train.config import OptimConfig, RoutingConfig
+from whorl.train.config import OptimConfig, RoutingConfig, WatchConfig
+from whorl.train.determinism import deterministic
 from whorl.train.figures import Figures
+from whorl.train.guard import Judge, refuse
 from whorl.train.held_out import HeldOut
 from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
@@ -35,6 +38,7 @@ from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
 from whorl.train.schedule import warmup_stable_decay
 from whorl.train.update import Part, Update
+from whorl.train.vigil import Vigil
 from whorl.train.world import World, start_replicas
 
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
@@ -93,6 +97,10 @@ class Job(BaseModel):
     device: str = "cpu"
     dtype: str = "float32"
     compile: bool = True
+    deterministic: bool = Field(
+        default=False, description="nothing that was timed decides a bit (determinism.py)"
+    )
+    watch: WatchConfig = WatchConfig()
     serial_loader: bool = Field(default=False, description="fill batches in the training process itself")
 
 
@@ -102,14 +110,17 @@ class Observer(Protocol):
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
     def on_checkpoint(self, step: int, seconds: float) -> None: ...
+    def on_event(self, step: int, event: dict[str, Any]) -> None: ...
 
 
 def build_model(job: Job) -> LanguageModel:
     """The untrained model of `job`, the same bits for the same seed."""
     dtype = getattr(torch, job.dtype)
-    return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+    with deterministic(job.deterministic):
+        return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
 
 
+@advising
 def pretrain(
     job: Job,
     scratch: Path,
@@ -118,6 +129,7 @@ def pretrain(
     checkpoint_seconds: float = 30.0,
     say: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
+    folder: Path | None = None,
 ) -> LanguageModel:
     """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the model.
 
@@ -125,9 +137,11 @@ def pretrain(
         scratch: folder for checkpoints.
         checkpoint_seconds: time between checkpoints.
         stop_after: return after this many steps in all (the planner's timing, tests).
+        folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
     Raises:
-        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed.
+        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed. DivergedError: it
+            went astray and could not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
@@ -137,22 +151,26 @@ def pretrain(
     model = build_model(job)
     shared = shared_of(model, job)
     keeper = Keeper(scratch, _identity(job), seconds=checkpoint_seconds, say=say)
-    found, first, place = keeper.resume(), 0, dict[str, Any]()
+    found, first, record = keeper.resume(), 0, dict[str, Any]()
     if found is not None:
-        first, place = found.step, found.record
+        first, record = found.step, found.record
         restore(shared.tensors(), found.tensors)
         say(f"continues at step {first:,} of {job.steps:,}")
     last = job.steps if stop_after is None else min(stop_after, job.steps)
-    world = start_replicas(job.replicas, _replica, job, shared, first, last, place)
+    world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
     try:
-        _train(world, job, model, shared, first, last, place, observer, keeper)
+        vigil = Vigil(job, world, shared, first, record, observer, keeper, folder=folder, say=say)
+        _train(world, job, model, shared, first, last, vigil, observer, keeper)
     finally:
         world.close()
     return model
 
 
-def _replica(world: World, job: Job, shared: Shared, first: int, last: int, place: dict[str, Any]) -> None:
-    _train(world, job, build_model(job), shared, first, last, place, None, None)
+def _replica(
+    world: World, job: Job, shared: Shared, first: int, last: int, record: dict[str, Any], folder: Path | None
+) -> None:
+    vigil = Vigil(job, world, shared, first, record, folder=folder)
+    _train(world, job, build_model(job), shared, first, last, vigil, None, None)
 
 
 def _train(
@@ -162,49 +180,57 @@ def _train(
     shared: Shared,
     first: int,
     last: int,
-    place: dict[str, Any],
+    vigil: Vigil,
     observer: Observer | None,
     keeper: Keeper | None,
 ) -> None:
     """What every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    mixtures = Mixtures(model, job.routing, world, place.get("routing"))
-    learner = learner_of(model, job, shared, world, mixtures, steps_done=first)
+    mixtures = Mixtures(model, job.routing, world, vigil.loads)
+    learner = learner_of(model, job, shared, world, mixtures, steps_done=first, judge=vigil.judge)
+    vigil.mixtures = mixtures
     held_out = HeldOut(job, world)
-    look = Figures(model, job, learner, world, held_out.some_ids(), steps_done=first)
+    watched = Figures(model, job, learner, world, held_out.some_ids(), steps_done=first)
     every = max(1, math.ceil(job.steps / job.evaluations))
     window = _Window()
 
     def factor(step: int) -> float:
         return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
 
-    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
-        mixtures.end_step()
-        look.after(done)
-        window.add(metrics, clock.take())
-        if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
-            seen, rates = window.close(), look.rates(factor(done - 1))
-            speed = {"flops_per_second": seen["tokens_per_second"] * look.flops_per_token}
-            observer.on_step(done, {**seen, **speed, **rates, **mixtures.figures(), **look.take()})
-        if done % every == 0 or done == job.steps:
-            model.eval()
+    def look(done: int) -> None:
+        model.eval()
+        with vigil.clock.during("held_out"):
             figures = held_out(model, world)
-            if observer is not None:
-                observer.on_evaluation(done, figures, model)
-            model.train()
+        vigil.owes_a_look = False
+        if observer is not None:
+            observer.on_evaluation(done, figures, model)
+        model.train()
+
+    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+        skipped = "skipped" in metrics
+        mixtures.forget() if skipped else mixtures.end_step()
+        vigil.settle(done, records, skipped=skipped)
+        watched.after(done)
+        window.add(metrics, clock.take())
+        report = done % max(1, job.steps // 500) == 0 or done == last
+        if observer is not None and report and window.tokens:
+            seen, rates = window.close(), watched.rates(factor(done - 1))
+            speed = {"flops_per_second": seen["tokens_per_second"] * watched.flops_per_token}
+            observer.on_step(done, {**seen, **speed, **rates, **mixtures.figures(), **watched.take()})
+        if done % every == 0 or done == job.steps:
+            look(done)
         if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
-            more: dict[str, Any] = {"stream": records.state} if isinstance(records, StreamBatches) else {}
-            if mixtures:
-                more["routing"] = mixtures.state
-            observer.on_checkpoint(done, keeper.save(done, shared.tensors(), more))
+            observer.on_checkpoint(done, vigil.save())
 
     def passes(record: Any) -> list[list[Part]]:
         if mixtures.random:  # by the step's number, so that a run goes on with what it would have drawn
             torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
         return [_share(record, job)]
 
-    with _records(job, world, first, place.get("stream")) as records:
+    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records:
+        if vigil.owes_a_look:
+            look(first)
         learn(
             learner,
             records,
@@ -213,6 +239,7 @@ def _train(
             last=last,
             factor=factor,
             after=after,
+            clock=vigil.clock,
         )
 
 
@@ -233,7 +260,20 @@ def _records(
             rank=world.rank,
             world=world.size,
         )
-    config = StreamConfig(
+    workers = 0 if job.serial_loader else raw.workers
+    return StreamBatches(
+        stream_config(job, raw),
+        rows=job.batch_rows,
+        workers=workers,
+        state=place,
+        rank=world.rank,
+        world=world.size,
+    )
+
+
+def stream_config(job: Job, raw: RawText) -> StreamConfig:
+    """What decides the rows of a job that learns from raw text."""
+    return StreamConfig(
         Path(raw.tokenizer),
         raw.sources,
         job.length,
@@ -241,10 +281,6 @@ def _records(
         record_bytes=raw.record_bytes,
         block_bytes=raw.block_bytes,
         horizon=raw.horizon,
-    )
-    workers = 0 if job.serial_loader else raw.workers
-    return StreamBatches(
-        config, rows=job.batch_rows, workers=workers, state=place, rank=world.rank, world=world.size
     )
 
 
@@ -261,6 +297,7 @@ def learner_of(
     world: World,
     mixtures: Mixtures | None = None,
     steps_done: int = 0,
+    judge: Judge = refuse,
 ) -> Learner:
     """The learner of a language model: one update, next-token prediction."""
     optim = job.optim
@@ -275,6 +312,7 @@ def learner_of(
         weight_decay=optim.weight_decay,
         betas=(0.8, 0.95),
         eps=1e-10,
+        judge=judge,
     )
     return Learner(model, [update], shared, world, dtype=model.dtype, steps_done=steps_done)
 
@@ -304,13 +342,15 @@ class _Window:
         self.steps = 0
 
     def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        self.seconds += sum(seconds.values())
+        self.waited += seconds["wait"]
+        if "skipped" in metrics:  # what may be NaN is in its event
+            return
         for name, value in metrics.items():
             if name not in ("count", "gradient_norm"):
                 self.sums[name] = self.sums.get(name, 0.0) + value * metrics["count"]
         self.norm += metrics["gradient_norm"]
         self.tokens += metrics["count"]
-        self.seconds += sum(seconds.values())
-        self.waited += seconds["wait"]
         self.steps += 1
 
     def close(self) -> dict[str, float]:
@@ -332,6 +372,9 @@ def _identity(job: Job) -> dict[str, Any]:
     if job.raw is not None:
         places: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
         whole["raw"] = job.raw.model_dump(mode="json", exclude=places)
+    for name in ("watch", "deterministic"):  # a checkpoint from before there were these still fits
+        if getattr(job, name) == Job.model_fields[name].default:
+            del whole[name]
     return {
         **whole,
         "data": TokenSet(Path(job.tokens)).split("train").fingerprint,

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,6 +15,7 @@ from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
+from whorl.train.config import WatchConfig
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
@@ -78,6 +79,11 @@ class PretrainConfig(BaseModel):
 
     seed: int | None = Field(default=None, description="another seed than the plan's")
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    micro_rows: int | None = Field(
+        default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
+    )
+    watch: WatchConfig = WatchConfig()
+    deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
 
 
@@ -118,6 +124,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             watch,
             checkpoint_seconds=config.checkpoint_seconds,
             say=ctx.progress.say,
+            folder=ctx.run.dir / "watch" / ctx.name,
         )
     watch.close()
     save_model(model, ctx.out)
@@ -141,6 +148,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
         tokens=job.steps * job.batch_rows * job.length,
         params=model.params(),
         peak_memory_bytes=watch.peak_memory,
+        events=sum("event" in record for record in curve),
         final=last,
         tokens_per_second=watch.tokens_per_second(),
         headline=(
@@ -157,12 +165,16 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
 
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
+    planned = read_plan(ctx)["job"]
     job = Job.model_validate(
         {
-            **read_plan(ctx)["job"],
+            **planned,
             "tokens": str(ctx.parents["tokens"].path),
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
+            "watch": config.watch,
+            "deterministic": config.deterministic or planned.get("deterministic", False),
+            **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
             **({"seed": config.seed} if config.seed is not None else {}),
         }
     )
@@ -212,7 +224,7 @@ class _Watch:
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None:
         import math
 
-        self._log(step)
+        self._log(step + 1)  # one that was broken off and is made up for: what was told of its step stays
         assert self.metrics is not None
         self.peak_memory = max(self.peak_memory, _memory_in_use())
         values: dict[str, float | str] = dict(metrics)
@@ -225,6 +237,18 @@ class _Watch:
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self.ctx.run.log(f"checkpoint of step {step}, written in {seconds:.2f} s")
+
+    def on_event(self, step: int, event: dict[str, Any]) -> None:
+        self._log(step)
+        assert self.metrics is not None
+        told = {
+            "event": event["kind"],
+            "words": event["words"],
+            "action": event["action"],
+            "documents": json.dumps(event.get("documents", []), ensure_ascii=False),
+            "n_documents": event.get("n_documents", 0),
+        }
+        self.metrics.write(step, told)
 
     def _sample(self, model: LanguageModel, step: int) -> str:
         from whorl.engine import Sampling, generate
