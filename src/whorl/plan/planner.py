@@ -29,8 +29,8 @@ from whorl.plan.config import PlanConfig
 from whorl.plan.cost import cost_of, memory_bytes, shape
 from whorl.plan.law import bytes_per_token, expected_bits_per_byte
 from whorl.runs import Budget, Machine, Progress
-from whorl.train.config import OptimConfig
 from whorl.runs.machine import usable_cores
+from whorl.train.config import OptimConfig
 from whorl.train.pretrain import Job
 from whorl.train.timing import StepTiming, time_steps
 
