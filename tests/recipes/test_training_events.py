@@ -41,7 +41,7 @@ class Steps(dict[str, Any]):
 def test_an_event_is_in_the_metrics_and_on_the_page(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", tensorboard=True)
     task = SimpleNamespace(update=lambda **_: None)
-    watch = _Watch(SimpleNamespace(run=run, name="pretrain", progress=Progress.silent()), 9, 1.0, None, task)  # type: ignore[arg-type]
+    watch = _Watch(SimpleNamespace(run=run, name="pretrain", progress=Progress.silent()), SimpleNamespace(steps=9), 1.0, None, task)  # type: ignore[arg-type]
     for step in (1, 2, 5, 9):
         watch.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0})
         if step == 2:
