@@ -232,6 +232,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path("models_proofs.json"))
     parser.add_argument("--draw", action="store_true", help="no runs: tables and picture of what is there")
     parser.add_argument("--picture", type=Path, default=Path("docs/models_proofs.png"))
+    parser.add_argument(
+        "--times",
+        type=float,
+        help="of --task longer: times the steps; another number needs another --results",
+    )
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args()
     torch.set_num_threads(1)
@@ -247,6 +252,7 @@ def main() -> None:
             text(results, a.kinds or READERS, a)
         if a.task in ("longer", "all"):
             for name, (factor, kinds) in LONGER.items():
+                factor = a.times or factor
                 kinds = [k for k in kinds if not a.kinds or k in a.kinds]
                 text(results, kinds, a, factor) if name == "text" else synthetic(
                     results, name, kinds, a, factor

@@ -90,6 +90,30 @@ def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path
         assert all(torch.equal(b, cut.state_dict()[n]) for n, b in whole.state_dict().items() if n in biases)
 
 
+def test_the_loss_of_parts_is_that_of_the_whole_whatever_is_masked() -> None:
+    from whorl.models import make_model
+    from whorl.train.config import RoutingConfig
+    from whorl.train.language import LossOf
+    from whorl.train.mixtures import Mixtures
+    from whorl.train.world import World
+
+    model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
+    mixtures = Mixtures(
+        model, RoutingConfig(balance=0.5, z=0.1), World(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]]
+    )
+    loss = LossOf(model, mixtures, z_loss=1e-3, compile=False)
+    ids = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(8, 16, dtype=torch.bool)
+    mask[:2, 3:] = False  # so that the parts differ in how much of them is a target
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": mask}
+    whole = loss(batch)
+    for size in (4, 1):
+        parts = [loss({n: t[i : i + size] for n, t in batch.items()}) for i in range(0, 8, size)]
+        torch.testing.assert_close(whole.total, torch.stack([p.total for p in parts]).sum())
+        for name, value in whole.metrics.items():
+            torch.testing.assert_close(value, torch.stack([p.metrics[name] for p in parts]).sum())
+
+
 def test_what_is_left_out_by_chance_is_drawn_anew_by_the_step(tokens: Path, tmp_path: Path) -> None:
     config = shape(HEADS, experts={**EXPERTS, "expert_dropout": 0.3, "token_dropout": 0.2})
     wanted, notes = job(tokens, model=config, steps=8, evaluations=4), Notes()

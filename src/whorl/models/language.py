@@ -14,7 +14,7 @@ The cost of a model is a question to the model: `params`, `flops_per_token`, `kv
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -39,7 +39,7 @@ class ModelState(Protocol):
         ...
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """Token ids in, a hidden state and logits for every position out (see the top of this file).
 
     dtype: the type that activations are computed in; logit_softcap: c in c tanh(z / c), or None; longest: positions that a
@@ -53,7 +53,7 @@ class LanguageModel(nn.Module):
     head: nn.Parameter | None
     blocks: nn.ModuleList
     logit_softcap: float | None = None
-    longest: int | None = None  # positions that a row may have, where their number is bounded
+    longest: int | None = None
     independent: bool = True
 
     @property

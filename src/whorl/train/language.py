@@ -92,7 +92,7 @@ class LossOf:
         if self.mixtures:
             records: list[Any] = []
             total, count, nll = self._loss(x, where, *rest, segments, records)
-            return self.mixtures.loss(Loss(total, count, {"nll": nll}), records)
+            return self.mixtures.loss(Loss(total, count, {"nll": nll}), records, part["loss_mask"])
         if segments is None:
             total, count, nll = self.fast(x, where, *rest)
         else:

@@ -46,7 +46,9 @@ class Mixtures:
         self.counts = [torch.zeros_like(w) for w in self.wished]
         # even at first: then the loss is 1 and pulls nowhere
         self.before = (
-            [torch.ones_like(w) for w in self.wished] if loads is None else list(map(torch.tensor, loads))
+            [torch.ones_like(w) for w in self.wished]
+            if loads is None
+            else [torch.tensor(load, dtype=torch.float64) for load in loads]
         )
         self.seen: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.wished]
 
@@ -58,27 +60,22 @@ class Mixtures:
     def __bool__(self) -> bool:
         return bool(self.layers)
 
-    def loss(self, loss: Loss, records: list[Routing]) -> Loss:
-        """`loss` of a micro-batch and what its routing adds: a weighted mean over tokens, each layer, times its count.
+    def loss(self, loss: Loss, records: list[Routing], mask: Tensor) -> Loss:
+        """`loss` of a micro-batch and what its routing adds, summed over the same tokens.
 
-        Metrics gain `balance` (1 = even) and `router_z`, means over the layers.
+        mask: of the targets, any shape. Metrics gain `balance` (1 = even) and `router_z`, means over the layers.
         """
-        balance: list[Tensor] = []
-        z: list[Tensor] = []
+        balance, z = loss.total.new_zeros(()), loss.total.new_zeros(())
         for n, record in enumerate(records):
             self.wished[n] += record.wished.double().cpu()
             self.counts[n] += record.counts.double().cpu()
-            for terms, one in (
-                (balance, load_balance(record.scores, self.before[n].to(record.scores.device))),
-                (z, router_z(record.logits)),
-            ):
-                terms.append(one.total / one.count.clamp(min=1))
-        added = self.config.balance * torch.stack(balance).sum() + self.config.z * torch.stack(z).sum()
-        figures = {
-            "balance": torch.stack(balance).mean().detach() * loss.count,
-            "router_z": torch.stack(z).mean().detach() * loss.count,
-        }
-        return Loss(loss.total + loss.count * added, loss.count, {**loss.metrics, **figures})
+            loads = self.before[n].to(record.scores.device)
+            balance = balance + load_balance(record.scores, loads, mask.flatten()).total
+            z = z + router_z(record.logits, mask.flatten()).total
+        total = loss.total + self.config.balance * balance + self.config.z * z
+        layers = len(self.layers)
+        figures = {"balance": balance.detach() / layers, "router_z": z.detach() / layers}
+        return Loss(total, loss.count, {**loss.metrics, **figures})
 
     @torch.no_grad()
     def end_step(self) -> None:
