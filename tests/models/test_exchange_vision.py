@@ -301,7 +301,7 @@ WRONG: list[tuple[str, str | None, dict[str, Any], str]] = [
     ("vit", None, {"qkv_bias": False}, "field 'qkv_bias' is False"),
     ("vit", None, {"hidden_act": "relu"}, "field 'hidden_act' is 'relu'"),
     ("vit", None, {"num_attention_heads": 5}, "n_heads is 5, which does not divide d_model, 24"),
-    ("vit", None, {"num_hidden_layers": 0}, "n_layers: Input should be greater than or equal to 1"),
+    ("vit", None, {"num_hidden_layers": 0}, r"n_layers is 0: Input should be greater"),
     ("vit", None, {"patch_size": 5}, "patch is 5"),
     ("vit", None, {"image_size": [16, 32]}, "field 'image_size' is .*a square"),
     ("vit", None, {"architectures": ["ViTForMaskedImageModeling"]}, "field 'architectures' is"),
@@ -316,7 +316,7 @@ WRONG: list[tuple[str, str | None, dict[str, Any], str]] = [
     ("clip", "text_config", {"eos_token_id": 90}, r"end_id \(90\) must be below vocab_size \(90\)"),
     ("clip", "text_config", {"pruned_heads": {"0": [1]}}, "text_config: field 'pruned_heads' is"),
     ("clip", "vision_config", {"hidden_act": "swish"}, "vision_config: field 'hidden_act' is 'swish'"),
-    ("clip", "text_config", {"num_hidden_layers": 0}, "EncoderConfig.n_layers: Input should be"),
+    ("clip", "text_config", {"num_hidden_layers": 0}, "EncoderConfig.n_layers is 0: Input should"),
     ("clip", "vision_config", {"zeal": 1}, "vision_config: field 'zeal' is 1"),
 ]  # fmt: skip
 

@@ -116,6 +116,19 @@ def test_a_packed_row_is_its_documents_and_the_future_is_not_seen(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_segments_may_be_named_late_and_then_left_out(kind: str) -> None:
+    """Before the first name a row is in segment 0, and without a name it goes on in its last document."""
+    model, ids = made(**KINDS[kind]), IDS[:, :9]
+    segments = torch.tensor([[0] * 3 + [1] * 6, [0] * 9])
+    state = model.new_state(2, 9)
+    named = (None, segments[:, 2:5], None, None)
+    pieces = ids.split((2, 3, 3, 1), dim=1)
+    outs = [model(part, segments=cut, state=state) for part, cut in zip(pieces, named, strict=True)]
+    torch.testing.assert_close(torch.cat(outs, 1), model(ids, segments=segments), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_receives_a_gradient(kind: str) -> None:
     model = made(**KINDS[kind])
     ids = torch.randint(0, 50, (4, 32), generator=torch.Generator().manual_seed(3))

@@ -24,7 +24,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange.deepseek import DEEPSEEK
 from whorl.models.exchange.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from whorl.models.exchange.family import NOT_POSSIBLE, Family, differences, not_possible
-from whorl.models.exchange.fields import Fields, model_type
+from whorl.models.exchange.fields import Fields, impossible, model_type
 from whorl.models.exchange.files import SHARD_BYTES, Shards, read_json
 from whorl.models.exchange.gemma import GEMMA2, GEMMA3
 from whorl.models.exchange.gpt2 import GPT2
@@ -87,13 +87,7 @@ def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) 
     try:
         config = family.read(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join([error.title, *map(str, first["loc"])])  # ours: theirs are checked as they are read
-        what = f"{name} is {first['input']!r}" if first["loc"] else name
-        raise ConfigError(
-            f"{where}: {what}: {first['msg'].removeprefix('Value error, ')}",
-            expected=f"a possible {family.model_type} model",
-        ) from error
+        raise impossible(error, where, family.model_type) from error
     fields.finish(ignore)
     return config
 

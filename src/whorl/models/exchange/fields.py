@@ -12,6 +12,8 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from whorl.errors import ConfigError, one_of
 from whorl.nn.rotary import Scaling
 
@@ -329,3 +331,14 @@ def window_pattern(fields: Fields, n_layers: int, default: Iterable[bool]) -> li
         if kind not in known:
             raise fields.wrong("layer_types", f"entries {one_of(str(kind), known)}")
     return [kind == "sliding_attention" for kind in kinds]
+
+
+def impossible(error: ValidationError, where: str, family: str) -> ConfigError:
+    """The error of a shape that is refused; the field is named as ours, since theirs are checked as they are read."""
+    first = error.errors()[0]
+    name = ".".join([error.title, *map(str, first["loc"])])
+    what = f"{name} is {first['input']!r}" if first["loc"] else name
+    return ConfigError(
+        f"{where}: {what}: {first['msg'].removeprefix('Value error, ')}",
+        expected=f"a possible {family} model",
+    )

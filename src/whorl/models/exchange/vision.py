@@ -25,7 +25,7 @@ from torch import nn
 from whorl.errors import ConfigError
 from whorl.models.bridges import DualEncoder
 from whorl.models.exchange.clip import CLIP
-from whorl.models.exchange.fields import Fields, model_type
+from whorl.models.exchange.fields import Fields, impossible, model_type
 from whorl.models.exchange.files import SHARD_BYTES, TOKENIZER_FILES, Shards, read_json
 from whorl.models.exchange.vit import VIT, VisionFamily
 from whorl.models.exchange.weights import matrices, pull, refuse, types_of, unread, wanted, write_folder
@@ -50,12 +50,7 @@ def read_vision_config(data: dict[str, Any], where: str, ignore: Collection[str]
     try:
         config = family.read(fields, ignore)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join([error.title, *map(str, first["loc"])])  # which tower, and its field
-        raise ConfigError(
-            f"{where}: {name}: {first['msg']}",
-            expected=f"a possible {family.model_type} model",
-        ) from error
+        raise impossible(error, where, family.model_type) from error
     return config
 
 
