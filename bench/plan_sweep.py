@@ -54,6 +54,8 @@ class Quiet:
 
     def on_checkpoint(self, step: int, seconds: float) -> None: ...
 
+    def on_event(self, step: int, event: dict[str, object]) -> None: ...
+
 
 def token_set(store: Store, vocabulary: int, cache: Path) -> Path:
     """The quickstart corpus of `store`, encoded with a vocabulary of this size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -230,6 +231,14 @@ def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
     assert "looked up" in whorl("import", "tiny llama", cwd=tmp_path).stdout
     done = whorl("export", "tiny-llama", "out", cwd=tmp_path)
     assert done.returncode == 0 and done.stdout == "llama: out\n", done.stderr
+    fields = json.loads((tmp_path / "tiny llama" / "config.json").read_text())
+    for name, change in (
+        ("nameless", {"model_type": None}),
+        ("multimodal", {"model_type": "gemma3"}),
+        ("strange", {"zeal": 3}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields | change))
     ids = torch.arange(12)[None]
     back = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.allclose(theirs(ids).logits, back(ids).logits, atol=1e-5)
@@ -238,7 +247,13 @@ def test_a_model_of_others_comes_in_and_goes_out(tmp_path: Path) -> None:
         (("export", "tiny-llama", "out", "--to", "llama"), "is not empty"),
         (("export", "tiny-llama", "out3", "--to", "gpt2"), "cannot be written as that family"),
         (("export", "tiny-llama", "out3", "--to", "lama"), "did you mean 'llama'"),
+        (("import", "nameless"), "field 'model_type' is missing"),
+        (("import", "multimodal"), "save the text part by itself"),
+        (("import", "strange"), "--ignore zeal"),
+        (("export", "tiny-llama", "out/config.json", "--to", "gguf"), "config.json exists"),
     ):
+        if "gguf" in words and importlib.util.find_spec("gguf") is None:
+            continue
         failed = whorl(*words, cwd=tmp_path)
         assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
 
@@ -263,12 +278,27 @@ def test_a_model_of_others_writes_with_its_own_tokenizer(tmp_path: Path) -> None
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "tiny")
     words.save_pretrained(tmp_path / "tiny")
+    path = tmp_path / "tiny" / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["model"]["vocab"]["zzz"] = 400  # a gap, which reaches beyond the model's last row
+    path.write_text(json.dumps(data))
     assert whorl("import", "tiny", cwd=tmp_path).returncode == 0
     done = whorl("sample", "imported/tiny", "the cat and", "-n", "100", "--temperature", "0", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the cat and")
     room = 24 - (len(words("the cat and").input_ids) - 1) + 1  # the last token of the prompt is written anew
     assert done.stderr.startswith(f"{room} tokens"), done.stderr
+    for prompt in ("é", "hi 🙂", "日本語"):  # whose last token ends a character that others began
+        done = whorl("sample", "imported/tiny", prompt, "-n", "6", "--temperature", "0", cwd=tmp_path)
+        assert done.returncode == 0 and done.stdout.startswith(prompt), done.stderr
+    for prompt, message in (
+        ("the " + "xyz" * 12, "at most 24, the longest row of imported/tiny"),
+        (b"caf\xe9 au lait", "the prompt cannot be read"),
+    ):
+        command = [sys.executable, "-m", "whorl.cli", "sample", "imported/tiny", prompt]
+        failed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert failed.returncode == 2 and message in failed.stderr and "Traceback" not in failed.stderr
+        assert failed.stdout == ""
 
 
 def test_a_model_of_pictures_comes_in_and_goes_out(tmp_path: Path) -> None:

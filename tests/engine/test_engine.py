@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from whorl.engine import Sampling, complete, distribution, fastest_dtype, genera
 from whorl.engine.sampler import sample
 from whorl.engine.step import DecodeStep
 from whorl.models import Decoder, DecoderConfig, save_model
+from whorl.nn.mlp import Activation
 from whorl.runs import probe
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0]])
@@ -98,7 +100,7 @@ def test_the_slower_type_is_not_chosen(slow: torch.dtype, monkeypatch: pytest.Mo
     "changes",
     [
         {},
-        {"mlp": "swiglu"},
+        *({"mlp": kind} for kind in get_args(Activation)),
         {"smear_keys": False},
         {"tie_embeddings": True, "ngram_orders": ()},
         {"n_kv_heads": 2},

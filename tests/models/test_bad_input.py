@@ -58,6 +58,16 @@ def test_ids_and_states_that_do_not_fit(kind: str) -> None:
     assert state.length == 4 and state.n_bytes > 0
 
 
+@pytest.mark.parametrize("kind", [*SHAPES, "decoder"])
+def test_segments_of_another_shape_and_a_decoder_with_both(kind: str) -> None:
+    made, ids = model(kind), torch.zeros(1, 5, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="segments have the shape"):
+        made(ids, segments=torch.zeros(1, 4, dtype=torch.int64))
+    if kind == "decoder":
+        with pytest.raises(ConfigError, match="beside a state"):
+            made(ids, segments=ids, state=made.new_state(1, 8))
+
+
 @pytest.mark.parametrize("kind", [*SHAPES])
 def test_a_segment_of_length_one_and_a_row_of_one_position(kind: str) -> None:
     made = model(kind)
@@ -100,8 +110,9 @@ def test_positions_beyond_a_learned_table() -> None:
     ids = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(ConfigError, match="max_length = 8"):
         made(ids)
-    with pytest.raises(ConfigError, match="position 8"):
-        made(ids[:, :2], positions=torch.tensor([7, 8]))
+    for wrong in (8, -1):
+        with pytest.raises(ConfigError, match=f"position {wrong}"):
+            made(ids[:, :2], positions=torch.tensor([7, wrong]))
     state = made.new_state(1, 12)
     made(ids[:, :8], state=state)
     with pytest.raises(ConfigError, match="a row of 9 positions"):

@@ -20,9 +20,10 @@ from whorl.models.exchange import (
     import_model,
     read_config,
 )
+from whorl.models.exchange.family import differences
 from whorl.models.exchange.files import plan_shards
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, Member, TransformerConfig
+from whorl.models.transformer_config import Experts, Heads, Member, Rope, TransformerConfig
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -337,7 +338,38 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"hidden_act": "gelu"}, "'hidden_act' is 'gelu'"),
     ("llama", {"hidden_size": "32"}, "'hidden_size' is '32'"),
     ("llama", {"vocab_size": None}, "'vocab_size' is missing"),
-    ("llama", {"num_key_value_heads": 3}, "n_heads .4. must be a multiple of n_kv_heads .3."),
+    ("llama", {"model_type": None}, "'model_type' is missing"),
+    ("llama", {"model_type": ["llama"]}, r"'model_type' is \['llama'\]"),
+    ("llama", {"num_key_value_heads": 3}, r"'num_key_value_heads' is 3\n  expected: a divisor of num_attention_heads"),
+    ("llama", {"num_attention_heads": 3, "head_dim": None}, r"'num_attention_heads' is 3\n.* divisor of hidden_size"),
+    ("llama", {"num_attention_heads": 0}, "'num_attention_heads' is 0"),
+    ("llama", {"num_attention_heads": -4}, "'num_attention_heads' is -4"),
+    ("llama", {"num_key_value_heads": 0}, "'num_key_value_heads' is 0"),
+    ("llama", {"head_dim": 0}, "'head_dim' is 0"),
+    ("llama", {"head_dim": 7}, "'head_dim' is 7"),
+    ("llama", {"num_hidden_layers": 0}, "'num_hidden_layers' is 0"),
+    ("llama", {"vocab_size": 0}, "'vocab_size' is 0"),
+    ("llama", {"intermediate_size": 0}, "'intermediate_size' is 0"),
+    ("llama", {"max_position_embeddings": 0}, "'max_position_embeddings' is 0"),
+    ("llama", {"rms_norm_eps": 0}, "'rms_norm_eps' is 0"),
+    ("llama", {"rms_norm_eps": float("nan")}, "'rms_norm_eps' is nan"),
+    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0.5}}, "'rope_theta' is 0.5"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "'factor' is 0"),
+    ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 0.5}}, r"'high_freq_factor' is 0.5\n.*low_freq_factor"),
+    ("llama", {"rope_parameters": {**YARN, "beta_slow": 40}}, r"'beta_fast' is missing\n.*above beta_slow"),
+    *(
+        (case, {"partial_rotary_factor": 0.5, "rope_parameters": {"rope_theta": 1e4}}, "'partial_rotary_factor' is 0.5")
+        for case in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
+    ),
+    ("llama", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "'partial_rotary_factor' is 0.5"),
+    ("gemma3", {"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' is 0"),
+    ("gpt2", {"n_head": 0}, "'n_head' is 0"),
+    ("gpt2", {"n_head": 5}, r"'n_head' is 5\n  expected: a divisor of n_embd \(32\)"),
+    ("mixtral", {"num_experts_per_tok": 1}, r"'num_experts_per_tok' is 1\n  expected: at least 2"),
+    ("mixtral", {"num_experts_per_tok": 5}, r"'num_experts_per_tok' is 5\n  expected: at most"),
+    ("qwen2-moe", {"decoder_sparse_step": 0}, "'decoder_sparse_step' is 0"),
+    ("deepseek", {"qk_rope_head_dim": 7}, "'qk_rope_head_dim' is 7"),
     ("llama", {"quantization_config": {"bits": 4}}, "'quantization_config'"),
     ("llama", {"layer_types": ["sliding_attention"] * 2}, "'layer_types'"),
     ("qwen3", {"layer_types": ["chunked_attention", "full_attention"]}, "'layer_types'"),
@@ -368,7 +400,7 @@ def test_a_field_that_would_change_the_result_is_named(
 
 def test_an_unknown_field_can_be_vouched_for() -> None:
     data = {**SHAPE, "model_type": "llama", "zeal": 0.5}
-    with pytest.raises(ConfigError, match=r"'zeal' is 0\.5"):
+    with pytest.raises(ConfigError, match=r"'zeal' is 0\.5[^$]*pass ignore=\('zeal',\), or --ignore zeal"):
         read_config(data, "config.json")
     assert read_config(data, "config.json", ignore=("zeal",)) == read_config(
         data | {"zeal": None}, "config.json"
@@ -454,6 +486,8 @@ def small(**changes: Any) -> Transformer:
     [
         ("llama", {"logit_softcap": 30.0}, "logit_softcap is 30.0"),
         ("llama", {"mlp": "relu2"}, "mlp is 'relu2'"),
+        ("llama", {"mixers": {"m": Heads(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=4))}}, "rotary_dim"),
+        ("mixtral", {"experts": Experts(n_experts=4, top_k=2, hidden=24, scale=2.0)}, r": experts.scale is 2.0, not 1.0"),
         ("llama", {"sandwich": True}, "sandwich is True"),
         ("qwen3", {}, "qk_norm"),
         ("gpt2", {}, "."),
@@ -462,7 +496,7 @@ def small(**changes: Any) -> Transformer:
         ("gemma2", {}, "."),
         ("bert", {}, "'model_type' is 'bert'"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_a_family_cannot_express_is_refused(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -476,19 +510,22 @@ def test_our_own_family_carries_any_mixer_and_other_types(tmp_path: Path) -> Non
         "a": Heads(n_heads=4, n_kv_heads=2, head_dim=8, alibi=True, rope=None),
         "b": Member(kind="linear", options={"n_heads": 4}),
     }
-    model = small(mixers=mixers, sandwich=True, logit_softcap=5.0)
+    experts = Experts(n_experts=4, top_k=2, hidden=24, scoring="sigmoid", bias_balance=True)
+    model = small(mixers=mixers, sandwich=True, logit_softcap=5.0, experts=experts)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(p.numel()))
     export_model(model, tmp_path / "own")
     assert torch.equal(logits(import_model(tmp_path / "own")), logits(model))
     export_model(model, tmp_path / "low", dtype=torch.bfloat16)
-    assert {t.dtype for t in load_file(tmp_path / "low" / "model.safetensors").values()} == {torch.bfloat16}
+    low = load_file(tmp_path / "low" / "model.safetensors")
+    full = {name for name, t in low.items() if t.dtype != torch.bfloat16}
+    assert full == {f"blocks.{n}.mlp.router.balance_bias" for n in range(2)}
     with pytest.raises(ConfigError, match="is not empty"):
         export_model(model, tmp_path / "own")
     data = json.loads((tmp_path / "own" / "config.json").read_text())
     data["transformer"]["n_layers"] = 0
     (tmp_path / "own" / "config.json").write_text(json.dumps(data))
-    with pytest.raises(ConfigError, match="greater than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"config.json: TransformerConfig.n_layers is 0: .* equal to 1"):
         import_model(tmp_path / "own")
 
 
@@ -507,6 +544,42 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path
     save_file({**load_file(path), "model.layers.2.eh_proj.weight": torch.ones(2, 2)}, path)
     with pytest.warns(UserWarning, match="1 tensors behind the last layer"):
         assert torch.equal(logits(import_model(tmp_path / "m")), want)
+
+
+def test_the_balancing_bias_is_never_rounded(tmp_path: Path) -> None:
+    model = saved("deepseek", tmp_path / "theirs")
+    export_model(import_model(tmp_path / "theirs"), tmp_path / "low", "deepseek_v3", dtype=torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(
+        load_file(tmp_path / "low" / "model.safetensors")[name], dict(model.named_buffers())[name]
+    )
+    back = type(model).from_pretrained(tmp_path / "low", dtype=torch.bfloat16)
+    assert dict(back.named_buffers())[name].dtype == torch.float32  # so they keep it too
+
+
+def test_a_width_that_nothing_has_is_no_difference(tmp_path: Path) -> None:
+    experts = Experts(n_experts=4, top_k=2, hidden=24)
+    model = small(experts=experts, mlp_hidden=100)
+    assert fitting_family(model.config) == "mixtral"
+    export_model(model, tmp_path / "out", "mixtral")
+    torch.testing.assert_close(logits(import_model(tmp_path / "out")), logits(model))
+    some = [small(experts=experts.model_copy(update={"dense_layers": (0,)}), mlp_hidden=n) for n in (40, 48)]
+    assert differences(some[0].config, some[1].config) == ["mlp_hidden is 40, not 48"]
+    with pytest.raises(ConfigError, match=r"mlp_hidden|dense_layers"):
+        export_model(some[0], tmp_path / "no", "mixtral")
+
+
+def test_all_features_turning_is_no_share_of_them() -> None:
+    whole = small(mixers={"m": Heads(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=8))})
+    assert fitting_family(whole.config) == "llama"
+
+
+def test_what_the_network_itself_finds_impossible_names_the_file(tmp_path: Path) -> None:
+    saved("deepseek", tmp_path / "m")
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"n_group": 3}))
+    with pytest.raises(ConfigError, match=r"m/config.json: .*groups"):
+        import_model(tmp_path / "m")
 
 
 def test_every_family_is_tested() -> None:

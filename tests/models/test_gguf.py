@@ -319,6 +319,7 @@ def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None
         (shaped(heads(), mlp="relu2"), "mlp is 'relu2'"),
         (shaped(heads(), parallel=True), "parallel is True"),
         (shaped(heads(rope=Rope(rotary_dim=4))), "rotary_dim of layer 0 is 4"),
+        (shaped({"a": heads(), "b": heads(rope=Rope(rotary_dim=4))}), "rotary_dim of layer 1 is 4"),
         (shaped(heads(rope=Rope(scaling=Scaling("yarn", 4.0, 16, low=2.0)))), "low=2.0"),
         (shaped(heads(bias=True, rope=Rope(scaling=Scaling("llama3", 8.0, 16)))), "'llama3'"),
         (shaped(heads(head_dim=16, bias=True)), "head_dim is 16"),
@@ -348,8 +349,12 @@ def test_our_own_small_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_and_a_weight_too_large_are_refused(tmp_path: Path) -> None:
     model, file = written(CASES["llama"][1], tmp_path)
+    before = file.read_bytes()
     with pytest.raises(ConfigError, match="exists"):
         export_gguf(model, file)
+    assert file.read_bytes() == before
+    with pytest.raises(ConfigError, match="exists"):
+        export_gguf(model, tmp_path)
     with pytest.raises(ConfigError, match=r"dtype is torch\.int8"):
         export_gguf(model, tmp_path / "n.gguf", dtype=torch.int8)
     with pytest.raises(ConfigError, match=r"weights are torch\.float64"):

@@ -20,8 +20,8 @@ from whorl.models.transformer_config import (
     Member,
     Rope,
     TransformerConfig,
-    keys_seen,
 )
+from whorl.models.transformer_cost import keys_seen
 from whorl.nn.rotary import Scaling
 
 HEADS = Heads(n_heads=4, n_kv_heads=2, head_dim=8)
@@ -54,6 +54,10 @@ KINDS: dict[str, dict[str, Any]] = {
         "mixers": {
             "far": HEADS.model_copy(update={"stride": 3, "smear": True}), "near": HEADS.model_copy(update={"block": 4}),
         },
+    },
+    "post": {"post_norm": True, "norm": "layer", "mlp": "gelu"},
+    "shared keys": {
+        "mixers": {"full": HEADS.model_copy(update={"smear": True, "qk_norm": True, "window": 6})}, "share_keys": 2,
     },
     "experts": {"experts": ROUTED},
     "latent": {"mixers": {"latent": LATENT}, "experts": GROUPED, "parallel": True},
@@ -112,6 +116,19 @@ def test_a_packed_row_is_its_documents_and_the_future_is_not_seen(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_segments_may_be_named_late_and_then_left_out(kind: str) -> None:
+    """Before the first name a row is in segment 0, and without a name it goes on in its last document."""
+    model, ids = made(**KINDS[kind]), IDS[:, :9]
+    segments = torch.tensor([[0] * 3 + [1] * 6, [0] * 9])
+    state = model.new_state(2, 9)
+    named = (None, segments[:, 2:5], None, None)
+    pieces = ids.split((2, 3, 3, 1), dim=1)
+    outs = [model(part, segments=cut, state=state) for part, cut in zip(pieces, named, strict=True)]
+    torch.testing.assert_close(torch.cat(outs, 1), model(ids, segments=segments), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_receives_a_gradient(kind: str) -> None:
     model = made(**KINDS[kind])
     ids = torch.randint(0, 50, (4, 32), generator=torch.Generator().manual_seed(3))
@@ -121,13 +138,41 @@ def test_every_parameter_receives_a_gradient(kind: str) -> None:
     assert [n for n in silent if not n.endswith("time_bias")] == []
 
 
-@pytest.mark.parametrize("order", ["pre", "sandwich", "parallel"])
+def test_shared_keys_are_the_lenders_and_only_its_own_are_kept() -> None:
+    model, plain = made(share_keys=3), made()
+    assert model.kv_bytes_per_token() == plain.kv_bytes_per_token() / 3
+    assert not any(n.startswith("blocks.1.mixer.k.") for n, _ in model.named_parameters())
+    with pytest.raises(ValueError, match="share_keys"):
+        config(mixers={"full": HEADS, "slow": Member(kind="mamba")}, share_keys=2)
+    with pytest.raises(ValueError, match="another window"):
+        config(mixers={"full": HEADS, "near": HEADS.model_copy(update={"window": 4})}, share_keys=2)
+
+
+@pytest.mark.parametrize("kind", ["linear", "pointwise", "mamba"])
+def test_flops_of_members_are_what_torch_counts(kind: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model, ids = made(**KINDS[kind]), torch.randint(0, 50, (1, 64))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.logits(model(ids))
+    said = model.flops_per_token(64) * 64 / 3
+    assert said == pytest.approx(counter.get_total_flops(), rel=0.01)
+    sparse = made(**KINDS["sparse"])  # strides of 3, and blocks of 4: what such a mask lets through
+    far = sum(min(i, 2) + 1 + i // 3 for i in range(64))
+    near = sum(i % 4 + 1 for i in range(64))
+    pairs = [far, near, far]
+    extra = sparse.flops_per_token(64) - sparse.flops_per_token(0)
+    assert extra == pytest.approx(6 * 4 * 2 * 8 * sum(pairs) / 64)
+
+
+@pytest.mark.parametrize("order", ["pre", "sandwich", "parallel", "post"])
 @torch.no_grad()
 def test_a_block_is_what_the_papers_write(order: str) -> None:
     model = made(
         n_layers=1,
         sandwich=order == "sandwich",
         parallel=order == "parallel",
+        post_norm=order == "post",
         norm_offset=1.0,
         embedding_scale=3.0,
     )
@@ -140,6 +185,10 @@ def test_a_block_is_what_the_papers_write(order: str) -> None:
     if order == "parallel":
         h = rms(x, block.mixer_norm)
         x = x + block.mixer(h) + block.mlp(h)
+    elif order == "post":
+        x = rms(x + block.mixer(x), block.mixer_norm)
+        torch.testing.assert_close(model(IDS), rms(x + block.mlp(x), block.mlp_norm), atol=1e-5, rtol=1e-5)
+        return
     elif order == "pre":
         x = x + block.mixer(rms(x, block.mixer_norm))
         x = x + block.mlp(rms(x, block.mlp_norm))

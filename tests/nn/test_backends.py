@@ -149,6 +149,11 @@ def test_the_softmax_is_fp32_whatever_the_type() -> None:
         torch.testing.assert_close(y.float(), want, atol=2e-2, rtol=2e-2)
     exact = attend(q, k, v, Mask(), backend="reference")
     assert torch.equal(exact, want.bfloat16())
+    blocked = attend(q, k, v, Mask(), backend="blocked")  # its scores are bf16 when they leave their product
+    torch.testing.assert_close(blocked.float(), want, atol=3e-2, rtol=3e-2)
+    loud = attend(q * 8, k * 8, v, Mask(), backend="blocked").float()
+    exactly = attend(q.float() * 8, k.float() * 8, v.float(), Mask(), backend="reference")
+    assert (loud - exactly).abs().max() < 0.3 and (loud - exactly).square().mean().sqrt() < 0.03
 
 
 def test_torch_is_called_the_same() -> None:

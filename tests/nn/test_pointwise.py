@@ -182,19 +182,6 @@ def test_bf16_is_near_fp32() -> None:
     assert float(((low.float() - full).norm() / full.norm()).detach()) < 0.03
 
 
-def test_segments_may_be_named_late_and_then_left_out() -> None:
-    """Before the first name a row is in segment 0, and without a name it goes on in its last document."""
-    made, x = layer(), torch.randn(2, 9, 16, generator=gen(7))
-    ids = torch.tensor([[0] * 3 + [1] * 6, [0] * 9])
-    state = made.new_state(2, 9)
-    named = (None, ids[:, 2:5], None, None)
-    outs, start = [], 0
-    for n, cut in zip((2, 3, 3, 1), named, strict=True):
-        outs.append(made(x[:, start : start + n], segments=cut, state=state))
-        start += n
-    torch.testing.assert_close(torch.cat(outs, 1), made(x, segments=ids), atol=1e-5, rtol=1e-4)
-
-
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="n_heads is 3"):
         Pointwise(16, 3)

@@ -165,7 +165,3 @@ def test_bad_input_is_refused_by_name() -> None:
         layer(torch.zeros(1, 2, 4), segments=torch.tensor([[0, 1]]))
     with pytest.raises(ConfigError, match="state is of 2 rows"):
         layer(torch.zeros(1, 2, 4), state=layer.new_state(2, 4))
-    state = layer.new_state(1, 4)
-    layer(torch.zeros(1, 2, 4), state=state)
-    with pytest.raises(ConfigError, match="behind 2 positions"):
-        layer(torch.zeros(1, 2, 4), segments=torch.tensor([[0, 0]]), state=state)

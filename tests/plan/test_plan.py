@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from whorl.errors import BudgetError
+from whorl.models import TransformerConfig
 from whorl.plan import planner
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import memory_bytes, shape
+from whorl.plan.cost import cost_of, memory_bytes, shape
 from whorl.plan.law import expected_bits_per_byte, fitted
 from whorl.runs import Machine, Progress
 from whorl.train.pretrain import Job
@@ -21,7 +24,8 @@ MACHINE = Machine(
 
 def pretend(job: Job, seconds: float = 0.0) -> StepTiming:
     """A machine whose steps take what their arithmetic would at 1e11 FLOP/s, and 10 ms."""
-    flops = planner.flops_per_token(job.model, job.length) * job.batch_rows * job.length
+    cost = cost_of(job.model, rows=job.batch_rows, length=job.length, replicas=1)
+    flops = cost.flops * job.batch_rows * job.length
     return StepTiming(
         startup=8.0 if job.compile else 2.0, step=(0.01 + flops / 1e11) * (0.7 if job.compile else 1.0)
     )
@@ -83,6 +87,34 @@ def test_without_a_compiler_the_run_is_not_compiled(monkeypatch: pytest.MonkeyPa
         plan(compile=True)
 
 
+def test_deterministic_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> StepTiming:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(planner, "time_steps", refuse)
+    monkeypatch.delenv("WHORL_DTYPE", raising=False)
+    monkeypatch.setattr(planner, "usable_cores", lambda: 4)
+    made = plan(budget="2e13flops", deterministic=True)
+    again = planner.make_plan(
+        PlanConfig(budget="2e13flops", deterministic=True),
+        replace(MACHINE, dtype="bfloat16", threads=1, flops={"float32": 1e10, "bfloat16": 9e11}),
+        30_000_000,
+        Progress.silent(),
+    )
+    assert made.job == again.job, "a machine that was measured otherwise"
+    job = Job.model_validate({**made.job, "tokens": ""})
+    assert (
+        job.deterministic and not job.compile and (job.dtype, job.threads, job.replicas) == ("float32", 1, 4)
+    )
+    monkeypatch.setenv("WHORL_DTYPE", "bfloat16")
+    forced = plan(steps=30, deterministic=True, compile=True, replicas=2).job
+    assert (forced["dtype"], forced["compile"], forced["replicas"]) == ("bfloat16", True, 2)
+    with pytest.raises(ValueError, match=r"a budget of 300s buys(.|\n)*--budget 1e14flops"):
+        plan(deterministic=True)
+    with pytest.raises(BudgetError, match="give more FLOPs"):
+        plan(budget="1000flops", deterministic=True)
+
+
 def test_the_law_falls_with_size_and_data_and_has_a_best_vocabulary() -> None:
     assert expected_bits_per_byte(2e6, 2e7, 1024) < expected_bits_per_byte(1e6, 2e7, 1024)
     assert expected_bits_per_byte(1e6, 2e7, 1024) < expected_bits_per_byte(1e6, 1e7, 1024)
@@ -111,3 +143,49 @@ def test_real_steps_are_timed_with_real_replicas() -> None:
     )
     timing = time_steps(job, seconds=0.1)
     assert 0 < timing.step < timing.startup
+
+
+LLAMA = {
+    "d_model": 32,
+    "n_layers": 2,
+    "mlp_hidden": 64,
+    "mixers": {"m": {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}},
+}
+EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32}
+
+
+def test_another_network_is_taken_as_it_is_and_fills_the_budget() -> None:
+    for change in ({}, {"experts": EXPERTS}):
+        made = planner.make_plan(
+            PlanConfig.model_validate({"budget": "60s", "vocab_size": 512, "model": LLAMA | change}),
+            MACHINE, 30_000_000, Progress.silent(),
+        )  # fmt: skip
+        job = Job.model_validate({**made.job, "tokens": ""})
+        assert isinstance(job.model, TransformerConfig) and made.vocab_size == job.model.vocab_size == 512
+        assert job.optim == planner.LLAMA_LIKE and "bits_per_byte" not in made.expected
+        assert made.expected["seconds"] == pytest.approx(60, rel=0.02)
+        assert any("2 heads of 16" in line for line in made.arithmetic)
+    assert any("with every expert" in line for line in made.arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"d_model": 64, "model": LLAMA}, "beside model"),
+        ({"model": LLAMA | {"n_layer": 1}}, "model.n_layer"),
+        ({"model": LLAMA | {"experts": EXPERTS | {"groups": [3, 1]}}}, "groups"),
+        ({"model": LLAMA | {"experts": EXPERTS | {"shared_gate": True}}}, "shared_gate"),
+        ({"model": LLAMA | {"experts": EXPERTS | {"top_k": 1}}}, "top_k"),
+        ({"model": LLAMA | {"experts": EXPERTS | {"routing": "expert_choice"}}}, "expert"),
+        (
+            {"model": LLAMA | {"mixers": {"m": {"kind": "mamba", "options": {"heads": 2}}}}},
+            "options of 'mamba'",
+        ),
+        ({"model": LLAMA | {"mixers": {"m": {"kind": "linear", "options": {"n_heads": 3}}}}}, "n_heads"),
+        ({"model": LLAMA | {"mixers": {"m": {"kind": "mamba", "options": {"d_state": "x"}}}}}, "wrong type"),
+        ({"model": LLAMA | {"learned_positions": True, "max_length": 128}, "length": 256}, "max_length"),
+    ],
+)
+def test_an_impossible_network_is_refused_by_name(change: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        PlanConfig.model_validate(change)

@@ -177,6 +177,17 @@ def test_bad_budgets_are_refused() -> None:
         read('[steps.a]\nuses = "verb"\nparents = []', budget="5m")
 
 
+def test_deterministic_reaches_every_step_that_has_it_and_refuses_a_budget_of_time() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)plan is not possible.*--budget 1e14flops"):
+        load_recipe("quickstart", deterministic=True)
+    steps = load_recipe("quickstart", budget="1e14flops", deterministic=True).to_json()["steps"]
+    assert steps["plan"]["deterministic"] and steps["pretrain"]["deterministic"]
+    assert not load_recipe("quickstart").to_json()["steps"]["pretrain"]["deterministic"]
+    text = '[steps.a]\nuses = "verb"\nparents = []'
+    with pytest.raises(ConfigError, match="--deterministic: no step of this recipe takes"):
+        parse_recipe(text, "r.toml", kinds=KINDS, deterministic=True)
+
+
 def test_unknown_recipes_and_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'quickstart'"):
         load_recipe("quikstart")

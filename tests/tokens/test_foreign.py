@@ -71,6 +71,49 @@ def test_sentence_piece_tokens_spell_the_text_after_a_space(text: str, tmp_path:
     assert t.token_bytes[2] == b"" and t.token_bytes[3 + 10] == b"\n"
 
 
+def test_ids_may_have_gaps_which_no_model_should_write(tmp_path: Path) -> None:
+    path = byte_level(tmp_path) / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["model"]["vocab"]["Ġzz"] = 500
+    data["model"]["ignore_merges"] = True
+    path.write_text(json.dumps(data))
+    t = ForeignTokenizer(tmp_path)
+    core = Core.from_file(str(path))
+    known = set(core.get_vocab().values())
+    holes = set(range(501)) - known
+    assert t.vocab_size == len(t.token_bytes) == 501 and core.get_vocab_size() < 500
+    assert t.prompt("a zz") == (core.encode("a zz").ids[:-1], b" zz")
+    assert set(t.control_ids) == holes | {1} and {t.token_bytes[i] for i in holes} == {b""}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer_config.json", "{", "cannot be read"),
+        ("tokenizer_config.json", "[]", "holds a list"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "field 'eos_token' is 5"),
+        ("tokenizer_config.json", '{"eos_token": {"content": [1]}}', "field 'eos_token' is "),
+        ("generation_config.json", "{", "cannot be read"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "field 'eos_token_id' is 'x'"),
+        ("config.json", '{"eos_token_id": [null]}', r"field 'eos_token_id' is \[None\]"),
+        ("config.json", '{"eos_token_id": true}', "field 'eos_token_id' is True"),
+        ("config.json", '{"eos_token_id": -1}', "field 'eos_token_id' is -1"),
+        ("config.json", "[]", "holds a list"),
+    ],
+)
+def test_odd_files_beside_it_are_named(file: str, content: str, words: str, tmp_path: Path) -> None:
+    (byte_level(tmp_path) / file).write_text(content)
+    with pytest.raises(DataError, match=f"{file}.*{words}"):
+        open_tokenizer(tmp_path)
+    (tmp_path / file).write_text('{"eos_token": null, "eos_token_id": null}')
+    assert open_tokenizer(tmp_path).end_ids
+
+
+def test_a_text_that_no_bytes_spell_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the prompt holds '\\udce9' at 1"):
+        ForeignTokenizer(byte_level(tmp_path)).prompt("a\udce9")
+
+
 def test_an_empty_prompt_begins_with_what_ends_a_text(tmp_path: Path) -> None:
     t = ForeignTokenizer(byte_level(tmp_path))
     assert t.prompt("") == ([0], b"")

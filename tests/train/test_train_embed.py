@@ -196,6 +196,8 @@ def test_it_repeats_bit_for_bit_and_seeds_differ(topics: Path) -> None:
     made = job(topics, steps=4)
     assert same(weights(made), weights(made))
     assert not same(weights(made), weights(made.model_copy(update={"seed": 1})))
+    half = job(topics, steps=4, dtype="bfloat16")
+    assert same(weights(half), weights(half)) and not same(weights(half), weights(made))
 
 
 class _Enough(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Notes:
         self.steps: list[dict[str, float]] = []
         self.evaluations: list[dict[str, float]] = []
         self.checkpoints: list[int] = []
+        self.events: list[dict[str, Any]] = []
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(metrics)
@@ -74,3 +75,6 @@ class Notes:
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self.checkpoints.append(step)
+
+    def on_event(self, step: int, event: dict[str, Any]) -> None:
+        self.events.append(event)

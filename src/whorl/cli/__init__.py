@@ -21,7 +21,21 @@ import typer
 
 from whorl.errors import WhorlError
 
-VERBS = ("run", "sample", "report", "recipes", "ls", "show", "lineage", "verify", "gc", "import", "export")
+VERBS = (
+    "run",
+    "profile",
+    "sample",
+    "embed",
+    "report",
+    "recipes",
+    "ls",
+    "show",
+    "lineage",
+    "verify",
+    "gc",
+    "import",
+    "export",
+)
 GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.

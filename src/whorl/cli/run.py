@@ -22,11 +22,30 @@ def run(
     until: Annotated[
         str | None, typer.Option(metavar="STEP", help="Only this step and what it needs.")
     ] = None,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="wandb|trackio", help="Send metrics there too, as wandb:project=mine; may be repeated."
+        ),
+    ] = None,
+    live: Annotated[
+        bool | None,
+        typer.Option("--live/--no-live", help="A dashboard while it trains; by default on a terminal."),
+    ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="The same bits twice on one machine: nothing that was timed decides. Off are: torch.compile (unless set), "
+            "bf16 where it is faster, several threads a replica, the faster of two libraries for products of experts, "
+            "and a budget of seconds (give FLOPs or plan.steps). Costs what those save; see docs/training.md.",
+        ),
+    ] = False,
     store: StoreOption = None,
 ) -> None:
     """Run a recipe: make its artifacts, or look them up.
 
-    Stop it at any moment, with Ctrl-C or harder; the same command continues.
+    Stop it at any moment, with Ctrl-C, SIGTERM (training writes a checkpoint first) or harder; the same command continues.
 
     Examples:
 
@@ -34,15 +53,20 @@ def run(
 
         whorl run quickstart --budget 90s --set ingest.sources='["notes/"]'
 
+        whorl run quickstart --budget 1e14flops --deterministic
+
         whorl run my.toml --until tokens --store s3://bucket/whorl
     """
     from whorl.recipes import load_recipe, run_recipe
-    from whorl.runs import Progress, duration
+    from whorl.runs import Dashboard, Progress, Sink, duration, parse_log
     from whorl.store import Store
 
-    loaded = load_recipe(recipe, sets=sets or (), budget=budget)
+    loaded = load_recipe(recipe, sets=sets or (), budget=budget, deterministic=deterministic)
     progress = Progress()
-    outcome = run_recipe(loaded, Store(store), progress, until=until)
+    sinks: list[Sink] = parse_log(log or (), loaded.log)
+    if Dashboard.wanted(progress, live):
+        sinks.append(Dashboard(progress))
+    outcome = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
     lines = [f"done in {duration(outcome.seconds)}"]
     place = f" --store {store}" if store else ""
     for artifact in outcome.artifacts.values():

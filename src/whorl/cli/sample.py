@@ -60,14 +60,23 @@ def sample(
     torch.set_num_threads(1)  # one token's operations are too small to split over cores
     model = load_for_sampling(found.path, machine)
     tokenizer = open_tokenizer(found.path)
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = _text(prompt)
     if isinstance(tokenizer, ForeignTokenizer):
         healed, words = tokenizer.prompt(text), tokenizer.token_bytes
     else:
         healed, words = heal(tokenizer, text), tokenizer.token_bytes[: tokenizer.n_ordinary]
     if model.longest is not None:
-        max_tokens = min(max_tokens, model.longest - len(healed.ids) + 1)
-    unspoken = range(tokenizer.vocab_size, model.config.vocab_size)  # rows that only round the matrix up
+        room = model.longest - len(healed.ids) + 1  # the last token is written, not read
+        if room < 1:
+            raise ConfigError(
+                f"the prompt is {len(healed.ids)} tokens long",
+                expected=f"at most {model.longest}, the longest row of {found.name}",
+                do="give less text before",
+            )
+        max_tokens = min(max_tokens, room)
+    rows = model.config.vocab_size
+    unspoken = range(tokenizer.vocab_size, rows)  # rows that only round the matrix up
+    silent = (i for i in tokenizer.control_ids if i < rows)  # a tokenizer of others may know more ids
     seed = seed if seed is not None else time.time_ns() % (1 << 31)
     stream = generate(
         model,
@@ -75,13 +84,18 @@ def sample(
         Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
         generator(seed, "sample"),
         max_tokens=max_tokens,
-        forbidden=(*tokenizer.control_ids, *unspoken),
+        forbidden=(*silent, *unspoken),
         required=healed.required,
-        token_bytes=words,
+        token_bytes=words[:rows],
         use_cache=cache,
     )
-    sys.stdout.write(text[: len(text) - len(healed.required.decode())])
+    # In bytes, since what is to be written anew may begin inside a character, whose beginning the decoder keeps.
+    given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    fits = given.endswith(healed.required)  # not if the tokenizer normalises text
+    sys.stdout.write(
+        decoder.decode(given.removesuffix(healed.required) if fits else tokenizer.decode(healed.ids))
+    )
     written, began, count = _Writer(stop or []), time.perf_counter(), 0
     for token in stream:
         count += 1
@@ -91,6 +105,18 @@ def sample(
     seconds = time.perf_counter() - began
     sys.stdout.write("\n")
     print(f"{count} tokens, {count / seconds:,.0f} tokens/s, seed {seed}", file=sys.stderr)
+
+
+def _text(prompt: str) -> str:
+    """The prompt, read where it is given; raises ConfigError if it is no UTF-8."""
+    from whorl.errors import ConfigError
+
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:  # bytes of another encoding come as errors or as lone surrogates
+        raise ConfigError(f"the prompt cannot be read: {error}", expected="text in UTF-8") from error
+    return text
 
 
 class _Writer:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from whorl.models import Decoder, DecoderState
 from whorl.models.decoder import Block
+from whorl.nn.mlp import activate
 from whorl.nn.norm import EPS
 
 
@@ -49,7 +50,7 @@ class DecodeStep:
     def __init__(self, model: Decoder) -> None:
         self.model, self.dtype = model, model.dtype
         c = model.config
-        self.swiglu, self.heads = c.mlp == "swiglu", (c.n_heads, c.n_kv_heads, c.head_dim)
+        self.heads = (c.n_heads, c.n_kv_heads, c.head_dim)
         device = model.embedding.device
         width, head = math.sqrt(c.d_model), math.sqrt(c.head_dim)
 
@@ -105,12 +106,7 @@ class DecodeStep:
             scores = (q @ past.k.narrow(2, 0, at + 1).mT).float()
             y = scores.softmax(dim=-1).to(self.dtype) @ past.v.narrow(2, 0, at + 1)
             x = x + F.linear(y.view(batch, n_heads * d), layer.out)
-            h = F.linear(_unit(x, self.floor).to(self.dtype), layer.up)
-            if self.swiglu:
-                gate, h = h.chunk(2, dim=-1)
-                h = F.silu(gate) * h
-            else:
-                h = F.relu(h).square_()
+            h = activate(F.linear(_unit(x, self.floor).to(self.dtype), layer.up), self.model.config.mlp)
             x = x + F.linear(h, layer.down)
         return F.linear(_unit(x, self.floor).to(self.dtype), self.head).float()
 

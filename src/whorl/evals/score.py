@@ -53,7 +53,7 @@ def score(
     length: int,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[float]:
-    """Nats of each document, in order.
+    """Nats of each document, in order. A model whose rows depend on each other is given one at a time.
 
     Args:
         documents: ids with bos first and eos last.
@@ -64,7 +64,7 @@ def score(
     batch: list[Window] = []
     for window in windows(documents, length):
         batch.append(window)
-        if len(batch) * length >= BATCH_TOKENS:
+        if len(batch) * length >= BATCH_TOKENS or not model.independent:
             _score(model, batch, nats)
             advance(sum(len(w.ids) - 1 - w.skip for w in batch))
             batch = []

@@ -238,9 +238,8 @@ class Captioner(CostedText):
         if context.ndim != 3 or len(context) != len(ids):
             raise ConfigError(f"context is {list(context.shape)}", expected=f"[{len(ids)}, N, d_image]")
         d = self.decoder
-        start = 0 if state is None else state.length
-        rotary = d.rotary.between(start, start + ids.shape[1], ids.device)
-        h = d.embedding_norm(d.embed(ids, None, state)).to(d.dtype)
+        embedded, rotary = d.prepare(ids, state=state)
+        h = d.embedding_norm(embedded).to(d.dtype)
         context = context.to(d.dtype)
         for number, block in enumerate(d.blocks):
             if number % self.every == 0:

@@ -8,6 +8,7 @@ measured: what autograd keeps of two rows, less what it keeps of one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from whorl.models.language import saved_bytes
 
 
-class Costed(nn.Module):
+class Costed(nn.Module, ABC):
     """A network that answers what it costs. `example` says what it is fed with; `size` is a length, or a picture's side."""
 
+    @abstractmethod
     def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Arguments of `forward` for `batch` rows."""
-        raise NotImplementedError
 
     def run(self, *inputs: Tensor) -> object:
         """What is counted: `forward`."""

@@ -25,10 +25,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from whorl.errors import ConfigError
 from whorl.models.language import LanguageModel, check_ids, saved_bytes
 from whorl.nn import MLP, Attention, LayerState, NGramMemory, RMSNorm, Rotary
 from whorl.nn.mixer import check_state
-from whorl.nn.mlp import Activation
+from whorl.nn.mlp import GATED, Activation
 
 
 class DecoderConfig(BaseModel):
@@ -162,8 +163,13 @@ class Decoder(LanguageModel):
         state: DecoderState | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """ids [B, T] -> (embedded [B, T, d_model], the rotary tables of their positions)."""
-        check_ids(ids, self.config.vocab_size)
+        check_ids(ids, self.config.vocab_size, segments)
         if state is not None:
+            if segments is not None:
+                raise ConfigError(
+                    "segments are given beside a state",
+                    expected="one document a row while decoding: the decoder's state keeps none apart",
+                )
             check_state(ids.shape[0], ids.shape[1], len(state.last_ids), state.length, state.capacity)
         if positions is None:
             start = 0 if state is None else state.length
@@ -242,7 +248,7 @@ class Decoder(LanguageModel):
 def matrix_params(c: DecoderConfig) -> int:
     """Weights that every token is multiplied with, the head included, look-ups excluded."""
     attention = c.d_model * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
-    mlp = c.d_model * c.mlp_hidden * (3 if c.mlp == "swiglu" else 2)
+    mlp = c.d_model * c.mlp_hidden * (3 if c.mlp in GATED else 2)
     return c.n_layers * (attention + mlp) + c.vocab_size * c.d_model
 
 

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.models.cost import CostedText
+from whorl.models.language import check_ids
 from whorl.nn.attention import KeyValueState, MultiHead
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
@@ -186,6 +187,7 @@ class Encoder(CostedText):
         Raises:
             ConfigError: the mask is not bool or not of the shape of ids; a text is longer than `max_length`.
         """
+        check_ids(ids, self.config.vocab_size)
         mask = self._mask(ids, mask)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         x = (F.embedding(ids, self.embedding) + self.positions(positions)).to(self.dtype)

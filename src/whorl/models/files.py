@@ -57,7 +57,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
         ConfigError: config.json is of others, and asks for what is not supported.
     """
     if "model_type" in _read(folder):
-        return convert.import_model(folder, dtype=dtype, device=device, to_train=False)
+        return convert.import_model(folder, dtype=dtype, device=device, to_train=False).eval()
     config = read_config(folder)
     try:
         weights = load_file(folder / "model.safetensors", device=device)
@@ -80,7 +80,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
             layer.weight.data = layer.weight.data.to(dtype)
     if model.head is not None:
         model.head.data = model.head.data.to(dtype)
-    return model.to(device)
+    return model.to(device).eval()
 
 
 def read_config(folder: Path) -> ModelConfig:

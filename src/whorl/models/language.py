@@ -14,7 +14,7 @@ The cost of a model is a question to the model: `params`, `flops_per_token`, `kv
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -39,11 +39,12 @@ class ModelState(Protocol):
         ...
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(nn.Module, ABC):
     """Token ids in, a hidden state and logits for every position out (see the top of this file).
 
     dtype: the type that activations are computed in; logit_softcap: c in c tanh(z / c), or None; longest: positions that a
-    row may have, or None where nothing bounds them.
+    row may have, or None where nothing bounds them; independent: whether what a position says depends on nothing but the
+    positions before it in its row (not so where experts have a capacity, or choose: `nn/experts/router.py`).
     """
 
     config: Any
@@ -52,7 +53,8 @@ class LanguageModel(nn.Module):
     head: nn.Parameter | None
     blocks: nn.ModuleList
     logit_softcap: float | None = None
-    longest: int | None = None  # positions that a row may have, where their number is bounded
+    longest: int | None = None
+    independent: bool = True
 
     @property
     def head_weight(self) -> Tensor:
@@ -124,17 +126,21 @@ class LanguageModel(nn.Module):
         """Bytes that the forward pass keeps for the backward one; logits and loss left out."""
 
 
-def check_ids(ids: Tensor, vocab_size: int) -> None:
+def check_ids(ids: Tensor, vocab_size: int, segments: Tensor | None = None) -> None:
     """That there are ids, and that they are of this vocabulary (looked at on a CPU only: a GPU would have to wait).
 
     Raises:
-        ConfigError: there are none, or one is outside.
+        ConfigError: there are none, or one is outside, or segments have another shape.
     """
+    if segments is not None and segments.shape != ids.shape:
+        raise ConfigError(
+            f"segments have the shape {list(segments.shape)}", expected=f"{list(ids.shape)}, as ids"
+        )
     if ids.dim() != 2 or 0 in ids.shape:
         raise ConfigError(
             f"ids have the shape {list(ids.shape)}", expected="[rows, positions], one at least of both"
         )
-    if ids.device.type == "cpu":
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(x) for x in ids.aminmax())
         if low < 0 or high >= vocab_size:
             raise ConfigError(

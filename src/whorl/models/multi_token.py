@@ -26,6 +26,7 @@ from whorl.errors import ConfigError
 from whorl.models.cost import CostedText
 from whorl.models.encoder import Block
 from whorl.nn.attention import KeyValueState
+from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.mlp import Activation
 from whorl.nn.norm import RMSNorm
 from whorl.nn.rotary import Rotary
@@ -198,7 +199,7 @@ def multi_token(
     for ahead in range(1, heads.n + 1):
         found, keep = targets_ahead(targets, mask, segments, ahead)
         h = heads.head(ahead, hidden, positions, segments)
-        loss = next_token(h.flatten(0, 1), output, found.flatten(), keep.flatten())
+        loss = next_token(h.flatten(0, 1), output, found.flatten(), keep.flatten(), choose=logits_step)
         total, count = total + loss.total, count + loss.count
         metrics[f"nll_{ahead}"], metrics[f"count_{ahead}"] = loss.metrics["nll"], loss.count
     return Loss(total, count, metrics)

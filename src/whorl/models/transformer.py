@@ -5,6 +5,7 @@
         pre-norm   x += mixer(norm(x));         x += mlp(norm(x))                   GPT-2, arXiv:2002.04745
         sandwich   x += norm(mixer(norm(x)));   x += norm(mlp(norm(x)))             Gemma 2, arXiv:2408.00118
         parallel   h = norm(x);                 x += mixer(h) + mlp(h)              PaLM, arXiv:2204.02311, section 2
+        post-norm  x = norm(x + mixer(x));      x = norm(x + mlp(x))                arXiv:1706.03762; no norm at the end
     logits = softcap(norm(x) head^T)                                                [B, T, vocab]
 
 The subtle parts. (1) The scale of the embedding is rounded to the type of the activations before it is used, since the
@@ -28,7 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.language import LanguageModel, check_ids, saved_bytes
+from whorl.models import transformer_cost
+from whorl.models.language import LanguageModel, check_ids
 from whorl.models.transformer_config import (
     MEMBERS,
     Heads,
@@ -36,17 +38,13 @@ from whorl.models.transformer_config import (
     Member,
     Rope,
     TransformerConfig,
-    heads_bytes,
-    keys_seen,
-    latent_bytes,
 )
 from whorl.nn.attention.heads import MultiHead
 from whorl.nn.attention.latent import Latent
-from whorl.nn.experts import Experts as ExpertMatrices
+from whorl.nn.attention.state import KeyValues
 from whorl.nn.experts import MixtureOfExperts
-from whorl.nn.linear import Linear
 from whorl.nn.mixer import State
-from whorl.nn.mlp import GATED, MLP
+from whorl.nn.mlp import MLP
 from whorl.nn.norm import LayerNorm, RMSNorm
 from whorl.nn.rotary import Rotary
 
@@ -87,8 +85,9 @@ def make_mixer(
     mixer: Heads | LatentHeads | Member,
     rotary: Rotary | None,
     generator: torch.Generator | None,
+    borrows: bool = False,
 ) -> nn.Module:
-    """One layer's mixer.
+    """One layer's mixer; `borrows`: it has no keys of its own.
 
     Raises:
         ConfigError: `options` of a `Member` are not what its class takes.
@@ -101,7 +100,8 @@ def make_mixer(
             qk_norm=config.norm_eps if mixer.qk_norm else None,
             norm_offset=config.norm_offset,
             generator=generator,
-            **mixer.model_dump(exclude={"kind", "rope", "qk_norm"}),
+            own_keys=not borrows,
+            **mixer.model_dump(exclude={"kind", "rope", "qk_norm", *(("smear",) if borrows else ())}),
         )
     if isinstance(mixer, LatentHeads):
         fields = mixer.model_dump(exclude={"kind", "rope"})
@@ -126,9 +126,11 @@ class Block(nn.Module):
         self, config: TransformerConfig, layer: int, rotary: Rotary | None, generator: torch.Generator | None
     ) -> None:
         super().__init__()
-        self.parallel = config.parallel
+        self.parallel, self.post_norm = config.parallel, config.post_norm
+        self.lends = config.share_keys > 1 and layer % config.share_keys == 0
+        self.borrows = layer % config.share_keys > 0
         self.mixer_norm = make_norm(config)
-        self.mixer = make_mixer(config, config.layer_mixers()[layer], rotary, generator)
+        self.mixer = make_mixer(config, config.layer_mixers()[layer], rotary, generator, self.borrows)
         self.mixer_after = make_norm(config) if config.sandwich else nn.Identity()
         self.mlp_norm = nn.Identity() if config.parallel else make_norm(config)
         self.mlp: MLP | MixtureOfExperts
@@ -146,6 +148,9 @@ class Block(nn.Module):
                 scoring=e.scoring,
                 normalise=e.normalise,
                 capacity_factor=e.capacity_factor,
+                overflow=e.overflow,
+                expert_dropout=e.expert_dropout,
+                token_dropout=e.token_dropout,
                 scale=e.scale,
                 bias_balance=e.bias_balance,
                 groups=e.groups,
@@ -162,9 +167,19 @@ class Block(nn.Module):
         segments: Tensor | None,
         state: State | None,
         records: list[Any] | None,
+        lent: list[KeyValues],
     ) -> Tensor:
-        h = self.mixer_norm(x)
-        mixed: Tensor = self.mixer(h, positions=positions, segments=segments, state=state)
+        """lent: keys and values of the newest layer that lends, which it puts there for those behind it."""
+        h = x if self.post_norm else self.mixer_norm(x)
+        more: dict[str, Any] = {"positions": positions, "segments": segments, "state": state}
+        if self.lends and isinstance(self.mixer, MultiHead):
+            lent[:] = [self.mixer.keys_values(h, **more)]
+            more["state"] = None  # which has taken them in
+        mixed: Tensor = self.mixer(h, **more, **({"keys_from": lent[0]} if lent else {}))
+        if self.post_norm:
+            x = self.mixer_norm(x + mixed)
+            normed: Tensor = self.mlp_norm(x + self._mlp(x, records))
+            return normed
         if self.parallel:
             return x + mixed + self._mlp(h, records)
         x = x + self.mixer_after(mixed)
@@ -196,6 +211,7 @@ class Transformer(LanguageModel):
         super().__init__()
         self.config, self.dtype, self.logit_softcap = config, dtype, config.logit_softcap
         self.longest = config.max_length if config.learned_positions else None
+        self.independent = config.experts is None or config.experts.routing == "dropless"
 
         def table(rows: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, config.d_model, generator=generator) * 0.02)
@@ -206,7 +222,7 @@ class Transformer(LanguageModel):
         self.blocks = nn.ModuleList(
             [Block(config, n, rotaries[name], generator) for n, name in enumerate(config.layer_names())]
         )
-        self.final_norm = make_norm(config)
+        self.final_norm = nn.Identity() if config.post_norm else make_norm(config)
         self.head = None if config.tie_embeddings else table(config.vocab_size)
 
     def _rotary(self, mixer: Heads | LatentHeads | Member) -> Rotary | None:
@@ -235,10 +251,11 @@ class Transformer(LanguageModel):
                     )
                 x = x + self.positions[start:stop].to(self.dtype)
             else:
-                if not positions.is_cuda and int(positions.max()) >= self.config.max_length:
+                low, high = (0, 0) if positions.is_cuda else (int(p) for p in positions.aminmax())
+                if low < 0 or high >= self.config.max_length:
                     raise ConfigError(
-                        f"position {int(positions.max())}",
-                        expected=f"below max_length = {self.config.max_length}",
+                        f"position {low if low < 0 else high}",
+                        expected=f"from 0, below max_length = {self.config.max_length}",
                     )
                 x = x + F.embedding(positions, self.positions).to(self.dtype)
         return x
@@ -254,7 +271,7 @@ class Transformer(LanguageModel):
 
         In a packed row give positions if they are learned: they begin anew with every document.
         """
-        check_ids(ids, self.config.vocab_size)
+        check_ids(ids, self.config.vocab_size, segments)
         return self.embed(ids, positions, 0 if state is None else state.length), positions
 
     def trunk(
@@ -266,8 +283,9 @@ class Transformer(LanguageModel):
         records: list[Any] | None = None,
     ) -> Tensor:
         """[B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type; where: positions or None."""
+        lent: list[KeyValues] = []
         for n, block in enumerate(self.blocks):
-            x = block(x, where, segments, None if state is None else state.layers[n], records)
+            x = block(x, where, segments, None if state is None else state.layers[n], records, lent)
         hidden: Tensor = self.final_norm(x)
         return hidden
 
@@ -287,34 +305,13 @@ class Transformer(LanguageModel):
         tables = [self.embedding, self.positions, self.head]
         return {
             "total": total,
-            "active": total - self._idle_params(),
+            "active": total - transformer_cost.idle_params(self),
             "embedding": sum(t.numel() for t in tables if t is not None),
         }
 
-    def _idle_params(self) -> int:
-        """Parameters of experts that a token passes by."""
-        e, layers = self.config.experts, [block.mlp for block in self.blocks]
-        held = [
-            sum(p.numel() for p in x.experts.parameters()) for x in layers if isinstance(x, MixtureOfExperts)
-        ]
-        return 0 if e is None else sum(held) * (e.n_experts - e.top_k) // e.n_experts
-
     def flops_per_token(self, length: int) -> float:
-        """Floating-point operations of one training token's products, forward + backward, in rows of `length`.
-
-        6 x the matrix weights that a token meets (idle experts and look-ups left out, the head counted), and for each layer
-        of attention 6 x n_heads x (width of a key + width of a value) x the keys that it sees on average
-        (Kaplan et al. 2020, arXiv:2001.08361, table 1). Mixers that see no single keys count by their weights alone.
-        """
-        matrices = sum(p.numel() for p in self.blocks.parameters() if p.dim() > 1) - self._idle_params()
-        flops = 6.0 * (matrices + self.head_weight.numel())
-        for mixer in self.config.layer_mixers():
-            if isinstance(mixer, Heads):
-                flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * keys_seen(length, mixer.window)
-            elif isinstance(mixer, LatentHeads):
-                features = mixer.nope_dim + mixer.rope_dim + mixer.v_dim
-                flops += 6.0 * mixer.n_heads * features * keys_seen(length, None)
-        return flops
+        """Floating-point operations of one training token's products, forward + backward, in rows of `length`."""
+        return transformer_cost.flops_per_token(self, length)
 
     def kv_bytes_per_token(self) -> int:
         """Bytes that a row's state grows by with each further token of capacity; states of fixed size add nothing.
@@ -331,58 +328,6 @@ class Transformer(LanguageModel):
     def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
         """Bytes that the forward pass keeps for the backward one; logits, loss and rotary tables left out.
 
-        device: of the run, by default the model's own; what attention keeps depends on it. With e bytes an activation,
-        d = d_model, T = length, in bytes for each of the batch x length positions:
-
-            norm    8 d (x and x / rms in fp32), and e d for what the layer behind it reads
-            heads   e (2 H + 2 KV) d_h (queries, keys, values, output) + 4 H; queries and keys normed: 8 (H + KV) d_h more;
-                    any mask but causal: e H d_h more, and e T^2 once a layer, the mask;
-                    on a CPU, causal rows in blocks: e (4 H d_h + H T), where T is half of that in long rows;
-                    capped or with a sink, where no fused kernel will do: (12 + e) H d_h + 12 H T, and 2 T^2 once
-            latent  as heads, with keys of nope + rope and values of v features, and the ranks
-            MLP     4 e hidden with a gate, else 2 e hidden
-            experts top_k (e d + e width of `up` + 20) + 5 E, in bf16 4 d for the router, and the shared one as an MLP
-
-        and in bf16 a copy of every matrix. Other members are measured. Within 15 % of what autograd keeps on a CPU (a
-        test); a GPU's fused kernels keep the same or less.
+        device: of the run, by default the model's own; what attention keeps depends on it.
         """
-        e, d = self.dtype.itemsize, self.config.d_model
-        on_cpu = (device or self.embedding.device.type).startswith("cpu")
-        once, each = 0, 8 + 8 * d  # the ids, the final norm
-        for layer, mixer in enumerate(self.config.layer_mixers()):
-            block: Any = self.blocks[layer]
-            norms, read = (4, 2) if self.config.sandwich else (1, 1) if self.config.parallel else (2, 2)
-            each += norms * (8 * d + 4) + read * e * d + self._mlp_bytes(layer)
-            if isinstance(mixer, Heads):
-                layer_once, layer_each = heads_bytes(mixer, length, e, on_cpu)
-                once, each = once + layer_once, each + layer_each
-            elif isinstance(mixer, LatentHeads):
-                each += latent_bytes(mixer, length, e, on_cpu)
-            else:
-                once += batch * measured_bytes(block.mixer, d, length, self.dtype)
-        if self.dtype != torch.float32:
-            cast = [m for m in self.blocks.modules() if isinstance(m, Linear | ExpertMatrices)]
-            once += e * sum(p.numel() for m in cast for p in m.parameters() if p.dim() > 1)
-        return batch * length * each + once
-
-    def _mlp_bytes(self, layer: int) -> int:
-        c, e = self.config, self.dtype.itemsize
-        factor = 4 if c.mlp in GATED else 2
-        if c.experts is None or not c.has_experts(layer):
-            return factor * e * c.mlp_hidden
-        x = c.experts
-        width = x.hidden * (2 if c.mlp in GATED else 1)
-        router = 5 * x.n_experts + (4 * c.d_model if e < 4 else 0)
-        gate = e * (c.d_model + 1) if x.shared_gate else 0
-        return x.top_k * (e * (c.d_model + width) + 20) + router + factor * e * x.shared_hidden + gate
-
-
-def measured_bytes(mixer: nn.Module, d_model: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes that autograd keeps of a mixer for each further row: those of two rows of noughts, less those of one."""
-    device = next(mixer.parameters()).device
-
-    def kept(rows: int) -> int:
-        x = torch.zeros(rows, length, d_model, dtype=dtype, device=device, requires_grad=True)
-        return saved_bytes(lambda: mixer(x), mixer.parameters())
-
-    return kept(2) - kept(1)
+        return transformer_cost.activation_bytes(self, batch, length, device)

@@ -17,8 +17,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from whorl.errors import one_of
-from whorl.nn.attention.backends import BLOCKED_UPTO
-from whorl.nn.attention.causal import QUERY_BLOCK
 from whorl.nn.mlp import Activation
 from whorl.nn.rotary import Layout, Scaling
 
@@ -121,7 +119,10 @@ MixerConfig = Annotated[
 
 
 class Experts(_Shape):
-    """Mixture of experts in place of the MLP (`nn/experts`), in every layer but `dense_layers`."""
+    """Mixture of experts in place of the MLP (`nn/experts`), in every layer but `dense_layers`.
+
+    expert_dropout, token_dropout: of training alone (`nn/experts/router.py`).
+    """
 
     n_experts: int = Field(ge=1)
     top_k: int = Field(ge=1)
@@ -133,6 +134,9 @@ class Experts(_Shape):
     normalise: bool = True
     scale: float = Field(default=1.0, gt=0)
     capacity_factor: float = Field(default=1.25, gt=0)
+    overflow: Literal["next", "drop"] = "next"
+    expert_dropout: float = Field(default=0.0, ge=0, lt=1)
+    token_dropout: float = Field(default=0.0, ge=0, lt=1)
     bias_balance: bool = False
     groups: tuple[int, int] | None = None
     dense_layers: tuple[int, ...] = ()
@@ -147,6 +151,8 @@ class Experts(_Shape):
 class TransformerConfig(_Shape):
     """The shape of a transformer.
 
+    post_norm: norms behind the sums, as in 2017. share_keys: of every so many layers the first makes keys and values, and
+    the others use them.
     max_length: the longest row it was made for; bounds `learned_positions`, and is told to others on export.
     groups of `experts`: (how many groups, how many of them a token may choose from).
     """
@@ -166,6 +172,8 @@ class TransformerConfig(_Shape):
     norm_offset: float = 0.0
     sandwich: bool = False
     parallel: bool = False
+    post_norm: bool = False
+    share_keys: int = Field(default=1, ge=1)
     learned_positions: bool = False
     embedding_scale: float = Field(default=1.0, gt=0)
     tie_embeddings: bool = False
@@ -178,8 +186,10 @@ class TransformerConfig(_Shape):
                 raise ValueError(f"pattern names {name!r}: expected {one_of(name, list(self.mixers))}")
         if unused := set(self.mixers) - set(self.pattern or self.mixers):
             raise ValueError(f"mixers: {sorted(unused)[0]!r} does not occur in pattern {self.pattern}")
-        if self.parallel and self.sandwich:
-            raise ValueError("parallel and sandwich exclude each other")
+        if sum((self.parallel, self.sandwich, self.post_norm)) > 1:
+            raise ValueError("parallel, sandwich and post_norm exclude each other")
+        if self.share_keys > 1:
+            self._check_shared()
         if self.norm == "layer" and self.norm_offset:
             raise ValueError(f"norm_offset ({self.norm_offset}) is for norm = 'rms' only")
         if self.experts is not None and any(not 0 <= n < self.n_layers for n in self.experts.dense_layers):
@@ -187,6 +197,27 @@ class TransformerConfig(_Shape):
                 f"experts.dense_layers {self.experts.dense_layers} must lie in 0 .. {self.n_layers - 1}"
             )
         return self
+
+    def _check_shared(self) -> None:
+        """That whoever borrows keys can use them."""
+        mixers = self.layer_mixers()
+        for n, mixer in enumerate(mixers):
+            first = mixers[n - n % self.share_keys]
+            if not (isinstance(mixer, Heads) and isinstance(first, Heads)):
+                raise ValueError(f"share_keys ({self.share_keys}): layer {n} is no attention with heads")
+            if (mixer.n_kv_heads, mixer.head_dim, mixer.rope) != (
+                first.n_kv_heads,
+                first.head_dim,
+                first.rope,
+            ):
+                raise ValueError(
+                    f"share_keys ({self.share_keys}): layer {n} has other n_kv_heads, head_dim or rope than the one it "
+                    "borrows from"
+                )
+            if mixer.window != first.window:
+                raise ValueError(
+                    f"share_keys ({self.share_keys}): layer {n} has another window than its lender"
+                )
 
     def layer_names(self) -> list[str]:
         """The name of each layer's mixer: the pattern, repeated."""
@@ -200,42 +231,3 @@ class TransformerConfig(_Shape):
     def has_experts(self, layer: int) -> bool:
         """Whether a layer is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers
-
-
-def keys_seen(length: int, window: int | None) -> float:
-    """Keys that a position of a causal row sees on average: length / 2, less where a window ends."""
-    if window is None or window >= length:
-        return length / 2
-    return float(window - window**2 / (2 * length))
-
-
-def blocked_keys(length: int) -> float:
-    """Keys a position that attention over blocks of queries keeps probabilities of (`nn/attention/causal.py`)."""
-    ends = [*range(QUERY_BLOCK, length, QUERY_BLOCK), length]
-    starts = [0, *ends[:-1]]
-    return float(sum((stop - start) * stop for start, stop in zip(starts, ends, strict=True)) / length)
-
-
-def heads_bytes(m: Heads, length: int, e: int, on_cpu: bool) -> tuple[int, int]:
-    """(bytes once, bytes a position) that attention with heads keeps; see `Transformer.activation_bytes`."""
-    queries, keys = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
-    normed = 8 * (queries + keys) + 4 * (m.n_heads + m.n_kv_heads) if m.qk_norm else 0
-    if m.softcap is not None or m.sink:
-        return 2 * length**2, (12 + e) * queries + 12 * m.n_heads * length + normed
-    fused = e * 2 * (queries + keys) + 4 * m.n_heads + normed
-    if m.window is None and m.stride is None and m.block is None and not m.alibi:
-        if on_cpu and length <= BLOCKED_UPTO:
-            return 0, normed + e * (4 * queries + round(m.n_heads * blocked_keys(length)))
-        return 0, fused
-    return e * length**2 * (m.n_heads if m.alibi else 1), fused + e * queries
-
-
-def latent_bytes(m: LatentHeads, length: int, e: int, on_cpu: bool) -> int:
-    """Bytes a position that latent attention keeps in its expanded form; see `Transformer.activation_bytes`."""
-    key = m.nope_dim + m.rope_dim
-    ranks = 4 * (m.kv_rank + m.rope_dim) + 4 * m.kv_rank + e * (m.kv_rank + m.rope_dim) + 4
-    ranks += 0 if m.q_rank is None else (8 + e) * m.q_rank + 4
-    if on_cpu and length <= BLOCKED_UPTO:
-        return ranks + e * round(m.n_heads * (2 * key + 2 * m.v_dim + blocked_keys(length)))
-    # values stay where kv_b put them, beside the keys' first part
-    return ranks + e * m.n_heads * (2 * key + m.nope_dim + 2 * m.v_dim) + 4 * m.n_heads

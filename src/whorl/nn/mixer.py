@@ -66,9 +66,3 @@ def check_state(batch: int, more: int, rows: int, held: int, capacity: int | Non
             expected=f"at most {capacity - held} more",
             do="call new_state with a larger capacity, or start a new row",
         )
-
-
-def positions_of(length: int, state: State | None, device: torch.device) -> Tensor:
-    """[length] the positions that come next."""
-    start = 0 if state is None else state.length
-    return torch.arange(start, start + length, device=device)

@@ -39,7 +39,7 @@ def ngram_rows(
 ) -> list[Tensor]:
     """Row numbers of the n-gram that ends at each position, for each order.
 
-    ids: [B, T] integers; segments: [B, T] or None; before: [B, K] ids that precede the row (a decoder's cache; -1
+    ids: [B, T] integers; segments: [B, T] or None; before: [B, K] ids that precede the row (a decoder's state; -1
     where there are none) -> one [B, T] int64 tensor an order, each value in 0..buckets-1.
     """
     reach = max(orders) - 1

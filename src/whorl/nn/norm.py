@@ -21,12 +21,23 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
+from whorl.nn.kernels import dispatch
 
 EPS = 1e-6
 
 
 def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """x: [..., d] -> [..., d], same dtype; gain: [d] or None for 1."""
+    """x: [..., d] -> [..., d], same dtype; gain: [d], [heads, 1] (x: [..., heads, d]) or None for 1.
+
+    On a GPU by a kernel where one was chosen (`nn/kernels/choice.py`), elsewhere `rms_norm_reference`.
+    """
+    if x.is_cuda and not torch.compiler.is_compiling():
+        return dispatch.rms_norm(x, gain, eps, rms_norm_reference)
+    return rms_norm_reference(x, gain, eps)
+
+
+def rms_norm_reference(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
+    """The definition, in fp32. Shapes as in `rms_norm`."""
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return (y if gain is None else y * gain).to(x.dtype)

@@ -50,21 +50,13 @@ def starts(segments: Tensor | None, last: Tensor | None, length: int) -> Tensor 
 
     Args:
         segments: [B, T] or None: every row goes on with what it was in.
-        last: [B] the segment of the position before the first, or None if there is none to differ from.
-        length: of the state, for the error.
-
-    Raises:
-        ConfigError: segments are given in the middle of a row that began without.
+        last: [B] the segment of the position before the first, or None if none has been named.
+        length: positions before; as in every mixer they lie in segment 0 until one is named.
     """
     if segments is None:
         return None
     if last is None:
-        if length:
-            raise ConfigError(
-                f"segments are given behind {length} positions that had none",
-                expected="segments from the first piece of a row on",
-            )
-        last = segments[:, 0]
+        last = torch.zeros_like(segments[:, 0]) if length else segments[:, 0]
     return segments != torch.cat([last[:, None], segments[:, :-1]], dim=1)
 
 
@@ -97,7 +89,7 @@ class Recurrent(nn.Module):
 
     Raises:
         ConfigError: d_hidden is below 1, or the path is unknown. In `forward`: x does not fit, the state is of other rows,
-            segments come too late (`starts`), or the path is "fused" and a memory must be emptied inside of a row.
+            or the path is "fused" and a memory must be emptied inside of a row.
     """
 
     n_gates: ClassVar[int]

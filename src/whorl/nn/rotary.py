@@ -19,6 +19,7 @@ something, cosines and all, in each layer, forward and backward (2 ms of a 50 ms
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
+from whorl.nn.kernels import dispatch
 
 Layout = Literal["half", "interleaved"]
 ScalingKind = Literal["linear", "ntk", "yarn", "llama3"]
@@ -230,11 +232,20 @@ class Rotary:
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> Tensor:
     """x: [B, T, H, head_dim]; cos, sin: [(B,) T, 1, rotary_dim] -> turned x, same shape and dtype.
 
-    Features beyond `rotary_dim` pass through. `layout` must be the one that the tables were made for.
+    Features beyond `rotary_dim` pass through. `layout` must be the one that the tables were made for. On a GPU by a
+    kernel where one was chosen (`nn/kernels/choice.py`), elsewhere `apply_rotary_reference`.
     """
+    if x.is_cuda and not torch.compiler.is_compiling():
+        plain = functools.partial(apply_rotary_reference, layout=layout)
+        return dispatch.rotary(x, cos, sin, layout, plain)
+    return apply_rotary_reference(x, cos, sin, layout)
+
+
+def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> Tensor:
+    """The definition. Shapes as in `apply_rotary`."""
     dim = cos.shape[-1]
     if dim < x.shape[-1]:
-        return torch.cat([apply_rotary(x[..., :dim], cos, sin, layout), x[..., dim:]], dim=-1)
+        return torch.cat([apply_rotary_reference(x[..., :dim], cos, sin, layout), x[..., dim:]], dim=-1)
     pairs, member = ((2, dim // 2), -2) if layout == "half" else ((dim // 2, 2), -1)
     x, cos, sin = (t.view(*t.shape[:-1], *pairs) for t in (x, cos, sin))
     # A flip, not two slices and a cat: a compiler turns it into plain loads, where a cat needs a mask for every element.

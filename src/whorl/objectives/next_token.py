@@ -10,12 +10,14 @@ The fast path never holds all logits. [tokens, vocab] in fp32 is by far the larg
 written, read and written again it costs more time than the products that make it. So the loss is taken over
 chunks of tokens, and while a chunk's logits are hot its gradient is finished too: dz = softmax(z) - onehot, d_h =
 dz W, d_W += dz^T h, and where logits are capped, z = c tanh(W h / c), dz is multiplied by 1 - z^2 / c^2. The backward
-then only scales. (The scheme of Liger Kernel, Hsu et al. 2024, arXiv:2410.10989, section 3.2, without a kernel of its
-own.) `next_token_reference` is the definition; a test holds values and gradients together.
+then only scales. (The scheme of Liger Kernel, Hsu et al. 2024, arXiv:2410.10989, section 3.2.) What happens to a chunk
+of logits between the products is one function, `logits_step`; on a GPU a caller may hand in a way to choose another
+(`nn/kernels/dispatch.py`). `next_token_reference` is the definition; a test holds values and gradients together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,12 @@ from torch.nn import functional as F
 
 CHUNK_LOGITS = 1 << 20  # how many are held at a time: 4 MB in fp32, about what a cache holds
 LEAST_CHUNK = 128  # tokens; fewer make poor products
+
+# (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V], logits' type);
+# the gradient may be written over the logits.
+LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
+# (hidden, head, softcap, the step below) -> the step to use
+Chooser = Callable[[Tensor, Tensor, float | None, LogitsStep], LogitsStep]
 
 
 @dataclass(frozen=True)
@@ -55,6 +63,25 @@ def next_token_reference(
     return Loss((per_token * weight).sum(), weight.sum(), {"nll": (nll * weight).sum().detach()})
 
 
+def logits_step(
+    logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float = 0.0, softcap: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A `LogitsStep` by tensor operations, in fp32."""
+    given, logits = logits, logits.float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
+    nll = (log_normaliser - logits.gather(-1, targets[:, None])) * keep[:, None]
+    total = (nll + z_loss * log_normaliser.square() * keep[:, None]).sum()
+    p = (logits - log_normaliser).exp()
+    onehot = torch.arange(logits.shape[-1], device=logits.device)[None, :] == targets[:, None]
+    # Of each chunk the gradient of sum(nll + z lse^2): p (1 + 2 z lse) - onehot, where there is a target.
+    d_logits = (p * (1.0 + 2.0 * z_loss * log_normaliser) - onehot.float()) * keep[:, None]
+    if softcap is not None:
+        d_logits = d_logits * (1.0 - (logits / softcap).square())
+    return total, nll.sum(), d_logits.to(given.dtype)
+
+
 class _Fused(torch.autograd.Function):
     """(total, nll) with the gradients made on the way (see the top of this file)."""
 
@@ -67,6 +94,7 @@ class _Fused(torch.autograd.Function):
         mask: Tensor,
         z_loss: float,
         softcap: float | None,
+        step: LogitsStep,
     ) -> tuple[Tensor, Tensor]:
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
@@ -74,20 +102,9 @@ class _Fused(torch.autograd.Function):
         chunk = max(LEAST_CHUNK, CHUNK_LOGITS // head.shape[0])
         parts = zip(*(torch.split(t, chunk) for t in (hidden, targets, mask)), strict=True)
         for h, target, keep in parts:
-            logits = F.linear(h, weight).float()  # [chunk, V]
-            if softcap is not None:
-                logits = softcap * torch.tanh(logits / softcap)
-            log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
-            nll = (log_normaliser - logits.gather(-1, target[:, None])) * keep[:, None]
-            totals.append((nll + z_loss * log_normaliser.square() * keep[:, None]).sum())
-            nlls.append(nll.sum())
-            p = (logits - log_normaliser).exp()
-            onehot = torch.arange(logits.shape[-1], device=h.device)[None, :] == target[:, None]
-            # Of each chunk the gradient of sum(nll + z lse^2): p (1 + 2 z lse) - onehot, where there is a target.
-            d_logits = (p * (1.0 + 2.0 * z_loss * log_normaliser) - onehot.float()) * keep[:, None]
-            if softcap is not None:
-                d_logits = d_logits * (1.0 - (logits / softcap).square())
-            d_logits = d_logits.to(h.dtype)
+            total, nll, d_logits = step(F.linear(h, weight), target, keep, z_loss, softcap)
+            totals.append(total)
+            nlls.append(nll)
             d_hidden.append(d_logits @ weight)
             part = (d_logits.t() @ h).float()
             d_head = part if d_head is None else d_head + part
@@ -100,7 +117,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         scale = gradients[0]
         d_hidden, d_head = ctx.saved_tensors
-        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, None, None, None, None
+        return d_hidden * scale.to(d_hidden.dtype), d_head * scale, None, None, None, None, None
 
 
 def next_token(
@@ -110,6 +127,7 @@ def next_token(
     mask: Tensor,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    choose: Chooser | None = None,
 ) -> Loss:
     """Summed cross-entropy of the next tokens, in nats.
 
@@ -119,10 +137,12 @@ def next_token(
         targets: [N] ids; mask: [N], True where there is a target (made with the tokens).
         z_loss: weight of the squared log-normaliser.
         softcap: c, for a model whose logits are c tanh(W h / c) (Gemma 2, arXiv:2408.00118, section 2).
+        choose: names another `LogitsStep` than the one here, if there is a better one for the device.
 
     Returns:
         Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z term).
     """
     keep = mask.float()
-    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap)  # type: ignore[no-untyped-call]
+    step = logits_step if choose is None else choose(hidden, head, softcap, logits_step)
+    total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap, step)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"nll": nll})

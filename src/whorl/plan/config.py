@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from whorl.runs import BudgetText
+from whorl.runs import Budget, BudgetText
 from whorl.train.config import OptimConfig, RoutingConfig
 
 
@@ -29,12 +29,20 @@ class PlanConfig(BaseModel):
     steps: int | None = Field(default=None, ge=1, description="given, nothing is timed")
     replicas: int | None = Field(default=None, ge=1, description="default: one a core")
     compile: bool | None = Field(default=None, description="default: whichever is faster here")
-    optim: OptimConfig = OptimConfig()
+    optim: OptimConfig | None = Field(
+        default=None, description="default: rates found for the house's decoder, or for the Llama-like"
+    )
     routing: RoutingConfig = RoutingConfig()
     seed: int = 0
+    deterministic: bool = Field(default=False, description="choose nothing by timing it")
 
     @model_validator(mode="after")
     def _possible(self) -> PlanConfig:
+        if self.deterministic and self.steps is None and Budget.parse(self.budget).seconds is not None:
+            raise ValueError(
+                f"without timing, nobody knows what a budget of {self.budget} buys: give an amount of arithmetic "
+                "(--budget 1e14flops) or a number of steps (--set plan.steps=2000)"
+            )
         if self.model is not None:
             from whorl.models.transformer_config import (
                 TransformerConfig,
@@ -44,12 +52,38 @@ class PlanConfig(BaseModel):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} stands beside model: give it as model.{name}")
             try:
-                TransformerConfig.model_validate(self.shape())
+                shape = TransformerConfig.model_validate(self.shape())
             except ValidationError as error:
                 first = error.errors()[0]
                 raise ValueError(f"{'.'.join(map(str, ('model', *first['loc'])))}: {first['msg']}") from error
+            _build_without_memory(shape)
+            if shape.learned_positions and self.length > shape.max_length:
+                raise ValueError(f"length ({self.length}) is beyond model.max_length ({shape.max_length})")
+            if shape.experts is not None and shape.experts.routing == "expert_choice":
+                raise ValueError(
+                    "model.experts.routing: experts that choose look at tokens to come, so a model of what comes next "
+                    "would see what it is asked for; use dropless or token_choice"
+                )
         return self
 
     def shape(self) -> dict[str, Any]:
         """`model`, its vocabulary filled in."""
         return {"vocab_size": self.vocab_size or 1024, **(self.model or {})}
+
+
+def _build_without_memory(shape: Any) -> None:
+    """Raises ValueError for what only the layers themselves know to be impossible."""
+    import torch
+
+    from whorl.errors import ConfigError
+    from whorl.models import make_model
+
+    try:
+        with torch.device("meta"):
+            make_model(shape)
+    except ConfigError as error:
+        raise ValueError(
+            f"model: {error.what}" + (f"; {error.expected}" if error.expected else "")
+        ) from error
+    except TypeError as error:
+        raise ValueError(f"model: an option has the wrong type: {error}") from error

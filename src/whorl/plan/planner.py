@@ -7,7 +7,8 @@
 4. The winner is timed as it will run, all replicas, compiled and not, and the faster choice kept; the number of steps is
    what then fits the budget, start-up, looks at held-out text and checkpoints included.
 
-A network that the recipe gives (`model`) is taken as it is: only step 4 is left.
+A network that the recipe gives (`model`) is taken as it is: only step 4 is left. `deterministic` leaves out what is timed:
+the law and the arithmetic choose alone, for a budget of FLOPs.
 
 The number of steps is fixed here. Training itself never looks at a clock, so that a run can be repeated to the bit; the
 price is that a machine that slows down later makes the run longer than planned.
@@ -15,6 +16,7 @@ price is that a machine that slows down later makes the run longer than planned.
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +29,8 @@ from whorl.plan.config import PlanConfig
 from whorl.plan.cost import cost_of, memory_bytes, shape
 from whorl.plan.law import bytes_per_token, expected_bits_per_byte
 from whorl.runs import Budget, Machine, Progress
+from whorl.runs.machine import usable_cores
+from whorl.train.config import OptimConfig
 from whorl.train.pretrain import Job
 from whorl.train.timing import StepTiming, time_steps
 
@@ -37,6 +41,9 @@ VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16_384)
 COMPILED_GAIN = 0.72  # compiled / uncompiled time of a step, for ranking alone; the winner is measured
 LOOKS = 0.025  # share of training time that looks at held-out text, samples and checkpoints take
 LEAST_STEPS = 20
+# Of a network without norms on queries and keys, whose embedding starts small: the house's own rates left it at 3.75 nats
+# after 1,000 steps where these reach 2.90 (LOG.md).
+LLAMA_LIKE = OptimConfig(matrix_rate=0.01, embedding_rate=0.02)
 
 
 @dataclass(frozen=True)
@@ -83,8 +90,12 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
     else:
         candidates = _candidates(config, machine, replicas, budget, corpus_bytes, progress)
         chosen = min(candidates, key=lambda c: c.bits_per_byte).model
-    job, timing = _time_choice(config, chosen, machine, replicas, budget, progress)
-    if budget.seconds is not None:
+    timing: StepTiming | None = None
+    if config.deterministic:
+        job = _job(config, chosen, machine, replicas, 1, compile=bool(config.compile))
+    else:
+        job, timing = _time_choice(config, chosen, machine, replicas, budget, progress)
+    if budget.seconds is not None and timing is not None:
         usable = budget.seconds - timing.startup
         steps = int(usable / (timing.step * (1 + LOOKS)))
     else:
@@ -94,9 +105,11 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         named = "this model" if config.model is not None else "the smallest sensible model"
         raise BudgetError(
             f"a budget of {config.budget} buys {max(0, steps)} steps of {named} here "
-            f"({timing.startup:.1f} s to start, {timing.step * 1e3:.0f} ms a step)",
+            + (f"({timing.startup:.1f} s to start, {timing.step * 1e3:.0f} ms a step)" if timing else ""),
             expected=f"at least {LEAST_STEPS} steps",
-            do=f"give at least --budget {int(timing.startup + LEAST_STEPS * timing.step * 1.2) + 1}s",
+            do=f"give at least --budget {int(timing.startup + LEAST_STEPS * timing.step * 1.2) + 1}s"
+            if timing
+            else "give more FLOPs",
         )
     job = job.model_copy(update={"steps": steps})
     return _plan(config, machine, job, corpus_bytes, timing, candidates)
@@ -105,7 +118,8 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
 def _replicas(config: PlanConfig, machine: Machine) -> int:
     if machine.device != "cpu":
         return 1
-    return max(n for n in range(1, machine.threads + 1) if config.batch_rows % n == 0)
+    most = usable_cores() if config.deterministic else machine.threads
+    return max(n for n in range(1, most + 1) if config.batch_rows % n == 0)
 
 
 def _given(config: PlanConfig) -> ModelConfig:
@@ -125,18 +139,26 @@ def _job(
     return Job(
         tokens="",
         model=model,
-        optim=config.optim,
+        optim=config.optim or (OptimConfig() if isinstance(model, DecoderConfig) else LLAMA_LIKE),
         routing=config.routing,
         length=config.length,
         batch_rows=config.batch_rows,
         steps=steps,
         seed=config.seed,
         replicas=replicas,
-        threads=max(1, machine.threads // replicas),
+        threads=1 if config.deterministic else max(1, machine.threads // replicas),
         device=machine.device,
-        dtype=machine.dtype,
+        dtype=_dtype(config, machine),
         compile=compile,
+        deterministic=config.deterministic,
     )
+
+
+def _dtype(config: PlanConfig, machine: Machine) -> str:
+    """The faster one; or, where nothing may be timed, the usual one of the device."""
+    if not config.deterministic:
+        return machine.dtype
+    return os.environ.get("WHORL_DTYPE") or ("float32" if machine.device == "cpu" else "bfloat16")
 
 
 def _step_flops(config: PlanConfig, model: DecoderConfig) -> float:
@@ -181,8 +203,11 @@ def _candidates(
         for width, depth in shapes:
             timed = shape(width, depth, 1024, ngram_buckets=config.ngram_buckets)
             share = config.model_copy(update={"batch_rows": max(1, config.batch_rows // replicas)})
-            job = _job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
-            seconds = time_steps(job, seconds=0.6).step * COMPILED_GAIN
+            if config.deterministic:  # of no weight: a budget of FLOPs buys steps by arithmetic
+                seconds = _step_flops(config, timed) / machine.peak_flops
+            else:
+                job = _job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
+                seconds = time_steps(job, seconds=0.6).step * COMPILED_GAIN
             task.advance(1, note=f"{width} wide, {depth} deep: {seconds * 1e3:.0f} ms")
             for vocabulary in vocabularies:
                 model = shape(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)

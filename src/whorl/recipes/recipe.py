@@ -20,7 +20,7 @@ import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,9 @@ class Recipe:
     name: str
     about: str
     steps: Mapping[str, RecipeStep]
+    log: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # sinks of metrics; decides no artifact
 
     def to_json(self) -> dict[str, Any]:
         """The resolved recipe: every value that was used, defaults too."""
@@ -73,7 +76,8 @@ class Recipe:
             step = waiting.pop()
             wanted.add(step)
             waiting += self.steps[step].parents.values()
-        return Recipe(self.name, self.about, {key: step for key, step in self.steps.items() if key in wanted})
+        kept = {key: step for key, step in self.steps.items() if key in wanted}
+        return Recipe(self.name, self.about, kept, self.log)
 
 
 def ready_recipes() -> dict[str, str]:
@@ -103,10 +107,12 @@ def find_recipe(name: str) -> tuple[str, str]:
     return ready[name], f"{name}.toml"
 
 
-def load_recipe(name: str, *, sets: Iterable[str] = (), budget: str | None = None) -> Recipe:
-    """Find, read and check a recipe, with `--set` and `--budget` applied. Raises ConfigError."""
+def load_recipe(
+    name: str, *, sets: Iterable[str] = (), budget: str | None = None, deterministic: bool = False
+) -> Recipe:
+    """Find, read and check a recipe, with `--set`, `--budget` and `--deterministic` applied. Raises ConfigError."""
     text, where = find_recipe(name)
-    return parse_recipe(text, where, sets=sets, budget=budget)
+    return parse_recipe(text, where, sets=sets, budget=budget, deterministic=deterministic)
 
 
 def parse_recipe(
@@ -115,6 +121,7 @@ def parse_recipe(
     *,
     sets: Iterable[str] = (),
     budget: str | None = None,
+    deterministic: bool = False,
     kinds: Mapping[str, StepKind] | None = None,
 ) -> Recipe:
     """Check a recipe's text; `where` is how messages call the file. Raises ConfigError."""
@@ -124,7 +131,8 @@ def parse_recipe(
         raise ConfigError(
             f"{where}: not TOML: {error}", expected="a recipe in TOML; see docs/recipes.md"
         ) from error
-    return _Reader(text, where, kinds if kinds is not None else step_kinds()).read(data, sets, budget)
+    reader = _Reader(text, where, kinds if kinds is not None else step_kinds())
+    return reader.read(data, sets, budget, deterministic)
 
 
 class _Reader:
@@ -141,10 +149,12 @@ class _Reader:
                 return self.flags[path[:length]]
         return f"{self.where}:{line_of(self.lines, *path)}"
 
-    def read(self, data: dict[str, Any], sets: Iterable[str], budget: str | None) -> Recipe:
+    def read(
+        self, data: dict[str, Any], sets: Iterable[str], budget: str | None, deterministic: bool = False
+    ) -> Recipe:
         for key in data:
-            if key not in ("name", "about", "steps"):
-                expected = one_of(key, ("name", "about", "steps"))
+            if key not in ("name", "about", "steps", "log"):
+                expected = one_of(key, ("name", "about", "steps", "log"))
                 raise ConfigError(f"{self.at(key)}: unknown key {key!r}", expected=expected)
         tables = data.get("steps")
         if not isinstance(tables, dict) or not tables:
@@ -159,7 +169,9 @@ class _Reader:
             )
         kinds = {step: self.kind_of(step, table) for step, table in tables.items()}
         if budget is not None:
-            self.apply_budget(tables, kinds, budget)
+            self.apply_everywhere(tables, kinds, "budget", budget, f"--budget {budget}", "a budget")
+        if deterministic:
+            self.apply_everywhere(tables, kinds, "deterministic", True, "--deterministic", "that setting")
         for text in sets:
             self.apply_set(tables, kinds, text)
         parents = {step: self.parents_of(step, tables, kinds) for step in tables}
@@ -169,7 +181,10 @@ class _Reader:
             )
             for step in self.in_order(parents)
         }
-        return Recipe(name, str(data.get("about", "")), steps)
+        log = data.get("log", {})
+        if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
+            raise ConfigError(f"{self.at('log')}: log is no table of tables", expected="[log.wandb]")
+        return Recipe(name, str(data.get("about", "")), steps, log)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
         here = self.at("steps", step)
@@ -273,14 +288,22 @@ class _Reader:
                 expected=f"{said[:1].lower()}{said[1:]}" + (f" ({about})" if about else ""),
             ) from error
 
-    def apply_budget(self, tables: dict[str, Any], kinds: dict[str, StepKind], budget: str) -> None:
-        """`--budget`: the value of every step that has a setting `budget`."""
-        takers = [step for step, kind in kinds.items() if "budget" in kind.config.model_fields]
+    def apply_everywhere(
+        self,
+        tables: dict[str, Any],
+        kinds: dict[str, StepKind],
+        field: str,
+        value: Any,
+        flag: str,
+        words: str,
+    ) -> None:
+        """`--budget`, `--deterministic`: the value of every step that has such a setting."""
+        takers = [step for step, kind in kinds.items() if field in kind.config.model_fields]
         if not takers:
-            raise ConfigError(f"--budget {budget}: no step of this recipe takes a budget")
+            raise ConfigError(f"{flag}: no step of this recipe takes {words}")
         for step in takers:
-            tables[step]["budget"] = budget
-            self.flags["steps", step, "budget"] = f"--budget {budget}"
+            tables[step][field] = value
+            self.flags["steps", step, field] = flag
 
     def apply_set(self, tables: dict[str, Any], kinds: dict[str, StepKind], text: str) -> None:
         """`--set step.field=value`, deeper fields with more dots."""

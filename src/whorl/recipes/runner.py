@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
-from whorl.runs import Progress, Run, duration, write_json
+from whorl.runs import Guarded, Progress, Run, Sink, duration, write_json
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
 
@@ -40,17 +40,27 @@ def run_folder(recipe: Recipe, store: Store) -> Path:
     return store.root / "runs" / f"{recipe.name}-{mark}"
 
 
-def run_recipe(recipe: Recipe, store: Store, progress: Progress, *, until: str | None = None) -> Outcome:
+def run_recipe(
+    recipe: Recipe,
+    store: Store,
+    progress: Progress,
+    *,
+    until: str | None = None,
+    sinks: Iterable[Sink] = (),
+) -> Outcome:
     """Make (or look up) every step of a recipe, or only those that `until` needs.
+
+    sinks: who else hears the metrics; no failure of theirs stops the run.
 
     Raises:
         WhorlError: what a step or the store raised; everything finished before it is kept.
     """
     began = time.monotonic()
     wanted = recipe.up_to(until) if until is not None else recipe
+    heard = Guarded(sinks, progress.say)
     try:
         store.make_folders()
-        run = Run(run_folder(recipe, store), config=recipe.to_json())
+        run = Run(run_folder(recipe, store), config=recipe.to_json(), sinks=heard)
         progress.sinks.append(run.log)
     except OSError as error:
         raise store.explain(error) from error
@@ -74,6 +84,7 @@ def run_recipe(recipe: Recipe, store: Store, progress: Progress, *, until: str |
             }
             write_json(run.dir / "steps.json", records)
     finally:
+        heard.close()
         progress.sinks.remove(run.log)
     return Outcome(run, artifacts, time.monotonic() - began)
 
@@ -111,8 +122,9 @@ def _one_step(
                     ),
                     config,
                 )
-    except WhorlError:
-        progress.say(f"{mark}: failed; the steps before it are kept")
+    except WhorlError as error:
+        how = "stopped" if error.exit_code > 128 else "failed"  # by a signal
+        progress.say(f"{mark}: {how}; the steps before it are kept")
         raise
     assert build.artifact is not None
     return build.artifact, "looked up" if build.done is not None else "made"

@@ -128,6 +128,17 @@ class ExpertsLayer(_Part):
     dropped: Probability
 
 
+class TrainingEvent(_Part):
+    """Something that went wrong at a step, and what was done. documents: some of those in its batch, of `n_documents`."""
+
+    step: Count
+    kind: str
+    words: str
+    action: str
+    documents: list[str] = []
+    n_documents: Count = 0
+
+
 class TrainingSection(_Part):
     """The curves. The mark of the fall is found from `points` (see `fall`), so it is not handed over."""
 
@@ -135,6 +146,7 @@ class TrainingSection(_Part):
     held_out: list[HeldOutPoint] = []
     copying: list[CopyPoint] = []
     experts: list[ExpertsLayer] = []
+    events: list[TrainingEvent] = []
     tokens_per_second: Positive | None = None
     utilisation: Probability | None = None
     peak_memory_bytes: Count | None = None

@@ -26,7 +26,7 @@ from typing import Any
 from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score
 from whorl.report.fall import copying_fall, find_fall
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
-from whorl.report.training import charts, fall_words, training_facts
+from whorl.report.training import MOST_EVENTS, charts, events, fall_words, training_facts
 
 _SECTIONS = (
     ("result", "Result"),
@@ -86,6 +86,8 @@ def to_html(data: ReportData) -> str:
         charts=drawn,
         fall=fall_words(fall) if fall else "",
         training_facts=training_facts(data.training),
+        events=events(data.training),
+        unshown=max(0, len(data.training.events) - MOST_EVENTS) if data.training else 0,
         plan_rows=_plan_rows(data),
         funnel=_funnel(data),
         set_aside=_set_aside(data),

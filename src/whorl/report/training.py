@@ -7,12 +7,15 @@ that made it, and the learning rate at that moment stand above each other.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from whorl.report.charts import Mark, Series, line_chart
 from whorl.report.data import ExpertsLayer, TrainingSection
 from whorl.report.fall import Fall, smooth
 from whorl.report.format import duration, scaled
 from whorl.report.format import share as percent
+
+MOST_EVENTS = 50  # are shown
 
 
 def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tuple[str, str, str]]:
@@ -133,6 +136,12 @@ def fall_words(fall: Fall) -> str:
         "token in the steepest stretch of the run. In small language models such a fall is the moment when "
         "attention heads learn to copy what followed an earlier occurrence of the same token."
     )
+
+
+def events(training: TrainingSection | None) -> list[dict[str, Any]]:
+    """The first events as rows of a table."""
+    shown = training.events[:MOST_EVENTS] if training is not None else []
+    return [{**e.model_dump(), "more": e.n_documents - len(e.documents)} for e in shown]
 
 
 def training_facts(training: TrainingSection | None) -> list[tuple[str, str]]:

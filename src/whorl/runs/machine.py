@@ -258,6 +258,16 @@ def measure(cores: int, *, gpu: bool = False) -> Measurement:
     return Measurement(flops, bandwidth, gpu_flops, _copy_speed("cuda", 1 << 30))
 
 
+def peaks_now(device: str) -> tuple[dict[str, float], float]:
+    """What this process reaches at this moment with the threads it has: FLOP/s by type, and bytes/s of a copy.
+
+    Not cached and nothing is chosen by it: it is what a profile is held against, neighbours included.
+    """
+    shapes = ((8192, 4096, 4096),) if device == "cuda" else SHAPES
+    flops = {kind: max(_product_speed(shape, kind, device) for shape in shapes) for kind in DTYPES}
+    return flops, _copy_speed(device, 1 << 30 if device == "cuda" else 64 << 20)
+
+
 def _product_speed(shape: tuple[int, int, int], kind: str, device: str) -> float:
     """FLOP/s of one matrix product: the fastest repetition, since disturbance only ever slows one down."""
     import torch

@@ -15,9 +15,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -116,6 +116,9 @@ class Progress:
         self.interactive = self.stream.isatty() if interactive is None else interactive
         self.every = every
         self.sinks: list[Callable[[str], None]] = []
+        self.above: Callable[[int, int], Any] | None = (
+            None  # (width, height) -> what stands over the bars, or None
+        )
         self._quiet = False
         self._lock = threading.RLock()
         self._live: RichProgress | None = None
@@ -150,9 +153,12 @@ class Progress:
             if not self.interactive or self._quiet:
                 return
             if self._live is None:
-                self._live = _bars(self.stream)
+                self._live = _bars(self.stream, self._above)
                 self._live.start()
             task._bar = self._live.add_task(task.label, total=task.total, unit=task.unit, note="")
+
+    def _above(self, width: int, height: int) -> Any:
+        return None if self.above is None else self.above(width, height)
 
     def _show(self, task: Task) -> None:
         if self._quiet:
@@ -176,19 +182,28 @@ class Progress:
             self.say(f"{task.line()}{' (stopped)' if stopped else ''}")
 
 
-def _bars(stream: TextIO) -> RichProgress:
+def _bars(stream: TextIO, above: Callable[[int, int], Any]) -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
 
-    return RichProgress(
+    console = Console(file=stream)
+
+    class Bars(RichProgress):
+        def get_renderables(self) -> Iterable[Any]:
+            over = above(*console.size)
+            if over is not None:
+                yield over
+            yield self.make_tasks_table(self.tasks)
+
+    return Bars(
         TextColumn("{task.description}"),
         BarColumn(bar_width=30),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
-        console=Console(file=stream),
+        console=console,
         transient=True,
         refresh_per_second=4,
     )

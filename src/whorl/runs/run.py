@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import whorl
 from whorl.runs.machine import cpu_model, ram_bytes, usable_cores
+from whorl.runs.sinks import Guarded
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -44,12 +45,19 @@ class MetricsLog:
         step_name: the recipe step.
         resume_at: records at or after this optimiser step are dropped first; 0 starts afresh.
         tensorboard: where TensorBoard events go; None leaves them out.
+        sinks: others that hear each record.
     """
 
     def __init__(
-        self, path: Path, step_name: str, *, resume_at: int = 0, tensorboard: Path | None = None
+        self,
+        path: Path,
+        step_name: str,
+        *,
+        resume_at: int = 0,
+        tensorboard: Path | None = None,
+        sinks: Guarded | None = None,
     ) -> None:
-        self.path, self.step_name = path, step_name
+        self.path, self.step_name, self._sinks = path, step_name, sinks
         self._resume_at, self._tensorboard = resume_at, tensorboard
         self._writer: SummaryWriter | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,6 +75,8 @@ class MetricsLog:
         record |= values
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        if self._sinks is not None:
+            self._sinks.write(self.step_name, step, values)
         if self._tensorboard is None:
             return
         if self._writer is None:
@@ -83,6 +93,8 @@ class MetricsLog:
         self._file.close()
         if self._writer is not None:
             self._writer.close()
+        if self._sinks is not None:
+            self._sinks.end_step(self.step_name)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -107,13 +119,20 @@ class Run:
     """A run folder, created (or continued) at `dir`."""
 
     def __init__(
-        self, dir: Path, *, config: Mapping[str, Any] | None = None, tensorboard: bool = True
+        self,
+        dir: Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        tensorboard: bool = True,
+        sinks: Guarded | None = None,
     ) -> None:
         self.dir = dir
-        self.tensorboard = tensorboard
+        self.tensorboard, self.sinks = tensorboard, sinks
         self.config = dict(config or {})
         dir.mkdir(parents=True, exist_ok=True)
         write_json(dir / "config.json", self.config)
+        if sinks is not None:
+            sinks.start(dir, self.config)
 
     @property
     def name(self) -> str:
@@ -135,7 +154,11 @@ class Run:
         """The metrics log of a recipe step; records at or after `resume_at` are dropped."""
         events = self.dir / "tb" / step_name if self.tensorboard else None
         return MetricsLog(
-            self.dir / "metrics" / f"{step_name}.jsonl", step_name, resume_at=resume_at, tensorboard=events
+            self.dir / "metrics" / f"{step_name}.jsonl",
+            step_name,
+            resume_at=resume_at,
+            tensorboard=events,
+            sinks=self.sinks,
         )
 
     def read_metrics(self, step_name: str | None = None) -> Iterator[dict[str, Any]]:

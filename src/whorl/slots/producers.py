@@ -271,7 +271,8 @@ _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 def _child() -> None:
     """The life of a producer process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):  # theirs who started it, which then closes the socket
+        signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     if hasattr(os, "SCHED_BATCH"):  # being woken, it does not push aside the learner that woke it
         with suppress(OSError):  # some containers forbid it; it is only slower then

@@ -6,7 +6,8 @@ people, and held back, as bytes (a token may end in the middle of a character). 
 a space is written U+2581 and a byte without a character of its own as <0xE2>. A WordPiece vocabulary does not spell
 bytes and is refused.
 
-Which ids end a text is said in three files that need not agree; all that any of them names end it here.
+Which ids end a text is said in three files that need not agree; all that any of them names end it here. And ids need not
+be without gaps: a vocabulary may leave numbers out, which stand for nothing, and which a model should not write.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class ForeignTokenizer:
     """The tokenizer in `folder`: tokenizer.json, and what stands about ids in the files beside it.
 
-    token_bytes: of each id, b"" for special tokens. end_ids: those that end a text. control_ids: special ids that a model
-    should not write.
+    vocab_size: the largest id + 1. token_bytes: of each id, b"" for special tokens and for ids that stand for nothing.
+    end_ids: those that end a text. control_ids: special ids, and ids that stand for nothing, which a model should not write.
 
     Raises:
-        DataError: no tokenizer.json, or one that does not spell bytes.
+        DataError: no tokenizer.json, or one that does not spell bytes; a file beside it is damaged, or names no ids.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,25 +50,32 @@ class ForeignTokenizer:
                 do="put the tokenizer's files beside the weights, and import again",
             ) from error
         self.folder = folder
-        self.vocab_size: int = self._core.get_vocab_size(with_added_tokens=True)
+        known = set(self._core.get_vocab(with_added_tokens=True).values())
+        self.vocab_size: int = max(known, default=-1) + 1
         self.special_ids = frozenset(i for i, t in self._core.get_added_tokens_decoder().items() if t.special)
         self.end_ids = self._ends()
-        self.control_ids = tuple(sorted(self.special_ids - set(self.end_ids)))
+        silent = self.special_ids | (set(range(self.vocab_size)) - known)
+        self.control_ids = tuple(sorted(silent - set(self.end_ids)))
 
     def _ends(self) -> tuple[int, ...]:
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
-            if path.is_file():
-                given = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-                found += given if isinstance(given, list) else [] if given is None else [given]
+            given = _object(path).get("eos_token_id")
+            ids = given if isinstance(given, list) else [] if given is None else [given]
+            if any(type(i) is not int or i < 0 for i in ids):
+                raise DataError(
+                    f"{path}: field 'eos_token_id' is {given!r}", expected="an id, or a list of ids"
+                )
+            found += ids
         path = self.folder / "tokenizer_config.json"
-        if path.is_file():
-            token = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
-            text = token.get("content") if isinstance(token, dict) else token
-            number = None if text is None else self._core.token_to_id(text)
-            found += [] if number is None else [number]
-        return tuple(dict.fromkeys(int(i) for i in found))
+        token = _object(path).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        if text is not None and not isinstance(text, str):
+            raise DataError(f"{path}: field 'eos_token' is {token!r}", expected="the text of a token")
+        number = None if text is None else self._core.token_to_id(text)
+        found += [] if number is None else [number]
+        return tuple(dict.fromkeys(found))
 
     @cached_property
     def token_bytes(self) -> list[bytes]:
@@ -96,7 +104,18 @@ class ForeignTokenizer:
         return out
 
     def prompt(self, text: str) -> Healed:
-        """A prompt ready for generation: ids as the model saw them in training, the last token taken back (see `heal`)."""
+        """A prompt ready for generation: ids as the model saw them in training, the last token taken back (see `heal`).
+
+        Raises:
+            DataError: `text` holds half of a surrogate pair, which no bytes spell.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"the prompt holds {text[error.start]!r} at {error.start}",
+                expected="text that UTF-8 can spell",
+            ) from error
         ids = list(self._core.encode(text, add_special_tokens=True).ids)
         while ids and ids[-1] in self.end_ids and len(ids) > 1:
             ids.pop()  # some templates close the text
@@ -121,6 +140,21 @@ def open_tokenizer(folder: Path) -> Tokenizer | ForeignTokenizer:
         return Tokenizer.load(folder)
     except DataError:
         return ForeignTokenizer(folder)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, an empty one if there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}", expected="a JSON object", do="fetch the file again"
+        ) from error
+    if not isinstance(data, dict):
+        raise DataError(f"{path} holds a {type(data).__name__}", expected="a JSON object")
+    return data
 
 
 def _byte_level(token: str) -> bytes:

@@ -25,7 +25,7 @@ from whorl.errors import BudgetError
 from whorl.runs import seeds
 from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import Rows, pack
-from whorl.tokens.shards import TokenSet
+from whorl.tokens.shards import TokenSet, TokenSplit
 
 N_SLOTS = 4  # batches filled ahead
 _SETTINGS = ("folder", "split", "length", "batch_rows", "seed", "rank", "world")
@@ -99,6 +99,19 @@ class TokenProducer:
         rest = plain[borrowed:][: n_plain * self.batch_rows]
         together = np.concatenate((first, rest)).reshape(-1, self.batch_rows)
         return together[rng.permutation(len(together))]
+
+    @property
+    def stream(self) -> TokenSplit:
+        """The split that is read."""
+        return self._tokens.split(self.split)
+
+    def documents_of(self, number: int) -> NDArray[np.int64]:
+        """The documents, by their number in the split, that batch `number` of the run is made of (all ranks' rows)."""
+        epoch, place = divmod(number, self.batches_per_epoch)
+        rows = self.order(epoch)[place]
+        starts = [start for row in rows.tolist() for start, _ in self.rows.segments(row)]
+        found: NDArray[np.int64] = np.unique(np.searchsorted(self.stream.starts, starts, side="right") - 1)
+        return found
 
     def fill(self, slot: Slot[TokenBatch], weights: Any, rng: Any) -> int:
         """Write this rank's rows of batch number `slot.sequence` of the run; returns their number of targets."""

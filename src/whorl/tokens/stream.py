@@ -153,6 +153,13 @@ class StreamProducer:
             chosen.append(int(self._state["order"][source][1][at]))
         return source, chosen
 
+    def files(self, source: int) -> RawFiles:
+        """The files of a source."""
+        if not self._state:
+            self._begin()
+        files: RawFiles = self._state["files"][source]
+        return files
+
     def fill(self, slot: Slot[StreamRecord], weights: Any, rng: np.random.Generator) -> int:
         """Write the rows of record `slot.sequence`; returns their number of targets."""
         source, chosen = self.blocks_of(slot.sequence)

@@ -32,3 +32,24 @@ class RoutingConfig(BaseModel):
     bias_rate: float = Field(
         default=1e-3, ge=0, description="step of the balancing bias, for routers that have one"
     )
+
+
+class WatchConfig(BaseModel):
+    """What is done about a step that went wrong (`guard.py`). All of it counts in steps: no clock decides a weight."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    spike: float = Field(
+        default=10.0,
+        ge=0,
+        description="robust standard deviations above the median at which a batch is skipped; 0: never",
+    )
+    window: int = Field(default=128, ge=8, description="steps whose losses and gradient norms are compared")
+    patience: int = Field(default=8, ge=1, description="bad steps in a row before the weights go back")
+    rewinds: int = Field(default=2, ge=0, description="how often they may; then training stops")
+    most_skipped: float = Field(
+        default=0.05, ge=0, le=1, description="share of the steps that may be skipped; then training stops"
+    )
+    good_every: int | None = Field(
+        default=None, ge=1, description="steps between the copies to go back to; default an eighth of the run"
+    )

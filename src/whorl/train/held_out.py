@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from whorl.models import LanguageModel
+from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives import next_token
 from whorl.runs.seeds import generator
 from whorl.tokens.shards import TokenSet
@@ -46,6 +47,10 @@ class HeldOut:
         self.rows = torch.stack(rows)[mine].to(job.device) if rows else None
         self.copies = torch.cat([half, half], dim=1)[mine].to(job.device)
 
+    def some_ids(self) -> Tensor:
+        """[n, T + 1] ids that stay the same, of this replica: held-out text, or what there is in its place; n may be 0."""
+        return self.copies if self.rows is None else self.rows
+
     @torch.no_grad()
     def __call__(self, model: LanguageModel, world: World) -> dict[str, float]:
         """held_out_nll and copy_nll in nats a token."""
@@ -66,5 +71,6 @@ class HeldOut:
             targets.flatten(),
             torch.ones_like(targets).flatten(),
             softcap=model.logit_softcap,
+            choose=logits_step,
         )
         return float(loss.metrics["nll"]), float(loss.count)

@@ -107,6 +107,7 @@ class Keeper:
         self.threads = copiers()
         self.background: Background | None = None
         self.writing: int | None = None  # the step whose checkpoint is being written
+        self.aside = False  # and whether that is one that was put aside
         self.last = self.last_durable = time.monotonic()
         self.lead = 0.0  # how long a checkpoint takes to be whole
         self.counted_late = False
@@ -138,9 +139,7 @@ class Keeper:
         self.account.resumed += 1
         self.lead = self.account.write_seconds / max(1, self.account.written)
         restore_generators(found)
-        return Checkpoint(
-            found.step, {n: t for n, t in found.tensors.items() if not n.startswith(OURS)}, found.record
-        )
+        return Checkpoint(found.step, _without_generators(found.tensors), found.record)
 
     def _newest(self) -> Checkpoint | None:
         """The newest step first, and of one step the local one."""
@@ -220,18 +219,9 @@ class Keeper:
         Raises:
             DiskFullError, CheckpointError: the one before could not be written.
         """
-        began = time.monotonic()
-        while self.writing is not None:
-            self._hear(None)
-        if self.background is None or self.layout is None:
-            self.prepare(tensors)
-        assert self.layout is not None and self.background is not None
-        tensors = {**tensors, **generator_tensors()}
-        if not self.layout.fits(tensors):
-            self.layout = Layout.of(tensors)
-        stage(self.area, self.layout, tensors, self.threads)
+        account, began = self.account, time.monotonic()
+        self._stage(tensors)
         copied = self.last = time.monotonic()
-        account = self.account
         account.blocked_seconds += copied - began
         account.longest_block = max(account.longest_block, copied - began)
         far = self.tiers.durable is not None and (
@@ -245,14 +235,48 @@ class Keeper:
             "account": asdict(account),
             "generators": generator_record(),
         }
+        self._submit(self.folder, step, kept, far)
+        self.counted_late = False
+        return copied - began
+
+    def put_aside(self, folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """A copy of its own in `folder`, which neither `resume` nor retention looks at; else like `save`. What is saved
+        after it is whole after it."""
+        self._stage(tensors)
+        self._submit(folder, step, {}, far=False)
+
+    def found_aside(self, folder: Path) -> Mapping[str, Tensor]:
+        """What `put_aside` left in `folder`.
+
+        Raises:
+            CheckpointError: there is nothing, or it is damaged.
+        """
+        self.finish()
+        found = sorted(folder.glob("step-*"))
+        if not found:
+            raise CheckpointError(f"{folder} holds no copy of the weights")
+        return _without_generators(load(found[-1]).tensors)
+
+    def _stage(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies `tensors` and the generators into the staging area, once nobody writes from it."""
+        self.finish()
+        if self.layout is None:
+            self.prepare(tensors)
+        assert self.layout is not None
+        tensors = {**tensors, **generator_tensors()}
+        if not self.layout.fits(tensors):
+            self.layout = Layout.of(tensors)
+        stage(self.area, self.layout, tensors, self.threads)
+
+    def _submit(self, folder: Path, step: int, record: Mapping[str, Any], far: bool) -> None:
+        assert self.layout is not None and self.background is not None
         self.background.submit(
             {
-                "folder": str(self.folder), "index": index_of(step, self.layout, kept), "durable": far,
+                "folder": str(folder), "index": index_of(step, self.layout, record), "durable": far,
                 "tiers": self.tiers.model_dump(mode="json"), "job": self.job,
             }
         )  # fmt: skip
-        self.writing, self.counted_late = step, False
-        return copied - began
+        self.writing, self.aside = step, folder != self.folder
 
     def _hear(self, patience: float | None = 0.0) -> None:
         """Takes in what the writer has told; waits for the first answer for `patience` seconds (None: however long)."""
@@ -264,6 +288,8 @@ class Keeper:
             self.writing = None
             if "error" in answer:
                 raise (DiskFullError if answer["full"] else CheckpointError)(answer["error"], do=answer["do"])
+            if self.aside:
+                continue
             self.lead = answer["seconds"]
             self.account.written += 1
             self.account.write_seconds += answer["seconds"]
@@ -315,6 +341,10 @@ class Keeper:
             self.background = None
         self.threads.shutdown()
         self.area.close()
+
+
+def _without_generators(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t for n, t in tensors.items() if not n.startswith(OURS)}
 
 
 def generator_tensors() -> dict[str, Tensor]:

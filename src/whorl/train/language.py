@@ -15,6 +15,7 @@ from torch import Tensor
 from whorl.models import LanguageModel
 from whorl.nn import Linear
 from whorl.nn.experts import Experts
+from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives import Loss, next_token
 from whorl.train.config import OptimConfig
 from whorl.train.mixtures import Mixtures
@@ -79,6 +80,7 @@ class LossOf:
             mask.flatten(),
             self.z_loss,
             model.logit_softcap,
+            choose=logits_step,
         )
         return loss.total, loss.count, loss.metrics["nll"]
 
@@ -90,7 +92,7 @@ class LossOf:
         if self.mixtures:
             records: list[Any] = []
             total, count, nll = self._loss(x, where, *rest, segments, records)
-            return self.mixtures.loss(Loss(total, count, {"nll": nll}), records)
+            return self.mixtures.loss(Loss(total, count, {"nll": nll}), records, part["loss_mask"])
         if segments is None:
             total, count, nll = self.fast(x, where, *rest)
         else:

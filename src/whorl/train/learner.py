@@ -16,10 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from whorl.errors import ConfigError
+from whorl.nn.norm import BatchNorm
 from whorl.objectives import Loss
 from whorl.train.optim import POLAR_EXPRESS, AdamW, Muon, RowAdagrad, as_one
 from whorl.train.update import Average, Treatment, Update, check
@@ -100,7 +103,12 @@ class Shared:
                 for moment in ("momentum",) if rule == "muon" else ("mean", "square"):
                     state[f"{name}/{moment}"] = shared(*p.shape)
         buffers = {}
-        for name, _, _, buffer in stored_buffers(networks):
+        for name, module, _, buffer in stored_buffers(networks):
+            if replicas > 1 and isinstance(module, BatchNorm):
+                raise ConfigError(
+                    f"{name} moves with every forward, and {replicas} replicas would move it apart",
+                    expected="1 replica, or another norm (layer, group, RMS)",
+                )
             buffers[name] = shared(*buffer.shape, dtype=buffer.dtype)
             buffers[name].copy_(buffer)
         return cls(weights, state, gradients, ids, values, buffers)
@@ -224,6 +232,16 @@ class Learner:
         self.rounds += 1
 
 
+class Watcher(Protocol):
+    """Looks at what an update is about to do with this rank's share. Changes nothing."""
+
+    def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+        """Of the dense parameters, by name: means over the batch, times `clipped`."""
+
+    def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
+        """Of a look-up table: ids [n], with repeats; gradients [n, d]."""
+
+
 class _Taken:
     """An `Update` at work: its optimisers over this rank's share, and what has been accumulated for its next step."""
 
@@ -266,6 +284,7 @@ class _Taken:
         self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)
         self.alone = self._summed() if self.world.size == 1 else None  # the same memory in every step
         self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
+        self.watch: Watcher | None = None
         self._start()
 
     def _start(self) -> None:
@@ -305,7 +324,8 @@ class _Taken:
         """The update from all that was accumulated, on every replica together.
 
         Returns:
-            loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping).
+            loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping);
+            skipped, if the update's judge refused it: then no weight and no moment has moved, on any replica.
         """
         filled = float(max(self.filled.values(), default=0))
         everybody = self.world.exchange(*self.totals.values(), filled)
@@ -314,7 +334,17 @@ class _Taken:
         gradients, dense = self.alone or self._summed()
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         norm = self.world.total(square)[0] ** 0.5 / divisor
-        torch._foreach_mul_(dense, min(1.0, self.update.clip_norm / max(norm, 1e-30)) / divisor)
+        figures = {k: v / divisor for k, v in sums.items() if k != "count"}
+        figures |= {"count": sums["count"], "gradient_norm": norm}
+        if not self.update.judge(figures):  # the same numbers on every replica, so the same answer
+            self.muon.steps += 1  # a step is a record, taken or not: nothing else is to be remembered
+            self.adamw.steps += 1
+            self._start()
+            return {**figures, "skipped": 1.0}
+        clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
+        torch._foreach_mul_(dense, clipped / divisor)
+        if self.watch is not None:
+            self.watch.gradients(gradients, clipped)
         self.muon.step(gradients, factor)
         self.adamw.step(gradients, factor)
         sizes = [int(each[-1]) for each in everybody]
@@ -322,8 +352,7 @@ class _Taken:
             self._step_rows(name, table, sizes, divisor, factor)
         self._start()
         self.world.exchange()
-        means = {k: v / divisor for k, v in sums.items() if k != "count"}
-        return {**means, "count": sums["count"], "gradient_norm": norm}
+        return figures
 
     def _summed(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients by name of what this rank updates, summed over the replicas; and the same as few tensors."""
@@ -345,4 +374,7 @@ class _Taken:
                 begin += n
             ids, values = ids[mine], torch.cat(parts)
         if len(ids):
-            self.rows.step(name, table, ids, values / divisor, factor)
+            values = values / divisor
+            if self.watch is not None:
+                self.watch.rows(name, table, ids, values)
+            self.rows.step(name, table, ids, values, factor)

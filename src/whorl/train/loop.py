@@ -52,6 +52,7 @@ def learn(
     factor: Callable[[int], float] = lambda step: 1.0,
     publish: Callable[[int], None] = lambda step: None,
     after: Callable[[int, dict[str, float], Clock], None] = lambda step, metrics, clock: None,
+    clock: Clock | None = None,
 ) -> None:
     """Learns from the records number `first` to `last` - 1.
 
@@ -60,8 +61,9 @@ def learn(
         publish: called when the weights of that many steps are in place.
         after: called behind each record with how many there were, the means of all metrics, and where time went:
             "wait" for records, "gradients", "step".
+        clock: counts that time.
     """
-    clock = Clock()
+    clock = clock or Clock()
     for step in range(first, last):
         with clock("wait"):
             record = next(records)

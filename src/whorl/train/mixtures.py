@@ -5,10 +5,11 @@ experts, the load-balancing loss and the router's z-loss (`objectives/routing.py
 bias of the routers that have one (DeepSeek-V3, arXiv:2412.19437, section 2.1.2: no gradient, so nothing of the task is
 given up for it).
 
-The subtle part is *whose* load. A step is many micro-batches on many replicas; the bias must follow the loads of all of
-them, or replicas would route apart. So loads are summed over micro-batches here, over replicas by an exchange, and rank 0
-writes the bias, which lies in shared memory and in checkpoints like a weight. The two losses see a micro-batch's own
-load, which is what they would see on one small machine.
+The subtle part is *whose* load. A step is many micro-batches on many replicas, and how it was cut must not change it. So
+loads are summed over micro-batches here and over replicas by an exchange, and rank 0 moves the bias, which lies in shared
+memory and in checkpoints like a weight. The balancing loss is a product of two means, of which the load has no gradient:
+it takes the load of the whole batch (as Qiu et al. 2025, arXiv:2501.11873, find better than that of a part), and that of
+the step before, since the whole of this one is known only when all its parts have gone by. It goes into checkpoints too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.nn.experts import MixtureOfExperts, Routing
-from whorl.nn.experts.monitor import gini
+from whorl.nn.experts.monitor import evenness
 from whorl.objectives import Loss
 from whorl.objectives.routing import load_balance, router_z
 from whorl.train.config import RoutingConfig
@@ -29,39 +30,52 @@ class Mixtures:
 
     Args:
         world: of the replicas; `end_step` is called by all of them.
+        loads: `state` of the run that is continued.
     """
 
-    def __init__(self, network: nn.Module, config: RoutingConfig, world: World) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        config: RoutingConfig,
+        world: World,
+        loads: list[list[float]] | None = None,
+    ) -> None:
         self.config, self.world = config, world
         self.layers = [m for m in network.modules() if isinstance(m, MixtureOfExperts)]
         self.wished = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
         self.counts = [torch.zeros_like(w) for w in self.wished]
+        # even at first: then the loss is 1 and pulls nowhere
+        self.before = (
+            [torch.ones_like(w) for w in self.wished]
+            if loads is None
+            else [torch.tensor(load, dtype=torch.float64) for load in loads]
+        )
         self.seen: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.wished]
+
+    @property
+    def random(self) -> bool:
+        """Whether experts or tokens are left out by chance in training."""
+        return any(m.router.expert_dropout or m.router.token_dropout for m in self.layers)
 
     def __bool__(self) -> bool:
         return bool(self.layers)
 
-    def loss(self, loss: Loss, records: list[Routing]) -> Loss:
-        """`loss` of a micro-batch and what its routing adds: a weighted mean over tokens, each layer, times its count.
+    def loss(self, loss: Loss, records: list[Routing], mask: Tensor) -> Loss:
+        """`loss` of a micro-batch and what its routing adds, summed over the same tokens.
 
-        Metrics gain `balance` (1 = even) and `router_z`, means over the layers.
+        mask: of the targets, any shape. Metrics gain `balance` (1 = even) and `router_z`, means over the layers.
         """
-        balance: list[Tensor] = []
-        z: list[Tensor] = []
+        balance, z = loss.total.new_zeros(()), loss.total.new_zeros(())
         for n, record in enumerate(records):
             self.wished[n] += record.wished.double().cpu()
             self.counts[n] += record.counts.double().cpu()
-            for terms, one in (
-                (balance, load_balance(record.scores, record.wished)),
-                (z, router_z(record.logits)),
-            ):
-                terms.append(one.total / one.count.clamp(min=1))
-        added = self.config.balance * torch.stack(balance).sum() + self.config.z * torch.stack(z).sum()
-        figures = {
-            "balance": torch.stack(balance).mean().detach() * loss.count,
-            "router_z": torch.stack(z).mean().detach() * loss.count,
-        }
-        return Loss(loss.total + loss.count * added, loss.count, {**loss.metrics, **figures})
+            loads = self.before[n].to(record.scores.device)
+            balance = balance + load_balance(record.scores, loads, mask.flatten()).total
+            z = z + router_z(record.logits, mask.flatten()).total
+        total = loss.total + self.config.balance * balance + self.config.z * z
+        layers = len(self.layers)
+        figures = {"balance": balance.detach() / layers, "router_z": z.detach() / layers}
+        return Loss(total, loss.count, {**loss.metrics, **figures})
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -76,23 +90,32 @@ class Mixtures:
         for n, layer in enumerate(self.layers):
             if layer.router.balance_bias is not None and self.world.rank == 0:
                 layer.router.balance(wished[n], self.config.bias_rate)
+            self.before[n] = wished[n].clone()
             self.seen[n][0].add_(wished[n])
             self.seen[n][1].add_(counts[n])
             self.wished[n].zero_()
             self.counts[n].zero_()
         self.world.exchange()
 
+    @property
+    def state(self) -> list[list[float]]:
+        """What the next step's balancing loss takes the loads from."""
+        return [before.tolist() for before in self.before]
+
+    def forget(self) -> None:
+        """After a step that was not taken: its loads move no bias."""
+        for part in (*self.wished, *self.counts):
+            part.zero_()
+
     def figures(self) -> dict[str, float]:
         """Since the last call, of each layer: the share of every expert, the Gini coefficient (0 = even), the busiest
         expert's load over the mean, and the share of wishes that found no place."""
         found: dict[str, float] = {}
         for n, (wished, counts) in enumerate(self.seen):
-            total = float(counts.sum())
-            if total:
-                found |= {f"experts/{n}/share/{e}": float(c) / total for e, c in enumerate(counts)}
-                found[f"experts/{n}/gini"] = float(gini(counts))
-                found[f"experts/{n}/busiest"] = float(counts.max()) * len(counts) / total
-                found[f"experts/{n}/dropped"] = max(0.0, 1 - total / max(1.0, float(wished.sum())))
+            if counts.any():
+                even = evenness(counts, wished)
+                found |= {f"experts/{n}/share/{e}": float(c) for e, c in enumerate(even.pop("share"))}
+                found |= {f"experts/{n}/{name}": float(value) for name, value in even.items()}
             wished.zero_()
             counts.zero_()
         return found

@@ -20,14 +20,18 @@ from torch import Tensor
 from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
-from whorl.runs.seeds import generator
+from whorl.runs.seeds import derive, generator
 from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
+from whorl.train.advice import advising
 from whorl.train.average import Averaged, allocate
 from whorl.train.checkpoint import restore
-from whorl.train.config import OptimConfig, RoutingConfig
+from whorl.train.config import OptimConfig, RoutingConfig, WatchConfig
+from whorl.train.determinism import deterministic
+from whorl.train.figures import Figures
+from whorl.train.guard import Judge, refuse
 from whorl.train.held_out import HeldOut
 from whorl.train.keeper import Account, Keeper
 from whorl.train.language import LossOf, treatments
@@ -37,6 +41,7 @@ from whorl.train.mixtures import Mixtures
 from whorl.train.schedule import warmup_stable_decay
 from whorl.train.tiers import Tiers
 from whorl.train.update import Part, Update
+from whorl.train.vigil import Vigil
 from whorl.train.world import World, start_replicas
 
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
@@ -96,6 +101,10 @@ class Job(BaseModel):
     device: str = "cpu"
     dtype: str = "float32"
     compile: bool = True
+    deterministic: bool = Field(
+        default=False, description="nothing that was timed decides a bit (determinism.py)"
+    )
+    watch: WatchConfig = WatchConfig()
     serial_loader: bool = Field(default=False, description="fill batches in the training process itself")
 
 
@@ -105,14 +114,17 @@ class Observer(Protocol):
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
     def on_checkpoint(self, step: int, seconds: float) -> None: ...
+    def on_event(self, step: int, event: dict[str, Any]) -> None: ...
 
 
 def build_model(job: Job) -> LanguageModel:
     """The untrained model of `job`, the same bits for the same seed."""
     dtype = getattr(torch, job.dtype)
-    return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+    with deterministic(job.deterministic):
+        return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
 
 
+@advising
 def pretrain(
     job: Job,
     scratch: Path,
@@ -123,6 +135,7 @@ def pretrain(
     account: Account | None = None,
     say: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
+    folder: Path | None = None,
 ) -> LanguageModel:
     """Trains `job` to its end, from the newest checkpoint if there is one, and returns the model.
 
@@ -132,10 +145,12 @@ def pretrain(
         tiers: how many stay, and where else they go.
         account: told what checkpoints came to.
         stop_after: return after this many steps in all (the planner's timing, tests).
+        folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
     Raises:
-        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed.
-        DiskFullError, CheckpointError: a checkpoint could not be written; the one before is whole.
+        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed. DivergedError: it
+            went astray and could not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM.
+            DiskFullError, CheckpointError: a checkpoint could not be written; the one before is whole.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
@@ -154,17 +169,21 @@ def pretrain(
             say(f"continues at step {first:,} of {job.steps:,}")
         keeper.prepare(shared.tensors(), model.params()["total"])
         last = job.steps if stop_after is None else min(stop_after, job.steps)
-        world = start_replicas(job.replicas, _replica, job, shared, first, last, record)
+        world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
         try:
-            _train(world, job, model, shared, first, last, record, observer, keeper)
+            vigil = Vigil(job, world, shared, first, record, observer, keeper, folder=folder, say=say)
+            _train(world, job, model, shared, first, last, vigil, observer, keeper)
         finally:
             world.close()
     Averaged(shared, job.ema, World()).bind(model, averages=last == job.steps)
     return model
 
 
-def _replica(world: World, job: Job, shared: Shared, first: int, last: int, record: dict[str, Any]) -> None:
-    _train(world, job, build_model(job), shared, first, last, record, None, None)
+def _replica(
+    world: World, job: Job, shared: Shared, first: int, last: int, record: dict[str, Any], folder: Path | None
+) -> None:
+    vigil = Vigil(job, world, shared, first, record, folder=folder)
+    _train(world, job, build_model(job), shared, first, last, vigil, None, None)
 
 
 def _train(
@@ -174,44 +193,59 @@ def _train(
     shared: Shared,
     first: int,
     last: int,
-    record: dict[str, Any],
+    vigil: Vigil,
     observer: Observer | None,
     keeper: Keeper | None,
 ) -> None:
     """What every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    mixtures = Mixtures(model, job.routing, world)
-    learner = learner_of(model, job, shared, world, mixtures, steps_done=first)
+    mixtures = Mixtures(model, job.routing, world, vigil.loads)
+    learner = learner_of(model, job, shared, world, mixtures, steps_done=first, judge=vigil.judge)
+    vigil.mixtures = mixtures
     held_out = HeldOut(job, world)
+    watched = Figures(model, job, learner, world, held_out.some_ids(), steps_done=first)
     every = max(1, math.ceil(job.steps / job.evaluations))
-    window, averaged = _Window(record.get("window")), Averaged(shared, job.ema, world)
+    averaged, window = Averaged(shared, job.ema, world), vigil.window
 
     def factor(step: int) -> float:
         return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
 
-    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
-        mixtures.end_step()
-        averaged.end_step(done)
-        window.add(metrics, clock.take())
-        if observer is not None and (done % max(1, job.steps // 500) == 0 or done == last):
-            rate = factor(done - 1) * job.optim.matrix_rate
-            observer.on_step(done, {**window.close(), "learning_rate": rate, **mixtures.figures()})
-        if done % every == 0 or done == job.steps:
-            with averaged.used(model):
+    def look(done: int) -> None:
+        model.eval()
+        with averaged.used(model):
+            with vigil.clock.during("held_out"):
                 figures = held_out(model, world)
-                if observer is not None:
-                    observer.on_evaluation(done, figures, model)
+            vigil.owes_a_look = False
+            if observer is not None:
+                observer.on_evaluation(done, figures, model)
+        model.train()
+
+    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+        skipped = "skipped" in metrics
+        mixtures.forget() if skipped else mixtures.end_step()
+        averaged.end_step(done)
+        vigil.settle(done, records, skipped=skipped)
+        watched.after(done)
+        window.add(metrics, clock.take())
+        report = done % max(1, job.steps // 500) == 0 or done == last
+        if observer is not None and report and window.tokens:
+            seen, rates = window.close(), watched.rates(factor(done - 1))
+            speed = {"flops_per_second": seen["tokens_per_second"] * watched.flops_per_token}
+            observer.on_step(done, {**seen, **speed, **rates, **mixtures.figures(), **watched.take()})
+        if done % every == 0 or done == job.steps:
+            look(done)
         if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
-            more = {"window": window.state()}
-            if isinstance(records, StreamBatches):
-                more["stream"] = records.state
-            observer.on_checkpoint(done, keeper.save(done, shared.tensors(), more))
+            observer.on_checkpoint(done, vigil.save())
 
-    def passes(found: Any) -> list[list[Part]]:
-        return [_share(found, job)]
+    def passes(record: Any) -> list[list[Part]]:
+        if mixtures.random:  # by the step's number, so that a run goes on with what it would have drawn
+            torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
+        return [_share(record, job)]
 
-    with _records(job, world, first, record.get("stream")) as records:
+    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records:
+        if vigil.owes_a_look:
+            look(first)
         learn(
             learner,
             records,
@@ -220,6 +254,7 @@ def _train(
             last=last,
             factor=factor,
             after=after,
+            clock=vigil.clock,
         )
 
 
@@ -240,7 +275,20 @@ def _records(
             rank=world.rank,
             world=world.size,
         )
-    config = StreamConfig(
+    workers = 0 if job.serial_loader else raw.workers
+    return StreamBatches(
+        stream_config(job, raw),
+        rows=job.batch_rows,
+        workers=workers,
+        state=place,
+        rank=world.rank,
+        world=world.size,
+    )
+
+
+def stream_config(job: Job, raw: RawText) -> StreamConfig:
+    """What decides the rows of a job that learns from raw text."""
+    return StreamConfig(
         Path(raw.tokenizer),
         raw.sources,
         job.length,
@@ -248,10 +296,6 @@ def _records(
         record_bytes=raw.record_bytes,
         block_bytes=raw.block_bytes,
         horizon=raw.horizon,
-    )
-    workers = 0 if job.serial_loader else raw.workers
-    return StreamBatches(
-        config, rows=job.batch_rows, workers=workers, state=place, rank=world.rank, world=world.size
     )
 
 
@@ -271,6 +315,7 @@ def learner_of(
     world: World,
     mixtures: Mixtures | None = None,
     steps_done: int = 0,
+    judge: Judge = refuse,
 ) -> Learner:
     """The learner of a language model: one update, next-token prediction."""
     optim = job.optim
@@ -285,6 +330,7 @@ def learner_of(
         weight_decay=optim.weight_decay,
         betas=(0.8, 0.95),
         eps=1e-10,
+        judge=judge,
     )
     return Learner(model, [update], shared, world, dtype=model.dtype, steps_done=steps_done)
 
@@ -302,43 +348,6 @@ def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
 
 
-class _Window:
-    """Figures since the last report: means weighted by tokens, and where the time went. A checkpoint keeps it (`state`), so
-    that the first report after a kill is of all its steps."""
-
-    def __init__(self, state: dict[str, Any] | None = None) -> None:
-        self._reset()
-        self.__dict__.update(state or {})
-
-    def state(self) -> dict[str, Any]:
-        return {**self.__dict__, "sums": dict(self.sums)}
-
-    def _reset(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.norm = self.tokens = self.seconds = self.waited = 0.0
-        self.steps = 0
-
-    def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            if name not in ("count", "gradient_norm"):
-                self.sums[name] = self.sums.get(name, 0.0) + value * metrics["count"]
-        self.norm += metrics["gradient_norm"]
-        self.tokens += metrics["count"]
-        self.seconds += sum(seconds.values())
-        self.waited += seconds["wait"]
-        self.steps += 1
-
-    def close(self) -> dict[str, float]:
-        out = {
-            **{name: total / self.tokens for name, total in self.sums.items()},
-            "gradient_norm": self.norm / self.steps,
-            "tokens_per_second": self.tokens / self.seconds,
-            "loader_share": self.waited / self.seconds,
-        }
-        self._reset()
-        return out
-
-
 def _identity(job: Job) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
     whole = job.model_dump(
@@ -347,6 +356,9 @@ def _identity(job: Job) -> dict[str, Any]:
     if job.raw is not None:
         places: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
         whole["raw"] = job.raw.model_dump(mode="json", exclude=places)
+    for name in ("watch", "deterministic"):  # a checkpoint from before there were these still fits
+        if getattr(job, name) == Job.model_fields[name].default:
+            del whole[name]
     return {
         **whole,
         "data": TokenSet(Path(job.tokens)).split("train").fingerprint,

@@ -12,6 +12,8 @@ import torch
 
 from whorl.runs.machine import give_back_freed_memory
 from whorl.runs.seeds import generator
+from whorl.train.advice import advising
+from whorl.train.determinism import deterministic
 from whorl.train.learner import Shared
 from whorl.train.pretrain import Job, build_model, learner_of, shared_of
 from whorl.train.update import Part
@@ -28,6 +30,7 @@ class StepTiming:
     step: float
 
 
+@advising
 def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
     """Times steps of `job` for about `seconds` after the first few."""
     began = time.perf_counter()
@@ -51,6 +54,13 @@ def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
     try:
+        return _times(world, job, shared, seconds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _times(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list[float], float]:
+    with deterministic(job.deterministic):
         (update,) = learner_of(build_model(job), job, shared, world).updates
         rows = job.batch_rows // job.replicas
         part = random_part(job, rows)
@@ -66,8 +76,6 @@ def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list
             update.step(1e-3)
             times.append(time.perf_counter() - begin)
         return times, started
-    finally:
-        torch.set_num_threads(threads)
 
 
 def random_part(job: Job, rows: int) -> Part:

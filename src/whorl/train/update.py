@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError
 from whorl.objectives import Loss
+from whorl.train.guard import Judge, refuse
 
 Part = Mapping[str, Tensor]  # a micro-batch: tensors by field name
 
@@ -32,7 +33,8 @@ class Update:
 
     objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
     every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
-    momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both.
+    momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both; judge: told the figures of a
+    step before any weight moves, says whether it is to be taken (by default what is not finite ends the run, `guard.py`).
     """
 
     objective: Callable[[Part], Loss]
@@ -44,6 +46,7 @@ class Update:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    judge: Judge = refuse
 
     def names(self, rule: str) -> list[str]:
         """Its parameters under one rule."""

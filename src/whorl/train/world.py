@@ -13,9 +13,11 @@ every kind of CPU, and a pipe whose other end died reads as such at once, so a r
 
 from __future__ import annotations
 
+import signal
 import struct
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -31,7 +33,9 @@ PATIENCE_SECONDS = 600.0  # a first step compiles; nothing that is alive takes l
 
 
 class ReplicaError(WhorlError):
-    """Another replica raised, died or hung."""
+    """Another replica raised, died or hung. killed: the system ended it (SIGKILL), as it does when memory is full."""
+
+    killed = False
 
 
 @dataclass
@@ -52,14 +56,13 @@ class World:
             ReplicaError: a peer died or gave no sign for PATIENCE_SECONDS.
         """
         message = b"v" + struct.pack(f"{len(values)}d", *values)
-        for peer in self.links:
+        for rank, peer in enumerate(self.links):
             if peer is not None:
                 try:
                     peer.send_bytes(message)
                 except OSError as error:
-                    raise ReplicaError(
-                        "a training replica went away", do="run the same command again"
-                    ) from error
+                    self._told_before(rank, peer)
+                    raise self._death(rank) from error
         answers = []
         for rank in range(self.size):
             peer = self.links[rank] if self.links else None
@@ -75,13 +78,33 @@ class World:
                 )
             message = peer.recv_bytes()
         except (EOFError, OSError) as error:
-            raise ReplicaError(
-                f"training replica {rank} died without a word (killed, or out of memory)",
-                do="run the same command again: it continues from the last checkpoint",
-            ) from error
+            raise self._death(rank) from error
         if message[:1] == b"e":
             raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
         return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
+
+    def _told_before(self, rank: int, peer: Connection) -> None:
+        """A peer that is gone may have said why before it went."""
+        with suppress(OSError, EOFError):
+            while peer.poll(0):
+                if (message := peer.recv_bytes())[:1] == b"e":
+                    raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
+
+    def _death(self, rank: int) -> ReplicaError:
+        """What is known of how a peer ended: of one that this process started, the exit code."""
+        code = None
+        if self.children:
+            self.children[rank - 1].join(timeout=2)
+            code = self.children[rank - 1].exitcode
+        how = "killed, or out of memory"
+        if code is not None:
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        dead = ReplicaError(
+            f"training replica {rank} died without a word ({how})",
+            do="run the same command again: it continues from the last checkpoint",
+        )
+        dead.killed = code == -signal.SIGKILL
+        return dead
 
     def total(self, *values: float) -> tuple[float, ...]:
         """The sum of what each rank gave, value by value, added in rank order."""
@@ -129,6 +152,8 @@ def _replica(
     work: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
+    # A scheduler may send it to all processes of a job. Rank 0 hears it; the rest end when its links close.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     world = World(rank, size, links)
     torch.set_num_threads(1)
     keep_freed_memory()

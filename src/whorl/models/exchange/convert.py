@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from whorl.errors import CheckpointError, ConfigError, one_of
+from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange.deepseek import DEEPSEEK
 from whorl.models.exchange.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from whorl.models.exchange.family import NOT_POSSIBLE, Family, differences, not_possible
-from whorl.models.exchange.fields import Fields
+from whorl.models.exchange.fields import Fields, impossible, model_type
 from whorl.models.exchange.files import SHARD_BYTES, Shards, read_json
 from whorl.models.exchange.gemma import GEMMA2, GEMMA3
 from whorl.models.exchange.gpt2 import GPT2
@@ -73,20 +73,6 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def family_of(name: str, where: str) -> Family:
-    """A family by its `model_type`.
-
-    Raises:
-        ConfigError: an unknown one.
-    """
-    if name in FAMILIES:
-        return FAMILIES[name]
-    do = "save the text part by itself: this is the multimodal model" if name == "gemma3" else ""
-    raise ConfigError(
-        f"{where}: field 'model_type' is {name!r}", expected=one_of(name, list(FAMILIES)), do=do
-    )
-
-
 def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) -> TransformerConfig:
     """The shape that a `config.json` describes.
 
@@ -96,14 +82,12 @@ def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) 
     Raises:
         ConfigError: a field that is missing, wrong, or would change the result and is not supported.
     """
-    family = family_of(str(data.get("model_type")), where)
+    family = FAMILIES[model_type(data, where, FAMILIES)]
     fields = Fields(data, where)
     try:
         config = family.read(fields)
     except ValidationError as error:
-        raise ConfigError(
-            f"{where}: {error.errors()[0]['msg']}", expected=f"a possible {family.model_type} model"
-        ) from error
+        raise impossible(error, where, family.model_type) from error
     fields.finish(ignore)
     return config
 
@@ -130,7 +114,11 @@ def import_model(
     where = folder / "config.json"
     data = read_json(where)
     config = read_config(data, str(where), ignore)
-    family, model = FAMILIES[data["model_type"]], _without_memory(config, dtype)
+    family = FAMILIES[data["model_type"]]
+    try:
+        model = _without_memory(config, dtype)
+    except ConfigError as error:  # a part of the network finds its numbers impossible
+        raise ConfigError(f"{where}: {error.what}", expected=error.expected) from error
     shards = Shards(folder)
     own = model.state_dict()
     rules = family.rules(config)
@@ -164,7 +152,7 @@ def export_model(
     Raises:
         ConfigError: the family cannot express this model (the field is named), or `folder` is not empty.
     """
-    chosen = family_of(family, "export_model")
+    chosen = FAMILIES[model_type({"model_type": family}, "export_model", FAMILIES)]
     fields = _fields_of(model.config, chosen)
     rules, own = chosen.rules(model.config), model.state_dict()
     if left := set(own) - {name for rule in rules for name in rule.ours}:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from whorl.models.exchange.experts import PROJECTIONS, expert_rules, experts_of
+from whorl.models.exchange.experts import PROJECTIONS, expert_rules, experts_chosen, experts_of
 from whorl.models.exchange.family import (
     Family,
     mlp_rules,
@@ -38,44 +38,50 @@ def read_deepseek(fields: Fields) -> TransformerConfig:
     fields.must_be("topk_method", "noaux_tc")
     fields.must_be("scoring_func", "sigmoid")
     fields.skip("head_dim", "qk_head_dim")  # both follow from others
-    n_heads = fields.get("num_attention_heads", int)
+    n_heads = fields.get("num_attention_heads", int, above=0)
     fields.must_be("num_key_value_heads", n_heads)
-    groups = fields.get("n_group", int, 8), fields.get("topk_group", int, 4)
-    hidden = fields.get("moe_intermediate_size", int, 2048)
-    n_experts = fields.get("n_routed_experts", int, fields.get("num_local_experts", int, 256))
+    groups = fields.get("n_group", int, 8, above=0), fields.get("topk_group", int, 4, above=0)
+    hidden = fields.get("moe_intermediate_size", int, 2048, above=0)
+    n_experts = fields.get("num_local_experts", int, 256, above=0)
+    n_experts = fields.get("n_routed_experts", int, n_experts, above=0)
+    normalise = fields.get("norm_topk_prob", bool, True)
+    n_dense = fields.get("first_k_dense_replace", int, 3, above=-1)
     experts = Experts(
         n_experts=n_experts,
-        top_k=fields.get("num_experts_per_tok", int, 8),
+        top_k=experts_chosen(fields, 8, n_experts, normalise),
         hidden=hidden,
-        shared_hidden=hidden * fields.get("n_shared_experts", int, 1),
+        shared_hidden=hidden * fields.get("n_shared_experts", int, 1, above=-1),
         scoring="sigmoid",
-        normalise=fields.get("norm_topk_prob", bool, True),
-        scale=fields.get("routed_scaling_factor", float, 2.5),
+        normalise=normalise,
+        scale=fields.get("routed_scaling_factor", float, 2.5, above=0),
         bias_balance=True,
         groups=None if groups[0] == groups[1] else groups,
-        dense_layers=tuple(range(min(fields.get("first_k_dense_replace", int, 3), shape["n_layers"]))),
+        dense_layers=tuple(range(min(n_dense, shape["n_layers"]))),
     )
     return TransformerConfig(**shape, mixers={"latent": _read_latent(fields, n_heads)}, experts=experts)
 
 
 def _read_latent(fields: Fields, n_heads: int) -> LatentHeads:
-    nope, turning = fields.get("qk_nope_head_dim", int, 128), fields.get("qk_rope_head_dim", int, 64)
+    nope = fields.get("qk_nope_head_dim", int, 128, above=0)
+    turning = fields.get("qk_rope_head_dim", int, 64, above=1)
+    if turning % 2:
+        raise fields.wrong("qk_rope_head_dim", "an even number")
     base, scaling, share, given = read_rope(fields, 10_000.0)
     if share != 1.0:
-        raise fields.wrong("partial_rotary_factor", "1.0")
+        raise fields.wrong("partial_rotary_factor", "1.0", share)
     scale = None
     if scaling is not None and given.get("mscale_all_dim"):
         scale = (nope + turning) ** -0.5 * yarn_mscale(scaling.factor, given["mscale_all_dim"]) ** 2
     layout: Layout = "interleaved" if fields.get("rope_interleave", bool, True) else "half"
     # an absent rank of the queries is DeepSeek-V3's; a null one is a plain matrix
-    rank = fields.optional("q_lora_rank", int) if "q_lora_rank" in fields.data else 1536
+    rank = fields.optional("q_lora_rank", int, above=0) if "q_lora_rank" in fields.data else 1536
     return LatentHeads(
         n_heads=n_heads,
         q_rank=rank,
-        kv_rank=fields.get("kv_lora_rank", int, 512),
+        kv_rank=fields.get("kv_lora_rank", int, 512, above=0),
         nope_dim=nope,
         rope_dim=turning,
-        v_dim=fields.get("v_head_dim", int, 128),
+        v_dim=fields.get("v_head_dim", int, 128, above=0),
         rope=Rope(base=base, scaling=scaling, layout=layout),
         scale=scale,
     )

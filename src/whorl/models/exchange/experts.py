@@ -17,7 +17,6 @@ from whorl.models.exchange.family import (
     Family,
     attention_rules,
     heads_of,
-    layered,
     mlp_rules,
     not_possible,
     outer_rules,
@@ -27,8 +26,8 @@ from whorl.models.exchange.family import (
     write_shape,
     write_windows,
 )
-from whorl.models.exchange.fields import Fields, window_pattern
-from whorl.models.exchange.llama import SILU
+from whorl.models.exchange.fields import Fields
+from whorl.models.exchange.llama import SILU, qwen_layers, qwen_window
 from whorl.models.exchange.rules import Rule, behind, same
 from whorl.models.transformer_config import Experts, TransformerConfig
 
@@ -55,16 +54,32 @@ def expert_rules(theirs: str, ours: str, n_experts: int, names: tuple[str, str, 
     return rules
 
 
+def experts_chosen(fields: Fields, default: int, n_experts: int, normalise: bool) -> int:
+    """How many experts a token goes to. normalise: their weights are divided by their sum.
+
+    Raises:
+        ConfigError: there are not so many; or it is one, whose weight is then 1 whatever the router says, so that the
+            router could not be trained further.
+    """
+    top_k = fields.get("num_experts_per_tok", int, default, above=0)
+    if top_k > n_experts:
+        raise fields.wrong("num_experts_per_tok", f"at most the number of experts ({n_experts})")
+    if normalise and top_k == 1 < n_experts:
+        raise fields.wrong("num_experts_per_tok", "at least 2, since weights are divided by their sum")
+    return top_k
+
+
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def read_mixtral(fields: Fields) -> TransformerConfig:
     shape = read_shape(fields, act=SILU, eps=1e-5, max_length=131_072)
-    window = fields.optional("sliding_window", int)
+    window = fields.optional("sliding_window", int, above=0)
     heads = read_heads(fields, kv_heads=8, head_dim=None, base=1_000_000.0, window=window)
+    n_experts = fields.get("num_local_experts", int, 8, above=0)
     experts = Experts(
-        n_experts=fields.get("num_local_experts", int, 8),
-        top_k=fields.get("num_experts_per_tok", int, 2),
+        n_experts=n_experts,
+        top_k=experts_chosen(fields, 2, n_experts, normalise=True),
         hidden=shape["mlp_hidden"],
     )
     return TransformerConfig(**shape, mixers={"full": heads}, experts=experts)
@@ -97,13 +112,16 @@ def _read_experts(
     fields: Fields, n_layers: int, n_experts: int, top_k: int, hidden: int, **others: Any
 ) -> Experts:
     """The experts of both Qwens. n_experts, top_k, hidden: what an absent field means."""
-    every, plain = fields.get("decoder_sparse_step", int, 1), fields.get("mlp_only_layers", list, [])
-    local = fields.optional("num_local_experts", int)  # newer files call them so
+    every = fields.get("decoder_sparse_step", int, 1, above=0)
+    plain = fields.get("mlp_only_layers", list, [])
+    local = fields.optional("num_local_experts", int, above=0)  # newer files call them so
+    n_experts = fields.get("num_experts", int, local or n_experts, above=0)
+    normalise = fields.get("norm_topk_prob", bool, False)
     return Experts(
-        n_experts=fields.get("num_experts", int, local or n_experts),
-        top_k=fields.get("num_experts_per_tok", int, top_k),
-        hidden=fields.get("moe_intermediate_size", int, hidden),
-        normalise=fields.get("norm_topk_prob", bool, False),
+        n_experts=n_experts,
+        top_k=experts_chosen(fields, top_k, n_experts, normalise),
+        hidden=fields.get("moe_intermediate_size", int, hidden, above=0),
+        normalise=normalise,
         dense_layers=tuple(n for n in range(n_layers) if n in plain or (n + 1) % every),
         **others,
     )
@@ -112,29 +130,18 @@ def _read_experts(
 def read_qwen2_moe(fields: Fields) -> TransformerConfig:
     shape = read_shape(fields, act=SILU, max_length=32_768)
     n_layers = shape["n_layers"]
-    slides = fields.get("use_sliding_window", bool, False)
-    window = fields.get("sliding_window", int, 4096) if slides else None
-    fields.skip("sliding_window")
-    last = fields.get("max_window_layers", int, 28)
-    pattern = window_pattern(fields, n_layers, [slides and n % 2 == 0 and n < last for n in range(n_layers)])
-    if window is None and any(pattern):
-        raise fields.wrong("layer_types", "no 'sliding_attention' while use_sliding_window is off")
     full = read_heads(
         fields, kv_heads=16, head_dim=None, base=10_000.0, bias=fields.get("qkv_bias", bool, True)
     )
-    shared = fields.get("shared_expert_intermediate_size", int, 5632)
+    layers = qwen_layers(fields, n_layers, full, lambda n, last: n % 2 == 0 and n < last)
+    shared = fields.get("shared_expert_intermediate_size", int, 5632, above=-1)
     experts = _read_experts(fields, n_layers, 60, 4, 1408, shared_hidden=shared, shared_gate=True)
-    mixers = layered(full, full.model_copy(update={"window": window}), pattern)
-    return TransformerConfig(**shape, **mixers, experts=experts)
+    return TransformerConfig(**shape, **layers, experts=experts)
 
 
 def read_qwen3_moe(fields: Fields) -> TransformerConfig:
     shape = read_shape(fields, act=SILU, max_length=32_768)
     bias = fields.get("attention_bias", bool, False)
-    window = (
-        fields.get("sliding_window", int, 4096) if fields.get("use_sliding_window", bool, False) else None
-    )
-    fields.skip("sliding_window")
     heads = read_heads(
         fields,
         kv_heads=4,
@@ -143,7 +150,7 @@ def read_qwen3_moe(fields: Fields) -> TransformerConfig:
         bias=bias,
         out_bias=bias,
         qk_norm=True,
-        window=window,
+        window=qwen_window(fields),
     )
     experts = _read_experts(fields, shape["n_layers"], 128, 8, 768)
     return TransformerConfig(**shape, mixers={"full": heads}, experts=experts)

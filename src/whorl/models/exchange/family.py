@@ -41,30 +41,44 @@ class Family:
 
 
 def differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
-    """Where two configurations mean different networks, as "field: x, not y". Names of mixers do not matter."""
+    """Where two configurations mean different networks, as "field is x, not y".
+
+    Names of mixers do not matter, and the width of perceptrons does not where all layers have experts in their place.
+    """
     found = []
     for n, (x, y) in enumerate(zip(a.layer_mixers(), b.layer_mixers(), strict=False)):
         found += [f"mixer of layer {n}: {d}" for d in _unequal(_spelt_out(x), _spelt_out(y))]
-    out = {"mixers", "pattern"}
+    out: Any = {
+        "mixers": True,
+        "pattern": True,
+        "experts": {"expert_dropout", "token_dropout"},
+    }  # of training alone
+    if all(c.has_experts(n) for c in (a, b) for n in range(c.n_layers)):
+        out["mlp_hidden"] = True
     return _unequal(a.model_dump(exclude=out), b.model_dump(exclude=out)) + found
 
 
 def _spelt_out(mixer: Any) -> dict[str, Any]:
-    """A mixer's fields, bounds that a scaling leaves to its kind filled in."""
+    """A mixer's fields: bounds that a scaling leaves to its kind filled in, a share that is the whole left out."""
     fields: dict[str, Any] = mixer.model_dump()
     rope = getattr(mixer, "rope", None)
+    if isinstance(mixer, Heads) and rope is not None and rope.rotary_dim == mixer.head_dim:
+        fields["rope"]["rotary_dim"] = None
     if rope is not None and rope.scaling is not None and rope.scaling.kind in ("yarn", "llama3"):
         low, high = rope.scaling.ramp
         fields["rope"]["scaling"] = {**asdict(rope.scaling), "low": low, "high": high}
     return fields
 
 
-def _unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    return [
-        f"{key} is {a.get(key)!r}, not {b.get(key)!r}"
-        for key in sorted(a.keys() | b.keys())
-        if a.get(key) != b.get(key)
-    ]
+def _unequal(a: dict[str, Any], b: dict[str, Any], path: str = "") -> list[str]:
+    found = []
+    for key in sorted(a.keys() | b.keys()):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            found += _unequal(x, y, f"{path}{key}.")
+        elif x != y:
+            found.append(f"{path}{key} is {x!r}, not {y!r}")
+    return found
 
 
 def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
@@ -104,12 +118,26 @@ def not_possible(what: str, expected: str) -> ConfigError:
 def read_heads(
     fields: Fields, *, kv_heads: int | None, head_dim: int | None, base: float, **others: Any
 ) -> Heads:
-    """The attention of a Llama-like file. kv_heads, head_dim, base: what an absent field means (None: from others)."""
-    n_heads, width = fields.get("num_attention_heads", int), fields.get("hidden_size", int)
-    dim = fields.get("head_dim", int, head_dim or width // n_heads)
+    """The attention of a Llama-like file. kv_heads, head_dim, base: what an absent field means (None: from others).
+
+    Raises:
+        ConfigError: a field is wrong, or `partial_rotary_factor` is not 1: without a scaling, these families' own
+            programs turn all features whatever it says.
+    """
+    n_heads = fields.get("num_attention_heads", int, above=0)
+    width = fields.get("hidden_size", int, above=0)
+    dim = fields.optional("head_dim", int, above=0) or head_dim
+    if dim is None:
+        dim = width // fields.divides("num_attention_heads", n_heads, "hidden_size", width)
+    if dim % 2:
+        given = fields.data.get("head_dim") is not None
+        raise fields.wrong("head_dim" if given else "hidden_size", f"heads of an even width, not {dim}")
     base, scaling, share, _ = read_rope(fields, base)
-    rope = Rope(base=base, scaling=scaling, rotary_dim=None if share == 1.0 else int(dim * share))
-    n_kv_heads = fields.get("num_key_value_heads", int, kv_heads or n_heads)
+    if share != 1.0:
+        raise fields.wrong("partial_rotary_factor", "1.0", share)
+    rope = Rope(base=base, scaling=scaling)
+    n_kv_heads = fields.get("num_key_value_heads", int, kv_heads or n_heads, above=0)
+    fields.divides("num_key_value_heads", n_kv_heads, "num_attention_heads", n_heads)
     return Heads(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=dim, rope=rope, **others)
 
 
@@ -125,13 +153,13 @@ def read_shape(
 ) -> dict[str, Any]:
     """The arguments of `TransformerConfig` that every Llama-like file has."""
     return {
-        "vocab_size": fields.get("vocab_size", int),
-        "d_model": fields.get("hidden_size", int),
-        "n_layers": fields.get("num_hidden_layers", int),
-        "max_length": fields.get("max_position_embeddings", int, max_length),
+        "vocab_size": fields.get("vocab_size", int, above=1),
+        "d_model": fields.get("hidden_size", int, above=0),
+        "n_layers": fields.get("num_hidden_layers", int, above=0),
+        "max_length": fields.get("max_position_embeddings", int, max_length, above=0),
         "mlp": fields.choose(act_field, act, act_default),
-        "mlp_hidden": fields.get("intermediate_size", int),
-        "norm_eps": fields.get("rms_norm_eps", float, eps),
+        "mlp_hidden": fields.get("intermediate_size", int, above=0),
+        "norm_eps": fields.get("rms_norm_eps", float, eps, above=0),
         "tie_embeddings": fields.get("tie_word_embeddings", bool, tied),
     }
 
@@ -144,12 +172,16 @@ def layered(full: Heads, sliding: Heads, slides: Sequence[bool]) -> dict[str, An
 
 
 def write_shape(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that every Llama-like file has, the activation's left out."""
+    """The fields that every Llama-like file has, the activation's left out.
+
+    Raises:
+        ConfigError: positions are not rotary, or some features do not turn.
+    """
     first = heads_of(config)[0]
     if first.rope is None:
         raise not_possible("the mixer of layer 0 has no rope", "rotary positions")
-    share = 1.0 if first.rope.rotary_dim is None else first.rope.rotary_dim / first.head_dim
-    rope = write_rope(first.rope.base, first.rope.scaling)
+    if first.rope.rotary_dim not in (None, first.head_dim):
+        raise not_possible(f"rope.rotary_dim of layer 0 is {first.rope.rotary_dim}", "all of head_dim")
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -161,7 +193,7 @@ def write_shape(config: TransformerConfig) -> dict[str, Any]:
         "num_attention_heads": first.n_heads,
         "num_key_value_heads": first.n_kv_heads,
         "head_dim": first.head_dim,
-        "rope_parameters": rope if share == 1.0 else rope | {"partial_rotary_factor": share},
+        "rope_parameters": write_rope(first.rope.base, first.rope.scaling),
     }
 
 

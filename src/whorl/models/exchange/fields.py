@@ -12,6 +12,8 @@ import math
 from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
+from pydantic import ValidationError
+
 from whorl.errors import ConfigError, one_of
 from whorl.nn.rotary import Scaling
 
@@ -76,21 +78,30 @@ class Fields:
         self.data, self.where = data, where
         self._read: set[str] = {"model_type"}
 
-    def get(self, name: str, kind: type[T] | tuple[type[T], ...], default: T | None = None) -> T:
+    def get(
+        self,
+        name: str,
+        kind: type[T] | tuple[type[T], ...],
+        default: T | None = None,
+        *,
+        above: float | None = None,
+    ) -> T:
         """A field of a type. None in the file counts as absent.
 
         Raises:
-            ConfigError: it is absent and has no default, or is of another type.
+            ConfigError: it is absent and has no default, is of another type, or a number not larger than `above`.
         """
-        value = self.optional(name, kind)
+        value = self.optional(name, kind, above=above)
         if value is not None:
             return value
         if default is None:
             raise self.wrong(name, self._name(kind))
         return default
 
-    def optional(self, name: str, kind: type[T] | tuple[type[T], ...]) -> T | None:
-        """A field of a type, or None where it is absent."""
+    def optional(
+        self, name: str, kind: type[T] | tuple[type[T], ...], *, above: float | None = None
+    ) -> T | None:
+        """A field of a type, or None where it is absent. Raises as `get` does."""
         self._read.add(name)
         value = self.data.get(name)
         if value is None:
@@ -101,6 +112,21 @@ class Fields:
             value = float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise self.wrong(name, self._name(kind))
+        if isinstance(value, float) and not math.isfinite(value):
+            raise self.wrong(name, "a finite number")
+        if above is not None and isinstance(value, int | float) and not value > above:
+            raise self.wrong(name, f"{self._name(kind)} above {above:g}")
+        return value
+
+    def divides(self, name: str, value: int, of: str, whole: int) -> int:
+        """`value`, which the field `name` gives or implies, if it divides `whole`, which `of` does.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if whole % value:
+            meant = "" if self.data.get(name) is not None else f"; absent, it means {value}"
+            raise self.wrong(name, f"a divisor of {of} ({whole}){meant}")
         return value
 
     def choose(self, name: str, ways: dict[str, T], default: str | None = None) -> T:
@@ -125,29 +151,51 @@ class Fields:
         """Fields that say nothing new in this family."""
         self._read.update(names)
 
-    def finish(self, ignore: Collection[str] = ()) -> None:
-        """Refuses what nobody has asked for.
+    def finish(self, ignore: Collection[str] | None = ()) -> None:
+        """Refuses what nobody has asked for. ignore: what the caller vouches for; None where nobody can.
 
         Raises:
             ConfigError: such a field is there, and not empty.
         """
-        for name in sorted(set(self.data) - self._read - HARMLESS - set(ignore)):
+        for name in sorted(set(self.data) - self._read - HARMLESS - set(ignore or ())):
             if self.data[name] in (None, False, [], {}, ""):
                 continue
             raise ConfigError(
                 f"{self.where}: field {name!r} is {self.data[name]!r}, which this exchange does not know",
                 expected="fields that it reads, or that make no difference",
-                do=f"if you know that it does not change the result, pass ignore=({name!r},)",
+                do=""
+                if ignore is None
+                else f"if you know that it does not change the result, pass ignore=({name!r},), "
+                f"or --ignore {name} to `whorl import`",
             )
 
-    def wrong(self, name: str, expected: str) -> ConfigError:
-        """The error about a field."""
-        found = f"is {self.data[name]!r}" if self.data.get(name) is not None else "is missing"
+    def wrong(self, name: str, expected: str, found_within: Any = None) -> ConfigError:
+        """The error about a field. found_within: its value, where it stands in an object of this one."""
+        value = self.data.get(name, found_within)
+        found = f"is {value!r}" if value is not None else "is missing"
         return ConfigError(f"{self.where}: field {name!r} {found}", expected=expected)
 
     @staticmethod
     def _name(kind: type | tuple[type, ...]) -> str:
         return " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def model_type(data: dict[str, Any], where: str, known: Collection[str]) -> str:
+    """The family that a `config.json` names.
+
+    Raises:
+        ConfigError: none, or one that is not `known`.
+    """
+    name = data.get("model_type")
+    if isinstance(name, str) and name in known:
+        return name
+    do = "save the text part by itself: this is the multimodal model" if name == "gemma3" else ""
+    found = "is missing" if name is None else f"is {name!r}"
+    raise ConfigError(
+        f"{where}: field 'model_type' {found}",
+        expected=one_of(name if isinstance(name, str) else "", list(known)),
+        do=do,
+    )
 
 
 def read_rope(fields: Fields, default_base: float) -> tuple[float, Scaling | None, float, dict[str, Any]]:
@@ -160,7 +208,7 @@ def read_rope(fields: Fields, default_base: float) -> tuple[float, Scaling | Non
         ConfigError: an unknown type of rotary positions or an unknown parameter of it.
     """
     now, old = fields.optional("rope_parameters", dict), fields.optional("rope_scaling", dict)
-    share = fields.optional("partial_rotary_factor", float)
+    share = fields.optional("partial_rotary_factor", float, above=0)
     for name in sorted((now or {}).keys() & (old or {}).keys()):
         if now is not None and old is not None and now[name] != old[name]:
             raise ConfigError(
@@ -191,8 +239,8 @@ def parse_rope(
     inner = Fields(given, f"{fields.where}: {name}")
     kind = inner.optional("rope_type", str) or inner.optional("type", str) or "default"
     inner.skip("rope_type", "type")
-    base = inner.get("rope_theta", float)
-    share = inner.get("partial_rotary_factor", float, 1.0)
+    base = inner.get("rope_theta", float, above=1)
+    share = inner.get("partial_rotary_factor", float, 1.0, above=0)
     if kind != "default" and kind not in _ROPE_NAMES:
         raise ConfigError(
             f"{inner.where}: field 'rope_type' is {kind!r}", expected=one_of(kind, ["default", *_ROPE_NAMES])
@@ -200,33 +248,39 @@ def parse_rope(
     if kind == "default":
         inner.skip("factor")
     inner.skip(*_ROPE_NAMES.get(kind, ()))
-    inner.finish()
+    inner.finish(None)
     if kind == "default":
         return base, None, share, given
-    length = inner.optional("original_max_position_embeddings", int) or fields.optional(
-        "max_position_embeddings", int
-    )
     factor = inner.get("factor", float)
+    if factor < 1:
+        raise inner.wrong("factor", "at least 1")
     if kind == "linear":
         return base, Scaling("linear", factor), share, given
+    length = inner.optional("original_max_position_embeddings", int, above=0)
+    length = length or fields.optional("max_position_embeddings", int, above=0)
+    if length is None:
+        raise inner.wrong("original_max_position_embeddings", "the longest row of training")
     if kind == "llama3":
-        low, high = inner.get("low_freq_factor", float), inner.get("high_freq_factor", float)
-        return base, Scaling("llama3", factor, length, low, high), share, given
-    scaling = Scaling(
-        "yarn",
-        factor,
-        length,
-        inner.get("beta_slow", float, 1.0),
-        inner.get("beta_fast", float, 32.0),
-        _yarn_gain(inner, factor),
-        inner.get("truncate", bool, True),
-    )
-    return base, scaling, share, given
+        ramp = _ramp(inner, "low_freq_factor", "high_freq_factor", (None, None))
+        return base, Scaling("llama3", factor, length, *ramp), share, given
+    ramp = _ramp(inner, "beta_slow", "beta_fast", (1.0, 32.0))
+    gain, truncate = _yarn_gain(inner, factor), inner.get("truncate", bool, True)
+    return base, Scaling("yarn", factor, length, *ramp, gain, truncate), share, given
+
+
+def _ramp(
+    inner: Fields, low: str, high: str, default: tuple[float | None, float | None]
+) -> tuple[float, float]:
+    """The bounds between which waves are stretched more and more, from the fields of these names."""
+    least, most = inner.get(low, float, default[0], above=0), inner.get(high, float, default[1])
+    if not least < most:
+        raise inner.wrong(high, f"above {low} ({least:g})")
+    return least, most
 
 
 def _yarn_gain(inner: Fields, factor: float) -> float | None:
     """What cos and sin are multiplied by, where it is not YaRN's own choice (DeepSeek's two `mscale`s)."""
-    given = inner.optional("attention_factor", float)
+    given = inner.optional("attention_factor", float, above=0)
     above, below = inner.optional("mscale", float), inner.optional("mscale_all_dim", float)
     if given is not None or not (above and below):
         return given
@@ -277,3 +331,14 @@ def window_pattern(fields: Fields, n_layers: int, default: Iterable[bool]) -> li
         if kind not in known:
             raise fields.wrong("layer_types", f"entries {one_of(str(kind), known)}")
     return [kind == "sliding_attention" for kind in kinds]
+
+
+def impossible(error: ValidationError, where: str, family: str) -> ConfigError:
+    """The error of a shape that is refused; the field is named as ours, since theirs are checked as they are read."""
+    first = error.errors()[0]
+    name = ".".join([error.title, *map(str, first["loc"])])
+    what = f"{name} is {first['input']!r}" if first["loc"] else name
+    return ConfigError(
+        f"{where}: {what}: {first['msg'].removeprefix('Value error, ')}",
+        expected=f"a possible {family} model",
+    )

@@ -33,10 +33,15 @@ GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "geglu"}
 
 
 def _heads(fields: Fields, rope: Rope, cap: float | None, **others: Any) -> Heads:
-    dim, asked = fields.get("head_dim", int, 256), fields.get("query_pre_attn_scalar", float, 256.0)
+    dim = fields.get("head_dim", int, 256, above=0)
+    if dim % 2:
+        raise fields.wrong("head_dim", "an even number")
+    asked = fields.get("query_pre_attn_scalar", float, 256.0, above=0)
+    n_heads = fields.get("num_attention_heads", int, 8, above=0)
+    n_kv_heads = fields.get("num_key_value_heads", int, 4, above=0)
     return Heads(
-        n_heads=fields.get("num_attention_heads", int, 8),
-        n_kv_heads=fields.get("num_key_value_heads", int, 4),
+        n_heads=n_heads,
+        n_kv_heads=fields.divides("num_key_value_heads", n_kv_heads, "num_attention_heads", n_heads),
         head_dim=dim,
         rope=rope,
         scale=None if asked == dim else asked**-0.5,
@@ -64,12 +69,16 @@ def _config(
 
 def _cap(fields: Fields, name: str, default: float | None) -> float | None:
     """A cap that is absent is the family's; one that is null is none."""
-    return fields.optional(name, float) if name in fields.data else _seen(fields, name, default)
+    return fields.optional(name, float, above=0) if name in fields.data else _seen(fields, name, default)
 
 
 def _seen(fields: Fields, name: str, default: float | None) -> float | None:
     fields.skip(name)
     return default
+
+
+def _window(fields: Fields) -> int:
+    return fields.get("sliding_window", int, 4096, above=0)
 
 
 def _shape(fields: Fields, max_length: int) -> dict[str, Any]:
@@ -89,23 +98,24 @@ def read_gemma2(fields: Fields) -> TransformerConfig:
     shape = _shape(fields, 8192)
     base, scaling, share, _ = read_rope(fields, 10_000.0)
     if share != 1.0:
-        raise fields.wrong("partial_rotary_factor", "1.0")
+        raise fields.wrong("partial_rotary_factor", "1.0", share)
     full = _heads(fields, Rope(base=base, scaling=scaling), _cap(fields, "attn_logit_softcapping", 50.0))
-    sliding = full.model_copy(update={"window": fields.get("sliding_window", int, 4096)})
+    sliding = full.model_copy(update={"window": _window(fields)})
     slides = window_pattern(fields, shape["n_layers"], [n % 2 == 0 for n in range(shape["n_layers"])])
     return _config(fields, shape, full, sliding, slides, _cap(fields, "final_logit_softcapping", 30.0))
 
 
 def read_gemma3(fields: Fields) -> TransformerConfig:
     shape = _shape(fields, 131_072)
-    every = fields.get("sliding_window_pattern", int, fields.get("_sliding_window_pattern", int, 6))
+    every = fields.get("_sliding_window_pattern", int, 6, above=0)
+    every = fields.get("sliding_window_pattern", int, every, above=0)
     slides = window_pattern(
         fields, shape["n_layers"], [(n + 1) % every != 0 for n in range(shape["n_layers"])]
     )
     far, near = _ropes(fields)
     cap = _cap(fields, "attn_logit_softcapping", None)
     full = _heads(fields, far, cap, qk_norm=True)
-    sliding = full.model_copy(update={"rope": near, "window": fields.get("sliding_window", int, 4096)})
+    sliding = full.model_copy(update={"rope": near, "window": _window(fields)})
     return _config(fields, shape, full, sliding, slides, _cap(fields, "final_logit_softcapping", None))
 
 

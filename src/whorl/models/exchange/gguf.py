@@ -111,7 +111,7 @@ def _library() -> Any:
         raise ConfigError(
             "the package `gguf` is not installed",
             expected="the writer of GGUF files",
-            do="pip install 'whorl[gguf]'",
+            do="pip install gguf",
         ) from error
     return gguf
 

@@ -60,6 +60,13 @@ class Shape:
             ConfigError: none can. The field is the first one that is in the way of the nearest.
         """
         plain, turned = _plain(given)
+        for n, mixer in enumerate(plain.layer_mixers()):
+            if (
+                isinstance(mixer, Heads | LatentHeads)
+                and (rope := mixer.rope)
+                and rope.rotary_dim is not None
+            ):
+                raise not_possible(f"rope.rotary_dim of layer {n} is {rope.rotary_dim}", "all features")
         worst: list[tuple[int, ConfigError]] = []
         for model_type, architecture in ARCHITECTURES.items():
             family, windows = FAMILIES[model_type], architecture in WITH_WINDOWS
@@ -191,12 +198,10 @@ def _refuse(architecture: str, config: TransformerConfig, turned: bool) -> None:
             raise refuse(f"experts.normalise is {experts.normalise}", str(architecture == "qwen3moe"))
         if architecture == "qwen2moe" and not experts.shared_hidden:
             raise refuse("experts.shared_hidden is 0", "a shared expert")
-    for n, mixer in enumerate(config.layer_mixers()):
+    for mixer in config.layer_mixers():
         if isinstance(mixer, LatentHeads):
             _refuse_latent(mixer, config, refuse)
         elif isinstance(mixer, Heads) and mixer.rope is not None:
-            if mixer.rope.rotary_dim is not None:
-                raise refuse(f"rope.rotary_dim of layer {n} is {mixer.rope.rotary_dim}", "all of head_dim")
             _refuse_scaling(architecture, mixer.rope.scaling, mixer.window is not None, refuse)
 
 

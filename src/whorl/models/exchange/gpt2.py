@@ -20,7 +20,8 @@ GELU: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "ge
 
 
 def read_gpt2(fields: Fields) -> TransformerConfig:
-    width, n_heads = fields.get("n_embd", int), fields.get("n_head", int)
+    width, n_heads = fields.get("n_embd", int, above=0), fields.get("n_head", int, above=0)
+    fields.divides("n_head", n_heads, "n_embd", width)
     fields.must_be("scale_attn_weights", True)
     fields.must_be("scale_attn_by_inverse_layer_idx", False)
     fields.must_be("add_cross_attention", False)
@@ -28,16 +29,16 @@ def read_gpt2(fields: Fields) -> TransformerConfig:
         n_heads=n_heads, n_kv_heads=n_heads, head_dim=width // n_heads, rope=None, bias=True, out_bias=True
     )
     return TransformerConfig(
-        vocab_size=fields.get("vocab_size", int),
+        vocab_size=fields.get("vocab_size", int, above=1),
         d_model=width,
-        n_layers=fields.get("n_layer", int),
-        max_length=fields.get("n_positions", int, 1024),
+        n_layers=fields.get("n_layer", int, above=0),
+        max_length=fields.get("n_positions", int, 1024, above=0),
         mixers={"full": heads},
         mlp=fields.choose("activation_function", GELU, "gelu_new"),
-        mlp_hidden=fields.get("n_inner", int, 4 * width),
+        mlp_hidden=fields.get("n_inner", int, 4 * width, above=0),
         mlp_bias=True,
         norm="layer",
-        norm_eps=fields.get("layer_norm_epsilon", float, 1e-5),
+        norm_eps=fields.get("layer_norm_epsilon", float, 1e-5, above=0),
         learned_positions=True,
         tie_embeddings=fields.get("tie_word_embeddings", bool, True),
     )

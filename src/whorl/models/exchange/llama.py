@@ -13,6 +13,7 @@ An absent field means what the family's own programs take it for, which is why d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from whorl.models.exchange.family import (
@@ -30,7 +31,7 @@ from whorl.models.exchange.family import (
 )
 from whorl.models.exchange.fields import Fields, window_pattern
 from whorl.models.exchange.rules import Rule
-from whorl.models.transformer_config import TransformerConfig
+from whorl.models.transformer_config import Heads, TransformerConfig
 from whorl.nn.mlp import Activation
 
 SILU: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
@@ -60,7 +61,7 @@ def llama_rules(config: TransformerConfig) -> list[Rule]:
 
 def read_mistral(fields: Fields) -> TransformerConfig:
     # an absent window is 4096, a null one is none: the one field where the two differ
-    window = fields.optional("sliding_window", int) if "sliding_window" in fields.data else 4096
+    window = fields.optional("sliding_window", int, above=0) if "sliding_window" in fields.data else 4096
     heads = read_heads(fields, kv_heads=8, head_dim=None, base=10_000.0, window=window)
     return TransformerConfig(**read_shape(fields, act=SILU, max_length=131_072), mixers={"full": heads})
 
@@ -69,18 +70,30 @@ def write_mistral(config: TransformerConfig) -> dict[str, Any]:
     return write_shape(config) | {"hidden_act": "silu", "sliding_window": heads_of(config)[0].window}
 
 
-def _read_qwen(fields: Fields, kv_heads: int, head_dim: int | None, **heads: Any) -> TransformerConfig:
-    shape = read_shape(fields, act=SILU, max_length=32_768)
-    slides = fields.get("use_sliding_window", bool, False)
-    window = fields.get("sliding_window", int, 4096) if slides else None
+def qwen_window(fields: Fields) -> int | None:
+    """The window of Qwen's layers that slide; None while `use_sliding_window` is off, whatever `sliding_window` says."""
     fields.skip("sliding_window")
-    first = fields.get("max_window_layers", int, 28)
-    default = [slides and n >= first for n in range(shape["n_layers"])]
-    pattern = window_pattern(fields, shape["n_layers"], default)
+    slides = fields.get("use_sliding_window", bool, False)
+    return fields.get("sliding_window", int, 4096, above=0) if slides else None
+
+
+def qwen_layers(
+    fields: Fields, n_layers: int, full: Heads, slides: Callable[[int, int], bool]
+) -> dict[str, Any]:
+    """`mixers` and `pattern`. full: layers that see all; slides: (layer, `max_window_layers`) -> default."""
+    window, bound = qwen_window(fields), fields.get("max_window_layers", int, 28)
+    default = [window is not None and slides(n, bound) for n in range(n_layers)]
+    pattern = window_pattern(fields, n_layers, default)
     if window is None and any(pattern):
         raise fields.wrong("layer_types", "no 'sliding_attention' while use_sliding_window is off")
+    return layered(full, full.model_copy(update={"window": window}), pattern)
+
+
+def _read_qwen(fields: Fields, kv_heads: int, head_dim: int | None, **heads: Any) -> TransformerConfig:
+    shape = read_shape(fields, act=SILU, max_length=32_768)
     full = read_heads(fields, kv_heads=kv_heads, head_dim=head_dim, base=10_000.0, **heads)
-    return TransformerConfig(**shape, **layered(full, full.model_copy(update={"window": window}), pattern))
+    layers = qwen_layers(fields, shape["n_layers"], full, lambda n, first: n >= first)
+    return TransformerConfig(**shape, **layers)
 
 
 def _write_qwen(config: TransformerConfig) -> dict[str, Any]:

@@ -22,10 +22,10 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from whorl.errors import ConfigError, one_of
+from whorl.errors import ConfigError
 from whorl.models.bridges import DualEncoder
 from whorl.models.exchange.clip import CLIP
-from whorl.models.exchange.fields import Fields
+from whorl.models.exchange.fields import Fields, impossible, model_type
 from whorl.models.exchange.files import SHARD_BYTES, TOKENIZER_FILES, Shards, read_json
 from whorl.models.exchange.vit import VIT, VisionFamily
 from whorl.models.exchange.weights import matrices, pull, refuse, types_of, unread, wanted, write_folder
@@ -45,16 +45,12 @@ def read_vision_config(data: dict[str, Any], where: str, ignore: Collection[str]
     Raises:
         ConfigError: a field that is missing, wrong, or would change the result and is not supported.
     """
-    family, fields = _family_of(str(data.get("model_type")), where), Fields(data, where)
+    family = VISION_FAMILIES[model_type(data, where, VISION_FAMILIES)]
+    fields = Fields(data, where)
     try:
         config = family.read(fields, ignore)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join([error.title, *map(str, first["loc"])])  # which tower, and its field
-        raise ConfigError(
-            f"{where}: {name}: {first['msg']}",
-            expected=f"a possible {family.model_type} model",
-        ) from error
+        raise impossible(error, where, family.model_type) from error
     return config
 
 
@@ -120,7 +116,7 @@ def export_vision(
     Raises:
         ConfigError: the family cannot express this model (the field is named), or `folder` is not empty.
     """
-    chosen = _family_of(family, "export_vision")
+    chosen = VISION_FAMILIES[model_type({"model_type": family}, "export_vision", VISION_FAMILIES)]
     if not isinstance(model, chosen.network):
         raise _not_possible(family, f"it is a {type(model).__name__}", f"a {chosen.network.__name__}")
     config = chosen.describe(model)
@@ -161,14 +157,6 @@ def _carry_fields(family: VisionFamily[Any, Any], fields: dict[str, Any], given:
     for part, name in family.sub_fields:
         if isinstance(given.get(part), dict) and name in given[part]:
             fields[part][name] = given[part][name]
-
-
-def _family_of(name: str, where: str) -> VisionFamily[Any, Any]:
-    if name not in VISION_FAMILIES:
-        raise ConfigError(
-            f"{where}: field 'model_type' is {name!r}", expected=one_of(name, list(VISION_FAMILIES))
-        )
-    return VISION_FAMILIES[name]
 
 
 def _not_possible(family: str, what: str, expected: str) -> ConfigError:

@@ -105,8 +105,15 @@ def pull(
 
 
 def types_of(own: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """The type in which each tensor is written: `dtype`, if it is given and the tensor holds fractions, or its own."""
-    return {name: t.dtype if dtype is None or not t.is_floating_point() else dtype for name, t in own.items()}
+    """The type in which each tensor is written: `dtype`, if it is given and the tensor holds fractions, or its own.
+
+    The bias that balances experts keeps its own: it is added to scores that differ by little, and others keep it so too.
+    """
+
+    def kept(name: str, tensor: Tensor) -> bool:
+        return dtype is None or not tensor.is_floating_point() or name.rpartition(".")[2] == "balance_bias"
+
+    return {name: t.dtype if dtype is None or kept(name, t) else dtype for name, t in own.items()}
 
 
 def write_folder(

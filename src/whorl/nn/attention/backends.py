@@ -6,8 +6,9 @@
 - "flex": torch's flex_attention (Dong et al. 2024, arXiv:2412.05496): the mask stays a function, and blocks of which
   nothing may be seen are never computed. Compiled on CUDA; on a CPU it is a check of the forward pass, for torch has no
   backward there.
-
 - "blocked": causal rows on a CPU, with gradients, as plain products over blocks of queries (`nn/attention/causal.py`).
+- "triton": FlashAttention-2 as a kernel of our own (`nn/kernels/attention.py`), on a GPU: causal, window, documents,
+  padding; neither bias, softcap nor sink. "auto" takes it where it was measured to beat "sdpa" (`nn/kernels/choice.py`).
 
 What each score goes through, in this order (capital letters are what the papers add to plain attention):
 
@@ -40,8 +41,9 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError, one_of
 from whorl.nn.attention.causal import causal_attention
 from whorl.nn.attention.mask import Mask
+from whorl.nn.kernels import dispatch
 
-BACKENDS = ("auto", "reference", "sdpa", "flex", "blocked")
+BACKENDS = ("auto", "reference", "sdpa", "flex", "blocked", "triton")
 BLOCKED_UPTO = 2048  # positions: the blocked path keeps all probabilities for its backward
 
 
@@ -76,6 +78,10 @@ def attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend == "auto":
         backend = _choice(q, k, mask, bias, softcap, sink)
+        if backend == "sdpa" and bias is None and q.is_cuda and not torch.compiler.is_compiling():
+            return dispatch.attention(q, k, v, mask, scale, lambda q, k, v: _sdpa(q, k, v, mask, scale, None))
+    if backend == "triton":
+        return _triton(q, k, v, mask, scale, bias, softcap, sink)
     if backend == "sdpa":
         for name, option in (("softcap", softcap), ("sink", sink)):
             if option is not None:
@@ -124,6 +130,28 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tenso
     """Causal rows over blocks of queries (`nn/attention/causal.py`), 3 times as fast as sdpa on a CPU with gradients."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     return causal_attention(q * scale, k, v, mask.key_segments)
+
+
+def _triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    bias: Tensor | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Tensor:
+    from whorl.nn.kernels.attention import attention
+
+    if bias is not None or softcap is not None or sink is not None:
+        raise ConfigError(
+            'backend is "triton"',
+            expected="attention without bias, softcap and sink",
+            do='backend = "auto" chooses one that can',
+        )
+    y: Tensor = attention(q, k, v, mask, scale)
+    return y
 
 
 def _reference(

@@ -13,6 +13,8 @@ Told as differences from multi-head attention (Vaswani et al. 2017, arXiv:1706.0
 Why the fast path is written out. On a CPU, torch's fused attention computes all T^2 products and its backward
 runs far below the speed of matrix products; for the short rows that a small model trains on, plain batched
 products over blocks of queries, each against the keys up to its own end, are 3 times as fast (bench/nn_attention.py).
+There scores leave their product in the compute type, and the softmax sums them in fp32: in bf16 a score of 64 is rounded
+by up to 0.25, where the definition would keep it (a test holds the difference).
 `causal_attention` does that with its own backward; `causal_attention_reference` is the definition in a few lines,
 and a test holds the two (and torch's) together.
 """
@@ -27,6 +29,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.nn.attention.mask import Mask
+from whorl.nn.kernels import dispatch
 from whorl.nn.linear import Linear
 from whorl.nn.norm import rms_norm
 from whorl.nn.rotary import apply_rotary
@@ -105,17 +109,25 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
     q, k: [B, H, T, d], scale already in q; v: [B, H, T, dv]; segments: [B, T] or None (each row is one segment)
     -> [B, H, T, dv].
     """
+    if q.is_cuda and not torch.compiler.is_compiling():
+        seen = Mask(query_segments=segments, key_segments=segments)
+        return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _fused_by_torch(q, k, v, segments))
     if q.is_cuda:
-        mask = None
-        if segments is not None:
-            length = q.shape[2]
-            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-            mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+        return _fused_by_torch(q, k, v, segments)
     batch, heads, length, _ = q.shape
     flat = (t.reshape(batch * heads, length, t.shape[-1]) for t in (q, k, v))
     out: Tensor = _BlockedAttention.apply(*flat, segments, heads)  # type: ignore[no-untyped-call]
     return out.view(batch, heads, length, v.shape[-1])
+
+
+def _fused_by_torch(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+    """torch's attention: without documents it needs no mask, with them a dense one."""
+    mask = None
+    if segments is not None:
+        length = q.shape[2]
+        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
 
 
 @dataclass

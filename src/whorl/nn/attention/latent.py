@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
-from whorl.nn.attention.pointwise import extend_segments
+from whorl.nn.attention.state import extend_segments
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import check_state
 from whorl.nn.norm import RMSNorm

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
+from whorl.nn.attention.state import extend_segments
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import check_state
 
@@ -127,24 +128,6 @@ class PointwiseState:
         self.times[:, start : start + times.shape[1]] = times
 
 
-def extend_segments(
-    kept: Tensor | None, new: Tensor | None, start: int, length: int, capacity: int
-) -> Tensor | None:
-    """Writes new [B, length] behind `start` positions of kept [B, capacity], which the first named segment allocates.
-
-    As in `KeyValueState`: positions before the first named one are of segment 0, and without a name a row goes on in its
-    last document. None while no segment was ever named.
-    """
-    if kept is None:
-        if new is None:
-            return None
-        kept = new.new_zeros(new.shape[0], capacity)
-    elif new is None:
-        new = kept[:, start - 1 : start] if start else torch.zeros_like(kept[:, :1])
-    kept[:, start : start + length] = new
-    return kept
-
-
 class Pointwise(nn.Module):
     """A `Mixer` of HSTU.  x: [B, T, d_model] -> [B, T, d_model]; a residual and a norm of x are its block's.
 
@@ -233,7 +216,8 @@ class Pointwise(nn.Module):
             state.k[:, :, start:stop] = k.detach()
             state.v[:, :, start:stop] = v.detach()
             state.length = stop
-            k, v = state.k[:, :, :stop], state.v[:, :, :stop]
+            if start:  # else the new ones are all there is, and carry gradients
+                k, v = state.k[:, :, :stop].to(x.dtype), state.v[:, :, :stop].to(x.dtype)
             times, segments = (None if t is None else t[:, :stop] for t in (state.times, state.segments))
         y = pointwise_attention(q * self.scale, k, v, self.position_bias, self.time_bias, times, segments)
         y = y.transpose(1, 2).reshape(batch, length, v_width)

@@ -112,3 +112,21 @@ def _put(kept: Tensor, new: Tensor, held: int, apart: bool, dim: int) -> Tensor:
     keep = min(stop, room)
     kept.narrow(dim, 0, keep).copy_(whole.detach().narrow(dim, stop - keep, keep))
     return whole
+
+
+def extend_segments(
+    kept: Tensor | None, new: Tensor | None, start: int, length: int, capacity: int
+) -> Tensor | None:
+    """Writes new [B, length] behind `start` positions of kept [B, capacity], which the first named segment allocates.
+
+    As in `KeyValueState`: positions before the first named one are of segment 0, and without a name a row goes on in its
+    last document. None while no segment was ever named.
+    """
+    if kept is None:
+        if new is None:
+            return None
+        kept = new.new_zeros(new.shape[0], capacity)
+    elif new is None:
+        new = kept[:, start - 1 : start] if start else torch.zeros_like(kept[:, :1])
+    kept[:, start : start + length] = new
+    return kept

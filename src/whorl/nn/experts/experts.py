@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,9 @@ CLEARLY = (
 )
 
 
+forced: Literal["mkl", "onednn"] | None = None  # the library of fp32 products; None: whichever is faster
+
+
 @cache
 def _onednn_is_faster() -> bool:
     """Whether oneDNN, also in torch, multiplies fp32 matrices clearly faster here than the usual library; timed once, 5 ms.
@@ -121,7 +124,8 @@ def _onednn(left: Tensor, right: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right for matrices, exact in its type; in fp32 through whichever library is fast on this processor."""
-    if left.dtype == torch.float32 and left.device.type == "cpu" and _onednn_is_faster():
+    fp32 = left.dtype == torch.float32 and left.device.type == "cpu"
+    if fp32 and (_onednn_is_faster() if forced is None else forced == "onednn"):
         return _onednn(left, right)
     return left @ right
 

@@ -1,9 +1,22 @@
-"""A mixture of experts in the place of an MLP: a router, E experts, and experts that every token shares.
+"""A mixture of experts in the place of an MLP: a router, E experts, and experts that every token shares. The whole method:
 
-    y = shared(x) + sum over chosen e of  w_e expert_e(x)
+    z = W_r x                                        [N, E] logits of N tokens, in fp32                    (`router.py`)
+    s = softmax(z)  or  sigmoid(z)                   scores
+    chosen = the top_k of s + b                      b: a bias of each expert, for balance alone, often absent
+    w_e = s_e / sum of the chosen s                  weights; without the division where `normalise` is False
+    y = shared(x) + scale * sum over chosen e of  w_e expert_e(x)                                         (`experts.py`)
+
+    balance loss = E sum_e f_e mean_n p_e(n)         f: shares of all choices; 1 when even       (`objectives/routing.py`)
+    z loss = mean_n (log sum_e exp z_e(n))^2
+    b += rate * sign(mean load - load)               once a step, in place of a loss                  (`Router.balance`)
+
+An expert is an MLP of its own, down_e(act(up_e x)), and no token waits for another: tokens are sorted by expert, and each
+expert's are one product ("dropless"); with a capacity some go to their next choice ("token_choice"); or experts choose
+tokens ("expert_choice", for models that see whole rows at once). At equal arithmetic per token such a layer holds
+E / top_k times the parameters.
 
 (Shazeer et al. 2017, arXiv:1701.06538, eq. 1; the shared part: DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, eq. 9; its
-gate: Qwen2, arXiv:2407.10671.) At equal arithmetic per token such a layer holds E / top_k times the parameters.
+gate: Qwen2, arXiv:2407.10671; the balance loss: Switch, arXiv:2101.03961, eq. 4; the bias: DeepSeek-V3, arXiv:2412.19437.)
 
 A layer knows no objective: it appends what it decided to `records`, and the balancing losses are functions of those
 (`objectives/routing.py`). The house's rule that a parameter is treated by its name gives the rest:

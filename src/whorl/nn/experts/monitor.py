@@ -34,6 +34,24 @@ def entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(dim=-1) / math.log(p.shape[-1])
 
 
+def evenness(counts: Tensor, wished: Tensor) -> dict[str, Tensor]:
+    """How evenly a layer's experts were used; counts, wished: [E], of one batch or summed over many.
+
+    Returns:
+        share: [E] of all assignments; busiest: [] the largest load over the mean; gini; load_entropy; dropped: [] share of
+        the wished-for assignments that found no place.
+    """
+    counts, wished = counts.double(), wished.double()
+    total = counts.sum()
+    return {
+        "share": counts / total.clamp(min=1),
+        "busiest": counts.max() * len(counts) / total.clamp(min=1),
+        "gini": gini(counts),
+        "load_entropy": entropy(counts),
+        "dropped": (1 - total / wished.sum().clamp(min=1)).clamp(min=0) if total else total,
+    }
+
+
 @torch.no_grad()
 def usage(routing: Routing) -> dict[str, Tensor]:
     """What one layer did with one batch.
@@ -44,19 +62,16 @@ def usage(routing: Routing) -> dict[str, Tensor]:
         of tokens without any expert.
     """
     n_tokens, n_experts = routing.scores.shape
-    counts = routing.counts.float()
-    total = counts.sum()
-    served = torch.zeros(n_tokens, device=counts.device)
+    served = torch.zeros(n_tokens, device=routing.counts.device)
     served[routing.tokens] = 1.0
-    wished = max(1, n_tokens * routing.top_k)
+    wished = torch.full_like(routing.counts, n_tokens * routing.top_k, dtype=torch.double) / n_experts
+    found = evenness(routing.counts, wished)
+    del found["share"]
     return {
         "tokens": routing.counts,
-        "busiest": counts.max() * n_experts / total.clamp(min=1),
-        "gini": gini(counts),
-        "load_entropy": entropy(counts),
+        **found,
         "choice_entropy": entropy(routing.scores).sum() / max(1, n_tokens),
-        "dropped": (1 - total / wished).clamp(min=0) if n_tokens else total,
-        "unserved": 1 - served.mean() if n_tokens else total,
+        "unserved": 1 - served.mean() if n_tokens else served.sum(),
     }
 
 

@@ -55,7 +55,15 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
 
     machine = ctx.machine
     machine.apply()
-    model = load_model(model_folder(ctx), machine.torch_dtype, machine.device).eval()
+    model = load_model(model_folder(ctx), machine.torch_dtype, machine.device)
+    if model.longest is not None:
+        config = config.model_copy(
+            update={
+                "window": min(config.window, model.longest),
+                "completion_tokens": min(config.completion_tokens, model.longest // 2),
+                "sample_tokens": min(config.sample_tokens, model.longest // 2),
+            }
+        )
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     tokens = TokenSet(ctx.parents["tokens"].path)
     test = tokens.split("test")
@@ -167,7 +175,7 @@ def _completions(
         chosen = prompts(((d.id, d.text.encode()) for d in held_out), config.completions, config.seed)
     except DataError:
         return None  # no Python in this corpus: the measure does not apply
-    context = max(16, config.window - config.completion_tokens)
+    context = max(1, config.window - config.completion_tokens)
     speed = {"tokens": 0, "seconds": 0.0}
 
     def generate(texts: list[bytes]) -> list[bytes]:
@@ -223,11 +231,12 @@ def _samples(
     out = []
     for number, text in enumerate(texts):
         healed = heal(tokenizer, text.decode("utf-8", "ignore"))
+        room = None if model.longest is None else max(1, model.longest - config.sample_tokens)
         kept = text[: len(text) - len(healed.required)]
         tokens = []
         for token in generate(
             model,
-            healed.ids,
+            healed.ids[-room:] if room else healed.ids,
             sampling,
             generator(config.seed, "report", number),
             max_tokens=config.sample_tokens,

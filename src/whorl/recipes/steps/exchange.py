@@ -83,21 +83,12 @@ def step_for(folder: Path) -> str:
     Raises:
         ConfigError: there is no model, or one of an unknown kind.
     """
-    from whorl.errors import one_of
     from whorl.models.exchange import FAMILIES, VISION_FAMILIES
+    from whorl.models.exchange.fields import model_type
     from whorl.models.exchange.files import read_json
 
     path = folder / "config.json"
     if not path.is_file():
         return "import_model"  # which says what a folder must hold
-    kind = str(read_json(path).get("model_type"))
-    if kind in VISION_FAMILIES:
-        return "import_vision"
-    if kind not in FAMILIES:
-        do = "save the text part by itself: this is the multimodal model" if kind == "gemma3" else ""
-        raise ConfigError(
-            f"{path}: field 'model_type' is {kind!r}",
-            expected=one_of(kind, [*FAMILIES, *VISION_FAMILIES]),
-            do=do,
-        )
-    return "import_model"
+    kind = model_type(read_json(path), str(path), [*FAMILIES, *VISION_FAMILIES])
+    return "import_vision" if kind in VISION_FAMILIES else "import_model"

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,12 +15,14 @@ from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
+from whorl.train.config import WatchConfig
 from whorl.train.tiers import Tiers
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
     from whorl.runs import MetricsLog, Task
     from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train.pretrain import Job
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
@@ -81,6 +83,11 @@ class PretrainConfig(BaseModel):
         default=None, ge=0, lt=1, description="decay a step of averaged weights, 0 for none; else the plan's"
     )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+    micro_rows: int | None = Field(
+        default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
+    )
+    watch: WatchConfig = WatchConfig()
+    deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
     checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
 
@@ -109,30 +116,15 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.train import anatomy
     from whorl.train.keeper import Account
-    from whorl.train.pretrain import Job
     from whorl.train.pretrain import pretrain as run_training
 
-    for role in ("tokens", "tokenizer"):
-        ctx.parents[role].check()
-    planned = read_plan(ctx)
-    job = Job.model_validate(
-        {
-            **planned["job"],
-            "tokens": str(ctx.parents["tokens"].path),
-            "serial_loader": config.serial_loader,
-            "raw": _raw(ctx, config),
-            **({"seed": config.seed} if config.seed is not None else {}),
-            **({"ema": config.ema} if config.ema is not None else {}),
-        }
-    )
+    job = job_of(ctx, config)
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
-    if tokens.vocab_size > job.model.vocab_size:
-        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": tokens.vocab_size})})
     began, account = time.monotonic(), Account()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        watch = _Watch(ctx, job.steps, per_token, tokenizer, task)
+        watch = _Watch(ctx, job, per_token, tokenizer, task)
         model = run_training(
             job,
             ctx.scratch,
@@ -141,6 +133,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             tiers=config.checkpoints,
             account=account,
             say=ctx.progress.say,
+            folder=ctx.run.dir / "watch" / ctx.name,
         )
     watch.close()
     save_model(model, ctx.out)
@@ -164,6 +157,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
         tokens=job.steps * job.batch_rows * job.length,
         params=model.params(),
         peak_memory_bytes=watch.peak_memory,
+        events=sum("event" in record for record in curve),
         final=last,
         tokens_per_second=watch.tokens_per_second(),
         checkpoints={**asdict(account), "line": account.line(), "anatomy": anatomy.line(account.parts)},
@@ -172,6 +166,32 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"
         ),
     )
+
+
+def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
+    """The planned job over the parents' tokens: what `pretrain` trains and `whorl profile` looks at."""
+    from whorl.tokens.shards import TokenSet
+    from whorl.train.pretrain import Job
+
+    for role in ("tokens", "tokenizer"):
+        ctx.parents[role].check()
+    planned = read_plan(ctx)["job"]
+    job = Job.model_validate(
+        {
+            **planned,
+            "tokens": str(ctx.parents["tokens"].path),
+            "serial_loader": config.serial_loader,
+            "raw": _raw(ctx, config),
+            "watch": config.watch,
+            "deterministic": config.deterministic or planned.get("deterministic", False),
+            **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
+            **({"seed": config.seed} if config.seed is not None else {}),
+        }
+    )
+    words = TokenSet(ctx.parents["tokens"].path).vocab_size
+    if words > job.model.vocab_size:
+        job = job.model_copy(update={"model": job.model.model_copy(update={"vocab_size": words})})
+    return job
 
 
 def _raw(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
@@ -185,9 +205,10 @@ class _Watch:
     """What training tells, into metrics, the progress bar and the log."""
 
     def __init__(
-        self, ctx: StepContext, steps: int, bytes_per_token: float, tokenizer: Tokenizer, task: Task
+        self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: Task
     ) -> None:
-        self.ctx, self.steps, self.bytes_per_token = ctx, steps, bytes_per_token
+        self.ctx, self.steps, self.bytes_per_token = ctx, job.steps, bytes_per_token
+        self.peak = ctx.machine.flops[job.dtype]  # what utilisation is a share of
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
@@ -203,6 +224,7 @@ class _Watch:
         self._log(step)
         assert self.metrics is not None
         self.speeds.append(metrics["tokens_per_second"])
+        metrics = {**metrics, "utilisation": metrics["flops_per_second"] / self.peak}
         self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.begun})
         self.last.update(metrics)
         held = self.last.get("held_out_bits_per_byte")
@@ -212,7 +234,7 @@ class _Watch:
     def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None:
         import math
 
-        self._log(step)
+        self._log(step + 1)  # one that was broken off and is made up for: what was told of its step stays
         assert self.metrics is not None
         self.peak_memory = max(self.peak_memory, _memory_in_use())
         values: dict[str, float | str] = dict(metrics)
@@ -225,6 +247,18 @@ class _Watch:
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
         self.ctx.run.log(f"checkpoint of step {step}: the step waited {seconds:.3f} s")
+
+    def on_event(self, step: int, event: dict[str, Any]) -> None:
+        self._log(step)
+        assert self.metrics is not None
+        told = {
+            "event": event["kind"],
+            "words": event["words"],
+            "action": event["action"],
+            "documents": json.dumps(event.get("documents", []), ensure_ascii=False),
+            "n_documents": event.get("n_documents", 0),
+        }
+        self.metrics.write(step, told)
 
     def _sample(self, model: LanguageModel, step: int) -> str:
         from whorl.engine import Sampling, generate

@@ -213,9 +213,22 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         "held_out": held_out,
         "copying": copying,
         "experts": experts,
+        "events": [_event(r) for r in curve if "event" in r],
         "tokens_per_second": speed,
         "utilisation": utilisation,
         "peak_memory_bytes": model.summary.get("peak_memory_bytes"),
+    }
+
+
+def _event(record: dict[str, Any]) -> dict[str, Any]:
+    documents = json.loads(record["documents"])
+    return {
+        "step": record["step"],
+        "kind": record["event"],
+        "words": record["words"],
+        "action": record["action"],
+        "documents": [f"{d['path']} ({d.get('id', d.get('offset'))})" for d in documents],
+        "n_documents": int(record["n_documents"]),
     }
 
 

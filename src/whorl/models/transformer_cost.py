@@ -1,0 +1,189 @@
+"""What a `Transformer` costs: arithmetic a token, bytes that its forward keeps for its backward.
+
+Formulas where the shape tells all, and tests that hold them to torch's counter and to what autograd keeps. Of members that
+have a shape of their own, what they do beyond their matrices is counted on a row, and what they keep is measured.
+
+FLOPs of a training token, forward + backward: 6 x the matrix weights that it meets (idle experts and look-ups left out, the
+head counted), and for each layer of attention 6 x n_heads x (width of a key + width of a value) x the keys that it sees
+on average (Kaplan et al. 2020, arXiv:2001.08361, table 1); for a member, 3 x the products of its forward as they are carried
+out: a chunk's pairs in linear attention, all earlier positions in HSTU.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from whorl.models.language import saved_bytes
+from whorl.models.transformer_config import Heads, LatentHeads
+from whorl.nn.attention.backends import BLOCKED_UPTO
+from whorl.nn.attention.causal import QUERY_BLOCK
+from whorl.nn.attention.mask import Mask
+from whorl.nn.experts import Experts, MixtureOfExperts
+from whorl.nn.linear import Linear
+from whorl.nn.mlp import GATED
+
+if TYPE_CHECKING:
+    from whorl.models.transformer import Transformer
+
+
+def idle_params(model: Transformer) -> int:
+    """Parameters of experts that a token passes by."""
+    e = model.config.experts
+    held = [
+        sum(p.numel() for p in block.mlp.experts.parameters())
+        for block in model.blocks
+        if isinstance(block.mlp, MixtureOfExperts)
+    ]
+    return 0 if e is None else sum(held) * (e.n_experts - e.top_k) // e.n_experts
+
+
+def flops_per_token(model: Transformer, length: int) -> float:
+    """Of one training token in rows of `length` (see the top of this file)."""
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1) - idle_params(model)
+    flops = 6.0 * (matrices + model.head_weight.numel())
+    for block, mixer in zip(model.blocks, model.config.layer_mixers(), strict=True):
+        if isinstance(mixer, Heads):
+            flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * keys_of(mixer, length)
+        elif isinstance(mixer, LatentHeads):
+            features = mixer.nope_dim + mixer.rope_dim + mixer.v_dim
+            flops += 6.0 * mixer.n_heads * features * keys_seen(length, None)
+        elif length:
+            own: Any = block.mixer
+            weights = 2.0 * sum(p.numel() for p in own.parameters() if p.dim() > 1)
+            flops += 3.0 * (counted(own, model.config.d_model, length, weights) - weights)
+    return flops
+
+
+@torch.no_grad()
+def counted(mixer: nn.Module, d_model: int, length: int, weights: float) -> float:
+    """Operations a token of the products in a mixer's forward; `weights` where they are not seen to pass (a recurrence
+    runs in torch's own kernels)."""
+    x = torch.zeros(1, length, d_model, device=next(mixer.parameters()).device)
+    with FlopCounterMode(display=False) as counter:
+        mixer(x)
+    found = float(counter.get_total_flops()) / length
+    return (
+        found
+        if found >= 2.0 * sum(m.weight.numel() for m in mixer.modules() if isinstance(m, Linear))
+        else weights
+    )
+
+
+def keys_of(m: Heads, length: int) -> float:
+    """Keys that a position of a row sees on average under a layer's mask."""
+    if m.stride is None and m.block is None:
+        return keys_seen(length, m.window)
+    return _keys_of_mask(length, m.window, m.stride, m.block)
+
+
+@lru_cache(maxsize=64)
+def _keys_of_mask(length: int, window: int | None, stride: int | None, block: int | None) -> float:
+    if length == 0:
+        return 0.0
+    mask = Mask(window=window, stride=stride, block=block)
+    return float(mask.dense(length, length, torch.device("cpu")).sum()) / length
+
+
+def keys_seen(length: int, window: int | None) -> float:
+    """Keys that a position of a causal row sees on average: length / 2, less where a window ends."""
+    if window is None or window >= length:
+        return length / 2
+    return float(window - window**2 / (2 * length))
+
+
+def blocked_keys(length: int) -> float:
+    """Keys a position that attention over blocks of queries keeps probabilities of (`nn/attention/causal.py`)."""
+    ends = [*range(QUERY_BLOCK, length, QUERY_BLOCK), length]
+    starts = [0, *ends[:-1]]
+    return float(sum((stop - start) * stop for start, stop in zip(starts, ends, strict=True)) / length)
+
+
+def activation_bytes(model: Transformer, batch: int, length: int, device: str | None) -> int:
+    """Bytes that the forward pass keeps for the backward one; logits, loss and rotary tables left out.
+
+    device: of the run, by default the model's own; what attention keeps depends on it. With e bytes an activation,
+    d = d_model, T = length, in bytes for each of the batch x length positions:
+
+        norm    8 d (x and x / rms in fp32), and e d for what the layer behind it reads
+        heads   e (2 H + 2 KV) d_h (queries, keys, values, output) + 4 H; queries and keys normed: 8 (H + KV) d_h more;
+                any mask but causal: e H d_h more, and e T^2 once a layer, the mask;
+                on a CPU, causal rows in blocks: e (4 H d_h + H T), where T is half of that in long rows;
+                capped or with a sink, where no fused kernel will do: (12 + e) H d_h + 12 H T, and 2 T^2 once
+        latent  as heads, with keys of nope + rope and values of v features, and the ranks
+        MLP     4 e hidden with a gate, else 2 e hidden
+        experts top_k (e d + e width of `up` + 20) + 5 E, in bf16 4 d for the router, and the shared one as an MLP
+
+    and in bf16 a copy of every matrix. Other members are measured. Within 15 % of what autograd keeps on a CPU (a
+    test); a GPU's fused kernels keep the same or less.
+    """
+    e, d, config = model.dtype.itemsize, model.config.d_model, model.config
+    on_cpu = (device or model.embedding.device.type).startswith("cpu")
+    once, each = 0, 8 + 8 * d  # the ids, the final norm
+    for layer, mixer in enumerate(config.layer_mixers()):
+        block: Any = model.blocks[layer]
+        norms, read = (4, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)
+        each += norms * (8 * d + 4) + read * e * d + _mlp_bytes(model, layer)
+        if isinstance(mixer, Heads):
+            layer_once, layer_each = heads_bytes(mixer, length, e, on_cpu)
+            once, each = once + layer_once, each + layer_each
+        elif isinstance(mixer, LatentHeads):
+            each += latent_bytes(mixer, length, e, on_cpu)
+        else:
+            once += batch * measured_bytes(block.mixer, d, length, model.dtype)
+    if model.dtype != torch.float32:
+        cast = [m for m in model.blocks.modules() if isinstance(m, Linear | Experts)]
+        once += e * sum(p.numel() for m in cast for p in m.parameters() if p.dim() > 1)
+    return batch * length * each + once
+
+
+def _mlp_bytes(model: Transformer, layer: int) -> int:
+    c, e = model.config, model.dtype.itemsize
+    factor = 4 if c.mlp in GATED else 2
+    if c.experts is None or not c.has_experts(layer):
+        return factor * e * c.mlp_hidden
+    x = c.experts
+    width = x.hidden * (2 if c.mlp in GATED else 1)
+    router = 5 * x.n_experts + (4 * c.d_model if e < 4 else 0)
+    gate = e * (c.d_model + 1) if x.shared_gate else 0
+    return x.top_k * (e * (c.d_model + width) + 20) + router + factor * e * x.shared_hidden + gate
+
+
+def heads_bytes(m: Heads, length: int, e: int, on_cpu: bool) -> tuple[int, int]:
+    """(bytes once, bytes a position) that attention with heads keeps; see `Transformer.activation_bytes`."""
+    queries, keys = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
+    normed = 8 * (queries + keys) + 4 * (m.n_heads + m.n_kv_heads) if m.qk_norm else 0
+    if m.softcap is not None or m.sink:
+        return 2 * length**2, (12 + e) * queries + 12 * m.n_heads * length + normed
+    fused = e * 2 * (queries + keys) + 4 * m.n_heads + normed
+    if m.window is None and m.stride is None and m.block is None and not m.alibi:
+        if on_cpu and length <= BLOCKED_UPTO:
+            return 0, normed + e * (4 * queries + round(m.n_heads * blocked_keys(length)))
+        return 0, fused
+    return e * length**2 * (m.n_heads if m.alibi else 1), fused + e * queries
+
+
+def latent_bytes(m: LatentHeads, length: int, e: int, on_cpu: bool) -> int:
+    """Bytes a position that latent attention keeps in its expanded form; see `Transformer.activation_bytes`."""
+    key = m.nope_dim + m.rope_dim
+    ranks = 4 * (m.kv_rank + m.rope_dim) + 4 * m.kv_rank + e * (m.kv_rank + m.rope_dim) + 4
+    ranks += 0 if m.q_rank is None else (8 + e) * m.q_rank + 4
+    if on_cpu and length <= BLOCKED_UPTO:
+        return ranks + e * round(m.n_heads * (2 * key + 2 * m.v_dim + blocked_keys(length)))
+    # values stay where kv_b put them, beside the keys' first part
+    return ranks + e * m.n_heads * (2 * key + m.nope_dim + 2 * m.v_dim) + 4 * m.n_heads
+
+
+def measured_bytes(mixer: nn.Module, d_model: int, length: int, dtype: torch.dtype) -> int:
+    """Bytes that autograd keeps of a mixer for each further row: those of two rows of noughts, less those of one."""
+    device = next(mixer.parameters()).device
+
+    def kept(rows: int) -> int:
+        x = torch.zeros(rows, length, d_model, dtype=dtype, device=device, requires_grad=True)
+        return saved_bytes(lambda: mixer(x), mixer.parameters())
+
+    return kept(2) - kept(1)

@@ -1,0 +1,104 @@
+"""The functions that layers and objectives call on a GPU, one an operation: the kernel if it is chosen, else torch.
+
+Each takes the reference beside its arguments, so that nothing here defines an operation a second time. Kernel files are
+imported inside: Triton takes a second, and a CPU never needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from whorl.nn.kernels.choice import both_ways, by_kernel, power_of_2
+
+if TYPE_CHECKING:
+    from whorl.nn.attention.mask import Mask
+
+LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
+
+
+def rms_norm(
+    x: Tensor, gain: Tensor | None, eps: float, plain: Callable[[Tensor, Tensor | None, float], Tensor]
+) -> Tensor:
+    """`nn.norm.rms_norm` for x on a GPU; `plain` is the reference."""
+    from whorl.nn.kernels import rms_norm as kernel
+
+    if kernel.takes(x, gain):
+        kind = ("rms_norm", x.shape[-1], None if gain is None else gain.shape, power_of_2(x.numel()))
+        ours = both_ways(lambda x, gain: kernel.rms_norm(x, gain, eps), x, gain)
+        theirs = both_ways(lambda x, gain: plain(x, gain, eps), x, gain)
+        if by_kernel(kind, x, ours, theirs):
+            return kernel.rms_norm(x, gain, eps)
+    return plain(x, gain, eps)
+
+
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, layout: str, plain: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """`nn.rotary.apply_rotary` for x on a GPU; `plain` is the reference in this layout."""
+    from whorl.nn.kernels import rotary as kernel
+
+    if kernel.takes(x, cos, sin):
+        kind = ("rotary", x.shape[-1], cos.shape[-1], layout, power_of_2(x.numel()))
+        ours = both_ways(lambda x: kernel.rotary(x, cos, sin, layout), x)
+        if by_kernel(kind, x, ours, both_ways(lambda x: plain(x, cos, sin), x)):
+            return kernel.rotary(x, cos, sin, layout)
+    return plain(x, cos, sin)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    plain: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Attention on a GPU; `plain` is torch's.  Single queries (decoding) stay there: a block of one is idle."""
+    from whorl.nn.kernels import attention as kernel
+
+    if q.shape[2] > 1 and kernel.takes(q, k, v, mask):
+        sizes = (
+            *(t.shape[1] for t in (q, k)),
+            *(power_of_2(t.shape[2]) for t in (q, k)),
+            q.shape[3],
+            v.shape[3],
+        )
+        parts = (mask.causal, mask.window, mask.key_segments is not None, mask.key_allowed is not None)
+        ours = both_ways(lambda q, k, v: kernel.attention(q, k, v, mask, scale), q, k, v)
+        if by_kernel(
+            ("attention", power_of_2(q.shape[0]), *sizes, *parts), q, ours, both_ways(plain, q, k, v)
+        ):
+            y: Tensor = kernel.attention(q, k, v, mask, scale)
+            return y
+    return plain(q, k, v)
+
+
+def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, plain: LogitsStep) -> LogitsStep:
+    """What `next_token` is to make loss and gradient of a chunk of logits with: `plain` always on a CPU.
+
+    Args:
+        hidden: [N, d_model]; head: [vocab, d_model]: they name device, type and width.
+        softcap: as `next_token` will be told.
+        plain: torch's way.
+    """
+    if not hidden.is_cuda or torch.compiler.is_compiling():
+        return plain
+    from whorl.nn.kernels.cross_entropy import cross_entropy_
+
+    rows, vocab = max(1, min(hidden.shape[0], 2048)), head.shape[0]
+
+    def trial(step: LogitsStep) -> tuple[Tensor, ...]:
+        # Not random: a measurement must leave every generator as it was.
+        values = torch.arange(rows * vocab, device=hidden.device).remainder(97).sub(48).div(12)
+        at = torch.arange(rows, device=hidden.device)
+        logits = values.to(hidden.dtype).view(rows, vocab)
+        return step(logits, at % vocab, (at % 7 > 0).float(), 1e-4, softcap)
+
+    kind = ("cross_entropy", vocab, power_of_2(rows), softcap is None)
+    ours, theirs = functools.partial(trial, cross_entropy_), functools.partial(trial, plain)
+    return cross_entropy_ if by_kernel(kind, hidden, ours, theirs) else plain

@@ -1,0 +1,106 @@
+"""Softmax over rows of any width: one program a row, and the row read twice instead of five times.
+
+    y_j = exp(x_j - m) / d,     m = max_k x_k,     d = sum_k exp(x_k - m)
+
+The plain form reads x for m, x for d, x again for y. Online (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3)
+m and d come from one reading. After a block x_1..x_n with the maximum so far m_n, a block b is taken in by
+
+    m' = max(m_n, max b),     d' = d_n exp(m_n - m') + sum_b exp(b - m')
+
+because a sum of exponentials relative to m_n becomes one relative to m' by the factor exp(m_n - m') <= 1. Attention
+(`attention.py`) is the same recurrence with a vector, the output, carried along beside d.
+
+The backward pass needs y alone: with c = sum_k dy_k y_k, dx_j = y_j (dy_j - c).
+
+The subtle part is -inf. While nothing but -inf was seen, m is -inf and m_n - m' is inf - inf = NaN: so the offset that
+is subtracted is 0 as long as m is -inf. A row of nothing else gives NaN, as torch does: 0 / 0 is nobody's probability.
+
+Shapes: x [..., d] -> y [..., d], of x's type; sums in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.nn.kernels.choice import power_of_2
+from whorl.nn.kernels.guard import jit, on_device, require, tl
+
+WIDEST = 4096  # columns a program holds at a time
+
+
+def softmax_reference(x: Tensor) -> Tensor:
+    """The definition. x: [..., d] -> [..., d]."""
+    return x.float().softmax(dim=-1).to(x.dtype)
+
+
+@jit
+def _forward(x, y, d, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * d
+    largest = float("-inf")
+    total = 0.0
+    for start in range(0, d, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        b = tl.load(x + row + at, mask=at < d, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(b, axis=0))
+        offset = tl.where(new == float("-inf"), 0.0, new)
+        total = total * tl.exp(largest - offset) + tl.sum(tl.exp(b - offset), axis=0)
+        largest = new
+    for start in range(0, d, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        b = tl.load(x + row + at, mask=at < d, other=float("-inf")).to(tl.float32)
+        tl.store(y + row + at, tl.exp(b - largest) / total, mask=at < d)
+
+
+@jit
+def _backward(y, dy, dx, d, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * d
+    c = 0.0
+    for start in range(0, d, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        p = tl.load(y + row + at, mask=at < d, other=0.0).to(tl.float32)
+        c += tl.sum(p * tl.load(dy + row + at, mask=at < d, other=0.0).to(tl.float32), axis=0)
+    for start in range(0, d, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        p = tl.load(y + row + at, mask=at < d, other=0.0).to(tl.float32)
+        g = tl.load(dy + row + at, mask=at < d, other=0.0).to(tl.float32)
+        tl.store(dx + row + at, p * (g - c), mask=at < d)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: int) -> Tensor:
+        x = x.contiguous()
+        y = torch.empty_like(x)
+        if x.numel():
+            with on_device(x):
+                _forward[(x.numel() // x.shape[-1],)](x, y, x.shape[-1], BLOCK=block)
+        ctx.save_for_backward(y)
+        ctx.block = block
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        dy = gradients[0].contiguous()
+        dx = torch.empty_like(y)
+        if y.numel():
+            with on_device(y):
+                _backward[(y.numel() // y.shape[-1],)](y, dy, dx, y.shape[-1], BLOCK=ctx.block)
+        return dx, None
+
+
+def softmax(x: Tensor, widest: int = WIDEST) -> Tensor:
+    """x: [..., d] -> [..., d], same type, with a gradient.
+
+    Args:
+        widest: columns of a block, a power of 2; wider rows take several.
+
+    Raises:
+        ConfigError: no Triton, or x is not on a GPU.
+    """
+    require(x)
+    y: Tensor = _Softmax.apply(x, min(widest, power_of_2(x.shape[-1])))
+    return y

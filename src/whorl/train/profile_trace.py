@@ -1,0 +1,327 @@
+"""Reading a trace of training steps: where the time went, by part of the model and by class of operator.
+
+A trace (torch's profiler, the JSON of chrome://tracing) is a list of intervals, each with a name, a thread, a start and a
+duration; operators nest in operators and in the ranges that `profile.py` opened around the parts of a step. From that:
+
+    part        the innermost range that an operator stands in
+    backward    an operator under `autograd::engine::evaluate_function`. Its part is that of the operator whose gradient it
+                is: both carry the same sequence number. Many forward operators show a number before the one that makes
+                the node takes it, so the last forward operator with a number has it
+    class       the outermost operator whose name says what it does owns its whole duration. What no such operator owns (the
+                Python between them, the dispatcher, autograd's queue, views) is "framework", or "waiting" where one waits
+
+FLOPs and bytes are reckoned from shapes: of a product [m, k] x [k, n] 2 m k n operations, and each matrix once; of
+anything else one operation an element of its largest tensor, its inputs read and its output written once. Compiled kernels
+carry no shapes; `profile_compiled.py` notes the bytes of their arguments. So bytes are what a machine without a cache must
+move at least, and work on small tensors may well be faster than the roofline: they were in cache.
+
+Where a trace has kernels of a GPU, times are theirs, ascribed to the operator that launched them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RANGE = "whorl: "  # ranges of ours begin so
+STEP = "step"
+PARTS = (
+    "data wait",
+    "embed",
+    "attention",
+    "MLP, experts",
+    "norms, residuals",
+    "head, loss",
+    "gradients summed",
+    "optimiser",
+    "exchange",
+    "other",
+)
+PRODUCTS, ATTENTION, POINTWISE = "matrix products", "attention", "pointwise"
+REDUCTIONS, LOOKUPS, COPIES = "norms, softmax, sums", "look-ups", "copies"
+WAITING, FRAMEWORK = "waiting", "framework"
+CLASSES = (PRODUCTS, ATTENTION, POINTWISE, REDUCTIONS, LOOKUPS, COPIES, WAITING, FRAMEWORK)
+
+_PRODUCTS = {
+    "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "_linear_pointwise", "mkldnn_linear", "_scaled_mm",
+}  # fmt: skip
+_SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
+_REDUCTIONS = _SOFTMAX | {
+    "logsumexp", "sum", "mean", "var", "var_mean", "std", "amax", "amin", "aminmax", "max", "min", "argmax", "cumsum", "all",
+    "any", "prod", "norm", "linalg_vector_norm", "_foreach_norm", "native_layer_norm", "native_layer_norm_backward",
+    "_fused_rms_norm", "_fused_rms_norm_backward", "native_group_norm", "native_group_norm_backward", "bincount", "histc",
+}  # fmt: skip
+_LOOKUPS = {
+    "embedding", "embedding_dense_backward", "embedding_sparse_backward", "index_select", "index", "gather", "scatter",
+    "scatter_", "scatter_add_", "index_add_", "index_add", "index_put_", "_index_put_impl_", "_unique2", "unique_dim",
+    "unique_consecutive", "sort", "topk", "nonzero", "searchsorted",
+}  # fmt: skip
+_COPIES = {
+    "copy_", "clone", "cat", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "flip", "roll", "repeat",
+    "repeat_interleave",
+}  # fmt: skip
+_VIEWS = {
+    "view", "_unsafe_view", "as_strided", "slice", "select", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze",
+    "narrow", "split", "split_with_sizes", "chunk", "unbind", "detach", "detach_", "alias", "empty", "empty_like",
+    "empty_strided", "new_empty", "resize_", "set_", "reshape", "flatten", "item", "_local_scalar_dense", "is_nonzero",
+    "lift_fresh", "resolve_conj", "resolve_neg", "result_type", "to", "_reshape_alias", "diagonal", "real", "unflatten",
+    "_indices", "_values", "_nnz", "is_coalesced", "_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims_and_tensors",
+    "expand_as", "view_as", "reshape_as", "numpy_T", "mT", "as_strided_",
+}  # fmt: skip
+_WIDTHS = {
+    "float": 4, "double": 8, "int": 4, "long int": 8, "long": 8, "bool": 1, "unsigned char": 1, "signed char": 1,
+    "short": 2, "c10::BFloat16": 2, "c10::Half": 2, "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1,
+}  # fmt: skip
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What is known of a compiled kernel, by the name of its range: its place, and what a call moves."""
+
+    part: str
+    kind: str
+    bytes: float
+    flops: float = 0.0
+
+
+@dataclass
+class Cost:
+    """Seconds, arithmetic and traffic of one class of operators."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    calls: float = 0.0
+
+    def add(self, seconds: float, flops: float = 0.0, n_bytes: float = 0.0) -> None:
+        self.seconds += seconds
+        self.flops += flops
+        self.bytes += n_bytes
+        self.calls += 1
+
+
+@dataclass
+class Reading:
+    """Means a step. parts: seconds by (part, whether of its backward)."""
+
+    steps: int
+    seconds: float
+    parts: dict[tuple[str, bool], float]
+    classes: dict[str, Cost]
+    on_device: bool = False
+
+
+@dataclass
+class _Node:
+    name: str
+    seconds: float
+    end: float
+    args: Mapping[str, Any]
+    device_seconds: float = 0.0
+    children: list[_Node] = field(default_factory=list)
+
+    @property
+    def own(self) -> float:
+        """What no child covers."""
+        return max(0.0, self.seconds - sum(child.seconds for child in self.children))
+
+
+def read(events: Iterable[Mapping[str, Any]], kernels: Mapping[str, Kernel] | None = None) -> Reading:
+    """The events of a trace ("traceEvents") with ranges RANGE + STEP around its steps.
+
+    kernels: of compiled code, by the name of their ranges.
+    """
+    found = [e for e in events if e.get("ph") == "X"]
+    steps = [e for e in found if e["name"] == RANGE + STEP and e.get("cat") != "gpu_user_annotation"]
+    threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    launched: dict[Any, float] = defaultdict(float)
+    for event in found:
+        if event.get("cat") in _DEVICE:
+            launched[event["args"].get("External id")] += event["dur"] * 1e-6
+        elif event.get("cat") in ("cpu_op", "user_annotation"):
+            threads[event["tid"]].append(event)
+    reader = _Reader(kernels or {}, on_device=bool(launched))
+    main = steps[0]["tid"] if steps else None
+    for thread in sorted(threads, key=lambda t: t != main):  # forward first: its numbers name the backward
+        roots = _nested(threads[thread], launched)
+        if thread == main:
+            roots = [node for root in roots for node in _steps_in(root)]
+        for root in roots:
+            reader.visit(root, "other", False)
+    count = max(1, len(steps))
+    total = sum(e["dur"] for e in steps) * 1e-6 / count
+    for cost in reader.classes.values():
+        cost.seconds, cost.flops, cost.bytes, cost.calls = (
+            x / count for x in (cost.seconds, cost.flops, cost.bytes, cost.calls)
+        )
+    parts = {key: seconds / count for key, seconds in reader.parts.items()}
+    return Reading(len(steps), total, parts, dict(reader.classes), bool(launched))
+
+
+def _nested(events: list[Mapping[str, Any]], launched: Mapping[Any, float]) -> list[_Node]:
+    """Intervals of one thread as trees."""
+    roots: list[_Node] = []
+    open_: list[_Node] = []
+    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+        args = event.get("args", {})
+        device = launched.get(args.get("External id"), 0.0)
+        node = _Node(event["name"], event["dur"] * 1e-6, event["ts"] + event["dur"], args, device)
+        while open_ and open_[-1].end <= event["ts"]:
+            open_.pop()
+        (open_[-1].children if open_ else roots).append(node)
+        open_.append(node)
+    return roots
+
+
+def _steps_in(node: _Node) -> Iterable[_Node]:
+    if node.name == RANGE + STEP:
+        yield node
+    else:
+        for child in node.children:
+            yield from _steps_in(child)
+
+
+class _Reader:
+    def __init__(self, kernels: Mapping[str, Kernel], *, on_device: bool) -> None:
+        self.kernels, self.on_device = kernels, on_device
+        self.parts: dict[tuple[str, bool], float] = defaultdict(float)
+        self.classes: dict[str, Cost] = defaultdict(Cost)
+        self.part_of: dict[int, str] = {}  # by autograd's sequence number
+
+    def visit(self, node: _Node, part: str, backward: bool) -> None:
+        number = node.args.get("Sequence number")
+        if node.name.startswith("autograd::engine::evaluate_function"):
+            accumulates = node.name.endswith("AccumulateGrad")
+            part = "gradients summed" if accumulates else self.part_of.get(number or -1, part)
+            backward = not accumulates
+        elif node.name in self.kernels:
+            kernel = self.kernels[node.name]
+            self.count(node, kernel.part, backward, kernel.kind, kernel.flops, kernel.bytes)
+            return
+        elif node.name.startswith(RANGE) and node.name != RANGE + STEP:
+            part = node.name.removeprefix(RANGE).partition(" | ")[0]
+        elif number is not None and not backward:
+            self.part_of[number] = part
+        kind = kind_of(node.name, part, alone=_alone(node))
+        if kind is not None:
+            if number is not None and not backward:
+                self.part_of[number] = part
+            flops, n_bytes = cost_of(
+                node.name, node.args.get("Input Dims", []), node.args.get("Input type", [])
+            )
+            self.count(node, part, backward, kind, flops, n_bytes)
+            return
+        seconds = node.device_seconds if self.on_device else node.own
+        self.parts[part, backward] += seconds
+        self.classes[WAITING if part in ("data wait", "exchange") else FRAMEWORK].add(seconds)
+        for child in node.children:
+            self.visit(child, part, backward)
+
+    def count(self, node: _Node, part: str, backward: bool, kind: str, flops: float, n_bytes: float) -> None:
+        seconds = _device_seconds(node) if self.on_device else node.seconds
+        self.parts[part, backward] += seconds
+        self.classes[kind].add(seconds, flops, n_bytes)
+
+
+def _device_seconds(node: _Node) -> float:
+    return node.device_seconds + sum(_device_seconds(child) for child in node.children)
+
+
+def _alone(node: _Node) -> bool:
+    """Nothing but views under it."""
+    return all(_bare(child.name) in _VIEWS for child in node.children)
+
+
+def _bare(name: str) -> str:
+    return name.rpartition("::")[2]
+
+
+def kind_of(name: str, part: str, *, alone: bool = True) -> str | None:
+    """The class of an operator, or None for one that only calls others, makes a view, or is none.
+
+    alone: it calls no other that does work.
+    """
+    if "::" not in name or name.startswith(("autograd::", "torch::autograd::")):
+        return None
+    bare = _bare(name)
+    if "scaled_dot_product" in bare or "flash_attention" in bare or "efficient_attention" in bare:
+        return ATTENTION
+    if bare in _PRODUCTS:
+        return ATTENTION if part == "attention" and bare in ("bmm", "baddbmm") else PRODUCTS
+    if bare in _REDUCTIONS:
+        return ATTENTION if part == "attention" and bare in _SOFTMAX else REDUCTIONS
+    for kind, names in ((LOOKUPS, _LOOKUPS), (COPIES, _COPIES)):
+        if bare in names:
+            return kind
+    return POINTWISE if alone and bare not in _VIEWS else None
+
+
+def cost_of(name: str, dims: list[Any], types: list[str]) -> tuple[float, float]:
+    """(FLOPs, bytes) of an operator from the shapes and types of its arguments, as the profiler writes them."""
+    bare = _bare(name)
+    shapes: list[tuple[list[int], int]] = []  # shape, bytes an element
+    first: list[float] = []  # elements of the tensors of the first argument
+    for number, dim in enumerate(dims):
+        kind = types[number] if number < len(types) else ""
+        if kind == "TensorList" or (dim and isinstance(dim[0], list)):
+            shapes += [(list(d), 4) for d in dim]
+            first = first or [math.prod(d) for d in dim]
+        elif kind in _WIDTHS and dim is not None:
+            shapes.append((list(dim), _WIDTHS[kind]))
+            first = first or [math.prod(dim)]
+    if not shapes:
+        return 0.0, 0.0
+    sizes = [(float(math.prod(shape)), width) for shape, width in shapes]
+    moved = sum(n * width for n, width in sizes)
+    if bare in _PRODUCTS:
+        flops, out = _product([s for s, _ in shapes], bare)
+        given = any(math.prod(s) == out for s, _ in shapes[2:])  # the result is among the arguments
+        return flops, moved + (0.0 if given else out * shapes[0][1])
+    if "scaled_dot_product" in bare or "flash_attention" in bare:
+        q = shapes[0][0]
+        causal = 0.5  # the only kind that a language model uses
+        return 4.0 * causal * math.prod(q) * q[-2] * (2.5 if "backward" in bare else 1.0), moved + sizes[0][
+            0
+        ] * sizes[0][1]
+    if bare.startswith("_foreach_"):
+        written = 0.0 if bare == "_foreach_norm" else 4.0 * sum(first)
+        return sum(first), (8.0 * sum(first) if bare == "_foreach_copy_" else moved + written)
+    if bare in _LOOKUPS:
+        table = shapes[0][0]
+        rows = min(n for n, _ in sizes)
+        if (
+            len(sizes) == 1 and len(table) > 1
+        ):  # `index` does not tell its ids: about as many as there are rows
+            rows = float(table[0])
+        single = len(table) < 2 or "gather" in bare or "scatter" in bare  # elements rather than rows
+        return 0.0, rows * (8 + 2.0 * (1 if single else table[-1]) * shapes[0][1])
+    largest = max(sizes, key=lambda s: s[0])
+    if bare in ("fill_", "zero_"):
+        return 0.0, sizes[0][0] * sizes[0][1]
+    if bare == "copy_":
+        return 0.0, moved
+    if bare in _COPIES:
+        return 0.0, 2.0 * moved
+    if bare in _REDUCTIONS and bare not in _SOFTMAX and "norm_" not in bare and "rms" not in bare:
+        return largest[0], moved
+    return largest[0], moved + largest[0] * largest[1]
+
+
+def _product(shapes: list[list[int]], bare: str) -> tuple[float, float]:
+    """(FLOPs, elements of the result)."""
+    if bare in ("addmm", "baddbmm", "addmv"):
+        shapes = shapes[1:]
+    if len(shapes) < 2 or not shapes[0] or not shapes[1]:
+        return 0.0, 0.0
+    a, b = shapes[0], shapes[1]
+    if bare in ("_linear_pointwise", "mkldnn_linear"):
+        out = math.prod(a[:-1]) * (b[0] if b[-1] == a[-1] else b[-1])
+    elif len(b) == 1:
+        out = math.prod(a[:-1])
+    else:
+        out = math.prod(a[:-1]) * b[-1]
+    return 2.0 * out * a[-1], float(out)

@@ -1,0 +1,171 @@
+"""Attention in Triton's interpreter: every part of a mask, against the reference, with gradients (see `test_kernels.py`)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.nn.attention import MultiHead, attend
+from whorl.nn.attention.mask import Mask
+from whorl.nn.kernels.attention import attention, takes
+from whorl.nn.kernels.seen import NOBODY, reach
+
+B, H, T, D, DV = 2, 4, 37, 24, 17
+SEGMENTS = torch.tensor(
+    [[1] * 5 + [2] * 20 + [3] * 12, [9] * 16 + [4] * 14 + [9] * 7]
+)  # a number may come again
+PADDED = torch.ones(B, T, dtype=torch.bool)
+PADDED[0, :18] = False  # a whole block and a part of one
+PADDED[1] = False  # a row of nothing else
+MASKS = {
+    "causal": Mask(),
+    "open": Mask(causal=False),
+    "window": Mask(window=5),
+    "window of two": Mask(window=2),  # one score of a block: a bound that is off by one loses it
+    "window both ways": Mask(window=9, causal=False),
+    "packed": Mask(query_segments=SEGMENTS, key_segments=SEGMENTS),
+    "packed, open": Mask(causal=False, query_segments=SEGMENTS, key_segments=SEGMENTS),
+    "padded": Mask(key_allowed=PADDED),
+    "packed and padded": Mask(query_segments=SEGMENTS, key_segments=SEGMENTS, key_allowed=PADDED),
+    "decoding": Mask(offset=20),
+    "packed window": Mask(offset=20, window=4, query_segments=SEGMENTS[:, 20:], key_segments=SEGMENTS),
+}
+
+
+def drawn(mask: Mask, kv_heads: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(7)
+    shapes = [(B, H, T - mask.offset, D), (B, kv_heads, T, D), (B, kv_heads, T, DV)]
+    return [torch.randn(*s, generator=g).to(dtype).requires_grad_() for s in shapes]
+
+
+def with_gradients(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(8)).to(y.dtype)
+    return [y, *torch.autograd.grad(y, inputs, upstream)]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_with_gradients(name: str) -> None:
+    mask = MASKS[name]
+    inputs = drawn(mask, kv_heads=2)
+    ours = with_gradients(attention(*inputs, mask, D**-0.5, (16, 16)), inputs)
+    theirs = with_gradients(attend(*inputs, mask, backend="reference"), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.any() and not a.isnan().any()
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    if name == "padded":  # queries that see nothing: exact zeros, and no gradient
+        for a in (ours[0][0, :, :18], ours[0][1], ours[1][0, :, :18], ours[1][1], ours[2][1], ours[3][1]):
+            assert not a.any()
+
+
+@pytest.mark.parametrize(("dtype", "digit"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_half_types_err_by_a_few_of_their_digits(dtype: torch.dtype, digit: float) -> None:
+    """Against fp32 on the same numbers. (The interpreter cuts bf16 off instead of rounding: see `guard.py`.)"""
+    inputs = drawn(Mask(), 2, dtype)
+    exact_inputs = [t.detach().float().requires_grad_() for t in inputs]
+    exact = with_gradients(attend(*exact_inputs, Mask(), backend="reference"), exact_inputs)
+    ours = with_gradients(attention(*inputs, Mask(), D**-0.5, (32, 16)), inputs)
+    for a, want in zip(ours, exact, strict=True):
+        assert a.dtype == dtype
+        assert float((a.float() - want).detach().norm()) < 2 * digit * float(want.detach().norm())
+
+
+@given(
+    queries=st.integers(1, 35), more=st.integers(0, 20), causal=st.booleans(), window=st.none() | st.integers(1, 40),
+    group=st.sampled_from([1, 3]), d=st.integers(1, 33), dv=st.integers(1, 20), documents=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=8, deadline=None)
+def test_any_sizes(
+    queries: int,
+    more: int,
+    causal: bool,
+    window: int | None,
+    group: int,
+    d: int,
+    dv: int,
+    documents: bool,
+    seed: int,
+) -> None:
+    g = torch.Generator().manual_seed(seed)
+    keys = queries + more
+    numbers = torch.randint(-1, 3, (1, keys), generator=g) if documents else None
+    mask = Mask(
+        causal=causal, window=window, offset=more, key_segments=numbers,
+        query_segments=None if numbers is None else numbers[:, more:],
+    )  # fmt: skip
+    # Laid out as a layer does, [B, T, H, d], so that strides are not those of the shape.
+    shapes = [(1, queries, group, d), (1, keys, 1, d), (1, keys, 1, dv)]
+    inputs = [torch.randn(*s, generator=g).transpose(1, 2).requires_grad_() for s in shapes]
+    ours = with_gradients(attention(*inputs, mask, 0.3, (16, 16)), inputs)
+    theirs = with_gradients(attend(*inputs, mask, scale=0.3, backend="reference"), inputs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-3)
+
+
+def test_large_scores_do_not_overflow_and_the_block_size_does_not_matter() -> None:
+    """Scores of a thousand, and a last block of keys that is padding but for one."""
+    q, k, v = ((t.detach() * 8)[:1, :2, :33].requires_grad_() for t in drawn(Mask(), 4))
+    one, other = (with_gradients(attention(q, k, v, Mask(), 1.0, b), [q, k, v]) for b in ((16, 32), (32, 16)))
+    for a, b in zip(one, other, strict=True):
+        assert float((a - b).detach().norm()) < 1e-3 * float(b.detach().norm())  # false for NaN
+    very_low = torch.full(
+        (1, 1, 17, 16), -30.0, requires_grad=True
+    )  # log sums of -14,000: exp2(0 - L) is infinite
+    y = attention(very_low, -very_low.detach(), very_low.detach(), Mask(), 1.0, (16, 16))
+    torch.testing.assert_close(y, very_low)
+    assert torch.autograd.grad(y.sum(), very_low)[0].isfinite().all()
+
+
+def test_bounds_are_never_too_narrow_and_sharp_for_documents_in_a_row() -> None:
+    g = torch.Generator().manual_seed(0)
+    ours, theirs = torch.randint(0, 4, (3, 50), generator=g), torch.randint(0, 4, (3, 70), generator=g)
+    theirs[0, 16:40] = NOBODY
+    of_queries, of_keys = reach(ours.int(), theirs.int(), (16, 8))
+    for b, i, j in (ours[:, :, None] == theirs[:, None, :]).nonzero().tolist():
+        first, stop = of_queries[b, i // 16].tolist()
+        assert first <= j < stop
+        first, stop = of_keys[b, j // 8].tolist()
+        assert first <= i < stop
+    packed = torch.arange(8).repeat_interleave(16)[None].int()  # eight documents of a block each
+    keys, queries = reach(packed, packed, (16, 16))
+    want = torch.stack([torch.arange(0, 128, 16), torch.arange(16, 129, 16)], -1).int()[None]
+    assert torch.equal(keys, want) and torch.equal(queries, want)
+    empty, _ = reach(packed[:, :16], packed[:, 16:32], (16, 16))
+    assert empty.tolist() == [[[0, 0]]]
+
+
+def test_the_backend_of_a_layer() -> None:
+    g = torch.Generator().manual_seed(3)
+    layer = MultiHead(32, 4, n_kv_heads=2, backend="triton", generator=g)
+    torch.nn.init.normal_(layer.out.weight, std=0.1, generator=g)
+    x = torch.randn(2, 19, 32, generator=g)
+    found = []
+    for backend in ("triton", "reference"):
+        layer.backend = backend
+        layer.zero_grad()
+        y = layer(x)
+        y.square().sum().backward()
+        found.append([y, *(p.grad.clone() for p in layer.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(list(layer.parameters())) + 1
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    q, k, v = drawn(Mask(), 2)
+    for mask in (Mask(stride=3), Mask(causal=False, block=4)):
+        assert not takes(q, k, v, mask)
+        with pytest.raises(ConfigError, match="no stride and no block"):
+            attend(q, k, v, mask, backend="triton")
+    for more in ({"softcap": 2.0}, {"sink": torch.zeros(H)}, {"bias": torch.ones(H)}):
+        with pytest.raises(ConfigError, match="without bias, softcap and sink"):
+            attend(q, k, v, Mask(), backend="triton", **more)
+    with pytest.raises(ConfigError, match="query_segments"):
+        attend(q, k, v, Mask(query_segments=SEGMENTS[:, 1:], key_segments=SEGMENTS), backend="triton")
+    assert not takes(q, k.double(), v, Mask()) and math.isfinite(float(attention(q, k, v, Mask(), 1.0).sum()))

@@ -1,0 +1,236 @@
+"""Softmax, RMSNorm, cross-entropy and rotary positions in Triton's interpreter, with gradients (see `test_kernels.py`)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.nn.attention.backends import attend
+from whorl.nn.attention.mask import Mask
+from whorl.nn.kernels import choice, dispatch
+from whorl.nn.kernels import rms_norm as norms
+from whorl.nn.kernels import rotary as turns
+from whorl.nn.kernels.cross_entropy import cross_entropy_
+from whorl.nn.kernels.softmax import softmax, softmax_reference
+from whorl.nn.norm import rms_norm_reference
+from whorl.nn.rotary import apply_rotary_reference, rotary_tables
+from whorl.objectives import next_token, next_token_reference
+from whorl.objectives.next_token import logits_step
+
+ATOL = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) -> None:
+    """Values, and gradients of all inputs."""
+    found = []
+    for function in (ours, theirs):
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+        y = function(*leaves)
+        upstream = torch.randn(y.shape, generator=gen(9)).to(y.dtype)
+        found.append([y, *torch.autograd.grad(y, leaves, upstream)])
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, atol=atol, rtol=atol * 10)
+
+
+@pytest.mark.parametrize("dtype", ATOL)
+@pytest.mark.parametrize("shape", [(5, 1), (3, 2, 16), (4, 53)])
+def test_softmax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(*shape, generator=gen()).mul(4).to(dtype)
+    agree(lambda x: softmax(x, widest=16), softmax_reference, x, atol=ATOL[dtype])
+
+
+@given(width=st.integers(1, 60), shift=st.floats(-300, 300), seed=st.integers(0, 99))
+@settings(max_examples=8, deadline=None)
+def test_softmax_sums_to_1_and_does_not_see_a_shift(width: int, shift: float, seed: int) -> None:
+    x = torch.randn(2, width, generator=gen(seed)) * 10
+    p = softmax(x, widest=16)
+    torch.testing.assert_close(p.sum(-1), torch.ones(2))
+    torch.testing.assert_close(softmax(x + shift, widest=16), p, atol=1e-4, rtol=1e-3)
+
+
+def test_softmax_of_infinities() -> None:
+    x = torch.randn(3, 40, generator=gen())
+    x[0, :20] = float("-inf")  # a first block of nothing else
+    x[1, 5] = float("-inf")
+    torch.testing.assert_close(softmax(x, widest=16), x.softmax(-1))
+    assert softmax(torch.full((1, 40), float("-inf")), widest=16).isnan().all()
+
+
+GAINS: dict[str, tuple[int, ...] | None] = {"none": None, "a feature": (24,), "a head": (3, 1)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", GAINS)
+def test_rms_norm(kind: str, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 15, 3, 24, generator=gen()).to(dtype)
+    shape = GAINS[kind]
+    atol = max(ATOL[dtype], 2e-5)
+    if shape is None:
+        agree(lambda x: norms.rms_norm(x), lambda x: rms_norm_reference(x), x, atol=atol)
+        return
+    gain = torch.randn(*shape, generator=gen(1))
+    ours = norms.rms_norm
+    agree(lambda x, g: ours(x, g, 1e-3, 2), lambda x, g: rms_norm_reference(x, g, 1e-3), x, gain, atol=atol)
+
+
+@given(
+    rows=st.integers(1, 40), width=st.integers(1, 300), programs=st.integers(1, 4), seed=st.integers(0, 99)
+)
+@settings(max_examples=8, deadline=None)
+def test_rms_norm_of_any_size(rows: int, width: int, programs: int, seed: int) -> None:
+    x, gain = torch.randn(rows, width, generator=gen(seed)), torch.randn(width, generator=gen(seed + 1))
+    agree(
+        lambda x, g: norms.rms_norm(x, g, 1e-5, programs),
+        lambda x, g: rms_norm_reference(x, g, 1e-5),
+        x,
+        gain,
+        atol=3e-5,
+    )
+    torch.testing.assert_close(
+        norms.rms_norm(x * 7, gain, 0.0), norms.rms_norm(x, gain, 0.0), atol=1e-4, rtol=1e-4
+    )
+    leaf = x.requires_grad_()  # the scale does not matter, so the gradient is orthogonal to x
+    (d_x,) = torch.autograd.grad(norms.rms_norm(leaf, gain, 0.0).sum(), leaf)
+    assert float((d_x * x).sum(-1).detach().abs().max()) < 1e-3 * width
+
+
+def test_rms_norm_knows_what_it_takes() -> None:
+    x = torch.zeros(2, 3, 8)
+    assert norms.takes(x, None) and norms.takes(x, torch.ones(8)) and norms.takes(x, torch.ones(3, 1))
+    assert not norms.takes(x, torch.ones(2, 1, 8)) and not norms.takes(x[:0], None)
+    assert not norms.takes(torch.zeros(1, norms.WIDEST + 1), None)
+
+
+def by_kernel_step(*_: Any) -> Any:
+    return lambda *args: cross_entropy_(*args, widest=32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("z_loss", "softcap"), [(0.0, None), (1e-2, None), (1e-2, 1.5), (0.0, 30.0)])
+def test_cross_entropy_through_the_objective(
+    z_loss: float, softcap: float | None, dtype: torch.dtype
+) -> None:
+    hidden = torch.randn(40, 24, generator=gen()).to(dtype).requires_grad_()
+    head = torch.randn(101, 24, generator=gen(1), requires_grad=True)
+    targets, mask = torch.randint(0, 101, (40,), generator=gen(2)), torch.rand(40, generator=gen(3)) > 0.3
+    found = []
+    for f, more in ((next_token, {"choose": by_kernel_step}), (next_token, {}), (next_token_reference, {})):
+        loss = f(hidden, head, targets, mask, z_loss, softcap, **more)
+        gradients = torch.autograd.grad(loss.total * 0.5, (hidden, head))
+        found.append([loss.total, loss.metrics["nll"], *gradients])
+    exact = dtype == torch.float32
+    for ours, plain, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-5 if exact else 2e-2, rtol=1e-4 if exact else 2e-2)
+        if exact:
+            torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-4)
+
+
+@given(n=st.integers(1, 6), vocab=st.integers(1, 80), seed=st.integers(0, 99))
+@settings(max_examples=8, deadline=None)
+def test_the_gradient_of_a_row_sums_to_0_and_a_masked_row_is_nothing(n: int, vocab: int, seed: int) -> None:
+    logits = torch.randn(n, vocab, generator=gen(seed)) * 5
+    targets = torch.randint(0, vocab, (n,), generator=gen(seed))
+    keep = torch.ones(n)
+    keep[0] = 0.0
+    logits[0, 0] = float("nan")
+    total, nll, d = cross_entropy_(logits, targets, keep, widest=16)
+    assert d is logits and float(total) == float(nll) >= 0.0
+    assert not d[0].any()
+    torch.testing.assert_close(d.sum(-1), torch.zeros(n), atol=1e-5, rtol=0)
+
+
+def test_cross_entropy_of_a_strided_chunk_leaves_the_rest_alone_and_of_a_wrong_target_is_nan() -> None:
+    whole = torch.randn(4, 50, generator=gen())
+    before, targets, keep = whole.clone(), torch.tensor([0, 39, 7, 7]), torch.ones(4)
+    total, _, d = cross_entropy_(whole[:, :40], targets, keep, widest=16)
+    want_total, _, want = logits_step(before[:, :40], targets, keep)
+    torch.testing.assert_close(total, want_total)
+    torch.testing.assert_close(d, want, atol=1e-6, rtol=1e-4)
+    assert torch.equal(whole[:, 40:], before[:, 40:])
+    assert cross_entropy_(before, torch.tensor([0, 50, 1, 1]), keep)[0].isnan()
+    assert cross_entropy_(before[:0], targets[:0], keep[:0])[0] == 0
+    with pytest.raises(ConfigError, match="contiguous rows"):
+        cross_entropy_(before.t(), targets, keep)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dim", [16, 12])
+@pytest.mark.parametrize("a_row_its_own", [False, True])
+def test_rotary(layout: Any, dim: int, a_row_its_own: bool) -> None:
+    places = torch.randint(0, 500, (3, 13), generator=gen(4)) if a_row_its_own else torch.arange(13)
+    cos, sin = rotary_tables(places, 16, layout=layout, rotary_dim=dim)
+    x = torch.randn(3, 13, 5, 16, generator=gen())
+    assert turns.takes(x, cos, sin)
+    agree(
+        lambda x: turns.rotary(x, cos, sin, layout), lambda x: apply_rotary_reference(x, cos, sin, layout), x
+    )
+    # A part of a wider projection, whose rows do not lie side by side; and a rotation keeps lengths.
+    wide = torch.randn(3, 13, 9, 16, generator=gen(1))[:, :, 2:7]
+    y = turns.rotary(wide, cos, sin, layout)
+    torch.testing.assert_close(y, apply_rotary_reference(wide, cos, sin, layout), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(y.norm(dim=-1), wide.norm(dim=-1))
+
+
+def test_rotary_in_bf16_and_what_it_takes() -> None:
+    cos, sin = rotary_tables(torch.arange(9), 16, dtype=torch.bfloat16)
+    x = torch.randn(2, 9, 3, 16, generator=gen()).bfloat16()
+    agree(lambda x: turns.rotary(x, cos, sin), lambda x: apply_rotary_reference(x, cos, sin), x, atol=2e-2)
+    assert not turns.takes(x[0], cos, sin) and not turns.takes(x[:, :8], cos, sin)
+
+
+def test_dispatch_measures_the_same_function_and_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with a clock of our own: both contenders run, agree, and the chosen one gives the answer."""
+    asked = []
+
+    def by_kernel(kind: Any, x: Any, kernel: Any, plain: Any) -> bool:
+        hash(kind)
+        asked.append(kind[0])
+        return choice.wins(str(kind), kernel, plain, lambda work: 1.0 if work is kernel else 2.0)
+
+    def never(*_: Any) -> Tensor:
+        raise AssertionError("the reference gave the answer")
+
+    monkeypatch.setattr(dispatch, "by_kernel", by_kernel)
+    monkeypatch.setattr(choice, "ROUNDS", 1)
+    x, gain = torch.randn(1, 20, 4, 16, generator=gen()), torch.randn(4, 1, generator=gen(1))
+    calls = 0
+
+    def once(reference: Any) -> Any:
+        """Allowed in the comparison, one forward, and not after it."""
+
+        def plain(*args: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return reference(*args)
+
+        return plain
+
+    y = dispatch.rms_norm(x, gain, 1e-6, once(rms_norm_reference))
+    torch.testing.assert_close(y, rms_norm_reference(x, gain))
+    cos, sin = rotary_tables(torch.arange(20), 16)
+    y = dispatch.rotary(x, cos, sin, "half", once(apply_rotary_reference))
+    torch.testing.assert_close(y, apply_rotary_reference(x, cos, sin))
+    q = x.transpose(1, 2)
+    y = dispatch.attention(q, q, q, Mask(), 0.25, once(lambda q, k, v: attend(q, k, v, Mask())))
+    torch.testing.assert_close(y, attend(q, q, q, Mask()))
+    assert calls == 3 and asked == ["rms_norm", "rotary", "attention"]
+    on_gpu = SimpleNamespace(is_cuda=True, shape=(12, 8), device="cpu", dtype=torch.float32)
+    for cap in (None, 5.0):
+        assert dispatch.logits_step(on_gpu, torch.zeros(77, 8), cap, logits_step) is cross_entropy_
+    assert dispatch.logits_step(torch.zeros(3, 8), torch.zeros(77, 8), None, never) is never  # a CPU: as ever
+    assert (
+        dispatch.rms_norm(x[:0], None, 1e-6, rms_norm_reference).shape == x[:0].shape
+    )  # not taken: not asked
+    assert asked[3:] == ["cross_entropy"] * 2

@@ -1,0 +1,106 @@
+"""Triton's real compiler without a GPU: launches are caught, and each kernel is compiled for a named target instead.
+
+What the interpreter cannot see is seen here: types that do not meet, shapes that a product does not take, values that change
+their type in a loop, shared memory that a GPU has not got. What comes out of the kernels is not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+OPTIONS = ("num_warps", "num_stages")
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    # As a launch does it: an argument of 1 is a constant of the program.
+    return "constexpr" if value == 1 else "i64" if abs(value) >= 1 << 31 else "i32"
+
+
+@contextmanager
+def compiled_for(capability: int, shared: dict[str, int]) -> Iterator[None]:
+    """Inside, `kernel[grid](...)` compiles and runs nothing; `shared` gets the bytes of shared memory of each kernel."""
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | named
+        assert sorted(values) == sorted(kernel.arg_names)
+        fixed = {p.name for p in kernel.params if p.is_constexpr}
+        signature = {name: "constexpr" if name in fixed else _type(values[name]) for name in kernel.arg_names}
+        constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
+        # Divisible by 16, as launches mark it: strides and pointers then load four numbers at a time.
+        even = {
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(kernel.arg_names)
+            if signature[name][0] == "*" or (signature[name] == "i32" and values[name] % 16 == 0)
+        }
+        source = ASTSource(kernel, signature, constants, even)
+        found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        name = kernel.fn.__module__.rsplit(".", 1)[-1] + kernel.fn.__name__
+        shared[name] = max(shared.get(name, 0), found.metadata.shared)
+        assert all(size > 0 for size in grid) and "ptx" in found.asm
+
+    usual = JITFunction.run
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = usual
+
+
+def main(capability: int) -> None:
+    """Every kernel, through the calls that launch it, in the types and widths that differ most."""
+    from whorl.nn.attention.mask import Mask
+    from whorl.nn.kernels import attention, cross_entropy, rms_norm, rotary, softmax
+
+    for module in (attention, cross_entropy, rms_norm, rotary, softmax):
+        module.require = lambda *_: None  # type: ignore[attr-defined]  # there is no GPU, and no launch either
+    documents = torch.zeros(1, 100, dtype=torch.long)
+    packed = Mask(query_segments=documents, key_segments=documents, window=9)
+    shared: dict[str, int] = {}
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+
+    with compiled_for(capability, shared):
+        for d, dv, mask in ((64, 64, Mask()), (128, 128, packed)):
+            q, k, v = (drawn(2, 100, heads, w).transpose(1, 2) for heads, w in ((4, d), (2, d), (2, dv)))
+            attention.attention(q, k, v, mask, 0.1).sum().backward()
+        q = drawn(1, 4, 50, 17, dtype=torch.float32)
+        attention.attention(q, q, q, Mask(), 0.1, (16, 16)).sum().backward()
+        x = drawn(8, 50, 4, 64)
+        for gain in (None, drawn(64, dtype=torch.float32), drawn(4, 1, dtype=torch.float32)):
+            rms_norm.rms_norm(x, gain).sum().backward()
+        softmax.softmax(drawn(3, 10_000)).sum().backward()
+        for softcap in (None, 30.0):
+            logits = torch.zeros(9, 50_000, dtype=torch.bfloat16)
+            cross_entropy.cross_entropy_(logits, documents[0, :9], torch.ones(9), 1e-4, softcap)
+        for layout in ("half", "interleaved"):
+            rotary.rotary(x, torch.ones(50, 1, 32), torch.ones(50, 1, 32), layout).sum().backward()
+    assert len(shared) == 10, shared  # four of attention, two of each norm and softmax, one of the others
+    for name, size in shared.items():
+        assert size <= 99 * 1024, f"{name} wants {size} bytes of shared memory; the least GPU has 99 KB"
+    print(shared)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,94 @@
+"""The same bits twice, also where threads or the faster library would change them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_members import EXPERTS, HEADS, shape
+from test_pretrain import train, weights
+from tiny import job, make_tokens
+
+from whorl.nn.experts import experts
+from whorl.objectives import Loss
+from whorl.train.determinism import deterministic
+from whorl.train.language import LossOf
+from whorl.train.update import Part
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def state() -> tuple[object, ...]:
+    import torch._inductor.config as inductor
+
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),
+        torch.backends.cudnn.benchmark,
+        experts.forced,
+        inductor.deterministic,
+    )
+
+
+def test_settings_hold_within_and_are_put_back() -> None:
+    before = state()
+    with deterministic(False):
+        assert state() == before
+    with pytest.raises(KeyError), deterministic():
+        assert state() == (True, 1, False, "mkl", True)
+        raise KeyError
+    assert state() == before
+
+
+def test_the_library_that_was_measured_to_be_faster_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> bool:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(experts, "_onednn_is_faster", ask)
+    left, right = torch.ones(3, 4), torch.ones(4, 5)
+    with deterministic():
+        assert torch.equal(experts.product(left, right), left @ right)
+    monkeypatch.setattr(experts, "forced", "onednn")
+    torch.testing.assert_close(experts.product(left, right), left @ right)
+    monkeypatch.setattr(experts, "forced", None)
+    with pytest.raises(AssertionError, match="timed"):
+        experts.product(left, right)
+
+
+def test_threads_do_not_change_a_bit(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide enough that products and sums would be split over them."""
+    plain, seen = LossOf.__call__, set[int]()
+
+    def watched(self: LossOf, part: Part) -> Loss:
+        seen.add(torch.get_num_threads())
+        return plain(self, part)
+
+    monkeypatch.setattr(LossOf, "__call__", watched)
+    model = shape({"n_heads": 4, "n_kv_heads": 4, "head_dim": 64}, d_model=256, mlp_hidden=1024)
+    wanted = job(tokens, model=model, length=64, steps=2, deterministic=True)
+    ends = [weights(train(wanted.model_copy(update={"threads": n}), tmp_path / f"{n}")) for n in (1, 2)]
+    assert all(torch.equal(t, ends[1][n]) for n, t in ends[0].items()) and seen == {1}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_experts_are_the_same_whichever_library_is_faster(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = job(tokens, model=shape(HEADS, experts=EXPERTS), steps=4, deterministic=True)
+    ends = []
+    for faster in (False, True):
+        monkeypatch.setattr(experts, "_onednn_is_faster", lambda faster=faster: faster)
+        ends.append(weights(train(wanted, tmp_path / f"{faster}")))
+    assert all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
+
+
+def test_a_plain_runs_checkpoint_is_not_a_deterministic_ones(tokens: Path, tmp_path: Path) -> None:
+    from whorl.errors import CheckpointError
+
+    train(job(tokens), tmp_path, stop_after=2, checkpoint_seconds=0.0)
+    with pytest.raises(CheckpointError, match="deterministic differs"):
+        train(job(tokens, deterministic=True), tmp_path)
