@@ -6,8 +6,8 @@
 The corpus is the quickstart's. The peer (`_plain_gpt.py`) gets what a careful user would give it: the shape and vocabulary
 that the planner would choose for its ten minutes, the faster of its types and of compiled or not (timed here), and the best
 of four learning rates by trials of a tenth of its time each, which are not counted. Then it trains for the whole time, its
-cosine ending with it. Ours is planned for three tenths of that (machines drift) and trained once. Both are scored on the whole validation split,
-in bits per byte, by the same code.
+cosine ending with it. Ours is planned for three tenths of that (machines drift) and trained once. Both are scored on the
+whole validation split, in bits per byte, by the same code.
 
 What counts as time is training by the clock, from its start to its end, compiling included; for ours also start-up, looks
 at held-out text and checkpoints.
