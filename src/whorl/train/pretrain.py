@@ -20,11 +20,13 @@ from torch import Tensor
 from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.runs.memory import MemoryText
 from whorl.runs.seeds import derive, generator
 from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
+from whorl.train.activations import within_budget
 from whorl.train.advice import advising
 from whorl.train.checkpoint import Keeper, restore
 from whorl.train.config import OptimConfig, RoutingConfig, WatchConfig
@@ -86,6 +88,9 @@ class Job(BaseModel):
     length: int = Field(ge=2, description="tokens a row")
     batch_rows: int = Field(ge=1, description="rows a step, over all replicas")
     micro_rows: int | None = Field(default=None, ge=1, description="rows a forward, a replica; default all")
+    activation_budget: MemoryText | None = Field(
+        default=None, description="of all replicas together; default: whatever it takes (activations.py)"
+    )
     steps: int = Field(ge=1)
     seed: int = 0
     z_loss: float = Field(default=1e-5, ge=0)
@@ -114,10 +119,15 @@ class Observer(Protocol):
 
 
 def build_model(job: Job) -> LanguageModel:
-    """The untrained model of `job`, the same bits for the same seed."""
+    """The untrained model of `job`, the same bits for the same seed.
+
+    Raises:
+        BudgetError: its activations do not fit into `activation_budget`.
+    """
     dtype = getattr(torch, job.dtype)
     with deterministic(job.deterministic):
-        return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+        model = make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+        return within_budget(model, job)
 
 
 @advising
@@ -140,8 +150,9 @@ def pretrain(
         folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
     Raises:
-        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed. DivergedError: it
-            went astray and could not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM.
+        BudgetError: fewer rows than one batch, or more activations than their budget. ReplicaError, ProducerError: a helper
+            process failed. DivergedError: it went astray and could not be mended. MemoryFullError: what to make smaller.
+            StoppedError: by SIGTERM.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
@@ -366,12 +377,11 @@ class _Window:
 
 def _identity(job: Job) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
-    whole = job.model_dump(
-        mode="json", exclude={"tokens", "replicas", "threads", "device", "serial_loader", "raw"}
-    )
+    places = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", "activation_budget"}
+    whole = job.model_dump(mode="json", exclude=places)
     if job.raw is not None:
-        places: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
-        whole["raw"] = job.raw.model_dump(mode="json", exclude=places)
+        inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
+        whole["raw"] = job.raw.model_dump(mode="json", exclude=inside)
     for name in ("watch", "deterministic"):  # a checkpoint from before there were these still fits
         if getattr(job, name) == Job.model_fields[name].default:
             del whole[name]
