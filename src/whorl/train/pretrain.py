@@ -21,6 +21,8 @@ from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
 from whorl.runs.memory import MemoryText
+from whorl.runs.pages import advise_huge
+from whorl.runs.pinning import pinned
 from whorl.runs.seeds import derive, generator
 from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
@@ -44,6 +46,7 @@ from whorl.train.vigil import Vigil
 from whorl.train.world import World, start_replicas
 
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
+UNSEEN = ("activation_budget", "pin", "huge_pages")  # ways to run that change no weight
 
 
 class RawText(BaseModel):
@@ -99,6 +102,8 @@ class Job(BaseModel):
     evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
     replicas: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1, description="threads a replica")
+    pin: bool = Field(default=False, description="each replica on cores of its own (runs/pinning.py)")
+    huge_pages: bool = Field(default=False, description="asked for weights, gradients, state (runs/pages.py)")
     device: str = "cpu"
     dtype: str = "float32"
     compile: bool = True
@@ -239,7 +244,8 @@ def _train(
             torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
         return [_share(record, job)]
 
-    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records:
+    pin = pinned(world.rank, world.size, job.threads, on=job.pin)
+    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records, pin:
         if vigil.owes_a_look:
             look(first)
         learn(
@@ -298,7 +304,10 @@ def stream_config(job: Job, raw: RawText) -> StreamConfig:
 def shared_of(model: LanguageModel, job: Job) -> Shared:
     """The memory that all replicas of `job` see."""
     rows = job.batch_rows // job.replicas * job.length
-    return Shared.of(model, treatments(model, job.optim), job.replicas, rows)
+    shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows)
+    if job.huge_pages:
+        advise_huge(*shared.tensors().values(), *shared.gradients.values())
+    return shared
 
 
 def learner_of(
@@ -377,7 +386,7 @@ class _Window:
 
 def _identity(job: Job) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
-    places = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", "activation_budget"}
+    places = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", *UNSEEN}
     whole = job.model_dump(mode="json", exclude=places)
     if job.raw is not None:
         inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
