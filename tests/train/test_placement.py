@@ -11,9 +11,12 @@ import torch
 from tiny import Notes, job, make_tokens
 
 from whorl.models import LanguageModel
+from whorl.models.recompute import Alive
 from whorl.runs import pinning
 from whorl.runs.pinning import can_pin
-from whorl.train.pretrain import Job, _identity, pretrain
+from whorl.train.pretrain import Job, _identity, build_model, learner_of, pretrain, shared_of
+from whorl.train.timing import random_part
+from whorl.train.world import World
 
 
 class Where(Notes):
@@ -58,3 +61,25 @@ def test_pinned_training_ends_with_the_same_weights_and_gives_its_cores_back(
         assert notes.cores and all(c == {max(before)} for c in notes.cores)
         assert notes.loaders and all(c == before for c in notes.loaders), "the loader may run anywhere"
         assert os.sched_getaffinity(0) == before
+
+
+def test_steps_use_the_same_memory_and_nothing_grows(tokens: Path) -> None:
+    wanted = job(tokens)
+    model = build_model(wanted)
+    (update,) = learner_of(model, wanted, shared_of(model, wanted), World()).updates
+    part = random_part(wanted, wanted.batch_rows)
+    places, left, peaks = set(), [], []
+    for number in range(8):
+        update.accumulate(update.objective(part))
+        if number < 2:  # both of Muon's turns, once
+            update.step(1e-3)
+            continue
+        with Alive() as alive:
+            update.step(1e-3)
+        places.add(tuple(t.data_ptr() for t in update.summed.values()))
+        left.append(alive.bytes)
+        peaks.append(alive.peak)
+    assert len(places) == 1 and left == [0] * 6, "what a step makes does not outlive it"
+    assert peaks[0] == peaks[2] == peaks[4] and peaks[1] == peaks[3] == peaks[5], (
+        "and every second step is alike"
+    )

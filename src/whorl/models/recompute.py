@@ -221,8 +221,8 @@ def _key(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations make for as long as they live."""
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered: bytes of the storages that operations made and that are alive, and the most there were."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -254,7 +254,7 @@ class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes of tensors that were alive at one time of those made while `run()` ran, uncompiled."""
-    with _Alive() as alive:
+    with Alive() as alive:
         run()
     return int(alive.peak)
 
