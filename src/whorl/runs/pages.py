@@ -55,7 +55,8 @@ def advise_huge(*tensors: Tensor) -> int:
         whole = one.untyped_storage()
         start = -(-whole.data_ptr() // HUGE) * HUGE
         size = (whole.data_ptr() + whole.nbytes()) // HUGE * HUGE - start
-        allowed = setting("shmem_enabled" if one.is_shared() else "enabled")  # type: ignore[no-untyped-call] not in ("never", "deny", "")
+        shared = bool(one.is_shared())  # type: ignore[no-untyped-call]
+        allowed = setting("shmem_enabled" if shared else "enabled") not in ("never", "deny", "")
         if size > 0 and allowed:
             refused = libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
             taken += 0 if refused else size
