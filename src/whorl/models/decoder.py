@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.models.language import LanguageModel, check_ids, saved_bytes
+from whorl.models.recompute import remade
 from whorl.nn import MLP, Attention, LayerState, NGramMemory, RMSNorm, Rotary
 from whorl.nn.mixer import check_state
 from whorl.nn.mlp import GATED, Activation
@@ -188,8 +189,10 @@ class Decoder(LanguageModel):
     ) -> Tensor:
         """Embedded tokens and their rotary tables -> normalised hidden states [B, T, d_model] in the compute type."""
         x = self.embedding_norm(x).to(self.dtype)
+        again = self.blocks_remade(state)
         for number, block in enumerate(self.blocks):
-            x = block(x, where, segments, None if state is None else state.layers[number])
+            rest = where, segments, None if state is None else state.layers[number]
+            x = remade(block, x, *rest) if number < again else block(x, *rest)
         return cast(Tensor, self.final_norm(x))
 
     def new_state(self, batch: int, capacity: int) -> DecoderState:

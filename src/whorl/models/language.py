@@ -44,7 +44,8 @@ class LanguageModel(nn.Module, ABC):
 
     dtype: the type that activations are computed in; logit_softcap: c in c tanh(z / c), or None; longest: positions that a
     row may have, or None where nothing bounds them; independent: whether what a position says depends on nothing but the
-    positions before it in its row (not so where experts have a capacity, or choose: `nn/experts/router.py`).
+    positions before it in its row (not so where experts have a capacity, or choose: `nn/experts/router.py`); remade: blocks,
+    from the first, whose activations the backward makes anew (`recompute.py`).
     """
 
     config: Any
@@ -55,6 +56,11 @@ class LanguageModel(nn.Module, ABC):
     logit_softcap: float | None = None
     longest: int | None = None
     independent: bool = True
+    remade: int = 0
+
+    def blocks_remade(self, state: Any) -> int:
+        """Of a forward: none without gradients, and none while decoding, which would extend its state twice."""
+        return self.remade if state is None and torch.is_grad_enabled() else 0
 
     @property
     def head_weight(self) -> Tensor:

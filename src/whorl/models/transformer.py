@@ -31,6 +31,7 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.models import transformer_cost
 from whorl.models.language import LanguageModel, check_ids
+from whorl.models.recompute import remade
 from whorl.models.transformer_config import (
     MEMBERS,
     Heads,
@@ -284,8 +285,10 @@ class Transformer(LanguageModel):
     ) -> Tensor:
         """[B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type; where: positions or None."""
         lent: list[KeyValues] = []
+        again = self.blocks_remade(state)
         for n, block in enumerate(self.blocks):
-            x = block(x, where, segments, None if state is None else state.layers[n], records, lent)
+            rest = where, segments, None if state is None else state.layers[n], records, lent
+            x = remade(block, x, *rest) if n < again else block(x, *rest)
         hidden: Tensor = self.final_norm(x)
         return hidden
 

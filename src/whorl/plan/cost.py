@@ -50,14 +50,21 @@ def memory_bytes(c: DecoderConfig, *, tokens: int, length: int, replicas: int) -
     """
     dense = matrix_params(c) + c.vocab_size * c.d_model
     weights = 4.0 * (dense * (3 + replicas) + table_params(c))
-    per_token = c.n_layers * (14 * c.d_model + 2 * c.mlp_hidden + 2 * c.n_heads * length) + 2 * c.vocab_size
-    return weights + 4.0 * tokens * per_token + PROCESS_BYTES * replicas
+    activations = decoder_activations(c, tokens=tokens, length=length)
+    return weights + activations + 8.0 * tokens * c.vocab_size + PROCESS_BYTES * replicas
+
+
+def decoder_activations(c: DecoderConfig, *, tokens: int, length: int) -> float:
+    """Bytes that the forwards of a step keep for their backwards, logits left out, taken as fp32."""
+    per_token = 14 * c.d_model + 2 * c.mlp_hidden + 2 * c.n_heads * length
+    return 4.0 * tokens * c.n_layers * per_token
 
 
 @dataclass(frozen=True)
 class Cost:
     """What a training run of a shape costs. blocks: weights of the layers that a token meets; head: of the output;
-    tables: weights that are looked up; flops: a token, forward + backward; memory: bytes at most."""
+    tables: weights that are looked up; flops: a token, forward + backward; memory: bytes at most; activations: those of
+    them that the forward keeps for the backward, which `pretrain.activation_budget` and `pretrain.micro_rows` lower."""
 
     blocks: int
     head: int
@@ -65,6 +72,7 @@ class Cost:
     total: int
     flops: float
     memory: float
+    activations: float
 
     @property
     def multiplied(self) -> int:
@@ -79,11 +87,13 @@ def cost_of(c: ModelConfig, *, rows: int, length: int, replicas: int) -> Cost:
         memory = memory_bytes(c, tokens=rows * length, length=length, replicas=replicas)
         blocks = matrix_params(c) - head
         total = matrix_params(c) + table_params(c)
-        return Cost(blocks, head, table_params(c), total, flops_per_token(c, length), memory)
+        kept = decoder_activations(c, tokens=rows * length, length=length)
+        return Cost(blocks, head, table_params(c), total, flops_per_token(c, length), memory, kept)
     model = make_model(c)
     sizes = model.params()
     tables = 0 if c.tie_embeddings else sizes["embedding"] - head
-    memory = 4.0 * (sizes["total"] * (3 + replicas)) + model.activation_bytes(rows, length)
+    kept = model.activation_bytes(rows, length)
+    memory = 4.0 * (sizes["total"] * (3 + replicas)) + kept
     memory += 8.0 * rows * length * c.d_model + PROCESS_BYTES * replicas
     blocks = sizes["active"] - head - tables
-    return Cost(blocks, head, tables, sizes["total"], model.flops_per_token(length), memory)
+    return Cost(blocks, head, tables, sizes["total"], model.flops_per_token(length), memory, kept)

@@ -292,6 +292,7 @@ def _plan(
         "tokens": tokens,
         "epochs": tokens * per_token / max(1, corpus_bytes),
         "memory_bytes": cost.memory,
+        "activation_bytes": cost.activations,
     }
     if timing is not None:
         expected["seconds"] = timing.startup + job.steps * timing.step * (1 + LOOKS)
@@ -308,7 +309,8 @@ def _plan(
         f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
         f"at about {per_token:.2f} bytes a token",
-        f"memory: {cost.memory / 1e9:.2f} GB expected at most",
+        f"memory: {cost.memory / 1e9:.2f} GB expected at most, {cost.activations / 1e9:.2f} of it activations "
+        "(pretrain.activation_budget or pretrain.micro_rows lower them)",
     ]
     if timing is not None:
         lines.append(

@@ -1,7 +1,7 @@
 """Out of memory: which setting to change, and from what to what.
 
 The ways in which memory runs out are many (Python's MemoryError, torch's allocators, the kernel that kills the largest
-process, /dev/shm too small for what replicas share), the cure is nearly always one of three numbers.
+process, /dev/shm too small for what replicas share), the cure is nearly always one of four numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from whorl.errors import WhorlError
+from whorl.runs.memory import Memory
+from whorl.train.activations import micro_rows
 from whorl.train.world import ReplicaError
 
 if TYPE_CHECKING:
@@ -44,8 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def explained(error: BaseException, job: Job) -> MemoryFullError:
     """What to change in `job` so that it fits."""
-    rows = job.batch_rows // job.replicas
-    micro = min(job.micro_rows or rows, rows)
+    micro = micro_rows(job)
     logits = micro * job.length * job.model.vocab_size * 4
     text = str(error)
     first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
@@ -62,6 +63,13 @@ def explained(error: BaseException, job: Job) -> MemoryFullError:
         cures.append(
             f"--set pretrain.micro_rows={micro // 2} (now {micro} rows a forward; the same steps up to rounding)"
         )
+    if job.activation_budget is None:
+        cures.append(
+            "--set pretrain.activation_budget=25% (now none: no activation is computed again to save memory)"
+        )
+    else:
+        less = Memory.parse(job.activation_budget).halved()
+        cures.append(f"--set pretrain.activation_budget={less} (now {job.activation_budget})")
     if job.batch_rows > job.replicas:
         cures.append(
             f"--set plan.batch_rows={max(job.replicas, job.batch_rows // 2)} (now {job.batch_rows} rows a step)"

@@ -282,7 +282,11 @@ class _Taken:
             allocate=allocate,
         )
         self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)
-        self.alone = self._summed() if self.world.size == 1 else None  # the same memory in every step
+        # The same memory in every step: a single replica's own gradients, or the sums over all.
+        parts = {name: self.shared.gradients[name] for name in self.dense}
+        one = self.world.size == 1
+        self.summed = {n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()}
+        self.flat = as_one(list(self.summed.values()))
         self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
         self.watch: Watcher | None = None
         self._start()
@@ -331,7 +335,10 @@ class _Taken:
         everybody = self.world.exchange(*self.totals.values(), filled)
         sums = dict(zip(self.totals, (sum(column) for column in zip(*everybody, strict=True)), strict=False))
         divisor = max(sums["count"], 1.0)
-        gradients, dense = self.alone or self._summed()
+        gradients, dense = self.summed, self.flat
+        if self.world.size > 1:
+            for name, total in gradients.items():
+                torch.sum(self.shared.gradients[name], dim=0, out=total)
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         norm = self.world.total(square)[0] ** 0.5 / divisor
         figures = {k: v / divisor for k, v in sums.items() if k != "count"}
@@ -354,13 +361,6 @@ class _Taken:
         self.world.exchange()
         return figures
 
-    def _summed(self) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Gradients by name of what this rank updates, summed over the replicas; and the same as few tensors."""
-        gradients = {name: self.shared.gradients[name] for name in self.dense}
-        one = self.world.size == 1
-        gradients = {name: each[0] if one else each.sum(dim=0) for name, each in gradients.items()}
-        return gradients, as_one(list(gradients.values()))
-
     def _step_rows(self, name: str, table: Tensor, sizes: list[int], divisor: float, factor: float) -> None:
         ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(sizes)])
         if self.world.size == 1:
@@ -374,7 +374,7 @@ class _Taken:
                 begin += n
             ids, values = ids[mine], torch.cat(parts)
         if len(ids):
-            values = values / divisor
+            values = values.div_(divisor)  # where they lie: the next step writes over them
             if self.watch is not None:
                 self.watch.rows(name, table, ids, values)
             self.rows.step(name, table, ids, values, factor)

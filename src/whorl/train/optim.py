@@ -216,4 +216,4 @@ class RowAdagrad:
         square = squares[touched] + total.square().mean(dim=1)
         squares[touched] = square
         step = -self.learning_rate * factor / (square.sqrt() + self.eps)
-        table.index_add_(0, touched, total * step[:, None])
+        table.index_add_(0, touched, total.mul_(step[:, None]))

@@ -20,11 +20,15 @@ from torch import Tensor
 from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.runs.memory import MemoryText
+from whorl.runs.pages import advise_huge
+from whorl.runs.pinning import pinned
 from whorl.runs.seeds import derive, generator
 from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
+from whorl.train.activations import within_budget
 from whorl.train.advice import advising
 from whorl.train.average import Averaged, allocate
 from whorl.train.checkpoint import restore
@@ -45,6 +49,7 @@ from whorl.train.vigil import Vigil
 from whorl.train.world import World, start_replicas
 
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
+UNSEEN = ("activation_budget", "pin", "huge_pages")  # ways to run that change no weight
 
 
 class RawText(BaseModel):
@@ -89,6 +94,9 @@ class Job(BaseModel):
     length: int = Field(ge=2, description="tokens a row")
     batch_rows: int = Field(ge=1, description="rows a step, over all replicas")
     micro_rows: int | None = Field(default=None, ge=1, description="rows a forward, a replica; default all")
+    activation_budget: MemoryText | None = Field(
+        default=None, description="of all replicas together; default: whatever it takes (activations.py)"
+    )
     steps: int = Field(ge=1)
     seed: int = 0
     z_loss: float = Field(default=1e-5, ge=0)
@@ -98,6 +106,8 @@ class Job(BaseModel):
     evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
     replicas: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1, description="threads a replica")
+    pin: bool = Field(default=False, description="each replica on cores of its own (runs/pinning.py)")
+    huge_pages: bool = Field(default=False, description="asked for weights, gradients, state (runs/pages.py)")
     device: str = "cpu"
     dtype: str = "float32"
     compile: bool = True
@@ -118,10 +128,15 @@ class Observer(Protocol):
 
 
 def build_model(job: Job) -> LanguageModel:
-    """The untrained model of `job`, the same bits for the same seed."""
+    """The untrained model of `job`, the same bits for the same seed.
+
+    Raises:
+        BudgetError: its activations do not fit into `activation_budget`.
+    """
     dtype = getattr(torch, job.dtype)
     with deterministic(job.deterministic):
-        return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+        model = make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+        return within_budget(model, job)
 
 
 @advising
@@ -148,9 +163,10 @@ def pretrain(
         folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
     Raises:
-        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed. DivergedError: it
-            went astray and could not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM.
-            DiskFullError, CheckpointError: a checkpoint could not be written; the one before is whole.
+        BudgetError: fewer rows than one batch, or more activations than their budget. ReplicaError, ProducerError: a helper
+            process failed. DivergedError: it went astray and could not be mended. MemoryFullError: what to make smaller.
+            StoppedError: by SIGTERM. DiskFullError, CheckpointError: a checkpoint could not be written; the one before is
+            whole.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
@@ -243,7 +259,8 @@ def _train(
             torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
         return [_share(record, job)]
 
-    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records:
+    pin = pinned(world.rank, world.size, job.threads, on=job.pin)
+    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records, pin:
         if vigil.owes_a_look:
             look(first)
         learn(
@@ -305,6 +322,8 @@ def shared_of(model: LanguageModel, job: Job) -> Shared:
     shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows)
     if job.ema:
         allocate(shared, job.replicas)
+    if job.huge_pages:
+        advise_huge(*shared.tensors().values(), *shared.gradients.values())
     return shared
 
 
@@ -350,12 +369,11 @@ def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]
 
 def _identity(job: Job) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
-    whole = job.model_dump(
-        mode="json", exclude={"tokens", "replicas", "threads", "device", "serial_loader", "raw"}
-    )
+    places = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", *UNSEEN}
+    whole = job.model_dump(mode="json", exclude=places)
     if job.raw is not None:
-        places: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
-        whole["raw"] = job.raw.model_dump(mode="json", exclude=places)
+        inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
+        whole["raw"] = job.raw.model_dump(mode="json", exclude=inside)
     for name in ("watch", "deterministic"):  # a checkpoint from before there were these still fits
         if getattr(job, name) == Job.model_fields[name].default:
             del whole[name]

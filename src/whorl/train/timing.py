@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from whorl.runs.machine import give_back_freed_memory
+from whorl.runs.pinning import pinned
 from whorl.runs.seeds import generator
 from whorl.train.advice import advising
 from whorl.train.determinism import deterministic
@@ -60,7 +61,8 @@ def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list
 
 
 def _times(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list[float], float]:
-    with deterministic(job.deterministic):
+    pin = pinned(world.rank, world.size, job.threads, on=job.pin)
+    with deterministic(job.deterministic), pin:
         (update,) = learner_of(build_model(job), job, shared, world).updates
         rows = job.batch_rows // job.replicas
         part = random_part(job, rows)

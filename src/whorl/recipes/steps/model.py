@@ -15,6 +15,7 @@ from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
+from whorl.runs.memory import MemoryText
 from whorl.train.config import WatchConfig
 from whorl.train.tiers import Tiers
 
@@ -85,6 +86,10 @@ class PretrainConfig(BaseModel):
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
     micro_rows: int | None = Field(
         default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
+    )
+    activation_budget: MemoryText | None = Field(
+        default=None,
+        description="memory for activations, 2GB or 25%; blocks beyond it are computed again in the backward; default all",
     )
     watch: WatchConfig = WatchConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
@@ -184,6 +189,7 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
             "raw": _raw(ctx, config),
             "watch": config.watch,
             "deterministic": config.deterministic or planned.get("deterministic", False),
+            "activation_budget": config.activation_budget,
             **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
             **({"seed": config.seed} if config.seed is not None else {}),
         }
