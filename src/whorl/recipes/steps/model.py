@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -81,6 +81,10 @@ class PretrainConfig(BaseModel):
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
     micro_rows: int | None = Field(
         default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
+    )
+    rounding: Literal["nearest", "stochastic"] | None = Field(
+        default=None,
+        description="keep the blocks' matrices in bfloat16, rounded so at each update; default fp32 masters",
     )
     watch: WatchConfig = WatchConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
@@ -172,6 +176,7 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
             "tokens": str(ctx.parents["tokens"].path),
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
+            "rounding": config.rounding,
             "watch": config.watch,
             "deterministic": config.deterministic or planned.get("deterministic", False),
             **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
