@@ -105,7 +105,7 @@ def _multiply(
 
     fast: a GPU may add up in fewer bits, which forward products bear.
     """
-    if a.is_cuda and has_float8():
+    if native(a):
         # The second operand is read column by column: the transpose of a matrix that lies row by row.
         found: Tensor = torch._scaled_mm(
             a.contiguous(), b.contiguous().t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
@@ -114,8 +114,13 @@ def _multiply(
     return ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(dtype)
 
 
+def native(t: Tensor) -> bool:
+    """Whether products of `t` are multiplied in eight bits, not emulated."""
+    return t.is_cuda and _has_float8()
+
+
 @cache
-def has_float8() -> bool:
+def _has_float8() -> bool:
     """Whether this GPU multiplies fp8 (capability 8.9: Ada, Hopper and later) and this torch lets it."""
     return (
         torch.cuda.is_available()
