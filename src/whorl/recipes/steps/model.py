@@ -203,7 +203,8 @@ class _Watch:
         self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: Task
     ) -> None:
         self.ctx, self.steps, self.bytes_per_token = ctx, job.steps, bytes_per_token
-        self.peak = ctx.machine.flops[job.dtype]  # what utilisation is a share of
+        flops = ctx.machine.flops  # of the planned type, which may have been forced then and is not now
+        self.peak = flops.get(job.dtype, flops["float32"])  # what utilisation is a share of
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
