@@ -120,6 +120,16 @@ def test_replicas_take_the_same_steps_but_for_the_rounding_of_gradients(tokens: 
             assert apart < 0.06, name
 
 
+def test_averages_of_narrow_weights_are_wide(tokens: Path, tmp_path: Path) -> None:
+    """And what is stored of an averaged run is the average."""
+    wanted = job(tokens, steps=30, rounding="stochastic", ema=0.9)
+    model = train(wanted, tmp_path / "a")
+    train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
+    again = weights(train(wanted, tmp_path / "b"))
+    for name, weight in weights(model).items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, again[name])
+
+
 def test_experts_too(tokens: Path, tmp_path: Path) -> None:
     notes = Notes()
     wanted = job(tokens, steps=30, rounding="stochastic", model=shape(HEADS, experts=EXPERTS))
