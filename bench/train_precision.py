@@ -4,9 +4,9 @@
 
 A decoder of 3 layers and width 64 learns the standard library's source. For each seed every precision starts from the same
 weights and sees the same batches, so its difference to fp32 is taken seed by seed, and stated with its standard deviation
-over the seeds. What a difference is worth is told by the control: fp32 again, in micro-batches, which is the same
-arithmetic summed in another order. A run amplifies such last bits; a precision that differs by no more than the control
-costs nothing that these runs can see.
+over the seeds. What a difference is worth is told by the control: fp32 again, its first weights moved by as much as
+rounding them to bf16 would. A run amplifies such a nudge; a precision that differs by no more than the control costs nothing
+that these runs can see. (Another order of sums in fp32 is a far smaller nudge: it moved the result by less than 1e-6.)
 
 Runs are pieces of a minute or so; results and checkpoints are kept in DIR, and the same command goes on with what is
 missing, for `--seconds` (0: until all is done). `--time` times a step of each, all in turn, medians: on a quiet machine
@@ -41,16 +41,18 @@ from whorl.nn import Linear
 from whorl.runs import Progress
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.train import pretrain as training
 from whorl.train.pretrain import Job, build_model, learner_of, pretrain, shared_of
 from whorl.train.timing import random_part
 from whorl.train.world import World
 
 WORDS = 512
 BASE = "fp32"
+CONTROL = "fp32, first weights 0.2 % off (control)"
 # name -> (what of the job differs, bytes a weight of the blocks' matrices, without gradients and moments)
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
     BASE: ({}, 4),
-    "fp32, other order of sums (control)": ({"micro_rows": 4}, 4),
+    CONTROL: ({}, 4),
     "bf16, fp32 masters": ({"dtype": "bfloat16"}, 4),
     "fp8, fp32 masters": ({"dtype": "float8"}, 4),
     "bf16, bf16 weights, nearest": ({"dtype": "bfloat16", "rounding": "nearest"}, 2),
@@ -106,6 +108,24 @@ def job_of(tokens: Path, steps: int, seed: int, change: dict[str, Any]) -> Job:
 
 
 @contextmanager
+def nudged(wanted: bool) -> Iterator[None]:
+    """Within it, models begin with other last digits of bf16."""
+
+    def build(job: Job) -> Any:
+        model, g = build_model(job), torch.Generator().manual_seed(job.seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 2.0**-9 * torch.randn(p.shape, generator=g))
+        return model
+
+    training.build_model = build if wanted else build_model
+    try:
+        yield
+    finally:
+        training.build_model = build_model
+
+
+@contextmanager
 def fast_half(wanted: bool) -> Iterator[None]:
     """Within it, fp16 products of layers as described above. The casts round gradients to fp16 on their way back."""
 
@@ -139,19 +159,14 @@ def step_times(tokens: Path, rounds: int) -> dict[str, float]:
         job = job_of(tokens, 10**6, 0, change)
         model = build_model(job)
         (update,) = learner_of(model, job, shared_of(model, job), World()).updates
-        updates[name] = (
-            update,
-            random_part(job, job.micro_rows or job.batch_rows),
-            job.batch_rows // (job.micro_rows or 8),
-        )
+        updates[name] = update, random_part(job, job.batch_rows)
     times: dict[str, list[float]] = {name: [] for name in updates}
     for turn in range(rounds + 1):
-        for name, (update, part, parts) in updates.items():
+        for name, (update, part) in updates.items():
             began = time.perf_counter()
             with fast_half(KINDS[name][0].get("dtype") == "float16"):
                 for _ in range(5):
-                    for _ in range(parts):
-                        update.accumulate(update.objective(part))
+                    update.accumulate(update.objective(part))
                     update.step(1e-3)
             if turn:
                 times[name].append((time.perf_counter() - began) / 5 * 1e3)
@@ -202,20 +217,22 @@ def main() -> None:
     for record in records:
         found.setdefault(record["kind"], {})[record["seed"]] = record["bits"]
     missing = 0
-    for seed in range(1 if a.quick else a.seeds):
-        for name, (change, _) in KINDS.items():
-            if seed in found.get(name, {}):
-                continue
-            if a.seconds and time.monotonic() - began > a.seconds:
-                missing += 1
-                continue
-            start = time.monotonic()
-            scratch = a.folder / f"{steps}-{seed}-{list(KINDS).index(name)}"
+    pieces = [(seed, name) for seed in range(1 if a.quick else a.seeds) for name in KINDS]
+    for seed, name in sorted(pieces, key=lambda piece: "fp16" in piece[1]):  # the slowest last
+        change, _ = KINDS[name]
+        if seed in found.get(name, {}):
+            continue
+        if a.seconds and time.monotonic() - began > a.seconds:
+            missing += 1
+            continue
+        start = time.monotonic()
+        scratch = a.folder / f"{steps}-{seed}-{list(KINDS).index(name)}"
+        with nudged(name == CONTROL):
             value = bits(tokens, scratch, job_of(tokens, steps, seed, change), 1 if a.quick else None)
-            found.setdefault(name, {})[seed] = value
-            with kept.open("a") as file:
-                file.write(json.dumps({"kind": name, "seed": seed, "bits": value}) + "\n")
-            print(f"{name:40} seed {seed}: {value:.4f} ({time.monotonic() - start:.0f} s)", flush=True)
+        found.setdefault(name, {})[seed] = value
+        with kept.open("a") as file:
+            file.write(json.dumps({"kind": name, "seed": seed, "bits": value}) + "\n")
+        print(f"{name:40} seed {seed}: {value:.4f} ({time.monotonic() - start:.0f} s)", flush=True)
     timed = a.folder / "times.json"
     if a.time or a.quick:
         timed.write_text(json.dumps(step_times(tokens, 1 if a.quick else 9)))
