@@ -1,6 +1,6 @@
 """What each precision costs: held-out bits per byte of one small text model, trained in each on the same batches.
 
-    python bench/train_precision.py --folder DIR [--seconds 110] [--steps 500] [--seeds 3] [--time] [--quick]
+    python bench/train_precision.py --folder DIR [--seconds 110] [--steps 500] [--seeds 6] [--time] [--quick]
 
 A decoder of 3 layers and width 64 learns the standard library's source. For each seed every precision starts from the same
 weights and sees the same batches, so its difference to fp32 is taken seed by seed, and stated with its standard deviation
@@ -59,7 +59,6 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "bf16, bf16 weights, stochastic": ({"dtype": "bfloat16", "rounding": "stochastic"}, 2),
     "fp16, loss scaled, fp32 masters": ({"dtype": "float16"}, 4),  # the slowest here, so last
 }
-BAR = 1.005
 
 
 class Document(NamedTuple):
@@ -204,7 +203,7 @@ def main() -> None:
         "--seconds", type=float, default=0.0, help="stop after the piece that passes this; 0: never"
     )
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--time", action="store_true", help="time steps too (a quiet machine)")
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args()
@@ -244,9 +243,12 @@ def main() -> None:
         print(f"{missing} runs are missing: the same command goes on with them")
         return
     base, ours = (statistics.mean(found[name].values()) for name in (BASE, "bf16, fp32 masters"))
+    nudges = [found[CONTROL][seed] - value for seed, value in found[BASE].items()]
+    noise = (sum(n * n for n in nudges) / len(nudges)) ** 0.5 / len(nudges) ** 0.5
+    bar = 1 + 2 * noise / base
     claim(
-        "what products in bf16 with fp32 masters cost in held-out bits per byte, against fp32", ours=ours, peer=base,
-        unit=f"bits per byte after {steps} steps", ratio=ours / base, bar=BAR, ok=ours <= BAR * base,
+        "held-out bits per byte of products in bf16 with fp32 masters, against fp32 and twice the control's error", ours=ours, peer=base,
+        unit=f"bits per byte after {steps} steps", ratio=ours / base, bar=round(bar, 4), ok=ours <= bar * base,
         samples=[{"kind": name, "bits": list(each.values()), "ms": times.get(name)} for name, each in found.items()],
         quick=a.quick,
     )  # fmt: skip
