@@ -247,7 +247,8 @@ def main() -> None:
     noise = (sum(n * n for n in nudges) / len(nudges)) ** 0.5 / len(nudges) ** 0.5
     bar = 1 + 2 * noise / base
     claim(
-        "held-out bits per byte of products in bf16 with fp32 masters, against fp32 and twice the control's error", ours=ours, peer=base,
+        "held-out bits per byte of products in bf16 with fp32 masters, against fp32; bar: twice the control's error",
+        ours=ours, peer=base,
         unit=f"bits per byte after {steps} steps", ratio=ours / base, bar=round(bar, 4), ok=ours <= bar * base,
         samples=[{"kind": name, "bits": list(each.values()), "ms": times.get(name)} for name, each in found.items()],
         quick=a.quick,
