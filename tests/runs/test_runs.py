@@ -15,7 +15,18 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from whorl.errors import ConfigError
-from whorl.runs import Budget, BudgetText, Progress, Run, duration, machine, probe, read_metrics, seeds
+from whorl.runs import (
+    Budget,
+    BudgetText,
+    Progress,
+    Run,
+    duration,
+    machine,
+    probe,
+    products,
+    read_metrics,
+    seeds,
+)
 
 # Seeds
 
@@ -227,6 +238,45 @@ def test_each_choice_can_be_forced() -> None:
     assert (forced.dtype, forced.threads, forced.peak_flops) == ("float32", 1, 1e11)
     assert "forced: type, threads" in forced.note
     assert machine.choose(measured, threads=7).threads == 7
+
+
+def gpu_choice(speeds: dict[str, float], **forced: Any) -> machine.Machine:
+    """What is chosen on a GPU whose products ran at these speeds."""
+    gpu_flops = {kind: [speed] for kind, speed in speeds.items()}
+    measured = machine.Measurement(measurement(bf16=1e10).flops, 3e10, gpu_flops, 4e12)
+    return machine.choose(measured, gpu="G", **forced)
+
+
+def test_a_gpu_is_asked_for_the_types_that_it_has() -> None:
+    assert products.gpu_types((7, 5)) == ("float32", "float16")
+    assert products.gpu_types((8, 0)) == products.gpu_types((8, 6)) == ("float32", "bfloat16")
+    assert products.gpu_types((8, 9)) == products.gpu_types((9, 0)) == ("float32", "bfloat16", "float8")
+
+
+def test_narrower_types_are_chosen_where_they_are_clearly_faster() -> None:
+    import torch
+
+    half = gpu_choice({"float32": 8e12, "float16": 6e13})
+    assert (half.dtype, half.peak_flops, half.torch_dtype) == ("float16", 6e13, torch.float16)
+    assert gpu_choice({"float32": 8e12, "float16": 9e12}).dtype == "float32"
+    eight = gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 1.2e15})
+    assert (eight.dtype, eight.peak_flops, eight.torch_dtype) == ("float8", 1.2e15, torch.bfloat16)
+    assert "fp8 products ran at 1200.00 TFLOP/s and bf16 at 800.00, fp32 at 50.00" in eight.note
+    assert gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 9e14}).dtype == "bfloat16"
+    assert gpu_choice({"float32": 5e13, "bfloat16": 8e14}).dtype == "bfloat16"  # float8 did not work there
+    for kind in ("float32", "bfloat16", "float8"):
+        assert gpu_choice({"float32": 5e13, "bfloat16": 8e14, "float8": 1.2e15}, dtype=kind).dtype == kind
+
+
+def test_a_cpu_gets_fp16_and_fp8_only_when_told_and_says_that_they_were_not_timed() -> None:
+    import torch
+
+    for kind, held in (("float16", torch.float16), ("float8", torch.bfloat16)):
+        forced = machine.choose(measurement(bf16=9e11), dtype=kind, cores=2)
+        assert (forced.dtype, forced.torch_dtype, forced.threads) == (kind, held, 2)
+        assert forced.peak_flops == forced.flops["float32"] and f"none was timed in {kind}" in forced.note
+    flops, _ = machine.peaks_now("cpu", "float8")
+    assert flops["float8"] == flops["float32"]
 
 
 @pytest.mark.parametrize(

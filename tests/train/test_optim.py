@@ -9,9 +9,9 @@ from whorl.models import Decoder
 from whorl.plan.cost import shape
 from whorl.train.config import OptimConfig
 from whorl.train.language import treatments
-from whorl.train.learner import shares, turns
 from whorl.train.optim import AdamW, Muon, RowAdagrad, orthogonalise
 from whorl.train.schedule import FLOOR, warmup_stable_decay
+from whorl.train.shares import shares, turns
 from whorl.train.update import Update
 
 

@@ -1,10 +1,13 @@
 """A linear layer whose master weight stays fp32.
 
 The product runs in the type of its input: bf16 activations meet a bf16 copy of the weight, made on the fly (a
-weight is small beside the activations it multiplies). The gradient arrives in fp32, through the cast.
+weight is small beside the activations it multiplies). The gradient arrives in fp32, through the cast. Another product
+may be put in its place (`product`): fp8's, `nn/float8.py`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +20,9 @@ class Linear(nn.Module):
         std: standard deviation of the initial weights; 0 makes a layer that first outputs nothing, which leaves
             a residual branch silent at the start (as in muP and GPT-2's successors).
     """
+
+    # (x, weight as it is kept, bias in the type of x) -> y; None: the one in the type of x
+    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     def __init__(
         self,
@@ -34,4 +40,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.product is not None:
+            return self.product(x, self.weight, bias)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)

@@ -158,7 +158,8 @@ def _dtype(config: PlanConfig, machine: Machine) -> str:
     """The faster one; or, where nothing may be timed, the usual one of the device."""
     if not config.deterministic:
         return machine.dtype
-    return os.environ.get("WHORL_DTYPE") or ("float32" if machine.device == "cpu" else "bfloat16")
+    usual = "bfloat16" if "bfloat16" in machine.flops else "float16"  # of a GPU, by what it has
+    return os.environ.get("WHORL_DTYPE") or ("float32" if machine.device == "cpu" else usual)
 
 
 def _step_flops(config: PlanConfig, model: DecoderConfig) -> float:

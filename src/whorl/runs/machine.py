@@ -7,6 +7,12 @@ models as well as big ones, in both types and at several thread counts, and choo
 over the shapes (a mean of speeds would let the biggest product decide alone). bf16 must win by a fifth:
 casting fp32 master weights eats less than that.
 
+A GPU is asked what it has at all (`gpu_types`): bf16 from capability 8.0 on, before that fp16 in its place (training then
+scales its loss, `train/scaling.py`), fp8 from 8.9 on. fp8 costs quality, so it is timed with all that it needs beside the
+product (two maxima, two casts) and must win by more; and it is offered only if a product came out as it should. A CPU is
+never given fp16 or fp8 unless somebody asks: then both are computed (fp8 as an emulation), so that their numerics can be
+seen anywhere. None of the GPU's side has been run on a GPU yet.
+
 What is cached (under `~/.cache/whorl`, by CPU model, cores that we may use, GPU and torch version) is the
 measurement, not the choice: `choose` is a pure function of it, and every choice can be forced by argument
 or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`.
@@ -19,24 +25,23 @@ import json
 import math
 import os
 import platform
-import time
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import ConfigError, one_of
+from whorl.runs.products import SHAPES, copy_speed, gpu_speeds, product_speed
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16", "float8")  # all that can be asked for
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
+CPU_TYPES = ("float32", "bfloat16")  # what a CPU is timed in
 DEVICES = ("cpu", "cuda")
-BF16_MUST_WIN_BY = 1.2
-# rows x inner x outer: a small model's projection and its MLP, a middling one, and one big product for the
-# peak.
-SHAPES = ((2048, 128, 512), (2048, 384, 1536), (768, 1024, 1024))
-SECONDS_PER_TIMING = 0.03
+BF16_MUST_WIN_BY = 1.2  # over fp32; fp16 too, where it stands in for it
+FP8_MUST_WIN_BY = 1.3  # over bf16
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Machine:
     """What to compute with, and how fast it was seen to be.
 
     `flops[dtype]` is the highest FLOP/s seen for a matrix product at the chosen device and thread count: the
-    peak against which utilisation is stated. `memory_bandwidth` is in bytes/s.
+    peak against which utilisation is stated (of a type that was asked for but not timed, that of float32).
+    `memory_bandwidth` is in bytes/s.
     """
 
     device: str
@@ -70,9 +76,11 @@ class Machine:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Of activations: under float8, which is a type of certain products only, bfloat16."""
         import torch
 
-        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+        dtype: torch.dtype = getattr(torch, "bfloat16" if self.dtype == "float8" else self.dtype)
+        return dtype
 
     @property
     def peak_flops(self) -> float:
@@ -167,7 +175,7 @@ def probe(
     cpu, cores = cpu_model(), usable_cores()
     if cache_dir is None:
         cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl"
-    identity = json.dumps([cpu, cores, gpu, torch.__version__, SHAPES])
+    identity = json.dumps([cpu, cores, gpu, torch.__version__, SHAPES, DTYPES])
     cache = cache_dir / f"machine-{sha256(identity.encode()).hexdigest()[:16]}.json"
     measured = None if refresh else _read_cache(cache)
     if measured is None:
@@ -209,30 +217,44 @@ def choose(
         speeds = measured.flops[kind][count]
         return math.exp(sum(math.log(speed) for speed in speeds) / len(speeds))
 
-    kinds = (dtype,) if dtype else DTYPES
+    timed = measured.gpu_flops if device == "cuda" else measured.flops
+    # Threads are chosen by the CPU's speed in the type asked for, or, where that was not timed, in float32.
+    kinds = CPU_TYPES if dtype is None else (dtype if dtype in measured.flops else "float32",)
     counts = list(measured.flops["float32"])
     if threads is not None:  # speeds at a count that was not timed: those of the nearest one
         wanted = threads
         counts = [min(counts, key=lambda count: abs(int(count) - wanted))]
     best = {kind: max(counts, key=lambda count: score(kind, count)) for kind in kinds}
-    if device == "cuda":
-        speeds = {kind: max(measured.gpu_flops[kind]) for kind in DTYPES}
-    else:
-        speeds = {kind: score(kind, best[kind]) for kind in kinds}
-    if dtype is None:
-        faster = speeds["bfloat16"] >= BF16_MUST_WIN_BY * speeds["float32"]
-        dtype = "bfloat16" if faster else "float32"
-    at = best[dtype]
-    flops = measured.gpu_flops if device == "cuda" else {kind: measured.flops[kind][at] for kind in DTYPES}
+    if dtype is None and device == "cuda":
+        dtype = _fastest_type({kind: max(speeds) for kind, speeds in measured.gpu_flops.items()})
+    elif dtype is None:
+        dtype = _fastest_type({kind: score(kind, best[kind]) for kind in kinds})
+    at = best.get(dtype, best[kinds[0]])
+    flops = measured.gpu_flops if device == "cuda" else {k: measured.flops[k][at] for k in measured.flops}
     peak = {kind: max(values) for kind, values in flops.items()}
     threads = threads or int(at)
     where = gpu if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} of {cores}"
-    note = (
-        f"{device}, {dtype}, {where}: bf16 products ran at {peak['bfloat16'] / 1e12:.2f} TFLOP/s and fp32 at "
-        f"{peak['float32'] / 1e12:.2f}" + (f" (forced: {', '.join(forced)})" if forced else "")
-    )
+    seen = [(SHORT[kind], f"{peak[kind] / 1e12:.2f}") for kind in reversed(DTYPES) if kind in peak]
+    (first, speed), rest = seen[0], [f"{name} at {value}" for name, value in seen[1:]]
+    note = f"{device}, {dtype}, {where}: {first} products ran at {speed} TFLOP/s and " + ", ".join(rest)
+    note += f" (forced: {', '.join(forced)})" if forced else ""
+    if dtype not in timed:
+        emulated = ", whose rounding is emulated" if dtype == "float8" else ""
+        note += f"; none was timed in {dtype}{emulated}: utilisation is a share of float32's peak"
+        peak[dtype] = peak["float32"]
     bandwidth = measured.gpu_bandwidth if device == "cuda" else measured.memory_bandwidth
     return Machine(device, dtype, threads, peak, bandwidth, cpu, cores, ram, gpu, note)
+
+
+def _fastest_type(speeds: dict[str, float]) -> str:
+    """Of the types whose FLOP/s are given, the one to train in; each narrower one must win by a margin."""
+    chosen = "float32"
+    half = "bfloat16" if "bfloat16" in speeds else "float16"
+    if speeds.get(half, 0.0) >= BF16_MUST_WIN_BY * speeds["float32"]:
+        chosen = half
+    if speeds.get("float8", 0.0) >= FP8_MUST_WIN_BY * speeds[chosen]:
+        chosen = "float8"
+    return chosen
 
 
 def measure(cores: int, *, gpu: bool = False) -> Measurement:
@@ -240,74 +262,36 @@ def measure(cores: int, *, gpu: bool = False) -> Measurement:
     import torch
 
     counts = sorted({1, cores, *(2**power for power in range(1, 12) if 2**power < cores)})
-    flops: dict[str, dict[str, list[float]]] = {kind: {} for kind in DTYPES}
+    flops: dict[str, dict[str, list[float]]] = {kind: {} for kind in CPU_TYPES}
     before = torch.get_num_threads()
     try:
         for count in reversed(counts):
             torch.set_num_threads(count)
-            for kind in DTYPES:
-                flops[kind][str(count)] = [_product_speed(shape, kind, "cpu") for shape in SHAPES]
+            for kind in CPU_TYPES:
+                flops[kind][str(count)] = [product_speed(shape, kind, "cpu") for shape in SHAPES]
         torch.set_num_threads(cores)
-        bandwidth = _copy_speed("cpu", 64 << 20)
+        bandwidth = copy_speed("cpu", 64 << 20)
     finally:
         torch.set_num_threads(before)
     if not gpu:
         return Measurement(flops, bandwidth)
-    big = (8192, 4096, 4096)
-    gpu_flops = {kind: [_product_speed(big, kind, "cuda")] for kind in DTYPES}
-    return Measurement(flops, bandwidth, gpu_flops, _copy_speed("cuda", 1 << 30))
+    gpu_flops = {kind: [speed] for kind, speed in gpu_speeds().items()}
+    return Measurement(flops, bandwidth, gpu_flops, copy_speed("cuda", 1 << 30))
 
 
-def peaks_now(device: str) -> tuple[dict[str, float], float]:
+def peaks_now(device: str, dtype: str = "float32") -> tuple[dict[str, float], float]:
     """What this process reaches at this moment with the threads it has: FLOP/s by type, and bytes/s of a copy.
 
-    Not cached and nothing is chosen by it: it is what a profile is held against, neighbours included.
+    Not cached and nothing is chosen by it: it is what a profile is held against, neighbours included. `dtype` is among the
+    types whatever it is: an emulated product is held against those of float32 that it consists of.
     """
-    shapes = ((8192, 4096, 4096),) if device == "cuda" else SHAPES
-    flops = {kind: max(_product_speed(shape, kind, device) for shape in shapes) for kind in DTYPES}
-    return flops, _copy_speed(device, 1 << 30 if device == "cuda" else 64 << 20)
-
-
-def _product_speed(shape: tuple[int, int, int], kind: str, device: str) -> float:
-    """FLOP/s of one matrix product: the fastest repetition, since disturbance only ever slows one down."""
-    import torch
-
-    rows, inner, outer = shape
-    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
-    a = torch.ones(rows, inner, dtype=dtype, device=device)
-    b = torch.ones(inner, outer, dtype=dtype, device=device)
-    with torch.no_grad():
-        return 2.0 * rows * inner * outer / _fastest(lambda: a @ b, device)
-
-
-def _copy_speed(device: str, n_bytes: int) -> float:
-    import torch
-
-    source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
-    target = torch.ones_like(source)
-    return 2.0 * n_bytes / _fastest(lambda: target.copy_(source), device)
-
-
-def _fastest(work: Any, device: str) -> float:
-    """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first only if alone)."""
-    import torch
-
-    best, start = math.inf, time.perf_counter()
-    repetitions = 0
-    while repetitions < 3 or time.perf_counter() - start < SECONDS_PER_TIMING:
-        began = time.perf_counter()
-        work()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
-        repetitions += 1
-        if repetitions > 1 or seconds > SECONDS_PER_TIMING:
-            best = min(best, seconds)
-        if repetitions > 1 and time.perf_counter() - start > 4 * SECONDS_PER_TIMING:
-            break
-        if seconds > 4 * SECONDS_PER_TIMING:
-            break
-    return best
+    if device == "cuda":
+        flops = gpu_speeds()
+    else:
+        kinds = dict.fromkeys((*CPU_TYPES, *(("float16",) if dtype == "float16" else ())))
+        flops = {kind: max(product_speed(shape, kind, device) for shape in SHAPES) for kind in kinds}
+    flops.setdefault(dtype, flops["float32"])
+    return flops, copy_speed(device, 1 << 30 if device == "cuda" else 64 << 20)
 
 
 def _read_cache(path: Path) -> Measurement | None:

@@ -28,7 +28,7 @@ EVERY = 10
 def allocate(shared: Shared, replicas: int) -> None:
     """Averages of all weights of `shared`, which begin as these."""
     for name, weight in shared.weights.items():
-        shared.averages[name] = weight.detach().clone()
+        shared.averages[name] = weight.detach().float().clone()  # in bf16 an average would stand still
         if replicas > 1:
             shared.averages[name].share_memory_()  # type: ignore[no-untyped-call]
 
@@ -47,7 +47,7 @@ class Averaged:
             return
         decay = min(self.decay**EVERY, (1 + done) / (10 + done))
         for name in self.mine:
-            self.shared.averages[name].lerp_(self.shared.weights[name], 1 - decay)
+            self.shared.averages[name].lerp_(self.shared.weights[name].float(), 1 - decay)
         self.world.exchange()
 
     @contextmanager

@@ -174,7 +174,8 @@ class Figures:
 
     def _add(self, kind: str, tensors: Mapping[str, Tensor], scale: float = 1.0) -> None:
         if tensors:
-            norms = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square().tolist()
+            wide = [t.float() for t in tensors.values()]  # bf16 would sum its squares in bf16
+            norms = torch.stack(torch._foreach_norm(wide)).double().square().tolist()
             for name, square in zip(tensors, norms, strict=True):
                 key = kind, group_of(name)
                 self._squares[key] = self._squares.get(key, 0.0) + square * scale * scale

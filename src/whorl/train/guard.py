@@ -52,9 +52,13 @@ class DivergedError(WhorlError):
 def refuse(figures: Mapping[str, float]) -> bool:
     """The judge of a learner that has no other: what is not finite ends the run before it spoils the weights.
 
+    A step whose gradients overflowed because the loss was scaled too far (`scaling.py`) is left out, here as by a guard.
+
     Raises:
         DivergedError: the loss or the gradient norm is NaN or infinite.
     """
+    if "overflow" in figures:
+        return False
     if _finite(figures):
         return True
     raise DivergedError(
@@ -113,6 +117,11 @@ class Guard:
     def judge(self, figures: Mapping[str, float]) -> bool:
         """Whether to take the step of these figures (loss, nll, count, gradient_norm); called once a step."""
         self.step += 1
+        if (
+            "overflow" in figures
+        ):  # the scale of the loss was too large (scaling.py): nothing is wrong with the step
+            self.event = None
+            return False
         kind, words = self._wrong(figures)
         loss, norm = figures["loss"], figures["gradient_norm"]
         if kind in ("", "spike"):  # a level that stays is not a spike for ever

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.nn.norm import BatchNorm
 from whorl.objectives import Loss
-from whorl.train.optim import POLAR_EXPRESS, AdamW, Muon, RowAdagrad, as_one
+from whorl.train.optim import AdamW, Muon, RowAdagrad, as_one
+from whorl.train.shares import shares, turns
 from whorl.train.update import Average, Treatment, Update, check
 from whorl.train.world import World
 
@@ -56,11 +57,13 @@ class Shared:
         rows: int = 0,
         *,
         together: bool = False,
+        narrow: bool = False,
     ) -> Shared:
         """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step.
 
         together: lay all that AdamW trains end to end, so that its update is a few operations over everything and
         not over each parameter, of which an agent has a dozen small ones. For a single replica.
+        narrow: keep Muon's matrices in bf16 (`rounding.py`).
         """
 
         device = next(networks.parameters()).device
@@ -89,7 +92,8 @@ class Shared:
             if name in weights:
                 weights[name].copy_(p.detach())
                 continue
-            weights[name] = shared(*p.shape)
+            halved = narrow and name in treatments and treatments[name].rule == "muon"
+            weights[name] = shared(*p.shape, dtype=torch.bfloat16 if halved else torch.float32)
             weights[name].copy_(p.detach())
             if name not in treatments:  # a target, or frozen
                 continue
@@ -140,37 +144,6 @@ def _end_to_end(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         n: part.view(p.shape) for (n, p), part in zip(like.items(), torch.split(flat, sizes), strict=True)
     }
-
-
-def turns(update: Update, shapes: Mapping[str, torch.Size]) -> list[set[str]]:
-    """Muon's matrices in `matrix_every` turns of about the same cost; the same on any number of replicas."""
-    return _even([(n, _cost(shapes[n])) for n in update.names("muon")], update.matrix_every)
-
-
-def shares(update: Update, shapes: Mapping[str, torch.Size], size: int) -> list[set[str]]:
-    """Names of the dense parameters that each rank updates: those of each turn, and the rest, evenly by their cost."""
-    owned = [set[str]() for _ in range(size)]
-    costs = [[(n, _cost(shapes[n])) for n in turn] for turn in turns(update, shapes)]
-    for cost in (*costs, [(n, float(shapes[n].numel())) for n in update.names("adamw")]):
-        for rank, mine in enumerate(_even(cost, size)):
-            owned[rank] |= mine
-    return owned
-
-
-def _cost(shape: torch.Size) -> float:
-    """FLOPs of orthogonalising a matrix."""
-    short, long = sorted(shape)
-    return 2.0 * len(POLAR_EXPRESS) * short * short * (2 * long + short)
-
-
-def _even(costs: list[tuple[str, float]], parts: int) -> list[set[str]]:
-    """Greedily, the costliest first, to the least loaded part."""
-    load, names = [0.0] * parts, [set[str]() for _ in range(parts)]
-    for name, cost in sorted(costs, key=lambda item: (-item[1], item[0])):
-        least = load.index(min(load))
-        load[least] += cost
-        names[least].add(name)
-    return names
 
 
 class Learner:
@@ -270,6 +243,7 @@ class _Taken:
             weight_decay=update.weight_decay,
             dtype=dtype,
             allocate=allocate,
+            rounding=update.rounding,
         )
         rest = [(n, data[n]) for n in update.names("adamw") if n in self.owned]
         rates = {n: update.treatments[n].rate for n, _ in rest}
@@ -298,8 +272,10 @@ class _Taken:
         self.filled = {name: 0 for name, _ in self.sparse}
 
     def accumulate(self, loss: Loss) -> None:
-        """Adds the gradients of a micro-batch's summed loss."""
-        loss.total.backward()  # type: ignore[no-untyped-call]
+        """Adds the gradients of a micro-batch's summed loss (times the scale, if there is one)."""
+        scaling = self.update.scaling
+        scale = None if scaling is None else torch.full_like(loss.total, scaling.scale)
+        loss.total.backward(scale)  # type: ignore[no-untyped-call]
         mine, found = [], []
         for name, p in self.named.items():
             gradient, p.grad = p.grad, None
@@ -337,12 +313,21 @@ class _Taken:
         divisor = max(sums["count"], 1.0)
         gradients, dense = self.summed, self.flat
         if self.world.size > 1:
-            for name, total in gradients.items():
-                torch.sum(self.shared.gradients[name], dim=0, out=total)
+            for name, into in gradients.items():
+                torch.sum(self.shared.gradients[name], dim=0, out=into)
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
-        norm = self.world.total(square)[0] ** 0.5 / divisor
         figures = {k: v / divisor for k, v in sums.items() if k != "count"}
+        scaling, infinite = self.update.scaling, 0.0
+        if scaling is not None:
+            divisor *= scaling.scale  # of gradients from here on
+            infinite = self._infinite_rows()
+        total, infinite = self.world.total(square, infinite)
+        norm = total**0.5 / divisor
         figures |= {"count": sums["count"], "gradient_norm": norm}
+        if scaling is not None:
+            figures["loss_scale"] = scaling.scale
+            if scaling.overflowed(figures["loss"], norm, not infinite):
+                figures["overflow"] = 1.0  # the judge leaves the step out, and knows why
         if not self.update.judge(figures):  # the same numbers on every replica, so the same answer
             self.muon.steps += 1  # a step is a record, taken or not: nothing else is to be remembered
             self.adamw.steps += 1
@@ -358,8 +343,15 @@ class _Taken:
         for name, table in self.sparse:
             self._step_rows(name, table, sizes, divisor, factor)
         self._start()
+        if scaling is not None:
+            scaling.passed()
         self.world.exchange()
         return figures
+
+    def _infinite_rows(self) -> float:
+        """How many of this rank's gradients of look-up tables are not finite."""
+        mine = (self.shared.row_gradients[n][self.world.rank, :filled] for n, filled in self.filled.items())
+        return float(sum((~values.isfinite()).sum() for values in mine))
 
     def _step_rows(self, name: str, table: Tensor, sizes: list[int], divisor: float, factor: float) -> None:
         ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(sizes)])

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whorl.train.rounding import Rounding
+
 Named = list[tuple[str, Tensor]]
 Allocate = Callable[[str, tuple[int, ...]], Tensor]
 
@@ -61,6 +63,7 @@ class Muon:
             that many times the learning rate.
         learning_rate: peak; an update has spectral norm learning_rate * turns * sqrt(max(1, rows / columns)).
         dtype: the type of the orthogonalisation's products.
+        rounding: how an update becomes the new weight, where weights are narrower than fp32.
 
     Why turns. Momentum averages some twenty gradients, so the direction changes little from one step to the next, while
     the orthogonalisation of all matrices in each step would be a seventh of a small model's training (LOG.md).
@@ -75,7 +78,9 @@ class Muon:
         weight_decay: float = 0.0,
         dtype: torch.dtype = torch.float32,
         allocate: Allocate = zeros,
+        rounding: Rounding | None = None,
     ) -> None:
+        self.rounding = rounding
         self.learning_rate, self.momentum, self.weight_decay = learning_rate, momentum, weight_decay
         self.dtype, self.steps = dtype, 0
         self.moments: dict[str, Tensor] = {}
@@ -105,12 +110,15 @@ class Muon:
             for (name, p), direction in zip(group, directions, strict=True):
                 nesterov = gradients[name].lerp(self.moments[name], self.momentum)
                 direction.copy_(nesterov if p.shape[0] == short else nesterov.mT)
-            for (_, p), update in zip(group, orthogonalise(directions), strict=True):
+            for (name, p), update in zip(group, orthogonalise(directions), strict=True):
                 rows, columns = p.shape
+                wide = p if self.rounding is None else p.float()
                 if self.weight_decay:
-                    p.mul_(1 - rate * self.weight_decay)
+                    wide.mul_(1 - rate * self.weight_decay)
                 scale = rate * max(1.0, rows / columns) ** 0.5
-                p.add_(update if rows == short else update.mT, alpha=-scale)
+                wide.add_(update if rows == short else update.mT, alpha=-scale)
+                if self.rounding is not None:
+                    self.rounding.write(p, wide, name, self.steps)
         self.steps += 1
 
 

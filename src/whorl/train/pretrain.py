@@ -20,6 +20,7 @@ from torch import Tensor
 from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.nn.float8 import use_float8
 from whorl.runs.memory import MemoryText
 from whorl.runs.pages import advise_huge
 from whorl.runs.pinning import pinned
@@ -42,6 +43,9 @@ from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
+from whorl.train.precision import activations, orthogonalisation, rounding_of
+from whorl.train.rounding import Kind
+from whorl.train.scaling import LossScaling
 from whorl.train.schedule import warmup_stable_decay
 from whorl.train.tiers import Tiers
 from whorl.train.update import Part, Update
@@ -109,7 +113,8 @@ class Job(BaseModel):
     pin: bool = Field(default=False, description="each replica on cores of its own (runs/pinning.py)")
     huge_pages: bool = Field(default=False, description="asked for weights, gradients, state (runs/pages.py)")
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = Field(default="float32", pattern="^(float32|bfloat16|float16|float8)$")
+    rounding: Kind | None = Field(default=None, description="of bf16 matrices; default fp32 masters")
     compile: bool = True
     deterministic: bool = Field(
         default=False, description="nothing that was timed decides a bit (determinism.py)"
@@ -133,9 +138,10 @@ def build_model(job: Job) -> LanguageModel:
     Raises:
         BudgetError: its activations do not fit into `activation_budget`.
     """
-    dtype = getattr(torch, job.dtype)
     with deterministic(job.deterministic):
-        model = make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+        model = make_model(job.model, generator(job.seed, "weights"), activations(job.dtype)).to(job.device)
+        if job.dtype == "float8":
+            use_float8(model)
         return within_budget(model, job)
 
 
@@ -217,7 +223,9 @@ def _train(
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
     mixtures = Mixtures(model, job.routing, world, vigil.loads)
-    learner = learner_of(model, job, shared, world, mixtures, steps_done=first, judge=vigil.judge)
+    learner = learner_of(
+        model, job, shared, world, mixtures, steps_done=first, judge=vigil.judge, scaling=vigil.scaling
+    )
     vigil.mixtures = mixtures
     held_out = HeldOut(job, world)
     watched = Figures(model, job, learner, world, held_out.some_ids(), steps_done=first)
@@ -319,7 +327,7 @@ def stream_config(job: Job, raw: RawText) -> StreamConfig:
 def shared_of(model: LanguageModel, job: Job) -> Shared:
     """The memory that all replicas of `job` see."""
     rows = job.batch_rows // job.replicas * job.length
-    shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows)
+    shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows, narrow=bool(job.rounding))
     if job.ema:
         allocate(shared, job.replicas)
     if job.huge_pages:
@@ -335,14 +343,15 @@ def learner_of(
     mixtures: Mixtures | None = None,
     steps_done: int = 0,
     judge: Judge = refuse,
+    scaling: LossScaling | None = None,
 ) -> Learner:
     """The learner of a language model: one update, next-token prediction."""
-    optim = job.optim
+    optim, treated = job.optim, treatments(model, job.optim)
     update = Update(
         LossOf(
             model, mixtures or Mixtures(model, job.routing, world), z_loss=job.z_loss, compile=job.compile
         ),
-        treatments(model, optim),
+        treated,
         clip_norm=optim.clip_norm,
         momentum=optim.momentum,
         matrix_every=optim.matrix_every,
@@ -350,8 +359,12 @@ def learner_of(
         betas=(0.8, 0.95),
         eps=1e-10,
         judge=judge,
+        scaling=scaling or (LossScaling() if job.dtype == "float16" else None),
+        rounding=rounding_of(job.rounding, job.seed, treated),
     )
-    return Learner(model, [update], shared, world, dtype=model.dtype, steps_done=steps_done)
+    return Learner(
+        model, [update], shared, world, dtype=orthogonalisation(model.dtype), steps_done=steps_done
+    )
 
 
 def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]:
@@ -374,7 +387,7 @@ def _identity(job: Job) -> dict[str, Any]:
     if job.raw is not None:
         inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
         whole["raw"] = job.raw.model_dump(mode="json", exclude=inside)
-    for name in ("watch", "deterministic"):  # a checkpoint from before there were these still fits
+    for name in ("watch", "deterministic", "rounding"):  # a checkpoint of before these still fits
         if getattr(job, name) == Job.model_fields[name].default:
             del whole[name]
     return {

@@ -125,7 +125,7 @@ def _run(
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
     world.exchange()  # all are here: their peaks are taken side by side
-    flops, bandwidth = peaks_now(job.device)
+    flops, bandwidth = peaks_now(job.device, job.dtype)
     machine = world.total(flops[job.dtype])[0]
     kernels = CompiledKernels()
     watching = trace is not None and job.compile

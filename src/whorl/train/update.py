@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.objectives import Loss
 from whorl.train.guard import Judge, refuse
+from whorl.train.rounding import Rounding
+from whorl.train.scaling import LossScaling
 
 Part = Mapping[str, Tensor]  # a micro-batch: tensors by field name
 
@@ -34,7 +36,8 @@ class Update:
     objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
     every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
     momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both; judge: told the figures of a
-    step before any weight moves, says whether it is to be taken (by default what is not finite ends the run, `guard.py`).
+    step before any weight moves, says whether it is to be taken (by default what is not finite ends the run, `guard.py`);
+    scaling: of the loss, for fp16; rounding: of matrices that are kept in bf16.
     """
 
     objective: Callable[[Part], Loss]
@@ -47,6 +50,8 @@ class Update:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     judge: Judge = refuse
+    scaling: LossScaling | None = None
+    rounding: Rounding | None = None
 
     def names(self, rule: str) -> list[str]:
         """Its parameters under one rule."""

@@ -19,6 +19,7 @@ from whorl.train.anchors import Anchors
 from whorl.train.guard import Guard
 from whorl.train.learner import Shared
 from whorl.train.pulse import Pulse, answer_with_stacks
+from whorl.train.scaling import LossScaling
 from whorl.train.stopping import Interrupted, StoppedError, Stopping
 from whorl.train.window import Window
 from whorl.train.witnesses import documents_of
@@ -61,6 +62,7 @@ class Vigil:
         self.place: dict[str, Any] | None = record.get("stream")  # of the next batch, in raw text
         self.loads: list[list[float]] | None = record.get("routing")  # of the experts in the step before
         self.mixtures: Mixtures | None = None
+        self.scaling = LossScaling(record.get("scaling")) if job.dtype == "float16" else None
         self.window = Window(record.get("window"))
         self.owes_a_look = bool(record.get("owes_a_look"))  # at held-out text: SIGTERM broke it off
         self.guard = Guard(
@@ -146,6 +148,8 @@ class Vigil:
             kept["stream"] = self.place
         if self.mixtures:
             kept["routing"] = self.mixtures.state
+        if self.scaling is not None:
+            kept["scaling"] = self.scaling.state
         if self.owes_a_look:
             kept["owes_a_look"] = True
         return kept

@@ -142,9 +142,14 @@ def _job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
         device=ctx.machine.device,
         **{
             **config.model_dump(exclude=shapes),
-            "dtype": config.dtype if config.dtype != "machine" else ctx.machine.dtype,
+            "dtype": config.dtype if config.dtype != "machine" else _usual(ctx.machine.dtype),
         },
     )
+
+
+def _usual(dtype: str) -> str:
+    """The machine's type, or the next wider one where its training would need what an embedder's has not (a loss scale)."""
+    return {"float16": "float32", "float8": "bfloat16"}.get(dtype, dtype)
 
 
 class _Watch:

@@ -6,7 +6,7 @@ import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -90,6 +90,10 @@ class PretrainConfig(BaseModel):
     activation_budget: MemoryText | None = Field(
         default=None,
         description="memory for activations, 2GB or 25%; blocks beyond it are computed again in the backward; default all",
+    )
+    rounding: Literal["nearest", "stochastic"] | None = Field(
+        default=None,
+        description="keep the blocks' matrices in bfloat16, rounded so at each update; default fp32 masters",
     )
     watch: WatchConfig = WatchConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
@@ -187,6 +191,7 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
             "tokens": str(ctx.parents["tokens"].path),
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
+            "rounding": config.rounding,
             "watch": config.watch,
             "deterministic": config.deterministic or planned.get("deterministic", False),
             "activation_budget": config.activation_budget,
@@ -214,7 +219,8 @@ class _Watch:
         self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: Task
     ) -> None:
         self.ctx, self.steps, self.bytes_per_token = ctx, job.steps, bytes_per_token
-        self.peak = ctx.machine.flops[job.dtype]  # what utilisation is a share of
+        flops = ctx.machine.flops  # of the planned type, which may have been forced then and is not now
+        self.peak = flops.get(job.dtype, flops["float32"])  # what utilisation is a share of
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
