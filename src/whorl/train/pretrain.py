@@ -25,6 +25,7 @@ from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
+from whorl.train import mup
 from whorl.train.advice import advising
 from whorl.train.checkpoint import Keeper, restore
 from whorl.train.config import OptimConfig, RoutingConfig, WatchConfig
@@ -117,7 +118,9 @@ def build_model(job: Job) -> LanguageModel:
     """The untrained model of `job`, the same bits for the same seed."""
     dtype = getattr(torch, job.dtype)
     with deterministic(job.deterministic):
-        return make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+        model = make_model(job.model, generator(job.seed, "weights"), dtype).to(job.device)
+    mup.start(model, job.optim)
+    return model
 
 
 @advising
@@ -375,6 +378,9 @@ def _identity(job: Job) -> dict[str, Any]:
     for name in ("watch", "deterministic"):  # a checkpoint from before there were these still fits
         if getattr(job, name) == Job.model_fields[name].default:
             del whole[name]
+    for name in ("matrices", "adamw_rate", "base_width"):
+        if whole["optim"][name] == OptimConfig.model_fields[name].default:
+            del whole["optim"][name]
     return {
         **whole,
         "data": TokenSet(Path(job.tokens)).split("train").fingerprint,

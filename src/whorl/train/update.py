@@ -15,16 +15,19 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.objectives import Loss
 from whorl.train.guard import Judge, refuse
+from whorl.train.matrices import multiplied
 
 Part = Mapping[str, Tensor]  # a micro-batch: tensors by field name
+Rule = Literal["muon", "adamw", "rows"]
 
 
 @dataclass(frozen=True)
 class Treatment:
     """How one parameter is optimised: "muon" (matrices), "adamw", or "rows" (look-up tables with sparse gradients)."""
 
-    rule: Literal["muon", "adamw", "rows"]
+    rule: Rule
     rate: float  # peak learning rate
+    decay: float = 0.0  # times the update's weight_decay; 0 for all that no layer multiplies with (matrices.py)
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,9 @@ class Update:
 
     objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
     every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
-    momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both; judge: told the figures of a
-    step before any weight moves, says whether it is to be taken (by default what is not finite ends the run, `guard.py`).
+    momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both, where a treatment has one; judge:
+    told the figures of a step before any weight moves, says whether it is to be taken (by default what is not finite ends
+    the run, `guard.py`).
     """
 
     objective: Callable[[Part], Loss]
@@ -64,8 +68,13 @@ class Average:
 
 
 def all_adamw(networks: nn.Module, rate: float, prefix: str = "") -> dict[str, Treatment]:
-    """Every parameter whose name begins with `prefix`, under AdamW at one rate."""
-    return {n: Treatment("adamw", rate) for n, _ in networks.named_parameters() if n.startswith(prefix)}
+    """Every parameter whose name begins with `prefix`, under AdamW at one rate; matrices may decay."""
+    decaying = multiplied(networks)
+    return {
+        n: Treatment("adamw", rate, decay=float(n in decaying))
+        for n, _ in networks.named_parameters()
+        if n.startswith(prefix)
+    }
 
 
 def check(networks: nn.Module, updates: list[Update], averages: list[Average]) -> None:
