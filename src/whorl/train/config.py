@@ -25,6 +25,9 @@ class OptimConfig(BaseModel):
     weight_decay: float = Field(
         default=0.0, ge=0, description="of what layers multiply with; times the rate, a step"
     )
+    fused: bool | None = Field(
+        default=None, description="AdamW by torch's fused kernel, with other last bits; default: on CUDA only"
+    )
     base_width: int | None = Field(
         default=None, ge=1, description="muP: the width (d_model) that the rates were found at (mup.py)"
     )

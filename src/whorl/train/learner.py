@@ -278,6 +278,7 @@ class _Taken:
             rates,
             betas=update.betas,
             eps=update.eps,
+            fused=update.fused,
             weight_decay=update.weight_decay,
             decay=decay,
             allocate=allocate,

@@ -315,6 +315,7 @@ def learner_of(
         weight_decay=optim.weight_decay,
         betas=(0.8, 0.95),
         eps=1e-10,
+        fused=optim.fused,
         judge=judge,
     )
     return Learner(model, [update], shared, world, dtype=model.dtype, steps_done=steps_done)
@@ -378,7 +379,7 @@ def _identity(job: Job) -> dict[str, Any]:
     for name in ("watch", "deterministic"):  # a checkpoint from before there were these still fits
         if getattr(job, name) == Job.model_fields[name].default:
             del whole[name]
-    for name in ("matrices", "adamw_rate", "base_width"):
+    for name in ("matrices", "adamw_rate", "fused", "base_width"):
         if whole["optim"][name] == OptimConfig.model_fields[name].default:
             del whole["optim"][name]
     return {

@@ -36,7 +36,7 @@ class Update:
 
     objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
     every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
-    momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both, where a treatment has one; judge:
+    momentum, matrix_every: Muon's (see there); betas, eps, fused: AdamW's; weight_decay: of both, where a treatment has one; judge:
     told the figures of a step before any weight moves, says whether it is to be taken (by default what is not finite ends
     the run, `guard.py`).
     """
@@ -50,6 +50,7 @@ class Update:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    fused: bool | None = None
     judge: Judge = refuse
 
     def names(self, rule: str) -> list[str]:
