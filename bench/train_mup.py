@@ -75,7 +75,9 @@ def train(way: str, width: int, power: int, seed: int, steps: int, text: Path, d
     for step in range(steps):
         part = stretches(training, rng, ROWS, LENGTH)
         update.accumulate(
-            update.objective({"tokens": part["tokens"], "targets": part["targets"], "loss_mask": part["mask"]})
+            update.objective(
+                {"tokens": part["tokens"], "targets": part["targets"], "loss_mask": part["mask"]}
+            )
         )
         losses.append(update.step(warmup_stable_decay(step, steps, 0.1, 0.5))["nll"])
         if not losses[-1] < 20.0:  # lost; NaN too
@@ -162,7 +164,9 @@ def draw(runs: list[Run], picture: Path) -> None:
     for axis, way in zip(axes, WAYS, strict=True):
         for width, colour in zip(WIDTHS, colours, strict=True):
             if losses := curve(runs, way, width):
-                axis.plot(list(losses), list(losses.values()), "o-", ms=3, lw=1.2, color=colour, label=str(width))
+                axis.plot(
+                    list(losses), list(losses.values()), "o-", ms=3, lw=1.2, color=colour, label=str(width)
+                )
                 low = min(losses, key=lambda p: losses[p])
                 axis.plot([low], [losses[low]], "*", ms=10, color=colour)
         axis.set(title=way, xlabel="all rates times 2 to this power", ylim=(lowest - 0.05, lowest + 0.9))
@@ -218,9 +222,7 @@ def main() -> None:
                 if ended and not a.quick:
                     lines = ",\n".join(json.dumps(r) for r in sorted(runs, key=lambda r: str(key(r))))
                     aside = a.results.with_suffix(".part")
-                    aside.write_text(
-                        f'{{"summary": {json.dumps(summary(runs))},\n"runs": [\n{lines}\n]}}\n'
-                    )
+                    aside.write_text(f'{{"summary": {json.dumps(summary(runs))},\n"runs": [\n{lines}\n]}}\n')
                     aside.replace(a.results)
                 time.sleep(0.05)
         print(f"{len(jobs)} runs are left")

@@ -94,11 +94,17 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     rounds = 5 if quick else 21
-    found = {"agent": measure("agent", rounds, 50 if quick else 500), "10 M": measure("10 M", rounds, 1 if quick else 4)}
+    found = {
+        "agent": measure("agent", rounds, 50 if quick else 500),
+        "10 M": measure("10 M", rounds, 1 if quick else 4),
+    }
     medians = {size: {k: statistics.median(t) for k, t in times.items()} for size, times in found.items()}
     for size, each in medians.items():
         print(f"{size:>6}: " + "; ".join(f"{kind} {1e6 * seconds:,.0f} us" for kind, seconds in each.items()))
-    ratios = {size: min(each["torch, foreach"], each["torch, fused"]) / each["ours"] for size, each in medians.items()}
+    ratios = {
+        size: min(each["torch, foreach"], each["torch, fused"]) / each["ours"]
+        for size, each in medians.items()
+    }
     claim(
         "AdamW's step for an agent is at least as fast as the better of torch's two",
         ours=medians["agent"]["ours"],

@@ -1,4 +1,4 @@
-"""Which optimiser for the matrices of a small language model: AdamW, Muon, Adafactor, SOAP; at equal steps, at equal seconds.
+"""Which optimiser for the matrices of a small language model: AdamW, Muon, Adafactor, SOAP; at equal steps and seconds.
 
     python bench/train_optimisers.py                  # all of it: some minutes on two quiet cores
     python bench/train_optimisers.py --seconds 100    # as much as begins in that time; call again to go on
@@ -45,7 +45,12 @@ from whorl.train.schedule import warmup_stable_decay
 
 LENGTH, ROWS, TUNING_SEED = 128, 8, 100
 BETAS = (0.9, 0.95)
-START = {"AdamW": 0.004, "Muon": 0.02, "Adafactor": 0.004, "SOAP": 0.004}  # where the search for a rate begins
+START = {
+    "AdamW": 0.004,
+    "Muon": 0.02,
+    "Adafactor": 0.004,
+    "SOAP": 0.004,
+}  # where the search for a rate begins
 
 Run = dict[str, Any]
 
@@ -72,7 +77,7 @@ class Adafactor:
             square = gradients[name].square() + 1e-30
             row = self.rows[name].lerp_(square.mean(dim=1), share)
             column = self.columns[name].lerp_(square.mean(dim=0), share)
-            update = gradients[name] / (row[:, None] * column[None, :] / row.mean()).sqrt_()
+            update = gradients[name] * (row / row.mean()).rsqrt()[:, None] * column.rsqrt()[None, :]
             update /= max(1.0, float(update.norm()) / update.numel() ** 0.5)
             self.mean[name].lerp_(update, 1 - BETAS[0])
             p.add_(self.mean[name], alpha=-self.rate * factor)
@@ -83,7 +88,7 @@ class SOAP:
 
     L and R are running means of G G^T and G^T G. Adam's second moments are those of the turned gradient Q_L^T G Q_R; the
     step is turned back. Every `every` steps one power iteration with a QR decomposition brings Q_L and Q_R near to the
-    eigenvectors again (algorithm 4). The first gradient sets the basis and takes no step.
+    eigenvectors again (algorithm 4). The first gradient that is not zero sets the basis and takes no step.
     """
 
     def __init__(self, params: Named, rate: float, every: int = 10) -> None:
@@ -92,6 +97,7 @@ class SOAP:
         self.square = {n: torch.zeros_like(p) for n, p in params}
         self.products = {n: [torch.zeros(k, k) for k in p.shape] for n, p in params}
         self.bases: dict[str, list[Tensor]] = {}
+        self.begun: dict[str, int] = {}
 
     def step(self, gradients: dict[str, Tensor], factor: float) -> None:
         self.steps += 1
@@ -99,14 +105,17 @@ class SOAP:
         for name, p in self.params:
             g, products = gradients[name], self.products[name]
             if name not in self.bases:
+                if not g.any():  # behind a matrix that begins at zero
+                    continue
                 self._gather(products, g)
+                self.begun[name] = self.steps
                 self.bases[name] = [torch.linalg.eigh(each).eigenvectors.flip(1) for each in products]
                 continue
             left, right = self.bases[name]
             self.mean[name].lerp_(g, 1 - first)
             turned = left.mT @ g @ right
             self.square[name].mul_(second).addcmul_(turned, turned, value=1 - second)
-            t = self.steps - 1
+            t = self.steps - self.begun[name]
             correction = (1 - second**t) ** 0.5 / (1 - first**t)
             step = (left.mT @ self.mean[name] @ right) / (self.square[name].sqrt() + 1e-12)
             p.add_(left @ step @ right.mT, alpha=-self.rate * factor * correction)
@@ -175,7 +184,10 @@ class Trainer:
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         due = targets.flatten()
         loss = next_token(
-            self.model(tokens).flatten(0, 1), self.model.head_weight, due, torch.ones_like(due, dtype=torch.bool)
+            self.model(tokens).flatten(0, 1),
+            self.model.head_weight,
+            due,
+            torch.ones_like(due, dtype=torch.bool),
         )
         return loss.total / loss.count
 
@@ -266,7 +278,11 @@ def table(results: Results, a: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for how in ("steps", "seconds"):
             if runs := results.find(kind=kind, how=how):
                 losses = [r["loss"] for r in runs]
-                each |= {"rate": runs[0]["rate"], how: losses, f"mean_{how}": round(statistics.mean(losses), 4)}
+                each |= {
+                    "rate": runs[0]["rate"],
+                    how: losses,
+                    f"mean_{how}": round(statistics.mean(losses), 4),
+                }
         found[kind] = each
     return found
 
@@ -275,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
     parser.add_argument("--results", type=Path, default=Path("train_optimisers.json"))
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
@@ -286,11 +302,13 @@ def main() -> None:
     began = time.monotonic()
     results, dtype = Results(None if a.quick else a.results), probe().dtype
     if not results.seconds:
-        results.seconds = relative_seconds(a.text, dtype, 2 if a.quick else 15)
+        results.seconds = relative_seconds(a.text, dtype, 2 if a.quick else 9)
         results.write()
     with multiprocessing.get_context("spawn").Pool(a.workers) as pool:
         while (jobs := wanted(results, a)) and time.monotonic() - began < a.seconds:
-            for run in pool.starmap(train, [(*job, a.text, dtype) for job in jobs[: 2 * a.workers]], chunksize=1):
+            for run in pool.starmap(
+                train, [(*job, a.text, dtype) for job in jobs[: 2 * a.workers]], chunksize=1
+            ):
                 results.runs.append(run)
                 print(json.dumps(run), flush=True)
             results.write()

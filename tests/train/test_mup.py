@@ -67,7 +67,9 @@ def growth(shape: str, **optim: object) -> dict[str, float]:
     """The exponent e of size ~ width^e, between the least and the greatest width."""
     found = [moved(shape, w, OptimConfig.model_validate(optim)) for w in (WIDTHS[0], WIDTHS[-1])]
     ratio = torch.tensor(WIDTHS[-1] / WIDTHS[0]).log()
-    return {n: float((torch.tensor(found[-1][n]) / torch.tensor(found[0][n])).log() / ratio) for n in found[0]}
+    return {
+        n: float((torch.tensor(found[-1][n]) / torch.tensor(found[0][n])).log() / ratio) for n in found[0]
+    }
 
 
 def test_the_coordinate_check_passes_with_mup_and_fails_without() -> None:
@@ -118,10 +120,18 @@ def test_training_begins_with_a_head_that_is_smaller_as_the_width_is_greater(tmp
 
 
 def test_a_tied_head_is_refused() -> None:
-    shape = {"d_model": 32, "n_layers": 1, "mlp_hidden": 64, "mixers": {"m": {"kind": "gru"}}, "tie_embeddings": True}
+    shape = {
+        "d_model": 32,
+        "n_layers": 1,
+        "mlp_hidden": 64,
+        "mixers": {"m": {"kind": "gru"}},
+        "tie_embeddings": True,
+    }
     model = make_model(TransformerConfig.model_validate({**shape, "vocab_size": 300}), None, torch.float32)
     with pytest.raises(ConfigError, match=r"base_width is 64(.|\n)*tie_embeddings = false"):
         treatments(model, OptimConfig(base_width=64))
-    with pytest.raises(ValueError, match=r"base_width \(64\) with model\.tie_embeddings"):  # when a recipe is read
+    with pytest.raises(
+        ValueError, match=r"base_width \(64\) with model\.tie_embeddings"
+    ):  # when a recipe is read
         PlanConfig.model_validate({"model": shape, "optim": {"base_width": 64}})
     PlanConfig.model_validate({"model": shape, "optim": {"weight_decay": 0.1}})

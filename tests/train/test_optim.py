@@ -64,17 +64,19 @@ def test_adamw_equals_the_reference_and_torchs(decay: float, fused: bool) -> Non
     for name in starts:
         torch.testing.assert_close(ours[name], plain[name], atol=2e-6, rtol=2e-6)
         torch.testing.assert_close(theirs[name].detach(), hatless[name], atol=2e-6, rtol=2e-6)
-        torch.testing.assert_close(ours[name], theirs[name].detach(), atol=1e-5, rtol=1e-5)  # eps stands elsewhere
+        torch.testing.assert_close(
+            ours[name], theirs[name].detach(), atol=1e-5, rtol=1e-5
+        )  # eps stands elsewhere
 
 
 def test_muon_goes_where_the_reference_goes() -> None:
     g = torch.Generator().manual_seed(0)
-    for shape in ((8, 24), (24, 8)):
-        ours = torch.randn(shape, generator=g)
-        plain, mean, start = ours.clone(), torch.zeros(shape), ours.clone()
+    for size in ((8, 24), (24, 8)):
+        ours = torch.randn(size, generator=g)
+        plain, mean, start = ours.clone(), torch.zeros(size), ours.clone()
         muon = Muon([[("p", ours)]], 0.05, weight_decay=0.2)
         for _ in range(5):
-            gradient = torch.randn(shape, generator=g)
+            gradient = torch.randn(size, generator=g)
             muon.step({"p": gradient}, 1.0)
             muon_reference(plain, mean, gradient, rate=0.05, momentum=0.95, decay=0.2)
         way, exact = (ours - start).flatten(), (plain - start).flatten()

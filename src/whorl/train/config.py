@@ -14,7 +14,9 @@ class OptimConfig(BaseModel):
 
     matrices: Literal["muon", "adamw"] = Field(default="muon", description="what trains the blocks' matrices")
     matrix_rate: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
-    adamw_rate: float = Field(default=0.003, gt=0, description="AdamW, matrices of the blocks, if it has them")
+    adamw_rate: float = Field(
+        default=0.003, gt=0, description="AdamW, matrices of the blocks, if it has them"
+    )
     matrix_every: int = Field(
         default=2, ge=1, description="steps between updates of a matrix, which then is as much larger"
     )

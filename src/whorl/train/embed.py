@@ -43,8 +43,8 @@ from whorl.tokens.tokenizer import Ids
 from whorl.train.checkpoint import Keeper, restore
 from whorl.train.learner import Learner
 from whorl.train.loop import Clock, learn
-from whorl.train.schedule import warmup_stable_decay
 from whorl.train.matrices import multiplied
+from whorl.train.schedule import warmup_stable_decay
 from whorl.train.update import Part, Rule, Treatment, Update
 
 BUNDLE = 32  # spans that are encoded together

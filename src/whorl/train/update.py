@@ -27,7 +27,9 @@ class Treatment:
 
     rule: Rule
     rate: float  # peak learning rate
-    decay: float = 0.0  # times the update's weight_decay; 0 for all that no layer multiplies with (matrices.py)
+    decay: float = (
+        0.0  # times the update's weight_decay; 0 for all that no layer multiplies with (matrices.py)
+    )
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ class Update:
 
     objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
     every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
-    momentum, matrix_every: Muon's (see there); betas, eps, fused: AdamW's; weight_decay: of both, where a treatment has one; judge:
-    told the figures of a step before any weight moves, says whether it is to be taken (by default what is not finite ends
-    the run, `guard.py`).
+    momentum, matrix_every: Muon's (see there); betas, eps, fused: AdamW's; weight_decay: of both, where a treatment has
+    one; judge: told the figures of a step before any weight moves, says whether it is to be taken (by default what is not
+    finite ends the run, `guard.py`).
     """
 
     objective: Callable[[Part], Loss]
