@@ -183,11 +183,13 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("docs/training_mup.png"))
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    parser.add_argument("--powers", type=int, nargs="+", help="of all that are due, these alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
     parser.add_argument("--draw", action="store_true", help="run nothing")
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args()
-    widths, ways = WIDTHS, WAYS
+    widths, ways = a.widths, WAYS
     if a.quick:
         widths, a.steps, a.results = (64, 128), 10, Path("/dev/null")
     runs: list[Run] = []
@@ -203,6 +205,7 @@ def main() -> None:
         for way in ways
         if plain(way, width) == way
         for power in (range(-2, 2) if a.quick else POWERS[way])
+        if a.powers is None or power in a.powers
         if seed < SEEDS[width] and (way, width, power, seed, a.steps) not in known
     ]
     if not a.draw:

@@ -291,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
     parser.add_argument("--results", type=Path, default=Path("train_optimisers.json"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
