@@ -11,8 +11,8 @@ its own rate, found on one seed among powers of two (widened until the best is n
 "equal seconds": the contenders' steps are timed in turns in one process (medians of CPU seconds), and each gets as many
 steps as AdamW's `--steps` last; the schedule is stretched or shortened with them.
 
-Adafactor and SOAP live here and not in the house, since neither paid (LOG.md). Both are told below as the difference from
-Adam. Muon is the house's own, each matrix in every second step.
+Adafactor and SOAP live here; into the house they come when this bench shows that one of them pays. Both are told below as
+the difference from Adam. Muon is the house's own, each matrix in every second step.
 """
 
 from __future__ import annotations
