@@ -10,6 +10,8 @@ from whorl.plan.cost import shape
 from whorl.train.config import OptimConfig
 from whorl.train.language import treatments
 from whorl.train.optim import AdamW, Muon, RowAdagrad, orthogonalise
+from whorl.train.optim_reference import adamw as adamw_reference
+from whorl.train.optim_reference import muon as muon_reference
 from whorl.train.schedule import FLOOR, warmup_stable_decay
 from whorl.train.shares import shares, turns
 from whorl.train.update import Update
@@ -35,19 +37,51 @@ def test_orthogonalise_keeps_the_directions_and_levels_the_sizes(
     assert (after - torch.diag_embed(levels)).abs().max() < (1e-3 if dtype == torch.float32 else 0.05)
 
 
-def test_adamw_equals_torchs() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adamw_equals_the_reference_and_torchs(decay: float, fused: bool) -> None:
+    """Two parameters, of which one decays and the other never does, at two rates."""
     g = torch.Generator().manual_seed(0)
-    ours = torch.randn(5, 3, generator=g)
-    theirs = torch.nn.Parameter(ours.clone())
-    mine = AdamW([("p", ours)], {"p": 0.01}, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.1)
-    peer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.8, 0.95), eps=1e-8, weight_decay=0.1)
-    for _ in range(20):
-        gradient = torch.randn(5, 3, generator=g)
-        mine.step({"p": gradient}, 1.0)
-        theirs.grad = gradient.clone()
+    starts = {"matrix": torch.randn(5, 3, generator=g), "gain": torch.randn(4, generator=g)}
+    rates, decays = {"matrix": 0.01, "gain": 0.03}, {"matrix": decay, "gain": 0.0}
+    betas, eps = (0.8, 0.95), 1e-8
+    ours, plain, hatless = ({n: p.clone() for n, p in starts.items()} for _ in range(3))
+    theirs = {n: torch.nn.Parameter(p.clone()) for n, p in starts.items()}
+    mine = AdamW(list(ours.items()), rates, betas=betas, eps=eps, weight_decay=decay, decay={"matrix": 1.0, "gain": 0.0},
+                 fused=fused)  # fmt: skip
+    groups = [{"params": [p], "lr": rates[n], "weight_decay": decays[n]} for n, p in theirs.items()]
+    peer = torch.optim.AdamW(groups, betas=betas, eps=eps, foreach=False)
+    moments = [{n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in starts.items()} for _ in range(2)]
+    for step in range(1, 21):
+        gradients = {n: torch.randn(p.shape, generator=g) * 10.0 ** -(step % 4) for n, p in starts.items()}
+        mine.step(gradients, 1.0)
+        for name, gradient in gradients.items():
+            theirs[name].grad = gradient.clone()
+            more = {"rate": rates[name], "betas": betas, "eps": eps, "decay": decays[name]}
+            adamw_reference(plain[name], *moments[0][name], gradient, step, **more)  # type: ignore[arg-type]
+            adamw_reference(hatless[name], *moments[1][name], gradient, step, **more, eps_hat=False)  # type: ignore[arg-type]
         peer.step()
-    # Ours adds eps before the bias correction is divided out: at 1e-8 the difference is far below this.
-    torch.testing.assert_close(ours, theirs.detach(), atol=1e-5, rtol=1e-4)
+    for name in starts:
+        torch.testing.assert_close(ours[name], plain[name], atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(theirs[name].detach(), hatless[name], atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(
+            ours[name], theirs[name].detach(), atol=1e-5, rtol=1e-5
+        )  # eps stands elsewhere
+
+
+def test_muon_goes_where_the_reference_goes() -> None:
+    g = torch.Generator().manual_seed(0)
+    for size in ((8, 24), (24, 8)):
+        ours = torch.randn(size, generator=g)
+        plain, mean, start = ours.clone(), torch.zeros(size), ours.clone()
+        muon = Muon([[("p", ours)]], 0.05, weight_decay=0.2)
+        for _ in range(5):
+            gradient = torch.randn(size, generator=g)
+            muon.step({"p": gradient}, 1.0)
+            muon_reference(plain, mean, gradient, rate=0.05, momentum=0.95, decay=0.2)
+        way, exact = (ours - start).flatten(), (plain - start).flatten()
+        assert float(torch.cosine_similarity(way, exact, dim=0)) > 0.97
+        assert 0.85 < float(way.norm() / exact.norm()) < 1.1
 
 
 def test_row_adagrad_equals_a_loop_over_rows() -> None:

@@ -57,6 +57,11 @@ class PlanConfig(BaseModel):
                 first = error.errors()[0]
                 raise ValueError(f"{'.'.join(map(str, ('model', *first['loc'])))}: {first['msg']}") from error
             _build_without_memory(shape)
+            if shape.tie_embeddings and self.optim is not None and self.optim.base_width is not None:
+                raise ValueError(
+                    f"optim.base_width ({self.optim.base_width}) with model.tie_embeddings: muP gives an embedding and a "
+                    "head different rates; set model.tie_embeddings = false or leave optim.base_width out"
+                )
             if shape.learned_positions and self.length > shape.max_length:
                 raise ValueError(f"length ({self.length}) is beyond model.max_length ({shape.max_length})")
             if shape.experts is not None and shape.experts.routing == "expert_choice":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -10,7 +12,11 @@ class OptimConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    matrices: Literal["muon", "adamw"] = Field(default="muon", description="what trains the blocks' matrices")
     matrix_rate: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
+    adamw_rate: float = Field(
+        default=0.003, gt=0, description="AdamW, matrices of the blocks, if it has them"
+    )
     matrix_every: int = Field(
         default=2, ge=1, description="steps between updates of a matrix, which then is as much larger"
     )
@@ -18,7 +24,15 @@ class OptimConfig(BaseModel):
     scalar_rate: float = Field(default=0.01, gt=0, description="AdamW, gains and temperatures")
     memory_rate: float = Field(default=0.05, gt=0, description="row Adagrad, n-gram memories")
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="of what layers multiply with; times the rate, a step"
+    )
+    fused: bool | None = Field(
+        default=None, description="AdamW by torch's fused kernel, with other last bits; default: on CUDA only"
+    )
+    base_width: int | None = Field(
+        default=None, ge=1, description="muP: the width (d_model) that the rates were found at (mup.py)"
+    )
     clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient, dense parameters together")
 
 

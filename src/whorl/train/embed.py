@@ -45,8 +45,9 @@ from whorl.train.checkpoint import restore
 from whorl.train.keeper import Keeper
 from whorl.train.learner import Learner
 from whorl.train.loop import Clock, learn
+from whorl.train.matrices import multiplied
 from whorl.train.schedule import warmup_stable_decay
-from whorl.train.update import Part, Treatment, Update
+from whorl.train.update import Part, Rule, Treatment, Update
 
 BUNDLE = 32  # spans that are encoded together
 
@@ -305,11 +306,12 @@ def update_of(encoder: Encoder, job: EmbedJob) -> Update:
         x, y = in_bundles(encoder, part["ids"], part["mask"]).chunk(2)
         return info_nce(x, y, 1 / job.temperature, part["documents"])
 
-    treatments = {}
+    treatments, decaying = {}, multiplied(encoder)
     for name, p in encoder.named_parameters():
         matrix = name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1
         muon = matrix and job.optimiser == "muon"
-        treatments[name] = Treatment("muon", job.muon_rate) if muon else Treatment("adamw", job.rate)
+        rule: Rule = "muon" if muon else "adamw"
+        treatments[name] = Treatment(rule, job.muon_rate if muon else job.rate, float(name in decaying))
     return Update(
         objective, treatments, clip_norm=job.clip_norm, weight_decay=job.weight_decay, betas=(0.9, 0.98)
     )

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from whorl.models import LanguageModel
 from whorl.train.learner import Learner
+from whorl.train.mup import narrowing
 from whorl.train.world import World
 
 if TYPE_CHECKING:
@@ -132,7 +133,8 @@ class Figures:
     def rates(self, factor: float) -> dict[str, float]:
         """The learning rates at `factor` of their peaks: of matrices by itself, the others by name."""
         o = self.optim
-        rates = {"": o.matrix_rate, "/embedding": o.embedding_rate, "/scalars": o.scalar_rate}
+        matrices = o.matrix_rate if o.matrices == "muon" else o.adamw_rate * narrowing(self.model, o)
+        rates = {"": matrices, "/embedding": o.embedding_rate, "/scalars": o.scalar_rate}
         if self.tables:
             rates["/memory"] = o.memory_rate
         return {f"learning_rate{name}": factor * rate for name, rate in rates.items()}

@@ -18,15 +18,23 @@ from whorl.nn.experts import Experts
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives import Loss, next_token
 from whorl.train.config import OptimConfig
+from whorl.train.matrices import multiplied
 from whorl.train.mixtures import Mixtures
+from whorl.train.mup import narrowing
 from whorl.train.update import Part, Treatment
 
 
 def treatments(model: LanguageModel, optim: OptimConfig) -> dict[str, Treatment]:
-    """Muon for the matrices of the blocks, sparse rows for n-gram tables, AdamW for the rest.
+    """Muon (or AdamW: `optim.matrices`) for the matrices of the blocks, sparse rows for n-gram tables, AdamW for the rest.
 
-    A matrix here is what a layer multiplies with: a router, a convolution's taps or a state space's decays are none.
+    A matrix of a block is what a layer makes features with: a router, a convolution's taps or a state space's decays are
+    none. What decays is a little more (`matrices.py`), and has rates by width if these are asked for (`mup.py`).
     """
+    share, decaying = narrowing(model, optim), multiplied(model)
+
+    def adamw(name: str, rate: float) -> Treatment:
+        return Treatment("adamw", rate * share, 1 / share) if name in decaying else Treatment("adamw", rate)
+
     matrices = {
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -39,11 +47,13 @@ def treatments(model: LanguageModel, optim: OptimConfig) -> dict[str, Treatment]
         if name.startswith("memory."):
             found[name] = Treatment("rows", optim.memory_rate)
         elif name in ("embedding", "head", "positions"):
-            found[name] = Treatment("adamw", optim.embedding_rate)
-        elif name in matrices:
-            found[name] = Treatment("muon", optim.matrix_rate)
+            found[name] = adamw(name, optim.embedding_rate)
+        elif name not in matrices:
+            found[name] = adamw(name, optim.scalar_rate)
+        elif optim.matrices == "adamw":
+            found[name] = adamw(name, optim.adamw_rate)
         else:
-            found[name] = Treatment("adamw", optim.scalar_rate)
+            found[name] = Treatment("muon", optim.matrix_rate, decay=1.0)
     return found
 
 

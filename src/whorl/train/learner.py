@@ -232,6 +232,8 @@ class _Taken:
         def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
             return self.shared.state[name]
 
+        decay = {n: t.decay for n, t in update.treatments.items()}
+
         def rate(rule: str) -> float:
             found = {t.rate for t in update.treatments.values() if t.rule == rule}
             return found.pop() if len(found) == 1 else 0.0
@@ -241,6 +243,7 @@ class _Taken:
             rate("muon"),
             momentum=update.momentum,
             weight_decay=update.weight_decay,
+            decay=decay,
             dtype=dtype,
             allocate=allocate,
             rounding=update.rounding,
@@ -252,7 +255,9 @@ class _Taken:
             rates,
             betas=update.betas,
             eps=update.eps,
+            fused=update.fused,
             weight_decay=update.weight_decay,
+            decay=decay,
             allocate=allocate,
         )
         self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)

@@ -16,7 +16,7 @@ is what a checkpoint stores.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,7 @@ class Muon:
         params: matrices, in turns: those of turn i are updated in the steps s with s mod (number of turns) = i, with
             that many times the learning rate.
         learning_rate: peak; an update has spectral norm learning_rate * turns * sqrt(max(1, rows / columns)).
+        decay: by name, times weight_decay; 1 for those that are not named.
         dtype: the type of the orthogonalisation's products.
         rounding: how an update becomes the new weight, where weights are narrower than fp32.
 
@@ -76,13 +77,15 @@ class Muon:
         *,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
+        decay: Mapping[str, float] | None = None,
         dtype: torch.dtype = torch.float32,
         allocate: Allocate = zeros,
         rounding: Rounding | None = None,
     ) -> None:
         self.rounding = rounding
-        self.learning_rate, self.momentum, self.weight_decay = learning_rate, momentum, weight_decay
+        self.learning_rate, self.momentum = learning_rate, momentum
         self.dtype, self.steps = dtype, 0
+        self.decay: dict[str, float] = {}
         self.moments: dict[str, Tensor] = {}
         self.turns: list[list[tuple[tuple[int, int], Named]]] = []
         for turn in params:
@@ -91,6 +94,7 @@ class Muon:
             )  # an MLP's way up and way down together
             for name, p in turn:
                 self.moments[name] = allocate(f"{name}/momentum", tuple(p.shape))
+                self.decay[name] = weight_decay * (decay or {}).get(name, 1.0)
                 short, long = sorted(p.shape)
                 by_shape[short, long].append((name, p))
             self.turns.append(list(by_shape.items()))
@@ -113,8 +117,8 @@ class Muon:
             for (name, p), update in zip(group, orthogonalise(directions), strict=True):
                 rows, columns = p.shape
                 wide = p if self.rounding is None else p.float()
-                if self.weight_decay:
-                    wide.mul_(1 - rate * self.weight_decay)
+                if self.decay[name]:
+                    wide.mul_(1 - rate * self.decay[name])
                 scale = rate * max(1.0, rows / columns) ** 0.5
                 wide.add_(update if rows == short else update.mT, alpha=-scale)
                 if self.rounding is not None:
@@ -123,9 +127,10 @@ class Muon:
 
 
 class _Group(NamedTuple):
-    """Parameters of one peak learning rate."""
+    """Parameters of one peak learning rate and one weight decay."""
 
     peak: float
+    decay: float
     names: list[str]
     weights: list[Tensor]
     mean: list[Tensor]
@@ -133,9 +138,16 @@ class _Group(NamedTuple):
 
 
 class AdamW:
-    """Adam with decoupled weight decay, fp32.  Bias-corrected as in Kingma & Ba 2015, algorithm 1.
+    """Adam with decoupled weight decay, fp32.  Bias-corrected as in Kingma & Ba 2015, algorithm 1; told plainly, one
+    parameter at a time, in `optim_reference.py`.
 
     Most of its parameters are tiny, so each line of the algorithm runs over all those of one learning rate at once.
+
+    Args:
+        learning_rate: peaks by name.
+        decay: by name, times weight_decay; 1 for those that are not named.
+        fused: torch's kernel, which reads and writes every number once a step, in place of one pass for each line; its
+            last bits differ. By default on CUDA only (`bench/train_optim.py` compares).
     """
 
     def __init__(
@@ -146,26 +158,29 @@ class AdamW:
         betas: tuple[float, float] = (0.8, 0.95),
         eps: float = 1e-10,
         weight_decay: float = 0.0,
+        decay: Mapping[str, float] | None = None,
+        fused: bool | None = None,
         allocate: Allocate = zeros,
     ) -> None:
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.betas, self.eps = betas, eps
+        self.fused = any(p.is_cuda for _, p in params) if fused is None else fused
         self.state = {
             f"{name}/{moment}": allocate(f"{name}/{moment}", tuple(p.shape))
             for name, p in params
             for moment in ("mean", "square")
         }
-        named: dict[float, Named] = defaultdict(list)
+        named: dict[tuple[float, float], Named] = defaultdict(list)
         for name, p in params:
-            named[learning_rate[name]].append((name, p))
+            named[learning_rate[name], weight_decay * (decay or {}).get(name, 1.0)].append((name, p))
         self.groups = [
             _Group(
-                rate,
+                *peak_and_decay,
                 [name for name, _ in group],
                 as_one([p for _, p in group]),
                 as_one([self.state[f"{name}/mean"] for name, _ in group]),
                 as_one([self.state[f"{name}/square"] for name, _ in group]),
             )
-            for rate, group in named.items()
+            for peak_and_decay, group in named.items()
         ]
         self._seen: dict[str, Tensor] | None = None
         self._laid: list[list[Tensor]] = []
@@ -179,18 +194,48 @@ class AdamW:
         if gradients is not self._seen:  # a single replica's are the same memory in every step
             self._seen = gradients
             self._laid = [as_one([gradients[name] for name in group.names]) for group in self.groups]
-        for (peak, _, weights, mean, square), gradient in zip(self.groups, self._laid, strict=True):
+        for (peak, decay, _, weights, mean, square), gradient in zip(self.groups, self._laid, strict=True):
             rate = peak * factor
             if not len(weights) == len(mean) == len(square) == len(gradient):
                 raise AssertionError("some of AdamW's tensors lie end to end and others do not")
+            if self.fused:
+                self._fused(weights, mean, square, gradient, rate, decay)
+                continue
             torch._foreach_lerp_(mean, gradient, 1 - first)
             torch._foreach_mul_(square, second)
             torch._foreach_addcmul_(square, gradient, gradient, 1 - second)
-            if self.weight_decay:
-                torch._foreach_mul_(weights, 1 - rate * self.weight_decay)
+            if decay:
+                torch._foreach_mul_(weights, 1 - rate * decay)
             divisor = torch._foreach_sqrt(square)
             torch._foreach_add_(divisor, self.eps)
             torch._foreach_addcdiv_(weights, mean, divisor, -rate * correction)
+
+    def _fused(
+        self,
+        weights: list[Tensor],
+        mean: list[Tensor],
+        square: list[Tensor],
+        gradient: list[Tensor],
+        rate: float,
+        decay: float,
+    ) -> None:
+        """The same step in one pass. Torch adds eps behind the bias correction, so it is told one that makes up for it."""
+        taken = torch.tensor(float(self.steps), device=weights[0].device)
+        torch._fused_adamw_(
+            weights,
+            gradient,
+            mean,
+            square,
+            [],
+            [taken] * len(weights),
+            lr=rate,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=decay,
+            eps=self.eps / (1 - self.betas[1] ** self.steps) ** 0.5,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def as_one(tensors: list[Tensor]) -> list[Tensor]:

@@ -29,6 +29,7 @@ from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
+from whorl.train import mup
 from whorl.train.activations import within_budget
 from whorl.train.advice import advising
 from whorl.train.average import Averaged, allocate
@@ -140,6 +141,7 @@ def build_model(job: Job) -> LanguageModel:
     """
     with deterministic(job.deterministic):
         model = make_model(job.model, generator(job.seed, "weights"), activations(job.dtype)).to(job.device)
+        mup.start(model, job.optim)
         if job.dtype == "float8":
             use_float8(model)
         return within_budget(model, job)
@@ -358,6 +360,7 @@ def learner_of(
         weight_decay=optim.weight_decay,
         betas=(0.8, 0.95),
         eps=1e-10,
+        fused=optim.fused,
         judge=judge,
         scaling=scaling or (LossScaling() if job.dtype == "float16" else None),
         rounding=rounding_of(job.rounding, job.seed, treated),
@@ -390,6 +393,9 @@ def _identity(job: Job) -> dict[str, Any]:
     for name in ("watch", "deterministic", "rounding"):  # a checkpoint of before these still fits
         if getattr(job, name) == Job.model_fields[name].default:
             del whole[name]
+    for name in ("matrices", "adamw_rate", "fused", "base_width"):
+        if whole["optim"][name] == OptimConfig.model_fields[name].default:
+            del whole["optim"][name]
     return {
         **whole,
         "data": TokenSet(Path(job.tokens)).split("train").fingerprint,

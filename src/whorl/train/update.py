@@ -15,18 +15,23 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.objectives import Loss
 from whorl.train.guard import Judge, refuse
+from whorl.train.matrices import multiplied
 from whorl.train.rounding import Rounding
 from whorl.train.scaling import LossScaling
 
 Part = Mapping[str, Tensor]  # a micro-batch: tensors by field name
+Rule = Literal["muon", "adamw", "rows"]
 
 
 @dataclass(frozen=True)
 class Treatment:
     """How one parameter is optimised: "muon" (matrices), "adamw", or "rows" (look-up tables with sparse gradients)."""
 
-    rule: Literal["muon", "adamw", "rows"]
+    rule: Rule
     rate: float  # peak learning rate
+    decay: float = (
+        0.0  # times the update's weight_decay; 0 for all that no layer multiplies with (matrices.py)
+    )
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class Update:
 
     objective: part -> Loss, its networks bound to it; treatments: by parameter name, all that this update trains;
     every: it is taken in every so-many-th round; clip_norm: of the mean gradient of its dense parameters together;
-    momentum, matrix_every: Muon's (see there); betas, eps: AdamW's; weight_decay: of both; judge: told the figures of a
-    step before any weight moves, says whether it is to be taken (by default what is not finite ends the run, `guard.py`);
-    scaling: of the loss, for fp16; rounding: of matrices that are kept in bf16.
+    momentum, matrix_every: Muon's (see there); betas, eps, fused: AdamW's; weight_decay: of both, where a treatment has
+    one; judge: told the figures of a step before any weight moves, says whether it is to be taken (by default what is not
+    finite ends the run, `guard.py`); scaling: of the loss, for fp16; rounding: of matrices that are kept in bf16.
     """
 
     objective: Callable[[Part], Loss]
@@ -49,6 +54,7 @@ class Update:
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    fused: bool | None = None
     judge: Judge = refuse
     scaling: LossScaling | None = None
     rounding: Rounding | None = None
@@ -69,8 +75,13 @@ class Average:
 
 
 def all_adamw(networks: nn.Module, rate: float, prefix: str = "") -> dict[str, Treatment]:
-    """Every parameter whose name begins with `prefix`, under AdamW at one rate."""
-    return {n: Treatment("adamw", rate) for n, _ in networks.named_parameters() if n.startswith(prefix)}
+    """Every parameter whose name begins with `prefix`, under AdamW at one rate; matrices may decay."""
+    decaying = multiplied(networks)
+    return {
+        n: Treatment("adamw", rate, decay=float(n in decaying))
+        for n, _ in networks.named_parameters()
+        if n.startswith(prefix)
+    }
 
 
 def check(networks: nn.Module, updates: list[Update], averages: list[Average]) -> None:
