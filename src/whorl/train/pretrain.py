@@ -27,7 +27,7 @@ from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
 from whorl.train.advice import advising
 from whorl.train.checkpoint import Keeper, restore
-from whorl.train.config import OptimConfig, RoutingConfig, WatchConfig
+from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, WatchConfig
 from whorl.train.determinism import deterministic
 from whorl.train.figures import Figures
 from whorl.train.guard import Judge, refuse
@@ -36,7 +36,8 @@ from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
-from whorl.train.schedule import warmup_stable_decay
+from whorl.train.schedule import check as check_schedule
+from whorl.train.schedule import factor as schedule_factor
 from whorl.train.update import Part, Update
 from whorl.train.vigil import Vigil
 from whorl.train.world import World, start_replicas
@@ -89,8 +90,7 @@ class Job(BaseModel):
     steps: int = Field(ge=1)
     seed: int = 0
     z_loss: float = Field(default=1e-5, ge=0)
-    warmup: float = Field(default=0.02, ge=0, le=1)
-    decay: float = Field(default=0.5, gt=0, le=1)
+    schedule: ScheduleConfig = ScheduleConfig()
     evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
     replicas: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1, description="threads a replica")
@@ -140,14 +140,16 @@ def pretrain(
         folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
     Raises:
-        BudgetError: fewer rows than one batch. ReplicaError, ProducerError: a helper process failed. DivergedError: it
-            went astray and could not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM.
+        BudgetError: fewer rows than one batch. ConfigError: a warm-up that the steps have no room for. ReplicaError,
+            ProducerError: a helper process failed. DivergedError: it went astray and could not be mended.
+            MemoryFullError: what to make smaller. StoppedError: by SIGTERM.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
             f"batch_rows is {job.batch_rows}, for {job.replicas} replicas",
             expected="a multiple of the replicas",
         )
+    check_schedule(job.steps, job.schedule)
     model = build_model(job)
     shared = shared_of(model, job)
     keeper = Keeper(scratch, _identity(job), seconds=checkpoint_seconds, say=say)
@@ -196,7 +198,7 @@ def _train(
     window = _Window()
 
     def factor(step: int) -> float:
-        return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
+        return schedule_factor(step, job.steps, job.schedule)
 
     def look(done: int) -> None:
         model.eval()

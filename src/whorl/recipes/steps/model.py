@@ -15,7 +15,7 @@ from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
-from whorl.train.config import WatchConfig
+from whorl.train.config import ScheduleConfig, WatchConfig
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
@@ -27,7 +27,7 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
 
 
-@step("plan", config=PlanConfig, parents=SOURCES, version=2)
+@step("plan", config=PlanConfig, parents=SOURCES, version=3)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time real steps on this machine and choose what the budget buys."""
     from whorl.plan.planner import make_plan
@@ -82,6 +82,7 @@ class PretrainConfig(BaseModel):
     micro_rows: int | None = Field(
         default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
     )
+    schedule: ScheduleConfig = ScheduleConfig()
     watch: WatchConfig = WatchConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
@@ -172,6 +173,7 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
             "tokens": str(ctx.parents["tokens"].path),
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
+            "schedule": config.schedule,
             "watch": config.watch,
             "deterministic": config.deterministic or planned.get("deterministic", False),
             **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
