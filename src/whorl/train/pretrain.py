@@ -36,6 +36,7 @@ from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
+from whorl.train.noise import unmeasured
 from whorl.train.schedule import check as check_schedule
 from whorl.train.schedule import factor as schedule_factor
 from whorl.train.update import Part, Update
@@ -158,6 +159,8 @@ def pretrain(
         first, record = found.step, found.record
         restore(shared.tensors(), found.tensors)
         say(f"continues at step {first:,} of {job.steps:,}")
+    if words := unmeasured(job):
+        say(words)
     last = job.steps if stop_after is None else min(stop_after, job.steps)
     world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
     try:
