@@ -17,7 +17,7 @@ import torch
 from test_pretrain import raw_text, train, weights
 from tiny import Notes, job, make_tokens
 
-from whorl.train import checkpoint
+from whorl.train import checkpoint, keeper
 from whorl.train.held_out import HeldOut
 from whorl.train.language import LossOf
 from whorl.train.learner import _Taken
@@ -53,7 +53,7 @@ MOMENTS = {
     "the update": (_Taken, "step", 7, True),
     "a look at held-out text": (HeldOut, "__call__", 1, False),
     "a record in the log": (Notes, "on_step", 7, False),
-    "a checkpoint": (checkpoint, "_flush", 14, False),
+    "a checkpoint": (keeper, "stage", 4, False),
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,8 @@ from whorl.objectives.estimators import Steps, gae, v_trace
 from whorl.objectives.policy import a2c, ppo
 from whorl.runs.seeds import derive, generator
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, Slot, SlotRing
-from whorl.train.checkpoint import Keeper, restore
+from whorl.train.checkpoint import restore
+from whorl.train.keeper import Keeper
 from whorl.train.learner import Learner
 from whorl.train.loop import Clock, learn
 from whorl.train.update import Part, Update, all_adamw
@@ -141,8 +142,10 @@ def _train(
         mine = {n: t for n, t in found.tensors.items() if not n.startswith("actor/")}
         restore({**learner.shared.tensors(), "returns": tally.running}, mine)
         for actor in acting:
-            begin = len("actor/")
-            actor.load_state_dict({n[begin:]: t for n, t in found.tensors.items() if n.startswith("actor/")})
+            inside = {
+                n: t.clone() for n, t in found.tensors.items() if n.startswith("actor/")
+            }  # actors keep them
+            actor.load_state_dict({n.removeprefix("actor/"): t for n, t in inside.items()})
     board = Board.of(learner.weights)
     board.publish(learner.weights, first)
     environment = make(config.environment, config.n_envs)
@@ -157,7 +160,8 @@ def _train(
     ]
     began = time.perf_counter() - progress.seconds
     order = "ready" if config.actors else "sequence"
-    with Drain(ring, producers, start=first, order=order, board=board, max_lag=config.max_lag) as records:  # type: ignore[arg-type]
+    draining = Drain(ring, producers, start=first, order=order, board=board, max_lag=config.max_lag)  # type: ignore[arg-type]
+    with keeper or nullcontext(), draining as records:
 
         def watched() -> Iterator[Slot[Any]]:
             for slot in records:

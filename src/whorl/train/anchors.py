@@ -18,8 +18,9 @@ from pathlib import Path
 from torch import Tensor
 
 from whorl.errors import CheckpointError
-from whorl.train.checkpoint import Keeper, load, restore
+from whorl.train.checkpoint import restore
 from whorl.train.guard import DivergedError
+from whorl.train.keeper import Keeper
 
 REMEMBERED = 4  # checkpoints from which a run may still continue: those kept and one that is being written
 
@@ -27,13 +28,13 @@ REMEMBERED = 4  # checkpoints from which a run may still continue: those kept an
 class Anchors:
     """The anchors of one job. Rank 0's; a step number names each."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper, self.folder = keeper, keeper.folder / "good"
         self.asked = deque[int](maxlen=REMEMBERED)  # the anchor that each of the last checkpoints knows
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Writes the anchor of `step` (again, after a kill: the bits are the same)."""
-        Keeper(self._place(step), {}).save(step, tensors)
+        self.keeper.put_aside(self._place(step), step, tensors)
 
     def restore(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Copies the anchor of `step` into `tensors`.
@@ -42,10 +43,7 @@ class Anchors:
             DivergedError: it is gone or damaged.
         """
         try:
-            found = sorted(self._place(step).glob("step-*"))
-            if not found:
-                raise CheckpointError(f"{self._place(step)} holds no copy of the weights")
-            restore(tensors, load(found[-1]).tensors)
+            restore(tensors, self.keeper.found_aside(self._place(step)))
         except CheckpointError as error:
             raise DivergedError(
                 f"training went astray, and the weights of step {step:,} cannot be read: {error}"

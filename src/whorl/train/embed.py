@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -40,7 +41,8 @@ from whorl.objectives.contrastive import info_nce
 from whorl.runs.seeds import generator, numpy_rng
 from whorl.tokens.shards import TokenSet, TokenSplit
 from whorl.tokens.tokenizer import Ids
-from whorl.train.checkpoint import Keeper, restore
+from whorl.train.checkpoint import restore
+from whorl.train.keeper import Keeper
 from whorl.train.learner import Learner
 from whorl.train.loop import Clock, learn
 from whorl.train.schedule import warmup_stable_decay
@@ -249,15 +251,16 @@ def _train(
         observe(done, metrics, encoder)
         last = time.perf_counter()
 
-    learn(
-        learner,
-        records(),
-        lambda part: [[part]],
-        first=first,
-        last=job.steps,
-        factor=lambda step: warmup_stable_decay(step, job.steps, job.warmup, job.decay),
-        after=after,
-    )
+    with keeper or nullcontext():
+        learn(
+            learner,
+            records(),
+            lambda part: [[part]],
+            first=first,
+            last=job.steps,
+            factor=lambda step: warmup_stable_decay(step, job.steps, job.warmup, job.decay),
+            after=after,
+        )
     return encoder
 
 

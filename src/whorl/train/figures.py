@@ -166,10 +166,12 @@ class Figures:
         kinds = ("gradient", "weight", "way", "from")
         mine = [self._squares.get((kind, group), 0.0) for group in self.groups for kind in kinds]
         seen = self._activations()
-        noise = *self.noise.sums(), self._whole
-        summed = iter(self.world.total(*noise, *mine, *(x for block in seen for x in block)))
+        noise = self.noise.sums()
+        activations = (x for block in seen for x in block)
+        summed = iter(self.world.total(*noise, self._whole, *mine, *activations))
         self._squares, self._rows = {}, []
-        self._found |= self.noise.close(*(next(summed) for _ in noise), rows=self.batch_rows)
+        parts, tokens, weighted, whole = (next(summed) for _ in range(4))
+        self._found |= self.noise.close(parts, tokens, weighted, whole, self.batch_rows)
         self.noise.forget()
         self._whole = math.nan  # a step that is not taken tells no gradient
         for group in self.groups:

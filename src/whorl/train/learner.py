@@ -15,7 +15,7 @@ Parameters are split by what their update costs; rows of look-up tables by row n
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -35,7 +35,8 @@ class Shared:
 
     weights and state: by parameter and by "parameter/moment"; gradients: [replicas, ...] for each dense parameter;
     row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse one; buffers: what a network
-    keeps beside its weights (a router's balancing bias). Of those one rank writes, between two exchanges.
+    keeps beside its weights (a router's balancing bias). Of those one rank writes, between two exchanges. averages: of
+    the weights, where they are kept (`average.py`).
     """
 
     weights: dict[str, Tensor]
@@ -44,6 +45,7 @@ class Shared:
     row_ids: dict[str, Tensor]
     row_gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    averages: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -112,11 +114,12 @@ class Shared:
         return cls(weights, state, gradients, ids, values, buffers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: weights, buffers and moments."""
+        """What a checkpoint keeps: weights, buffers, moments and averages."""
         return {
             **{f"weights/{n}": t for n, t in self.weights.items()},
             **{f"buffers/{n}": t for n, t in self.buffers.items()},
             **{f"state/{n}": t for n, t in self.state.items()},
+            **{f"averages/{n}": t for n, t in self.averages.items()},
         }
 
 

@@ -2,7 +2,7 @@
 
 Everything that decides the weights is in `Job` and in the step number: the data order, the learning rates, the seed. No
 clock, no measured speed. So a run that was killed and continued ends with the same bits as one that was not, and
-time decides only when a checkpoint is written (rank 0 writes it from shared memory while the other replicas already
+time decides only when a checkpoint is taken (rank 0 copies it from shared memory while the other replicas already
 compute the next gradients: weights change only after all have met).
 """
 
@@ -26,12 +26,14 @@ from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
 from whorl.train.advice import advising
-from whorl.train.checkpoint import Keeper, restore
+from whorl.train.average import Averaged, allocate
+from whorl.train.checkpoint import restore
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, WatchConfig
 from whorl.train.determinism import deterministic
 from whorl.train.figures import Figures
 from whorl.train.guard import Judge, refuse
 from whorl.train.held_out import HeldOut
+from whorl.train.keeper import Account, Keeper
 from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
@@ -39,6 +41,7 @@ from whorl.train.mixtures import Mixtures
 from whorl.train.noise import unmeasured
 from whorl.train.schedule import check as check_schedule
 from whorl.train.schedule import factor as schedule_factor
+from whorl.train.tiers import Tiers
 from whorl.train.update import Part, Update
 from whorl.train.vigil import Vigil
 from whorl.train.world import World, start_replicas
@@ -92,6 +95,7 @@ class Job(BaseModel):
     seed: int = 0
     z_loss: float = Field(default=1e-5, ge=0)
     schedule: ScheduleConfig = ScheduleConfig()
+    ema: float = Field(default=0.0, ge=0, lt=1, description="decay a step of averaged weights; 0 keeps none")
     evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
     replicas: int = Field(default=1, ge=1)
     threads: int = Field(default=1, ge=1, description="threads a replica")
@@ -128,15 +132,19 @@ def pretrain(
     observer: Observer,
     *,
     checkpoint_seconds: float = 30.0,
+    tiers: Tiers | None = None,
+    account: Account | None = None,
     say: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
     folder: Path | None = None,
 ) -> LanguageModel:
-    """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the model.
+    """Trains `job` to its end, from the newest checkpoint if there is one, and returns the model.
 
     Args:
         scratch: folder for checkpoints.
         checkpoint_seconds: time between checkpoints.
+        tiers: how many stay, and where else they go.
+        account: told what checkpoints came to.
         stop_after: return after this many steps in all (the planner's timing, tests).
         folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
@@ -144,6 +152,7 @@ def pretrain(
         BudgetError: fewer rows than one batch. ConfigError: a warm-up that the steps have no room for. ReplicaError,
             ProducerError: a helper process failed. DivergedError: it went astray and could not be mended.
             MemoryFullError: what to make smaller. StoppedError: by SIGTERM.
+            DiskFullError, CheckpointError: a checkpoint could not be written; the one before is whole.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
@@ -153,21 +162,25 @@ def pretrain(
     check_schedule(job.steps, job.schedule)
     model = build_model(job)
     shared = shared_of(model, job)
-    keeper = Keeper(scratch, _identity(job), seconds=checkpoint_seconds, say=say)
-    found, first, record = keeper.resume(), 0, dict[str, Any]()
-    if found is not None:
-        first, record = found.step, found.record
-        restore(shared.tensors(), found.tensors)
-        say(f"continues at step {first:,} of {job.steps:,}")
-    if words := unmeasured(job):
-        say(words)
-    last = job.steps if stop_after is None else min(stop_after, job.steps)
-    world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
-    try:
-        vigil = Vigil(job, world, shared, first, record, observer, keeper, folder=folder, say=say)
-        _train(world, job, model, shared, first, last, vigil, observer, keeper)
-    finally:
-        world.close()
+    with Keeper(
+        scratch, _identity(job), seconds=checkpoint_seconds, say=say, tiers=tiers, account=account
+    ) as keeper:
+        found, first, record = keeper.resume(), 0, dict[str, Any]()
+        if found is not None:
+            first, record = found.step, found.record
+            restore(shared.tensors(), found.tensors)
+            say(f"continues at step {first:,} of {job.steps:,}")
+        if words := unmeasured(job):
+            say(words)
+        keeper.prepare(shared.tensors(), model.params()["total"])
+        last = job.steps if stop_after is None else min(stop_after, job.steps)
+        world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
+        try:
+            vigil = Vigil(job, world, shared, first, record, observer, keeper, folder=folder, say=say)
+            _train(world, job, model, shared, first, last, vigil, observer, keeper)
+        finally:
+            world.close()
+    Averaged(shared, job.ema, World()).bind(model, averages=last == job.steps)
     return model
 
 
@@ -198,23 +211,25 @@ def _train(
     held_out = HeldOut(job, world)
     watched = Figures(model, job, learner, world, held_out.some_ids(), steps_done=first)
     every = max(1, math.ceil(job.steps / job.evaluations))
-    window = _Window()
+    averaged, window = Averaged(shared, job.ema, world), vigil.window
 
     def factor(step: int) -> float:
         return schedule_factor(step, job.steps, job.schedule)
 
     def look(done: int) -> None:
         model.eval()
-        with vigil.clock.during("held_out"):
-            figures = held_out(model, world)
-        vigil.owes_a_look = False
-        if observer is not None:
-            observer.on_evaluation(done, figures, model)
+        with averaged.used(model):
+            with vigil.clock.during("held_out"):
+                figures = held_out(model, world)
+            vigil.owes_a_look = False
+            if observer is not None:
+                observer.on_evaluation(done, figures, model)
         model.train()
 
     def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
         skipped = "skipped" in metrics
         mixtures.forget() if skipped else mixtures.end_step()
+        averaged.end_step(done)
         vigil.settle(done, records, skipped=skipped)
         watched.after(done)
         window.add(metrics, clock.take())
@@ -292,7 +307,10 @@ def stream_config(job: Job, raw: RawText) -> StreamConfig:
 def shared_of(model: LanguageModel, job: Job) -> Shared:
     """The memory that all replicas of `job` see."""
     rows = job.batch_rows // job.replicas * job.length
-    return Shared.of(model, treatments(model, job.optim), job.replicas, rows)
+    shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows)
+    if job.ema:
+        allocate(shared, job.replicas)
+    return shared
 
 
 def learner_of(
@@ -333,40 +351,6 @@ def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]
     rows = tensors["tokens"].shape[0]
     size = job.micro_rows or rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
-
-
-class _Window:
-    """Figures since the last report: means weighted by tokens, and where the time went."""
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.norm = self.tokens = self.seconds = self.waited = 0.0
-        self.steps = 0
-
-    def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
-        self.seconds += sum(seconds.values())
-        self.waited += seconds["wait"]
-        if "skipped" in metrics:  # what may be NaN is in its event
-            return
-        for name, value in metrics.items():
-            if name not in ("count", "gradient_norm"):
-                self.sums[name] = self.sums.get(name, 0.0) + value * metrics["count"]
-        self.norm += metrics["gradient_norm"]
-        self.tokens += metrics["count"]
-        self.steps += 1
-
-    def close(self) -> dict[str, float]:
-        out = {
-            **{name: total / self.tokens for name, total in self.sums.items()},
-            "gradient_norm": self.norm / self.steps,
-            "tokens_per_second": self.tokens / self.seconds,
-            "loader_share": self.waited / self.seconds,
-        }
-        self._reset()
-        return out
 
 
 def _identity(job: Job) -> dict[str, Any]:

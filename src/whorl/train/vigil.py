@@ -20,11 +20,12 @@ from whorl.train.guard import Guard
 from whorl.train.learner import Shared
 from whorl.train.pulse import Pulse, answer_with_stacks
 from whorl.train.stopping import Interrupted, StoppedError, Stopping
+from whorl.train.window import Window
 from whorl.train.witnesses import documents_of
 from whorl.train.world import World
 
 if TYPE_CHECKING:
-    from whorl.train.checkpoint import Keeper
+    from whorl.train.keeper import Keeper
     from whorl.train.mixtures import Mixtures
     from whorl.train.pretrain import Job, Observer
 
@@ -60,12 +61,13 @@ class Vigil:
         self.place: dict[str, Any] | None = record.get("stream")  # of the next batch, in raw text
         self.loads: list[list[float]] | None = record.get("routing")  # of the experts in the step before
         self.mixtures: Mixtures | None = None
+        self.window = Window(record.get("window"))
         self.owes_a_look = bool(record.get("owes_a_look"))  # at held-out text: SIGTERM broke it off
         self.guard = Guard(
             job.watch, chance=math.log(job.model.vocab_size), steps=job.steps, first=first, state=record.get("guard")
         )  # fmt: skip
         self.every = job.watch.good_every or max(1, job.steps // 8)
-        self.anchors = Anchors(keeper.folder / "good") if keeper is not None else None
+        self.anchors = Anchors(keeper) if keeper is not None else None
         self.clock = Stopping(listen=keeper is not None)
         self.judge = self.guard.judge
         self.pulse: Pulse | None = None
@@ -91,7 +93,9 @@ class Vigil:
         try:
             if isinstance(error, Interrupted) or (error is None and self.clock.wanted):
                 self.owes_a_look = self.owes_a_look or (error is not None and self.clock.phase == "held_out")
-                self.save()  # what was broken off had changed nothing
+                self.save(durable=True)  # what was broken off had changed nothing
+                if self.keeper is not None:
+                    self.keeper.finish()
                 raise self._stopped(f"a checkpoint of step {self.done:,} is written") from None
             if (
                 isinstance(error, WhorlError) and self.clock.wanted
@@ -137,7 +141,7 @@ class Vigil:
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps besides tensors."""
-        kept: dict[str, Any] = {"guard": self.guard.state}
+        kept: dict[str, Any] = {"guard": self.guard.state, "window": self.window.state()}
         if self.place is not None:
             kept["stream"] = self.place
         if self.mixtures:
@@ -146,12 +150,12 @@ class Vigil:
             kept["owes_a_look"] = True
         return kept
 
-    def save(self) -> float:
-        """Writes a checkpoint of the last step that is done, unless there is one; returns the seconds it took."""
+    def save(self, *, durable: bool = False) -> float:
+        """Takes a checkpoint of the last step that is done, unless there is one; returns the seconds that this waited."""
         if self.keeper is None or self.done == self.saved:
             return 0.0
         with self.clock.during("checkpoint"):
-            seconds = self.keeper.save(self.done, self.shared.tensors(), self.record())
+            seconds = self.keeper.save(self.done, self.shared.tensors(), self.record(), durable=durable)
         self.saved = self.done
         if self.anchors is not None:
             self.anchors.known(self.guard.anchor)

@@ -16,6 +16,7 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
 from whorl.train.config import ScheduleConfig, WatchConfig
+from whorl.train.tiers import Tiers
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
@@ -78,6 +79,9 @@ class PretrainConfig(BaseModel):
     )
 
     seed: int | None = Field(default=None, description="another seed than the plan's")
+    ema: float | None = Field(
+        default=None, ge=0, lt=1, description="decay a step of averaged weights, 0 for none; else the plan's"
+    )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
     micro_rows: int | None = Field(
         default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
@@ -85,6 +89,7 @@ class PretrainConfig(BaseModel):
     schedule: ScheduleConfig = ScheduleConfig()
     watch: WatchConfig = WatchConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
+    checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
 
 
@@ -110,12 +115,14 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
+    from whorl.train import anatomy
+    from whorl.train.keeper import Account
     from whorl.train.pretrain import pretrain as run_training
 
     job = job_of(ctx, config)
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
-    began = time.monotonic()
+    began, account = time.monotonic(), Account()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
         watch = _Watch(ctx, job, per_token, tokenizer, task)
@@ -124,6 +131,8 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             ctx.scratch,
             watch,
             checkpoint_seconds=config.checkpoint_seconds,
+            tiers=config.checkpoints,
+            account=account,
             say=ctx.progress.say,
             folder=ctx.run.dir / "watch" / ctx.name,
         )
@@ -152,6 +161,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
         events=sum("event" in record for record in curve),
         final=last,
         tokens_per_second=watch.tokens_per_second(),
+        checkpoints={**asdict(account), "line": account.line(), "anatomy": anatomy.line(account.parts)},
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
             f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"
@@ -238,7 +248,7 @@ class _Watch:
         self.metrics.write(step, values)
 
     def on_checkpoint(self, step: int, seconds: float) -> None:
-        self.ctx.run.log(f"checkpoint of step {step}, written in {seconds:.2f} s")
+        self.ctx.run.log(f"checkpoint of step {step}: the step waited {seconds:.3f} s")
 
     def on_event(self, step: int, event: dict[str, Any]) -> None:
         self._log(step)

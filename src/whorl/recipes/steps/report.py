@@ -176,6 +176,9 @@ def _model(model: Artifact) -> dict[str, Any]:
         known["heads"] = f"{shape['n_heads']} of {shape['head_dim']}"
         known["in blocks"] = f"{params['matrices']:,}"
         known["n-gram tables"] = f"{params['memory']:,}"
+    if kept := model.summary.get("checkpoints"):
+        known["state in training"] = kept["anatomy"]
+        known["checkpoints"] = kept["line"]
     return {"name": model.name, "parameters": params["total"], "shape": known}
 
 

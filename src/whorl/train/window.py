@@ -1,0 +1,44 @@
+"""Figures between two reports: means weighted by tokens, and where the time went."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Window:
+    """Figures since the last report: means weighted by tokens, and where the time went. A checkpoint keeps it (`state`), so
+    that the first report after a kill is of all its steps."""
+
+    def __init__(self, state: dict[str, Any] | None = None) -> None:
+        self._reset()
+        self.__dict__.update(state or {})
+
+    def state(self) -> dict[str, Any]:
+        return {**self.__dict__, "sums": dict(self.sums)}
+
+    def _reset(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.norm = self.tokens = self.seconds = self.waited = 0.0
+        self.steps = 0
+
+    def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
+        self.seconds += sum(seconds.values())
+        self.waited += seconds["wait"]
+        if "skipped" in metrics:  # what may be NaN is in its event
+            return
+        for name, value in metrics.items():
+            if name not in ("count", "gradient_norm"):
+                self.sums[name] = self.sums.get(name, 0.0) + value * metrics["count"]
+        self.norm += metrics["gradient_norm"]
+        self.tokens += metrics["count"]
+        self.steps += 1
+
+    def close(self) -> dict[str, float]:
+        out = {
+            **{name: total / self.tokens for name, total in self.sums.items()},
+            "gradient_norm": self.norm / self.steps,
+            "tokens_per_second": self.tokens / self.seconds,
+            "loader_share": self.waited / self.seconds,
+        }
+        self._reset()
+        return out

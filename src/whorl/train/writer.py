@@ -1,0 +1,187 @@
+"""The writer: from bytes in memory to a folder on the disk that is whole or not there. Without torch: it starts fast.
+
+    writing-PID/            aside: the tensors, their hashes in the index, both flushed
+    step-00001200/          renamed from it, and the parent folder flushed
+
+*Which hash.* It guards against bits that flip and files that are cut, not against people, so it need not be
+cryptographic, only faster than any disk. XXH3 (128 bits) does 12 GB/s on one core and lets other threads run; SHA-256
+does 0.4 to 1.6 (without and with the CPU's help) and BLAKE3 3 on the same core, beside a disk that reads 2.5 to 7. Each
+chunk of 8 MB has its own, so that a restore checks while it reads, on several cores. Written after the name of the hash, so
+that another can take its place.
+
+*Past the page cache.* O_DIRECT hands the pages of the staging area to the disk as they are. Written in the ordinary way, the
+kernel copies them first, on a core that training wants (0.2 s a GB against 0.02), and fills memory with pages that
+nobody reads again. Where a file system refuses, the ordinary way is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from whorl.errors import CheckpointError, DiskFullError
+
+FORMAT = 2
+HASH = "xxh3-128"
+CHUNK = 8 << 20
+PAGE = 4096
+INDEX, TENSORS = "state.json", "state.safetensors"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def digest(data: memoryview | bytes) -> str:
+    """The hash of a chunk."""
+    return xxhash.xxh3_128(data).hexdigest()
+
+
+def seal(body: dict[str, Any]) -> str:
+    """An index as text, with its own hash: a flipped digit is still JSON."""
+    body = json.loads(json.dumps(body))  # as a reader will see it: numbers that are keys become text
+    return json.dumps({"body": body, HASH: digest(_canonical(body))}) + "\n"
+
+
+def unseal(text: str) -> dict[str, Any]:
+    """The index in `text`. Raises ValueError, KeyError: it is not one, or was changed."""
+    found = json.loads(text)
+    if "body" not in found:  # format 1 had none
+        return dict(found)
+    body: dict[str, Any] = found["body"]
+    if body.get("format") == FORMAT and found[HASH] != digest(_canonical(body)):
+        raise ValueError("its content differs from its recorded hash")
+    return body
+
+
+def write(
+    folder: Path,
+    index: dict[str, Any],
+    content: memoryview,
+    *,
+    keep: int,
+    keep_seconds: float | None = None,
+    busy: Collection[str] = (),
+) -> Path:
+    """Writes a checkpoint, then removes those that are too many or too old.
+
+    Args:
+        index: `step`, `tensors`, `record`; format, time and hashes are added.
+        content: the bytes of the tensors' file; readable up to the next whole page.
+        busy: names of checkpoints that are being read.
+
+    Raises:
+        DiskFullError: no space; older checkpoints are untouched. CheckpointError: the disk refuses otherwise.
+    """
+    step, n_bytes = int(index["step"]), int(index["bytes"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob("writing-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    aside, final = folder / f"writing-{os.getpid()}", folder / f"step-{step:08d}"
+    try:
+        aside.mkdir()
+        chunks = _write_tensors(aside / TENSORS, content, n_bytes)
+        body = {
+            "format": FORMAT, "step": step, "time": time.time(),
+            "files": {TENSORS: {"bytes": n_bytes, "hash": HASH, "chunk": CHUNK, "chunks": chunks}},
+            "tensors": index["tensors"], "record": index["record"],
+        }  # fmt: skip
+        (aside / INDEX).write_text(seal(body))
+        for path in (aside / INDEX, aside):
+            flush(path)
+        if final.exists():
+            final.rename(folder / f"writing-{os.getpid()}-before")
+        aside.rename(final)
+        flush(folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if error.errno in FULL:
+            raise DiskFullError(
+                f"no space left while writing the checkpoint of step {step} to {folder} ({n_bytes / 1e6:,.0f} MB)",
+                do="free space, then run the same command: it continues from the checkpoint before",
+            ) from error
+        raise CheckpointError(
+            f"the checkpoint of step {step} cannot be written to {folder}: {error}",
+            do="make that folder writable, then run the same command: it continues from the checkpoint before",
+        ) from error
+    for left in folder.glob("writing-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    prune(folder, keep, keep_seconds, busy)
+    return final
+
+
+def prune(folder: Path, keep: int, keep_seconds: float | None = None, busy: Collection[str] = ()) -> None:
+    """Removes all but the newest `keep`, and of those what is older than `keep_seconds`; never the newest."""
+    found = sorted(folder.glob("step-*"))
+    for number, path in enumerate(reversed(found)):
+        too_old = keep_seconds is not None and time.time() - path.stat().st_mtime > keep_seconds
+        if number and path.name not in busy and (number >= keep or too_old):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_tensors(path: Path, content: memoryview, n_bytes: int) -> list[str]:
+    """The first `n_bytes` of `content` into a new file, flushed; the hash of each chunk."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    direct = getattr(os, "O_DIRECT", 0)
+    try:
+        file = os.open(path, flags | direct, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        path.unlink(missing_ok=True)
+        file = os.open(path, flags, 0o644)
+    try:
+        _reserve(file, n_bytes)
+        chunks = []
+        for start in range(0, n_bytes, CHUNK):
+            end = min(start + CHUNK, n_bytes)
+            chunks.append(digest(content[start:end]))
+            _write_all(file, content[start : min(-(-end // PAGE) * PAGE, len(content))])
+        os.ftruncate(file, n_bytes)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return chunks
+
+
+def _reserve(file: int, n_bytes: int) -> None:
+    """Learns that the disk is full before writing, where the file system can tell."""
+    if hasattr(os, "posix_fallocate") and n_bytes:
+        try:
+            os.posix_fallocate(file, 0, n_bytes)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except OSError as error:
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            direct = getattr(os, "O_DIRECT", 0)
+            if error.errno != errno.EINVAL or not flags & direct:
+                raise
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)  # not here: through the page cache, then
+
+
+def flush(path: Path) -> None:
+    """To the disk. Some file systems cannot flush a folder; then there is nothing to be done."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError) if path.is_dir() else contextlib.nullcontext():
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
