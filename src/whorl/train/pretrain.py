@@ -9,7 +9,7 @@ compute the next gradients: weights change only after all have met).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -27,6 +27,7 @@ from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamBatches, StreamConfig
 from whorl.train.advice import advising
 from whorl.train.average import Averaged, allocate
+from whorl.train.branches import begin
 from whorl.train.checkpoint import restore
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, WatchConfig
 from whorl.train.determinism import deterministic
@@ -136,6 +137,8 @@ def pretrain(
     account: Account | None = None,
     say: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
+    stable: Collection[int] = (),
+    start: Path | None = None,
     folder: Path | None = None,
 ) -> LanguageModel:
     """Trains `job` to its end, from the newest checkpoint if there is one, and returns the model.
@@ -146,6 +149,8 @@ def pretrain(
         tiers: how many stay, and where else they go.
         account: told what checkpoints came to.
         stop_after: return after this many steps in all (the planner's timing, tests).
+        stable: after which steps the state is put aside in `scratch`, to branch from it (`branches.py`).
+        start: such a state, to go on from where there is no checkpoint yet.
         folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
     Raises:
@@ -170,13 +175,17 @@ def pretrain(
             first, record = found.step, found.record
             restore(shared.tensors(), found.tensors)
             say(f"continues at step {first:,} of {job.steps:,}")
+        elif start is not None:
+            first, record = begin(keeper, start, shared.tensors())
         if words := unmeasured(job):
             say(words)
         keeper.prepare(shared.tensors(), model.params()["total"])
         last = job.steps if stop_after is None else min(stop_after, job.steps)
         world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
         try:
-            vigil = Vigil(job, world, shared, first, record, observer, keeper, folder=folder, say=say)
+            vigil = Vigil(
+                job, world, shared, first, record, observer, keeper, stable=stable, folder=folder, say=say
+            )
             _train(world, job, model, shared, first, last, vigil, observer, keeper)
         finally:
             world.close()

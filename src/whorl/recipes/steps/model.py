@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.corpus.blocks import RawFiles, Source, expanded
 from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
+from whorl.train.branches import check as check_branches
 from whorl.train.config import ScheduleConfig, WatchConfig
 from whorl.train.tiers import Tiers
 
@@ -87,10 +89,19 @@ class PretrainConfig(BaseModel):
         default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
     )
     schedule: ScheduleConfig = ScheduleConfig()
+    branches: list[float] = Field(
+        default=[],
+        description="shares of the steps for which a step `branch` may decay from this run's plateau",
+    )
     watch: WatchConfig = WatchConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
     checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
+
+    @model_validator(mode="after")
+    def _possible(self) -> PretrainConfig:
+        check_branches(self.branches, self.schedule)
+        return self
 
 
 def _with_files(config: PretrainConfig) -> PretrainConfig:
@@ -112,6 +123,31 @@ def _with_files(config: PretrainConfig) -> PretrainConfig:
 )
 def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
+    from whorl.train import branches
+
+    job = job_of(ctx, config)
+    points = {share: branches.point(job, share) for share in config.branches}
+    carry_out(
+        ctx, job, config.checkpoints, seconds_between=config.checkpoint_seconds, stable=[*points.values()]
+    )
+    if points:
+        ctx.summary["branches"] = branches.keep(ctx.scratch, ctx.out, points, ctx.progress.say)
+
+
+def carry_out(
+    ctx: StepContext,
+    job: Job,
+    checkpoints: Tiers,
+    *,
+    seconds_between: float,
+    stable: Collection[int] = (),
+    start: Path | None = None,
+    earlier: Iterable[dict[str, Any]] = (),
+) -> None:
+    """Trains `job` and writes the model, its tokenizer, its curve (after that of `earlier`) and what it came to.
+
+    stable, start: as of `train.pretrain`.
+    """
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
@@ -119,7 +155,6 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.train.keeper import Account
     from whorl.train.pretrain import pretrain as run_training
 
-    job = job_of(ctx, config)
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     began, account = time.monotonic(), Account()
@@ -130,10 +165,12 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             job,
             ctx.scratch,
             watch,
-            checkpoint_seconds=config.checkpoint_seconds,
-            tiers=config.checkpoints,
+            checkpoint_seconds=seconds_between,
+            tiers=checkpoints,
             account=account,
             say=ctx.progress.say,
+            stable=stable,
+            start=start,
             folder=ctx.run.dir / "watch" / ctx.name,
         )
     watch.close()
@@ -147,7 +184,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     (ctx.out / "generation_config.json").write_text(
         json.dumps(ids, indent=1) + "\n"
     )  # for those who read an export
-    curve = list(ctx.run.read_metrics(ctx.name))
+    curve = [*earlier, *ctx.run.read_metrics(ctx.name)]
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
     seconds = time.monotonic() - began
@@ -184,6 +221,7 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
             "schedule": config.schedule,
+            **({"ema": config.ema} if config.ema is not None else {}),
             "watch": config.watch,
             "deterministic": config.deterministic or planned.get("deterministic", False),
             **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
