@@ -29,7 +29,9 @@ class BranchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    share: float = Field(gt=0, lt=1, description="of the pretraining's steps, one of its `branches`")
+    share: float = Field(
+        default=0.5, gt=0, lt=1, description="of the pretraining's steps, one of its `branches`"
+    )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
     checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
 
