@@ -92,7 +92,7 @@ def test_the_place_in_a_stream_the_loads_of_experts_and_replicas_go_on_too(
 
 
 @given(st.integers(8, 4000), st.floats(0.01, 0.99), st.floats(0.05, 0.95), st.floats(0, 0.3))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=150)
 def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
     steps: int, share: float, decay: float, warmup: float
 ) -> None:
@@ -103,6 +103,8 @@ def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
     try:
         at = branches.point(whole, share)
     except ConfigError:
+        if budget.steps == steps:  # rounded to all of them
+            return
         length = decay * budget.steps
         assert share <= branches.lowest(schedule) + 2 / steps or length < 2 or budget.steps - length < 2
         return

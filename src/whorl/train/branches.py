@@ -99,10 +99,11 @@ def point(job: Job, share: float) -> int:
     steps = range(branch.steps)
     at = next((s for s in steps if factor(s, branch.steps, branch.schedule) != stable(s)), branch.steps)
     if not 0 < at < branch.steps or stable(at - 1) < 1:
+        why = "no plateau between warm-up and decay" if at < branch.steps else "nothing to decay"
         raise ConfigError(
-            f"branches: {share:g} of {job.steps:,} steps are {branch.steps:,}, which leaves "
-            + ("nothing to decay" if at == branch.steps else "no plateau between warm-up and decay"),
-            do="name a larger share in pretrain.branches, or train longer",
+            f"branches: {share:g} of {job.steps:,} steps are {branch.steps:,}, "
+            + ("all of them" if branch.steps == job.steps else f"which leaves {why}"),
+            do="name another share in pretrain.branches, or train longer",
         )
     return at
 
