@@ -100,7 +100,7 @@ def test_two_replicas_find_the_same(tokens: Path, tmp_path: Path) -> None:
     }
     for name in names:
         assert two[name] == pytest.approx(one[name], rel=2e-2), name
-    assert set(one) == set(two)
+    assert set(one) == {n for n in two if not n.startswith("noise_scale/")}  # one part has no variance
 
 
 def test_a_resumed_run_looks_too(tokens: Path, tmp_path: Path, often: None) -> None:

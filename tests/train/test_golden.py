@@ -15,7 +15,7 @@ GOLDEN: dict[str, list[float]] = json.loads(CURVES.read_text())
 CHANGED = {
     "a rate by 1 %": {"optim": {"matrix_rate": 0.0202}},
     "Muon's momentum": {"optim": {"momentum": 0.945}},
-    "the end of the plateau": {"decay": 0.49},
+    "the end of the plateau": {"schedule": {"decay": 0.49}},
 }
 
 

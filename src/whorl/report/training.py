@@ -78,7 +78,7 @@ def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tupl
     if rates:
         yield (
             "Learning rate",
-            "Warm-up, plateau and decay as they were.",
+            "Of matrices, as it was at each step: a warm-up, then what the schedule says.",
             line_chart(
                 [Series("learning rate", [x for x, _ in rates], [y for _, y in rates])],
                 label="Learning rate against step",

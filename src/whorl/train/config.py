@@ -1,10 +1,11 @@
-"""The settings of optimisers and routing, apart from them so that a recipe can be checked without importing torch."""
+"""The settings of optimisers, schedules and routing, apart from them so that a recipe can be checked without importing
+torch."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class OptimConfig(BaseModel):
@@ -34,6 +35,43 @@ class OptimConfig(BaseModel):
         default=None, ge=1, description="muP: the width (d_model) that the rates were found at (mup.py)"
     )
     clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient, dense parameters together")
+
+
+class ScheduleConfig(BaseModel):
+    """How the learning rates rise and fall (`schedule.py`). Shares are of the run's steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    warmup: float = Field(default=0.02, ge=0, lt=1, description="share that warms up")
+    warmup_steps: float | None = Field(
+        default=None, ge=0, description="steps that warm up, in place of the share"
+    )
+    decay: float = Field(default=0.5, gt=0, le=1, description="share that decays, of wsd")
+    floor: float = Field(
+        default=0.02, ge=0, le=1, description="share of the peak that is left at the very end"
+    )
+
+    @model_validator(mode="after")
+    def _possible(self) -> ScheduleConfig:
+        def given(name: str) -> bool:  # by value: what was read from a file again names every field
+            return bool(getattr(self, name) != type(self).model_fields[name].default)
+
+        if given("decay") and self.kind != "wsd":
+            falls = "does not fall" if self.kind == "constant" else "falls from the end of the warm-up on"
+            raise ValueError(f"decay ({self.decay:g}) belongs to kind = 'wsd'; {self.kind!r} {falls}")
+        if given("floor") and self.kind == "constant":
+            raise ValueError(f"floor ({self.floor:g}) belongs to a schedule that falls; 'constant' does not")
+        if given("warmup") and self.warmup_steps is not None:
+            raise ValueError(
+                f"warmup ({self.warmup:g}) stands beside warmup_steps ({self.warmup_steps:g}): give one"
+            )
+        if self.kind == "wsd" and self.warmup_steps is None and self.warmup + self.decay > 1 + 1e-9:
+            raise ValueError(
+                f"warmup ({self.warmup:g}) and decay ({self.decay:g}) make {self.warmup + self.decay:g} of the steps: "
+                "together at most 1"
+            )
+        return self
 
 
 class RoutingConfig(BaseModel):

@@ -6,6 +6,8 @@
     activations/N/rms     of the residual stream after block N
     activations/N/outliers   the share of it beyond 6 times its rms: what low precision would clip
     activations/N/zeros   the share of zeros inside the block's MLP: dead units of a ReLU
+    noise_scale/tokens, /rows   the batch size at which noise and gradient are equal (`noise.py`)
+    noise_scale/trace, /square  what it is the ratio of, of this look alone
     figures_share         the share of the time, since the last report, that all of this took
 
 GROUP is `embedding`, `head`, `memory`, or a block's `blocks.3.attention`, `blocks.3.mlp`, `blocks.3.norms`.
@@ -24,7 +26,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +36,7 @@ from torch import Tensor, nn
 from whorl.models import LanguageModel
 from whorl.train.learner import Learner
 from whorl.train.mup import narrowing
+from whorl.train.noise import NoiseScale
 from whorl.train.world import World
 
 if TYPE_CHECKING:
@@ -73,6 +76,8 @@ class Figures:
     ) -> None:
         (update,) = learner.updates
         self.model, self.optim, self.world, self.steps = model, job.optim, world, job.steps
+        self.batch_rows = job.batch_rows
+        self.noise, self._whole = NoiseScale(), math.nan
         self.flops_per_token = model.flops_per_token(job.length)
         self.row = ids[:1, : min(job.length, MOST_TOKENS)]
         self.window = job.optim.matrix_every
@@ -94,12 +99,17 @@ class Figures:
     def _looks_at(self, step: int) -> bool:
         return step % self.every == 0 or step == self.steps
 
-    # What the update tells, between clipping and the step.
+    # What the update tells: behind each backward, then between clipping and the step.
+
+    def part(self, gradients: Sequence[Tensor], count: float) -> None:
+        if self._looks_at(self.done + 1):
+            with self._timed():
+                self.noise.part(gradients, count)
 
     def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         if self._looks_at(self.done + 1):
             with self._timed():
-                self._add("gradient", dict(gradients), 1.0 / clipped if clipped else math.nan)
+                self._whole = self._add("gradient", dict(gradients), 1.0 / clipped if clipped else math.nan)
 
     def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
         if self._looks_at(self.done + 1):
@@ -158,8 +168,14 @@ class Figures:
         kinds = ("gradient", "weight", "way", "from")
         mine = [self._squares.get((kind, group), 0.0) for group in self.groups for kind in kinds]
         seen = self._activations()
-        summed = iter(self.world.total(*mine, *(x for block in seen for x in block)))
+        noise = self.noise.sums()
+        activations = (x for block in seen for x in block)
+        summed = iter(self.world.total(*noise, self._whole, *mine, *activations))
         self._squares, self._rows = {}, []
+        parts, tokens, weighted, whole = (next(summed) for _ in range(4))
+        self._found |= self.noise.close(parts, tokens, weighted, whole, self.batch_rows)
+        self.noise.forget()
+        self._whole = math.nan  # a step that is not taken tells no gradient
         for group in self.groups:
             gradient, weight, way, start = (math.sqrt(next(summed)) for _ in kinds)
             self._found[f"gradient_norm/{group}"] = gradient
@@ -174,13 +190,16 @@ class Figures:
             if hidden:
                 self._found[f"activations/{block}/zeros"] = zeros / hidden
 
-    def _add(self, kind: str, tensors: Mapping[str, Tensor], scale: float = 1.0) -> None:
+    def _add(self, kind: str, tensors: Mapping[str, Tensor], scale: float = 1.0) -> float:
+        """Adds the squares of `tensors`, times `scale` each, to their groups; returns the sum of them."""
+        norms: list[float] = []
         if tensors:
             wide = [t.float() for t in tensors.values()]  # bf16 would sum its squares in bf16
             norms = torch.stack(torch._foreach_norm(wide)).double().square().tolist()
             for name, square in zip(tensors, norms, strict=True):
                 key = kind, group_of(name)
                 self._squares[key] = self._squares.get(key, 0.0) + square * scale * scale
+        return sum(norms) * scale * scale
 
     def _activations(self) -> list[list[float]]:
         """Of each block, over this replica's row: sum of squares and number of what it puts out, how many of them are

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -121,13 +121,7 @@ class Keeper:
         found = self._newest()
         if found is None:
             return None
-        theirs = found.record["job"]
-        differing = sorted(k for k in self.identity if theirs.get(k) != self.identity[k])
-        if differing:
-            raise CheckpointError(
-                f"the checkpoint in {self.folder} is of another job: {', '.join(differing)} differs",
-                do="remove that folder to train from the start",
-            )
+        self._check(found, self.folder, "remove that folder to train from the start")
         for each in fields(Account):
             if each.name != "passed_over":
                 setattr(
@@ -140,6 +134,27 @@ class Keeper:
         self.lead = self.account.write_seconds / max(1, self.account.written)
         restore_generators(found)
         return Checkpoint(found.step, _without_generators(found.tensors), found.record)
+
+    def begin(self, path: Path, but: Collection[str]) -> Checkpoint:
+        """What another job put aside at `path`; the generators are as they were then.
+
+        but: in what the job may differ from this one.
+
+        Raises:
+            CheckpointError: damaged, of a newer format, or of a job that differs in more.
+        """
+        found = load(path, self.area)
+        self._check(found, path, "give it the parents that the stable run had", but)
+        restore_generators(found)
+        return Checkpoint(found.step, _without_generators(found.tensors), found.record)
+
+    def _check(self, found: Checkpoint, where: Path, do: str, but: Collection[str] = ()) -> None:
+        theirs = found.record["job"]
+        differing = sorted(k for k in self.identity if theirs.get(k) != self.identity[k] and k not in but)
+        if differing:
+            raise CheckpointError(
+                f"the checkpoint in {where} is of another job: {', '.join(differing)} differs", do=do
+            )
 
     def _newest(self) -> Checkpoint | None:
         """The newest step first, and of one step the local one."""
@@ -239,11 +254,18 @@ class Keeper:
         self.counted_late = False
         return copied - began
 
-    def put_aside(self, folder: Path, step: int, tensors: Mapping[str, Tensor]) -> None:
+    def put_aside(
+        self,
+        folder: Path,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        record: Mapping[str, Any] | None = None,
+    ) -> None:
         """A copy of its own in `folder`, which neither `resume` nor retention looks at; else like `save`. What is saved
         after it is whole after it."""
         self._stage(tensors)
-        self._submit(folder, step, {}, far=False)
+        kept = {**(record or {}), "job": self.identity, "generators": generator_record()}
+        self._submit(folder, step, kept, far=False)
 
     def found_aside(self, folder: Path) -> Mapping[str, Tensor]:
         """What `put_aside` left in `folder`.

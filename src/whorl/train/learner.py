@@ -208,6 +208,9 @@ class Learner:
 class Watcher(Protocol):
     """Looks at what an update is about to do with this rank's share. Changes nothing."""
 
+    def part(self, gradients: Sequence[Tensor], count: float) -> None:
+        """Of a micro-batch of this rank: gradients of its summed loss, dense parameters; its count."""
+
     def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         """Of the dense parameters, by name: means over the batch, times `clipped`."""
 
@@ -297,6 +300,8 @@ class _Taken:
                 self.shared.row_gradients[name][self.world.rank, begin:end] = values
                 self.filled[name] = end
         if found:
+            if self.watch is not None:
+                self.watch.part(found, float(loss.count))
             torch._foreach_copy_(mine, found) if self.empty else torch._foreach_add_(mine, found)
         for p in self.strangers:
             p.grad = None

@@ -9,7 +9,7 @@ compute the next gradients: weights change only after all have met).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
@@ -33,8 +33,9 @@ from whorl.train import mup
 from whorl.train.activations import within_budget
 from whorl.train.advice import advising
 from whorl.train.average import Averaged, allocate
+from whorl.train.branches import begin
 from whorl.train.checkpoint import restore
-from whorl.train.config import OptimConfig, RoutingConfig, WatchConfig
+from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, WatchConfig
 from whorl.train.determinism import deterministic
 from whorl.train.figures import Figures
 from whorl.train.guard import Judge, refuse
@@ -44,10 +45,12 @@ from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
+from whorl.train.noise import unmeasured
 from whorl.train.precision import activations, orthogonalisation, rounding_of
 from whorl.train.rounding import Kind
 from whorl.train.scaling import LossScaling
-from whorl.train.schedule import warmup_stable_decay
+from whorl.train.schedule import check as check_schedule
+from whorl.train.schedule import factor as schedule_factor
 from whorl.train.tiers import Tiers
 from whorl.train.update import Part, Update
 from whorl.train.vigil import Vigil
@@ -105,8 +108,7 @@ class Job(BaseModel):
     steps: int = Field(ge=1)
     seed: int = 0
     z_loss: float = Field(default=1e-5, ge=0)
-    warmup: float = Field(default=0.02, ge=0, le=1)
-    decay: float = Field(default=0.5, gt=0, le=1)
+    schedule: ScheduleConfig = ScheduleConfig()
     ema: float = Field(default=0.0, ge=0, lt=1, description="decay a step of averaged weights; 0 keeps none")
     evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
     replicas: int = Field(default=1, ge=1)
@@ -158,6 +160,8 @@ def pretrain(
     account: Account | None = None,
     say: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
+    stable: Collection[int] = (),
+    start: Path | None = None,
     folder: Path | None = None,
 ) -> LanguageModel:
     """Trains `job` to its end, from the newest checkpoint if there is one, and returns the model.
@@ -168,19 +172,22 @@ def pretrain(
         tiers: how many stay, and where else they go.
         account: told what checkpoints came to.
         stop_after: return after this many steps in all (the planner's timing, tests).
+        stable: after which steps the state is put aside in `scratch`, to branch from it (`branches.py`).
+        start: such a state, to go on from where there is no checkpoint yet.
         folder: where the heartbeat and, after a stall, stacks are written; None for neither.
 
     Raises:
-        BudgetError: fewer rows than one batch, or more activations than their budget. ReplicaError, ProducerError: a helper
-            process failed. DivergedError: it went astray and could not be mended. MemoryFullError: what to make smaller.
-            StoppedError: by SIGTERM. DiskFullError, CheckpointError: a checkpoint could not be written; the one before is
-            whole.
+        BudgetError: fewer rows than one batch, or more activations than their budget. ConfigError: a warm-up that the steps
+            have no room for. ReplicaError, ProducerError: a helper process failed. DivergedError: it went astray and could
+            not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM. DiskFullError, CheckpointError: a
+            checkpoint could not be written; the one before is whole.
     """
     if job.batch_rows % job.replicas:
         raise BudgetError(
             f"batch_rows is {job.batch_rows}, for {job.replicas} replicas",
             expected="a multiple of the replicas",
         )
+    check_schedule(job.steps, job.schedule)
     model = build_model(job)
     shared = shared_of(model, job)
     with Keeper(
@@ -191,11 +198,17 @@ def pretrain(
             first, record = found.step, found.record
             restore(shared.tensors(), found.tensors)
             say(f"continues at step {first:,} of {job.steps:,}")
+        elif start is not None:
+            first, record = begin(keeper, start, shared.tensors())
+        if words := unmeasured(job):
+            say(words)
         keeper.prepare(shared.tensors(), model.params()["total"])
         last = job.steps if stop_after is None else min(stop_after, job.steps)
         world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
         try:
-            vigil = Vigil(job, world, shared, first, record, observer, keeper, folder=folder, say=say)
+            vigil = Vigil(
+                job, world, shared, first, record, observer, keeper, stable=stable, folder=folder, say=say
+            )
             _train(world, job, model, shared, first, last, vigil, observer, keeper)
         finally:
             world.close()
@@ -235,7 +248,7 @@ def _train(
     averaged, window = Averaged(shared, job.ema, world), vigil.window
 
     def factor(step: int) -> float:
-        return warmup_stable_decay(step, job.steps, job.warmup, job.decay)
+        return schedule_factor(step, job.steps, job.schedule)
 
     def look(done: int) -> None:
         model.eval()

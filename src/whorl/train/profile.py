@@ -40,7 +40,7 @@ from whorl.train.mixtures import Mixtures
 from whorl.train.pretrain import Job, _records, _share, build_model, learner_of, shared_of
 from whorl.train.profile_compiled import CompiledKernels
 from whorl.train.profile_trace import ATTENTION, PARTS, PRODUCTS, RANGE, STEP, Cost, read
-from whorl.train.schedule import warmup_stable_decay
+from whorl.train.schedule import factor as schedule_factor
 from whorl.train.world import World, start_replicas
 
 WARMUP_STEPS = 3
@@ -151,7 +151,7 @@ def _run(
                 return [_share(record, job)]
 
         def factor(step: int) -> float:
-            return warmup_stable_decay(min(step, job.steps - 1), job.steps, job.warmup, job.decay)
+            return schedule_factor(min(step, job.steps - 1), job.steps, job.schedule)
 
         with _records(job, world, 0, None) as records:
             times.append(time.perf_counter())

@@ -8,7 +8,7 @@ around the whole loop SIGTERM and, in the first replica, the pulse. How each wor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.errors import WhorlError
 from whorl.tokens.stream import StreamBatches
 from whorl.train.anchors import Anchors
+from whorl.train.branches import place
 from whorl.train.guard import Guard
 from whorl.train.learner import Shared
 from whorl.train.pulse import Pulse, answer_with_stacks
@@ -37,7 +38,7 @@ class Vigil:
     Args:
         first: the step that comes first; record: what the checkpoint of the step before told besides tensors.
         folder: where the heartbeat and stacks go; None keeps neither.
-        observer, keeper: of the first replica.
+        observer, keeper: of the first replica; stable: after which steps the state is put aside for a branch.
 
     Raises:
         StoppedError: (on leaving) SIGTERM came; what was learnt is in a checkpoint.
@@ -53,9 +54,11 @@ class Vigil:
         observer: Observer | None = None,
         keeper: Keeper | None = None,
         *,
+        stable: Collection[int] = (),
         folder: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.stable = stable
         self.job, self.world, self.shared = job, world, shared
         self.observer, self.keeper, self.say = observer, keeper, say
         self.done = self.saved = first
@@ -135,6 +138,11 @@ class Vigil:
             if self.anchors is not None:
                 with self.clock.during("anchor"):
                     self.anchors.save(done, self.shared.tensors())
+        if done in self.stable and self.keeper is not None:
+            with self.clock.during("branch"):
+                self.keeper.put_aside(
+                    place(self.keeper.folder, done), done, self.shared.tensors(), self.record()
+                )
         if self.pulse is not None:
             self.pulse.beat(done)
             for words in self.pulse.stalls:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.corpus.blocks import RawFiles, Source, expanded
 from whorl.plan.config import PlanConfig
@@ -16,7 +17,8 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
 from whorl.runs.memory import MemoryText
-from whorl.train.config import WatchConfig
+from whorl.train.branches import check as check_branches
+from whorl.train.config import ScheduleConfig, WatchConfig
 from whorl.train.tiers import Tiers
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
 
 
-@step("plan", config=PlanConfig, parents=SOURCES, version=2)
+@step("plan", config=PlanConfig, parents=SOURCES, version=3)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time real steps on this machine and choose what the budget buys."""
     from whorl.plan.planner import make_plan
@@ -95,10 +97,20 @@ class PretrainConfig(BaseModel):
         default=None,
         description="keep the blocks' matrices in bfloat16, rounded so at each update; default fp32 masters",
     )
+    schedule: ScheduleConfig = ScheduleConfig()
+    branches: list[float] = Field(
+        default=[],
+        description="shares of the steps for which a step `branch` may decay from this run's plateau",
+    )
     watch: WatchConfig = WatchConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
     checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
+
+    @model_validator(mode="after")
+    def _possible(self) -> PretrainConfig:
+        check_branches(self.branches, self.schedule)
+        return self
 
 
 def _with_files(config: PretrainConfig) -> PretrainConfig:
@@ -120,6 +132,31 @@ def _with_files(config: PretrainConfig) -> PretrainConfig:
 )
 def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
+    from whorl.train import branches
+
+    job = job_of(ctx, config)
+    points = {share: branches.point(job, share) for share in config.branches}
+    carry_out(
+        ctx, job, config.checkpoints, seconds_between=config.checkpoint_seconds, stable=[*points.values()]
+    )
+    if points:
+        ctx.summary["branches"] = branches.keep(ctx.scratch, ctx.out, points, ctx.progress.say)
+
+
+def carry_out(
+    ctx: StepContext,
+    job: Job,
+    checkpoints: Tiers,
+    *,
+    seconds_between: float,
+    stable: Collection[int] = (),
+    start: Path | None = None,
+    earlier: Iterable[dict[str, Any]] = (),
+) -> None:
+    """Trains `job` and writes the model, its tokenizer, its curve (after that of `earlier`) and what it came to.
+
+    stable, start: as of `train.pretrain`.
+    """
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
@@ -127,7 +164,6 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     from whorl.train.keeper import Account
     from whorl.train.pretrain import pretrain as run_training
 
-    job = job_of(ctx, config)
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
     began, account = time.monotonic(), Account()
@@ -138,10 +174,12 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
             job,
             ctx.scratch,
             watch,
-            checkpoint_seconds=config.checkpoint_seconds,
-            tiers=config.checkpoints,
+            checkpoint_seconds=seconds_between,
+            tiers=checkpoints,
             account=account,
             say=ctx.progress.say,
+            stable=stable,
+            start=start,
             folder=ctx.run.dir / "watch" / ctx.name,
         )
     watch.close()
@@ -155,7 +193,7 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     (ctx.out / "generation_config.json").write_text(
         json.dumps(ids, indent=1) + "\n"
     )  # for those who read an export
-    curve = list(ctx.run.read_metrics(ctx.name))
+    curve = [*earlier, *ctx.run.read_metrics(ctx.name)]
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
     seconds = time.monotonic() - began
@@ -192,6 +230,8 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
             "serial_loader": config.serial_loader,
             "raw": _raw(ctx, config),
             "rounding": config.rounding,
+            "schedule": config.schedule,
+            **({"ema": config.ema} if config.ema is not None else {}),
             "watch": config.watch,
             "deterministic": config.deterministic or planned.get("deterministic", False),
             "activation_budget": config.activation_budget,
