@@ -25,7 +25,7 @@ from whorl.plan.cost import shape
 from whorl.plan.planner import LADDER, LOOKS
 from whorl.runs import probe
 from whorl.store import Store
-from whorl.train.pretrain import Job
+from whorl.train.job import Job
 from whorl.train.timing import time_steps
 
 

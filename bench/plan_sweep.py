@@ -35,7 +35,8 @@ from whorl.runs import Progress, probe
 from whorl.store import Store
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 
 # (width, depth, vocabulary, steps of 8 x 256 tokens)
 RUNS = [

@@ -23,7 +23,8 @@ from whorl.plan.cost import shape
 from whorl.runs import probe
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 
 VARIANTS = {
     "as it stands": {},

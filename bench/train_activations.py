@@ -27,7 +27,8 @@ from whorl.models.language import saved_bytes
 from whorl.models.recompute import measure, peak_bytes
 from whorl.plan.cost import shape
 from whorl.runs import probe
-from whorl.train.pretrain import Job, build_model, learner_of, shared_of
+from whorl.train.job import Job
+from whorl.train.pretrain import build_model, learner_of, shared_of
 from whorl.train.timing import random_part
 from whorl.train.world import World
 

@@ -30,7 +30,8 @@ from whorl.runs import Progress, probe
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 from whorl.train import branches
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 
 SHARES = (0.125, 0.25, 0.5)
 BAR = 1.005

@@ -22,7 +22,7 @@ from whorl.models import TransformerConfig
 from whorl.plan.cost import shape
 from whorl.plan.planner import can_compile
 from whorl.runs import probe
-from whorl.train.pretrain import Job
+from whorl.train.job import Job
 from whorl.train.timing import time_steps
 
 ROUNDS = 5

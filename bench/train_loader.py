@@ -21,7 +21,8 @@ from plan_sweep import Quiet
 from whorl.corpus import Corpus
 from whorl.corpus.blocks import Source
 from whorl.store import Store
-from whorl.train.pretrain import Job, RawText, pretrain
+from whorl.train.job import Job, RawText
+from whorl.train.pretrain import pretrain
 
 
 class Shares(Quiet):

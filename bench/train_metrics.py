@@ -27,7 +27,8 @@ from whorl.models import DecoderConfig
 from whorl.runs import Dashboard, Progress, probe
 from whorl.runs.seeds import generator
 from whorl.train.figures import Figures
-from whorl.train.pretrain import Job, build_model, learner_of, shared_of
+from whorl.train.job import Job
+from whorl.train.pretrain import build_model, learner_of, shared_of
 from whorl.train.timing import random_part
 from whorl.train.world import World
 

@@ -37,7 +37,8 @@ from whorl.objectives import next_token
 from whorl.runs import probe
 from whorl.runs.seeds import numpy_rng
 from whorl.train.config import OptimConfig
-from whorl.train.pretrain import Job, build_model, learner_of, shared_of
+from whorl.train.job import Job
+from whorl.train.pretrain import build_model, learner_of, shared_of
 from whorl.train.schedule import warmup_stable_decay
 from whorl.train.world import World
 

@@ -42,7 +42,8 @@ from whorl.runs import Progress
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.train import pretrain as training
-from whorl.train.pretrain import Job, build_model, learner_of, pretrain, shared_of
+from whorl.train.job import Job
+from whorl.train.pretrain import build_model, learner_of, pretrain, shared_of
 from whorl.train.timing import random_part
 from whorl.train.world import World
 

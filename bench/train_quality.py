@@ -37,7 +37,8 @@ from whorl.plan.planner import make_plan
 from whorl.runs import Progress, probe
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 

@@ -30,7 +30,7 @@ from _plain_gpt import KINDS, PlainGPT, Setting, Training, heads_of, seconds_a_s
 from whorl.models import DecoderConfig
 from whorl.plan.cost import shape
 from whorl.runs import probe
-from whorl.train.pretrain import Job
+from whorl.train.job import Job
 from whorl.train.timing import time_steps
 
 ROUNDS = 5

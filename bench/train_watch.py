@@ -27,7 +27,8 @@ from whorl.runs import probe
 from whorl.train.anchors import Anchors
 from whorl.train.config import WatchConfig
 from whorl.train.guard import Guard
-from whorl.train.pretrain import Job, build_model, shared_of
+from whorl.train.job import Job
+from whorl.train.pretrain import build_model, shared_of
 from whorl.train.pulse import Pulse
 from whorl.train.timing import time_steps
 

@@ -13,7 +13,7 @@ from whorl.plan.config import PlanConfig
 from whorl.plan.cost import cost_of, memory_bytes, shape
 from whorl.plan.law import expected_bits_per_byte, fitted
 from whorl.runs import Machine, Progress
-from whorl.train.pretrain import Job
+from whorl.train.job import Job
 from whorl.train.timing import StepTiming, time_steps
 
 MACHINE = Machine(

@@ -22,7 +22,8 @@ from typing import Any
 from tiny import Notes, job, make_tokens
 
 from whorl.models import TransformerConfig
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 
 CURVES = Path(__file__).parent / "golden_curves.json"
 STEPS = 20

@@ -11,8 +11,9 @@ from tiny import Document, job
 from whorl.runs import Progress
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.train.job import Job, identity
 from whorl.train.keeper import Keeper
-from whorl.train.pretrain import Job, _identity, build_model, shared_of
+from whorl.train.pretrain import build_model, shared_of
 
 BAD = 17  # this document alone has the letter x
 
@@ -37,6 +38,6 @@ def poisoned(tokens: Path, scratch: Path, *, ids: slice | int = 120, **change: o
     wanted = job(tokens, **{"steps": 48, "watch": watch, **change})
     shared = shared_of(build_model(wanted), wanted)
     shared.weights["embedding"][ids] = torch.nan
-    with Keeper(scratch, _identity(wanted), thread=True) as keeper:
+    with Keeper(scratch, identity(wanted), thread=True) as keeper:
         keeper.save(0, shared.tensors())
     return wanted

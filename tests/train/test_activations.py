@@ -17,7 +17,8 @@ from whorl.runs import memory
 from whorl.runs.memory import Memory, memory_of
 from whorl.train.activations import micro_rows, remade_blocks, within_budget
 from whorl.train.advice import explained
-from whorl.train.pretrain import Job, _identity, build_model, pretrain
+from whorl.train.job import Job, identity
+from whorl.train.pretrain import build_model, pretrain
 
 MIXTURE = shape(HEADS, experts={**EXPERTS, "token_dropout": 0.2})
 
@@ -55,7 +56,7 @@ def test_training_within_a_budget_ends_with_the_same_weights(
 
 
 def test_a_run_may_go_on_with_another_budget(tokens: Path) -> None:
-    assert _identity(job(tokens)) == _identity(job(tokens, activation_budget="1MB"))
+    assert identity(job(tokens)) == identity(job(tokens, activation_budget="1MB"))
 
 
 def test_more_budget_remakes_less_and_the_budget_is_of_all_replicas(tokens: Path) -> None:

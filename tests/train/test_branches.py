@@ -26,7 +26,8 @@ from whorl.train import branches
 from whorl.train import pretrain as module
 from whorl.train.checkpoint import load
 from whorl.train.config import ScheduleConfig
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 from whorl.train.schedule import factor
 
 

@@ -12,7 +12,8 @@ from tiny import Notes, job, make_tokens
 from whorl.models import Decoder
 from whorl.train import figures
 from whorl.train.figures import group_of
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ from whorl.tokens.tokenizer import Tokenizer
 from whorl.train import pretrain as module
 from whorl.train.config import WatchConfig
 from whorl.train.guard import DivergedError, Guard
+from whorl.train.job import Job
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import learn
-from whorl.train.pretrain import Job
 from whorl.train.update import Update, all_adamw
 from whorl.train.world import World, start_replicas
 

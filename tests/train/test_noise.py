@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from whorl.objectives import Loss
 from whorl.runs.seeds import generator
 from whorl.train import figures
+from whorl.train.job import Job
 from whorl.train.learner import Learner
 from whorl.train.noise import NoiseScale, estimates, unmeasured
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.pretrain import pretrain
 from whorl.train.update import Part, Update, all_adamw
 
 CUTS = {"2 x 16": [16, 16], "8 x 4": [4] * 8, "32 x 1": [1] * 32, "unequal": [3, 9, 20]}

@@ -19,7 +19,8 @@ from tiny import Notes, job, make_tokens
 
 from whorl.errors import BudgetError, CheckpointError
 from whorl.models import Decoder
-from whorl.train.pretrain import Job, pretrain
+from whorl.train.job import Job
+from whorl.train.pretrain import pretrain
 from whorl.train.world import ReplicaError, World, start_replicas
 
 

@@ -19,9 +19,9 @@ from tiny import Notes, job, make_tokens
 
 from whorl.train import checkpoint, keeper
 from whorl.train.held_out import HeldOut
+from whorl.train.job import Job
 from whorl.train.language import LossOf
 from whorl.train.learner import _Taken
-from whorl.train.pretrain import Job
 from whorl.train.stopping import StoppedError
 
 

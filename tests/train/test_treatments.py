@@ -169,14 +169,6 @@ def test_the_fused_kernel_trains_alike_in_pretraining(tokens: Path) -> None:
         assert b["nll"] == pytest.approx(a["nll"], rel=1e-4)
 
 
-def test_a_checkpoint_from_before_these_settings_still_fits(tokens: Path) -> None:
-    from whorl.train.pretrain import _identity
-
-    new = {"matrices", "adamw_rate", "fused", "base_width"}
-    assert not new & set(_identity(job(tokens))["optim"])
-    assert _identity(job(tokens, optim=OptimConfig(base_width=64)))["optim"]["base_width"] == 64
-
-
 @pytest.mark.parametrize("bad", [{"matrices": "soap"}, {"base_width": 0}, {"adamw_rate": 0.0}])
 def test_what_does_not_fit_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):

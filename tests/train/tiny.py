@@ -11,7 +11,7 @@ from whorl.models import Decoder, DecoderConfig
 from whorl.runs import Progress
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.train.pretrain import Job
+from whorl.train.job import Job
 
 
 class Document(NamedTuple):

@@ -31,7 +31,7 @@ from whorl.plan.law import bytes_per_token, expected_bits_per_byte
 from whorl.runs import Budget, Machine, Progress
 from whorl.runs.machine import usable_cores
 from whorl.train.config import OptimConfig
-from whorl.train.pretrain import Job
+from whorl.train.job import Job
 from whorl.train.timing import StepTiming, time_steps
 
 LADDER = (  # (width, depth)

@@ -26,7 +26,7 @@ from whorl.runs.memory import Memory, memory_of
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
 
 def micro_rows(job: Job) -> int:

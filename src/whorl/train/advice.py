@@ -17,7 +17,7 @@ from whorl.train.activations import micro_rows
 from whorl.train.world import ReplicaError
 
 if TYPE_CHECKING:
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -39,8 +39,8 @@ from whorl.train.schedule import factor, warmup_steps
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from whorl.train.job import Job
     from whorl.train.keeper import Keeper
-    from whorl.train.pretrain import Job
 
 FOLDER = "stable"
 MAY_DIFFER = ("steps", "schedule")  # between a stable run and its branches

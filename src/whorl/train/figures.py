@@ -40,7 +40,7 @@ from whorl.train.noise import NoiseScale
 from whorl.train.world import World
 
 if TYPE_CHECKING:
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
 LEAST_EVERY = 50  # steps between two looks, at least
 MOST_LOOKS = 100  # a run

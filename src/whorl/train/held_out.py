@@ -22,7 +22,7 @@ from whorl.tokens.shards import TokenSet
 from whorl.train.world import World
 
 if TYPE_CHECKING:
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
 HELD_OUT_ROWS = 16
 COPY_ROWS = 8

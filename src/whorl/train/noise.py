@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
 MEMORY = 0.9  # of the running averages, a look: about the last ten count
 

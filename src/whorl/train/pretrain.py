@@ -11,35 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from torch import Tensor
 
-from whorl.corpus.blocks import Source
 from whorl.errors import BudgetError
-from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.models import LanguageModel, make_model
 from whorl.nn.float8 import use_float8
-from whorl.runs.memory import MemoryText
-from whorl.runs.pages import advise_huge
-from whorl.runs.pinning import pinned
 from whorl.runs.seeds import derive, generator
 from whorl.slots import Drain, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
-from whorl.tokens.shards import TokenSet
-from whorl.tokens.stream import StreamBatches, StreamConfig
+from whorl.tokens.stream import StreamBatches
 from whorl.train import mup
 from whorl.train.activations import within_budget
 from whorl.train.advice import advising
 from whorl.train.average import Averaged, allocate
 from whorl.train.branches import begin
 from whorl.train.checkpoint import restore
-from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, WatchConfig
 from whorl.train.determinism import deterministic
 from whorl.train.figures import Figures
 from whorl.train.guard import Judge, refuse
 from whorl.train.held_out import HeldOut
+from whorl.train.job import Job, identity, stream_config
 from whorl.train.keeper import Account, Keeper
 from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
@@ -47,7 +41,6 @@ from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
 from whorl.train.noise import unmeasured
 from whorl.train.precision import activations, orthogonalisation, rounding_of
-from whorl.train.rounding import Kind
 from whorl.train.scaling import LossScaling
 from whorl.train.schedule import check as check_schedule
 from whorl.train.schedule import factor as schedule_factor
@@ -57,73 +50,6 @@ from whorl.train.vigil import Vigil
 from whorl.train.world import World, start_replicas
 
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
-UNSEEN = ("activation_budget", "pin", "huge_pages")  # ways to run that change no weight
-
-
-class RawText(BaseModel):
-    """Raw files to learn from, tokenised on the way, in place of the token set's training split."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tokenizer: str = Field(description="folder of the tokenizer")
-    sources: list[Source] = Field(min_length=1)
-    record_bytes: int = Field(
-        default=1 << 19, ge=1, description="raw text whose documents are shuffled together"
-    )
-    block_bytes: int = Field(default=1 << 14, ge=1, description="raw text that is read in one piece")
-    horizon: int = Field(
-        default=1000, ge=1, description="records over which weights go to their final values"
-    )
-    workers: int = Field(default=1, ge=0, description="processes that tokenise, for each replica")
-
-
-def _shape(value: Any) -> str:
-    """Only a transformer names its mixers."""
-    named = "mixers" in value if isinstance(value, dict) else isinstance(value, TransformerConfig)
-    return "transformer" if named else "decoder"
-
-
-Shape = Annotated[
-    Annotated[DecoderConfig, Tag("decoder")] | Annotated[TransformerConfig, Tag("transformer")],
-    Discriminator(_shape),
-]
-
-
-class Job(BaseModel):
-    """All that decides the weights of a run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tokens: str = Field(description="folder of the token set")
-    raw: RawText | None = Field(default=None, description="learn from raw files instead")
-    model: Shape
-    optim: OptimConfig = OptimConfig()
-    routing: RoutingConfig = RoutingConfig()
-    length: int = Field(ge=2, description="tokens a row")
-    batch_rows: int = Field(ge=1, description="rows a step, over all replicas")
-    micro_rows: int | None = Field(default=None, ge=1, description="rows a forward, a replica; default all")
-    activation_budget: MemoryText | None = Field(
-        default=None, description="of all replicas together; default: whatever it takes (activations.py)"
-    )
-    steps: int = Field(ge=1)
-    seed: int = 0
-    z_loss: float = Field(default=1e-5, ge=0)
-    schedule: ScheduleConfig = ScheduleConfig()
-    ema: float = Field(default=0.0, ge=0, lt=1, description="decay a step of averaged weights; 0 keeps none")
-    evaluations: int = Field(default=40, ge=1, description="looks at held-out text during the run")
-    replicas: int = Field(default=1, ge=1)
-    threads: int = Field(default=1, ge=1, description="threads a replica")
-    pin: bool = Field(default=False, description="each replica on cores of its own (runs/pinning.py)")
-    huge_pages: bool = Field(default=False, description="asked for weights, gradients, state (runs/pages.py)")
-    device: str = "cpu"
-    dtype: str = Field(default="float32", pattern="^(float32|bfloat16|float16|float8)$")
-    rounding: Kind | None = Field(default=None, description="of bf16 matrices; default fp32 masters")
-    compile: bool = True
-    deterministic: bool = Field(
-        default=False, description="nothing that was timed decides a bit (determinism.py)"
-    )
-    watch: WatchConfig = WatchConfig()
-    serial_loader: bool = Field(default=False, description="fill batches in the training process itself")
 
 
 class Observer(Protocol):
@@ -191,7 +117,7 @@ def pretrain(
     model = build_model(job)
     shared = shared_of(model, job)
     with Keeper(
-        scratch, _identity(job), seconds=checkpoint_seconds, say=say, tiers=tiers, account=account
+        scratch, identity(job), seconds=checkpoint_seconds, say=say, tiers=tiers, account=account
     ) as keeper:
         found, first, record = keeper.resume(), 0, dict[str, Any]()
         if found is not None:
@@ -282,8 +208,7 @@ def _train(
             torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
         return [_share(record, job)]
 
-    pin = pinned(world.rank, world.size, job.threads, on=job.pin)
-    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records, pin:
+    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records:
         if vigil.owes_a_look:
             look(first)
         learn(
@@ -326,27 +251,12 @@ def _records(
     )
 
 
-def stream_config(job: Job, raw: RawText) -> StreamConfig:
-    """What decides the rows of a job that learns from raw text."""
-    return StreamConfig(
-        Path(raw.tokenizer),
-        raw.sources,
-        job.length,
-        job.seed,
-        record_bytes=raw.record_bytes,
-        block_bytes=raw.block_bytes,
-        horizon=raw.horizon,
-    )
-
-
 def shared_of(model: LanguageModel, job: Job) -> Shared:
     """The memory that all replicas of `job` see."""
     rows = job.batch_rows // job.replicas * job.length
     shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows, narrow=bool(job.rounding))
     if job.ema:
         allocate(shared, job.replicas)
-    if job.huge_pages:
-        advise_huge(*shared.tensors().values(), *shared.gradients.values())
     return shared
 
 
@@ -394,22 +304,3 @@ def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]
     rows = tensors["tokens"].shape[0]
     size = job.micro_rows or rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]
-
-
-def _identity(job: Job) -> dict[str, Any]:
-    """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
-    places = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", *UNSEEN}
-    whole = job.model_dump(mode="json", exclude=places)
-    if job.raw is not None:
-        inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
-        whole["raw"] = job.raw.model_dump(mode="json", exclude=inside)
-    for name in ("watch", "deterministic", "rounding"):  # a checkpoint of before these still fits
-        if getattr(job, name) == Job.model_fields[name].default:
-            del whole[name]
-    for name in ("matrices", "adamw_rate", "fused", "base_width"):
-        if whole["optim"][name] == OptimConfig.model_fields[name].default:
-            del whole["optim"][name]
-    return {
-        **whole,
-        "data": TokenSet(Path(job.tokens)).split("train").fingerprint,
-    }

@@ -33,11 +33,12 @@ from torch.profiler import profile as torch_profile
 from whorl.models import LanguageModel
 from whorl.runs.machine import peaks_now
 from whorl.train import language
+from whorl.train.job import Job
 from whorl.train.language import LossOf
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
-from whorl.train.pretrain import Job, _records, _share, build_model, learner_of, shared_of
+from whorl.train.pretrain import _records, _share, build_model, learner_of, shared_of
 from whorl.train.profile_compiled import CompiledKernels
 from whorl.train.profile_trace import ATTENTION, PARTS, PRODUCTS, RANGE, STEP, Cost, read
 from whorl.train.schedule import factor as schedule_factor

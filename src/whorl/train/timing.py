@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from whorl.runs.machine import give_back_freed_memory
-from whorl.runs.pinning import pinned
 from whorl.runs.seeds import generator
 from whorl.train.advice import advising
 from whorl.train.determinism import deterministic
+from whorl.train.job import Job
 from whorl.train.learner import Shared
-from whorl.train.pretrain import Job, build_model, learner_of, shared_of
+from whorl.train.pretrain import build_model, learner_of, shared_of
 from whorl.train.update import Part
 from whorl.train.world import World, start_replicas
 
@@ -61,8 +61,7 @@ def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list
 
 
 def _times(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list[float], float]:
-    pin = pinned(world.rank, world.size, job.threads, on=job.pin)
-    with deterministic(job.deterministic), pin:
+    with deterministic(job.deterministic):
         (update,) = learner_of(build_model(job), job, shared, world).updates
         rows = job.batch_rows // job.replicas
         part = random_part(job, rows)

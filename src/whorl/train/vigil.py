@@ -27,9 +27,10 @@ from whorl.train.witnesses import documents_of
 from whorl.train.world import World
 
 if TYPE_CHECKING:
+    from whorl.train.job import Job
     from whorl.train.keeper import Keeper
     from whorl.train.mixtures import Mixtures
-    from whorl.train.pretrain import Job, Observer
+    from whorl.train.pretrain import Observer
 
 
 class Vigil:

@@ -15,7 +15,7 @@ from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
 
 if TYPE_CHECKING:
-    from whorl.train.pretrain import Job, RawText
+    from whorl.train.job import Job, RawText
 
 MOST = 20  # are named; all are counted
 
@@ -46,7 +46,7 @@ def _of_tokens(job: Job, number: int) -> list[dict[str, Any]]:
 
 
 def _of_raw(job: Job, raw: RawText, place: dict[str, Any] | None) -> list[dict[str, Any]]:
-    from whorl.train.pretrain import stream_config  # it needs the guard, which is asked before
+    from whorl.train.job import stream_config  # it needs the guard, which is asked before
 
     producer = StreamProducer(stream_config(job, raw))
     source, blocks = producer.blocks_of(int(place["record"]) if place else 0)

@@ -44,7 +44,7 @@ class BranchConfig(BaseModel):
 def branch(ctx: StepContext, config: BranchConfig) -> None:
     """Decay from the plateau of a pretraining run."""
     from whorl.train import branches
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
     folder = model_folder(ctx)
     for role in ("tokens", "tokenizer"):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from whorl.models import LanguageModel
     from whorl.runs import MetricsLog, Task
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
@@ -218,7 +218,7 @@ def carry_out(
 def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
     """The planned job over the parents' tokens: what `pretrain` trains and `whorl profile` looks at."""
     from whorl.tokens.shards import TokenSet
-    from whorl.train.pretrain import Job
+    from whorl.train.job import Job
 
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
