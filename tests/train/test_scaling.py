@@ -25,7 +25,7 @@ from whorl.train.loop import learn
 from whorl.train.pretrain import build_model, learner_of, shared_of
 from whorl.train.scaling import LEAST, MOST, LossScaling
 from whorl.train.timing import random_part
-from whorl.train.update import Part, Treatment, Update, all_adamw
+from whorl.train.update import Part, Update, all_adamw
 from whorl.train.world import World, start_replicas
 
 
@@ -208,7 +208,4 @@ def test_muon_orthogonalises_fp16_gradients_in_fp32(tokens: Path) -> None:
     learner = learner_of(model, wanted, shared_of(model, wanted), World())
     assert learner.updates[0].muon.dtype == torch.float32 and model.dtype == torch.float16
     assert learner.updates[0].update.scaling is not None
-    assert any(
-        t == Treatment("muon", wanted.optim.matrix_rate)
-        for t in learner.updates[0].update.treatments.values()
-    )
+    assert {t.rule for t in learner.updates[0].update.treatments.values()} >= {"muon"}

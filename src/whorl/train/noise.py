@@ -25,7 +25,7 @@ scale is that of plain gradient descent over the dense parameters (not look-up t
 Muon and AdamW rescale the gradient, so take it for an order of magnitude, and for how it grows during a run.
 
 One replica with one micro-batch has a single part, of which no variance can be had. It would take another backward over half
-of the rows, in a shape that was not compiled, so there the scale is left out, and `unmeasured` says so.
+of the rows, in a shape that was not compiled, so there the scale is left out (`pretrain.micro_rows` brings it).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from whorl.train.job import Job
+    pass
 
 MEMORY = 0.9  # of the running averages, a look: about the last ten count
 
@@ -106,13 +106,3 @@ class NoiseScale:
             scale = self.trace / self.square
             found |= {"noise_scale/tokens": scale, "noise_scale/rows": scale * rows / tokens}
         return found
-
-
-def unmeasured(job: Job) -> str | None:
-    """Why `job` has no noise scale, in words; None if it has."""
-    if job.replicas > 1 or (job.micro_rows or job.batch_rows) < job.batch_rows:
-        return None
-    return (
-        "the gradient-noise scale is not measured: one replica computes the whole batch in one piece "
-        f"(pretrain.micro_rows={max(1, job.batch_rows // 2)} would cut it in two)"
-    )

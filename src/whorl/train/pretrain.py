@@ -39,7 +39,6 @@ from whorl.train.language import LossOf, treatments
 from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
-from whorl.train.noise import unmeasured
 from whorl.train.precision import activations, orthogonalisation, rounding_of
 from whorl.train.scaling import LossScaling
 from whorl.train.schedule import check as check_schedule
@@ -126,8 +125,6 @@ def pretrain(
             say(f"continues at step {first:,} of {job.steps:,}")
         elif start is not None:
             first, record = begin(keeper, start, shared.tensors())
-        if words := unmeasured(job):
-            say(words)
         keeper.prepare(shared.tensors(), model.params()["total"])
         last = job.steps if stop_after is None else min(stop_after, job.steps)
         world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)

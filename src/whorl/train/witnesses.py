@@ -8,14 +8,12 @@ there the blocks that were read are named, by file and place.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whorl.errors import WhorlError
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
-
-if TYPE_CHECKING:
-    from whorl.train.job import Job, RawText
+from whorl.train.job import Job, RawText, stream_config
 
 MOST = 20  # are named; all are counted
 
@@ -46,8 +44,6 @@ def _of_tokens(job: Job, number: int) -> list[dict[str, Any]]:
 
 
 def _of_raw(job: Job, raw: RawText, place: dict[str, Any] | None) -> list[dict[str, Any]]:
-    from whorl.train.job import stream_config  # it needs the guard, which is asked before
-
     producer = StreamProducer(stream_config(job, raw))
     source, blocks = producer.blocks_of(int(place["record"]) if place else 0)
     files = producer.files(source)
