@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,3 +335,30 @@ def test_apply_sets_torch_threads() -> None:
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("alone", "age", "again"), [(True, 1e6, False), (False, 60, False), (False, 1e6, True)]
+)
+def test_a_measurement_beside_others_is_not_kept_for_long(
+    alone: bool, age: float, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def measure(cores: int, *, gpu: bool) -> machine.Measurement:
+        calls.append(cores)
+        return replace(measurement(bf16=1e10), alone=alone, taken=time.time() - age)
+
+    monkeypatch.setattr(machine, "measure", measure)
+    for _ in range(2):
+        machine.probe(cache_dir=tmp_path)
+    assert len(calls) == 1 + again
+
+
+def test_whether_the_cores_were_ours_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from whorl.runs import products
+
+    clock = iter(range(10**6))
+    monkeypatch.setattr(products.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(products.time, "process_time", iter([0.0, 2.0]).__next__)
+    assert products.cores_had(2) == pytest.approx(0.5)  # 2 CPU seconds in 2 of the clock, of 2 cores

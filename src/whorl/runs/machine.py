@@ -15,7 +15,8 @@ seen anywhere. None of the GPU's side has been run on a GPU yet.
 
 What is cached (under `~/.cache/whorl`, by CPU model, cores that we may use, GPU and torch version) is the
 measurement, not the choice: `choose` is a pure function of it, and every choice can be forced by argument
-or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`.
+or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`. A measurement that was taken while others had the cores is kept
+for ten minutes only: two threads that share one core look no faster than one, and a plan made of that would stay slow.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ import json
 import math
 import os
 import platform
+import time
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import ConfigError, one_of
-from whorl.runs.products import SHAPES, copy_speed, gpu_speeds, product_speed
+from whorl.runs.products import SHAPES, copy_speed, cores_had, gpu_speeds, product_speed
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +42,8 @@ DTYPES = ("float32", "bfloat16", "float16", "float8")  # all that can be asked f
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
 CPU_TYPES = ("float32", "bfloat16")  # what a CPU is timed in
 DEVICES = ("cpu", "cuda")
+BUSY_KEPT_SECONDS = 600.0  # how long a measurement is kept that was taken beside others
+HAD_WHEN_ALONE = 0.85
 BF16_MUST_WIN_BY = 1.2  # over fp32; fp16 too, where it stands in for it
 FP8_MUST_WIN_BY = 1.3  # over bf16
 
@@ -52,6 +56,8 @@ class Measurement:
     memory_bandwidth: float  # bytes/s of a copy, read and write both counted
     gpu_flops: dict[str, list[float]] = field(default_factory=dict)
     gpu_bandwidth: float = 0.0
+    alone: bool = True  # nobody else wanted the cores meanwhile
+    taken: float = 0.0  # seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ def probe(
     identity = json.dumps([cpu, cores, gpu, torch.__version__, SHAPES, DTYPES])
     cache = cache_dir / f"machine-{sha256(identity.encode()).hexdigest()[:16]}.json"
     measured = None if refresh else _read_cache(cache)
-    if measured is None:
+    if measured is None or (not measured.alone and time.time() - measured.taken > BUSY_KEPT_SECONDS):
         measured = measure(cores, gpu=bool(gpu))
         _write_cache(cache, measured)
     return choose(
@@ -265,6 +271,8 @@ def measure(cores: int, *, gpu: bool = False) -> Measurement:
     flops: dict[str, dict[str, list[float]]] = {kind: {} for kind in CPU_TYPES}
     before = torch.get_num_threads()
     try:
+        torch.set_num_threads(cores)
+        alone = cores_had(cores) > HAD_WHEN_ALONE
         for count in reversed(counts):
             torch.set_num_threads(count)
             for kind in CPU_TYPES:
@@ -274,9 +282,9 @@ def measure(cores: int, *, gpu: bool = False) -> Measurement:
     finally:
         torch.set_num_threads(before)
     if not gpu:
-        return Measurement(flops, bandwidth)
+        return Measurement(flops, bandwidth, alone=alone, taken=time.time())
     gpu_flops = {kind: [speed] for kind, speed in gpu_speeds().items()}
-    return Measurement(flops, bandwidth, gpu_flops, copy_speed("cuda", 1 << 30))
+    return Measurement(flops, bandwidth, gpu_flops, copy_speed("cuda", 1 << 30), alone, time.time())
 
 
 def peaks_now(device: str, dtype: str = "float32") -> tuple[dict[str, float], float]:

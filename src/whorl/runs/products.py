@@ -45,6 +45,21 @@ def gpu_speeds() -> dict[str, float]:
     return speeds
 
 
+def cores_had(cores: int) -> float:
+    """What share of `cores` cores this process really had for a moment in which it wanted all: about 1 if it is alone.
+
+    A speed that was taken beside others says what these left over; more threads then look slower than they are.
+    """
+    import torch
+
+    a = torch.ones(1024, 1024)
+    began, used = time.perf_counter(), time.process_time()
+    with torch.no_grad():
+        while time.perf_counter() - began < 5 * SECONDS_PER_TIMING:
+            a @ a
+    return (time.process_time() - used) / (time.perf_counter() - began) / cores
+
+
 def product_speed(shape: tuple[int, int, int], kind: str, device: str) -> float:
     """FLOP/s of one matrix product: the fastest repetition, since disturbance only ever slows one down."""
     import torch
