@@ -13,6 +13,7 @@ from whorl.plan.config import PlanConfig
 from whorl.plan.cost import cost_of, memory_bytes, shape
 from whorl.plan.law import expected_bits_per_byte, fitted
 from whorl.runs import Machine, Progress
+from whorl.train.config import OptimConfig
 from whorl.train.job import Job
 from whorl.train.timing import StepTiming, time_steps
 
@@ -163,6 +164,7 @@ def test_another_network_is_taken_as_it_is_and_fills_the_budget() -> None:
         job = Job.model_validate({**made.job, "tokens": ""})
         assert isinstance(job.model, TransformerConfig) and made.vocab_size == job.model.vocab_size == 512
         assert job.optim == planner.LLAMA_LIKE and "bits_per_byte" not in made.expected
+        assert job.optim.matrix_rate != OptimConfig().matrix_rate
         assert made.expected["seconds"] == pytest.approx(60, rel=0.02)
         assert any("2 heads of 16" in line for line in made.arithmetic)
     assert any("with every expert" in line for line in made.arithmetic)
@@ -189,3 +191,11 @@ def test_another_network_is_taken_as_it_is_and_fills_the_budget() -> None:
 def test_an_impossible_network_is_refused_by_name(change: dict[str, object], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         PlanConfig.model_validate(change)
+
+
+def test_one_rate_of_its_own_leaves_the_others_as_they_are_for_that_network() -> None:
+    made = planner.make_plan(
+        PlanConfig.model_validate({"steps": 5, "vocab_size": 512, "model": LLAMA, "optim": {"weight_decay": 0.1}}),
+        MACHINE, 30_000_000, Progress.silent(),
+    )  # fmt: skip
+    assert made.job["optim"] == {**planner.LLAMA_LIKE.model_dump(), "weight_decay": 0.1}

@@ -148,3 +148,13 @@ def test_what_a_model_says_cannot_move_the_cursor(tmp_path: Path) -> None:
         and "\r" not in drawn.plain
         and "[bold]" in drawn.plain
     )
+
+
+def test_an_event_is_not_taken_for_a_sample(tmp_path: Path) -> None:
+    board = Dashboard(Progress.silent())
+    board.write("pretrain", 1, {"nll": 3.0, "sample": "def f():"})
+    board.write(
+        "pretrain", 2, {"event": "spike", "words": "the loss is 9", "documents": '[{"path": "a.txt"}]'}
+    )
+    drawn = board.drawn(100, 30)
+    assert drawn is not None and "def f():" in drawn.plain and "a.txt" not in drawn.plain

@@ -365,3 +365,14 @@ def test_the_objective_of_a_skipped_step_is_not_in_the_curve(tokens: Path, tmp_p
     notes = Notes()
     train(poisoned(tokens, tmp_path), tmp_path, notes)
     assert len(notes.steps) + len(notes.events) == 48
+
+
+def test_an_overflow_in_the_first_step_leaves_the_level_that_training_began_at() -> None:
+    """Some networks begin above guessing; fp16's first step often overflows, and its loss is finite all the same."""
+    guard = Guard(WatchConfig(), chance=5.0, steps=1000)
+    assert not guard.judge(
+        {"loss": 20.0, "nll": 20.0, "gradient_norm": math.inf, "count": 8.0, "overflow": 1.0}
+    )
+    for _ in range(200):
+        assert guard.judge({"loss": 20.0, "nll": 20.0, "gradient_norm": 1.0, "count": 8.0})
+    assert not guard.must_go_back

@@ -202,3 +202,92 @@ def test_bytes_per_parameter_are_told_and_explained(tmp_path: Path) -> None:
     )
     text = line(list(parts.values()))
     assert text.startswith(f"{total / count:.1f} bytes a parameter: ") and "master weights" in text
+
+
+@pytest.mark.parametrize("damaged", [1, 2])
+def test_damaged_ones_do_not_cost_the_whole_ones_that_come_after(tmp_path: Path, damaged: int) -> None:
+    """Retention goes by numbers: a damaged checkpoint with a high one must not outlive what is written next."""
+    tiers = Tiers(keep=damaged)
+    with Keeper(tmp_path, {}, seconds=0.0, tiers=Tiers(keep=3)) as keeper:
+        for step in (80, 90, 100):
+            keeper.save(step, state(step))
+    for path in sorted(tmp_path.glob("step-*"))[-damaged:]:
+        (path / "state.safetensors").write_bytes(b"x")
+    with Keeper(tmp_path, {}, seconds=0.0, tiers=tiers) as keeper:
+        found = keeper.resume()
+        assert found is not None and found.step == 100 - 10 * damaged
+        keeper.save(found.step + 5, state(1))
+        keeper.finish()
+        assert "passed over: step-" in keeper.account.line()
+    with Keeper(tmp_path, {}) as again:
+        last = again.resume()
+    assert last is not None and last.step == found.step + 5
+    assert len([*tmp_path.glob("damaged-*")]) == 1, "one is kept to be looked at"
+
+
+def test_a_download_that_fails_does_not_hide_the_ones_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = durable(f"file://{tmp_path}/far")
+    run(tmp_path / "near", tiers, range(1, 4))
+    really, said = Durable.fetch, list[str]()
+
+    def fetch(self: Durable, each: Any, folder: Path) -> Path:
+        if each.step > 1:
+            monkeypatch.setattr(
+                self.fs, "get_file", lambda *_: (_ for _ in ()).throw(OSError("the line is dead"))
+            )
+        else:
+            monkeypatch.undo()
+        return really(self, each, folder)
+
+    monkeypatch.setattr(Durable, "fetch", fetch)
+    with Keeper(tmp_path / "elsewhere", {"of": 1}, tiers=tiers, say=said.append) as keeper:
+        found = keeper.resume()
+    assert found is not None and found.step == 1 and sum("the line is dead" in text for text in said) == 2
+
+
+def test_the_last_before_the_end_is_uploaded_even_behind_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = Durable.push
+
+    def slowly(self: Durable, *words: Any) -> str:
+        time.sleep(0.5)
+        return really(self, *words)
+
+    monkeypatch.setattr(Durable, "push", slowly)
+    tiers = durable(f"file://{tmp_path}/far")
+    with Keeper(tmp_path / "near", {}, seconds=0.0, tiers=tiers, thread=True) as keeper:
+        keeper.save(1, state(1))
+        keeper.save(2, state(2), durable=True)
+        assert not keeper.owes_upload(2) and keeper.owes_upload(3)
+    assert [f.step for f in Durable(f"file://{tmp_path}/far", keeper.job).found()[0]][:1] == [2]
+
+
+def test_the_time_of_the_last_upload_outlives_a_kill(tmp_path: Path) -> None:
+    tiers = Tiers(durable=f"file://{tmp_path}/far", durable_seconds=1000.0)
+    with Keeper(tmp_path / "near", {}, seconds=0.0, tiers=tiers) as keeper:
+        keeper.account.durable_at -= 600
+        keeper.save(1, state(1))
+    with Keeper(tmp_path / "near", {}, seconds=0.0, tiers=tiers) as keeper:
+        keeper.resume()
+        keeper.account.durable_at -= 600  # 1,200 s in all: neither start alone would have come that far
+        keeper.save(2, state(2))
+        assert not keeper.owes_upload(2)
+
+
+def test_a_run_from_far_away_may_still_go_back(tmp_path: Path) -> None:
+    """Its anchor stayed on the other machine: the state that was restored takes its place."""
+    from whorl.train.anchors import Anchors, on_this_machine
+
+    with Keeper(tmp_path, {}, seconds=0.0) as keeper:
+        record = {"guard": {"anchor": 40, "bad": [], "astray": 0}}
+        here = on_this_machine(keeper, record, 50, state(5))
+        assert here["guard"]["anchor"] == 50 and record["guard"]["anchor"] == 40
+        assert on_this_machine(keeper, here, 60, state(6)) is here, "it has one that is here"
+        tensors = state(0)
+        Anchors(keeper).restore(50, tensors)
+        assert same(tensors, state(5))
+        troubled = {"guard": {"anchor": 40, "bad": ["spike"], "astray": 0}}
+        assert on_this_machine(keeper, troubled, 70, state(7))["guard"]["anchor"] is None

@@ -159,3 +159,13 @@ def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> N
     third = noise.close(2, 10, 13.0, 1.2, 2)  # trace 1, square 1.1
     trace, square = 0.9 * (0.9 * 0.3 + 0.6) + 0.1, 0.9 * (0.9 * 0.02 - 0.04) + 0.11
     assert third["noise_scale/tokens"] == pytest.approx(trace / square)
+
+
+def test_a_scaled_loss_and_narrow_gradients_tell_the_same() -> None:
+    rows = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
+    plain, scaled, narrow = NoiseScale(), NoiseScale(), NoiseScale()
+    plain.part([rows], 4.0)
+    scaled.part([rows * 256], 4.0, 256.0)
+    narrow.part([rows.bfloat16()], 4.0)
+    assert scaled.sums() == pytest.approx(plain.sums())
+    assert narrow.sums() == pytest.approx(plain.sums(), rel=1e-3)

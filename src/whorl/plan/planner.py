@@ -136,10 +136,12 @@ def _given(config: PlanConfig) -> ModelConfig:
 def _job(
     config: PlanConfig, model: ModelConfig, machine: Machine, replicas: int, steps: int, *, compile: bool
 ) -> Job:
+    rates = OptimConfig() if isinstance(model, DecoderConfig) else LLAMA_LIKE
+    given = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     return Job(
         tokens="",
         model=model,
-        optim=config.optim or (OptimConfig() if isinstance(model, DecoderConfig) else LLAMA_LIKE),
+        optim=rates.model_copy(update=given),
         routing=config.routing,
         length=config.length,
         batch_rows=config.batch_rows,

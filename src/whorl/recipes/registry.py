@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -74,6 +74,8 @@ class StepKind:
         makes: the kind of artifact.
         parents: role -> kind of artifact; a role that ends in "?" may be left out.
         resolve: completes a configuration before the address is taken from it.
+        unseen: fields that decide nothing of what is made; the address does not cover them, so an interrupted step goes on
+            under another value.
     """
 
     name: str
@@ -84,6 +86,7 @@ class StepKind:
     about: str
     function: Callable[[StepContext, Any], None]
     resolve: Callable[[Any], BaseModel] | None
+    unseen: frozenset[str] = frozenset()
 
     def roles(self) -> dict[str, tuple[str, bool]]:
         """Role -> (kind, whether it may be left out)."""
@@ -100,6 +103,7 @@ def step(
     parents: Mapping[str, str] | None = None,
     version: int = 1,
     resolve: Callable[[Config], Config] | None = None,
+    unseen: Collection[str] = (),
 ) -> Callable[[Callable[[StepContext, Config], None]], Callable[[StepContext, Config], None]]:
     """Register the decorated function as a step; see the file's opening. Its docstring's first line is its
     help.
@@ -112,7 +116,7 @@ def step(
         if known is not None and known.function.__module__ != function.__module__:
             raise ValueError(f"two steps are called {name!r}")
         _registered[name] = StepKind(
-            name, makes, config, dict(parents or {}), version, about, function, resolve
+            name, makes, config, dict(parents or {}), version, about, function, resolve, frozenset(unseen)
         )
         return function
 

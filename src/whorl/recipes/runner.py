@@ -106,7 +106,7 @@ def _one_step(
             kind=kind.makes,
             name=f"{recipe.name}/{step.name}",
             parents=parents,
-            config=config.model_dump(mode="json"),
+            config=config.model_dump(mode="json", exclude=set(kind.unseen)),
             version=kind.version,
             step=kind.name,
             on_message=progress.say,

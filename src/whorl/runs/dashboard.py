@@ -116,10 +116,10 @@ class Dashboard:
                 self.step_name = step_name
             self.step = max(step, self.step)
             for name, value in values.items():
-                if isinstance(value, str):
-                    self.sample = value
-                else:
+                if not isinstance(value, str):
                     self.last[name] = value
+                elif name == "sample":  # an event's words are in the log
+                    self.sample = value
             if isinstance(loss := values.get("nll", values.get("loss")), float | int):
                 self.losses.append(loss)
             if len(self.losses) > MOST_POINTS:

@@ -83,7 +83,7 @@ def explained(error: BaseException, job: Job) -> MemoryFullError:
             f"room for {micro} rows of {job.length} tokens at a time in each of {job.replicas} replicas "
             f"(their logits alone: {logits / 1e6:,.0f} MB)"
         ),
-        do="one of: " + "; ".join(cures) + ". What is trained so far is kept",
+        do="one of: " + "; ".join(cures) + ". Under another setting than activation_budget a run begins anew",
     )
 
 

@@ -49,7 +49,7 @@ def _what(part: str) -> str:
     if kind == "state":
         return MOMENTS.get(moment, moment)
     known = {
-        "weights": "the master weights (there are no others: products cast them as they run)",
+        "weights": "the master weights, which products cast as they run (under pretrain.rounding the bf16 weights themselves)",
         "averages": "the running average of the weights",
         "buffers": "what layers keep beside weights",
         "generators": "states of generators",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,22 @@ from whorl.train.checkpoint import restore
 from whorl.train.guard import DivergedError
 from whorl.train.keeper import Keeper
 
-REMEMBERED = 4  # checkpoints from which a run may still continue: those kept and one that is being written
+
+def on_this_machine(
+    keeper: Keeper, record: dict[str, Any], step: int, tensors: dict[str, Tensor], *, anew: bool = False
+) -> dict[str, Any]:
+    """`record` of the state of `step`, with an anchor that is here: what was restored from far away left its own behind.
+
+    anew: whatever is here, the anchor is this state, unless it is itself in trouble.
+    """
+    guard = dict(record.get("guard") or {})
+    anchors = Anchors(keeper)
+    if not guard or (not anew and (guard["anchor"] is None or anchors.has(guard["anchor"]))):
+        return record
+    guard["anchor"] = None if guard["bad"] or guard["astray"] else step
+    if guard["anchor"] is not None:
+        anchors.save(step, tensors)
+    return {**record, "guard": guard}
 
 
 class Anchors:
@@ -30,7 +46,8 @@ class Anchors:
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper, self.folder = keeper, keeper.folder / "good"
-        self.asked = deque[int](maxlen=REMEMBERED)  # the anchor that each of the last checkpoints knows
+        # The anchor that each checkpoint knows from which the run may still continue: those kept, and some being written.
+        self.asked = deque[int](maxlen=keeper.tiers.keep + 2)
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Writes the anchor of `step` (again, after a kill: the bits are the same)."""
@@ -52,11 +69,15 @@ class Anchors:
     def known(self, step: int | None) -> None:
         """A checkpoint was made that knows the anchor of `step`: what no checkpoint may ask for goes."""
         self.asked.append(step or 0)
-        if len(self.asked) < REMEMBERED:
+        if len(self.asked) < (self.asked.maxlen or 0):
             return
         for path in self.folder.glob("anchor-*"):
             if int(path.name.removeprefix("anchor-")) < min(self.asked):
                 shutil.rmtree(path, ignore_errors=True)
+
+    def has(self, step: int) -> bool:
+        """Whether the anchor of `step` is here."""
+        return any(self._place(step).glob("step-*"))
 
     def _place(self, step: int) -> Path:
         return self.folder / f"anchor-{step:08d}"

@@ -80,6 +80,8 @@ class Writer:
             self._upload(request, path, step)
 
     def _upload(self, request: dict[str, Any], path: Path, step: int) -> None:
+        if request["forced"]:  # the last before the end: it waits for its turn
+            self.finish()
         if self.uploading is not None and self.uploading.is_alive():
             self.tell({"tier": "durable", "step": step, "late": True})
             return

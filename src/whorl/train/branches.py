@@ -144,7 +144,8 @@ def start_of(model: Path, share: float) -> Path:
         raise ConfigError(
             f"the model keeps no stable state at the share {share:g}",
             expected=one_of(str(share), found) if found else "",
-            do=f"name it before training: pretrain.branches = [{share:g}]",
+            do=f"name it before training, pretrain.branches = [{share:g}]; a run that was continued on another machine "
+            "from the durable tier has lost those of before",
         )
     return model / FOLDER / str(share)
 
@@ -155,13 +156,10 @@ def begin(keeper: Keeper, start: Path, tensors: Mapping[str, Tensor]) -> tuple[i
     Raises:
         CheckpointError: damaged, or of a job that differs in more than its budget.
     """
-    from whorl.train.anchors import Anchors
+    from whorl.train.anchors import on_this_machine
     from whorl.train.checkpoint import restore
 
     found = keeper.begin(start, MAY_DIFFER)
     restore(tensors, found.tensors)
-    guard = dict(found.record["guard"])
-    guard["anchor"] = None if guard["bad"] or guard["astray"] else found.step
-    if guard["anchor"] is not None:
-        Anchors(keeper).save(found.step, dict(tensors))
-    return found.step, {**found.record, "guard": guard, "window": None}
+    record = on_this_machine(keeper, found.record, found.step, dict(tensors), anew=True)
+    return found.step, {**record, "window": None}

@@ -101,10 +101,10 @@ class Figures:
 
     # What the update tells: behind each backward, then between clipping and the step.
 
-    def part(self, gradients: Sequence[Tensor], count: float) -> None:
+    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
         if self._looks_at(self.done + 1):
             with self._timed():
-                self.noise.part(gradients, count)
+                self.noise.part(gradients, count, scale)
 
     def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         if self._looks_at(self.done + 1):
@@ -131,6 +131,10 @@ class Figures:
         if self._looks_at(done + self.window):
             with self._timed():
                 self._remember()
+
+    def forget(self) -> None:
+        """The weights went back: from where they were before, nobody moved them here in a step."""
+        self._before, self._rows = {}, []
 
     def take(self) -> dict[str, float]:
         """What was found since the last call: nothing, most times."""
@@ -178,7 +182,8 @@ class Figures:
         self._whole = math.nan  # a step that is not taken tells no gradient
         for group in self.groups:
             gradient, weight, way, start = (math.sqrt(next(summed)) for _ in kinds)
-            self._found[f"gradient_norm/{group}"] = gradient
+            if not math.isnan(whole):  # else the step was not taken
+                self._found[f"gradient_norm/{group}"] = gradient
             self._found[f"weight_norm/{group}"] = weight
             if start:
                 self._found[f"update_ratio/{group}"] = way / start / self.window

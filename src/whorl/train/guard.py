@@ -117,6 +117,9 @@ class Guard:
     def judge(self, figures: Mapping[str, float]) -> bool:
         """Whether to take the step of these figures (loss, nll, count, gradient_norm); called once a step."""
         self.step += 1
+        nll = figures.get("nll", figures["loss"])
+        if self.step == 1 and math.isfinite(nll):
+            self.level = max(self.level, nll)  # some networks begin above it
         if (
             "overflow" in figures
         ):  # the scale of the loss was too large (scaling.py): nothing is wrong with the step
@@ -127,9 +130,6 @@ class Guard:
         if kind in ("", "spike"):  # a level that stays is not a spike for ever
             self.losses.append(loss)
             self.norms.append(norm)
-        nll = figures.get("nll", loss)
-        if self.step == 1 and math.isfinite(nll):
-            self.level = max(self.level, nll)  # some networks begin above it
         if nll > ASTRAY * self.level or (self.astray and not nll < BACK * self.level):
             self.astray += 1
         else:
@@ -227,8 +227,8 @@ class Guard:
 
     def _cure(self) -> str:
         return (
-            "lower the learning rates (--set plan.optim.matrix_rate=..., embedding_rate, scalar_rate, memory_rate); if "
-            "they are the usual ones, look at the documents named in the run's log"
+            "lower the learning rates (--set plan.optim.matrix_rate=..., adamw_rate, embedding_rate, scalar_rate, "
+            "memory_rate); if they are the usual ones, look at the documents named in the run's log"
         )
 
     def _note(self, kind: str, words: str, action: str, loss: float | None, norm: float | None) -> None:

@@ -20,7 +20,7 @@ kill.
 from __future__ import annotations
 
 import hashlib
-import random
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -28,8 +28,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from whorl.errors import CheckpointError, DiskFullError
@@ -37,11 +35,11 @@ from whorl.store.address import canonical_json
 from whorl.train.anatomy import anatomy
 from whorl.train.background import Background
 from whorl.train.checkpoint import Checkpoint, NewerFormatError, index_of, load
+from whorl.train.generators import generator_record, generator_tensors, restore_generators, without_generators
 from whorl.train.staging import Area, Layout, copiers, stage
 from whorl.train.tiers import Durable, Found, Tiers
 
 PATIENCE = 60.0  # seconds that an upload may take after training has ended
-OURS = "generators/"
 
 
 @dataclass
@@ -56,6 +54,7 @@ class Account:
     bytes: int = 0  # of the last one
     durable_written: int = 0
     durable_failed: int = 0
+    durable_at: float = 0.0  # when one was last asked for, in seconds since 1970
     durable_error: str = ""  # the last one; empty once an upload succeeded
     resumed: int = 0
     passed_over: list[str] = field(default_factory=list)
@@ -68,6 +67,8 @@ class Account:
             text += f"; {self.late:,} began late, the one before being written still"
         if self.resumed:
             text += f"; continued {self.resumed:,} times"
+        if self.passed_over:
+            text += f"; passed over: {self.passed_over[-1]}"
         if self.durable_written or self.durable_failed:
             text += f"; {self.durable_written:,} in the durable tier"
         if self.durable_failed:
@@ -108,7 +109,9 @@ class Keeper:
         self.background: Background | None = None
         self.writing: int | None = None  # the step whose checkpoint is being written
         self.aside = False  # and whether that is one that was put aside
-        self.last = self.last_durable = time.monotonic()
+        self.last = time.monotonic()
+        self.account.durable_at = self.account.durable_at or time.time()
+        self.uploaded: int | None = None  # the last step that was to be uploaded
         self.lead = 0.0  # how long a checkpoint takes to be whole
         self.counted_late = False
 
@@ -133,7 +136,7 @@ class Keeper:
         self.account.resumed += 1
         self.lead = self.account.write_seconds / max(1, self.account.written)
         restore_generators(found)
-        return Checkpoint(found.step, _without_generators(found.tensors), found.record)
+        return Checkpoint(found.step, without_generators(found.tensors), found.record)
 
     def begin(self, path: Path, but: Collection[str]) -> Checkpoint:
         """What another job put aside at `path`; the generators are as they were then.
@@ -146,7 +149,7 @@ class Keeper:
         found = load(path, self.area)
         self._check(found, path, "give it the parents that the stable run had", but)
         restore_generators(found)
-        return Checkpoint(found.step, _without_generators(found.tensors), found.record)
+        return Checkpoint(found.step, without_generators(found.tensors), found.record)
 
     def _check(self, found: Checkpoint, where: Path, do: str, but: Collection[str] = ()) -> None:
         theirs = found.record["job"]
@@ -178,6 +181,8 @@ class Keeper:
                 raise
             except CheckpointError as error:
                 self._pass_over(each.name, error)
+                if isinstance(each, Path):
+                    self._set_aside(each)
             except Exception as error:
                 self._pass_over(f"{each.name} of {self.tiers.durable}", error)
         return None
@@ -186,6 +191,13 @@ class Keeper:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         self.say(f"passed over {what}: {why}")
         self.account.passed_over.append(f"{what}: {why}")
+
+    def _set_aside(self, damaged: Path) -> None:
+        """Out of the way of retention, which goes by numbers and would take it for the newest; there to be looked at."""
+        for older in self.folder.glob("damaged-*"):
+            shutil.rmtree(older, ignore_errors=True)
+        with suppress(OSError):  # a folder that cannot be written: the first checkpoint will say so
+            damaged.rename(self.folder / f"damaged-{damaged.name}")
 
     def prepare(self, tensors: Mapping[str, Tensor], parameters: int = 0) -> None:
         """Allocates what saving such tensors takes, before the first step rather than in it, and starts the writer.
@@ -197,6 +209,10 @@ class Keeper:
         self.area.ensure(self.layout.n_bytes)
         self.account.parts = anatomy(tensors, parameters)
         self.background = self.background or Background(self.area, thread=self.thread)
+
+    def owes_upload(self, step: int) -> bool:
+        """Whether the durable tier, if there is one, was not told to take `step`."""
+        return self.tiers.durable is not None and self.uploaded != step
 
     def due(self) -> bool:
         """Whether a checkpoint is to be taken now.
@@ -239,18 +255,17 @@ class Keeper:
         copied = self.last = time.monotonic()
         account.blocked_seconds += copied - began
         account.longest_block = max(account.longest_block, copied - began)
-        far = self.tiers.durable is not None and (
-            durable or copied - self.last_durable >= self.tiers.durable_seconds
-        )
+        since = time.time() - account.durable_at
+        far = self.tiers.durable is not None and (durable or since >= self.tiers.durable_seconds)
         if far:
-            self.last_durable = copied
+            account.durable_at, self.uploaded = time.time(), step
         kept = {
             **(record or {}),
             "job": self.identity,
             "account": asdict(account),
             "generators": generator_record(),
         }
-        self._submit(self.folder, step, kept, far)
+        self._submit(self.folder, step, kept, far, forced=durable)
         self.counted_late = False
         return copied - began
 
@@ -263,7 +278,9 @@ class Keeper:
     ) -> None:
         """A copy of its own in `folder`, which neither `resume` nor retention looks at; else like `save`. What is saved
         after it is whole after it."""
+        began = time.monotonic()
         self._stage(tensors)
+        self.account.blocked_seconds += time.monotonic() - began
         kept = {**(record or {}), "job": self.identity, "generators": generator_record()}
         self._submit(folder, step, kept, far=False)
 
@@ -273,11 +290,11 @@ class Keeper:
         Raises:
             CheckpointError: there is nothing, or it is damaged.
         """
-        self.finish()
+        self.finish()  # then nobody reads from the area
         found = sorted(folder.glob("step-*"))
         if not found:
             raise CheckpointError(f"{folder} holds no copy of the weights")
-        return _without_generators(load(found[-1]).tensors)
+        return without_generators(load(found[-1], self.area).tensors)
 
     def _stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies `tensors` and the generators into the staging area, once nobody writes from it."""
@@ -290,11 +307,13 @@ class Keeper:
             self.layout = Layout.of(tensors)
         stage(self.area, self.layout, tensors, self.threads)
 
-    def _submit(self, folder: Path, step: int, record: Mapping[str, Any], far: bool) -> None:
+    def _submit(
+        self, folder: Path, step: int, record: Mapping[str, Any], far: bool, forced: bool = False
+    ) -> None:
         assert self.layout is not None and self.background is not None
         self.background.submit(
             {
-                "folder": str(folder), "index": index_of(step, self.layout, record), "durable": far,
+                "folder": str(folder), "index": index_of(step, self.layout, record), "durable": far, "forced": forced,
                 "tiers": self.tiers.model_dump(mode="json"), "job": self.job,
             }
         )  # fmt: skip
@@ -363,34 +382,3 @@ class Keeper:
             self.background = None
         self.threads.shutdown()
         self.area.close()
-
-
-def _without_generators(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n: t for n, t in tensors.items() if not n.startswith(OURS)}
-
-
-def generator_tensors() -> dict[str, Tensor]:
-    """torch's own generators, on every device that is in use."""
-    found = {f"{OURS}torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found |= {f"{OURS}cuda/{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found
-
-
-def generator_record() -> dict[str, Any]:
-    """Python's and NumPy's own generators."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
-
-
-def restore_generators(found: Checkpoint) -> None:
-    """All of them as they were when `found` was taken; those of a device that is not here are left out."""
-    torch.set_rng_state(found.tensors[f"{OURS}torch"].clone())
-    if torch.cuda.is_available():
-        for name, state in found.tensors.items():
-            if name.startswith(f"{OURS}cuda/") and int(name.split("/")[-1]) < torch.cuda.device_count():
-                torch.cuda.set_rng_state(state.clone(), int(name.split("/")[-1]))
-    version, state, gauss = found.record["generators"]["python"]
-    random.setstate((version, tuple(state), gauss))
-    kind, keys, *rest = found.record["generators"]["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

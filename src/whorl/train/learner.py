@@ -208,8 +208,8 @@ class Learner:
 class Watcher(Protocol):
     """Looks at what an update is about to do with this rank's share. Changes nothing."""
 
-    def part(self, gradients: Sequence[Tensor], count: float) -> None:
-        """Of a micro-batch of this rank: gradients of its summed loss, dense parameters; its count."""
+    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+        """Of a micro-batch of this rank: gradients of its summed loss times `scale`, dense parameters; its count."""
 
     def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         """Of the dense parameters, by name: means over the batch, times `clipped`."""
@@ -301,7 +301,7 @@ class _Taken:
                 self.filled[name] = end
         if found:
             if self.watch is not None:
-                self.watch.part(found, float(loss.count))
+                self.watch.part(found, float(loss.count), 1.0 if scaling is None else scaling.scale)
             torch._foreach_copy_(mine, found) if self.empty else torch._foreach_add_(mine, found)
         for p in self.strangers:
             p.grad = None

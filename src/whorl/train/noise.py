@@ -32,13 +32,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 MEMORY = 0.9  # of the running averages, a look: about the last ten count
 
@@ -72,10 +68,11 @@ class NoiseScale:
         self._parts, self._tokens, self._weighted = 0, 0.0, 0.0
 
     @torch.no_grad()
-    def part(self, gradients: Sequence[Tensor], count: float) -> None:
-        """Gradients of the *summed* loss of a part, and its number of target tokens."""
+    def part(self, gradients: Sequence[Tensor], count: float, scale: float = 1.0) -> None:
+        """Gradients of the *summed* loss of a part, times `scale` (fp16), and its number of target tokens."""
         if count > 0:
-            square = float(torch.stack(torch._foreach_norm(list(gradients))).double().square().sum())
+            wide = [g.float() for g in gradients]  # bf16 would sum its squares in bf16
+            square = float(torch.stack(torch._foreach_norm(wide)).double().square().sum()) / scale**2
             self._parts += 1
             self._tokens += count
             self._weighted += square / count

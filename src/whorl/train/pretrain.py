@@ -26,6 +26,7 @@ from whorl.tokens.stream import StreamBatches
 from whorl.train import mup
 from whorl.train.activations import within_budget
 from whorl.train.advice import advising
+from whorl.train.anchors import on_this_machine
 from whorl.train.average import Averaged, allocate
 from whorl.train.branches import begin
 from whorl.train.checkpoint import restore
@@ -122,6 +123,7 @@ def pretrain(
         if found is not None:
             first, record = found.step, found.record
             restore(shared.tensors(), found.tensors)
+            record = on_this_machine(keeper, record, first, shared.tensors())
             say(f"continues at step {first:,} of {job.steps:,}")
         elif start is not None:
             first, record = begin(keeper, start, shared.tensors())
@@ -187,7 +189,8 @@ def _train(
         skipped = "skipped" in metrics
         mixtures.forget() if skipped else mixtures.end_step()
         averaged.end_step(done)
-        vigil.settle(done, records, skipped=skipped)
+        if vigil.settle(done, records, skipped=skipped):
+            watched.forget()
         watched.after(done)
         window.add(metrics, clock.take())
         report = done % max(1, job.steps // 500) == 0 or done == last

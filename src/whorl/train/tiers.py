@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,11 +114,12 @@ class Durable:
         """Downloads it next to the local ones, written aside and renamed; what it holds is checked when it is loaded."""
         folder.mkdir(parents=True, exist_ok=True)
         aside, final = folder / f"writing-{os.getpid()}-fetched", folder / f"step-{each.step:08d}"
+        shutil.rmtree(aside, ignore_errors=True)  # of a download that failed
         aside.mkdir()
         for path in self.fs.find(f"{self.root}/{each.name}"):
             self.fs.get_file(str(path), str(aside / str(path).split("/")[-1]))
         if final.exists():  # a damaged one: it was passed over, or we would not be here
-            final.rename(folder / f"writing-{os.getpid()}-damaged")
+            shutil.rmtree(final)
         aside.rename(final)
         return final
 

@@ -116,13 +116,13 @@ class Vigil:
             do="run the same command again: it continues from there",
         )
 
-    def settle(self, done: int, records: object, *, skipped: bool) -> None:
-        """After step number `done`, on every replica: tells what happened, and goes back if it must.
+    def settle(self, done: int, records: object, *, skipped: bool) -> bool:
+        """After step number `done`, on every replica: tells what happened, and goes back if it must; whether it did.
 
         Raises:
             DivergedError: training cannot be mended.
         """
-        guard, before = self.guard, self.place
+        guard, before, went_back = self.guard, self.place, False
         if skipped:
             self._tell(done, before)
             guard.check()
@@ -132,6 +132,7 @@ class Vigil:
                 self.anchors.restore(step, self.shared.tensors())
             self.world.exchange()
             self._tell(done, before)
+            went_back = True
         self.place = records.state if isinstance(records, StreamBatches) else None
         self.done = done
         if done % self.every == 0 and done < self.job.steps and not guard.bad and not guard.astray:
@@ -149,6 +150,7 @@ class Vigil:
             for words in self.pulse.stalls:
                 self._show({"step": done, "kind": "stall", "words": words, "action": "stacks were written"})
             self.pulse.stalls.clear()
+        return went_back
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps besides tensors."""
@@ -165,7 +167,9 @@ class Vigil:
 
     def save(self, *, durable: bool = False) -> float:
         """Takes a checkpoint of the last step that is done, unless there is one; returns the seconds that this waited."""
-        if self.keeper is None or self.done == self.saved:
+        if self.keeper is None:
+            return 0.0
+        if self.done == self.saved and not (durable and self.done and self.keeper.owes_upload(self.done)):
             return 0.0
         with self.clock.during("checkpoint"):
             seconds = self.keeper.save(self.done, self.shared.tensors(), self.record(), durable=durable)

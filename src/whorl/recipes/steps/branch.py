@@ -39,6 +39,7 @@ class BranchConfig(BaseModel):
 @step(
     "model",
     config=BranchConfig,
+    unseen=("checkpoint_seconds", "checkpoints"),
     parents={"model": "model", "tokens": "tokens", "tokenizer": "tokenizer"},
 )
 def branch(ctx: StepContext, config: BranchConfig) -> None:

@@ -62,7 +62,7 @@ class EmbedderConfig(BaseModel):
         return self
 
 
-@step("embedder", config=EmbedderConfig, parents={"tokens": "tokens", "tokenizer": "tokenizer"})
+@step("embedder", config=EmbedderConfig, parents={"tokens": "tokens", "tokenizer": "tokenizer"}, version=2)
 def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     """Train an embedder: two spans of one document belong together."""
     from whorl.engine.embed import Embedder

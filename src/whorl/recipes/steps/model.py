@@ -127,6 +127,7 @@ def _with_files(config: PretrainConfig) -> PretrainConfig:
     "model",
     config=PretrainConfig,
     resolve=_with_files,
+    unseen=("checkpoint_seconds", "checkpoints", "activation_budget", "serial_loader"),
     parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
     version=2,
 )
@@ -197,7 +198,11 @@ def carry_out(
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
     seconds = time.monotonic() - began
-    last = watch.last
+    last: dict[str, float] = {}  # of all of the run's lives
+    for record in curve:
+        last |= {name: value for name, value in record.items() if isinstance(value, float | int)}
+    speeds = sorted(record["tokens_per_second"] for record in curve if "tokens_per_second" in record)
+    speed = speeds[len(speeds) // 2] if speeds else 0.0
     ctx.summary.update(
         seconds=seconds,
         steps=job.steps,
@@ -206,11 +211,11 @@ def carry_out(
         peak_memory_bytes=watch.peak_memory,
         events=sum("event" in record for record in curve),
         final=last,
-        tokens_per_second=watch.tokens_per_second(),
+        tokens_per_second=speed,
         checkpoints={**asdict(account), "line": account.line(), "anatomy": anatomy.line(account.parts)},
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
-            f"bits per byte; {watch.tokens_per_second():,.0f} tokens/s"
+            f"bits per byte; {speed:,.0f} tokens/s"
         ),
     )
 
@@ -264,7 +269,6 @@ class _Watch:
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
-        self.speeds: list[float] = []
         self.begun = time.monotonic()
         self.peak_memory = 0
 
@@ -275,7 +279,6 @@ class _Watch:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self._log(step)
         assert self.metrics is not None
-        self.speeds.append(metrics["tokens_per_second"])
         metrics = {**metrics, "utilisation": metrics["flops_per_second"] / self.peak}
         self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.begun})
         self.last.update(metrics)
@@ -336,10 +339,6 @@ class _Watch:
         text = SAMPLE_PROMPT + t.decode(ids)[len(healed.required) :].decode("utf-8", "replace")
         self.ctx.progress.say(f"    step {step:,}: " + text.replace("\n", "\n      "))
         return text
-
-    def tokens_per_second(self) -> float:
-        """The median over the run."""
-        return sorted(self.speeds)[len(self.speeds) // 2] if self.speeds else 0.0
 
     def close(self) -> None:
         if self.metrics is not None:
