@@ -49,7 +49,7 @@ def _what(part: str) -> str:
     if kind == "state":
         return MOMENTS.get(moment, moment)
     known = {
-        "weights": "the master weights, which products cast as they run (under pretrain.rounding the bf16 weights themselves)",
+        "weights": "the master weights, cast for products as they run (under pretrain.rounding the bf16 ones)",
         "averages": "the running average of the weights",
         "buffers": "what layers keep beside weights",
         "generators": "states of generators",

@@ -18,9 +18,9 @@ says why it passed over others.
 today one piece and one file. When tensors are sharded, each rank writes a file of its own with the pieces that it holds
 (`state-00002-of-00008.safetensors`, its own hashes), one of them writes the index of all, last, and a reader on any other
 number of ranks asks for the pieces that overlap its own. `load` assembles tensors from any number of pieces and files
-already, so neither the format nor a reader of it needs to change. Names say nothing of ranks: a run continues on any
-number of replicas, on any device and in any type (`restore` converts); a *job* continues only where all that decides its bits is
-the same (`job.identity`).
+already, so neither the format nor a reader of it needs to change. Names say nothing of ranks: a state is read on any number
+of replicas, on any device and in any type (`restore` converts). A *job* continues only where all that decides its bits
+is the same (`job.identity`).
 
 *Versions.* `format` counts up when a reader of before would misread. An older program refuses a newer checkpoint and does
 not pass over it: going on from an older one beside it would throw work away.
