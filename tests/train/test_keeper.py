@@ -285,6 +285,7 @@ def test_a_run_from_far_away_may_still_go_back(tmp_path: Path) -> None:
         record = {"guard": {"anchor": 40, "bad": [], "astray": 0}}
         here = on_this_machine(keeper, record, 50, state(5))
         assert here["guard"]["anchor"] == 50 and record["guard"]["anchor"] == 40
+        keeper.finish()
         assert on_this_machine(keeper, here, 60, state(6)) is here, "it has one that is here"
         tensors = state(0)
         Anchors(keeper).restore(50, tensors)
