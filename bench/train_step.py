@@ -110,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="3x192/1024/8x256")
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     a = parser.parse_args()
     layers, width, vocabulary, rows, length = map(
         int, re.fullmatch(r"(\d+)x(\d+)/(\d+)/(\d+)x(\d+)", a.shape).groups()
@@ -134,7 +135,7 @@ def main() -> None:
         for who in ("Llama", "plain GPT")
     }
     rounds = []  # a machine's speed drifts: all are timed in turn, and the middle ratio counts
-    for _ in range(ROUNDS):
+    for _ in range(a.rounds):
         one = {}
         for who, peer in (("Llama", llama), ("plain GPT", plain)):
             _, kind, how = best[who].split(", ")
