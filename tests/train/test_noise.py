@@ -76,8 +76,8 @@ class Listener:
     def __init__(self) -> None:
         self.noise, self.found = NoiseScale(), list[tuple[float, float]]()
 
-    def part(self, gradients: Sequence[Tensor], count: float) -> None:
-        self.noise.part(gradients, count)
+    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+        self.noise.part(gradients, count, scale)
 
     def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         whole = sum(float(g.double().square().sum()) for g in gradients.values()) / clipped**2
