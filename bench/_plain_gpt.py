@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -131,8 +130,6 @@ def train_for(
     seconds: float,
     step_seconds: float,
     seed: int,
-    look: Callable[[float], None] = lambda _: None,
-    looks: int = 0,
 ) -> int:
     """Trains for `seconds` of wall-clock, compiling included; the cosine follows the clock, so that it ends with it.
 
@@ -140,20 +137,13 @@ def train_for(
     """
     draw = np.random.default_rng(seed)
     began, step = time.perf_counter(), 0
-    due = [seconds * (n + 1) / looks for n in range(looks)]
-    paused = 0.0
-    while (spent := time.perf_counter() - began - paused) < seconds - step_seconds:
+    while (spent := time.perf_counter() - began) < seconds - step_seconds:
         starts = draw.integers(0, len(stream) - length - 1, rows)
         batch = torch.from_numpy(np.stack([stream[s : s + length + 1] for s in starts]).astype(np.int64))
         done = spent / seconds
         factor = min(1.0, (step + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * done))
         training.step(batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), factor)
         step += 1
-        if due and spent > due[0]:
-            pause = time.perf_counter()
-            due = due[1:]
-            look(spent)
-            paused += time.perf_counter() - pause
     return step
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,18 +47,10 @@ from whorl.train.schedule import factor as schedule_factor
 from whorl.train.tiers import Tiers
 from whorl.train.update import Part, Update
 from whorl.train.vigil import Vigil
+from whorl.train.window import Observer
 from whorl.train.world import World, start_replicas
 
 PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
-
-
-class Observer(Protocol):
-    """What rank 0 tells while it trains. All calls are made between updates."""
-
-    def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
-    def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
-    def on_checkpoint(self, step: int, seconds: float) -> None: ...
-    def on_event(self, step: int, event: dict[str, Any]) -> None: ...
 
 
 def build_model(job: Job) -> LanguageModel:

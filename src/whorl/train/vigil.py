@@ -22,7 +22,7 @@ from whorl.train.learner import Shared
 from whorl.train.pulse import Pulse, answer_with_stacks
 from whorl.train.scaling import LossScaling
 from whorl.train.stopping import Interrupted, StoppedError, Stopping
-from whorl.train.window import Window
+from whorl.train.window import Observer, Window
 from whorl.train.witnesses import documents_of
 from whorl.train.world import World
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from whorl.train.job import Job
     from whorl.train.keeper import Keeper
     from whorl.train.mixtures import Mixtures
-    from whorl.train.pretrain import Observer
 
 
 class Vigil:

@@ -1,8 +1,19 @@
-"""Figures between two reports: means weighted by tokens, and where the time went."""
+"""What a run tells: to whom (`Observer`), and figures between two reports, means weighted by tokens and where time went."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
+
+from whorl.models import LanguageModel
+
+
+class Observer(Protocol):
+    """What rank 0 tells while it trains. All calls are made between updates."""
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: LanguageModel) -> None: ...
+    def on_checkpoint(self, step: int, seconds: float) -> None: ...
+    def on_event(self, step: int, event: dict[str, Any]) -> None: ...
 
 
 class Window:
