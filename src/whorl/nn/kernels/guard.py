@@ -52,7 +52,7 @@ def require(*tensors: Tensor) -> None:
         raise ConfigError(
             "a Triton kernel is asked for, and Triton is not installed",
             expected="the package triton, which is made for Linux",
-            do='pip install "whorl[triton]", or WHORL_KERNELS=torch',
+            do="pip install triton, or WHORL_KERNELS=torch",
         )
     for tensor in tensors:
         if not tensor.is_cuda and not INTERPRETED:
