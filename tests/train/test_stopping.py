@@ -54,6 +54,7 @@ MOMENTS = {
     "a look at held-out text": (HeldOut, "__call__", 1, False),
     "a record in the log": (Notes, "on_step", 7, False),
     "a checkpoint": (keeper, "stage", 4, False),
+    "a copy put aside": (keeper.Keeper, "put_aside", 3, True),
 }
 
 
