@@ -23,6 +23,7 @@ way however many rows there are (torch divides a lone long row among threads, an
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
