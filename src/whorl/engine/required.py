@@ -91,6 +91,19 @@ class Vocabulary:
         """Ids of the tokens that are `text`."""
         return self.ids[bisect_left(self.texts, text) : bisect_left(self.texts, text + b"\0")]
 
+    def spelled(self, text: bytes) -> list[int]:
+        """Ids whose tokens write `text`, each the longest that fits; it ends before a byte that no token begins with."""
+        found: list[int] = []
+        while text:
+            ids = self.same_as(text) if len(text) <= self.longest else self.ids[:0]
+            if not len(ids):
+                ids = self.beginnings_of(text)[-1:]
+            if not len(ids):
+                break
+            found.append(int(ids[-1]))
+            text = text[len(self.token_bytes[found[-1]]) :]
+        return found
+
 
 class Required:
     """The output begins with `text`; behind it everything is allowed.
