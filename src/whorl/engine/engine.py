@@ -70,10 +70,16 @@ class EngineConfig(BaseModel):
 
 
 class Proposer(Protocol):
-    """Guesses at what follows."""
+    """Guesses at what follows (`speculate.py`). wants_hidden: `saw` is of use to it."""
+
+    wants_hidden: bool
 
     def propose(self, sequences: Many[Sequence]) -> None:
         """Fills `drafts` of each."""
+        ...
+
+    def saw(self, sequence: Sequence, hidden: Tensor) -> None:
+        """hidden: [n, d_model] of the positions that were computed last, wrong guesses left out."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -219,11 +225,21 @@ class Engine:
             return deltas
         batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
         ready = self.clock()
-        logits = self.runner.run(batch)
+        hidden: Tensor | None = None
+        if self.proposer is not None and self.proposer.wants_hidden:
+            hidden = self.runner.hidden(batch)
+            logits = self.runner.logits(hidden[batch.wanted])
+        else:
+            logits = self.runner.run(batch)
         ran = self.clock()
         drawn = self.sampler(logits, rows) if rows else []
         sampled = self.clock()
+        before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
         deltas += self._advance(schedule, logits, drawn)
+        if hidden is not None and self.proposer is not None:
+            for (sequence, first), at in zip(before, batch.starts, strict=False):
+                if sequence.finish is None:
+                    self.proposer.saw(sequence, hidden[at : at + sequence.computed - first])
         n_decode = schedule.decode_tokens
         done = self.clock()
         self.pace.took(n_decode, schedule.tokens - n_decode, done - began)

@@ -112,7 +112,12 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """-> logits [W, vocab] fp32 of the wanted positions; the cache holds all N afterwards."""
-        return self.model.logits(self.hidden(batch)[batch.wanted])
+        return self.logits(self.hidden(batch)[batch.wanted])
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[W, d_model] -> [W, vocab] fp32."""
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
