@@ -60,6 +60,9 @@ class EngineConfig(BaseModel):
     token_budget: int = Field(default=512, ge=1, description="positions a step at most")
     share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
     preemption: Literal["recompute", "swap"] = "recompute"
+    batch_invariant: bool = Field(
+        default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
+    )
     stretch: float = Field(
         default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
     )
@@ -120,6 +123,11 @@ class Engine:
         self.max_length = (
             config.max_length if model.longest is None else min(config.max_length, model.longest)
         )
+        if config.batch_invariant and proposer is not None:
+            raise ConfigError(
+                "batch_invariant is given with drafts, which change the size of products",
+                expected="one of both",
+            )
         windows = windows_of(model)
         tokens = config.cache_tokens or max(self.max_length, config.max_sequences * self.max_length // 2)
         pages: dict[int | None, int] = {}
@@ -129,14 +137,21 @@ class Engine:
                 held = config.max_sequences * (window + config.page_size) + config.token_budget + window
                 n = min(tokens, held + tokens // 4)
             pages[window] = max(1, -(-n // config.page_size))
-        self.runner = Runner(model, pages, config.page_size, config.max_sequences, self.max_length)
+        same = config.batch_invariant
+        self.runner = Runner(
+            model, pages, config.page_size, config.max_sequences, self.max_length, invariant=same
+        )
         groups = [Group(w, BlockPool(pages[w], config.page_size)) for w in self.runner.windows or [None]]
         share = config.share_prefixes and not self.runner.has_slots
-        self.cache = Cache(groups, config.max_sequences, self.max_length, config.token_budget, share)
+        self.cache = Cache(
+            groups, config.max_sequences, self.max_length, config.token_budget, share, not same
+        )
         self.pace = Pace(config.stretch, config.slo_tpot)
-        swaps = config.preemption == "swap"
+        swaps = (
+            same or config.preemption == "swap"
+        )  # what is read in anew is computed in other pieces than it was
         self.scheduler = Scheduler(
-            self.cache, config.max_sequences, config.token_budget, self.pace,
+            self.cache, config.max_sequences, config.token_budget, self.pace, same,
             self._copy_out if swaps else None, self._copy_back if swaps else None,
         )  # fmt: skip
         self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
