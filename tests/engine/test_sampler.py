@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from whorl.engine import Row, Sampler, Sampling, distribution
+from whorl.engine.penalties import Seen
 from whorl.engine.sampler import DeadRowsError, uniforms
 from whorl.errors import ConfigError
 
@@ -251,8 +252,9 @@ def test_what_came_before_is_followed_as_it_grows_and_as_it_is_taken_back() -> N
         temperature=1, top_p=1, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25
     )
     output: list[int] = []
-    row, sampler, logits = Row(settings, prompt=(1, 1, 2), output=output), Sampler(5), torch.ones(1, 5)
-    for change in ([4], [4], [1], [], [-1], [-2], [2, 3], [0]):
+    row = Row(settings, prompt=(1, 1, 2), output=output, seen=Seen((1, 1, 2)))
+    sampler, logits = Sampler(5), torch.ones(1, 5)
+    for change in ([4], [4], [1], [], [-1], [-2], [2, 3], [0], [-3, 4, 2, 1], [-2, 4, 4]):
         for number in change:
             if number < 0:
                 del output[number:]

@@ -18,7 +18,7 @@ Two things here are not the library's way:
   them for ever. A schema's own "x-guidance" settings come first.
 
 A vocabulary that has each single byte never gets stuck. One that has not may, and so may a grammar that grows beyond the
-library's limits: then `mask` raises, and the state is of no more use.
+library's limits: then a matcher says why it has `failed`, and allows nothing but the end.
 """
 
 from __future__ import annotations
@@ -91,11 +91,7 @@ class GrammarCompiler:
                     f"{what} cannot be followed: {found.get_error().strip()}",
                     expected="what llguidance understands",
                 )
-            try:
-                possible = bool(np.any(GrammarMatcher(self, found.deep_copy()).mask()))
-            except DataError:
-                possible = False
-            if not possible:
+            if GrammarMatcher(self, found.deep_copy()).failed is not None:
                 raise ConfigError(f"{what} allows no output that the vocabulary could write")
         self._compiled[grammar] = found
         if len(self._compiled) > KEPT:
@@ -109,6 +105,8 @@ class GrammarMatcher:
     def __init__(self, compiler: GrammarCompiler, state: Any, ends: int = 0) -> None:
         self.compiler, self._state = compiler, state
         self._ends = ends  # end ids taken in: the library does not count them
+        self._failed: str | None = None
+        self._mask: Mask | None = None  # of this place, once it was asked for
 
     @property
     def can_end(self) -> bool:
@@ -116,30 +114,40 @@ class GrammarMatcher:
 
     @property
     def ended(self) -> bool:
-        return bool(self._ends or self._state.is_stopped())
+        return bool(self._ends or self._state.is_stopped() or self.failed is not None)
+
+    @property
+    def failed(self) -> str | None:
+        """No token fits, or the grammar has grown beyond the library's limits."""
+        self.mask()
+        return self._failed
 
     def mask(self) -> Mask:
-        """Ids that may come next, [V] bool or packed in int32; the end ids among them where the output may end.
-
-        Raises:
-            DataError: no token fits, or the grammar has become too much for the library's limits.
+        """Ids that may come next, [V] bool or packed in int32: the end ids among them where the output may end, and only
+        they where it must, or has failed.
         """
+        if self._mask is None:
+            if not self._ends and not self._state.is_stopped():
+                self._mask = self._open()
+                self._failed = self._state.get_error().strip() or None
+                if self._failed is None and not self._mask.any():
+                    self._failed = "no token of the vocabulary fits"
+            if self._mask is None or self._failed is not None:
+                self._mask = np.zeros(self.compiler.vocabulary.size, np.bool_)
+                self._mask[list(self.compiler.end_ids)] = True
+        return self._mask
+
+    def _open(self) -> Mask:
+        """The mask where the sentence may go on."""
+        forced = self._state.compute_ff_bytes()
+        if not forced:
+            return np.frombuffer(self._state.compute_bitmask(), np.int32)
         vocabulary = self.compiler.vocabulary
-        forced = b"" if self.ended else self._state.compute_ff_bytes()
-        if forced:
-            allowed = np.zeros(vocabulary.size, np.bool_)
-            allowed[vocabulary.beginnings_of(forced)] = True
-            further = vocabulary.beginning_with(forced).tolist()
-            allowed[[number for number in further if self._state.validate_tokens([number])]] = True
-            self._check()
-            return allowed
-        if self._ends:
-            allowed = np.zeros(vocabulary.size, np.bool_)
-            allowed[list(self.compiler.end_ids)] = True
-            return allowed
-        packed = np.frombuffer(self._state.compute_bitmask(), np.int32)
-        self._check()
-        return packed
+        allowed = np.zeros(vocabulary.size, np.bool_)
+        allowed[vocabulary.beginnings_of(forced)] = True
+        further = vocabulary.beginning_with(forced).tolist()
+        allowed[[number for number in further if self._state.validate_tokens([number])]] = True
+        return allowed
 
     def advance(self, number: int) -> None:
         """Takes in one id.
@@ -154,27 +162,20 @@ class GrammarMatcher:
             allowed = not self._ends and bool(self._state.validate_tokens([number]))
             if allowed:
                 self._state.consume_token(number)
-                self._check()
         if not allowed:
             raise DataError(f"the grammar does not allow the id {number} here")
+        self._mask = None
 
     def rollback(self, count: int) -> None:
-        """Takes back the last `count` ids."""
+        """Takes back the last `count` ids. A sentence that has failed stays so."""
         ends = min(count, self._ends)
         self._ends -= ends
         if count > ends:
             self._state.rollback(count - ends)
-            self._check()
+        self._mask = None
 
     def copy(self) -> GrammarMatcher:
         return GrammarMatcher(self.compiler, self._state.deep_copy(), self._ends)
-
-    def _check(self) -> None:
-        if self._state.is_error():
-            raise DataError(
-                f"the grammar cannot be followed any further: {self._state.get_error().strip()}",
-                do="make it simpler",
-            )
 
 
 def _told(library: Any, grammar: Grammar) -> tuple[str, str]:

@@ -7,15 +7,14 @@
 in this order. CTRL's quotient assumes that logits are positive; dividing a negative one would make it likelier, so it is
 multiplied instead, as everyone does. The prompt does not count for the other two: they are about what is being said.
 
-Only seen ids change, so the change is told sparsely (`Edits`), all rows of a batch in one: two gathers and two scatters
-whatever the batch, and rows without penalties are not touched, bit for bit. `Seen` keeps the counts of a sequence, and
+Only seen ids change, so only they are looked at, those of all rows of a batch together: a gather and a scatter whatever the
+batch, and rows without penalties are not touched, bit for bit. `Seen` keeps the counts of a sequence, and
 follows its output as it grows or, when speculation is taken back, shrinks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,79 +24,60 @@ from whorl.engine.sampling import Sampling
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
+Penalties = tuple[Ids, Floats, Floats]
+Lift = Callable[[Any], Any]
 
 
 class Seen:
     """Which ids a prompt holds, and how often each is in the output so far."""
 
-    def __init__(self, prompt: Sequence[int], vocab_size: int) -> None:
-        self.in_prompt = np.zeros(vocab_size, np.bool_)
+    def __init__(self, prompt: Sequence[int]) -> None:
+        size = max(prompt, default=-1) + 1
+        self.in_prompt = np.zeros(size, np.bool_)
         self.in_prompt[np.asarray(prompt, np.int64)] = True
-        self.counts = np.zeros(vocab_size, np.int32)
+        self.counts = np.zeros(size, np.int32)
         self.output: list[int] = []
 
     def follow(self, output: Sequence[int]) -> None:
-        """Counts `output` [n], all of it; cheap where it continues what was counted last."""
-        known = len(self.output)
-        if list(output[:known]) != self.output:
-            self.counts[:], self.output, known = 0, [], 0
-        new = list(output[known:])
-        np.add.at(self.counts, new, 1) if new else None
-        self.output += new
+        """Counts `output`, all of it; only what is different from the last time costs anything."""
+        same = min(len(output), len(self.output))
+        if list(output[:same]) != self.output[:same]:
+            pairs = zip(output, self.output, strict=False)
+            same = next(n for n, (new, old) in enumerate(pairs) if new != old)
+        new, old = list(output[same:]), self.output[same:]
+        more = max(new, default=-1) + 1 - len(self.counts)
+        if more > 0:
+            self.counts = np.pad(self.counts, (0, more))
+            self.in_prompt = np.pad(self.in_prompt, (0, more))
+        for number in new:
+            self.counts[number] += 1
+        for number in old:
+            self.counts[number] -= 1
+        self.output[same:] = new
 
-    def penalties(self, sampling: Sampling) -> tuple[Ids, Floats, Floats]:
+    def penalties(self, sampling: Sampling) -> Penalties:
         """(ids [n] that are penalised, each once; what their logit is divided by [n]; what is taken off [n])."""
-        seen = self.counts > 0
-        if sampling.repetition_penalty != 1:
-            seen |= self.in_prompt
-        ids = np.flatnonzero(seen)
+        said = self.counts > 0
+        ids = np.flatnonzero(said | self.in_prompt if sampling.repetition_penalty != 1 else said)
         counts = self.counts[ids]
         off = sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
         return ids, np.full(len(ids), sampling.repetition_penalty, np.float32), off.astype(np.float32)
 
 
-@dataclass
-class Edits:
-    """Changes of single logits of a batch: (rows, ids) of what is biased, then of what is penalised."""
+def add_biases(logits: Any, biases: Sequence[tuple[int, int, float]], lift: Lift = np.asarray) -> None:
+    """Adds to logits [W, V], in place: biases (row, id, what is added), each (row, id) once.
 
-    bias_rows: Ids
-    bias_ids: Ids
-    bias: Floats
-    rows: Ids
-    ids: Ids
-    divisor: Floats
-    off: Floats
+    lift: where logits are a tensor, makes one beside it of an array.
+    """
+    rows, ids, values = (np.array(part) for part in zip(*biases, strict=True))
+    logits[lift(rows), lift(ids)] += lift(values.astype(np.float32))
 
-    @classmethod
-    def of(cls, settings: Sequence[Sampling], seen: Sequence[Seen | None]) -> Edits | None:
-        """Those of a batch: settings [W], seen [W] (needed where a row is penalised); None where nothing changes."""
-        biased = [(r, i, b) for r, s in enumerate(settings) for i, b in s.logit_bias.items()]
-        found = [
-            (r, *past.penalties(s))
-            for r, (s, past) in enumerate(zip(settings, seen, strict=True))
-            if past is not None and s.penalised
-        ]
-        if not biased and not found:
-            return None
-        bias_rows, bias_ids, bias = zip(*biased, strict=True) if biased else ((), (), ())
-        rows = [np.full(len(ids), r) for r, ids, _, _ in found]
-        none: list[Any] = [np.zeros(0, np.int64)]
-        return cls(
-            np.asarray(bias_rows, np.int64),
-            np.asarray(bias_ids, np.int64),
-            np.asarray(bias, np.float32),
-            np.concatenate(none + rows),
-            np.concatenate(none + [ids for _, ids, _, _ in found]),
-            np.concatenate([np.zeros(0, np.float32), *(d for _, _, d, _ in found)]),
-            np.concatenate([np.zeros(0, np.float32), *(o for _, _, _, o in found)]),
-        )
 
-    def apply(self, logits: Any, lift: Callable[[Any], Any] = np.asarray) -> None:
-        """logits: [W, V], changed in place: an array, or a tensor with `lift` making tensors beside it of arrays."""
-        if len(self.bias):
-            logits[lift(self.bias_rows), lift(self.bias_ids)] += lift(self.bias)
-        if len(self.ids):
-            at = lift(self.rows), lift(self.ids)
-            z, divisor = logits[at], lift(self.divisor)
-            # -inf stays -inf: its positive part is 0
-            logits[at] = z.clip(0, None) / divisor + z.clip(None, 0) * divisor - lift(self.off)
+def penalise(logits: Any, penalties: Sequence[tuple[int, Penalties]], lift: Lift = np.asarray) -> None:
+    """Penalises logits [W, V], in place: (row, what `Seen.penalties` says of it), each row once."""
+    rows = np.concatenate([np.full(len(found[0]), row) for row, found in penalties])
+    ids, divisor, off = (np.concatenate(part) for part in zip(*(f for _, f in penalties), strict=True))
+    at = lift(rows), lift(ids)
+    z, divisor = logits[at], lift(divisor)
+    # -inf stays -inf: its positive part is 0
+    logits[at] = z.clip(0, None) / divisor + z.clip(None, 0) * divisor - lift(off)

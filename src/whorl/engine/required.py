@@ -32,11 +32,16 @@ class Matcher(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether it must: nothing but an end id is allowed."""
+        """Whether it must: nothing but an end id is allowed, or nothing at all."""
+        ...
+
+    @property
+    def failed(self) -> str | None:
+        """Why it can neither go on nor end as it should; None while it can."""
         ...
 
     def mask(self) -> Mask | None:
-        """Ids that may come next: [V] bool, or packed in int32 (see `Row.allowed`); None if all may."""
+        """Ids that may come next: [V] bool, or packed in int32 (see `Row.allowed`); None if all may, from here on."""
         ...
 
     def advance(self, number: int) -> None:
@@ -112,25 +117,35 @@ class Required:
         exact: a token ends where `text` does.
     """
 
-    ended = False
-
     def __init__(self, vocabulary: Vocabulary, text: bytes, exact: bool = False) -> None:
         self.vocabulary, self.text, self.exact = vocabulary, text, exact
         self.written = [0]  # bytes of it, after each id
+        self._known: tuple[int, Mask | None] = -1, None  # bytes written, and the mask there
 
     @property
     def can_end(self) -> bool:
         return self.written[-1] >= len(self.text)
 
-    def mask(self) -> Mask | None:
+    @property
+    def ended(self) -> bool:
+        return self.failed is not None
+
+    @property
+    def failed(self) -> str | None:
+        mask = self.mask()
         rest = self.text[self.written[-1] :]
-        if not rest:
+        return None if mask is None or mask.any() else f"no token begins {rest[:20]!r}"
+
+    def mask(self) -> Mask | None:
+        if self.can_end:
             return None
-        v = self.vocabulary
-        allowed = np.zeros(v.size, np.bool_)
-        allowed[v.beginnings_of(rest)] = True
-        allowed[v.same_as(rest) if self.exact else v.beginning_with(rest)] = True
-        return allowed
+        if self._known[0] != self.written[-1]:
+            rest, v = self.text[self.written[-1] :], self.vocabulary
+            allowed = np.zeros(v.size, np.bool_)
+            allowed[v.beginnings_of(rest)] = True
+            allowed[v.same_as(rest) if self.exact else v.beginning_with(rest)] = True
+            self._known = self.written[-1], allowed
+        return self._known[1]
 
     def advance(self, number: int) -> None:
         known = self.vocabulary.token_bytes
@@ -160,7 +175,11 @@ class Then:
 
     @property
     def ended(self) -> bool:
-        return self.first.can_end and self.second.ended
+        return self.second.ended if self.first.can_end else self.first.ended
+
+    @property
+    def failed(self) -> str | None:
+        return self.second.failed if self.first.can_end else self.first.failed
 
     def mask(self) -> Mask | None:
         return self.second.mask() if self.first.can_end else self.first.mask()

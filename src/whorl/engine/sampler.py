@@ -17,7 +17,7 @@ softmax(logits) before any treatment and over all ids, and of the likeliest alte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.engine.draws import Draws, invert, normalised, reach_of, temperature_of
-from whorl.engine.penalties import Edits, Seen
+from whorl.engine.penalties import Seen, add_biases, penalise
 from whorl.engine.request import Token
 from whorl.engine.sampling import Sampling
 from whorl.errors import DataError
@@ -52,12 +52,13 @@ class DeadRowsError(DataError):
 
 @dataclass
 class Row:
-    """One sequence as the sampler sees it. It may live as long as the sequence, and is cheaper so where it has penalties.
+    """One sequence as the sampler sees it, at one place of its output.
 
     seed, drawn: what the next draw is a hash of: the request's seed and the number of tokens drawn so far.
     prompt, output: ids; looked at only where the settings have penalties, and `output` may be the sequence's own list.
     allowed: what a grammar or a required beginning leaves: [V] bool, or bits packed little-endian in int32 [ceil(V / 32)].
     top_log_probs: how many alternatives are told.
+    seen: counts that are kept from step to step with the sequence; without, they are made anew each time.
     """
 
     sampling: Sampling
@@ -67,16 +68,7 @@ class Row:
     output: Sequence[int] = ()
     allowed: Array | None = None
     top_log_probs: int = 0
-    _seen: Seen | None = field(default=None, repr=False, compare=False)
-
-    def seen(self, vocab_size: int) -> Seen | None:
-        """The counts that the penalties need, brought up to date; None without penalties."""
-        if not self.sampling.penalised:
-            return None
-        if self._seen is None:
-            self._seen = Seen(self.prompt, vocab_size)
-        self._seen.follow(self.output)
-        return self._seen
+    seen: Seen | None = None
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int], stream: int = 0) -> NDArray[np.float64]:
@@ -126,16 +118,24 @@ def distribution(logits: Tensor, rows: Sequence[Row], forbidden: Sequence[int] |
 
 
 def _treat(z: Any, rows: Sequence[Row], forbidden: Any, lift: Any) -> None:
-    """Masks, biases and penalties, on logits z [W, V] in place: an array, or a tensor with its `lift` (see `Edits`)."""
+    """Masks, biases and penalties, on logits z [W, V] in place: an array, or a tensor and its `lift` (`penalties.py`)."""
     size = z.shape[1]
     if len(forbidden):
         z[:, lift(np.asarray(forbidden, np.int64))] = -torch.inf
     for number, row in enumerate(rows):
         if row.allowed is not None:
             z[number] += lift(np.where(_unpacked(row.allowed, size), ZERO, NEVER))
-    edits = Edits.of([row.sampling for row in rows], [row.seen(size) for row in rows])
-    if edits is not None:
-        edits.apply(z, lift)
+    biases = [(n, i, bias) for n, row in enumerate(rows) for i, bias in row.sampling.logit_bias.items()]
+    if biases:
+        add_biases(z, biases, lift)
+    penalties = []
+    for number, row in enumerate(rows):
+        if row.sampling.penalised:
+            seen = row.seen or Seen(row.prompt)
+            seen.follow(row.output)  # and then at once: rows of one sequence share it
+            penalties.append((number, seen.penalties(row.sampling)))
+    if penalties:
+        penalise(z, penalties, lift)
 
 
 def _unpacked(allowed: Array, size: int) -> NDArray[np.bool_]:
