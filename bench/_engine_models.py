@@ -36,7 +36,9 @@ def config(name: str, max_length: int = 8192) -> TransformerConfig:
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Transformer:
     """The network, the same weights each time, computing in `dtype`."""
-    return Transformer(config(name), torch.Generator().manual_seed(0), dtype=dtype).eval().requires_grad_(False)
+    return (
+        Transformer(config(name), torch.Generator().manual_seed(0), dtype=dtype).eval().requires_grad_(False)
+    )
 
 
 def prompts(name: str, rows: int, length: int, seed: int = 1) -> list[list[int]]:
