@@ -1,8 +1,8 @@
 """Peers of the engine: Hugging Face `generate` and llama.cpp, each given the same weights and the same prompts.
 
 Both finish `rows` greedy continuations of exactly `n_new` tokens (no token ends a text), and are timed end to end: the
-prompts are part of it. llama.cpp is driven as its own server drives it, through `llama_batch`: all rows' newest tokens in one
-call; prompts in calls of `BATCH` tokens. The choice of the likeliest is made in numpy over all rows at once.
+prompts are part of it. llama.cpp is driven as its own server drives it, through `llama_batch`: all rows' newest tokens in
+one call; prompts in calls of `BATCH` tokens. The choice of the likeliest is made in numpy over all rows at once.
 """
 
 from __future__ import annotations

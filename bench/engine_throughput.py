@@ -3,12 +3,12 @@
 .venv/bin/python bench/engine_throughput.py [--quick] [--models 14M,109M] [--batches 1,8,32] [--only ours,hf,llama]
 
 Each cell: `batch` prompts of 128 random ids, all there at once, 128 new tokens each, greedy; prompts count. Every contender
-runs in turn, `--rounds` times, and its median stands in the table. A side's best type counts: the claims hold our best beside
-their best. Two threads for everyone.
+runs in turn, `--rounds` times, and its median stands in the table. A side's best type counts: the claims hold our best
+beside their best. Two threads for everyone.
 
 Bars, by what the machine can do (in bf16 with AMX, else fp32 is the faster type): at 32 rows 3 x (13.8 M) and 4 x (109.5 M)
-Hugging Face, without AMX 2 x and 1.5 x; at 8 and 32 rows 2 x llama.cpp, without AMX 1 x; at one row no slower than llama.cpp
-at 109.5 M, and at 13.8 M, where the overhead of a step decides, beside Hugging Face's compiled step.
+Hugging Face, without AMX 2 x and 1.5 x; at 8 and 32 rows 2 x llama.cpp, without AMX 1 x; at one row no slower than
+llama.cpp at 109.5 M, and at 13.8 M, where the overhead of a step decides, beside Hugging Face's compiled step.
 
 --quick: 32 new tokens, one round, nothing compiled. Needs transformers, gguf and llama-cpp-python. --save FILE appends each
 median as a JSON line, --folder DIR keeps the files of the peers.

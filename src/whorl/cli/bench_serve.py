@@ -94,7 +94,7 @@ def bench_serve(
     from whorl.errors import ConfigError
     from whorl.runs import Progress
     from whorl.serve.load_figures import Promise
-    from whorl.serve.load_runs import Test, lines, run_now
+    from whorl.serve.load_runs import Trial, lines, run_now
     from whorl.serve.load_runs import save as save_lines
 
     if prompts is not None and (text or lengths or prefix):
@@ -108,7 +108,7 @@ def bench_serve(
         rate, rates, concurrency, requests=requests, burstiness=burstiness, seed=seed,
         lengths=lengths, input_=input_, output=output, prefix=prefix,
     )  # fmt: skip
-    test = Test(
+    test = Trial(
         _address(url), _texts(prompts, text), loads, model=model, endpoint="chat" if chat else "completions",
         extra=tuple(more.items()), limit=timeout, key=key, warm_up=warm_up, fresh=not same, promise=promised,
         cost_per_hour=cost_per_hour,
@@ -248,6 +248,8 @@ def _show(loads: Sequence[Load]) -> None:
     from whorl.serve.load_figures import lagging
 
     console = Console()
+    if not console.is_terminal:
+        console.width = 120
     for load in loads:
         console.print(latencies(load.name, load.summary))
         if load.summary.errors:
@@ -262,9 +264,10 @@ def _show(loads: Sequence[Load]) -> None:
 
 def latencies(name: str, summary: Summary) -> Table:
     """A load's latencies in milliseconds."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title=f"{name}: milliseconds", title_justify="left")
+    table = Table(title=f"{name}: milliseconds", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("")
     for column in ("mean", "50 %", "90 %", "95 %", "99 %", "most"):
         table.add_column(column, justify="right")
@@ -280,9 +283,12 @@ def latencies(name: str, summary: Summary) -> Table:
 
 def curve(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
     """All loads, one a row."""
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="requests and tokens a second", title_justify="left")
+    table = Table(
+        title="requests and tokens a second", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1)
+    )
     for column in ("load", "ended", "failed", "seconds", "ends/s", "in/s", "out/s"):
         table.add_column(column, justify="left" if column == "load" else "right", no_wrap=True)
     good, cost = (any(getattr(s, name) is not None for s in summaries) for name in ("good", "output_cost"))

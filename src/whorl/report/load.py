@@ -1,9 +1,9 @@
 """The page of a load test: one file that holds its figures, its distributions and its curve.
 
-What is drawn comes as plain data (the JSON lines that a load test writes): this room knows no server. Distributions are drawn
-as the share of requests that were served within a time, read from below: where the curve crosses 0.99 stands the 99th
-percentile. With several rates the curve of latency over load says where the server's limit lies: what it answers stops growing
-with what is asked, and the time to the first token turns upwards.
+What is drawn comes as plain data (the JSON lines that a load test writes): this room knows no server. Distributions are
+drawn as the share of requests that were served within a time, read from below: where the curve crosses 0.99 stands the 99th
+percentile. With several rates the curve of latency over load says where the server's limit lies: what it answers stops
+growing with what is asked, and the time to the first token turns upwards.
 """
 
 from __future__ import annotations

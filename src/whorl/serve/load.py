@@ -2,19 +2,19 @@
 
     plan(LoadConfig(requests=100, rate=4.0), pool) -> 100 x Planned(at, prompt, max_tokens)
 
-Arrivals are open-loop: the n-th request goes out at its time whether or not those before it were answered, as with people who
-do not know of each other. Times between arrivals are gamma distributed with mean 1 / rate and shape b, the burstiness:
+Arrivals are open-loop: the n-th request goes out at its time whether or not those before it were answered, as with people
+who do not know of each other. Times between arrivals are gamma distributed with mean 1 / rate and shape b, the burstiness:
 
     b = 1: exponential times, a Poisson process;   b < 1: bursts and lulls;   b large: a metronome
     coefficient of variation = 1 / sqrt(b)
 
-Their sequence is drawn for rate 1 and then divided by the rate, and each quantity has a random stream of its own. So the points
-of one curve over several rates see the same requests in the same rhythm, only faster; more requests continue fewer ones;
-and another distribution of output lengths moves no prompt (tests).
+Their sequence is drawn for rate 1 and then divided by the rate, and each quantity has a random stream of its own. So the
+points of one curve over several rates see the same requests in the same rhythm, only faster; more requests continue fewer
+ones; and another distribution of output lengths moves no prompt (tests).
 
-A closed loop (`concurrency` callers who each wait for their answer) cannot overload a server: it slows down with it, and the
-waiting that real users would have suffered is never seen (Tene's "coordinated omission"). It is offered because it measures
-throughput well, and called by its name in the results.
+A closed loop (`concurrency` callers who each wait for their answer) cannot overload a server: it slows down with it, and
+the waiting that real users would have suffered is never seen (Tene's "coordinated omission"). It is offered because it
+measures throughput well, and called by its name in the results.
 
 Lengths are written as texts: 128, fixed:128, uniform:16,512, lognormal:128,0.8 (median and sigma of the logarithm) with a
 most, lognormal:128,0.8,2048; or pairs of prompt and output lengths from a file, drawn with replacement, which keep what the

@@ -2,17 +2,17 @@
 
     records = await drive(planned, Target(url, model), client)
 
-Every moment is read from the event loop's clock, in seconds after the beginning. A request's latencies count from the time it
-was *scheduled* for, not from when this client got round to sending it: were the server, or this process, to hold up the
-sending, the delay would be the users' and not vanish from the figures (coordinated omission). How late the sending was stands
-beside them, as `lag`; when it is not small, the client is too slow for the load and the figures say so.
+Every moment is read from the event loop's clock, in seconds after the beginning. A request's latencies count from the time
+it was *scheduled* for, not from when this client got round to sending it: were the server, or this process, to hold up the
+sending, the delay would be the users' and not vanish from the figures (coordinated omission). How late the sending was
+stands beside them, as `lag`; when it is not small, the client is too slow for the load and the figures say so.
 
 A stream is read event by event (`Events`); an event that carries text counts as a moment at which tokens arrived, and how
-many they were the server says itself in its `usage`. Whatever goes wrong is a record with an error of a kind, never a missing
-record: connect, timeout, http 429, refused in the stream, broken (ended without a finish), unreadable.
+many they were the server says itself in its `usage`. Whatever goes wrong is a record with an error of a kind, never a
+missing record: connect, timeout, http 429, refused in the stream, broken (ended without a finish), unreadable.
 
-Tests run all this in an event loop whose clock jumps from timer to timer, against a transport that answers from memory: exact
-times, no waiting.
+Tests run all this in an event loop whose clock jumps from timer to timer, against a transport that answers from memory:
+exact times, no waiting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import contextlib
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 
@@ -30,6 +30,7 @@ from whorl.errors import ConfigError, DataError
 from whorl.serve.load import Planned, Pool, Prompt
 
 Endpoint = Literal["completions", "chat"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ async def tokenised(client: httpx.AsyncClient, model: str, text: str) -> Pool:
     return await _asked(ask, client)
 
 
-async def _asked(ask: Callable[[], Awaitable[Any]], client: httpx.AsyncClient) -> Any:
+async def _asked(ask: Callable[[], Awaitable[T]], client: httpx.AsyncClient) -> T:
     try:
         return await ask()
     except httpx.HTTPStatusError as error:

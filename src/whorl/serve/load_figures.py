@@ -4,12 +4,12 @@
     ITL    gaps between events of one stream  E2E    end - scheduled            lag   sent - scheduled
 
 Throughput is what was finished over the time from the beginning to the last end. Goodput counts only requests that kept the
-promise, all of it: an average that is met by half of the users serves half of the users (DistServe, arXiv:2401.09670). A request
-that failed kept nothing; one with a single token has no TPOT and can only break the promise of its TTFT. Cost per million
-tokens is the machine's hourly price over what it wrote in this time: at the load of the test, not at the best one.
+promise, all of it: an average that is met by half of the users serves half of the users (DistServe, arXiv:2401.09670). A
+request that failed kept nothing; one with a single token has no TPOT and can only break the promise of its TTFT. Cost per
+million tokens is the machine's hourly price over what it wrote in this time: at the load of the test, not at the best one.
 
-Percentiles interpolate between neighbours. Of 100 requests the 99th percentile is all but the slowest one: the page says how many
-there were.
+Percentiles interpolate between neighbours. Of 100 requests the 99th percentile is all but the slowest one: the page says
+how many there were.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Promise:
 class Summary:
     """One load's figures. Rates are a second; times in seconds; spreads None where nothing was measured.
 
-    offered: requests a second that were to arrive (None in a closed loop). good: share of all requests that kept the promise.
-    cost: of a million output tokens, and of a million of all.
+    offered: requests a second that were to arrive (None in a closed loop). good: share of all requests that kept the
+    promise. cost: of a million output tokens, and of a million of all.
     """
 
     requests: int
@@ -93,9 +93,8 @@ def spread(values: Sequence[float]) -> Spread | None:
     if not values:
         return None
     array = np.asarray(values, float)
-    return Spread(
-        float(array.mean()), *(float(x) for x in np.percentile(array, PERCENTILES)), float(array.max())
-    )
+    p50, p90, p95, p99 = (float(x) for x in np.percentile(array, PERCENTILES))
+    return Spread(float(array.mean()), p50, p90, p95, p99, float(array.max()))
 
 
 def summarise(

@@ -1,9 +1,9 @@
 """A load test from end to end: find the model, make the prompts, warm up, then one load after another.
 
-Each point of a curve (`Load`) is a load of its own, begun when the one before has ended. The warm-up is not counted: it opens
-connections and lets a server compile what it compiles, and it is of other prompts than the loads, so that it fills no prefix
-cache for them. For the same reason each load draws prompts of its own (`fresh`); only with the same ones would later loads
-profit from what earlier ones left in the cache.
+Each point of a curve (`Load`) is a load of its own, begun when the one before has ended. The warm-up is not counted: it
+opens connections and lets a server compile what it compiles, and it is of other prompts than the loads, so that it fills no
+prefix cache for them. For the same reason each load draws prompts of its own (`fresh`); only with the same ones would later
+loads profit from what earlier ones left in the cache.
 
 Results are JSON lines, one a request and one a load, so that another tool can draw them anew.
 """
@@ -44,7 +44,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Test:
+class Trial:
     """What is tested. texts: prompts of their own, or a text that synthetic ones are cut from.
 
     model: None asks the server. key: sent as a bearer token. fresh: a seed of its own for each load.
@@ -65,7 +65,7 @@ class Test:
 
 
 async def run(
-    test: Test,
+    test: Trial,
     *,
     began: Callable[[LoadConfig], None] = lambda config: None,
     done: Callable[[Record], None] = lambda record: None,
@@ -114,7 +114,7 @@ async def run(
     return found
 
 
-def run_now(test: Test, **calls: Any) -> list[Load]:
+def run_now(test: Trial, **calls: Any) -> list[Load]:
     """`run` in an event loop of its own."""
     return asyncio.run(run(test, **calls))
 
