@@ -1,4 +1,4 @@
-"""The two models of the engine's benchmarks, of Llama's shape, with weights drawn at random, and their files for the peers.
+"""The two models of the engine's benchmarks, of Llama's shape, with random weights, and their files for the peers.
 
 13.8 M and 109.5 M parameters, the embedding tied to the head, so that a decoded token reads every weight once. What a token
 costs does not depend on what the weights say, only on their shapes and types; greedy decoding of random weights is as much
@@ -35,10 +35,16 @@ def config(name: str, max_length: int = 8192) -> TransformerConfig:
 
 
 def model(name: str, dtype: torch.dtype = torch.float32) -> Transformer:
-    """The network, the same weights each time, computing in `dtype`."""
-    return (
-        Transformer(config(name), torch.Generator().manual_seed(0), dtype=dtype).eval().requires_grad_(False)
-    )
+    """The network, the same weights each time, computing in `dtype`.
+
+    Matrices that training begins at 0 are drawn too: or every layer would add nothing, and any mistake with it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    network = Transformer(config(name), draw, dtype=dtype).eval().requires_grad_(False)
+    for parameter in network.parameters():
+        if not parameter.any():
+            parameter.normal_(0.0, 0.5 * parameter.shape[-1] ** -0.5, generator=draw)
+    return network
 
 
 def prompts(name: str, rows: int, length: int, seed: int = 1) -> list[list[int]]:

@@ -32,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import _engine_models as models
 from _claim import claim
+from _engine_ours import Ours, kinds
 from _engine_peers import HuggingFace, LlamaCpp
 
 THREADS, PROMPT = 2, 128
@@ -65,7 +66,16 @@ def contenders(files: models.Files, batch: int, n_new: int, compiled: bool) -> l
 
         return opened
 
-    found = [Contender("hf", "fp32", huggingface(torch.float32, False))]
+    def ours(kind: str, threads: int) -> Callable[[], tuple[Run, Callable[[], None]]]:
+        def opened() -> tuple[Run, Callable[[], None]]:
+            return Ours(files.name, kind, batch, PROMPT + n_new, threads).run, lambda: None
+
+        return opened
+
+    found = [Contender("ours", kind, ours(kind, THREADS)) for kind in kinds()]
+    if batch == 1:  # where a step is small, a second thread may cost more than it brings
+        found += [Contender("ours", f"{kind} 1 thread", ours(kind, 1)) for kind in kinds()]
+    found.append(Contender("hf", "fp32", huggingface(torch.float32, False)))
     found.append(Contender("hf", "bf16", huggingface(torch.bfloat16, False)))
     if batch == 1 and compiled:
         found.append(Contender("hf", "fp32 compiled", huggingface(torch.float32, True)))
@@ -74,21 +84,31 @@ def contenders(files: models.Files, batch: int, n_new: int, compiled: bool) -> l
     return found
 
 
-def measure(taking: list[Contender], prompts: models.Rows, n_new: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender's runs, in turn."""
+def measure(
+    taking: list[Contender], prompts: models.Rows, n_new: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds of each contender's runs, in turn; and how much of its text is that of the first contender."""
     opened = {f"{c.side} {c.kind}": c.open() for c in taking}
     for name, (run, _) in opened.items():
         run(prompts, n_new if "compiled" in name else 4)
     seconds: dict[str, list[float]] = {name: [] for name in opened}
+    texts: dict[str, models.Rows] = {}
     for number in range(rounds):
         for name in list(opened) if number % 2 == 0 else list(reversed(opened)):
             began = time.perf_counter()
             rows = opened[name][0](prompts, n_new)
             seconds[name].append(time.perf_counter() - began)
             assert [len(row) for row in rows] == [n_new] * len(prompts), name
+            texts[name] = rows
     for _, close in opened.values():
         close()
-    return seconds
+    first = next(iter(texts.values()))
+    same = {
+        name: sum(a == b for one, two in zip(rows, first, strict=True) for a, b in zip(one, two, strict=True))
+        / (n_new * len(prompts))
+        for name, rows in texts.items()
+    }
+    return seconds, same
 
 
 def claims(table: dict[tuple[str, int], dict[str, float]], quick: bool) -> None:
@@ -137,15 +157,13 @@ def main() -> None:
                     for c in contenders(files, batch, n_new, not given.quick)
                     if not only or f"{c.side} {c.kind}".startswith(only)
                 ]
-                found = measure(taking, models.prompts(name, batch, PROMPT), n_new, rounds)
+                found, same = measure(taking, models.prompts(name, batch, PROMPT), n_new, rounds)
                 cell = {who: batch * n_new / statistics.median(times) for who, times in found.items()}
                 table[name, batch] = cell
                 for who, speed in cell.items():
                     spread = [round(batch * n_new / t, 1) for t in found[who]]
-                    print(
-                        f"{NAMES[name]:>8} {batch:3d} rows  {who:18} {speed:8.1f} tokens/s  {spread}",
-                        flush=True,
-                    )
+                    line = f"{NAMES[name]:>8} {batch:3d} rows  {who:19} {speed:8.1f} tokens/s"
+                    print(f"{line}  same ids {same[who]:.0%}  {spread}", flush=True)
                     if given.save:
                         with given.save.open("a") as file:
                             line = {

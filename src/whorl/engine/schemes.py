@@ -99,11 +99,16 @@ class Batches:
             self._batch = None
         return deltas
 
+    def due(self) -> float | None:
+        """When the next batch begins even if nobody comes, by `clock`; None if never."""
+        if not self._waiting or math.isinf(self.patience):
+            return None
+        return self._waiting[0][0] + self.patience
+
     def _ready(self) -> bool:
-        if not self._waiting:
-            return False
-        full = len(self._waiting) >= self.size or self.closed
-        return full or self.clock() - self._waiting[0][0] >= self.patience
+        due = self.due()
+        full = len(self._waiting) >= self.size or (self.closed and bool(self._waiting))
+        return full or (due is not None and self.clock() >= due)
 
 
 class _Rectangle:
