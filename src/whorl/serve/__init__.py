@@ -1,0 +1,1 @@
+"""Serving a model over HTTP: the API, the router over replicas, the pages."""
