@@ -1,7 +1,8 @@
 """A replica without a model: answers what a request's body tells it to, in this process or as a program of its own.
 
 The prompt's last word decides: "count:3" streams three events and ends; "hold" streams one event and a half and then waits
-until `release` is set or its client goes; "die" ends the process; "status:503" answers that; anything else is echoed.
+until `release` is set ("release", asked of the same replica, sets it) or its client goes; "die" ends the process;
+"status:503" answers that; anything else is echoed.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class FakeReplica:
         verb, _, number = str(prompt).split(" ")[-1].partition(":")
         if verb == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif verb == "release":
+            self.release.set()
+            await self.answer(send, 200, {})
         elif verb == "status":
             await self.answer(send, int(number), {"error": {"message": "as asked", "code": "fake"}})
         elif verb in ("count", "hold"):

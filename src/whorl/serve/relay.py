@@ -218,6 +218,8 @@ class Relay:
         except (httpx.HTTPError, httpx.StreamError) as error:
             attempt.learnt = True
             replica.breaker.failure(fleet.clock())
+            if isinstance(error, httpx.ConnectError):
+                replica.healthy = False  # nobody listens there: until the next look finds somebody
             outcome = "timeout" if isinstance(error, httpx.TimeoutException) else "broken"
             attempt.why = f"{replica.name} " + (
                 f"was silent for {self.patience:g} s" if outcome == "timeout" else "broke the connection"

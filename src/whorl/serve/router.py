@@ -27,7 +27,7 @@ import hmac
 import ipaddress
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from typing import Any
 
 import httpx2 as httpx
@@ -73,6 +73,7 @@ class Router:
         self.draining = False
         self._patience, self._every, self._around = patience, look_every, around
         self._relay: Relay | None = None
+        self.failed: ConfigError | None = None  # why it never began: a web server only says that it did not
         self.app = Starlette(
             lifespan=self._lifespan,
             routes=[
@@ -88,7 +89,13 @@ class Router:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        async with self._around or nullcontext(), httpx.AsyncClient(limits=LIMITS, trust_env=False) as client:
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._around or nullcontext())
+            except ConfigError as error:
+                self.failed = error
+                raise
+            client = await stack.enter_async_context(httpx.AsyncClient(limits=LIMITS, trust_env=False))
             self._relay = Relay(self.fleet, client, self.tolls, self._patience)
             await self.fleet.look(client)
             watch = asyncio.ensure_future(self.fleet.watch(client, self._every))
