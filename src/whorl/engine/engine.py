@@ -60,6 +60,9 @@ class EngineConfig(BaseModel):
     token_budget: int = Field(default=512, ge=1, description="positions a step at most")
     share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
     preemption: Literal["recompute", "swap"] = "recompute"
+    batch_invariant: bool = Field(
+        default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
+    )
     stretch: float = Field(
         default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
     )
@@ -70,10 +73,16 @@ class EngineConfig(BaseModel):
 
 
 class Proposer(Protocol):
-    """Guesses at what follows."""
+    """Guesses at what follows (`speculate.py`). wants_hidden: `saw` is of use to it."""
+
+    wants_hidden: bool
 
     def propose(self, sequences: Many[Sequence]) -> None:
         """Fills `drafts` of each."""
+        ...
+
+    def saw(self, sequence: Sequence, hidden: Tensor) -> None:
+        """hidden: [n, d_model] of the positions that were computed last, wrong guesses left out."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -114,6 +123,11 @@ class Engine:
         self.max_length = (
             config.max_length if model.longest is None else min(config.max_length, model.longest)
         )
+        if config.batch_invariant and proposer is not None:
+            raise ConfigError(
+                "batch_invariant is given with drafts, which change the size of products",
+                expected="one of both",
+            )
         windows = windows_of(model)
         tokens = config.cache_tokens or max(self.max_length, config.max_sequences * self.max_length // 2)
         pages: dict[int | None, int] = {}
@@ -123,14 +137,21 @@ class Engine:
                 held = config.max_sequences * (window + config.page_size) + config.token_budget + window
                 n = min(tokens, held + tokens // 4)
             pages[window] = max(1, -(-n // config.page_size))
-        self.runner = Runner(model, pages, config.page_size, config.max_sequences, self.max_length)
+        same = config.batch_invariant
+        self.runner = Runner(
+            model, pages, config.page_size, config.max_sequences, self.max_length, invariant=same
+        )
         groups = [Group(w, BlockPool(pages[w], config.page_size)) for w in self.runner.windows or [None]]
         share = config.share_prefixes and not self.runner.has_slots
-        self.cache = Cache(groups, config.max_sequences, self.max_length, config.token_budget, share)
+        self.cache = Cache(
+            groups, config.max_sequences, self.max_length, config.token_budget, share, not same
+        )
         self.pace = Pace(config.stretch, config.slo_tpot)
-        swaps = config.preemption == "swap"
+        swaps = (
+            same or config.preemption == "swap"
+        )  # what is read in anew is computed in other pieces than it was
         self.scheduler = Scheduler(
-            self.cache, config.max_sequences, config.token_budget, self.pace,
+            self.cache, config.max_sequences, config.token_budget, self.pace, same,
             self._copy_out if swaps else None, self._copy_back if swaps else None,
         )  # fmt: skip
         self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
@@ -219,11 +240,21 @@ class Engine:
             return deltas
         batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
         ready = self.clock()
-        logits = self.runner.run(batch)
+        hidden: Tensor | None = None
+        if self.proposer is not None and self.proposer.wants_hidden:
+            hidden = self.runner.hidden(batch)
+            logits = self.runner.logits(hidden[batch.wanted])
+        else:
+            logits = self.runner.run(batch)
         ran = self.clock()
         drawn = self.sampler(logits, rows) if rows else []
         sampled = self.clock()
+        before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
         deltas += self._advance(schedule, logits, drawn)
+        if hidden is not None and self.proposer is not None:
+            for (sequence, first), at in zip(before, batch.starts, strict=False):
+                if sequence.finish is None:
+                    self.proposer.saw(sequence, hidden[at : at + sequence.computed - first])
         n_decode = schedule.decode_tokens
         done = self.clock()
         self.pace.took(n_decode, schedule.tokens - n_decode, done - began)
