@@ -89,11 +89,14 @@ class Policy:
                 expected="none of them negative, floor at least 1",
             )
 
-    def add(self, replica: str) -> None:
-        """A replica about which nothing is known yet."""
+    def add(self, replica: str, capacity: int | None = None) -> None:
+        """A replica about which nothing is known yet; `capacity`: its own, where it is known."""
         if replica in self.loads:
             raise ConfigError(f"replica {replica!r} twice", expected="names that differ")
-        self.indexes[replica], self.loads[replica] = PrefixIndex(self.capacity), Load()
+        self.indexes[replica], self.loads[replica] = (
+            PrefixIndex(self.capacity if capacity is None else capacity),
+            Load(),
+        )
 
     def remove(self, replica: str) -> None:
         """It is gone; tickets of requests that were there may still be ended."""
