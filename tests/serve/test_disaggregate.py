@@ -113,7 +113,7 @@ def test_what_an_engine_refuses_is_refused(split: Disaggregated) -> None:
 
 def test_a_prefill_process_that_dies_costs_nobody_an_answer_and_leaves_nothing(split: Disaggregated) -> None:
     ids = tuple((x + 1) % 50 for x in LONG)
-    old = split._processes["prefill0"]
+    old, split.make = split._processes["prefill0"], tiny_engine.other_weights
     os.kill(old.popen.pid, signal.SIGSTOP)  # it will never read what it is sent
     split.add(request("orphan", ids, sampling=Sampling(temperature=0)))
     assert split._ways["orphan"].stage == "reading"
@@ -122,12 +122,23 @@ def test_a_prefill_process_that_dies_costs_nobody_an_answer_and_leaves_nothing(s
     one = tiny_engine.make("both")
     one.add(request("orphan", ids, sampling=Sampling(temperature=0)))
     assert [t.id for t in got] == [t.id for t in tokens(drain(one)["orphan"])]
-    split.wait_until_ready()  # another one was started
     assert split._processes["prefill0"] is not old
-    before = split.handed
-    split.add(request("next", tuple((x + 2) % 50 for x in LONG)))
-    assert len(tokens(drain(split)["next"])) == 12 and split.handed == before + 1
     assert pages_open("self") == pages_open(split._processes["decode0"].popen.pid) == 0
+
+
+def test_the_one_started_in_its_place_has_other_weights_so_its_pages_are_refused(
+    split: Disaggregated,
+) -> None:
+    ids = tuple((x + 2) % 50 for x in LONG)
+    split.wait_until_ready()
+    split.make = tiny_engine.make
+    before = split.handed
+    split.add(request("next", ids, sampling=Sampling(temperature=0)))
+    got = tokens(drain(split)["next"])
+    assert (split.handed, split.unusable) == (before + 1, 1)
+    one = tiny_engine.make("both")
+    one.add(request("next", ids, sampling=Sampling(temperature=0)))
+    assert [t.id for t in got] == [t.id for t in tokens(drain(one)["next"])]
 
 
 def test_a_decoder_that_dies_ends_what_had_begun_and_starts_the_rest_anew(split: Disaggregated) -> None:
@@ -141,17 +152,6 @@ def test_a_decoder_that_dies_ends_what_had_begun_and_starts_the_rest_anew(split:
     got = drain(split)
     assert got["begun"][-1].finish == "abort" and "killed by SIGKILL" in str(split.lost.pop("begun"))
     assert len(tokens(got["not begun"])) == 12
-
-
-def test_pages_of_other_weights_are_computed_anew() -> None:
-    with Disaggregated(tiny_engine.other_weights, shortest=32) as both:
-        both.wait_until_ready()
-        both.add(request("a", sampling=Sampling(temperature=0)))
-        got = tokens(drain(both)["a"])
-        assert (both.handed, both.unusable) == (1, 1)
-    one = tiny_engine.make("both")
-    one.add(request("a", sampling=Sampling(temperature=0)))
-    assert [t.id for t in got] == [t.id for t in tokens(drain(one)["a"])]
 
 
 def test_a_process_that_has_no_model_says_so() -> None:

@@ -79,6 +79,24 @@ def assemble(schedule: Schedule, cache: Cache, reach: int, device: torch.device)
     return batch, rows
 
 
+def drawn_from(schedule: Schedule) -> list[int]:
+    """Of the logits that a batch of `schedule` gives, those that tokens are drawn from, in the order of its `Row`s.
+
+    The others are of a prompt's own positions, which are scored and have nothing drawn behind them.
+    """
+    places, at = list[int](), 0
+    for sequence, n in schedule.rows:
+        stop, have = sequence.computed + n, len(sequence.ids)
+        if scores_prompt(sequence):
+            at += n
+            places += [at - 1] * (stop == have)
+        elif stop >= have:
+            count = stop - have + 1
+            places += range(at, at + count)
+            at += count
+    return places
+
+
 def _before(schedule: Schedule, reach: int, device: torch.device) -> Tensor:
     """[N, reach] ids before each position, -1 where there are none."""
     out = []

@@ -29,7 +29,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from whorl.engine.assemble import assemble, scores_prompt
+from whorl.engine.assemble import assemble, drawn_from, scores_prompt
 from whorl.engine.cache import Cache, Group
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
@@ -247,7 +247,8 @@ class Engine:
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        drawn = self.sampler(logits, rows) if rows else []
+        scored = len(rows) < len(logits)
+        drawn = self.sampler(logits[drawn_from(schedule)] if scored else logits, rows) if rows else []
         sampled = self.clock()
         before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
         deltas += self._advance(schedule, logits, drawn)
