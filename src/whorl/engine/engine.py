@@ -23,17 +23,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from whorl.engine.assemble import assemble, drawn_from, scores_prompt
+from whorl.engine.assemble import assemble, scores_prompt
 from whorl.engine.cache import Cache, Group
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
 from whorl.engine.request import Delta, Finish, Request, Token
+from whorl.engine.required import Required, Then, Vocabulary
 from whorl.engine.runner import Runner, windows_of
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Schedule, Scheduler
@@ -163,6 +165,10 @@ class Engine:
         self._board: Board | None = None
         self._longest = self._most_positions()
 
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.token_bytes, self.model.config.vocab_size)
+
     # -- what is asked -------------------------------------------------------------------------------------------------
 
     @property
@@ -212,9 +218,12 @@ class Engine:
         )
         sequence = Sequence(request, self._arrivals, list(request.ids), seed, self._chain_seed(request))
         sequence.stops = StopTexts(request.stop)
-        sequence.left = request.required
         if request.grammar is not None and self.compile_grammar is not None:
             sequence.matcher = self.compile_grammar(request.grammar)
+        if request.required:
+            exact = sequence.matcher is not None
+            begin = Required(self._vocabulary, request.required, exact)
+            sequence.matcher = Then(begin, sequence.matcher) if exact else begin
         sequence.added = self.clock()
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
@@ -247,8 +256,7 @@ class Engine:
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        scored = len(rows) < len(logits)
-        drawn = self.sampler(logits[drawn_from(schedule)] if scored else logits, rows) if rows else []
+        drawn = self.sampler(logits if batch.drawn is None else logits[batch.drawn], rows)
         sampled = self.clock()
         before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
         deltas += self._advance(schedule, logits, drawn)
@@ -351,10 +359,16 @@ class Engine:
                 break
             if sequence.matcher is not None:
                 sequence.matcher.advance(token.id)
+                if sequence.matcher.mask() is None:
+                    sequence.matcher = None
             if self.token_bytes:
                 text += sequence.stops.add(self.token_bytes[token.id])
             if sequence.stops.met is not None:
                 finish = "stop"
+                break
+            if sequence.matcher is not None and sequence.matcher.ended:
+                finish = "stop" if sequence.matcher.failed is None else "abort"
+                text += sequence.stops.flush()
                 break
             if sequence.n_output >= r.max_tokens or len(sequence.ids) >= self._longest:
                 finish = "length"

@@ -54,6 +54,7 @@ class Batch:
     n_single: int
     before: Tensor | None = None
     adapters: list[int] | None = None
+    drawn: list[int] | None = None  # which of the W a token is drawn from; None: all
 
     def singly(self) -> Iterator[Batch]:
         """Each row as a batch of its own."""
