@@ -20,7 +20,6 @@ where there are enough: two servers whose threads share cores wait for one anoth
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -41,7 +40,7 @@ import httpx2 as httpx
 from whorl.errors import ConfigError
 from whorl.serve.fleet import Fleet
 from whorl.serve.policy import Policy
-from whorl.serve.router import Router
+from whorl.serve.router import Router, serve_router
 
 LOG = logging.getLogger("whorl.serve")
 FIRST_WAIT, LONGEST_WAIT, STEADY = 0.5, 30.0, 60.0
@@ -285,14 +284,5 @@ def serve_replicas(
     Raises:
         ConfigError: a replica does not come up.
     """
-    import uvicorn
-
     router, _ = replicated(command, n, grace=grace, **settings)
-    config = uvicorn.Config(
-        router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=max(1, int(grace))
-    )
-    server = uvicorn.Server(config)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run()
-    if router.failed is not None:
-        raise router.failed
+    serve_router(router, host, port, grace)

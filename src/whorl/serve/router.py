@@ -32,6 +32,7 @@ from typing import Any
 
 import httpx2 as httpx
 import orjson
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -71,7 +72,7 @@ class Router:
         self.fleet, self.tolls = fleet, Tolls(promise)
         self.objectives, self.admin_key_sha256 = objectives or Objectives(), admin_key_sha256
         self.draining = False
-        self._patience, self._every, self._around = patience, look_every, around
+        self._patience, self._every, self.around = patience, look_every, around
         self._relay: Relay | None = None
         self.failed: ConfigError | None = None  # why it never began: a web server only says that it did not
         self.app = Starlette(
@@ -91,7 +92,7 @@ class Router:
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(self._around or nullcontext())
+                await stack.enter_async_context(self.around or nullcontext())
             except ConfigError as error:
                 self.failed = error
                 raise
@@ -204,6 +205,23 @@ def make_router(
     for name, url in replicas.items():
         fleet.add(name, url)
     return Router(fleet, **settings)
+
+
+def serve_router(router: Router, host: str, port: int, grace: float = 40.0) -> None:
+    """Serve until SIGTERM or SIGINT; what runs then gets `grace` seconds.
+
+    Raises:
+        ConfigError: it never began, since a replica does not come up.
+    """
+    config = uvicorn.Config(
+        router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=max(1, int(grace))
+    )
+    with suppress(
+        KeyboardInterrupt, SystemExit
+    ):  # uvicorn raises the signal again, or leaves with 3 if it never began
+        uvicorn.Server(config).run()
+    if router.failed is not None:
+        raise router.failed
 
 
 def hashes_of(path: str, body: bytes) -> Chain:
