@@ -25,6 +25,7 @@ VERBS = (
     "run",
     "profile",
     "sample",
+    "route",
     "embed",
     "report",
     "recipes",
