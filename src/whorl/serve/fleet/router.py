@@ -40,13 +40,13 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from whorl.errors import ConfigError
-from whorl.serve.advice import Objectives, advise
-from whorl.serve.breaker import RetryBudget
-from whorl.serve.fleet import LOOK_SECONDS, Fleet
-from whorl.serve.policy import Policy
-from whorl.serve.prefixes import Chain, chain, prompt_of
-from whorl.serve.relay import Incoming, Relay, Reply, error_body
-from whorl.serve.tolls import Promise, Tolls
+from whorl.serve.fleet.advice import Objectives, advise
+from whorl.serve.fleet.breaker import RetryBudget
+from whorl.serve.fleet.fleet import LOOK_SECONDS, Fleet
+from whorl.serve.fleet.policy import Policy
+from whorl.serve.fleet.prefixes import Chain, chain, prompt_of
+from whorl.serve.fleet.relay import Incoming, Relay, Reply, error_body
+from whorl.serve.fleet.tolls import Promise, Tolls
 
 LONGEST_BODY = 32 << 20
 WITH_PROMPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")

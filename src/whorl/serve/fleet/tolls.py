@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from whorl.serve.breaker import Circuit
-from whorl.serve.fleet import Fleet
-from whorl.serve.policy import Choice
+from whorl.serve.fleet.breaker import Circuit
+from whorl.serve.fleet.fleet import Fleet
+from whorl.serve.fleet.policy import Choice
 
 FIRST_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 WHOLE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)

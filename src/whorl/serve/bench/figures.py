@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from whorl.serve.load_client import Record
+from whorl.serve.bench.client import Record
 
 PERCENTILES = (50, 90, 95, 99)
 

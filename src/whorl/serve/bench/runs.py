@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
-from whorl.serve.load import LoadConfig, Planned, Pool, Prompt, plan
-from whorl.serve.load_client import Endpoint, Record, Target, drive, first_model, tokenised
-from whorl.serve.load_figures import Promise, Summary, summarise
+from whorl.serve.bench.client import Endpoint, Record, Target, drive, first_model, tokenised
+from whorl.serve.bench.figures import Promise, Summary, summarise
+from whorl.serve.bench.load import LoadConfig, Planned, Pool, Prompt, plan
 
 POOL_CHARACTERS = 200_000
 WARM_TOKENS = 8

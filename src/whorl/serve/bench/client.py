@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from whorl.errors import ConfigError, DataError
-from whorl.serve.load import Planned, Pool, Prompt
+from whorl.serve.bench.load import Planned, Pool, Prompt
 
 Endpoint = Literal["completions", "chat"]
 T = TypeVar("T")

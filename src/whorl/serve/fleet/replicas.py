@@ -38,9 +38,9 @@ from typing import Any
 import httpx2 as httpx
 
 from whorl.errors import ConfigError
-from whorl.serve.fleet import Fleet
-from whorl.serve.policy import Policy
-from whorl.serve.router import Router, serve_router
+from whorl.serve.fleet.fleet import Fleet
+from whorl.serve.fleet.policy import Policy
+from whorl.serve.fleet.router import Router, serve_router
 
 LOG = logging.getLogger("whorl.serve")
 FIRST_WAIT, LONGEST_WAIT, STEADY = 0.5, 30.0, 60.0

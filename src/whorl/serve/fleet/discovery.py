@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 
 from whorl.errors import ConfigError
-from whorl.serve.fleet import Fleet
+from whorl.serve.fleet.fleet import Fleet
 
 LOG = logging.getLogger("whorl.serve")
 EVERY = 2.0

@@ -29,7 +29,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from whorl.errors import ConfigError, one_of
-from whorl.serve.prefixes import Chain, PrefixIndex
+from whorl.serve.fleet.prefixes import Chain, PrefixIndex
 
 
 @dataclass(frozen=True)

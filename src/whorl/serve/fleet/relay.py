@@ -29,10 +29,10 @@ from typing import Any
 
 import httpx2 as httpx
 
-from whorl.serve.fleet import Fleet, Replica
-from whorl.serve.policy import Ticket
-from whorl.serve.prefixes import Chain
-from whorl.serve.tolls import Timings, Tolls
+from whorl.serve.fleet.fleet import Fleet, Replica
+from whorl.serve.fleet.policy import Ticket
+from whorl.serve.fleet.prefixes import Chain
+from whorl.serve.fleet.tolls import Timings, Tolls
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]

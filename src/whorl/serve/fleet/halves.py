@@ -23,7 +23,7 @@ from whorl.engine.handover import PageBlock, export_pages, fingerprint, import_p
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.errors import DataError, WhorlError
-from whorl.serve.channel import Channel
+from whorl.serve.fleet.channel import Channel
 
 Role = Literal["prefill", "decode"]
 Make = Callable[[Role], Engine]

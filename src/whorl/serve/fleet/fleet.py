@@ -26,10 +26,10 @@ from typing import Any
 import httpx2 as httpx
 
 from whorl.errors import ConfigError, one_of
-from whorl.serve.advice import Snapshot
-from whorl.serve.breaker import Breaker, Circuit, RetryBudget
-from whorl.serve.policy import Choice, Policy, Ticket
-from whorl.serve.prefixes import Chain
+from whorl.serve.fleet.advice import Snapshot
+from whorl.serve.fleet.breaker import Breaker, Circuit, RetryBudget
+from whorl.serve.fleet.policy import Choice, Policy, Ticket
+from whorl.serve.fleet.prefixes import Chain
 
 ILL_AFTER = 2  # unanswered looks in a row
 LOOK_SECONDS = 1.0

@@ -35,11 +35,11 @@ from typing import Any, Literal
 
 from whorl.engine.request import Delta, Request
 from whorl.errors import DataError, ProducerError
-from whorl.serve.channel import WorkerProcess
-from whorl.serve.halves import Make, Role
-from whorl.serve.policy import Policy, Ticket
-from whorl.serve.prefixes import IDS, chain
-from whorl.serve.replicas import cores_of
+from whorl.serve.fleet.channel import WorkerProcess
+from whorl.serve.fleet.halves import Make, Role
+from whorl.serve.fleet.policy import Policy, Ticket
+from whorl.serve.fleet.prefixes import IDS, chain
+from whorl.serve.fleet.replicas import cores_of
 
 LOG = logging.getLogger("whorl.serve")
 LIVES = 3
@@ -271,5 +271,5 @@ class Disaggregated:
             )
 
     def _start(self, name: str, role: Role, cores: tuple[int, ...]) -> None:
-        self._processes[name] = process = WorkerProcess(name, "whorl.serve.halves:work", cores)
+        self._processes[name] = process = WorkerProcess(name, "whorl.serve.fleet.halves:work", cores)
         process.tell((role, self.make, max(1, len(cores))))
