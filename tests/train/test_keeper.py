@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
@@ -16,7 +17,7 @@ from tiny import Notes, job, make_tokens
 
 from whorl.train import writer
 from whorl.train.anatomy import anatomy, line
-from whorl.train.checkpoint import newest
+from whorl.train.checkpoint import NewerFormatError, newest
 from whorl.train.keeper import Account, Keeper
 from whorl.train.pretrain import pretrain, shared_of
 from whorl.train.tiers import Durable, Tiers
@@ -245,6 +246,24 @@ def test_a_download_that_fails_does_not_hide_the_ones_before(
     with Keeper(tmp_path / "elsewhere", {"of": 1}, tiers=tiers, say=said.append) as keeper:
         found = keeper.resume()
     assert found is not None and found.step == 1 and sum("the line is dead" in text for text in said) == 2
+
+
+def test_one_of_a_newer_format_in_the_durable_tier_is_told_and_neither_trained_over_nor_removed(
+    tmp_path: Path,
+) -> None:
+    """As a local one: to pass over it would train its steps again beside it, and retention would remove it then."""
+    tiers = durable(f"file://{tmp_path}/far")
+    keeper = run(tmp_path / "near", tiers, range(1, 3))
+    far = Durable(f"file://{tmp_path}/far", keeper.job)
+    newest_one = far.found()[0][0]
+    index = {"body": {"format": 99, "step": 2}}
+    far.fs.pipe_file(f"{far.root}/{newest_one.name}/state.json", json.dumps(index).encode())
+    for _ in range(2):  # the second time a copy of it is on the local disk
+        with Keeper(tmp_path / "elsewhere", {"of": 1}, tiers=tiers) as keeper:
+            with pytest.raises(NewerFormatError, match="checkpoint format 99") as raised:
+                keeper.resume()
+        assert "use the version that wrote it" in str(raised.value)
+    assert [f.step for f in far.found()[0]] == [2, 1]
 
 
 def test_the_last_before_the_end_is_uploaded_even_behind_another(
