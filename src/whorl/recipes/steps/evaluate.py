@@ -48,6 +48,7 @@ class EvaluateConfig(BaseModel):
     "evaluation",
     config=EvaluateConfig,
     parents={**SOURCES, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
+    version=2,
 )
 def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     """Measure bits per byte beside compressors, completions that parse, and speed."""
