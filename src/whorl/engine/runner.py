@@ -78,6 +78,7 @@ class Runner:
         invariant: bool = False,
     ) -> None:
         self.model, self.page_size, self.invariant = model, page_size, invariant
+        self.capacity = capacity
         self.device = str(model.embedding.device)
         kinds = windows_of(model)
         self.windows = sorted({k for k in kinds if k != -1}, key=lambda w: (w is not None, w or 0))
@@ -140,7 +141,7 @@ class Runner:
         model = self.model
         where: Any = positions
         if isinstance(model, Decoder):
-            where = model.rotary.at(positions)
+            where = model.rotary_of(self.capacity).at(positions)
             if batch.before is None:
                 x = model.embed(ids)
             else:  # each position with the ids before it, as a row of its own
