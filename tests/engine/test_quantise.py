@@ -11,7 +11,15 @@ from torch import Tensor
 
 from whorl.engine.quantise import best_scales, gptq, output_error, quantise_model
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig, load_model, save_model
+from whorl.models import (
+    Decoder,
+    DecoderConfig,
+    LanguageModel,
+    Transformer,
+    TransformerConfig,
+    load_model,
+    save_model,
+)
 from whorl.models.moments import second_moments
 from whorl.models.quantised import Scheme, matrices_of
 from whorl.models.transformer_config import Experts, Heads, LatentHeads
@@ -20,7 +28,14 @@ from whorl.nn.quantised import HIGHEST, LOWEST, QuantisedLinear, dequantise, enc
 
 def decoder(**changes: object) -> Decoder:
     config = DecoderConfig(
-        vocab_size=48, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, mlp_hidden=64, ngram_buckets=64
+        vocab_size=48,
+        d_model=32,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=16,
+        mlp_hidden=64,
+        ngram_buckets=64,
     ).model_copy(update=changes)
     return lively(Decoder(config, torch.Generator().manual_seed(0)))
 
@@ -30,7 +45,9 @@ def transformer(**changes: object) -> Transformer:
         "vocab_size": 48, "d_model": 32, "n_layers": 2, "mlp_hidden": 64,
         "mixers": {"heads": Heads(n_heads=2, n_kv_heads=1, head_dim=16, bias=True)},
     }  # fmt: skip
-    return lively(Transformer(TransformerConfig.model_validate({**fields, **changes}), torch.Generator().manual_seed(0)))
+    return lively(
+        Transformer(TransformerConfig.model_validate({**fields, **changes}), torch.Generator().manual_seed(0))
+    )
 
 
 def lively(model: LanguageModel) -> LanguageModel:  # type: ignore[misc]
@@ -72,7 +89,9 @@ def gptq_by_definition(weight: Tensor, h: Tensor, scales: Tensor, kind: str, dam
 
 @pytest.mark.parametrize("block", [5, 128])
 @pytest.mark.parametrize(("kind", "group"), [("int4", None), ("int4", 8), ("int8", None)])
-def test_gptq_is_its_definition(kind: str, group: int | None, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_is_its_definition(
+    kind: str, group: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("whorl.engine.quantise.BLOCK", block)
     weight = torch.randn(6, 24, generator=torch.Generator().manual_seed(3))
     h, scales = moments_of(24, 0), scales_of(weight, kind, group)
@@ -103,7 +122,9 @@ def test_uncorrelated_inputs_are_rounded_to_the_nearest() -> None:
 def test_moments_are_the_sum_over_all_inputs() -> None:
     model, seen = decoder(), []
     name = "blocks.1.mlp.down"
-    hook = model.get_submodule(name).register_forward_pre_hook(lambda _, given: seen.append(given[0].flatten(0, 1)))
+    hook = model.get_submodule(name).register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].flatten(0, 1))
+    )
     batches = [ids(2, 9), ids(3, 5, seed=1)]
     for batch in batches:
         model(batch)
@@ -136,7 +157,7 @@ def test_a_quantised_model_comes_back_from_its_folder(kind: str, scheme: Scheme,
     config = model.config
     quantise_model(model, scheme, [ids(8, seed=1)])
     after = model.logits(model(ids()))
-    assert 0 < (after - before).abs().max() < 0.5 * before.abs().max()
+    assert 0 < (after - before).norm() < (0.5 if scheme.format == "int4" else 0.1) * before.norm()
     save_model(model, tmp_path)
     found = load_model(tmp_path)
     assert found.config == config and found.scheme == scheme
@@ -147,7 +168,7 @@ def test_a_quantised_model_comes_back_from_its_folder(kind: str, scheme: Scheme,
     for name in matrices_of(transformer() if kind == "transformer" else decoder()):
         assert isinstance(found.get_submodule(name), QuantisedLinear)
     low = load_model(tmp_path, torch.bfloat16)
-    assert (low.logits(low(ids())) - after).abs().max() < 0.1 * after.abs().max()
+    assert (low.logits(low(ids())) - after).norm() < 0.1 * after.norm()
 
 
 def test_a_quantised_model_decodes_as_it_reads() -> None:
@@ -172,9 +193,11 @@ def test_matrices_that_are_not_plain_products_stay(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_said_before_any_work() -> None:
-    with pytest.raises(ConfigError, match="calibrated.*no text"):
+    with pytest.raises(ConfigError, match=r"calibrated.*no text"):
         quantise_model(decoder(), Scheme(format="int4", rounding="calibrated"))
-    with pytest.raises(ConfigError, match=r"group 64 does not divide the 32 columns of blocks\.0\.attention\.qkv\.weight"):
+    with pytest.raises(
+        ConfigError, match=r"group 64 does not divide the 32 columns of blocks\.0\.attention\.qkv\.weight"
+    ):
         quantise_model(decoder(), Scheme(group=64))
     model = quantise_model(decoder(), Scheme())
     with pytest.raises(ConfigError, match="quantised already"):

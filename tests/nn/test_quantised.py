@@ -37,7 +37,9 @@ def drawn(*shape: int, seed: int = 2) -> torch.Tensor:
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
 def test_packing_loses_nothing_and_the_earlier_column_lies_low(rows: int, pairs: int, seed: int) -> None:
-    codes = torch.randint(-8, 8, (rows, 2 * pairs), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    codes = torch.randint(
+        -8, 8, (rows, 2 * pairs), generator=torch.Generator().manual_seed(seed), dtype=torch.int8
+    )
     packed = pack(codes)
     assert packed.shape == (rows, pairs) and packed.dtype == torch.uint8
     assert torch.equal(unpack(packed), codes)
@@ -85,7 +87,13 @@ def test_a_layer_multiplies_what_its_codes_mean(kind: Format, group: int | None)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("kind", "group", "dynamic"),
-    [("int8", None, False), ("int4", 32, False), ("int4", 64, False), ("int8", None, True), ("fp8", None, True)],
+    [
+        ("int8", None, False),
+        ("int4", 32, False),
+        ("int4", 64, False),
+        ("int8", None, True),
+        ("fp8", None, True),
+    ],
 )
 def test_every_kernel_gives_the_written_out_product(
     kind: Format, group: int | None, dynamic: bool, dtype: torch.dtype, rows: int
@@ -107,13 +115,13 @@ def test_every_kernel_gives_the_written_out_product(
 def test_dynamic_rounds_each_row_by_itself_and_sums_integers() -> None:
     x = drawn(4, 32) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
     codes, scale = quantise_rows(x)
-    assert torch.allclose(codes * scale, x, atol=0, rtol=0.5 / 127 * 130) or True
     assert (codes[:3].abs().amax(1) == 127).all() and not codes[3].any()
     assert ((codes * scale - x).abs() <= 0.5 * scale + 1e-12).all()
     made = QuantisedLinear.of(layer(32, 8), "int8", dynamic=True)
     want = [
         [
-            sum(int(a) * int(b) for a, b in zip(codes[n], made.codes[o], strict=True)) * float(scale[n]) * float(made.scales[o])
+            float(scale[n]) * float(made.scales[o])
+            * sum(int(a) * int(b) for a, b in zip(codes[n], made.codes[o], strict=True))
             for o in range(8)
         ]
         for n in range(4)
@@ -126,7 +134,10 @@ def test_a_row_of_a_memory_is_rounded_by_itself() -> None:
     memory = NGramMemory((2, 3), 50, 8)
     for table in memory.tables:
         table.data = drawn(50, 8) * torch.arange(50)[:, None]
-    made, ids = QuantisedMemory.of(memory), torch.randint(0, 30, (2, 12), generator=torch.Generator().manual_seed(0))
+    made, ids = (
+        QuantisedMemory.of(memory),
+        torch.randint(0, 30, (2, 12), generator=torch.Generator().manual_seed(0)),
+    )
     segments = (torch.arange(12) > 6).long().expand(2, -1)
     for more in ({}, {"segments": segments}, {"before": torch.tensor([[3, 4], [5, 6]])}):
         want = memory(ids, **more)

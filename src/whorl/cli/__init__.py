@@ -35,6 +35,7 @@ VERBS = (
     "gc",
     "import",
     "export",
+    "quantise",
 )
 GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
 

@@ -5,14 +5,14 @@ Rounding to the nearest makes the smallest error in the weights. What matters is
     sum over x of |(W - Q) x|^2 = tr((W - Q) H (W - Q)^T),        H = sum x x^T over some text         (`models/moments.py`)
 
 and where inputs are correlated one rounding can make good for another. GPTQ (Frantar et al. 2022, arXiv:2210.17323; Optimal
-Brain Quantization, arXiv:2208.11580, eq. 2, with one order for all rows): columns are rounded one after another, and the error
-of each is spread at once over those that are still free, as the least squares say:
+Brain Quantization, arXiv:2208.11580, eq. 2, with one order for all rows): columns are rounded one after another, and the
+error of each is spread at once over those that are still free, as the least squares say:
 
     q_j = round(w_j);    w_F -= (w_j - q_j) / [inv(H_F)]_jj * [inv(H_F)]_jF        F: the columns from j on
 
 The rows of the inverses of all these H_F are the rows of one upper Cholesky factor U of inv(H) = U^T U (section 3.3 there):
-[inv(H_F)]_jF = U_jj U_jF. So one factorisation serves all columns of all rows, and updates of far columns are put off and made
-as one product a block. A test holds this to the definition, with each inverse taken anew.
+[inv(H_F)]_jF = U_jj U_jF. So one factorisation serves all columns of all rows, and updates of far columns are put off and
+made as one product a block. A test holds this to the definition, with each inverse taken anew.
 
 Here the columns go by falling H_jj: those that carry most are rounded while most others are free to make good. So scales
 cannot wait for the updated weights of their group; they are chosen before, each group's as the largest number times one of a
@@ -47,6 +47,7 @@ from whorl.nn.quantised import (
     QuantisedMemory,
     check_group,
     encode,
+    grouped,
     scales_of,
 )
 
@@ -85,7 +86,9 @@ def quantise_model(
     if calibrated and scheme.format == "fp8":
         raise ConfigError("rounding 'calibrated' with fp8", expected="int8 or int4, whose codes lie evenly")
     if calibrated and not rows:
-        raise ConfigError("rounding 'calibrated', and no text is given", expected="rows of ids to calibrate with")
+        raise ConfigError(
+            "rounding 'calibrated', and no text is given", expected="rows of ids to calibrate with"
+        )
     for number, block in enumerate(model.blocks):
         mine = [name for name in names if name.startswith(f"blocks.{number}.")]
         moments = second_moments(model, rows, mine, until=block) if calibrated and mine else {}
@@ -117,8 +120,8 @@ def best_scales(weight: Tensor, importance: Tensor, kind: Format, group: int | N
     share = importance.float().view(1, widest.shape[1], -1)
     for factor in FACTORS:
         scales = widest * factor
-        back = encode(weight, scales, kind).float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
-        cost = ((weight.unflatten(1, (scales.shape[1], -1)) - back).square() * share).sum(2)
+        back = grouped(encode(weight, scales, kind).float(), scales.shape[1]) * scales[:, :, None]
+        cost = ((grouped(weight, scales.shape[1]) - back).square() * share).sum(2)
         best, least = torch.where(cost < least, scales, best), torch.minimum(cost, least)
     return best
 

@@ -111,13 +111,13 @@ class LanguageModel(nn.Module, ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d_model] -> [..., vocab] in fp32."""
-        product = self._modules.get("head_product")
-        if product is None:
-            logits = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
-        else:
-            logits = product(hidden).float()
+        made: Callable[[Tensor], Tensor] = self._modules.get("head_product") or self._by_head
+        logits = made(hidden).float()
         cap = self.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _by_head(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head_weight.to(hidden.dtype))
 
     @abstractmethod
     def new_state(self, batch: int, capacity: int) -> ModelState:

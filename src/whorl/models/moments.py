@@ -2,9 +2,9 @@
 
     H = sum over positions of x x^T          [in, in], for each layer
 
-One statistic tells three things of a layer y = W x without its ever being run again: how much an error E in the weights costs
-in the output, sum |E x|^2 = tr(E H E^T) (rounding: `engine/quantise.py`); what an input, or a group of them, contributes,
-tr(W_j H_jj W_j^T) (pruning: `prune.py`); and the least-squares weights of what is left.
+One statistic tells three things of a layer y = W x without its ever being run again: how much an error E in the weights
+costs in the output, sum |E x|^2 = tr(E H E^T) (rounding: `engine/quantise.py`); what an input, or a group of them,
+contributes, tr(W_j H_jj W_j^T); and the least-squares weights of what is left when some go (pruning: `prune.py`).
 
 The subtle part: sums over many positions of numbers of very different size. They are taken in fp32 products of a batch and
 added up in fp64; nothing here is divided by the number of positions, since no use above depends on it.

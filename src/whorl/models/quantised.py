@@ -188,12 +188,17 @@ def _shape_like(model: LanguageModel, scheme: Scheme, names: list[str], where: P
             layer = None
         if not isinstance(layer, Linear):
             raise CheckpointError(
-                f"{where}: tensor '{name}.codes' is of no matrix", expected="layers of the model in config.json"
+                f"{where}: tensor '{name}.codes' is of no matrix",
+                expected="layers of the model in config.json",
             )
         d_out, d_in = layer.weight.shape
         bias = layer.bias is not None
         try:
-            put(model, name, QuantisedLinear(d_in, d_out, scheme.format, scheme.group, dynamic=scheme.dynamic, bias=bias))
+            put(
+                model,
+                name,
+                QuantisedLinear(d_in, d_out, scheme.format, scheme.group, dynamic=scheme.dynamic, bias=bias),
+            )
         except ConfigError as error:
             raise CheckpointError(f"{where}: {name}: {error.what}", expected=error.expected) from error
     memory = getattr(model, "memory", None)

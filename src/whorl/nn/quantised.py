@@ -57,14 +57,20 @@ def check_group(d_in: int, group: int | None, kind: str, name: str = "weight") -
         )
     if kind == "int4" and (d_in if group is None else group) % 2:
         raise ConfigError(
-            f"{name} has groups of {group or d_in} columns", expected="an even number: int4 keeps two in a byte"
+            f"{name} has groups of {group or d_in} columns",
+            expected="an even number: int4 keeps two in a byte",
         )
+
+
+def grouped(t: Tensor, groups: int) -> Tensor:
+    """[out, in] -> [out, groups, in / groups]."""
+    return t.reshape(t.shape[0], groups, t.shape[1] // groups)
 
 
 def scales_of(weight: Tensor, kind: Format, group: int | None = None) -> Tensor:
     """The scales with which nothing is cut off.  weight: [out, in] -> [out, groups] fp32, none of them 0."""
     check_group(weight.shape[1], group, kind)
-    w = weight.float().unflatten(1, (-1, group or weight.shape[1]))  # [out, groups, group]
+    w = grouped(weight.float(), weight.shape[1] // (group or weight.shape[1]))
     if kind == "int4":
         extreme = w.gather(2, w.abs().argmax(2, keepdim=True)).squeeze(2)
         scale = extreme / LOWEST["int4"]
@@ -75,7 +81,7 @@ def scales_of(weight: Tensor, kind: Format, group: int | None = None) -> Tensor:
 
 def encode(weight: Tensor, scales: Tensor, kind: Format) -> Tensor:
     """The nearest codes.  weight: [out, in]; scales: [out, groups] -> [out, in] int8 (fp8: float8)."""
-    ratio = (weight.float().unflatten(1, (scales.shape[1], -1)) / scales[:, :, None]).flatten(1)
+    ratio = (grouped(weight.float(), scales.shape[1]) / scales[:, :, None]).flatten(1)
     if kind == "fp8":
         top = torch.finfo(float8.FORWARD).max
         return ratio.clamp(-top, top).to(float8.FORWARD)
@@ -84,12 +90,12 @@ def encode(weight: Tensor, scales: Tensor, kind: Format) -> Tensor:
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
     """codes: [out, in], not packed; scales: [out, groups] -> [out, in] fp32: what the codes mean."""
-    return (codes.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]).flatten(1)
+    return (grouped(codes.float(), scales.shape[1]) * scales[:, :, None]).flatten(1)
 
 
 def pack(codes: Tensor) -> Tensor:
     """int4: codes [out, in] in -8 .. 7 -> [out, in / 2] uint8, the earlier column in the low four bits, each as code + 8."""
-    pairs = (codes.to(torch.int16) + 8).unflatten(1, (-1, 2))
+    pairs = (codes.to(torch.int16) + 8).view(len(codes), -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
 
 
@@ -147,7 +153,9 @@ class QuantisedLinear(Linear):
     ) -> QuantisedLinear:  # fmt: skip
         """`linear` in few bits: rounded to the nearest, or as `codes` [out, in] and `scales` say."""
         weight = linear.weight.detach()
-        layer = cls(*reversed(weight.shape), kind, group, dynamic=dynamic, bias=linear.bias is not None)
+        layer = cls(
+            weight.shape[1], weight.shape[0], kind, group, dynamic=dynamic, bias=linear.bias is not None
+        )
         scales = scales_of(weight, kind, group) if scales is None else scales
         codes = encode(weight, scales, kind) if codes is None else codes
         layer.codes, layer.scales = pack(codes) if kind == "int4" else codes, scales
@@ -252,7 +260,12 @@ def _fits_integers(layer: QuantisedLinear, x: Tensor) -> bool:
 
 
 def _fits_float8(layer: QuantisedLinear, x: Tensor) -> bool:
-    return layer.dynamic and layer.kind == "fp8" and float8.native(x) and not (layer.d_in % 16 or layer.d_out % 16)
+    return (
+        layer.dynamic
+        and layer.kind == "fp8"
+        and float8.native(x)
+        and not (layer.d_in % 16 or layer.d_out % 16)
+    )
 
 
 KERNELS: dict[str, Kernel] = {
@@ -310,8 +323,12 @@ class QuantisedMemory(nn.Module):
     def forward(self, ids: Tensor, segments: Tensor | None = None, before: Tensor | None = None) -> Tensor:
         """As `NGramMemory`: ids [B, T] -> [B, T, d] fp32."""
         total: Tensor | None = None
-        for order, rows in zip(self.orders, ngram_rows(ids, self.orders, self.buckets, segments, before), strict=True):
-            part = F.embedding(rows, getattr(self, f"codes_{order}")) * F.embedding(rows, getattr(self, f"scales_{order}"))
+        for order, rows in zip(
+            self.orders, ngram_rows(ids, self.orders, self.buckets, segments, before), strict=True
+        ):
+            part = F.embedding(rows, getattr(self, f"codes_{order}")) * F.embedding(
+                rows, getattr(self, f"scales_{order}")
+            )
             total = part if total is None else total + part
         assert total is not None
         return total
