@@ -29,6 +29,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from whorl.engine.adapters import Adapters
 from whorl.engine.assemble import assemble, scores_prompt
 from whorl.engine.cache import Cache, Group
 from whorl.engine.pace import Pace
@@ -91,6 +92,7 @@ class Engine:
         forbidden: ids that are never drawn (pad, bos, rows that only round the matrix up).
         proposer: of drafts.
         compile_grammar: makes a matcher of a `Grammar`; without it such requests are refused.
+        adapters: LoRA adapters of `model` that requests may name (`adapters.py`).
         clock: seconds.
 
     Raises:
@@ -106,11 +108,14 @@ class Engine:
         forbidden: Many[int] = (),
         proposer: Proposer | None = None,
         compile_grammar: Callable[[Any], Any] | None = None,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model, self.token_bytes, self.proposer, self.clock = model, token_bytes, proposer, clock
         self.compile_grammar = compile_grammar
+        self.adapters = Adapters(model) if adapters is None else adapters
+        self.adapters.in_use = lambda: {s.request.adapter for s in self._sequences.values()}
         self.max_length = (
             config.max_length if model.longest is None else min(config.max_length, model.longest)
         )
@@ -179,10 +184,7 @@ class Engine:
             raise ConfigError(
                 "required is given, and the engine has no token_bytes", expected="a request without"
             )
-        if request.adapter is not None:
-            raise ConfigError(
-                f"adapter {request.adapter!r} is not loaded", expected="the name of a loaded adapter"
-            )
+        self.adapters.number(request.adapter)  # which says so if there is none
         self._arrivals += 1
         seed = (
             request.sampling.seed
@@ -219,7 +221,10 @@ class Engine:
             return deltas
         batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
         ready = self.clock()
-        logits = self.runner.run(batch)
+        with self.adapters.active(
+            self.adapters.over([s.request.adapter for s, _ in schedule.rows], batch.starts)
+        ):
+            logits = self.runner.run(batch)
         ran = self.clock()
         drawn = self.sampler(logits, rows) if rows else []
         sampled = self.clock()
@@ -398,7 +403,7 @@ class Engine:
             sequence.chain_seed = mixed + self._chain_seed(sequence.request)
 
     def _chain_seed(self, request: Request) -> bytes:
-        return f"{self.version} {request.adapter or ''} ".encode()
+        return f"{self.version} {self.adapters.key(request.adapter)} ".encode()
 
     def _most_positions(self) -> int:
         """The longest text that the cache could hold, were it alone."""

@@ -12,10 +12,10 @@ one goes and the other stays, where a measure of each by itself (activations tim
 Minitron, arXiv:2407.14679, take it) would keep or drop both. `measure` names the controls: "activation" tr(W_g H_gg W_g^T)
 without a refit, "magnitude" of the weights alone, "random".
 
-What comes out is an ordinary model of the same class with another configuration, since every layer loses equally many: it is
-saved, loaded, trained and served as any other. Of key heads whole groups go, with their query heads; of query heads equally
-many in each group, so that grouped-query attention stays one. It is meant to be trained on a little: `teacher_log_probs` gives
-what the large one says, `objectives/distil.py` the loss.
+What comes out is an ordinary model of the same class with another configuration, since every layer loses equally many: it
+is saved, loaded, trained and served as any other. Of key heads whole groups go, with their query heads; of query heads
+equally many in each group, so that grouped-query attention stays one. It is meant to be trained on a little:
+`teacher_log_probs` gives what the large one says, `objectives/distil.py` the loss.
 
 The subtle part is a damped H: an input that the text never used has no curvature and would be free to take any weight.
 

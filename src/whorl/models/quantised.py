@@ -4,8 +4,8 @@ The folder is that of any model (`files.py`) with two differences: config.json a
 model.safetensors a quantised matrix NAME.weight is NAME.codes and NAME.scales (`nn/quantised.py`), the n-gram tables
 memory.codes_N and memory.scales_N, and the head head_product.codes and .scales. `load_model` reads both.
 
-What stays as it was: the embedding, norms, routers, mixtures' experts, and matrices that a layer reads otherwise than through
-`Linear.forward` (a latent's kv_b, which is absorbed; recurrences'). Matrices with fewer than 16 rows or columns are gates.
+What stays as it was: the embedding, norms, routers, mixtures' experts, and matrices that a layer reads otherwise than
+through `Linear.forward` (a latent's kv_b, which is absorbed; recurrences'). Those with fewer than 16 rows or columns are gates.
 
 The subtle part is a tied model: its head product is quantised, the embedding that it is tied to is not, and both are kept.
 """
@@ -70,14 +70,21 @@ class Scheme(BaseModel):
         return ", ".join(parts)
 
 
+def read_apart(model: nn.Module) -> set[str]:
+    """Names of the layers whose weight is read otherwise than through `Linear.forward`."""
+    inside = {Latent: ("kv_b",), Mamba: ("delta",), Recurrent: ("inward", "recurrent")}
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for kind, names in inside.items()
+        if isinstance(module, kind)
+        for name in names
+    }
+
+
 def matrices_of(model: nn.Module) -> list[str]:
     """Names of the layers of the blocks whose matrices may be kept in few bits (see the top of this file)."""
-    apart = set()
-    for path, module in model.named_modules():
-        inside = {Latent: ("kv_b",), Mamba: ("delta",), Recurrent: ("inward", "recurrent")}
-        for kind, names in inside.items():
-            if isinstance(module, kind):
-                apart |= {f"{path}.{name}" for name in names}
+    apart = read_apart(model)
     return [
         name
         for name, module in model.named_modules()
