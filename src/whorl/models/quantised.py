@@ -4,8 +4,8 @@ The folder is that of any model (`files.py`) with two differences: config.json a
 model.safetensors a quantised matrix NAME.weight is NAME.codes and NAME.scales (`nn/quantised.py`), the n-gram tables
 memory.codes_N and memory.scales_N, and the head head_product.codes and .scales. `load_model` reads both.
 
-What stays as it was: the embedding, norms, routers, mixtures' experts, and matrices that a layer reads otherwise than
-through `Linear.forward` (a latent's kv_b, which is absorbed; recurrences'). Those with fewer than 16 rows or columns are gates.
+What stays as it was: the embedding, norms, routers, mixtures' experts, matrices that a layer reads otherwise than through
+`Linear.forward` (a latent's kv_b, which is absorbed; recurrences'), and those with fewer than 16 rows or columns, the gates.
 
 The subtle part is a tied model: its head product is quantised, the embedding that it is tied to is not, and both are kept.
 """
