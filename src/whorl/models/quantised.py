@@ -137,7 +137,8 @@ def load_quantised(
     """The model that `save_quantised` wrote.
 
     Args:
-        scheme_data: what config.json says under `quantisation`; make: an untrained model of its shape, on the device at hand.
+        scheme_data: what config.json says under `quantisation`.
+        make: gives an untrained model of its shape.
 
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, unknown, or of another shape or type.

@@ -11,13 +11,14 @@
 Symmetric (no zero point): weights of a trained matrix lie around 0, and integer products need no correction.
 
 Weights only: the product is that of the weights written out again, in the type of x; what is saved is memory and its
-traffic. Dynamic: activations are rounded too, a scale for each row of x made on the spot, and the sums are of integers, so that
+traffic. Dynamic: activations are rounded too, a scale for each row of x made on the spot, and the sums are of integers
+(Dettmers et al. 2022, arXiv:2208.07339, section 2.1, vector-wise), so that
 
-    y[n, o] = x_scale[n] * scales[o] * sum over i of x_code[n, i] codes[o, i]        (Dettmers et al. 2022, arXiv:2208.07339, eq. 3)
+    y[n, o] = x_scale[n] * scales[o] * sum over i of x_code[n, i] codes[o, i]
 
 which wants one scale a row of weights. The subtle part is which of several ways of one product is fastest: it depends on
-the machine, the shape and the rows of x, so `QuantisedLinear` times those that fit at the first call of each kind and keeps the
-best (`KERNELS`; a name in `kernel` forces one). All are held to `dequantise` by tests. The fp8 product is written for
+the machine, the shape and the rows of x, so `QuantisedLinear` times those that fit at the first call of each kind and keeps
+the best (`KERNELS`; a name in `kernel` forces one). All are held to `dequantise` by tests. The fp8 product is written for
 GPUs against the documentation and has NOT been run on one.
 
 Shapes: weight [out, in]; codes [out, in], of int4 [out, in / 2] uint8; scales [out, groups] fp32; x [..., in] -> [..., out].

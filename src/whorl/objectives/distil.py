@@ -3,11 +3,11 @@
     total = sum over t with mask[t] of  KL(p_t || q_t) = sum over ids i of p_t(i) (log p_t(i) - log q_t(i))
 
 (Hinton et al. 2015, arXiv:1503.02531, at temperature 1: the forward KL, in nats.) It is told as the difference from
-`next_token.py`: there p is all on one id. A teacher's distribution over thousands of ids tells far more about a position than
-one draw from it, so a student needs fewer positions.
+`next_token.py`: there p is all on one id. A teacher's distribution over thousands of ids tells far more about a position
+than one draw from it, so a student needs fewer positions.
 
-The subtle part is a teacher of whom only the K likeliest ids were kept. Leaving the others out, or spreading 1 over the K, both
-teach that the rest is impossible. Here the rest is one more outcome, whose probability the student is to have too:
+The subtle part is a teacher of whom only the K likeliest ids were kept. Leaving the others out, or spreading 1 over the K,
+both teach that the rest is impossible. Here the rest is one more outcome, whose probability the student is to have too:
 
     p_rest (log p_rest - log q_rest),      p_rest = 1 - sum of the K
 
