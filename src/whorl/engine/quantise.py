@@ -145,7 +145,7 @@ def gptq(weight: Tensor, moments: Tensor, scales: Tensor, kind: Format, damping:
     d_in = w.shape[1]
     for start in range(0, d_in, BLOCK):
         stop = min(start + BLOCK, d_in)
-        errors = torch.empty(w.shape[0], stop - start)
+        errors = torch.empty(w.shape[0], stop - start, device=w.device)
         for j in range(start, stop):
             code = (w[:, j] / scale[:, j]).round_().clamp_(low, high)
             error = (w[:, j] - code * scale[:, j]) / upper[j, j]

@@ -67,10 +67,11 @@ def quantise(ctx: StepContext, config: QuantiseConfig) -> None:
 
 
 def calibration_rows(folder: Path, n: int, length: int, seed: int) -> list[Tensor]:
-    """`n` rows of `length` ids from places of a token set's training split that `seed` draws, a few rows a tensor.
+    """`n` rows of `length` ids (fewer, if there are no more) from places of a token set's training split that `seed` draws,
+    a few rows a tensor.
 
     Raises:
-        DataError: no token set, or one without a training split. ConfigError: it has fewer ids than a row.
+        DataError: no token set, or one without a training split. ConfigError: that is empty.
     """
     import numpy as np
     import torch
@@ -78,8 +79,9 @@ def calibration_rows(folder: Path, n: int, length: int, seed: int) -> list[Tenso
     from whorl.tokens.shards import TokenSet
 
     train = TokenSet(folder).split("train")
-    if len(train) < length:
-        raise ConfigError(f"the training split has {len(train)} ids", expected=f"at least a row of {length}")
+    if not len(train):
+        raise ConfigError(f"the training split of {folder} is empty", expected="text to calibrate with")
+    length = min(length, len(train))
     starts = np.random.default_rng(seed).integers(0, len(train) - length + 1, n).tolist()
     rows = [torch.from_numpy(train[start : start + length].astype(np.int64)) for start in starts]
     return [torch.stack(rows[at : at + ROWS_TOGETHER]) for at in range(0, n, ROWS_TOGETHER)]
