@@ -110,7 +110,7 @@ def test_a_mixed_batch_is_each_alone_with_its_adapter_merged(kind: Any) -> None:
         adapters.add(name, one)
     plain = said(model, text)
     for names in (["a", "b", None, "c", "a"], ["b"] * 5, [None, None, "c", None, None]):
-        with adapters.active(adapters.over(names, [0, 7, 14, 21, 28, 35])):
+        with adapters.active(adapters.over(adapters.numbers(names) or [], [0, 7, 14, 21, 28, 35])):
             together = said(model, text)
         for row, name in enumerate(names):
             alone = kind()

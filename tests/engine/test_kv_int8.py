@@ -7,7 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.kv_int8 import attend, attend_reference, bytes_per_token, compress, restore
+from whorl.engine.request import Request
+from whorl.engine.sampling import Sampling
+from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
+from whorl.models.transformer_config import Heads
+from whorl.nn.attention import causal
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -47,3 +53,92 @@ def test_the_size_is_what_is_kept() -> None:
     k = compress(drawn(1, 2, 10, 64))
     assert 2 * 3 * k.n_bytes == 10 * bytes_per_token(3, 2, 64)
     assert bytes_per_token(3, 2, 64) < 0.54 * (2 * 3 * 2 * 64 * 2)
+
+
+def lively(model: LanguageModel) -> LanguageModel:
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=g) * 0.15)
+    return model.eval()
+
+
+def decoder() -> LanguageModel:
+    config = DecoderConfig(
+        vocab_size=48,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=16,
+        mlp_hidden=64,
+        ngram_buckets=64,
+    )
+    return lively(Decoder(config, torch.Generator().manual_seed(0)))
+
+
+def transformer() -> LanguageModel:
+    heads = Heads(n_heads=4, n_kv_heads=2, head_dim=16, smear=True, qk_norm=True, window=9)
+    config = TransformerConfig(vocab_size=48, d_model=32, n_layers=2, mlp_hidden=64, mixers={"a": heads})
+    return lively(Transformer(config, torch.Generator().manual_seed(0)))
+
+
+def prompt_log_probs(
+    model: LanguageModel, prompts: list[tuple[int, ...]], **fields: object
+) -> list[torch.Tensor]:
+    config = EngineConfig(max_sequences=3, max_length=64, page_size=4, token_budget=11, **fields)
+    engine = Engine(model, config)
+    for number, ids in enumerate(prompts):
+        sampling = Sampling(temperature=0)
+        engine.add(Request(id=str(number), ids=ids, sampling=sampling, max_tokens=6, prompt_log_probs=True))
+    found: dict[str, tuple[float, ...]] = {}
+    while engine.busy:
+        for delta in engine.step():
+            if delta.prompt_log_probs:
+                found[delta.request_id] = delta.prompt_log_probs
+        engine.check_integrity()
+    return [torch.tensor(found[str(number)]) for number in range(len(prompts))]
+
+
+def prompts() -> list[tuple[int, ...]]:
+    g = torch.Generator().manual_seed(4)
+    return [tuple(torch.randint(48, (n,), generator=g).tolist()) for n in (23, 30, 7, 17)]
+
+
+def test_the_engine_with_such_a_cache_is_the_forward_with_rounded_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, texts = decoder(), prompts()
+    found = prompt_log_probs(model, texts, cache="int8")
+    plain = prompt_log_probs(model, texts)
+    own = causal.causal_attention
+    monkeypatch.setattr(
+        causal,
+        "causal_attention",
+        lambda q, k, v, s=None: own(q, restore(compress(k)), restore(compress(v)), s),
+    )
+    for ids, ours, without in zip(texts, found, plain, strict=True):
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            said = model.logits(model(row)).log_softmax(-1)
+        want = said[0, :-1].gather(1, row[0, 1:, None])[:, 0]
+        assert torch.allclose(ours, want, atol=1e-4)
+        assert 1e-4 < (ours - without).abs().max() < 0.2
+
+
+def test_windows_and_smeared_keys_go_with_it() -> None:
+    model, texts = transformer(), prompts()
+    for ours, plain in zip(
+        prompt_log_probs(model, texts, cache="int8"), prompt_log_probs(model, texts), strict=True
+    ):
+        assert 0 < (ours - plain).abs().max() < 0.2
+
+
+def test_such_a_cache_is_smaller() -> None:
+    model = decoder()
+    sizes = {kind: Engine(model, EngineConfig(cache=kind)).runner for kind in ("model", "int8")}
+    kept = {
+        kind: sum(t.nbytes for layer in runner.layers for t in layer.tensors[:2] + layer.tensors[3:])
+        for kind, runner in sizes.items()
+    }
+    assert kept["int8"] == kept["model"] * (16 + 4) / (4 * 16)

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.quantise import best_scales, gptq, output_error, quantise_model
+from whorl.engine.request import Request
+from whorl.engine.sampling import Sampling
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import (
     Decoder,
@@ -177,6 +180,22 @@ def test_a_quantised_model_decodes_as_it_reads() -> None:
     text = ids(2, 12)
     parts = [model(text[:, a:b], state=state) for a, b in ((0, 5), (5, 6), (6, 12))]
     assert torch.allclose(torch.cat(parts, 1), model(text), atol=1e-4)
+
+
+def test_the_engine_runs_a_quantised_model() -> None:
+    model = quantise_model(decoder(), Scheme(dynamic=True, head=True, memory=True))
+    engine = Engine(model, EngineConfig(max_sequences=2, max_length=32, page_size=4, token_budget=7))
+    prompts = ids(3, 9).tolist()
+    for n, prompt in enumerate(prompts):
+        engine.add(Request(id=str(n), ids=tuple(prompt), sampling=Sampling(temperature=0), max_tokens=5))
+    found: dict[str, list[int]] = {}
+    while engine.busy:
+        for delta in engine.step():
+            found.setdefault(delta.request_id, []).extend(token.id for token in delta.tokens)
+    for n, text in enumerate(prompts):
+        for _ in range(5):
+            text.append(int(model.logits(model(torch.tensor([text])))[0, -1].argmax()))
+        assert found[str(n)] == text[9:]
 
 
 def test_matrices_that_are_not_plain_products_stay(tmp_path: Path) -> None:

@@ -173,16 +173,15 @@ class Adapters:
         """A word for this adapter that no other ever has, under whatever name: what caches are told apart by."""
         return "" if name is None else self._keys[name]
 
-    def over(self, names: Iterable[str | None], starts: Sequence[int]) -> list[int]:
-        """Numbers of all positions, of rows with these adapters; starts: borders of the rows, one more than there are.
+    def numbers(self, names: Iterable[str | None]) -> list[int] | None:
+        """Of rows with these adapters: the number of each, or None where no row has any."""
+        named = list(names)
+        return [self.number(name) for name in named] if any(named) else None
 
-        Empty where no row has any.
-        """
-        names = list(names)
-        if not any(names):
-            return []
+    def over(self, numbers: Sequence[int], starts: Sequence[int]) -> list[int]:
+        """From rows to positions.  starts: borders of the rows, one more than there are."""
         lengths = [stop - start for start, stop in pairwise(starts)]
-        return [n for name, length in zip(names, lengths, strict=True) for n in [self.number(name)] * length]
+        return [n for number, length in zip(numbers, lengths, strict=True) for n in [number] * length]
 
     @contextmanager
     def active(self, numbers: Sequence[int]) -> Iterator[None]:

@@ -11,8 +11,9 @@ Nothing has to be written out again to be attended to, for a scale is a factor o
 
     q . k[p] = (q . codes_k[p]) * scale_k[p]          sum_p w[p] v[p] = sum_p (w[p] * scale_v[p]) codes_v[p]
 
-`attend` does that, in the order of the second forms; `attend_reference` is the definition. What it costs in bits per byte is
-in bench/engine_quantise.py.
+`attend` does that, in the order of the second forms; `attend_reference` is the definition. `Int8Pages` are the engine's
+pages of such a cache (EngineConfig(cache="int8")); a step writes out what it attends to, since torch has no product of the
+one kind with the other. What it costs in bits per byte is in bench/engine_quantise.py.
 
 Shapes: q [B, H, T, d]; codes [B, KV, S, d] int8; scales [B, KV, S] fp32; bias [.., T, S] added to the scores, or None.
 """
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from whorl.engine.pages import HeadPages, Piece
 from whorl.nn.quantised import quantise_rows
 
 
@@ -75,3 +77,40 @@ def attend(q: Tensor, k: Int8, v: Int8, bias: Tensor | None = None, scale: float
     )
     mixed = (weights * v.scale[:, :, None, :]).to(q.dtype) @ v.codes.to(q.dtype)
     return mixed.view(batch, heads, length, v.codes.shape[-1])
+
+
+class Int8Pages(HeadPages):
+    """Keys and values of one layer in int8, their scales beside them; arguments as of `HeadPages`.
+
+    dtype is that of the newest keys before they are smeared, which are kept as they are.
+    """
+
+    def __init__(
+        self,
+        n_pages: int,
+        n_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+        raw: bool,
+    ) -> None:
+        super().__init__(n_pages, n_kv_heads, page_size, head_dim, torch.int8, device, False)
+        self.raw = torch.zeros(self.k.shape, dtype=dtype, device=device) if raw else None
+        self.k_scale, self.v_scale = (torch.zeros(*self.k.shape[:3], 1, device=device) for _ in "kv")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors, self.k_scale, self.v_scale]
+
+    def put(self, k: Tensor, v: Tensor) -> None:
+        p = self._places()
+        for codes, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            kept = compress(new[0].transpose(0, 1))  # [N, KV, d]
+            codes[p.page, :, p.place] = kept.codes
+            scales[p.page, :, p.place] = kept.scale[..., None]
+
+    def _read(self, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        pairs = (self.k, self.k_scale), (self.v, self.v_scale)
+        k, v = ((self._gathered(t, piece) * self._gathered(s, piece)).to(dtype) for t, s in pairs)
+        return k, v

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,18 @@ class Batch:
     n_single: int
     before: Tensor | None = None
     adapters: list[int] | None = None
+    drawn: list[int] | None = None  # which of the W a token is drawn from; None: all
+
+    def singly(self) -> Iterator[Batch]:
+        """Each row as a batch of its own."""
+        for r, (a, b) in enumerate(pairwise(self.starts)):
+            wanted = self.wanted[(self.wanted >= a) & (self.wanted < b)] - a
+            yield Batch(
+                self.ids[a:b], self.positions[a:b], [0, b - a], self.lengths[r : r + 1], self.slots[r : r + 1],
+                [table[r : r + 1] for table in self.pages], wanted, int(b - a == 1),
+                None if self.before is None else self.before[a:b],
+                None if self.adapters is None else self.adapters[r : r + 1],
+            )  # fmt: skip
 
 
 @dataclass
@@ -160,7 +174,7 @@ class HeadPages(PagedState):
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         allows = mask.mod()
         for piece in self._places().pieces:
-            k, v = (self._gathered(t, piece).to(q.dtype) for t in (self.k, self.v))  # [B, KV, L, d]
+            k, v = self._read(piece, q.dtype)  # [B, KV, L, d]
             distance = piece.queries[:, :, None] - piece.at[:, None, :]  # [B, T, L]
             seen = allows(zero, zero, piece.queries[:, :, None], piece.at[:, None, :])
             slopes = None if bias is None else -bias[:, None, None] * distance[:, None].abs()
@@ -175,6 +189,9 @@ class HeadPages(PagedState):
             out = attend(mine, k, v, each, scale, slopes, softcap, sink, backend)
             y[0].transpose(0, 1)[piece.where] = out.transpose(1, 2)
         return y
+
+    def _read(self, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._gathered(self.k, piece).to(dtype), self._gathered(self.v, piece).to(dtype)
 
     def _gathered(self, pool: Tensor, piece: Piece) -> Tensor:
         got = pool[piece.pages]  # [B, P, KV, page, d]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.engine.adapters import Adapters
+from whorl.engine.kv_int8 import Int8Pages
 from whorl.engine.pages import Batch, HeadPages, LatentPages, Places, SlotStates
 from whorl.errors import ConfigError
 from whorl.models import Decoder, LanguageModel, Transformer
@@ -63,7 +65,9 @@ class Runner:
         pages: of each layer group (`groups`), in the order of `windows`.
         page_size: positions a page.
         n_slots: sequences at once; capacity: the longest of them.
-        dtype: of the cache; by default the model's compute type.
+        dtype: of the cache; by default the model's compute type. int8: of keys and values alone (`kv_int8.py`).
+        adapters: of `model`, for batches that name any.
+        invariant: run each row by itself, so that no bit of it depends on who else is in the batch.
     """
 
     def __init__(
@@ -74,13 +78,18 @@ class Runner:
         n_slots: int,
         capacity: int,
         dtype: torch.dtype | None = None,
+        invariant: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
-        self.model, self.page_size = model, page_size
+        self.model, self.page_size, self.invariant = model, page_size, invariant
+        self.adapters = adapters
         self.device = str(model.embedding.device)
         kinds = windows_of(model)
         self.windows = sorted({k for k in kinds if k != -1}, key=lambda w: (w is not None, w or 0))
         self.has_slots = -1 in kinds
-        cache_type = dtype or model.dtype
+        int8 = dtype == torch.int8
+        cache_type = model.dtype if dtype is None or int8 else dtype
+        kind_of_pages = Int8Pages if int8 else HeadPages
         self.layers: list[Layer] = []
         self.group_of: list[int] = []  # of each layer; -1 for slots
         for block, kind in zip(model.blocks, kinds, strict=True):
@@ -95,7 +104,7 @@ class Runner:
                 own = not isinstance(mixer, MultiHead) or mixer.own_keys
                 sizes = pages[kind] if own else 1, mixer.n_kv_heads, page_size, mixer.head_dim
                 smeared = mixer.smear is not None
-                self.layers.append(HeadPages(*sizes, cache_type, self.device, smeared))
+                self.layers.append(kind_of_pages(*sizes, cache_type, self.device, smeared))
 
     @property
     def reach(self) -> int:
@@ -112,7 +121,14 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """-> logits [W, vocab] fp32 of the wanted positions; the cache holds all N afterwards."""
-        return self.model.logits(self.hidden(batch)[batch.wanted])
+        if self.invariant:
+            return torch.cat([self.logits(self.hidden(one)[one.wanted]) for one in batch.singly()])
+        return self.logits(self.hidden(batch)[batch.wanted])
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[W, d_model] -> [W, vocab] fp32."""
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
@@ -136,8 +152,10 @@ class Runner:
                 x = model.embed(batch.ids[:, None], None, state).transpose(0, 1)  # type: ignore[arg-type]
         else:
             x = model.embed(ids, positions)  # type: ignore[operator]
-        hidden: Tensor = model.trunk(x, where, None, state)[0]
-        return hidden
+        if batch.adapters is None or self.adapters is None:
+            return model.trunk(x, where, None, state)[0]
+        with self.adapters.active(self.adapters.over(batch.adapters, batch.starts)):
+            return model.trunk(x, where, None, state)[0]
 
     def refresh(self) -> None:
         """The model's weights have changed."""
