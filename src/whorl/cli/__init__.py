@@ -37,6 +37,7 @@ VERBS = (
     "import",
     "export",
     "bench-serve",
+    "quantise",
 )
 GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
 
