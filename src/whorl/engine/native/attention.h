@@ -53,14 +53,14 @@ INLINE int64_t attention_room(const Heads& h, int64_t queries) {
 INLINE void transpose16(Lanes* v, float* out, int64_t stride) {
     Lanes w[WIDTH];
     for (int i = 0; i < 8; i++) {
-        w[2 * i] = __builtin_shuffle(v[i], v[i + 8], Ints{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-        w[2 * i + 1] = __builtin_shuffle(v[i], v[i + 8], Ints{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+        w[2 * i] = __builtin_shufflevector(v[i], v[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
     for (int round = 0; round < 3; round++) {  // four perfect shuffles of 16 rows are a transpose
         for (int i = 0; i < WIDTH; i++) v[i] = w[i];
         for (int i = 0; i < 8; i++) {
-            w[2 * i] = __builtin_shuffle(v[i], v[i + 8], Ints{0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23});
-            w[2 * i + 1] = __builtin_shuffle(v[i], v[i + 8], Ints{8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31});
+            w[2 * i] = __builtin_shufflevector(v[i], v[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
         }
     }
     for (int i = 0; i < WIDTH; i++) store(out + i * stride, w[i]);

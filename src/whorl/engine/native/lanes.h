@@ -74,6 +74,9 @@ INLINE Lanes load_some(const T* from, int n) {
 INLINE void put(float* to, float x) { *to = x; }
 INLINE void put(bf16* to, float x) { *to = narrow(x); }
 
+INLINE float get(const float* from) { return *from; }
+INLINE float get(const bf16* from) { return widen(*from); }
+
 INLINE Lanes min_lanes(Lanes a, Lanes b) { return a < b ? a : b; }
 INLINE Lanes max_lanes(Lanes a, Lanes b) { return a > b ? a : b; }
 
@@ -100,16 +103,16 @@ INLINE float max_of(Lanes v) {
 // The sums of sixteen vectors as one vector: a transpose that adds on its way, 15 additions instead of 16 * 4.
 INLINE Lanes sums16(Lanes* v) {
     for (int i = 0; i < 8; i++)
-        v[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], Ints{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30}) +
-               __builtin_shuffle(v[2 * i], v[2 * i + 1], Ints{1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31});
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
     for (int i = 0; i < 4; i++)
-        v[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], Ints{0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29}) +
-               __builtin_shuffle(v[2 * i], v[2 * i + 1], Ints{2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31});
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     for (int i = 0; i < 2; i++)
-        v[i] = __builtin_shuffle(v[2 * i], v[2 * i + 1], Ints{0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27}) +
-               __builtin_shuffle(v[2 * i], v[2 * i + 1], Ints{4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31});
-    return __builtin_shuffle(v[0], v[1], Ints{0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}) +
-           __builtin_shuffle(v[0], v[1], Ints{8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31});
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
 }
 
 // e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, and n put into the

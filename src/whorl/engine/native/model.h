@@ -41,18 +41,21 @@ struct Model {
     const float* tables[ORDERS];                // [buckets][d_model]
 };
 
+// k, v, raw: [n_pages][n_kv_heads][page_size][head_dim] with the strides given; position p of a row is in page
+// pages[row][p / page_size]. raw: keys before they were smeared, or null.
 struct LayerCache {
-    void *k, *v;
+    void *k, *v, *raw;
     int64_t page, head, position;  // strides, in elements
-    void* last_key;                // [rows][n_kv_heads][head_dim], raw, of smeared keys; read and replaced; in the cache's type
+    const int32_t* pages;
+    int64_t pages_stride, n_pages;
 };
 
 struct Batch {
-    int64_t n, rows, wanted, pages_stride, n_pages, cache_bf16;
+    int64_t n, rows, wanted, cache_bf16;
     const int64_t* ids;
-    const int32_t *starts, *lengths, *pages;
-    const int64_t* which;     // [wanted]
-    const int64_t* last_ids;  // [rows][reach] ids before the row's first, -1 where there are none
+    const int32_t *starts, *lengths;
+    const int64_t* which;   // [wanted]
+    const int64_t* before;  // [n][reach] ids before each, the nearest last, -1 where there are none; or null
     const LayerCache* caches;
 };
 

@@ -31,25 +31,27 @@ Room::~Room() { free(data); }
 
 enum Answer : int32_t { FINE = 0, BAD_ID, BAD_PAGE, NO_MEMORY };
 
+// A page number counts if some position of this step may look into it; what a window has left may be anything.
+static bool pages_exist(const Heads& h, const LayerCache& kept, const Batch& batch) {
+    for (int64_t row = 0; row < batch.rows; row++) {
+        const int64_t length = batch.lengths[row], first = length - (batch.starts[row + 1] - batch.starts[row]);
+        if (first < 0 || length > kept.pages_stride * h.page_size) return false;
+        const int64_t seen = h.window > 0 && first - h.window + 1 > 0 ? first - h.window + 1 : 0;
+        for (int64_t p = seen / h.page_size; p * h.page_size < length; p++) {
+            const int32_t page = kept.pages[row * kept.pages_stride + p];
+            if (page < 0 || page >= kept.n_pages) return false;
+        }
+    }
+    return true;
+}
+
 static int32_t check(const Model& model, const Batch& batch) {
     for (int64_t t = 0; t < batch.n; t++)
         if (batch.ids[t] < 0 || batch.ids[t] >= model.vocab) return BAD_ID;
-    const Heads& h = model.layers[0].heads;
-    for (int64_t row = 0; row < batch.rows; row++) {
-        int64_t first = batch.lengths[row] - (batch.starts[row + 1] - batch.starts[row]);
-        if (first < 0 || (batch.lengths[row] + h.page_size - 1) / h.page_size > batch.pages_stride) return BAD_PAGE;
-        int64_t furthest = 1;  // how far the layers look back
-        for (int64_t l = 0; l < model.n_layers; l++) {
-            const int64_t window = model.layers[l].heads.window;
-            if (!window || window > furthest) furthest = window ? window : first + 1;
-            if (!window) break;
-        }
-        first = first + 1 > furthest ? first + 1 - furthest : 0;
-        for (int64_t p = first / h.page_size; p * h.page_size < batch.lengths[row]; p++) {
-            const int32_t page = batch.pages[row * batch.pages_stride + p];
-            if (page < 0 || page >= batch.n_pages) return BAD_PAGE;
-        }
-    }
+    for (int64_t l = 0; l < model.n_layers; l++)
+        if ((!l || batch.caches[l].pages != batch.caches[l - 1].pages) &&
+            !pages_exist(model.layers[l].heads, batch.caches[l], batch))
+            return BAD_PAGE;
     return FINE;
 }
 

@@ -56,8 +56,8 @@ struct Run {
         if (model.n_orders) {
             int64_t past[64];
             const int64_t reach = model.orders[model.n_orders - 1] - 1;
-            for (int64_t back = 0; back <= reach; back++)
-                past[back] = back <= i ? batch.ids[t - back] : batch.last_ids[row * reach + reach - (back - i)];
+            past[0] = batch.ids[t];
+            for (int64_t back = 1; back <= reach; back++) past[back] = batch.before[t * reach + reach - back];
             add_memory(model, past, to);
         }
         if (model.first_norm.kind) normalise(model.first_norm, to, d, to);
@@ -69,7 +69,7 @@ struct Run {
         const Cache<T> cache{(T*)kept.k, (T*)kept.v, kept.page, kept.head, kept.position};
         const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, start = batch.starts[piece.row];
         const int64_t first = batch.lengths[piece.row] - (batch.starts[piece.row + 1] - start);
-        const int32_t* pages = batch.pages + piece.row * batch.pages_stride;
+        const int32_t* pages = kept.pages + piece.row * kept.pages_stride;
         float key[1024];
         for (int64_t i = piece.from; i < piece.to; i++) {
             float* token = qkv + (start + i) * qkv_width;
@@ -82,23 +82,20 @@ struct Run {
             }
             const float *k = token + (h.n_heads + kv) * hd, *v = k + h.n_kv_heads * hd;
             memcpy(key, k, size_t(hd) * 4);
-            if (layer.smear && first + i > 0) {  // k itself stays as it is: the next position reads it
-                const float share = layer.smear[kv];
-                const T* last = (const T*)kept.last_key + (piece.row * h.n_kv_heads + kv) * hd;
-                for (int64_t c = 0; c < hd; c++) {
-                    float before;
-                    if (i > 0)
-                        before = k[c - qkv_width];
-                    else
-                        before = sizeof(T) == 2 ? widen(bf16(last[c])) : float(last[c]);
-                    key[c] += share * (before - key[c]);
+            const int64_t at = cache.at(h, pages, kv, first + i);
+            if (layer.smear) {
+                T* raw = (T*)kept.raw;
+                if (first + i > 0) {  // k itself stays as it is: the next position reads it
+                    const T* before = raw + cache.at(h, pages, kv, first + i - 1);
+                    for (int64_t c = 0; c < hd; c++)
+                        key[c] += layer.smear[kv] * ((i > 0 ? k[c - qkv_width] : get(before + c)) - key[c]);
                 }
+                for (int64_t c = 0; c < hd; c++) put(raw + at + c, k[c]);
             }
             Norm norm = layer.k_norm;
             if (norm.gain) norm.gain += kv * hd;
             normalise(norm, key, hd, key);
             turn(layer, first + i, key);
-            const int64_t at = cache.at(h, pages, kv, first + i);
             for (int64_t c = 0; c < hd; c++) put(cache.k + at + c, key[c]);
             for (int64_t c = 0; c < hd; c++) put(cache.v + at + c, v[c]);
         }
@@ -110,14 +107,9 @@ struct Run {
         const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, width = h.n_heads * hd;
         const int64_t start = batch.starts[piece.row], tokens = batch.starts[piece.row + 1] - start;
         const int64_t t = start + piece.from;
-        attend(h, cache, batch.pages + piece.row * batch.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from,
+        attend(h, cache, kept.pages + piece.row * kept.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from,
                piece.to - piece.from, qkv + t * qkv_width + kv * group * hd, qkv_width, y + t * width + kv * group * hd,
                width, room);
-        if (layer.smear && piece.to == tokens) {
-            T* last = (T*)kept.last_key + (piece.row * h.n_kv_heads + kv) * hd;
-            const float* k = qkv + (start + tokens - 1) * qkv_width + (h.n_heads + kv) * hd;
-            for (int64_t c = 0; c < hd; c++) put(last + c, k[c]);
-        }
     }
 
     void operator()(Team& team, float* logits) {
