@@ -18,9 +18,6 @@
 
 #include "lanes.h"
 
-#ifndef UNROLL
-#define UNROLL _Pragma("GCC unroll 8")
-#endif
 
 constexpr int KEYS = 32;      // a tile
 constexpr int QUERIES = 32;   // a task has at most so many, or one token's
@@ -46,24 +43,58 @@ struct Cache {
 // Floats of scratch that `attend` wants.
 INLINE int64_t attention_room(const Heads& h, int64_t queries) {
     const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
-    return 2 * queries * d + queries * (KEYS + 4) + 2 * KEYS * d;
+    return 2 * queries * d + queries * (KEYS + 4) + 3 * KEYS * d;
 }
 
 // in: 16 rows of 16 -> out: their columns, `stride` apart.
 INLINE void transpose16(Lanes* v, float* out, int64_t stride) {
     Lanes w[WIDTH];
-    for (int i = 0; i < 8; i++) {
+    UNROLL for (int i = 0; i < 8; i++) {
         w[2 * i] = __builtin_shufflevector(v[i], v[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
         w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
     }
-    for (int round = 0; round < 3; round++) {  // four perfect shuffles of 16 rows are a transpose
-        for (int i = 0; i < WIDTH; i++) v[i] = w[i];
-        for (int i = 0; i < 8; i++) {
+    UNROLL for (int round = 0; round < 3; round++) {  // four perfect shuffles of 16 rows are a transpose
+        UNROLL16 for (int i = 0; i < WIDTH; i++) v[i] = w[i];
+        UNROLL for (int i = 0; i < 8; i++) {
             w[2 * i] = __builtin_shufflevector(v[i], v[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
             w[2 * i + 1] = __builtin_shufflevector(v[i], v[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
         }
     }
-    for (int i = 0; i < WIDTH; i++) store(out + i * stride, w[i]);
+    UNROLL16 for (int i = 0; i < WIDTH; i++) store(out + i * stride, w[i]);
+}
+
+// One row in fp32, padded with zeros.
+template <class T>
+INLINE const float* widened(const T* from, int64_t head_dim, float* to) {
+    int64_t c = 0;
+    for (; c + WIDTH <= head_dim; c += WIDTH) store(to + c, load_lanes(from + c));
+    if (c < head_dim) store(to + c, load_some(from + c, int(head_dim - c)));
+    return to;
+}
+
+// 32 rows of d -> [d][32].
+template <class T>
+INLINE void turn_keys(const T* const* k, int64_t d, float* turned) {
+    Lanes rows[WIDTH];
+    for (int side = 0; side < KEYS; side += WIDTH)
+        for (int64_t c = 0; c < d; c += WIDTH) {
+            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = load_lanes(k[side + j] + c);
+            transpose16(rows, turned + c * KEYS + side, KEYS);
+        }
+}
+
+// scores[32] of one query, straight from 32 rows: 16 sums side by side in registers, then all their lanes at once.
+template <class T>
+INLINE void few_scores(const float* q, int64_t d, const T* const* k, float* scores) {
+    for (int side = 0; side < KEYS; side += WIDTH) {
+        Lanes rows[WIDTH];
+        UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = Lanes{};
+        for (int64_t c = 0; c < d; c += WIDTH) {
+            const Lanes part = load_lanes(q + c);
+            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] += load_lanes(k[side + j] + c) * part;
+        }
+        store(scores + side, sums16(rows));
+    }
 }
 
 // scores[QN][32] of queries q[QN][d] and turned keys [d][32].
@@ -148,7 +179,7 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
     const int64_t group = h.n_heads / h.n_kv_heads, n = tokens * group;
     const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
     float *queries = room, *out = queries + n * d, *scores = out + n * d, *most = scores + n * KEYS, *sum = most + n,
-          *correction = sum + n, *turned = correction + 2 * n, *values = turned + KEYS * d;
+          *correction = sum + n, *turned = correction + 2 * n, *values = turned + KEYS * d, *keys = values + KEYS * d;
     for (int64_t i = 0; i < n; i++) {
         const float* from = q + i / group * q_stride + i % group * h.head_dim;
         for (int64_t c = 0; c < d; c++) queries[i * d + c] = c < h.head_dim ? from[c] * h.scale : 0.0f;
@@ -162,48 +193,51 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
         const int from = int(first > start ? first - start : 0);
         const int to = int(last + 1 - start < KEYS ? last + 1 - start : KEYS);
+        // Rows of the tile; those that are not seen are given the address of one that is, and masked below.
         const T *k[KEYS], *v[KEYS];
-        const float* wide[KEYS];
-        for (int j = from; j < to; j++) {
-            const int64_t at = cache.at(h, pages, kv, start + j);
-            k[j] = cache.k + at;
-            v[j] = cache.v + at;
-        }
-        const bool copied = many || !whole;
-        if (copied)
-            for (int j = from; j < to; j++) {
-                wide[j] = values + j * d;
-                for (int64_t c = 0; c < d; c += WIDTH) {
-                    const int left = int(h.head_dim - c);
-                    store(values + j * d + c, left >= WIDTH ? load_lanes(v[j] + c) : load_some(v[j] + c, left));
+        for (int j = from; j < to;) {
+            const int64_t p = start + j, place = p % h.page_size, at = cache.at(h, pages, kv, p);
+            const int run = int(h.page_size - place < to - j ? h.page_size - place : to - j);
+            // The next page in time: it may be anywhere, and one head's part of it is too short for the prefetcher.
+            if (j + run == to && start + to <= last) {
+                const int64_t next = cache.at(h, pages, kv, start + to);
+                for (int64_t b = 0; b < KEYS * h.head_dim; b += 64 / int64_t(sizeof(T))) {
+                    __builtin_prefetch(cache.k + next + b, 0, 2);
+                    __builtin_prefetch(cache.v + next + b, 0, 2);
                 }
             }
-        const auto key = [&](int j, int64_t c) __attribute__((always_inline)) {
-            if (j < from || j >= to) return Lanes{};
-            const int left = int(h.head_dim - c);
-            return left >= WIDTH ? load_lanes(k[j] + c) : load_some(k[j] + c, left);
-        };
-        Lanes rows[WIDTH];
+            for (int i = 0; i < run; i++) {
+                k[j + i] = cache.k + at + i * cache.position;
+                v[j + i] = cache.v + at + i * cache.position;
+            }
+            j += run;
+        }
+        for (int j = 0; j < from; j++) k[j] = k[from];
+        for (int j = to; j < KEYS; j++) k[j] = k[from];
+        const float *wide_k[KEYS], *wide_v[KEYS];
+        if (many || !whole)
+            for (int j = from; j < to; j++) wide_v[j] = widened(v[j], h.head_dim, values + j * d);
+        if (!whole) {
+            for (int j = from; j < to; j++) wide_k[j] = widened(k[j], h.head_dim, keys + j * d);
+            for (int j = 0; j < from; j++) wide_k[j] = wide_k[from];
+            for (int j = to; j < KEYS; j++) wide_k[j] = wide_k[from];
+        }
         if (many) {
-            for (int side = 0; side < KEYS; side += WIDTH)
-                for (int64_t c = 0; c < d; c += WIDTH) {
-                    for (int j = 0; j < WIDTH; j++) rows[j] = key(side + j, c);
-                    transpose16(rows, turned + c * KEYS + side, KEYS);
-                }
+            if (whole)
+                turn_keys(k, d, turned);
+            else
+                turn_keys(wide_k, d, turned);
             int64_t i = 0;
             for (; i + 8 <= n; i += 8) scores_of<8>(queries + i * d, d, turned, scores + i * KEYS);
             for (; i + 4 <= n; i += 4) scores_of<4>(queries + i * d, d, turned, scores + i * KEYS);
             for (; i < n; i++) scores_of<1>(queries + i * d, d, turned, scores + i * KEYS);
         } else {
-            for (int64_t i = 0; i < n; i++)
-                for (int side = 0; side < KEYS; side += WIDTH) {
-                    for (int j = 0; j < WIDTH; j++) {
-                        rows[j] = Lanes{};
-                        if (side + j < from || side + j >= to) continue;
-                        for (int64_t c = 0; c < d; c += WIDTH) rows[j] += key(side + j, c) * load_lanes(queries + i * d + c);
-                    }
-                    store(scores + i * KEYS + side, sums16(rows));
-                }
+            for (int64_t i = 0; i < n; i++) {
+                if (whole)
+                    few_scores(queries + i * d, d, k, scores + i * KEYS);
+                else
+                    few_scores(queries + i * d, d, wide_k, scores + i * KEYS);
+            }
         }
         for (int64_t i = 0; i < n; i++) {
             const int64_t own = position + i / group - start;  // its own place in the tile
@@ -212,10 +246,10 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
             correction[i] = soften(scores + i * KEYS, low, high, h.softcap, most[i], sum[i]);
         }
         int64_t i = 0;
-        if (copied) {
+        if (many || !whole) {
             for (; i + 4 <= n; i += 4)
-                all_values_of<4>(scores + i * KEYS, correction + i, wide, from, to, out + i * d, d);
-            for (; i < n; i++) all_values_of<1>(scores + i * KEYS, correction + i, wide, from, to, out + i * d, d);
+                all_values_of<4>(scores + i * KEYS, correction + i, wide_v, from, to, out + i * d, d);
+            for (; i < n; i++) all_values_of<1>(scores + i * KEYS, correction + i, wide_v, from, to, out + i * d, d);
         } else {
             for (; i < n; i++) all_values_of<1>(scores + i * KEYS, correction + i, v, from, to, out + i * d, d);
         }

@@ -130,10 +130,14 @@ void whorl_packed_bytes(const Matrix* w, int64_t* bytes) {
     bytes[2] = w->kind == INT8 ? 4 * per_output : 0;
 }
 
-// Asks for large pages under [from, from + bytes).
+// Asks for large pages wherever [from, from + bytes) has room for one, also if it has been written to.
 void whorl_large_pages(void* from, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
-    madvise(from, size_t(bytes), MADV_HUGEPAGE);
+    const size_t large = size_t(1) << 21, first = (size_t(from) + large - 1) / large * large;
+    const size_t last = (size_t(from) + size_t(bytes)) / large * large;
+    if (last <= first) return;
+    madvise((void*)first, last - first, MADV_HUGEPAGE);
+    madvise((void*)first, last - first, 25);  // MADV_COLLAPSE, of Linux 6.1
 #else
     (void)from, (void)bytes;
 #endif

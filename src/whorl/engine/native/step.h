@@ -5,7 +5,7 @@
 // of a cache, and attention reads them there. And all of it is one call: a token of a small model is some hundred
 // operations of a few microseconds each, and calling them from Python costs more than doing them.
 //
-// A layer is nine phases (`share`), each split among the threads, with a barrier behind it:
+// A layer is nine phases (`share`), each split among the threads; the next begins when all of it is done:
 //
 //     qkv = W h                              blocks of outputs
 //     norm and turn q and k; k, v -> pages; attend     (row, key head, piece of tokens); two phases if a row has two pieces

@@ -140,6 +140,8 @@ class NativeStep:
             cache.raw = None if layer.raw is None else layer.raw.data_ptr()
             cache.page, cache.head, cache.position = layer.k.stride()[:3]
             cache.n_pages = len(layer.k)
+            for tensor in layer.tensors:
+                self.library.whorl_large_pages(tensor.data_ptr(), tensor.nbytes)
         self._known = layers
 
     def _turn_upto(self, stop: int) -> None:

@@ -1,12 +1,12 @@
-// The threads of one step: they start together, go through the same phases, and wait for each other between them.
+// The threads of one step: they start together and go through the same phases.
 //
-// One parallel region a step, of the OpenMP runtime that torch has already loaded (so torch's threads are ours, and no second
-// pool fights with them for the cores), and inside of it barriers of our own: a layer has ten, and one costs a fraction of a
-// microsecond. A thread that waits first spins, then yields: on a machine with more threads than cores it must let the one go
-// on for which it waits.
+// One parallel region a step, of the OpenMP runtime that torch has already loaded: so torch's threads are ours, and no second
+// pool fights with them for the cores. Inside of it a phase is two counters: pieces handed out and pieces done. A thread takes
+// pieces until there are none, then waits until all are done, not until all threads have come: one that the system holds up,
+// or that wakes late, is waited for only if it has a piece in hand. Which thread does a piece changes nothing in its result.
 //
-// Work is handed out by a counter for each phase (`take`): a thread that was held up takes less. Which thread does a piece
-// changes nothing in its result.
+// Who waits first spins (a phase of a small model lasts microseconds), then yields: where there are more threads than cores,
+// the one that is waited for must get on.
 #pragma once
 
 #include <atomic>
@@ -25,46 +25,44 @@ INLINE void relax() {
 }
 
 struct Shared {
-    alignas(64) std::atomic<int> arrived{0};
-    alignas(64) std::atomic<int> turn{0};
-    alignas(64) int size = 1;
-    struct alignas(64) Counter { std::atomic<int64_t> next{0}; };
-    std::vector<Counter> counters;
+    struct Phase {
+        alignas(64) std::atomic<int64_t> next{0};
+        alignas(64) std::atomic<int64_t> done{0};
+    };
+    std::vector<Phase> phases;
 
-    // Before the region: `phases` loops with `take` will follow.
-    void begin(size_t phases) {
-        if (counters.size() < phases) counters = std::vector<Counter>(phases);
-        for (size_t i = 0; i < phases; i++) counters[i].next.store(0, std::memory_order_relaxed);
+    // Before the region: `n` phases will follow.
+    void begin(size_t n) {
+        if (phases.size() < n) phases = std::vector<Phase>(n);
+        for (size_t i = 0; i < n; i++) {
+            phases[i].next.store(0, std::memory_order_relaxed);
+            phases[i].done.store(0, std::memory_order_relaxed);
+        }
     }
 };
 
 struct Team {
     Shared& shared;
     int id, size;
-    size_t phase = 0;
+    size_t at = 0;  // the phase that comes next
 
-    void wait() {
-        if (size == 1) return;
-        const int turn = shared.turn.load(std::memory_order_relaxed);
-        if (shared.arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
-            shared.arrived.store(0, std::memory_order_relaxed);
-            shared.turn.store(turn + 1, std::memory_order_release);
+    // Calls work(i) for every i below n, split among the threads; all are done when it returns.
+    template <class F>
+    INLINE void share(int64_t n, F work) {
+        Shared::Phase& phase = shared.phases[at++];
+        if (size == 1) {
+            for (int64_t i = 0; i < n; i++) work(i);
             return;
         }
-        for (int spins = 0; shared.turn.load(std::memory_order_acquire) == turn; spins++) {
+        int64_t mine = 0;
+        for (int64_t i; (i = phase.next.fetch_add(1, std::memory_order_relaxed)) < n; mine++) work(i);
+        if (mine) phase.done.fetch_add(mine, std::memory_order_acq_rel);
+        for (int spins = 0; phase.done.load(std::memory_order_acquire) < n; spins++) {
             if (spins < 4000)
                 relax();
             else
                 sched_yield();
         }
-    }
-
-    // Calls work(i) for every i below n, split among the threads, then waits for all.
-    template <class F>
-    INLINE void share(int64_t n, F work) {
-        std::atomic<int64_t>& next = shared.counters[phase++].next;
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < n;) work(i);
-        wait();
     }
 };
 
@@ -72,7 +70,6 @@ struct Team {
 template <class F>
 void together(Shared& shared, int threads, size_t phases, F body) {
     shared.begin(phases);
-    shared.size = 1;
 #ifdef _OPENMP
     if (threads > 1) {
 #pragma omp parallel num_threads(threads)

@@ -26,8 +26,6 @@
 
 enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
 
-#define UNROLL _Pragma("GCC unroll 8")  // sums live in registers only if every index is a constant
-
 constexpr int BLOCK = 64;  // outputs
 constexpr int PANELS = BLOCK / WIDTH;
 #ifdef __AVX512F__
