@@ -144,7 +144,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
         ("pack", None, [p, p, i32]),
         ("open", p, []),
         ("close", None, [p]),
-        ("product", i32, [p, p, p, i64, p, i32, i32]),
+        ("product", i32, [p, p, p, i64, p, i32, ctypes.c_float, i32]),
         ("step", i32, [p, p, p, p, i32]),
         ("read", i64, [p, i64, i32, i32]),
     ):

@@ -85,7 +85,7 @@ class LayerCache(Structure):
 class Batch(Structure):
     _fields_: Fields = [
         *((name, c_int64) for name in ("n", "rows", "wanted", "cache_bf16")),
-        *((name, c_void_p) for name in ("ids", "starts", "lengths", "which", "before", "caches")),
+        *((name, c_void_p) for name in ("ids", "starts", "lengths", "which", "before", "caches", "hidden")),
     ]
 
 

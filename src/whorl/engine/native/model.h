@@ -57,6 +57,7 @@ struct Batch {
     const int64_t* which;   // [wanted]
     const int64_t* before;  // [n][reach] ids before each, the nearest last, -1 where there are none; or null
     const LayerCache* caches;
+    float* hidden;          // [n][d_model], the final norm of every position, or null
 };
 
 // y = norm(x), d numbers.

@@ -159,15 +159,16 @@ void whorl_pack(const Matrix* w, const float* weights, int32_t threads) {
 void* whorl_open() { return new (std::nothrow) Step; }
 void whorl_close(void* step) { delete (Step*)step; }
 
-// y [m][n] = x [m][k] w^T; for tests and for measuring.
-int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, float* y, int32_t activation, int32_t threads) {
+// y [m][n] = x [m][k] w^T; cap: of logits, or 0.
+int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, float* y, int32_t activation, float cap,
+                      int32_t threads) {
     try {
         Step& s = *(Step*)step;
         s.input.reserve(*w, m);
         together(s.shared, threads, 2, [&](Team& team) {
             const Rows rows = s.input.rows(*w);
             team.share(m, [&](int64_t i) { ready_row(*w, rows, i, x + i * w->k); });
-            product(team, *w, rows, m, {activation ? ACTIVATE : PUT, y, w->gated ? w->n / 2 : w->n, Activation(activation)});
+            product(team, *w, rows, m, {activation ? ACTIVATE : PUT, y, w->gated ? w->n / 2 : w->n, Activation(activation), cap});
         });
     } catch (const std::bad_alloc&) {
         return NO_MEMORY;

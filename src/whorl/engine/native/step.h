@@ -168,6 +168,8 @@ struct Run {
                     if (l + 1 < model.n_layers) ready_layer(layers[l + 1], t);
                 });
         }
+        if (batch.hidden)
+            team.share(n, [&](int64_t t) { normalise(model.final_norm, x + t * d, d, batch.hidden + t * d); });
         if (!batch.wanted) return;
         team.share(batch.wanted, [&](int64_t i) {
             normalise(model.final_norm, x + batch.which[i] * d, d, own(team));

@@ -91,11 +91,18 @@ class NativeStep:
         """Packs the model's weights anew; not while a step runs."""
         self.weights.refresh()
 
-    def run(self, batch: Batch, layers: Sequence[HeadPages], group_of: Sequence[int]) -> Tensor:
+    def run(
+        self,
+        batch: Batch,
+        layers: Sequence[HeadPages],
+        group_of: Sequence[int],
+        hidden: Tensor | None = None,
+    ) -> Tensor:
         """-> logits [W, vocab] fp32 of the wanted positions.
 
         Args:
             layers: the cache, float32 or bfloat16; group_of: which of `batch.pages` is each layer's.
+            hidden: [N, d_model] fp32, filled with the normalised hidden states, where somebody wants them.
 
         Raises:
             ConfigError: an id or a page that there is not; nothing has been written then.
@@ -118,12 +125,24 @@ class NativeStep:
             len(ids), len(lengths), len(wanted), int(layers[0].k.dtype == torch.bfloat16),
             ids.data_ptr(), starts.ctypes.data, lengths.ctypes.data, wanted.data_ptr(),
             None if before is None else before.data_ptr(), ctypes.addressof(self._caches),
+            None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
         answer = self.library.whorl_step(
             self._step, ctypes.byref(self.weights.struct), ctypes.byref(given), logits.data_ptr(), self.threads
         )
         if answer:
             raise ConfigError(f"the native step was given {ANSWERS[answer]}", expected="a batch of this engine")
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[W, d_model] -> [W, vocab] fp32, by the packed head."""
+        x = hidden.float().contiguous()
+        logits = torch.empty(len(x), self.vocab)
+        struct = self.weights.struct
+        head, cap = ctypes.addressof(struct) + layout.Model.head.offset, struct.logit_softcap
+        self.library.whorl_product(
+            self._step, head, x.data_ptr(), len(x), logits.data_ptr(), 0, cap, self.threads
+        )
         return logits
 
     def _take(self, layers: Sequence[HeadPages]) -> None:
