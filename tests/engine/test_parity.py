@@ -33,6 +33,12 @@ def decoder(**changes: Any) -> Decoder:
     return model.eval()
 
 
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference; `test_native.py` holds the native step to the same."""
+    monkeypatch.setenv("WHORL_NATIVE", "0")
+
+
 FAMILIES = {
     **{kind: lambda kind=kind: made(**KINDS[kind]).eval() for kind in KINDS},
     "decoder": decoder,

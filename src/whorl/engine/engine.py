@@ -33,11 +33,12 @@ from torch import Tensor
 from whorl.engine.adapters import Adapters
 from whorl.engine.assemble import assemble, scores_prompt
 from whorl.engine.cache import Cache, Group
+from whorl.engine.native.runner import make_runner
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
 from whorl.engine.request import Delta, Finish, Request, Token
 from whorl.engine.required import Required, Then, Vocabulary
-from whorl.engine.runner import Runner, windows_of
+from whorl.engine.runner import windows_of
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence, Status
@@ -68,6 +69,12 @@ class EngineConfig(BaseModel):
     preemption: Literal["recompute", "swap"] = "recompute"
     batch_invariant: bool = Field(
         default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
+    )
+    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
+        default=None, description="how a CPU's native step keeps them; default: as the model computes"
+    )
+    weights_group: int | None = Field(
+        default=None, ge=8, description="inputs that share a scale, of int8, int4"
     )
     stretch: float = Field(
         default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
@@ -148,8 +155,9 @@ class Engine:
                 n = min(tokens, held + tokens // 4)
             pages[window] = max(1, -(-n // config.page_size))
         same = config.batch_invariant
-        self.runner = Runner(
-            model, pages, config.page_size, config.max_sequences, self.max_length, invariant=same,
+        self.runner = make_runner(
+            model, pages, config.page_size, config.max_sequences, self.max_length,
+            kind=config.weights, group=config.weights_group, invariant=same,
             dtype=torch.int8 if config.cache == "int8" else None, adapters=self.adapters,
         )  # fmt: skip
         groups = [Group(w, BlockPool(pages[w], config.page_size)) for w in self.runner.windows or [None]]
