@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from whorl.engine.sampler import Sampling, sample
+from whorl.engine.sampler import sample
+from whorl.engine.sampling import Sampling
 from whorl.engine.step import DecodeStep
 from whorl.models import Decoder, DecoderState, LanguageModel
 from whorl.models.language import ModelState

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.engine.sampler import Sampling
+from whorl.engine.sampling import Sampling
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -55,6 +55,7 @@ class Request(BaseModel):
     priority: int = Field(default=0, description="lower is served first")
     top_log_probs: int = Field(default=0, ge=0, le=20, description="likeliest alternatives told a token")
     prompt_log_probs: bool = Field(default=False, description="score the prompt's own tokens too")
+    client: str = Field(default="", description="whom it is for: clients are served in equal measure")
     adapter: str | None = Field(default=None, description="name of a loaded LoRA adapter")
 
     @model_validator(mode="after")

@@ -10,18 +10,9 @@ decoder's step is a few hundred microseconds, and torch's general `multinomial` 
 from __future__ import annotations
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-
-class Sampling(BaseModel):
-    """How to choose the next token. The defaults sample the model's own distribution, slightly sharpened."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    temperature: float = Field(default=0.8, ge=0, description="0 takes the likeliest token")
-    top_k: int = Field(default=0, ge=0, description="keep the k likeliest; 0 keeps all")
-    top_p: float = Field(default=0.95, gt=0, le=1, description="keep the likeliest that together reach p")
+from whorl.engine.sampling import Sampling
 
 
 def _kept(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
@@ -65,3 +56,35 @@ def sample(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tu
     place = torch.searchsorted(reached, draw, right=True)
     token = place if ids is None else ids.gather(-1, place)
     return token.squeeze(-1), (weights.gather(-1, place) / total).log().squeeze(-1), raw
+
+
+from dataclasses import dataclass  # noqa: E402
+from typing import Any  # noqa: E402
+
+from whorl.engine.request import Token  # noqa: E402
+
+
+@dataclass
+class Row:
+    sampling: Any
+    prompt: Any
+    output: Any
+    seed: int
+    drawn: int
+    allowed: Any = None
+    top_log_probs: int = 0
+    owner: Any = None
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, forbidden: Any = (), device: str = "cpu") -> None:
+        self.bias = torch.zeros(vocab_size)
+        self.bias[list(forbidden)] = float("-inf")
+
+    def __call__(self, logits: Tensor, rows: Any) -> list[Token]:
+        out = []
+        for one, row in zip(logits[-len(rows) :] + self.bias, rows, strict=True):
+            g = torch.Generator().manual_seed((row.seed * 1000003 + row.drawn) % (1 << 62))
+            t, lp, raw = sample(one[None], row.sampling, g)
+            out.append(Token(int(t), float(lp), float(raw[0, int(t)])))
+        return out
