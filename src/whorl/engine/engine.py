@@ -149,6 +149,11 @@ class Engine:
         """Whether `step` has anything to do."""
         return bool(self._sequences or self._aborted)
 
+    @property
+    def longest(self) -> int:
+        """Positions that a text may have here, prompt and output: by the model, the settings and the cache."""
+        return self._longest
+
     def add(self, request: Request) -> None:
         """Takes a request in.
 

@@ -21,25 +21,31 @@ from whorl.engine.request import Finish, Token
 from whorl.serve.errors import ApiError
 from whorl.serve.served import Words
 from whorl.serve.worker import Stream
+from whorl.tokens.tokenizer import Tokenizer
 
 LEAST = -9999.0  # stands for minus infinity, which JSON has no word for
 
 
 @dataclass
 class Piece:
-    """What is new: text to be shown, tokens, and at the end the reason."""
+    """What is new: text to be shown, tokens, and at the end the reason.
+
+    lead: bytes of the first token that belong to the prompt.
+    """
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
+    lead: int = 0
     finish: Finish | None = None
     prompt_log_probs: list[float] = field(default_factory=list)
 
 
 class Reader:
-    """A stream as text. skip: bytes at its beginning that belong to the prompt."""
+    """A stream as text. What its output must begin with (`required`) is the prompt's, and is left out."""
 
-    def __init__(self, stream: Stream, skip: int = 0) -> None:
-        self.stream, self._skip = stream, skip
+    def __init__(self, stream: Stream, words: Words) -> None:
+        self.stream, self.words = stream, words
+        self._skip = self._skip_tokens = len(stream.request.required)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     async def next(self) -> Piece:
@@ -54,7 +60,17 @@ class Reader:
         cut = min(self._skip, len(delta.text))
         self._skip -= cut
         text = self._decoder.decode(delta.text[cut:], final=delta.finish is not None)
-        return Piece(text, list(delta.tokens), delta.finish, list(delta.prompt_log_probs))
+        tokens, lead = list(delta.tokens), 0
+        while tokens and self._skip_tokens:
+            size = len(_bytes(tokens[0].id, self.words))
+            if size > self._skip_tokens:
+                lead, self._skip_tokens = self._skip_tokens, 0
+                break
+            self._skip_tokens -= size
+            del tokens[0]
+        if delta.finish == "stop" and tokens and tokens[-1].id in self.stream.request.stop_ids:
+            del tokens[-1]  # it ended the text and is no part of it
+        return Piece(text, tokens, lead, delta.finish, list(delta.prompt_log_probs))
 
     async def rest(self) -> Piece:
         """All of it, as one piece."""
@@ -62,6 +78,7 @@ class Reader:
         while whole.finish is None:
             piece = await self.next()
             texts.append(piece.text)
+            whole.lead = whole.lead or piece.lead
             whole.tokens += piece.tokens
             whole.prompt_log_probs += piece.prompt_log_probs
             whole.finish = piece.finish
@@ -130,18 +147,29 @@ class Scores:
         known: list[float | None] = [None] * (len(ids) - len(log_probs)) + [_finite(p) for p in log_probs]
         return self._lists([(i, p, None) for i, p in zip(ids, known, strict=True)])
 
-    def answer(self, tokens: Sequence[Token]) -> dict[str, Any]:
-        """Of new tokens."""
-        return self._lists([(t.id, _finite(t.raw_log_prob), self._best(t)) for t in tokens])
+    def answer(self, tokens: Sequence[Token], lead: int = 0) -> dict[str, Any]:
+        """Of new tokens; `lead` bytes of the first are the prompt's."""
+        out = self._lists([(t.id, _finite(t.raw_log_prob), self._best(t)) for t in tokens])
+        if lead and tokens:
+            raw = _bytes(tokens[0].id, self.words)
+            out["tokens"][0] = _told(raw[lead:])
+            shorter = len(_told(raw)) - len(out["tokens"][0])
+            out["text_offset"] = [out["text_offset"][0], *(at - shorter for at in out["text_offset"][1:])]
+            self.offset -= shorter
+            if out["top_logprobs"]:
+                before = raw[:lead]
+                out["top_logprobs"][0] = {
+                    _told(own.removeprefix(before)): p
+                    for i, p in _ranked(tokens[0], self.n)
+                    if (own := _bytes(i, self.words)).startswith(before)
+                }
+        return out
 
     def _best(self, token: Token) -> dict[str, float] | None:
         """The likeliest by text, and the chosen one. Of two that are spelled alike the likelier is told."""
         if not self.n:
             return None
-        out: dict[str, float] = {}
-        for i, p in sorted((*token.alternatives[: self.n], (token.id, token.raw_log_prob)), key=lambda x: x[1]):
-            out[spelled(i, self.words)] = _finite(p)
-        return out
+        return {spelled(i, self.words): p for i, p in _ranked(token, self.n)}
 
     def _lists(self, entries: Sequence[tuple[int, float | None, dict[str, float] | None]]) -> dict[str, Any]:
         texts, offsets = [], []
@@ -164,17 +192,35 @@ def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
 
 
 def spelled(i: int, words: Words) -> str:
-    """A token as text; where its bytes are no text, U+FFFD stands for them."""
-    return _bytes(i, words).decode("utf-8", "replace")
+    """A token as completions write it: its text, or "bytes:" and each byte as backslash, x and two digits where it is none."""
+    return _told(_bytes(i, words))
+
+
+def _told(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _ranked(token: Token, n: int) -> list[tuple[int, float]]:
+    """The n likeliest and the chosen one, the likeliest last."""
+    every = {**dict(token.alternatives[:n]), token.id: token.raw_log_prob}
+    return sorted(((i, _finite(p)) for i, p in every.items()), key=lambda entry: entry[1])
 
 
 def _bytes(i: int, words: Words) -> bytes:
-    return words.token_bytes[i] if i < words.vocab_size else b""
+    """What a token adds to the text: nothing, if it is a special one."""
+    ordinary = words.n_ordinary if isinstance(words, Tokenizer) else words.vocab_size
+    return words.token_bytes[i] if i < ordinary else b""
 
 
 def _entry(i: int, log_prob: float, words: Words) -> dict[str, Any]:
     raw = _bytes(i, words)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": _finite(log_prob), "bytes": list(raw)}
+    name = raw.decode("utf-8", "replace")
+    if not raw and isinstance(words, Tokenizer) and i < words.vocab_size:
+        name = words.token_bytes[i].decode()  # a special token has a name, and no bytes
+    return {"token": name, "logprob": _finite(log_prob), "bytes": list(raw)}
 
 
 def _finite(log_prob: float) -> float:

@@ -8,6 +8,7 @@ before the first byte of the answer, so that it is a 400 and not a broken stream
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ class Api:
         self.accounts = Accounts(config.key_file) if config.key_file is not None else None
         self.local_only = self.accounts is None and config.host in LOOPBACK
         self.draining = False
-        self.began = time.time()
+        self.began, self.boot = time.time(), secrets.token_hex(8)  # boot: another one after each start
         self._owners: dict[str, Account] = {}
 
     def check_open(self) -> None:
@@ -54,7 +55,9 @@ class Api:
             wait = self.config.drain_seconds
             raise ApiError(503, "the server is stopping", code="draining", retry_after=wait)
         if self.worker.failed is not None:
-            raise ApiError(503, "the engine failed; the server's log says why", code="engine_failed", retry_after=30)
+            raise ApiError(
+                503, "the engine failed; the server's log says why", code="engine_failed", retry_after=30
+            )
 
     @property
     def status(self) -> str:
@@ -73,7 +76,10 @@ class Api:
                 return model
         known = ", ".join(repr(model.name) for model in self.models)
         raise ApiError(
-            404, f"The model {name!r} does not exist; there is {known}.", param="model", code="model_not_found"
+            404,
+            f"The model {name!r} does not exist; there is {known}.",
+            param="model",
+            code="model_not_found",
         )
 
     def writer(self, name: str | None) -> Served:
@@ -85,7 +91,10 @@ class Api:
         model = self.find(name)
         if not isinstance(model, Served):
             raise ApiError(
-                400, f"The model {model.name!r} makes embeddings and no text.", param="model", code="not_supported"
+                400,
+                f"The model {model.name!r} makes embeddings and no text.",
+                param="model",
+                code="not_supported",
             )
         return model
 
@@ -156,6 +165,12 @@ def headers(http: HttpRequest) -> dict[str, str]:
     return account.headers if account is not None else {}
 
 
+def client(http: HttpRequest) -> str:
+    """For whom the engine is to work: clients are served in equal measure. The key, or where there is none the address."""
+    account: Account | None = http.scope.get("state", {}).get("account")
+    return account.key.id if account is not None else (http.client.host if http.client else "")
+
+
 async def aside(size: int, work: Callable[[], T]) -> T:
     """`work()`, in another thread if it is about much text: encoding megabytes would hold up every other connection."""
     return await asyncio.to_thread(work) if size > ASIDE else work()
@@ -174,6 +189,3 @@ class _Nothing:
 
     def abort(self, request_id: str) -> bool:
         return False
-
-    def stats(self) -> dict[str, float]:
-        return {}

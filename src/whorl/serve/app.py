@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -28,10 +27,17 @@ from whorl.serve.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
+from whorl.serve.state import counters, evicted_tokens, snapshot
 
 PAGES = Path(__file__).parent / "pages"
 DEEPEST = 64  # levels of JSON: beyond that somebody tries something
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".png": "image/png"}
+KINDS = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+}
 POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 REFUSAL = {
     "type": "object",
@@ -62,7 +68,10 @@ REFUSED: dict[int | str, dict[str, Any]] = {
     )
 }
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "the answer, whole or as it comes", "content": {"application/json": {}, "text/event-stream": {}}}
+    200: {
+        "description": "the answer, whole or as it comes",
+        "content": {"application/json": {}, "text/event-stream": {}},
+    }
 }
 
 
@@ -90,7 +99,9 @@ class _Route(APIRoute):
                 return await original(_Request(request.scope, request.receive))
             except RequestValidationError as error:
                 return errors.first_problem(error.errors()).response
-            except Exception as error:  # here, since outside of the routes it would be logged and raised once more
+            except (
+                Exception
+            ) as error:  # here, since outside of the routes it would be logged and raised once more
                 return errors.refusal(error).response
 
         return handle
@@ -164,9 +175,15 @@ def _watching(app: FastAPI, api: Api) -> None:
     @app.get("/health", tags=["watch"])
     async def health() -> Response:
         worker = api.worker
-        told = {"status": api.status, "uptime": round(time.time() - api.began, 3)}
-        counts = {"running": worker.running, "waiting": worker.waiting}
-        return Json({**told, **counts}, 503 if api.status == "failed" else 200)
+        told = {
+            "status": api.status,
+            "boot": api.boot,
+            "uptime": round(time.time() - api.began, 3),
+            "running": worker.running,
+            "queue": worker.waiting,
+            "evicted_tokens": evicted_tokens(worker.engine),
+        }
+        return Json(told, 503 if api.status == "failed" else 200)
 
     @app.get("/health/live", tags=["watch"])
     async def live() -> Response:
@@ -179,33 +196,21 @@ def _watching(app: FastAPI, api: Api) -> None:
     @app.get("/metrics", tags=["watch"])
     async def metrics() -> Response:
         if api.worker.failed is None:
-            api.metrics.look(await api.worker.call(lambda engine: engine.stats()))
+            api.metrics.stats = await api.worker.call(counters)
         return Response(api.metrics.text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/engine/state", tags=["watch"])
     async def state() -> Response:
-        worker = api.worker
-        stats: Any = {}
-        if worker.failed is None:
-            stats = await worker.call(lambda engine: engine.stats())
-            if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
-                stats = dataclasses.asdict(stats)
-        steps = [
-            {"at": round(at, 6), "seconds": round(seconds, 6), "sequences": rows, "tokens": tokens}
-            for at, seconds, rows, tokens in list(worker.timeline)
-        ]
+        told = await api.worker.call(snapshot) if api.worker.failed is None else {}
+        config = api.config
         return Json(
             {
+                "model": api.models[0].name,
                 "status": api.status,
-                "now": round(time.perf_counter(), 6),  # on the clock of the steps' `at`
                 "uptime": round(time.time() - api.began, 3),
-                "models": [model.card for model in api.models],
-                "running": worker.running,
-                "waiting": worker.waiting,
-                "slo": {"ttft": api.config.slo_ttft, "tpot": api.config.slo_tpot},
+                "slo": {"ttft": config.slo_ttft, "tpot": config.slo_tpot},
                 "latencies": api.metrics.latencies,
-                "stats": stats,
-                "steps": steps,
+                **told,
             }
         )
 
@@ -215,7 +220,11 @@ def _pages(app: FastAPI) -> None:
         path = (PAGES / name).resolve()
         if not path.is_relative_to(PAGES.resolve()) or not path.is_file() or path.suffix not in KINDS:
             raise ApiError(404, f"there is no page {name!r}")
-        told = {"content-security-policy": POLICY, "x-content-type-options": "nosniff", "cache-control": "no-cache"}
+        told = {
+            "content-security-policy": POLICY,
+            "x-content-type-options": "nosniff",
+            "cache-control": "no-cache",
+        }
         return FileResponse(path, media_type=KINDS[path.suffix], headers=told)
 
     @app.get("/", include_in_schema=False)

@@ -29,7 +29,9 @@ async def embed(api: Api, body: EmbeddingsRequest, http: HttpRequest) -> Respons
     """Vectors of texts."""
     model = api.find(body.model)
     if model.vector is None:
-        raise ApiError(400, f"the model {model.name!r} makes no embeddings", param="model", code="not_supported")
+        raise ApiError(
+            400, f"the model {model.name!r} makes no embeddings", param="model", code="not_supported"
+        )
     given = _several(body.input)
     size = sum(len(text) for text in given)
     texts = await aside(size, lambda: [model.plain(t) if isinstance(t, str) else t for t in given])
@@ -62,7 +64,9 @@ async def tokenize(api: Api, body: TokenizeRequest) -> Response:
         )
     else:
         text = body.prompt or ""
-        ids = await aside(len(text), lambda: model.whole(text) if isinstance(model, Served) else model.plain(text))
+        ids = await aside(
+            len(text), lambda: model.whole(text) if isinstance(model, Served) else model.plain(text)
+        )
     return Json({"tokens": ids, "count": len(ids), "max_model_len": model.context})
 
 

@@ -64,7 +64,9 @@ class Json(Response):
 
     media_type = "application/json"
 
-    def __init__(self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, content: Any, status_code: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(orjson.dumps(content), status_code, headers)
 
 

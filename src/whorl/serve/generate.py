@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from whorl.serve import requests
 from whorl.serve.answers import Piece, Reader, Scores, chat_log_probs, joined, together, usage
-from whorl.serve.api import Api, aside, headers
+from whorl.serve.api import Api, aside, client, headers
 from whorl.serve.errors import Json
 from whorl.serve.protocol import ChatRequest, Common, CompletionRequest, ToolChoice
 from whorl.serve.requests import Asked
@@ -31,9 +31,11 @@ from whorl.serve.worker import Stream
 async def completion(api: Api, body: CompletionRequest, http: HttpRequest) -> Response:
     """A text goes on."""
     served = api.writer(body.model)
-    asked = await aside(_size(body.prompt), lambda: requests.completion(body, served, api.config))
+    asked = await aside(
+        _size(body.prompt), lambda: requests.completion(body, served, api.config, client(http))
+    )
     streams = await api.begin(asked.requests, http, asked.n_prompt)
-    readers = [Reader(s, len(s.request.required)) for s in streams]
+    readers = [Reader(s, served.tokenizer) for s in streams]
     head = _head("cmpl", "text_completion", served)
     if body.stream:
         events = _completion_events(body, served, asked, streams, readers, head)
@@ -58,9 +60,9 @@ async def chat(api: Api, body: ChatRequest, http: HttpRequest) -> Response:
     """The next turn of a conversation."""
     served = api.writer(body.model)
     size = sum(len(message.text) for message in body.messages)
-    asked = await aside(size, lambda: requests.chat(body, served, api.config))
+    asked = await aside(size, lambda: requests.chat(body, served, api.config, client(http)))
     streams = await api.begin(asked.requests, http, asked.n_prompt)
-    readers = [Reader(s) for s in streams]
+    readers = [Reader(s, served.tokenizer) for s in streams]
     head = _head("chatcmpl", "chat.completion", served)
     if body.stream:
         head["object"] = "chat.completion.chunk"
@@ -106,7 +108,7 @@ async def _completion_events(
         tokens = piece.tokens if body.max_tokens != 0 else []
         log_probs = None
         if body.logprobs is not None:
-            log_probs = scores[index].answer(tokens)
+            log_probs = scores[index].answer(tokens, piece.lead)
         if not begun[index] and body.echo:
             text = _echoed(body, asked, index) + text
             if log_probs is not None:
@@ -133,9 +135,9 @@ def _completion_choice(
         scores = Scores(served.tokenizer, body.logprobs)
         if body.echo:
             before = scores.prompt(prompt.ids, piece.prompt_log_probs)
-            log_probs = joined(before, scores.answer(tokens))
+            log_probs = joined(before, scores.answer(tokens, piece.lead))
         else:
-            log_probs = scores.answer(tokens)
+            log_probs = scores.answer(tokens, piece.lead)
     finish = piece.finish if body.max_tokens != 0 else "length"
     return {"index": 0, "text": echo + text, "logprobs": log_probs, "finish_reason": finish}
 

@@ -75,7 +75,9 @@ class Guard:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         path = scope["path"]
         if self.api.local_only and _host(headers.get("host", "")) not in LOCAL:
-            raise ApiError(403, f"this server answers to 127.0.0.1 and localhost, not to {headers.get('host')!r}")
+            raise ApiError(
+                403, f"this server answers to 127.0.0.1 and localhost, not to {headers.get('host')!r}"
+            )
         if path in PAGES or path.startswith(OPEN):
             return
         if self.api.accounts is not None:

@@ -14,10 +14,8 @@ Times are the engine thread's, taken at the end of the step that gave the token:
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -40,7 +38,9 @@ class Metrics:
         self.stats: dict[str, float] = {}  # the engine's, at the last look
         self.worker: Worker | None = None
         self.ttft = Histogram("whorl_ttft_seconds", "Seconds to the first token", registry=r, buckets=TTFT)
-        self.tpot = Histogram("whorl_tpot_seconds", "Seconds a token after the first", registry=r, buckets=TPOT)
+        self.tpot = Histogram(
+            "whorl_tpot_seconds", "Seconds a token after the first", registry=r, buckets=TPOT
+        )
         self.whole = Histogram("whorl_e2e_seconds", "Seconds to the last token", registry=r, buckets=WHOLE)
         self.finished = Counter("whorl_sequences_finished", "Sequences that ended", ["reason"], registry=r)
         self.good = Counter("whorl_sequences_within_slo", "Those that kept both promises", registry=r)
@@ -64,7 +64,8 @@ class Metrics:
         self.tokens_in.inc(len(stream.request.ids))
         self.tokens_cached.inc(stream.cached)
         self.ttft.observe(ttft)
-        self._recent.append((ttft, tpot, stream.last - stream.submitted))
+        if stream.n_tokens > 1:
+            self._recent.append((ttft, tpot, stream.last - stream.submitted))
         if stream.finish in ("stop", "length"):
             self.whole.observe(stream.last - stream.submitted)
             if stream.n_tokens > 1:
@@ -72,18 +73,14 @@ class Metrics:
             if ttft <= self.slo_ttft and tpot <= self.slo_tpot:
                 self.good.inc()
 
-    def look(self, stats: Any) -> None:
-        """Keeps the numbers of the engine's statistics for the next reader."""
-        self.stats = numbers(stats)
-
     @property
-    def latencies(self) -> dict[str, dict[str, float]]:
-        """Seconds at some percentiles, over the last sequences: what the engine's page shows."""
-        out = {}
-        for name, values in zip(("ttft", "tpot", "e2e"), zip(*self._recent, strict=True), strict=False):
-            ordered = sorted(values)
-            out[name] = {f"p{p}": round(ordered[(len(ordered) - 1) * p // 100], 6) for p in (50, 95, 99)}
-        return out
+    def latencies(self) -> dict[str, list[float]]:
+        """Seconds of the last sequences, oldest first: what the engine's page draws."""
+        columns = list(zip(*self._recent, strict=True)) or [(), (), ()]
+        return {
+            name: [round(x, 6) for x in column]
+            for name, column in zip(("ttft", "tpot", "e2e"), columns, strict=True)
+        }
 
     @property
     def text(self) -> bytes:
@@ -100,21 +97,12 @@ class _Live(Collector):
     def collect(self) -> Iterator[Metric]:
         worker = self.metrics.worker
         if worker is not None:
-            yield GaugeMetricFamily("whorl_sequences_waiting", "Without a first token yet", value=worker.waiting)
+            yield GaugeMetricFamily(
+                "whorl_sequences_waiting", "Without a first token yet", value=worker.waiting
+            )
             yield GaugeMetricFamily("whorl_sequences_running", "That have begun", value=worker.running)
             yield GaugeMetricFamily("whorl_up", "Whether the engine runs", value=float(worker.failed is None))
         for name, value in sorted(self.metrics.stats.items()):
-            yield GaugeMetricFamily(f"whorl_engine_{name}", f"The engine's {name.replace('_', ' ')}", value=value)
-
-
-def numbers(stats: Any, prefix: str = "") -> dict[str, float]:
-    """Every number in a dataclass or mapping of statistics, by name; nested ones as outer_inner."""
-    if dataclasses.is_dataclass(stats) and not isinstance(stats, type):
-        stats = dataclasses.asdict(stats)
-    out: dict[str, float] = {}
-    for name, value in (stats.items() if isinstance(stats, dict) else ()):
-        if isinstance(value, dict):
-            out |= numbers(value, f"{prefix}{name}_")
-        elif isinstance(value, int | float):
-            out[f"{prefix}{name}"] = float(value)
-    return out
+            yield GaugeMetricFamily(
+                f"whorl_engine_{name}", f"The engine's {name.replace('_', ' ')}", value=value
+            )

@@ -27,7 +27,9 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: bool = False  # accepted: padding against eavesdroppers, which is the proxy's business here
+    include_obfuscation: bool = (
+        False  # accepted: padding against eavesdroppers, which is the proxy's business here
+    )
 
 
 class Common(Strict):
@@ -263,4 +265,3 @@ class DetokenizeRequest(Strict):
 
     model: str | None = None
     tokens: Ids
-

@@ -16,7 +16,7 @@ import orjson
 from pydantic import ValidationError
 
 from whorl.engine.request import Grammar, Request
-from whorl.engine.sampler import Sampling
+from whorl.engine.sampling import Sampling
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
 from whorl.serve.protocol import ChatRequest, Common, CompletionRequest, Message
@@ -51,7 +51,7 @@ class Asked:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def completion(body: CompletionRequest, served: Served, config: ServeConfig) -> Asked:
+def completion(body: CompletionRequest, served: Served, config: ServeConfig, client: str = "") -> Asked:
     """The sequences of a completion.
 
     Raises:
@@ -61,9 +61,11 @@ def completion(body: CompletionRequest, served: Served, config: ServeConfig) -> 
     if best < n:
         raise ApiError(400, f"best_of is {best} and n {n}: the best n are of best_of", param="best_of")
     if best > n and body.stream:
-        raise ApiError(400, "best_of: which is best is only known at the end; not with stream", param="best_of")
+        raise ApiError(
+            400, "best_of: which is best is only known at the end; not with stream", param="best_of"
+        )
     scoring = bool(body.echo and body.logprobs is not None)
-    plain = body.logprobs is None and body.grammar is None and body.regex is None
+    plain = not scoring and body.grammar is None and body.regex is None
     prompts = [_prompt(p, served, plain and body.heal is not False) for p in _several(body.prompt)]
     _bound(best * len(prompts), config, "best_of" if body.best_of else "n")
     wanted = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -78,6 +80,7 @@ def completion(body: CompletionRequest, served: Served, config: ServeConfig) -> 
                     body,
                     served,
                     prompt.ids,
+                    client=client,
                     max_tokens=room,
                     index=i,
                     stop=(),
@@ -91,7 +94,7 @@ def completion(body: CompletionRequest, served: Served, config: ServeConfig) -> 
     return Asked(prompts, requests, best, n)
 
 
-def chat(body: ChatRequest, served: Served, config: ServeConfig) -> Asked:
+def chat(body: ChatRequest, served: Served, config: ServeConfig, client: str = "") -> Asked:
     """The sequences of a chat's next turn.
 
     Raises:
@@ -106,10 +109,13 @@ def chat(body: ChatRequest, served: Served, config: ServeConfig) -> Asked:
     made = forced(body.tools or [], choice)
     if made is not None:
         if grammar is not None:
-            raise ApiError(400, "tool_choice forces the output's form, and so does another field", param="tool_choice")
+            raise ApiError(
+                400, "tool_choice forces the output's form, and so does another field", param="tool_choice"
+            )
         grammar = made
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if choice != "none" else []
-    ids = served.chat.prompt(conversation(body.messages), tools, **_variables(body.chat_template_kwargs))
+    variables = _variables(body.chat_template_kwargs)
+    ids = served.chat.prompt(conversation(body.messages), tools, variables=variables)
     which = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     room = _room(ids, body.max_tokens or body.max_completion_tokens, served, which, "messages")
     requests = [
@@ -117,6 +123,7 @@ def chat(body: ChatRequest, served: Served, config: ServeConfig) -> Asked:
             body,
             served,
             ids,
+            client=client,
             max_tokens=room,
             index=i,
             stop=served.chat.stop,
@@ -177,6 +184,7 @@ def _request(
     served: Served,
     ids: Sequence[int],
     *,
+    client: str,
     max_tokens: int,
     index: int,
     stop: tuple[bytes, ...],
@@ -197,6 +205,7 @@ def _request(
         required=required,
         grammar=grammar,
         priority=body.priority or 0,
+        client=client,
         top_log_probs=top_log_probs,
         prompt_log_probs=prompt_log_probs,
     )
@@ -230,7 +239,9 @@ def _bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
         if not 0 <= number < vocab_size:
             raise ApiError(
-                400, f"logit_bias: {text!r} is no token id of this model (0 to {vocab_size - 1})", param="logit_bias"
+                400,
+                f"logit_bias: {text!r} is no token id of this model (0 to {vocab_size - 1})",
+                param="logit_bias",
             )
         out[number] = value
     return out

@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from whorl.serve import requests
 from whorl.serve.answers import Reader, together, usage
-from whorl.serve.api import Api, aside, headers
+from whorl.serve.api import Api, aside, client, headers
 from whorl.serve.errors import ApiError, Json, first_problem, refusal
 from whorl.serve.protocol import (
     ChatRequest,
@@ -46,14 +46,14 @@ async def respond(api: Api, body: ResponsesRequest, http: HttpRequest) -> Respon
     asked_as = _as_chat(body)
     size = sum(len(message.text) for message in asked_as.messages)
     try:
-        asked = await aside(size, lambda: requests.chat(asked_as, served, api.config))
+        asked = await aside(size, lambda: requests.chat(asked_as, served, api.config, client(http)))
     except ApiError as error:
         renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
         error.param = renamed.get(error.param or "", error.param)
         raise
     streams = await api.begin(asked.requests, http, asked.n_prompt)
     answer = _Answer(body, served.name, streams[0], asked.n_prompt)
-    reader = Reader(streams[0])
+    reader = Reader(streams[0], served.tokenizer)
     if body.stream:
         return EventStream(_events(answer, reader), streams[0].close, api.config.stall_seconds, headers(http))
 

@@ -90,14 +90,14 @@ def is_loopback(host: str) -> bool:
     return host in LOOPBACK
 
 
-def serve(api: Api, ready: Callable[[str], None] = lambda url: None, log_level: str = "warning") -> None:
-    """Serves until a signal; returns when all is closed. `ready` is told the address once it listens.
-
-    Raises:
-        ConfigError: the address is taken, or is not ours.
-    """
+def serve(
+    api: Api,
+    listening: socket.socket,
+    ready: Callable[[str], None] = lambda url: None,
+    log_level: str = "warning",
+) -> None:
+    """Serves what comes in through `listening` until a signal; returns when all is closed. `ready` is told the address."""
     config = api.config
-    listening = _listen(config.host, config.port)
     port = listening.getsockname()[1]
     _many_files()
     server = Server(
@@ -117,7 +117,13 @@ def serve(api: Api, ready: Callable[[str], None] = lambda url: None, log_level: 
     server.run(sockets=[listening])
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(config: ServeConfig) -> socket.socket:
+    """A socket that listens where `config` says.
+
+    Raises:
+        ConfigError: the address is taken, or is not ours.
+    """
+    host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -140,5 +146,3 @@ def _many_files() -> None:
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ class Served:
     """A language model as the API knows it.
 
     name: told to clients; aliases: other names that mean it. context: positions of prompt and answer together at most.
-    vector: ids -> a unit vector [d], called in the engine's thread with the engine; None where there are no embeddings.
+    vector: ids -> a unit vector [d], called in the engine's thread; None where there are no embeddings.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Served:
     vocab_size: int
     context: int
     aliases: frozenset[str] = frozenset()
-    vector: Callable[[Any, Sequence[int]], list[float]] | None = None
+    vector: Callable[[Sequence[int]], list[float]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, text: str) -> list[int]:
@@ -63,7 +63,7 @@ class Served:
             "owned_by": "whorl",
             "context_length": self.context,
             "vocab_size": self.vocab_size,
-            "chat": self.chat.kind,
+            "whorl": {"chat": self.chat.trained, "template": self.chat.kind},
             "capabilities": ["completion", "chat", *(["embedding"] if self.vector else [])],
         }
 
@@ -92,9 +92,6 @@ class ServedEmbedder:
             "context_length": self.context,
             "capabilities": ["embedding"],
         }
-
-
-Pooling = Literal["mean"]
 
 
 @torch.inference_mode()

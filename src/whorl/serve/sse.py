@@ -65,9 +65,7 @@ class EventStream(Response):
         except TimeoutError:
             raise
         except Exception as error:  # the status is long sent: the error goes where the client reads
-            await send(
-                {"type": "http.response.body", "body": event(refusal(error).body), "more_body": True}
-            )
+            await send({"type": "http.response.body", "body": event(refusal(error).body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -36,7 +36,11 @@ class Call:
 
     @property
     def said(self) -> dict[str, Any]:
-        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
 
 
 def forced(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Grammar | None:
@@ -89,7 +93,8 @@ class Calls:
         self._held += text
         if self.whole:
             return "", []
-        shown, calls = "", []
+        shown = ""
+        calls: list[Call] = []
         while (at := self._held.find(OPEN)) >= 0:
             end = self._held.find(CLOSE, at)
             if end < 0:

@@ -27,7 +27,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
@@ -35,7 +34,6 @@ from typing import Any, Protocol, TypeVar
 from whorl.engine.request import Delta, Finish, Request, Token
 
 LOG = logging.getLogger("whorl.serve")
-TIMELINE = 512  # steps that the engine's page can look back on
 T = TypeVar("T")
 
 
@@ -47,7 +45,6 @@ class Steps(Protocol):
     def add(self, request: Request) -> None: ...
     def step(self) -> list[Delta]: ...
     def abort(self, request_id: str) -> bool: ...
-    def stats(self) -> Any: ...
 
 
 class Stream:
@@ -85,7 +82,12 @@ class Stream:
             self._event.clear()
             await self._event.wait()
         delta = Delta(
-            self.request.id, tuple(self._tokens), bytes(self._text), self.finish, self.cached, tuple(self._prompt)
+            self.request.id,
+            tuple(self._tokens),
+            bytes(self._text),
+            self.finish,
+            self.cached,
+            tuple(self._prompt),
         )
         self._tokens.clear()
         self._text.clear()
@@ -120,6 +122,10 @@ class Stream:
         self._news = True
         self._event.set()
 
+    def _taken(self) -> None:
+        if not self._admitted.done():
+            self._admitted.set_result(None)
+
     def _fail(self, error: BaseException) -> None:
         self._error = error
         if not self._admitted.done():
@@ -140,7 +146,6 @@ class Worker:
         self.engine, self.ended = engine, ended
         self.failed: BaseException | None = None
         self.streams: dict[str, Stream] = {}  # the event loop's
-        self.timeline: deque[tuple[float, float, int, int]] = deque(maxlen=TIMELINE)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -211,7 +216,6 @@ class Worker:
             try:
                 if not self._obey():
                     return
-                began = time.perf_counter()
                 deltas = self.engine.step()
                 now = time.perf_counter()
             except Exception as error:
@@ -219,7 +223,6 @@ class Worker:
                 self.failed = error
                 self._soon(lambda: self._tell_all(RuntimeError("the engine failed")))
                 return
-            self.timeline.append((began, now - began, len(deltas), sum(len(d.tokens) for d in deltas)))
             if deltas:
                 self._soon(lambda deltas=deltas, now=now: self._deliver(deltas, now))  # type: ignore[misc]
 
@@ -242,7 +245,10 @@ class Worker:
         except Exception as error:
             self._soon(lambda error=error: self._refused(stream, error))  # type: ignore[misc]
         else:
-            self._soon(lambda: stream._admitted.done() or stream._admitted.set_result(None))
+            self._soon(stream._taken)
+
+    def _abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
 
     def _soon(self, function: Callable[[], Any]) -> None:
         assert self._loop is not None
@@ -270,7 +276,7 @@ class Worker:
 
     def _leave(self, stream: Stream) -> None:
         stream.finish = "abort"
-        self._commands.put(lambda: self.engine.abort(stream.request.id) and None)
+        self._commands.put(lambda: self._abort(stream.request.id))
         self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:

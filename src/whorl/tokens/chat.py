@@ -13,12 +13,12 @@ If the rendered text were simply encoded, the user would speak as the system. A 
 is given, so its strings must stay strings: they cannot be wrapped, or replaced by marks that are filled in later. So in all
 that comes from people each spelling of a special token is broken in two by one character that occurs nowhere in the
 conversation, after its first character; the template works on text that is otherwise untouched; and the rendered text is
-encoded in the pieces between those characters, none of which spells a special token that the template did not write. As a last
-line the special ids that came out are counted against those that stand in the rendered text. (A special token one character
+encoded in the pieces between those characters, none of which spells a special token that the template did not write. As a
+last line the special ids that came out are counted against those that stand in the rendered text. (A special token one character
 long cannot be broken; that count then refuses the conversation.)
 
-Protected are the special tokens, and those added tokens that the template itself writes (`<tool_call>`, `<think>`); the latter
-not in what the assistant said, since a template looks for them there.
+Protected are the special tokens, and those added tokens that the template itself writes (`<tool_call>`, `<think>`); the
+latter not in what the assistant said, since a template looks for them there.
 
 `training` gives the mask beside the ids: True where the assistant speaks, up to the token that ends its turn. The borders
 lie where generation would have begun, and text is encoded piece by piece between them, so what is learnt from is exactly
@@ -140,7 +140,11 @@ class ChatTemplate:
         self.source = source
         self.tokens = dict(tokens or {})
         if isinstance(tokenizer, Tokenizer):
-            self.tokens = {"bos_token": tokenizer.specials[0], "eos_token": tokenizer.specials[1], **self.tokens}
+            self.tokens = {
+                "bos_token": tokenizer.specials[0],
+                "eos_token": tokenizer.specials[1],
+                **self.tokens,
+            }
         self.tokens = {"bos_token": "", "eos_token": "", **self.tokens}
         self.stop = TRANSCRIPT_STOPS if self.kind == "transcript" else ()
         ends = [self.special[END]] if END in self.special else []
@@ -161,7 +165,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a conversation, up to where the assistant speaks next.
 
@@ -173,17 +177,23 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation.
         """
-        text, mark = self._rendered(messages, tools, add_generation_prompt, variables)
+        mark = _unused((messages, tools, variables or {}))
+        text = self._render(messages, tools, add_generation_prompt, variables or {}, mark)
         return self._checked(text, self._encode(text, mark), mark)
 
     def training(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), **variables: Any
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        variables: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """(ids, mask): a whole conversation, and which of its tokens the assistant wrote, its turns' ends among them.
 
         Raises:
             DataError: as `prompt`; or the template does not only append, so that no border can be trusted.
         """
+        variables = variables or {}
         mark = _unused((messages, tools, variables))
         whole = self._render(messages, tools, False, variables, mark)
         borders: list[tuple[int, int]] = []
@@ -215,16 +225,6 @@ class ChatTemplate:
     def _ends(self) -> frozenset[str]:
         return frozenset(text for text, i in self.special.items() if i in self.stop_ids)
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]],
-        go_on: bool,
-        variables: Mapping[str, Any],
-    ) -> tuple[str, str]:
-        mark = _unused((messages, tools, variables))
-        return self._render(messages, tools, go_on, variables, mark), mark
-
     def _render(
         self,
         messages: Sequence[Message],
@@ -234,7 +234,9 @@ class ChatTemplate:
         mark: str,
     ) -> str:
         """The text, with `mark` inside of every special token that somebody spelled."""
-        told = [_broken(m, self._always if m.get("role") == "assistant" else self._others, mark) for m in messages]
+        told = [
+            _broken(m, self._always if m.get("role") == "assistant" else self._others, mark) for m in messages
+        ]
         try:
             return self._program.render(
                 **self.tokens,
@@ -250,7 +252,12 @@ class ChatTemplate:
             ) from error
 
     def _encode(self, text: str, mark: str) -> list[int]:
-        return [int(i) for part in text.split(mark) if part for i in self.tokenizer.encode(part, allow_special=True)]
+        return [
+            int(i)
+            for part in text.split(mark)
+            if part
+            for i in self.tokenizer.encode(part, allow_special=True)
+        ]
 
     def _checked(self, text: str, ids: list[int], mark: str) -> list[int]:
         """`ids`, unless there are more special ones among them than the template wrote."""
@@ -298,7 +305,7 @@ def open_chat(folder: Path, tokenizer: Tokenizer | ForeignTokenizer) -> ChatTemp
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, with which some templates mark what the assistant says: written as it is."""
+    """`{% generation %} ... {% endgeneration %}`, with which some templates mark what the assistant says: kept."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
 
@@ -324,7 +331,8 @@ def _compiled(source: str) -> Template:
         return environment.from_string(source)
     except Exception as error:
         raise DataError(
-            f"the chat template cannot be compiled: {error}", expected="a Jinja template as transformers runs it"
+            f"the chat template cannot be compiled: {error}",
+            expected="a Jinja template as transformers runs it",
         ) from error
 
 
@@ -365,7 +373,12 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 def _unused(value: Any) -> str:
     """A character that occurs nowhere in `value`; one of those that Unicode keeps for nobody, or for private use."""
     seen: set[str] = set()
-    _mapped(value, lambda text: (seen.update(text), text)[1])
+
+    def look(text: str) -> str:
+        seen.update(text)
+        return text
+
+    _mapped(value, look)
     for number in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE)):
         if chr(number) not in seen:
             return chr(number)

@@ -141,7 +141,8 @@ class ForeignTokenizer:
     @property
     def unknown_text(self) -> str | None:
         """What stands for text that has no token, if the vocabulary has such a thing."""
-        return self._standard["model"].get("unk_token")
+        unknown = self._standard["model"].get("unk_token")
+        return None if unknown is None else str(unknown)
 
     @cached_property
     def _plain(self) -> Any:
