@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whorl.engine.cache import Cache
 from whorl.engine.pages import Batch
+from whorl.engine.penalties import Seen
 from whorl.engine.sampler import Row
 from whorl.engine.scheduler import Schedule
 from whorl.engine.sequence import Sequence
@@ -40,6 +41,7 @@ def assemble(schedule: Schedule, cache: Cache, reach: int, device: torch.device)
     slots: list[int] = []
     wanted: list[int] = []
     rows: list[Row] = []
+    drawn: list[int] = []  # where in `wanted` they stand
     n_single = 0
     for sequence, n in schedule.rows:
         first, begin, have = sequence.computed, starts[-1], len(sequence.ids)
@@ -51,6 +53,7 @@ def assemble(schedule: Schedule, cache: Cache, reach: int, device: torch.device)
         if n == 1 and stop == have:
             ids.append(sequence.ids[first])
             positions.append(first)
+            drawn.append(len(wanted))
             wanted.append(begin)
             rows.append(_row(sequence, 0))
             continue
@@ -59,8 +62,10 @@ def assemble(schedule: Schedule, cache: Cache, reach: int, device: torch.device)
         if scores_prompt(sequence):
             wanted += range(begin, begin + n)
             if stop == have:
+                drawn.append(len(wanted) - 1)
                 rows.append(_row(sequence, 0))
         elif stop >= have:  # the newest token, and any drafts behind it
+            drawn += range(len(wanted), len(wanted) + stop - have + 1)
             wanted += range(begin + n - 1 - (stop - have), begin + n)
             rows += [_row(sequence, k) for k in range(stop - have + 1)]
     at = np.array(slots)
@@ -75,6 +80,7 @@ def assemble(schedule: Schedule, cache: Cache, reach: int, device: torch.device)
         torch.tensor(wanted, dtype=torch.long, device=device),
         n_single,
         _before(schedule, reach, device) if reach else None,
+        drawn=None if len(drawn) == len(wanted) else drawn,
     )
     return batch, rows
 
@@ -94,6 +100,8 @@ def _before(schedule: Schedule, reach: int, device: torch.device) -> Tensor:
 def _row(sequence: Sequence, k: int) -> Row:
     """What the sampler must know to draw the token behind `k` drafts."""
     r = sequence.request
+    if r.sampling.penalised and sequence.seen is None:
+        sequence.seen = Seen(r.ids)
     return Row(
         sampling=r.sampling,
         prompt=r.ids,
@@ -102,5 +110,5 @@ def _row(sequence: Sequence, k: int) -> Row:
         drawn=sequence.n_output + k,
         allowed=None if sequence.matcher is None else sequence.matcher.mask(),
         top_log_probs=r.top_log_probs,
-        owner=sequence,
+        seen=sequence.seen,
     )

@@ -40,12 +40,19 @@ class Cache:
         max_sequences, max_length: sizes of `tables`.
         chunk: positions that a sequence may enter in one step.
         share: whether beginnings are looked up at all (not if some layers keep a state that is not in pages).
+        share_outputs: whether pages that hold output are found again too, as the beginning of the next turn.
     """
 
     def __init__(
-        self, groups: list[Group], max_sequences: int, max_length: int, chunk: int, share: bool = True
+        self,
+        groups: list[Group],
+        max_sequences: int,
+        max_length: int,
+        chunk: int,
+        share: bool = True,
+        share_outputs: bool = True,
     ) -> None:
-        self.groups, self.share, self.chunk = groups, share, chunk
+        self.groups, self.share, self.share_outputs, self.chunk = groups, share, share_outputs, chunk
         self.page_size = groups[0].pool.page_size
         per_sequence = -(-max_length // self.page_size)
         # Row `slot` is the sequence's list of pages, ready to be handed to a kernel.
@@ -112,6 +119,8 @@ class Cache:
     def settle(self, sequence: Sequence) -> None:
         """After a step: full pages become known, pages behind every window are given back."""
         full = sequence.computed // self.page_size
+        if not self.share_outputs:
+            full = min(full, sequence.n_prompt // self.page_size)
         if self.share and full > sequence.sealed:
             names = sequence.name_pages(self.page_size)
             for group, pages in zip(self.groups, sequence.pages, strict=True):

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,18 @@ class Batch:
     n_single: int
     before: Tensor | None = None
     adapters: list[int] | None = None
+    drawn: list[int] | None = None  # which of the W a token is drawn from; None: all
+
+    def singly(self) -> Iterator[Batch]:
+        """Each row as a batch of its own."""
+        for r, (a, b) in enumerate(pairwise(self.starts)):
+            wanted = self.wanted[(self.wanted >= a) & (self.wanted < b)] - a
+            yield Batch(
+                self.ids[a:b], self.positions[a:b], [0, b - a], self.lengths[r : r + 1], self.slots[r : r + 1],
+                [table[r : r + 1] for table in self.pages], wanted, int(b - a == 1),
+                None if self.before is None else self.before[a:b],
+                None if self.adapters is None else self.adapters[r : r + 1],
+            )  # fmt: skip
 
 
 @dataclass

@@ -64,6 +64,7 @@ class Runner:
         page_size: positions a page.
         n_slots: sequences at once; capacity: the longest of them.
         dtype: of the cache; by default the model's compute type.
+        invariant: run each row by itself, so that no bit of it depends on who else is in the batch.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Runner:
         n_slots: int,
         capacity: int,
         dtype: torch.dtype | None = None,
+        invariant: bool = False,
     ) -> None:
-        self.model, self.page_size = model, page_size
+        self.model, self.page_size, self.invariant = model, page_size, invariant
         self.device = str(model.embedding.device)
         kinds = windows_of(model)
         self.windows = sorted({k for k in kinds if k != -1}, key=lambda w: (w is not None, w or 0))
@@ -112,7 +114,14 @@ class Runner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """-> logits [W, vocab] fp32 of the wanted positions; the cache holds all N afterwards."""
-        return self.model.logits(self.hidden(batch)[batch.wanted])
+        if self.invariant:
+            return torch.cat([self.logits(self.hidden(one)[one.wanted]) for one in batch.singly()])
+        return self.logits(self.hidden(batch)[batch.wanted])
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[W, d_model] -> [W, vocab] fp32."""
+        return self.model.logits(hidden)
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:

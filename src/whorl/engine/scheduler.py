@@ -52,6 +52,7 @@ class Scheduler:
         max_sequences: that run at once.
         token_budget: positions a step at most.
         pace: bounds what is read in beside decoding sequences.
+        by_page: read prompts in page by page, wherever the budget ends, so that the pieces are always the same.
         swap: called with a sequence before its pages are given back, to copy them out; None recomputes.
         restore: called with a sequence that has pages and a slot again, to copy them back.
     """
@@ -62,6 +63,7 @@ class Scheduler:
         max_sequences: int,
         token_budget: int,
         pace: Pace,
+        by_page: bool = False,
         swap: Callable[[Sequence], None] | None = None,
         restore: Callable[[Sequence], None] | None = None,
     ) -> None:
@@ -71,7 +73,7 @@ class Scheduler:
             token_budget,
             pace,
         )
-        self.swap, self.restore = swap, restore
+        self.by_page, self.swap, self.restore = by_page, swap, restore
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.served: dict[str, float] = defaultdict(float)  # of each active client
@@ -128,6 +130,9 @@ class Scheduler:
     def _read(self, sequence: Sequence, budget: int, out: Schedule) -> int:
         """Gives `sequence` positions of what it has to read in: -> how many."""
         n = min(sequence.to_read, budget)
+        if self.by_page:
+            piece = min(sequence.to_read, self.cache.page_size - sequence.computed % self.cache.page_size)
+            n = piece if piece <= max(n, 0) or not out.rows else 0
         if n < 1:
             return 0
         if not self.cache.grow(sequence, sequence.computed + n):

@@ -54,7 +54,7 @@ class Sequence:
     finish: Finish | None = None
     stops: Any = None  # `stops.Stops`
     matcher: Any = None  # of its grammar, or of the bytes that its output begins with
-    left: bytes = b""  # of `required`, what has not been written yet
+    seen: Any = None  # `penalties.Seen`, where its settings have penalties
     added: float = 0.0  # seconds, by the engine's clock
     first: float = 0.0  # when its first token came
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
 
+ALTERNATIVES = 5  # told beside each token of a sample
+
 
 class EvaluateConfig(BaseModel):
     """What is measured."""
@@ -243,6 +245,7 @@ def _samples(
             forbidden=(tokenizer.pad_id, tokenizer.bos_id),
             required=healed.required,
             token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
+            top_log_probs=ALTERNATIVES,
         ):
             if token.id == tokenizer.eos_id:
                 break
@@ -250,7 +253,9 @@ def _samples(
                 {
                     "hex": tokenizer.decode([token.id]).hex(),
                     "probability": math.exp(token.raw_log_prob),
-                    "alternatives": [[tokenizer.decode([i]).hex(), p] for i, p in token.alternatives],
+                    "alternatives": [
+                        [tokenizer.decode([i]).hex(), math.exp(p)] for i, p in token.alternatives
+                    ],
                 }
             )
         out.append(
