@@ -17,9 +17,10 @@ from whorl.models import Decoder, DecoderConfig
 from whorl.serve.api import Api
 from whorl.serve.app import application
 from whorl.serve.config import ServeConfig
-from whorl.serve.load import served, spoken, unspoken
+from whorl.serve.load import make_engine, served
 from whorl.serve.run import Server, listen
 from whorl.serve.served import Served
+from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.tokenizer import Tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>")
@@ -46,18 +47,16 @@ def tiny(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
 
 def engine_of(tokenizer: Tokenizer, **sizes: Any) -> Engine:
     model = tiny(tokenizer)
-    config = EngineConfig(**{"max_length": 256, "cache_tokens": 2048, "page_size": 16, "max_sequences": 8} | sizes)
-    return Engine(model, config, token_bytes=spoken(tokenizer, model), forbidden=unspoken(tokenizer, model), **grammars(tokenizer, model))
-
-
-def grammars(tokenizer: Tokenizer, model: Decoder) -> dict[str, Any]:
-    return {}
+    config = EngineConfig(
+        **{"max_length": 1024, "cache_tokens": 4096, "page_size": 16, "max_sequences": 8} | sizes
+    )
+    return make_engine(model, tokenizer, ChatTemplate(tokenizer), config)
 
 
 def api_of(engine: Any = None, specials: tuple[str, ...] = MARKS, **settings: Any) -> Api:
     tokenizer = words(specials)
     engine = engine if engine is not None else engine_of(tokenizer)
-    model: Served = served(["tiny", "random/tiny"], tokenizer, engine)
+    model: Served = served(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
     return Api(ServeConfig(port=0, **settings), [model], engine)
 
 

@@ -31,7 +31,15 @@ def test_a_key_is_kept_as_a_hash_and_found_again(tmp_path: Path) -> None:
     found = accounts.find(alice)
     assert found is not None and found.key.name == "alice" and found.key.requests_per_minute == 5
     assert accounts.find(bob) is not found
-    for wrong in ("", "wk", alice[:-1], alice + "x", alice.replace("wk-", "wx-", 1), f"wk-{'z' * 8}-abc", "\udcff-a-b"):
+    for wrong in (
+        "",
+        "wk",
+        alice[:-1],
+        alice + "x",
+        alice.replace("wk-", "wx-", 1),
+        f"wk-{'z' * 8}-abc",
+        "\udcff-a-b",
+    ):
         assert accounts.find(wrong) is None
     with pytest.raises(ConfigError, match="taken"):
         file.add("alice")
@@ -57,7 +65,13 @@ def test_a_revoked_key_ends_without_a_restart(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
-    for text in ("", "{", "[]", '{"keys": [{}]}', '{"keys": [{"id": "a", "name": "b", "hash": "c", "created": 1}]}'):
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"keys": [{}]}',
+        '{"keys": [{"id": "a", "name": "b", "hash": "c", "created": 1}]}',
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"keys\.json"):
             KeyFile(path).read()
@@ -140,7 +154,9 @@ def test_others_are_only_let_in_with_keys(tmp_path: Path) -> None:
 
 def test_the_verb(tmp_path: Path) -> None:
     runner, file = CliRunner(), str(tmp_path / "keys.json")
-    made = runner.invoke(application(), ["keys", "add", "alice", "--file", file, "--requests-per-minute", "7"])
+    made = runner.invoke(
+        application(), ["keys", "add", "alice", "--file", file, "--requests-per-minute", "7"]
+    )
     assert made.exit_code == 0 and Accounts(Path(file)).find(made.stdout.strip()) is not None
     listed = runner.invoke(application(), ["keys", "list", "--file", file])
     assert "alice" in listed.stdout and "7 requests/min" in listed.stdout

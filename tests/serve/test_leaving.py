@@ -1,6 +1,7 @@
 """Clients that go away, that read slowly, that ask while the server stops; and an engine that breaks.
 
-Nothing here waits for time to pass: the engine's steps are let through one by one (`Gate`), and what must happen is waited for.
+Nothing here waits for time to pass: the engine's steps are let through one by one (`Gate`), and what must happen is
+waited for.
 """
 
 from __future__ import annotations
@@ -110,7 +111,11 @@ def test_a_reader_who_does_not_read_holds_up_nobody() -> None:
             got += part
         slow.close()
     assert len(got) > 100_000 and got.endswith(b"data: [DONE]\n\n")
-    events = [json.loads(e[6:]) for e in got.decode().split("\r\n\r\n", 1)[1].split("\n\n") if e.startswith("data: {")]
+    events = [
+        json.loads(e[6:])
+        for e in got.decode().split("\r\n\r\n", 1)[1].split("\n\n")
+        if e.startswith("data: {")
+    ]
     tokens = sum(len(c["logprobs"]["tokens"]) for e in events for c in e["choices"])
     assert tokens == 8 * 200
     assert len(events) < 1000  # what waited was merged

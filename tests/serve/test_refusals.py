@@ -68,7 +68,7 @@ def test_a_chat_s_wrong_parameter_is_named(server: Any, change: dict[str, Any], 
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [10**6]}, "prompt"),
         ({"prompt": ["a", 1]}, None),
-        ({"prompt": "word " * 300}, "prompt"),
+        ({"prompt": "word " * 1000}, "prompt"),
         ({"best_of": 1, "n": 2}, "best_of"),
         ({"best_of": 3, "stream": True}, "best_of"),
         ({"prompt": ["a"] * 100, "n": 2}, "n"),
@@ -77,7 +77,9 @@ def test_a_chat_s_wrong_parameter_is_named(server: Any, change: dict[str, Any], 
         ({"stream_options": {"include_usage": True}}, None),
     ],
 )
-def test_a_completion_s_wrong_parameter_is_named(server: Any, change: dict[str, Any], param: str | None) -> None:
+def test_a_completion_s_wrong_parameter_is_named(
+    server: Any, change: dict[str, Any], param: str | None
+) -> None:
     error = refused(httpx.post(f"{server.url}/v1/completions", json=TEXT | change), 400)
     if param is not None:
         assert error["param"] == param
@@ -88,14 +90,16 @@ def test_a_completion_s_wrong_parameter_is_named(server: Any, change: dict[str, 
     [
         ("responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("responses", {"input": []}, None),
-        ("responses", {"input": "word " * 300}, "input"),
+        ("responses", {"input": "word " * 1000}, "input"),
         ("embeddings", {"input": []}, "input"),
         ("embeddings", {"input": ["a", ""]}, "input"),
         ("embeddings", {"input": [10**6]}, "input"),
         ("embeddings", {"input": "a", "dimensions": 8}, "dimensions"),
     ],
 )
-def test_the_other_paths_name_parameters_too(server: Any, path: str, body: dict[str, Any], param: str | None) -> None:
+def test_the_other_paths_name_parameters_too(
+    server: Any, path: str, body: dict[str, Any], param: str | None
+) -> None:
     error = refused(httpx.post(f"{server.url}/v1/{path}", json={"model": "tiny", **body}), 400)
     if param is not None:
         assert error["param"] == param
@@ -119,13 +123,17 @@ def test_the_other_paths_name_parameters_too(server: Any, path: str, body: dict[
     ],
 )
 def test_what_is_no_json_is_refused(server: Any, body: bytes) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"})
+    answer = httpx.post(
+        f"{server.url}/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
     refused(answer, 400)
 
 
 def test_json_must_call_itself_so(server: Any) -> None:
     """A web page elsewhere can make a browser send text, but not JSON without asking first."""
-    answer = httpx.post(f"{server.url}/v1/completions", content=json.dumps(TEXT), headers={"content-type": "text/plain"})
+    answer = httpx.post(
+        f"{server.url}/v1/completions", content=json.dumps(TEXT), headers={"content-type": "text/plain"}
+    )
     refused(answer, 400)
     assert "access-control-allow-origin" not in answer.headers
 
@@ -138,7 +146,9 @@ def test_unknown_paths_and_methods(server: Any) -> None:
 
 
 def test_an_unterminated_surrogate_in_a_stream_s_text_cannot_come_in(server: Any) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json=TEXT | {"prompt": "\U0001f642 ok", "stop": "\u00e9"})
+    answer = httpx.post(
+        f"{server.url}/v1/completions", json=TEXT | {"prompt": "\U0001f642 ok", "stop": "\u00e9"}
+    )
     assert answer.status_code == 200
 
 
@@ -157,7 +167,10 @@ def test_large_bodies_are_refused_whole_and_chunked() -> None:
 
 
 def test_a_body_that_never_comes_is_not_waited_for() -> None:
-    with running(api_of(body_seconds=0.05)) as server, socket.create_connection(("127.0.0.1", server.port)) as s:
+    with (
+        running(api_of(body_seconds=0.05)) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as s,
+    ):
         s.settimeout(30)
         s.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{")
         assert b" 408 " in s.recv(100)

@@ -1,4 +1,5 @@
-"""schemathesis against the API's own description: whatever it makes up, no answer is a bug of ours, and each is as described."""
+"""schemathesis against the API's own description: whatever it makes up, no answer is a bug of ours, and each is as
+described."""
 
 from __future__ import annotations
 
@@ -17,7 +18,6 @@ PATHS = [
     "/v1/embeddings",
     "/tokenize",
     "/detokenize",
-    "/v1/models/{name}",
 ]
 
 

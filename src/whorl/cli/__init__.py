@@ -37,7 +37,10 @@ VERBS = (
     "import",
     "export",
 )
-GROUPS = {"rl": ("train", "environments"), "keys": ("add", "list", "revoke")}  # verbs of one subject: `whorl rl train`
+GROUPS = {
+    "rl": ("train", "environments"),
+    "keys": ("add", "list", "revoke"),
+}  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
 

@@ -23,7 +23,9 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Ask for keys, as `whorl keys add` makes them.")
     ] = None,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="No keys, although others can reach it.")] = False,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="No keys, although others can reach it.")
+    ] = False,
     name: Annotated[str | None, typer.Option(help="What clients call the model; else its own name.")] = None,
     embedder: Annotated[
         str | None, typer.Option(metavar="ARTIFACT", help="An embedder to be served beside the model.")
@@ -36,7 +38,8 @@ def serve(
         int, typer.Option(min=1, help="Tokens a step; smaller keeps answers flowing while prompts come in.")
     ] = 512,
     cache_memory: Annotated[
-        float | None, typer.Option(metavar="GB", min=0.001, help="Of the cache; else a quarter of what is free.")
+        float | None,
+        typer.Option(metavar="GB", min=0.001, help="Of the cache; else a quarter of what is free."),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Answers that may wait; more are told 503.")] = 512,
     slo_ttft: Annotated[float, typer.Option(help="Promised seconds to the first token (/metrics).")] = 0.5,
@@ -60,7 +63,7 @@ def serve(
 
         curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "pretrain", "prompt": "def "}'
 
-        python -c "import openai; c = openai.OpenAI(base_url='http://localhost:8000/v1', api_key='none'); print(c.models.list())"
+        OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=none python -c "import openai; print(openai.models.list())"
 
     For others, with keys and limits:
 

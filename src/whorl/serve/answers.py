@@ -192,7 +192,7 @@ def joined(first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
 
 
 def spelled(i: int, words: Words) -> str:
-    """A token as completions write it: its text, or "bytes:" and each byte as backslash, x and two digits where it is none."""
+    """A token as completions write it: its text, or where it is none "bytes:" and each byte as backslash, x, two digits."""
     return _told(_bytes(i, words))
 
 

@@ -38,7 +38,10 @@ KINDS = {
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-POLICY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
+POLICY = (
+    "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+    "frame-ancestors 'none'; base-uri 'none'"
+)
 REFUSAL = {
     "type": "object",
     "required": ["error"],

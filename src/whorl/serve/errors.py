@@ -1,9 +1,10 @@
-"""Refusals in OpenAI's shape: {"error": {"message", "type", "param", "code"}} with the status that clients map to exceptions.
+"""Refusals in OpenAI's shape: {"error": {"message", "type", "param", "code"}} with the status that clients map to
+exceptions.
 
     400 bad request   401 key   404 unknown model or path   413 too large   429 limit   500 our bug   503 busy or stopping
 
-A `WhorlError` is the user's to mend, here as on the command line: it becomes a 400 with its message. Whatever else is raised is
-a bug of ours: a 500 that says nothing of the inside, whose traceback stands in the server's log.
+A `WhorlError` is the user's to mend, here as on the command line: it becomes a 400 with its message. Whatever else is
+raised is a bug of ours: a 500 that says nothing of the inside, whose traceback stands in the server's log.
 """
 
 from __future__ import annotations

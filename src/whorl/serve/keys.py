@@ -2,15 +2,16 @@
 
     wk-ID-SECRET            ID: 8 letters that name the key in lists and logs; SECRET: 43 letters, 256 random bits
 
-The file (JSON, readable by its owner alone) holds sha256(whole key) in hex. Passwords want a slow, salted hash, since people choose
-them from few; a key has 256 random bits, nobody will ever try them all, and a slow hash would only make every request
-slow. What a fast comparison could leak, byte by byte, is kept from leaking by comparing hashes in constant time; the ID, which
-is no secret, finds the one hash to compare with, and an unknown ID costs the same comparison.
+The file (JSON, readable by its owner alone) holds sha256(whole key) in hex. Passwords want a slow, salted hash, since
+people choose them from few; a key has 256 random bits, nobody will ever try them all, and a slow hash would only make
+every request slow. What a fast comparison could leak, byte by byte, is kept from leaking by comparing hashes in
+constant time; the ID, which is no secret, finds the one hash to compare with, and an unknown ID costs the same
+comparison.
 
-Limits are token buckets, a minute's worth deep: `level` flows back at limit / 60 a second. A request takes 1 from the bucket of
-requests and its prompt's length from the bucket of tokens, if they are there. What it then writes is taken when it is
-done, down to below zero if need be: nobody knows beforehand how much it will be, and whoever has run into debt waits until it has
-flowed back. So a burst is at most a minute's worth of prompts, and the mean is the limit.
+Limits are token buckets, a minute's worth deep: `level` flows back at limit / 60 a second. A request takes 1 from the
+bucket of requests and its prompt's length from the bucket of tokens, if they are there. What it then writes is taken
+when it is done, down to below zero if need be: nobody knows beforehand how much it will be, and whoever has run into
+debt waits until it has flowed back. So a burst is at most a minute's worth of prompts, and the mean is the limit.
 
 A server looks at the file again when it has changed (at most once a second): a revoked key ends without a restart.
 """

@@ -16,6 +16,7 @@ import psutil
 
 from whorl.engine.embed import Embedder, embed_ids
 from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.grammar import GrammarCompiler
 from whorl.engine.load import load_for_sampling
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel
@@ -95,19 +96,35 @@ def open_writer(
             do="give it more with --cache-memory",
         )
     sizes = config.model_copy(update={"max_length": bound, "cache_tokens": tokens})
-    engine = Engine(
-        model, sizes, token_bytes=spoken(tokenizer, model), forbidden=unspoken(tokenizer, model), **parts
+    chat = open_chat(place.folder, tokenizer)
+    engine = make_engine(model, tokenizer, chat, sizes, **parts)
+    return served(place.names, tokenizer, chat, engine), engine
+
+
+def make_engine(
+    model: LanguageModel, tokenizer: Words, chat: ChatTemplate, config: EngineConfig, **parts: Any
+) -> Engine:
+    """An engine that knows the model's words: what each id says, which must not be said, and how to follow a grammar."""
+    said = spoken(tokenizer, model)
+    ends = sorted(i for i in chat.stop_ids if i < len(said))
+    compiler = GrammarCompiler(said, ends, len(said)) if ends else None
+    return Engine(
+        model,
+        config,
+        token_bytes=said,
+        forbidden=unspoken(tokenizer, model),
+        compile_grammar=compiler.compile if compiler is not None else None,
+        **parts,
     )
-    return served(place.names, tokenizer, engine, place.folder), engine
 
 
-def served(names: Sequence[str], tokenizer: Words, engine: Engine, folder: Path | None = None) -> Served:
+def served(names: Sequence[str], tokenizer: Words, chat: ChatTemplate, engine: Engine) -> Served:
     """What the API knows of an engine's model."""
     return Served(
         name=names[0],
         aliases=frozenset(names[1:]),
         tokenizer=tokenizer,
-        chat=open_chat(folder, tokenizer) if folder is not None else ChatTemplate(tokenizer),
+        chat=chat,
         vocab_size=engine.model.config.vocab_size,
         context=engine.longest,
         vector=lambda ids: mean_pooled(engine.model, ids),

@@ -9,7 +9,8 @@ Goodput is what a service is worth: throughput that came in time (DistServe, arX
 goodput, and its quotient with `rate(finished[1m])` the share of promises kept. A sequence that was aborted kept none and
 broke none: it counts as aborted.
 
-Times are the engine thread's, taken at the end of the step that gave the token: what the network adds is the client's to measure.
+Times are the engine thread's, taken at the end of the step that gave the token: what the network adds is the client's
+to measure.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What may be asked, field by field: OpenAI's parameters with their meaning and limits, and a few of ours.
 
-Every model here forbids what it does not know, and reads strictly ("3" is no number): a misspelt parameter that is silently
-ignored costs its user an afternoon. Parameters that OpenAI has and we do not implement are absent, so that they are refused by
-name, unless they cannot matter to the answer (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`).
+Every model here forbids what it does not know, and reads strictly ("3" is no number): a misspelt parameter that is
+silently ignored costs its user an afternoon. Parameters that OpenAI has and we do not implement are absent, so that
+they are refused by name, unless they cannot matter to the answer (`user`, `metadata`, `safety_identifier`,
+`prompt_cache_key`).
 
 Ours, beside the standard ones: top_k, min_p, repetition_penalty (as other servers call them), regex and grammar (what the
 output must be), priority (lower is served first), ignore_eos (for benchmarks), heal (docs/tokens.md; completions only).
@@ -42,7 +43,7 @@ class Common(Strict):
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     logit_bias: dict[str, Bias] | None = Field(default=None, max_length=1024)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     n: int | None = Field(default=None, ge=1)

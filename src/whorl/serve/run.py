@@ -1,8 +1,8 @@
 """The process: uvicorn around the application, and how it ends.
 
-SIGTERM (or Ctrl-C) once: the server goes on listening, so that whoever routes to it can hear that it stops: /health says
-"draining", /health/ready is 503, whatever is new is a 503 with retry-after. What runs goes on to its end, for `drain_seconds`
-at most. Then the process ends, with exit code 0. A second signal ends it at once.
+SIGTERM (or Ctrl-C) once: the server goes on listening, so that whoever routes to it can hear that it stops: /health
+says "draining", /health/ready is 503, whatever is new is a 503 with retry-after. What runs goes on to its end, for
+`drain_seconds` at most. Then the process ends, with exit code 0. A second signal ends it at once.
 
 uvicorn alone would close its port at the signal: a balancer would see refused connections and call it dead.
 """

@@ -43,10 +43,8 @@ class Served:
 
     def healed(self, text: str) -> tuple[list[int], bytes]:
         """(ids, what the output begins with): the prompt's last piece is the model's to write anew."""
-        if isinstance(self.tokenizer, ForeignTokenizer):
-            found = self.tokenizer.prompt(text)
-        else:
-            found = heal(self.tokenizer, text)
+        words = self.tokenizer
+        found = words.prompt(text) if isinstance(words, ForeignTokenizer) else heal(words, text)
         return found.ids, found.required
 
     def plain(self, text: str) -> list[int]:

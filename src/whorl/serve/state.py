@@ -3,8 +3,9 @@
 Taken in the engine's thread between two steps (`Worker.call`), so that all of it is of one moment. Nothing here is told to
 the engine: it is asked for what it keeps anyway.
 
-`page_map` draws the cache: an entry for each page in order, 0 free, -1 kept with nobody holding it, n held by n sequences; runs of
-equal pages as [entry, length]. It is that of the layers which see everything, or of the first group there is.
+`page_map` draws the cache: an entry for each page in order, 0 free, -1 kept with nobody holding it, n held by n
+sequences; runs of equal pages as [entry, length]. It is that of the layers which see everything, or of the first group
+there is.
 """
 
 from __future__ import annotations

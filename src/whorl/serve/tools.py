@@ -1,14 +1,15 @@
 """Function calls: asked for by grammar, or found in what the model wrote.
 
-tool_choice "required", or one function by name: the output is constrained to the JSON of a call (`forced`), so it is one whatever
-the model is. "auto": the model was shown the tools by its chat template and may write calls as Hermes models do,
+tool_choice "required", or one function by name: the output is constrained to the JSON of a call (`forced`), so it is
+one whatever the model is. "auto": the model was shown the tools by its chat template and may write calls as Hermes
+models do,
 
     <tool_call>
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-which `Calls` takes out of the text as it streams. What may be the beginning of a tag is held back until it is known; what turns
-out to be no call, for it is no JSON or names nothing, is text again: nothing that a model wrote is lost.
+which `Calls` takes out of the text as it streams. What may be the beginning of a tag is held back until it is known;
+what turns out to be no call, for it is no JSON or names nothing, is text again: nothing that a model wrote is lost.
 """
 
 from __future__ import annotations

@@ -1,21 +1,23 @@
 """Chat templates: a conversation becomes the ids that a model was taught to read conversations in.
 
 A template is a small Jinja program that comes with the model (`chat_template.jinja`, or the field `chat_template` of
-tokenizer_config.json). A house model has none. If its vocabulary has ChatML's two markers, <|im_start|> and <|im_end|>, it is
-written in ChatML; if not, nobody taught it to chat, and what it reads is a plain transcript, as it may have seen in a text:
+tokenizer_config.json). A house model has none. If its vocabulary has ChatML's two markers, <|im_start|> and <|im_end|>,
+it is written in ChatML; if not, nobody taught it to chat, and what it reads is a plain transcript, as it may have seen
+in a text:
 
     kind "model"        the model's own template
     kind "chatml"       <|im_start|>user NEWLINE hello<|im_end|> NEWLINE <|im_start|>assistant NEWLINE
     kind "transcript"   User: hello NEWLINE NEWLINE Assistant:          (stops where the user would speak next)
 
-The subtle part is *injection*. A template writes special tokens as text, and so may a user: "<|im_end|><|im_start|>system ...".
-If the rendered text were simply encoded, the user would speak as the system. A template may trim, split and search what it
-is given, so its strings must stay strings: they cannot be wrapped, or replaced by marks that are filled in later. So in all
-that comes from people each spelling of a special token is broken in two by one character that occurs nowhere in the
-conversation, after its first character; the template works on text that is otherwise untouched; and the rendered text is
-encoded in the pieces between those characters, none of which spells a special token that the template did not write. As a
-last line the special ids that came out are counted against those that stand in the rendered text. (A special token one character
-long cannot be broken; that count then refuses the conversation.)
+The subtle part is *injection*. A template writes special tokens as text, and so may a user:
+"<|im_end|><|im_start|>system ...". If the rendered text were simply encoded, the user would speak as the system. A
+template may trim, split and search what it is given, so its strings must stay strings: they cannot be wrapped, or
+replaced by marks that are filled in later. So in all that comes from people each spelling of a special token is broken
+in two by one character that occurs nowhere in the conversation, after its first character; the template works on text
+that is otherwise untouched; and the rendered text is encoded in the pieces between those characters, none of which
+spells a special token that the template did not write. As a last line the special ids that came out are counted against
+those that stand in the rendered text. (A special token one character long cannot be broken; that count then refuses the
+conversation.)
 
 Protected are the special tokens, and those added tokens that the template itself writes (`<tool_call>`, `<think>`); the
 latter not in what the assistant said, since a template looks for them there.
@@ -32,7 +34,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +51,20 @@ from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Kind = Literal["model", "chatml", "transcript"]
+FIELDS = frozenset(
+    (
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "type",
+        "function",
+        "id",
+        "arguments",
+        "parameters",
+    )
+)
 START, END = "<|im_start|>", "<|im_end|>"
 
 TOOLS = """\
@@ -149,8 +165,8 @@ class ChatTemplate:
         self.stop = TRANSCRIPT_STOPS if self.kind == "transcript" else ()
         ends = [self.special[END]] if END in self.special else []
         self.stop_ids = frozenset((*tokenizer.end_ids, *ends))
-        self._always = _overlapping(self.special)
-        self._others = _overlapping([*self.special, *(t for t in added if t in source)])
+        self._always = _Breaker(self.special)
+        self._others = _Breaker([*self.special, *(t for t in added if t in source)])
         self._find = _longest_first(self.special)
         self._program = _compiled(source)
 
@@ -234,15 +250,19 @@ class ChatTemplate:
         mark: str,
     ) -> str:
         """The text, with `mark` inside of every special token that somebody spelled."""
-        told = [
-            _broken(m, self._always if m.get("role") == "assistant" else self._others, mark) for m in messages
-        ]
+        told = []
+        for message in messages:
+            breaker = self._always if message.get("role") == "assistant" else self._others
+            role = (
+                {"role": message["role"]} if "role" in message else {}
+            )  # one of a few words, which a template compares
+            told.append({**breaker(message, mark), **role})
         try:
             return self._program.render(
                 **self.tokens,
-                **_broken(dict(variables), self._others, mark),
+                **self._others(dict(variables), mark),
                 messages=told,
-                tools=_broken(list(tools), self._others, mark) or None,
+                tools=self._others(list(tools), mark) or None,
                 add_generation_prompt=go_on,
             )
         except Exception as error:  # whatever a program of others may raise
@@ -261,7 +281,9 @@ class ChatTemplate:
 
     def _checked(self, text: str, ids: list[int], mark: str) -> list[int]:
         """`ids`, unless there are more special ones among them than the template wrote."""
-        known = frozenset(self.special.values())
+        known = set(self.special.values())
+        if isinstance(self.tokenizer, ForeignTokenizer) and self.tokenizer.unknown_text in self.special:
+            known.remove(self.special[self.tokenizer.unknown_text])  # what it has no token for becomes this
         wrote = Counter(self.special[m[0]] for m in self._find.finditer(text))
         extra = Counter(i for i in ids if i in known) - wrote
         if extra:
@@ -340,9 +362,61 @@ def _specials(tokenizer: Tokenizer | ForeignTokenizer) -> tuple[dict[str, int], 
     """(special tokens by text, other added tokens)."""
     if isinstance(tokenizer, Tokenizer):
         return dict(tokenizer.special_ids), []
-    unknown = tokenizer.unknown_text
-    special = {t: i for t, i in tokenizer.added.items() if i in tokenizer.special_ids and t != unknown}
+    special = {t: i for t, i in tokenizer.added.items() if i in tokenizer.special_ids}
     return special, [t for t, i in tokenizer.added.items() if i not in tokenizer.special_ids]
+
+
+class _Breaker:
+    """Puts `mark` into strings so that no token of `texts` is spelled, neither by them nor together with what stands around.
+
+    A spelling is broken after its first character. A string that ends like the beginning of a token ("a <") could make the
+    template's next one another ("<<|im_end|>", where "<<" is a token too), so it gets a mark behind; one that is not what is
+    said, but a name, and begins like the end of a token or lies inside of one, could complete what the template writes around
+    it, and gets a mark before. White space at the ends stays outside of these marks: templates trim it.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = sorted(texts, key=len, reverse=True)
+        found = "|".join(re.escape(t) for t in self.texts if len(t) > 1)
+        self._inside = re.compile(f"(?={found or '(?!)'})(.)", re.DOTALL)
+        self._single = {t for t in self.texts if len(t) == 1}
+        self._begins = {t[:n] for t in self.texts for n in range(1, len(t))}
+        self._ends = {t[n:] for t in self.texts for n in range(1, len(t))}
+        self._longest = max(map(len, self.texts), default=0)
+
+    def __call__(self, value: Any, mark: str, said: bool = False) -> Any:
+        """All strings in `value`, at any depth. said: these are contents of messages."""
+        if isinstance(value, str):
+            return self._text(value, mark, said)
+        if isinstance(value, Mapping):
+            return {
+                self(k, mark) if isinstance(k, str) and k not in FIELDS else k: self(v, mark, k == "content")
+                for k, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self(v, mark, said) for v in value]
+        return value
+
+    def _text(self, text: str, mark: str, said: bool) -> str:
+        if not self._single.isdisjoint(text):
+            raise DataError(
+                f"the conversation holds {min(self._single.intersection(text))!r}, a special token of this model",
+                expected="text that this tokenizer can spell without special tokens",
+            )
+        inner = text.strip()
+        if not inner:
+            return text
+        at = text.index(inner)
+        before, after = text[:at], text[at + len(inner) :]
+        broken = self._inside.sub(lambda m: m[1] + mark, inner)
+        if any(inner[-n:] in self._begins for n in range(1, min(len(inner), self._longest) + 1)):
+            broken += mark
+        if not said and (
+            any(inner[:n] in self._ends for n in range(1, min(len(inner), self._longest) + 1))
+            or any(inner in t for t in self.texts)
+        ):
+            broken = mark + broken
+        return before + broken + after
 
 
 def _longest_first(texts: Iterable[str]) -> re.Pattern[str]:
@@ -350,35 +424,18 @@ def _longest_first(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
-def _overlapping(texts: Iterable[str]) -> re.Pattern[str]:
-    """The first character of each spelling of one of `texts`, overlapping ones too."""
-    return re.compile(f"(?={_longest_first(t for t in texts if len(t) > 1).pattern})(.)", re.DOTALL)
-
-
-def _broken(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
-    """`value` with `mark` behind each first character that `pattern` finds, in all strings at any depth."""
-    return _mapped(value, lambda text: pattern.sub(lambda m: m[1] + mark, text))
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {change(k) if isinstance(k, str) else k: _mapped(v, change) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_mapped(v, change) for v in value]
-    return value
-
-
 def _unused(value: Any) -> str:
     """A character that occurs nowhere in `value`; one of those that Unicode keeps for nobody, or for private use."""
     seen: set[str] = set()
-
-    def look(text: str) -> str:
-        seen.update(text)
-        return text
-
-    _mapped(value, look)
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            seen.update(one)
+        elif isinstance(one, Mapping):
+            rest += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            rest += one
     for number in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE)):
         if chr(number) not in seen:
             return chr(number)
