@@ -27,11 +27,11 @@ TALK = [
     {"role": "user", "content": "bye"},
 ]
 # Of the kind that trims, searches and splits what it is given.
-FUSSY = """{{ bos_token }}{% for m in messages %}
+FUSSY = r"""{{ bos_token }}{% for m in messages %}
 {% if m.role not in ["user", "assistant"] %}{{ raise_exception("no " + m.role) }}{% endif %}
 {{ "<|im_start|>" + m.role + "\n" }}{% if "</think>" in m.content %}{{ m.content.split("</think>")[-1] | trim }}
-{%- else %}{{ m.content | trim }}{% endif %}{{ "<|im_end|>\n" }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{%- else %}{{ m.content | trim }}{% endif %}{{ "<|im_end|>\n" }}{% endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}"""
 
 spelled = st.lists(
     st.sampled_from(

@@ -51,18 +51,12 @@ from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Kind = Literal["model", "chatml", "transcript"]
+# Names and words of the interface itself, which templates compare with; none of them is a piece of markup.
 FIELDS = frozenset(
     (
-        "role",
-        "content",
-        "name",
-        "tool_calls",
-        "tool_call_id",
-        "type",
-        "function",
-        "id",
-        "arguments",
-        "parameters",
+        *("role", "content", "name", "tool_calls", "tool_call_id", "type", "function", "id", "arguments", "parameters"),
+        *("description", "properties", "required"),
+        *("object", "string", "number", "integer", "boolean", "array", "null", "text"),
     )
 )
 START, END = "<|im_start|>", "<|im_end|>"
@@ -371,8 +365,8 @@ class _Breaker:
 
     A spelling is broken after its first character. A string that ends like the beginning of a token ("a <") could make the
     template's next one another ("<<|im_end|>", where "<<" is a token too), so it gets a mark behind; one that is not what is
-    said, but a name, and begins like the end of a token or lies inside of one, could complete what the template writes around
-    it, and gets a mark before. White space at the ends stays outside of these marks: templates trim it.
+    said, but a name, and begins like the end of a token or lies inside of one, could complete what the template writes
+    around it, and gets a mark before. White space at the ends stays outside of these marks: templates trim it.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -390,7 +384,7 @@ class _Breaker:
             return self._text(value, mark, said)
         if isinstance(value, Mapping):
             return {
-                self(k, mark) if isinstance(k, str) and k not in FIELDS else k: self(v, mark, k == "content")
+                self(k, mark) if isinstance(k, str) else k: self(v, mark, k == "content")
                 for k, v in value.items()
             }
         if isinstance(value, list | tuple):
@@ -404,7 +398,7 @@ class _Breaker:
                 expected="text that this tokenizer can spell without special tokens",
             )
         inner = text.strip()
-        if not inner:
+        if not inner or text in FIELDS:
             return text
         at = text.index(inner)
         before, after = text[:at], text[at + len(inner) :]
