@@ -39,7 +39,7 @@ from whorl.engine.pool import BlockPool
 from whorl.engine.request import Delta, Finish, Request, Token
 from whorl.engine.required import Required, Then, Vocabulary
 from whorl.engine.runner import windows_of
-from whorl.engine.sampler import Sampler
+from whorl.engine.sampler import DeadRowsError, Sampler
 from whorl.engine.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence, Status
 from whorl.engine.stats import Stats
@@ -193,6 +193,11 @@ class Engine:
         """Whether `step` has anything to do."""
         return bool(self._sequences or self._aborted)
 
+    @property
+    def longest(self) -> int:
+        """Positions that a text may have here, prompt and output: by the model, the settings and the cache."""
+        return self._longest
+
     def add(self, request: Request) -> None:
         """Takes a request in.
 
@@ -271,7 +276,10 @@ class Engine:
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        drawn = self.sampler(logits if batch.drawn is None else logits[batch.drawn], rows)
+        try:
+            drawn = self.sampler(logits if batch.drawn is None else logits[batch.drawn], rows)
+        except DeadRowsError as error:
+            return deltas + self._give_up(schedule, error.rows)
         sampled = self.clock()
         before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
         deltas += self._advance(schedule, logits, drawn)
@@ -400,6 +408,17 @@ class Engine:
         sequence.tokens += taken
         self.stats.output_tokens += len(taken)
         return Delta(r.id, tuple(taken), text, finish, sequence.cached if first else 0, told)
+
+    def _give_up(self, schedule: Schedule, dead: Many[int]) -> list[Delta]:
+        """Ends the sequences whose rows of the sampler are `dead`; the others' positions are computed once more."""
+        owners: list[Sequence] = []
+        for sequence, n in schedule.rows:
+            owners += [sequence] * max(0, sequence.computed + n - len(sequence.ids) + 1)
+            sequence.drafts.clear()
+        for row in dead:
+            self.abort(owners[row].request.id)
+        deltas, self._aborted = self._aborted, []
+        return deltas
 
     def _score_prompt(self, sequence: Sequence, logits: Tensor, stop: int) -> None:
         """Log-probabilities of the prompt's ids behind the positions computed .. stop."""
