@@ -61,13 +61,18 @@ function settle(focus) {
 }
 
 let again = 0; // the timer of the next try
+let tries = 0; // an answer to an earlier try than the last is no longer wanted
 
 async function load() {
   clearTimeout(again);
+  const turn = ++tries;
   try {
-    known = await models({ key: settings.key });
+    const found = await models({ key: settings.key });
+    if (turn !== tries) return;
+    known = found;
     if (!known.length) throw new Error("The server has no model.");
   } catch (error) {
+    if (turn !== tries) return;
     const buttons = [make("button", { type: "button", onclick: load }, "Try again")];
     if (error.kind === "key") buttons.push(make("button", { type: "button", onclick: page.askKey }, "Settings"));
     trouble.replaceChildren(make("span", {}, error.message), ...buttons);
@@ -94,9 +99,7 @@ for (const radio of radios) {
   });
 }
 opener.addEventListener("click", () => settings.toggle(opener));
-settings.addEventListener("change", (event) => {
-  if (event.detail === "key" && !known.length) load();
-});
+settings.addEventListener("key", () => known.length || load());
 find("#fresh").addEventListener("click", () => panes[mode()].clear());
 
 const tint = find("#tint");

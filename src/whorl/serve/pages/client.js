@@ -66,10 +66,15 @@ export async function get(path, options) {
   }
 }
 
-/** [{id, chat, context}]: chat is what the server says of the model, true where it says nothing. */
+/**
+ * [{id, chat}] of the models that write text. chat: whether it knows turns. A Whorl server names the template (a "transcript"
+ * is what it makes do with for a model that has none) or says it outright (whorl.chat); of others one may assume it.
+ */
 export async function models(options) {
   const { data } = await get("v1/models", options);
-  return (data ?? []).map((model) => ({ id: String(model.id), chat: model.whorl?.chat ?? true }));
+  return (Array.isArray(data) ? data : [])
+    .filter((model) => !Array.isArray(model.capabilities) || model.capabilities.includes("completion"))
+    .map((model) => ({ id: String(model.id), chat: model.whorl?.chat ?? model.chat !== "transcript" }));
 }
 
 /**

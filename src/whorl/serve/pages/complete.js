@@ -25,7 +25,7 @@ export class Sheet {
     this.stats = find(".stats", section);
     this.branches = find(".branches", section);
     this.trouble = make("div", { class: "trouble", role: "alert", hidden: true });
-    find(".sheet", section).after(this.trouble);
+    find(".bar", section).before(this.trouble);
     this.text = ""; // what the marks are for
     this.marks = []; // {start, end, node}: spans of the layer underneath, in order; node may be plain text
     this.base = null; // the text before the last continuation

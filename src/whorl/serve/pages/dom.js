@@ -111,7 +111,7 @@ const NBSP = "\u00a0";
 
 /** 0.5 -> "50.0 %". */
 export const percent = (p) =>
-  p >= 0.9995 ? `100${NBSP}%` : p >= 0.1 ? `${(100 * p).toFixed(1)}${NBSP}%` : p >= 0.0001 ? `${(100 * p).toFixed(2)}${NBSP}%` : `<${NBSP}0.01${NBSP}%`;
+  p >= 0.9995 ? `100${NBSP}%` : p >= 0.09995 ? `${(100 * p).toFixed(1)}${NBSP}%` : p >= 0.0001 ? `${(100 * p).toFixed(2)}${NBSP}%` : `<${NBSP}0.01${NBSP}%`;
 
 /** Three figures or more, grouped by thousands. */
 export function figure(value) {

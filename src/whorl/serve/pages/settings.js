@@ -9,6 +9,7 @@ import { find, make } from "./dom.js";
 const KEPT = "whorl.settings", KEY = "whorl.key";
 const INTEGER = new Set(["max_tokens", "top_k", "seed"]);
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"];
+const MOST_STOPS = 16; // what the API takes
 const ESCAPES = { n: "\n", t: "\t", r: "\r", "\\": "\\" };
 
 /** What a storage holds under a name; null where it holds nothing or may not be read. */
@@ -48,6 +49,7 @@ export class Settings extends EventTarget {
     }
     this.form.addEventListener("input", (event) => this.#changed(event.target));
     this.form.addEventListener("submit", (event) => event.preventDefault());
+    this.form.elements.key.addEventListener("change", () => this.dispatchEvent(new Event("key"))); // whole, not letter by letter
     find(".reset", dialog).addEventListener("click", () => this.#reset());
     find(".close", dialog).addEventListener("click", () => dialog.close());
     dialog.addEventListener("close", () => {
@@ -110,7 +112,6 @@ export class Settings extends EventTarget {
     if (!this.#check(field)) return;
     if (field.name === "key") keep("sessionStorage", KEY, field.value);
     else this.keep(field.name, field.type === "checkbox" ? field.checked : field.value);
-    this.dispatchEvent(new CustomEvent("change", { detail: field.name }));
   }
 
   /** Whether the field may be sent; says below it what is wrong. */
@@ -120,7 +121,7 @@ export class Settings extends EventTarget {
       const what = INTEGER.has(field.name) ? "a whole number" : "a number";
       trouble = field.max ? `${what} from ${field.min} to ${field.max}, or empty` : `${what}, ${field.min} or more, or empty`;
     }
-    if (field.name === "stop" && stops(field.value).length > 4) trouble = "four at most";
+    if (field.name === "stop" && stops(field.value).length > MOST_STOPS) trouble = `${MOST_STOPS} texts at most`;
     const id = `${field.id}-trouble`;
     find(`#${id}`, this.form)?.remove();
     field.toggleAttribute("aria-invalid", Boolean(trouble));

@@ -159,7 +159,7 @@ export class Talk {
         make("button", { class: "quiet edit", type: "button", onclick: () => this.#edit(node) }, "Edit"),
         user ? "" : make("button", { class: "quiet again", type: "button", onclick: () => this.#again(node) }, "Regenerate"),
         make("button", { class: "quiet copy", type: "button", onclick: (event) => this.#copy(node, event.target) }, "Copy"),
-        make("span", { class: "stats note" })));
+        user ? "" : make("span", { class: "stats note" })));
   }
 
   #update(node) {

@@ -21,7 +21,7 @@ import whorl
 
 PAGES = Path(whorl.__file__).parent / "serve" / "pages"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
-LIMIT = 20.0  # s that a held token waits at most, so that a test that failed does not hang
+LIMIT = 90.0  # s that a held token waits at most, so that a test that failed does not hang
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,9 @@ class Fake:
     pieces: list[Piece] = field(default_factory=list)
     finish: str = "stop"
     held: bool = False
-    fail: tuple[int, dict[str, Any], dict[str, str]] | None = None  # of the next requests: status, body, headers
+    fail: tuple[int, dict[str, Any], dict[str, str]] | None = (
+        None  # of the next requests: status, body, headers
+    )
     break_after: int | None = None  # tokens after which the connection ends
     error_after: int | None = None  # tokens after which the stream says an error
     key: str | None = None
@@ -122,7 +124,8 @@ def _handler(fake: Fake) -> type[BaseHTTPRequestHandler]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if not self._allowed():
                 return
-            fake.asked.append((self.path, body, dict(self.headers)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            fake.asked.append((self.path, body, headers))
             if fake.fail:
                 self._json(*fake.fail)
                 return
