@@ -1,9 +1,10 @@
-"""The pages' modules by themselves, in the browser that will run them: streams cut anywhere, tokens against text, branches."""
+"""The pages' modules by themselves, in a browser: streams cut anywhere, tokens against text, branches, quantiles."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ pytestmark = pytest.mark.browser
 
 EVENTS = """async (chunks) => {
   const { events } = await import('/static/client.js');
-  const stream = new ReadableStream({ start(c) { for (const chunk of chunks) c.enqueue(Uint8Array.from(chunk)); c.close(); } });
+  const start = (c) => { for (const chunk of chunks) c.enqueue(Uint8Array.from(chunk)); c.close(); };
+  const stream = new ReadableStream({ start });
   const out = [];
   for await (const data of events(stream)) out.push(data);
   return out;
@@ -75,7 +77,7 @@ def generations(draw: st.DrawFn) -> tuple[str, list[list[int]], list[int], int]:
     raw = text.encode()
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(raw) - 1)), max_size=12)))
     bounds = [0, *(c for c in cuts if c < len(raw)), len(raw)]
-    tokens = [list(raw[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    tokens = [list(raw[a:b]) for a, b in pairwise(bounds)]
     # The server shows whole characters only, maybe later than it could.
     whole = [len(raw[:b].decode(errors="ignore")) for b in bounds[1:]]
     lags = draw(st.lists(st.integers(0, 3), min_size=len(whole), max_size=len(whole)))
@@ -115,12 +117,12 @@ def test_text_that_is_not_that_of_the_tokens_is_shown_all_the_same(page: Any) ->
 
 def test_tokens_of_both_shapes_of_the_api(page: Any) -> None:
     """Chat's logprobs carry bytes; completions write bytes that are no text as \\x, and their alternatives as a mapping."""
-    completion = {
-        "choices": [{
-            "text": "", "finish_reason": "stop",
-            "logprobs": {"tokens": ["bytes:\\xe2\\x82", "<b>"], "token_logprobs": [-1, None], "top_logprobs": [{"a": -2, "bytes:\\xff": -1}, None]},
-        }]
-    }  # fmt: skip
+    logprobs = {
+        "tokens": ["bytes:\\xe2\\x82", "<b>"],
+        "token_logprobs": [-1, None],
+        "top_logprobs": [{"a": -2, "bytes:\\xff": -1}, None],
+    }
+    completion = {"choices": [{"text": "", "finish_reason": "stop", "logprobs": logprobs}]}
     script = """async (part) => {
       const { stream } = await import('/static/client.js');
       const kept = window.fetch;
@@ -150,7 +152,8 @@ def test_a_tree_survives_packing_and_nonsense_does_not_become_one(page: Any) -> 
       const texts = (t) => t.path().map((node) => node.text);
       const before = [texts(tree), texts(again), again.messages(again.leaf())];
       again.remove(again.leaf());
-      return [...before, texts(again), ...[null, {}, [1], ['root', '', [['user']], 0]].map((x) => Tree.unpack(x).path().length)];
+      const nonsense = [null, {}, [1], ['root', '', [['user']], 0]];
+      return [...before, texts(again), ...nonsense.map((x) => Tree.unpack(x).path().length)];
     }"""
     told = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "1"}]
     assert page.evaluate(script) == [["A", "1"], ["A", "1"], told, ["A", "2"], 0, 0, 0, 0]
@@ -175,7 +178,8 @@ def test_quantiles_and_bins_hold_every_sample(page: Any, values: list[float]) ->
 def test_a_state_with_holes_reads_as_nothing(page: Any) -> None:
     script = """async (states) => {
       const { readState, pageMap } = await import('/static/state.js');
-      return [states.map((s) => readState(s).batches.length), pageMap([1, [0, 3], [-1, 2], [2, 1]]), pageMap([[0, 1e12]], 5)];
+      const steps = states.map((s) => readState(s).batches.length);
+      return [steps, pageMap([1, [0, 3], [-1, 2], [2, 1]]), pageMap([[0, 1e12]], 5)];
     }"""
     states = [
         None,

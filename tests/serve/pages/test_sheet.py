@@ -21,7 +21,17 @@ def go(page: Any, button: str = "Continue") -> None:
 def layers_agree(page: Any) -> None:
     """The layer underneath holds the field's text, letter on letter."""
     assert page.locator(".under").evaluate("e => e.textContent") == page.locator("#text").input_value()
-    styles = "e => { const s = getComputedStyle(e); return ['font', 'padding', 'lineHeight', 'letterSpacing', 'tabSize', 'whiteSpace', 'overflowWrap', 'width'].map((n) => s[n]) }"
+    names = [
+        "font",
+        "padding",
+        "lineHeight",
+        "letterSpacing",
+        "tabSize",
+        "whiteSpace",
+        "overflowWrap",
+        "width",
+    ]
+    styles = f"e => {names}.map((name) => getComputedStyle(e)[name])"
     assert page.locator(".under").evaluate(styles) == page.locator("#text").evaluate(styles)
     heights = (
         "() => [document.querySelector('.under').scrollHeight, document.querySelector('#text').scrollHeight]"
@@ -136,7 +146,11 @@ def test_stop_and_an_error_on_the_sheet(visit: Any, fake: Fake) -> None:
 
 
 def test_the_choice_of_model_and_way_is_remembered(visit: Any, fake: Fake) -> None:
-    fake.models = [{"id": "talker", "whorl": {"chat": True}}, {"id": "code", "chat": "transcript"}, {"id": "vectors", "capabilities": ["embedding"]}]  # fmt: skip
+    fake.models = [
+        {"id": "talker", "whorl": {"chat": True}},
+        {"id": "code", "chat": "transcript"},
+        {"id": "vectors", "capabilities": ["embedding"]},
+    ]
     page = visit()
     assert page.locator("#model option").all_text_contents() == ["talker", "code"]
     expect(page.get_by_role("radio", name="Chat")).to_be_checked()

@@ -89,8 +89,9 @@ def test_all_by_keyboard(visit: Any, fake: Fake) -> None:
     expect(page.locator("#text")).to_be_visible()
     # Everything that takes the focus has a name.
     nameless = page.evaluate(
-        """() => [...document.querySelectorAll('button, input, select, textarea, a')].filter((e) =>
-            !(e.innerText || e.ariaLabel || [...(e.labels || [])].some((l) => l.textContent.trim()))).map((e) => e.outerHTML)"""
+        """() => [...document.querySelectorAll('button, input, select, textarea, a')]
+            .filter((e) => !(e.innerText || e.ariaLabel || [...(e.labels || [])].some((l) => l.textContent.trim())))
+            .map((e) => e.outerHTML)"""
     )
     assert nameless == []
 
@@ -140,9 +141,14 @@ def test_text_is_the_truth_where_a_stop_text_cuts_tokens(visit: Any, fake: Fake)
     """Tokens are told at once, their text once it cannot be the stop text; what the stop text took is never shown."""
     page = visit()
     fake.tell(
-        Piece(b"One"), Piece(b" E", text=""), Piece(b"N", text=""), Piece(b"ergy", text=" ENergy"), Piece(b" done E", text=" done "),
-        Piece(b"ND more", text=""), hold=True,
-    )  # fmt: skip
+        Piece(b"One"),
+        Piece(b" E", text=""),
+        Piece(b"N", text=""),
+        Piece(b"ergy", text=" ENergy"),
+        Piece(b" done E", text=" done "),
+        Piece(b"ND more", text=""),
+        hold=True,
+    )
     page.fill("#message", "Count!")
     page.click(".send")
     answer = page.locator(".message.model .text")

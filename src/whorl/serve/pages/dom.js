@@ -113,19 +113,19 @@ const NBSP = "\u00a0";
 export const percent = (p) =>
   p >= 0.9995 ? `100${NBSP}%` : p >= 0.09995 ? `${(100 * p).toFixed(1)}${NBSP}%` : p >= 0.0001 ? `${(100 * p).toFixed(2)}${NBSP}%` : `<${NBSP}0.01${NBSP}%`;
 
-/** Three figures or more, grouped by thousands. */
-export function figure(value) {
+/** Three figures or more, grouped by thousands; a whole number without decimals, unless it was measured. */
+export function figure(value, measured = false) {
   if (!Number.isFinite(value)) return "–";
   const size = value === 0 ? 0 : Math.floor(Math.log10(Math.abs(value)));
   const digits = Math.max(0, Math.min(6, 2 - size));
-  return value.toLocaleString("en", { minimumFractionDigits: Number.isInteger(value) ? 0 : digits, maximumFractionDigits: digits });
+  return value.toLocaleString("en", { minimumFractionDigits: Number.isInteger(value) && !measured ? 0 : digits, maximumFractionDigits: digits });
 }
 
 /** 0.0123 -> "12.3 ms". */
 export function seconds(value) {
   if (!Number.isFinite(value)) return "–";
-  if (value < 1e-3) return `${figure(value * 1e6)}${NBSP}µs`;
-  return value < 1 ? `${figure(value * 1e3)}${NBSP}ms` : `${figure(value)}${NBSP}s`;
+  if (value < 1e-3) return `${figure(value * 1e6, true)}${NBSP}µs`;
+  return value < 1 ? `${figure(value * 1e3, true)}${NBSP}ms` : `${figure(value, true)}${NBSP}s`;
 }
 
 /** "1 token", "2 tokens". */

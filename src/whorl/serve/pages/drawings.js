@@ -14,6 +14,7 @@ export function roundUp(x) {
   return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((m) => m * power >= x * (1 - 1e-9)) * power;
 }
 
+const round = (value) => seconds(value).replace(/\.0+(?=\D)/, ""); // on an axis
 const line = (x1, x2, y, name) => draw("line", { x1, x2, y1: y, y2: y, class: name });
 const text = (x, y, words, anchor = "start") => draw("text", { x, y, "text-anchor": anchor }, words);
 
@@ -94,7 +95,7 @@ export class Timeline {
       line(LEFT, width - RIGHT, TOP, "grid"), line(LEFT, width - RIGHT, TOP + TALL / 2, "grid"), line(LEFT, width - RIGHT, bottom, "axis"),
       line(LEFT, width - RIGHT, floor - LOW, "grid"), line(LEFT, width - RIGHT, floor, "axis"),
       text(LEFT - 8, TOP + 4, figure(most), "end"), text(LEFT - 8, TOP + TALL / 2 + 4, figure(most / 2), "end"), text(LEFT - 8, bottom + 4, "0", "end"),
-      text(LEFT - 8, floor - LOW + 4, seconds(longest), "end"), text(LEFT - 8, floor + 4, "0", "end"),
+      text(LEFT - 8, floor - LOW + 4, round(longest), "end"), text(LEFT - 8, floor + 4, "0", "end"),
       text(LEFT, 11, "tokens"), text(LEFT, floor - LOW - 5, "time of the step"),
     ];
     const bar = (i, y, height, name) => draw("rect", { x: this.#x(i), y, width: this.pitch - 1, height: Math.max(height, 0.5), class: name });
