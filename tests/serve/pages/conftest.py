@@ -14,7 +14,6 @@ CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "
 PATIENCE = (
     60_000  # ms: only a failure waits so long; a machine with other work to do may stand still for a while
 )
-PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
 
 
 @pytest.fixture(scope="module")

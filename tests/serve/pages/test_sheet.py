@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import PHONE
-from fake_server import Fake, Piece
+from fake_server import PHONE, Fake, Piece
 from playwright.sync_api import expect
 
 pytestmark = pytest.mark.browser

@@ -5,8 +5,10 @@
 //      batches: [{at, prefill_tokens, decode_tokens, sequences, seconds, preempted}], latencies: {ttft: [s], tpot: [s]}, hit_rate,
 //      tokens_per_second}
 // page_map has an entry for each page, in order: 0 free, -1 kept in the cache with nobody holding it, n > 0 held by n sequences;
-// or, shorter, a run of equal pages as [entry, length]. `at` is in seconds since 1970; the state repeats recent batches, so
-// `History` joins what overlaps. A field that is missing reads as nothing, never as an error: the page outlives versions.
+// or, shorter, a run of equal pages as [entry, length]. `at` is in seconds since 1970, from two clocks that are read anew for each
+// state and may differ by microseconds; the state repeats recent batches, so `History` joins what overlaps. A field that is missing reads as nothing, never as an error: the page outlives versions.
+
+const SAME = 2e-4; // s: steps closer than this are one step, told twice
 
 const number = (value) => (Number.isFinite(value) ? value : 0);
 const list = (value) => (Array.isArray(value) ? value : []);
@@ -55,7 +57,7 @@ export class History {
   }
 
   add(state, now) {
-    const newest = this.steps.at(-1)?.at ?? -Infinity;
+    const newest = (this.steps.at(-1)?.at ?? -Infinity) + SAME;
     this.steps.push(...state.batches.filter((step) => step.at > newest).sort((a, b) => a.at - b.at));
     this.steps.splice(0, this.steps.length - this.limit);
     this.loads.push({ at: now, running: state.running, queue: state.queue });
