@@ -49,9 +49,9 @@ export class CacheMap {
   /** The map in one sentence. */
   words() {
     if (!this.map.length) return "No map of the pages.";
-    const of = (test) => this.map.filter(test).length;
-    const shared = of((n) => n > 1);
-    return `${count(this.map.length, "page")}: ${of((n) => n > 0)} held${shared ? ` (${shared} of them by several, at most ${this.map.reduce((a, b) => Math.max(a, b), 0)})` : ""}, ${of((n) => n < 0)} kept, ${of((n) => n === 0)} free.`;
+    const of = (test) => this.map.filter(test).length.toLocaleString("en");
+    const shared = this.map.some((n) => n > 1);
+    return `${count(this.map.length, "page")}: ${of((n) => n > 0)} held${shared ? ` (${of((n) => n > 1)} of them by several, at most ${this.map.reduce((a, b) => Math.max(a, b), 0)})` : ""}, ${of((n) => n < 0)} kept, ${of((n) => n === 0)} free.`;
   }
 
   #paint(scale) {
