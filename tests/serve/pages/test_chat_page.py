@@ -69,7 +69,7 @@ def test_stop_closes_the_connection_and_keeps_what_stands(visit: Any, fake: Fake
         page.get_by_role("button", name="Stop").click()
     else:
         page.keyboard.press("Escape")
-    assert fake.gone.wait(60)
+    assert fake.gone.wait(240)
     answered(page)
     expect(last(page)).to_have_text("One two")
     expect(page.locator(".stats").first).to_contain_text("stopped · 2 tokens")

@@ -129,7 +129,7 @@ def test_stop_and_an_error_on_the_sheet(visit: Any, fake: Fake) -> None:
     fake.let()
     expect(page.locator("#text")).to_have_value("x = 1")
     page.keyboard.press("Escape")
-    assert fake.gone.wait(60)
+    assert fake.gone.wait(240)
     page.wait_for_selector("body:not(.busy)")
     expect(page.locator(".bar .stats")).to_contain_text("stopped · 1 token")
     fake.fail = (503, {"error": {"message": "draining"}}, {})

@@ -120,6 +120,7 @@ find(".scale").append(...[0, 14, 28, 42, 56, 70].map((s) => {
 colour();
 
 addEventListener("keydown", (event) => {
+  if (event.isComposing) return; // these keys choose among characters
   if (event.key === "Escape") {
     page.tip.hide();
     if (!settings.dialog.matches(":modal")) panes[mode()].stop();

@@ -67,7 +67,7 @@ export function reach(place, tip, { at, tell, size, row = () => 1 }) {
   });
 }
 
-const LEFT = 46, RIGHT = 6;
+const LEFT = 54, RIGHT = 6;
 
 /** Steps as columns: tokens above, seconds below. */
 export class Timeline {
@@ -177,10 +177,10 @@ export function histogram(place, values, what) {
   for (const [q, name] of [[0.5, "50 %"], [0.95, "95 %"], [0.99, "99 %"]]) {
     const at = x(quantile(values, q));
     marks.push(draw("line", { x1: at, x2: at, y1: TOP - 6, y2: TOP + TALL, class: "mark" }));
-    const left = Math.min(Math.max(at - 14, 0), width - 30);
+    const left = Math.min(Math.max(at - 14, 0), width - 38);
     if (left < free) continue;
     marks.push(draw("text", { x: left, y: TOP - 10, class: "mark-label" }, name));
-    free = left + 38;
+    free = left + 40;
   }
   svg.replaceChildren(...bars, line(0, width, TOP + TALL, "axis"),
     text(0, TOP + TALL + 15, seconds(edges[0])), text(width, TOP + TALL + 15, seconds(edges.at(-1)), "end"), ...marks);

@@ -61,14 +61,15 @@ export class Generation {
     return this.usage?.completion_tokens ?? (this.written.count || this.parts);
   }
 
-  /** "57 tokens · 43.2 tokens/s · first after 210 ms · prompt 120 tokens (96 from the cache)" */
+  /** "57 tokens · 43.2 tokens/s · first after 210 ms · prompt 120 tokens (96 from the cache)". The speed counts from the
+   *  request on: tokens that a proxy or a busy browser hands over in one lump would come at any speed one likes. */
   words() {
     const words = [];
     if (this.finish === "stopped") words.push("stopped");
     if (this.finish === "length") words.push("cut at the token limit");
     if (this.tokens) words.push(count(this.tokens, "token"));
-    const took = (this.last - this.first) / 1000;
-    if (this.tokens > 1 && took > 0) words.push(`${figure((this.tokens - 1) / took)}\u00a0tokens/s`);
+    const took = (this.last - this.started) / 1000;
+    if (this.tokens > 1 && took > 0) words.push(`${figure(this.tokens / took)}\u00a0tokens/s`);
     if (this.first !== null) words.push(`first after ${seconds((this.first - this.started) / 1000)}`);
     if (this.usage?.prompt_tokens !== undefined) {
       const cached = this.usage.prompt_tokens_details?.cached_tokens;

@@ -109,7 +109,8 @@ export class Talk {
       page.busy(false);
       this.#show();
       this.#ready();
-      if (!this.#focused()) this.input.focus({ preventScroll: true });
+      // Its button is disabled now and lost the focus. On a phone that would bring up the keyboard over the answer.
+      if (!this.#focused() && !matchMedia("(pointer: coarse)").matches) this.input.focus({ preventScroll: true });
     });
     this.running = { node, generation, done };
     page.busy(true);
