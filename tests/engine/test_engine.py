@@ -1,4 +1,4 @@
-"""Sampling from the right distribution; generation that does not depend on the cache."""
+"""Generation that does not depend on the cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from typing import get_args
 
 import pytest
 import torch
-from pydantic import ValidationError
 
-from whorl.engine import Sampling, complete, distribution, fastest_dtype, generate, load_for_sampling
-from whorl.engine.sampler import sample
+from whorl.engine import Sampling, Token, complete, fastest_dtype, generate, load_for_sampling
 from whorl.engine.step import DecodeStep
 from whorl.models import Decoder, DecoderConfig, save_model
 from whorl.nn.mlp import Activation
 from whorl.runs import probe
-
-LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0]])
 
 
 def model(**changes: object) -> Decoder:
@@ -38,41 +34,6 @@ def model(**changes: object) -> Decoder:
         for p in made.parameters():
             p.add_(torch.randn(p.shape, generator=g) * 0.2)
     return made
-
-
-def test_cuts_keep_the_likeliest_and_renormalise() -> None:
-    raw = LOGITS.softmax(-1)
-    assert torch.allclose(distribution(LOGITS, Sampling(temperature=1, top_p=1)), raw)
-    top = distribution(LOGITS, Sampling(temperature=1, top_p=1, top_k=2))
-    assert (top > 0).sum() == 2 and torch.allclose(top.sum(), torch.tensor(1.0))
-    assert (distribution(LOGITS, Sampling(temperature=1, top_p=0.01)) > 0).sum() == 1
-    assert (distribution(LOGITS, Sampling(temperature=1, top_p=0.7)) > 0).sum() == 2  # 0.64, then over
-    assert distribution(LOGITS, Sampling(temperature=0)).tolist() == [[1, 0, 0, 0, 0]]
-    for wrong in ({"temperature": -1}, {"top_p": 0}, {"top_p": 2}, {"top_k": -1}):
-        with pytest.raises(ValidationError):
-            Sampling(**wrong)
-
-
-def test_draws_follow_the_distribution_and_both_log_probabilities_are_told() -> None:
-    sampling, n = Sampling(temperature=0.7, top_p=0.95), 20_000
-    want = distribution(LOGITS, sampling)[0]
-    token, sampled, raw = sample(LOGITS.expand(n, -1), sampling, torch.Generator().manual_seed(1))
-    counts = torch.bincount(token, minlength=5).float()
-    kept = want > 0
-    assert counts[~kept].sum() == 0
-    chi_square = ((counts - n * want)[kept] ** 2 / (n * want[kept])).sum()
-    assert chi_square < 20
-    assert torch.allclose(sampled, want.log()[token], atol=1e-5)
-    assert torch.allclose(raw, LOGITS.log_softmax(-1).expand(n, -1))
-
-
-def test_without_cuts_draws_come_in_the_order_of_the_ids_too() -> None:
-    sampling, n = Sampling(temperature=1.3, top_p=1), 20_000
-    want = distribution(LOGITS, sampling)[0]
-    token, sampled, _ = sample(LOGITS.expand(n, -1), sampling, torch.Generator().manual_seed(1))
-    counts = torch.bincount(token, minlength=5).float()
-    assert ((counts - n * want) ** 2 / (n * want)).sum() < 25
-    assert torch.allclose(sampled, want.log()[token], atol=1e-5)
 
 
 def test_a_model_is_loaded_for_sampling(tmp_path: Path) -> None:
@@ -104,6 +65,7 @@ def test_the_slower_type_is_not_chosen(slow: torch.dtype, monkeypatch: pytest.Mo
         {"smear_keys": False},
         {"tie_embeddings": True, "ngram_orders": ()},
         {"n_kv_heads": 2},
+        {"trained_length": 10},
     ],
 )
 def test_a_decoding_step_is_the_decoders_own_forward(changes: dict[str, object]) -> None:
@@ -165,3 +127,41 @@ def test_required_bytes_are_written_first_in_any_tokens() -> None:
         )  # fmt: skip
         text = b"".join(names[t.id] for t in stream)
         assert text.startswith(b"abcx")
+
+
+def test_the_settings_own_seed_comes_first_and_raw_log_probabilities_are_the_models_own() -> None:
+    decoder = model()
+    settings = Sampling(temperature=1.0, seed=5, repetition_penalty=1.5, logit_bias={3: 2.0})
+
+    def write(seed: int) -> list[Token]:
+        return list(
+            generate(
+                decoder, [1, 2, 3], settings, torch.Generator().manual_seed(seed),
+                max_tokens=8, forbidden=(39,), top_log_probs=4,
+            )
+        )  # fmt: skip
+
+    tokens = write(0)
+    assert tokens == write(1)
+    ids = [1, 2, 3, *(t.id for t in tokens)]
+    with torch.inference_mode():
+        raw = decoder.logits(decoder(torch.tensor([ids])))[0].log_softmax(-1)
+    for place, token in enumerate(tokens, start=2):
+        assert token.raw_log_prob == pytest.approx(float(raw[place, token.id]), abs=1e-4)
+        best = [i for i in raw[place].argsort(descending=True).tolist() if i != 39][:4]
+        assert [i for i, _ in token.alternatives] == best
+        assert [p for _, p in token.alternatives] == pytest.approx(raw[place, best].tolist(), abs=1e-4)
+
+
+def test_completions_are_those_of_generate_with_a_seed_each() -> None:
+    decoder, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8]]
+    settings = Sampling(temperature=1.0, frequency_penalty=1.0, seed=11)
+    together = complete(decoder, prompts, settings, torch.Generator(), max_tokens=10, eos_id=39)
+    for number, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
+        alone = [
+            t.id
+            for t in generate(
+                decoder, prompt, settings.model_copy(update={"seed": 11 + number}), torch.Generator(), max_tokens=10
+            )
+        ]  # fmt: skip
+        assert found == (alone[: alone.index(39)] if 39 in alone else alone)

@@ -43,6 +43,7 @@ def sample(
     import torch
 
     from whorl.engine import Sampling, generate, load_for_sampling
+    from whorl.engine.stops import StopTexts
     from whorl.errors import ConfigError
     from whorl.runs import probe
     from whorl.runs.seeds import generator
@@ -96,12 +97,16 @@ def sample(
     sys.stdout.write(
         decoder.decode(given.removesuffix(healed.required) if fits else tokenizer.decode(healed.ids))
     )
-    written, began, count = _Writer(stop or []), time.perf_counter(), 0
+    stops, began, count = StopTexts([text.encode() for text in stop or [] if text]), time.perf_counter(), 0
     for token in stream:
         count += 1
-        if token.id in tokenizer.end_ids or written.add(decoder.decode(tokenizer.decode([token.id]))):
+        if token.id in tokenizer.end_ids:
             break
-    written.end()
+        sys.stdout.write(decoder.decode(stops.add(tokenizer.decode([token.id]))))
+        sys.stdout.flush()
+        if stops.met is not None:
+            break
+    sys.stdout.write(decoder.decode(stops.flush()))
     seconds = time.perf_counter() - began
     sys.stdout.write("\n")
     print(f"{count} tokens, {count / seconds:,.0f} tokens/s, seed {seed}", file=sys.stderr)
@@ -117,31 +122,3 @@ def _text(prompt: str) -> str:
     except UnicodeError as error:  # bytes of another encoding come as errors or as lone surrogates
         raise ConfigError(f"the prompt cannot be read: {error}", expected="text in UTF-8") from error
     return text
-
-
-class _Writer:
-    """Writes a stream, but holds back what may be the beginning of a stop text."""
-
-    def __init__(self, stops: list[str]) -> None:
-        self.stops, self.held, self.stopped = [s for s in stops if s], "", False
-
-    def add(self, text: str) -> bool:
-        """Takes more text; True when a stop text was met (nothing from it on is written)."""
-        self.held += text
-        places = [at for s in self.stops if (at := self.held.find(s)) >= 0]
-        if places:
-            self.held, self.stopped = self.held[: min(places)], True
-            return True
-        keep = max((n for s in self.stops for n in range(1, len(s)) if self.held.endswith(s[:n])), default=0)
-        self._write(self.held[: len(self.held) - keep])
-        self.held = self.held[len(self.held) - keep :]
-        return False
-
-    def end(self) -> None:
-        self._write(self.held)
-        self.held = ""
-
-    @staticmethod
-    def _write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()

@@ -8,29 +8,16 @@ the caller's business.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from whorl.engine.sampler import Sampling, sample
+from whorl.engine.request import Token
+from whorl.engine.required import Required, Vocabulary
+from whorl.engine.sampler import Row, Sampler
+from whorl.engine.sampling import Sampling
 from whorl.engine.step import DecodeStep
 from whorl.models import Decoder, DecoderState, LanguageModel
 from whorl.models.language import ModelState
-
-N_ALTERNATIVES = 5
-
-
-@dataclass(frozen=True)
-class Token:
-    """One sampled token. `log_prob`: under the distribution sampled from; `raw_log_prob`: under the model's own.
-
-    `alternatives`: the model's likeliest ids with their own probabilities.
-    """
-
-    id: int
-    log_prob: float
-    raw_log_prob: float
-    alternatives: tuple[tuple[int, float], ...]
 
 
 @torch.inference_mode()
@@ -44,30 +31,34 @@ def generate(
     forbidden: Sequence[int] = (),
     required: bytes = b"",
     token_bytes: Sequence[bytes] = (),
+    top_log_probs: int = 0,
     use_cache: bool = True,
 ) -> Iterator[Token]:
     """Streams up to `max_tokens` tokens that follow `prompt` (ids, at least one).
 
-    forbidden: ids that are never produced (pad, bos). required: bytes that the output begins with (a healed prompt), in
-    tokens of the model's choice, whose bytes `token_bytes` gives by id. Stopping at eos or at a text is left to the
+    The seed is that of `sampling`; where it has none, `generator` gives one. forbidden: ids that are never produced (pad,
+    bos). required: bytes that the output begins with (a healed prompt), in tokens of the model's choice, whose bytes
+    `token_bytes` gives by id. top_log_probs: alternatives told with each token. Stopping at eos or at a text is left to the
     caller, who simply stops iterating. `use_cache=False` is the slow reference.
     """
     device = model.embedding.device
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
-    step, bias = decode_step(model) if use_cache else None, _bias(model, forbidden)
+    step = decode_step(model) if use_cache else None
     state = model.new_state(1, len(prompt) + max_tokens) if use_cache else None
+    sampler = Sampler(model.config.vocab_size, forbidden, device)
+    output: list[int] = []
+    row = Row(sampling, _seed(sampling, generator), prompt=prompt, output=output, top_log_probs=top_log_probs)
+    matcher = _required([required], token_bytes, model)[0]
     fed = ids
     for _ in range(max_tokens):
-        logits = _logits(model, step, fed, state) + bias
-        if required:
-            _require(logits[0], required, token_bytes)
-        token, log_prob, raw = sample(logits, sampling, generator)
-        chosen = int(token)
-        best = raw[0].topk(min(N_ALTERNATIVES, logits.shape[-1]))
-        alternatives = zip(best.indices.tolist(), best.values.exp().tolist(), strict=True)
-        yield Token(chosen, float(log_prob), float(raw[0, chosen]), tuple(alternatives))
-        required = required[len(token_bytes[chosen]) :] if required else required
-        fed = token[:, None]
+        row.allowed = matcher.mask() if matcher else None
+        (token,) = sampler(_logits(model, step, fed, state), [row])
+        yield token
+        output.append(token.id)
+        row.drawn += 1
+        if matcher:
+            matcher.advance(token.id)
+        fed = torch.tensor([[token.id]], device=device)
         if state is None:
             fed = ids = torch.cat([ids, fed], dim=1)
 
@@ -87,38 +78,54 @@ def complete(
 ) -> list[list[int]]:
     """Completes many prompts, those of one length together; each ends before its eos or at `max_tokens`.
 
-    required: for each prompt the bytes that its completion begins with, as in `generate`.
+    The prompt of number n draws with the seed of `sampling` (or of `generator`) + n. required: for each prompt the bytes
+    that its completion begins with, as in `generate`.
     """
     out: list[list[int]] = [[] for _ in prompts]
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(number)
-    step, bias = decode_step(model), _bias(model, forbidden)
+    step, device, seed = decode_step(model), model.embedding.device, _seed(sampling, generator)
+    sampler = Sampler(model.config.vocab_size, forbidden, device)
+    matchers = _required(required or [b""] * len(prompts), token_bytes, model)
     for length, members in sorted(by_length.items()):
-        fed = torch.tensor(
-            [list(prompts[n]) for n in members], dtype=torch.int64, device=model.embedding.device
-        )
+        fed = torch.tensor([list(prompts[n]) for n in members], dtype=torch.int64, device=device)
         state = model.new_state(len(members), length + max_tokens)
-        alive = torch.ones(len(members), dtype=torch.bool)
-        left = [required[n] if required else b"" for n in members]
+        rows = [Row(sampling, seed + n, prompt=prompts[n], output=out[n]) for n in members]
+        alive = [True] * len(members)
         for _ in range(max_tokens):
-            logits = _logits(model, step, fed, state) + bias
-            for row, text in enumerate(left):
-                if text:
-                    _require(logits[row], text, token_bytes)
-            token, _, _ = sample(logits, sampling, generator)
-            left = [
-                text[len(token_bytes[int(i)]) :] if text else text
-                for text, i in zip(left, token, strict=True)
-            ]
-            alive &= token.cpu() != eos_id
-            if not alive.any():
+            for row, n in zip(rows, members, strict=True):
+                matcher = matchers[n]
+                row.allowed = matcher.mask() if matcher else None
+            tokens = [token.id for token in sampler(_logits(model, step, fed, state), rows)]
+            alive = [still and token != eos_id for still, token in zip(alive, tokens, strict=True)]
+            if not any(alive):
                 break
-            for row, n in enumerate(members):
-                if alive[row]:
-                    out[n].append(int(token[row]))
-            fed = token[:, None]
+            for n, row, token, still in zip(members, rows, tokens, alive, strict=True):
+                row.drawn += 1
+                if still:
+                    out[n].append(token)
+                    matcher = matchers[n]
+                    if matcher:
+                        matcher.advance(token)
+            fed = torch.tensor(tokens, device=device)[:, None]
     return out
+
+
+def _seed(sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.seed is not None:
+        return sampling.seed
+    return int(torch.randint(1 << 62, (1,), generator=generator, device=generator.device))
+
+
+def _required(
+    texts: Sequence[bytes], token_bytes: Sequence[bytes], model: LanguageModel
+) -> list[Required | None]:
+    """One for each text, None where nothing is required."""
+    if not any(texts):
+        return [None] * len(texts)
+    vocabulary = Vocabulary(token_bytes, model.config.vocab_size)
+    return [Required(vocabulary, text) if text else None for text in texts]
 
 
 def decode_step(model: LanguageModel) -> DecodeStep | None:
@@ -133,17 +140,3 @@ def _logits(
     if step is not None and isinstance(state, DecoderState) and fed.shape[1] == 1:
         return step(fed, state)
     return model.logits(model(fed, state=state)[:, -1])
-
-
-def _bias(model: LanguageModel, forbidden: Sequence[int]) -> torch.Tensor:
-    """[V]: what is added to logits, -inf for ids that must not come."""
-    bias = torch.zeros(model.config.vocab_size, device=model.embedding.device)
-    bias[list(forbidden)] = float("-inf")
-    return bias
-
-
-def _require(logits: torch.Tensor, text: bytes, token_bytes: Sequence[bytes]) -> None:
-    """logits: [V], in place: only tokens that begin with `text`, or that `text` begins with, are left."""
-    fits = [t.startswith(text) or (t != b"" and text.startswith(t)) for t in token_bytes]
-    fits += [False] * (logits.shape[0] - len(fits))
-    logits[~torch.tensor(fits, device=logits.device)] = float("-inf")

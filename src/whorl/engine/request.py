@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.engine.sampler import Sampling
+from whorl.engine.sampling import Sampling
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -29,7 +29,9 @@ class Grammar(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     json_schema: str | None = Field(default=None, description="a JSON schema, as JSON")
-    regex: str | None = Field(default=None, description="of the whole output")
+    regex: str | None = Field(
+        default=None, description="of the whole output; \\d and \\w as Unicode has them"
+    )
     lark: str | None = Field(default=None, description="a context-free grammar in Lark's notation")
 
     @model_validator(mode="after")
@@ -55,6 +57,7 @@ class Request(BaseModel):
     priority: int = Field(default=0, description="lower is served first")
     top_log_probs: int = Field(default=0, ge=0, le=20, description="likeliest alternatives told a token")
     prompt_log_probs: bool = Field(default=False, description="score the prompt's own tokens too")
+    client: str = Field(default="", description="whom it is for: clients are served in equal measure")
     adapter: str | None = Field(default=None, description="name of a loaded LoRA adapter")
 
     @model_validator(mode="after")

@@ -42,9 +42,10 @@ from whorl.models.transformer_config import (
 )
 from whorl.nn.attention.heads import MultiHead
 from whorl.nn.attention.latent import Latent
+from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.state import KeyValues
 from whorl.nn.experts import MixtureOfExperts
-from whorl.nn.mixer import State
+from whorl.nn.mixer import Slots, State
 from whorl.nn.mlp import MLP
 from whorl.nn.norm import LayerNorm, RMSNorm
 from whorl.nn.rotary import Rotary
@@ -168,7 +169,7 @@ class Block(nn.Module):
         segments: Tensor | None,
         state: State | None,
         records: list[Any] | None,
-        lent: list[KeyValues],
+        lent: list[KeyValues | PagedState],
     ) -> Tensor:
         """lent: keys and values of the newest layer that lends, which it puts there for those behind it."""
         h = x if self.post_norm else self.mixer_norm(x)
@@ -176,7 +177,11 @@ class Block(nn.Module):
         if self.lends and isinstance(self.mixer, MultiHead):
             lent[:] = [self.mixer.keys_values(h, **more)]
             more["state"] = None  # which has taken them in
-        mixed: Tensor = self.mixer(h, **more, **({"keys_from": lent[0]} if lent else {}))
+        mixed: Tensor
+        if isinstance(state, Slots):
+            mixed = state.run(self.mixer, h, positions)
+        else:
+            mixed = self.mixer(h, **more, **({"keys_from": lent[0]} if lent else {}))
         if self.post_norm:
             x = self.mixer_norm(x + mixed)
             normed: Tensor = self.mlp_norm(x + self._mlp(x, records))
@@ -284,7 +289,7 @@ class Transformer(LanguageModel):
         records: list[Any] | None = None,
     ) -> Tensor:
         """[B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type; where: positions or None."""
-        lent: list[KeyValues] = []
+        lent: list[KeyValues | PagedState] = []
         again = self.blocks_remade(state)
         for n, block in enumerate(self.blocks):
             rest = where, segments, None if state is None else state.layers[n], records, lent

@@ -11,6 +11,7 @@ a latent, or a state of fixed size. A test of each member holds the two ways tog
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,17 @@ class State(Protocol):
     def n_bytes(self) -> int:
         """Bytes of its tensors, of all rows and of the whole capacity."""
         ...
+
+
+class Slots(ABC):
+    """The past of several rows, one behind another in a batch of 1, for a layer whose state is of fixed size: it drives the
+    mixer itself, group by group of rows (`engine/pages.py`)."""
+
+    length = 0
+
+    @abstractmethod
+    def run(self, mixer: Any, x: Tensor, positions: Tensor | None) -> Tensor:
+        """x: [1, N, d_model] -> [1, N, d_model]; positions: [1, N]."""
 
 
 class Mixer(Protocol):

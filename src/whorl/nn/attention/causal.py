@@ -30,6 +30,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.mask import Mask
+from whorl.nn.attention.paged import PagedState
 from whorl.nn.kernels import dispatch
 from whorl.nn.linear import Linear
 from whorl.nn.norm import rms_norm
@@ -178,7 +179,7 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         segments: Tensor | None = None,
-        state: LayerState | None = None,
+        state: LayerState | PagedState | None = None,
     ) -> Tensor:
         """rotary: tables for the positions of x; segments: [B, T] or None; state: extended in place by x."""
         batch, length, _ = x.shape
@@ -194,15 +195,20 @@ class Attention(nn.Module):
             if group > 1:
                 k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
             y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments)
+        elif isinstance(state, PagedState):
+            state.put(k.transpose(1, 2), v.transpose(1, 2))
+            y = state.attend(q.transpose(1, 2), Mask(), 1.0)
         else:
             y = self._attend_kept(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state)
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
-    def _smeared(self, k: Tensor, segments: Tensor | None, state: LayerState | None) -> Tensor:
+    def _smeared(self, k: Tensor, segments: Tensor | None, state: LayerState | PagedState | None) -> Tensor:
         """k: [B, T, n_kv_heads, head_dim] -> the same, each mixed with its predecessor in the same segment."""
         assert self.smear is not None
         share = torch.sigmoid(self.smear).to(k.dtype)  # [n_kv_heads, 1]
+        if isinstance(state, PagedState):
+            return k + share * (state.predecessors(k) - k)
         previous = k[:, :1] if state is None or state.length == 0 else state.last_key  # the first: itself
         if k.shape[1] > 1:
             previous = torch.cat([previous, k[:, :-1]], dim=1)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError, one_of
 from whorl.nn.attention.backends import BACKENDS, attend
 from whorl.nn.attention.mask import Mask
+from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.short import Smear
 from whorl.nn.attention.state import KeyValues, KeyValueState
 from whorl.nn.linear import Linear
@@ -153,13 +154,13 @@ class MultiHead(nn.Module):
         x: Tensor,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
-        state: KeyValueState | None = None,
+        state: KeyValueState | PagedState | None = None,
         *,
         key_allowed: Tensor | None = None,
         context: Tensor | None = None,
         context_allowed: Tensor | None = None,
         context_segments: Tensor | None = None,
-        keys_from: KeyValues | tuple[Tensor, Tensor] | None = None,
+        keys_from: KeyValues | PagedState | tuple[Tensor, Tensor] | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """x: [B, T, d_model] -> [B, T, d_model].
@@ -181,6 +182,10 @@ class MultiHead(nn.Module):
         batch, length = self._check(x)
         if bias is not None and self.slopes is not None:
             raise ConfigError("bias is given to a layer with alibi", expected="one bias")
+        if isinstance(state, PagedState) or isinstance(keys_from, PagedState):
+            return self._paged(
+                x, positions, self.keys_values(x, positions, state=state) if keys_from is None else keys_from
+            )
         if self.context_dim is not None:
             keys = self._of_context(batch, length, state, context, context_allowed, context_segments)
         elif context is not None or context_allowed is not None or context_segments is not None:
@@ -196,12 +201,9 @@ class MultiHead(nn.Module):
                     length  # it counts, so that the layers of a model agree; the keys are the lender's
                 )
         else:
-            keys = self.keys_values(x, positions, segments, state, key_allowed=key_allowed)
+            keys = self.keys_values(x, positions, segments, state, key_allowed=key_allowed)  # type: ignore[assignment]
         offset = 0 if self.context_dim is not None else keys.k.shape[2] - length
-        q = self.q(x).view(batch, length, self.n_heads, self.head_dim)
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        q = self._turned(q, positions, keys.start + offset)
+        q = self._queries(x, positions, keys.start + offset)
         mask = self._mask(keys, segments, offset, length)
         y = attend(
             q.transpose(1, 2),
@@ -217,15 +219,28 @@ class MultiHead(nn.Module):
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
+    def _queries(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
+        """[B, T, n_heads, head_dim], normed and turned."""
+        q = self.q(x).view(*x.shape[:2], self.n_heads, self.head_dim)
+        return self._turned(q if self.q_norm is None else self.q_norm(q), positions, start)
+
+    def _paged(self, x: Tensor, positions: Tensor | None, keys: object) -> Tensor:
+        """The rest of the forward for rows one behind another, whose past is in pages.  x: [1, N, d_model]."""
+        assert isinstance(keys, PagedState)
+        q = self._queries(x, positions, 0).transpose(1, 2)
+        y = keys.attend(q, self.mask, self.scale, self.slopes, self.softcap, self.sink, self.backend)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return out
+
     def keys_values(
         self,
         x: Tensor,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
-        state: KeyValueState | None = None,
+        state: KeyValueState | PagedState | None = None,
         *,
         key_allowed: Tensor | None = None,
-    ) -> KeyValues:
+    ) -> KeyValues | PagedState:
         """What the queries of x attend to: the state's keys, which is extended, and those of x.  Arguments as in `forward`.
 
         Raises:
@@ -239,7 +254,8 @@ class MultiHead(nn.Module):
                 f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
             )
         start = 0
-        if state is not None:
+        short = state if isinstance(state, PagedState) or state is None else state.short
+        if isinstance(state, KeyValueState):
             if key_allowed is not None:
                 raise ConfigError(
                     "key_allowed is given with a state",
@@ -251,12 +267,15 @@ class MultiHead(nn.Module):
         k = self.k(x).view(batch, length, self.n_kv_heads, self.head_dim)
         v = self.v(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
         if self.smear is not None:
-            k = self.smear(k, segments, None if state is None else state.short)
+            k = self.smear(k, segments, short)
         if self.k_norm is not None:
             k = self.k_norm(k)
         k = self._turned(k, positions, start).transpose(1, 2)
         if state is None:
             return KeyValues(k, v, segments, key_allowed)
+        if isinstance(state, PagedState):
+            state.put(k, v)
+            return state
         return state.extend(k, v, segments)
 
     def new_state(

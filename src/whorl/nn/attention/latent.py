@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
+from whorl.nn.attention.paged import PagedLatent
 from whorl.nn.attention.state import extend_segments
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import check_state
@@ -145,13 +146,15 @@ class Latent(nn.Module):
         *,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
-        state: LatentState | None = None,
+        state: LatentState | PagedLatent | None = None,
     ) -> Tensor:
         """As `Mixer` says.
 
         Raises:
             ConfigError: the state is full.
         """
+        if isinstance(state, PagedLatent):
+            return self._paged(x, positions, state)
         length = x.shape[1]
         start = 0 if state is None else state.length
         if state is not None:
@@ -170,6 +173,19 @@ class Latent(nn.Module):
         mask = Mask(query_segments=segments, key_segments=documents, offset=start)
         expand = self._expand_pays(length, start) if self.form == "auto" else self.form == "expanded"
         y = (self._expanded if expand else self._absorbed)(query, rows, mask)  # [B, T, H, v_dim]
+        out: Tensor = self.out(y.flatten(2))
+        return out
+
+    def _paged(self, x: Tensor, positions: Tensor | None, state: PagedLatent) -> Tensor:
+        """The forward of rows one behind another, whose past is in pages.  x: [1, N, d_model]."""
+        query, new = self._project(x, positions, 0)
+        state.put(new)
+        y = query.new_empty(*query.shape[:3], self.v_dim)
+        for where, rows, mask in state.pieces():
+            expand = self.form == "expanded" or (
+                self.form == "auto" and self._expand_pays(where.shape[1], rows.shape[1] - where.shape[1])
+            )
+            y[0, where] = (self._expanded if expand else self._absorbed)(query[0, where], rows, mask)
         out: Tensor = self.out(y.flatten(2))
         return out
 

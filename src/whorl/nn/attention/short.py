@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
+from whorl.nn.attention.paged import PagedState
 
 
 @dataclass
@@ -110,8 +111,12 @@ class Smear(nn.Module):
         super().__init__()
         self.share = nn.Parameter(torch.zeros(n_heads, 1))
 
-    def forward(self, x: Tensor, segments: Tensor | None = None, state: ShortState | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, segments: Tensor | None = None, state: ShortState | PagedState | None = None
+    ) -> Tensor:
         """segments: [B, T] or None; state: of 1 position, [n_heads, d] each."""
+        if isinstance(state, PagedState):
+            return x + torch.sigmoid(self.share).to(x.dtype) * (state.predecessors(x) - x)
         ((previous, there),) = predecessors(x, 1, segments, state)
         share = torch.sigmoid(self.share).to(x.dtype) * there[:, :, None, None].to(x.dtype)
         return x + share * (previous - x)

@@ -1,0 +1,491 @@
+"""The engine: requests in, one step of the model at a time, tokens out. What serves people also rolls out and scores.
+
+    engine = Engine(model, EngineConfig(), token_bytes=..., forbidden=...)
+    engine.add(Request(id="a", ids=(1, 2, 3)))
+    while engine.busy:
+        for delta in engine.step(): ...
+
+A step is: the scheduler says which rows, the rows become a `Batch`, the runner makes logits, the sampler draws, and every
+sequence that got further is told of. Nothing here waits or runs in a thread; a server puts that around it.
+
+Drafts. A sequence may have guesses at what follows (`speculate.py`). They are computed as further positions of its row, and
+then every position's token is drawn as if there were no guesses, with the random number that belongs to its place; the
+guesses are kept as long as they are what was drawn. So a guess, however bad, never changes a token, let alone the
+distribution: the same seed writes the same text with and without.
+
+New weights come in between two steps (`update_weights`, or `follow` for a board); each token says which version it came
+from. The subtle part is the cache, which holds what old weights computed: no beginning of before is found again, and what
+runs either goes on with keys of mixed age (never to be shared), or is read in anew (`recompute`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from whorl.engine.adapters import Adapters
+from whorl.engine.assemble import assemble, scores_prompt
+from whorl.engine.cache import Cache, Group
+from whorl.engine.native.runner import make_runner
+from whorl.engine.pace import Pace
+from whorl.engine.pool import BlockPool
+from whorl.engine.request import Delta, Finish, Request, Token
+from whorl.engine.required import Required, Then, Vocabulary
+from whorl.engine.runner import windows_of
+from whorl.engine.sampler import DeadRowsError, Sampler
+from whorl.engine.scheduler import Schedule, Scheduler
+from whorl.engine.sequence import Sequence, Status
+from whorl.engine.stats import Stats
+from whorl.engine.stops import StopTexts
+from whorl.errors import ConfigError
+from whorl.models import LanguageModel
+from whorl.runs.seeds import derive
+from whorl.slots.board import Board
+
+
+class EngineConfig(BaseModel):
+    """How much the engine holds at once, and how it shares a step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_sequences: int = Field(default=32, ge=1, description="that run at once; the others wait")
+    max_length: int = Field(default=2048, ge=2, description="positions of one text, prompt and output")
+    cache_tokens: int | None = Field(
+        default=None, ge=1, description="positions held at once; default half of all texts at full length"
+    )
+    page_size: int = Field(default=32, ge=1, description="positions a page")
+    cache: Literal["model", "int8"] = Field(
+        default="model", description="keys and values in the model's type, or in int8 (kv_int8.py)"
+    )
+    token_budget: int = Field(default=512, ge=1, description="positions a step at most")
+    share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
+    preemption: Literal["recompute", "swap"] = "recompute"
+    batch_invariant: bool = Field(
+        default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
+    )
+    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
+        default=None, description="how a CPU's native step keeps them; default: as the model computes"
+    )
+    weights_group: int | None = Field(
+        default=None, ge=8, description="inputs that share a scale, of int8, int4"
+    )
+    stretch: float = Field(
+        default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
+    )
+    seed: int = Field(default=0, description="of requests that bring none, together with their id")
+    slo_tpot: float | None = Field(
+        default=None, gt=0, description="seconds per output token that were promised"
+    )
+
+
+class Proposer(Protocol):
+    """Guesses at what follows (`speculate.py`). wants_hidden: `saw` is of use to it."""
+
+    wants_hidden: bool
+
+    def propose(self, sequences: Many[Sequence]) -> None:
+        """Fills `drafts` of each."""
+        ...
+
+    def saw(self, sequence: Sequence, hidden: Tensor) -> None:
+        """hidden: [n, d_model] of the positions that were computed last, wrong guesses left out."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """It is finished."""
+        ...
+
+
+class Engine:
+    """See the top of this file.
+
+    Args:
+        model: in its compute type, on its device.
+        config: sizes.
+        token_bytes: the bytes of each id, to make text of; without them `Delta.text` stays empty.
+        forbidden: ids that are never drawn (pad, bos, rows that only round the matrix up).
+        proposer: of drafts.
+        compile_grammar: makes a matcher of a `Grammar`; without it such requests are refused.
+        adapters: LoRA adapters of `model` that requests may name (`adapters.py`).
+        clock: seconds.
+
+    Raises:
+        ConfigError: a model that cannot be run; texts longer than it can take.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: EngineConfig | None = None,
+        *,
+        token_bytes: Many[bytes] = (),
+        forbidden: Many[int] = (),
+        proposer: Proposer | None = None,
+        compile_grammar: Callable[[Any], Any] | None = None,
+        adapters: Adapters | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.config = config = config or EngineConfig()
+        self.model, self.token_bytes, self.proposer, self.clock = model, token_bytes, proposer, clock
+        self.compile_grammar = compile_grammar
+        self.adapters = Adapters(model) if adapters is None else adapters
+        self.adapters.in_use = lambda: {s.request.adapter for s in self._sequences.values()}
+        self.max_length = (
+            config.max_length if model.longest is None else min(config.max_length, model.longest)
+        )
+        if config.batch_invariant and proposer is not None:
+            raise ConfigError(
+                "batch_invariant is given with drafts, which change the size of products",
+                expected="one of both",
+            )
+        windows = windows_of(model)
+        tokens = config.cache_tokens or max(self.max_length, config.max_sequences * self.max_length // 2)
+        pages: dict[int | None, int] = {}
+        for window in {w for w in windows if w != -1} or {None}:
+            n = tokens
+            if window is not None:  # what all hold at once, and beginnings to be found again
+                held = config.max_sequences * (window + config.page_size) + config.token_budget + window
+                n = min(tokens, held + tokens // 4)
+            pages[window] = max(1, -(-n // config.page_size))
+        same = config.batch_invariant
+        self.runner = make_runner(
+            model, pages, config.page_size, config.max_sequences, self.max_length,
+            kind=config.weights, group=config.weights_group, invariant=same,
+            dtype=torch.int8 if config.cache == "int8" else None, adapters=self.adapters,
+        )  # fmt: skip
+        groups = [Group(w, BlockPool(pages[w], config.page_size)) for w in self.runner.windows or [None]]
+        share = config.share_prefixes and not self.runner.has_slots
+        self.cache = Cache(
+            groups, config.max_sequences, self.max_length, config.token_budget, share, not same
+        )
+        self.pace = Pace(config.stretch, config.slo_tpot)
+        swaps = (
+            same or config.preemption == "swap"
+        )  # what is read in anew is computed in other pieces than it was
+        self.scheduler = Scheduler(
+            self.cache, config.max_sequences, config.token_budget, self.pace, same,
+            self._copy_out if swaps else None, self._copy_back if swaps else None,
+        )  # fmt: skip
+        self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
+        self.version = 0
+        self.stats = Stats()
+        self._sequences: dict[str, Sequence] = {}
+        self._aborted: list[Delta] = []
+        self._arrivals = 0
+        self._board: Board | None = None
+        self._longest = self._most_positions()
+
+    @cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.token_bytes, self.model.config.vocab_size)
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._sequences or self._aborted)
+
+    @property
+    def longest(self) -> int:
+        """Positions that a text may have here, prompt and output: by the model, the settings and the cache."""
+        return self._longest
+
+    def add(self, request: Request) -> None:
+        """Takes a request in.
+
+        Raises:
+            ConfigError: it cannot be served by this model and this cache; the field is named.
+        """
+        vocab, n = self.model.config.vocab_size, len(request.ids)
+        if request.id in self._sequences:
+            raise ConfigError(f"id {request.id!r} is that of a request on its way", expected="a new one")
+        if max(request.ids) >= vocab:
+            raise ConfigError(
+                f"ids: {max(request.ids)} is no id of this model",
+                expected=f"0 to {vocab - 1}",
+                do="encode with its own tokenizer",
+            )
+        if n >= self._longest:
+            what = "the model's context" if self._longest == self.max_length else "the cache"
+            raise ConfigError(
+                f"ids: the prompt is {n:,} tokens long and {what} holds {self._longest:,}",
+                expected=f"at most {self._longest - 1:,}, so that one can be written",
+            )
+        request.sampling.check_ids(vocab)
+        if request.grammar is not None and self.compile_grammar is None:
+            raise ConfigError(
+                "grammar is given, and this engine has no grammars", expected="a request without"
+            )
+        if request.required and not self.token_bytes:
+            raise ConfigError(
+                "required is given, and the engine has no token_bytes", expected="a request without"
+            )
+        self.adapters.number(request.adapter)  # which says so if there is none
+        self._arrivals += 1
+        seed = (
+            request.sampling.seed
+            if request.sampling.seed is not None
+            else derive(self.config.seed, "request", request.id)
+        )
+        sequence = Sequence(request, self._arrivals, list(request.ids), seed, self._chain_seed(request))
+        sequence.stops = StopTexts(request.stop)
+        if request.grammar is not None and self.compile_grammar is not None:
+            sequence.matcher = self.compile_grammar(request.grammar)
+        if request.required:
+            exact = sequence.matcher is not None
+            begin = Required(self._vocabulary, request.required, exact)
+            sequence.matcher = Then(begin, sequence.matcher) if exact else begin
+        sequence.added = self.clock()
+        self._sequences[request.id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request where it is; the next step says so. False if it is not (or no longer) on its way."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._end(sequence, "abort")
+        self._aborted.append(Delta(request_id, finish="abort"))
+        return True
+
+    def step(self) -> list[Delta]:
+        """One step of the model: -> what it did, request by request; [] when there is nothing to do."""
+        began = self.clock()
+        deltas, self._aborted = self._aborted, []
+        self._look_at_board()
+        if self.proposer is not None:
+            self.proposer.propose([s for s in self.scheduler.running if s.decoding and s.matcher is None])
+        schedule = self.scheduler.schedule()
+        if not schedule.rows:
+            return deltas
+        batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
+        batch.adapters = self.adapters.numbers(s.request.adapter for s, _ in schedule.rows)
+        ready = self.clock()
+        hidden: Tensor | None = None
+        if self.proposer is not None and self.proposer.wants_hidden:
+            hidden = self.runner.hidden(batch)
+            logits = self.runner.logits(hidden[batch.wanted])
+        else:
+            logits = self.runner.run(batch)
+        ran = self.clock()
+        try:
+            drawn = self.sampler(logits if batch.drawn is None else logits[batch.drawn], rows)
+        except DeadRowsError as error:
+            return deltas + self._give_up(schedule, error.rows)
+        sampled = self.clock()
+        before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
+        deltas += self._advance(schedule, logits, drawn)
+        if hidden is not None and self.proposer is not None:
+            for (sequence, first), at in zip(before, batch.starts, strict=False):
+                if sequence.finish is None:
+                    self.proposer.saw(sequence, hidden[at : at + sequence.computed - first])
+        n_decode = schedule.decode_tokens
+        done = self.clock()
+        self.pace.took(n_decode, schedule.tokens - n_decode, done - began)
+        self.stats.step(
+            began, schedule, n_decode, model=ran - ready, sample=sampled - ran, seconds=done - began,
+            running=len(self.scheduler.running), waiting=len(self.scheduler.waiting),
+        )  # fmt: skip
+        return deltas
+
+    def update_weights(self, tensors: Mapping[str, Tensor], version: int, recompute: bool = False) -> None:
+        """New weights from the next step on.
+
+        Args:
+            tensors: by parameter name, all or some of them.
+            recompute: read in anew what runs, rather than going on with keys of the old weights.
+
+        Raises:
+            ConfigError: a name or a shape that the model does not have; nothing has changed then.
+        """
+        own = dict(self.model.named_parameters())
+        for name, tensor in tensors.items():
+            if name not in own or own[name].shape != tensor.shape:
+                have = "no such parameter" if name not in own else f"{list(own[name].shape)}"
+                raise ConfigError(f"weights: {name} is {list(tensor.shape)}", expected=have)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
+        self._changed(version, recompute)
+
+    def follow(self, board: Board) -> None:
+        """Takes the newest weights of `board` before each step."""
+        self._board = board
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError when books, queues and sequences disagree: a leaked page, a lost request."""
+        self.scheduler.check_integrity(self._sequences.values())
+
+    def sequences(self) -> list[Sequence]:
+        """All that are on their way."""
+        return list(self._sequences.values())
+
+    # -- one step ------------------------------------------------------------------------------------------------------
+
+    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token]) -> list[Delta]:
+        """Takes the drawn tokens in; -> what is told of each sequence that got further."""
+        deltas = []
+        at = row = 0  # in `logits`, in `drawn`
+        for sequence, n in schedule.rows:
+            stop = sequence.computed + n
+            told: tuple[float, ...] = ()
+            if scores_prompt(sequence):
+                self._score_prompt(sequence, logits[at : at + n], stop)
+                at += n
+                count = int(stop == len(sequence.ids))
+                told = tuple(sequence.prompt_log_probs) if count else ()
+            else:
+                count = max(0, stop - len(sequence.ids) + 1)
+                at += count
+                if count and sequence.request.prompt_log_probs and not sequence.n_output:
+                    told = tuple(sequence.prompt_log_probs)  # its last position was a step of its own
+            new = drawn[row : row + count]
+            row += count
+            before = sequence.computed
+            sequence.computed = min(stop, len(sequence.ids))
+            delta = self._take(sequence, new, told) if new else None
+            if (
+                sequence.computed // self.config.page_size > before // self.config.page_size
+                or self.cache.windowed
+            ):
+                self.cache.settle(sequence)
+            if delta is not None:
+                deltas.append(delta)
+                if delta.finish is not None:
+                    del self._sequences[sequence.request.id]
+                    self._end(sequence, delta.finish)
+        return deltas
+
+    def _take(self, sequence: Sequence, drawn: list[Token], told: tuple[float, ...]) -> Delta:
+        """The tokens that were drawn for one sequence, one behind each draft, as far as the drafts were right."""
+        first = sequence.n_output == 0
+        if first:
+            sequence.first = self.clock()
+        r, text = sequence.request, b""
+        finish: Finish | None = None
+        taken: list[Token] = []
+        drafts, sequence.drafts = sequence.drafts, []
+        for k, one in enumerate(drawn):
+            token = Token(one.id, one.log_prob, one.raw_log_prob, one.alternatives, self.version)
+            taken.append(token)
+            sequence.ids.append(token.id)
+            right = k < len(drafts) and drafts[k] == token.id
+            if token.id in r.stop_ids:
+                finish = "stop"
+                text += sequence.stops.flush()
+                break
+            if sequence.matcher is not None:
+                sequence.matcher.advance(token.id)
+                if sequence.matcher.mask() is None:
+                    sequence.matcher = None
+            if self.token_bytes:
+                text += sequence.stops.add(self.token_bytes[token.id])
+            if sequence.stops.met is not None:
+                finish = "stop"
+                break
+            if sequence.matcher is not None and sequence.matcher.ended:
+                finish = "stop" if sequence.matcher.failed is None else "abort"
+                text += sequence.stops.flush()
+                break
+            if sequence.n_output >= r.max_tokens or len(sequence.ids) >= self._longest:
+                finish = "length"
+                text += sequence.stops.flush()
+                break
+            if not right:
+                break
+            sequence.computed += 1  # the draft's own position was computed with it, and is right
+        if drafts:
+            self.stats.drafted += len(drafts)
+            self.stats.accepted += len(taken) - 1
+        sequence.tokens += taken
+        self.stats.output_tokens += len(taken)
+        return Delta(r.id, tuple(taken), text, finish, sequence.cached if first else 0, told)
+
+    def _give_up(self, schedule: Schedule, dead: Many[int]) -> list[Delta]:
+        """Ends the sequences whose rows of the sampler are `dead`; the others' positions are computed once more."""
+        owners: list[Sequence] = []
+        for sequence, n in schedule.rows:
+            owners += [sequence] * max(0, sequence.computed + n - len(sequence.ids) + 1)
+            sequence.drafts.clear()
+        for row in dead:
+            self.abort(owners[row].request.id)
+        deltas, self._aborted = self._aborted, []
+        return deltas
+
+    def _score_prompt(self, sequence: Sequence, logits: Tensor, stop: int) -> None:
+        """Log-probabilities of the prompt's ids behind the positions computed .. stop."""
+        targets = sequence.ids[sequence.computed + 1 : stop + 1]
+        log_probs = logits[: len(targets)].log_softmax(-1)
+        found = log_probs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])
+        # What was scored before it was preempted and read in anew is not told twice.
+        del sequence.prompt_log_probs[sequence.computed :]
+        sequence.prompt_log_probs += found[:, 0].tolist()
+
+    def _end(self, sequence: Sequence, finish: Finish) -> None:
+        sequence.finish = finish
+        self.scheduler.remove(sequence)
+        if self.proposer is not None:
+            self.proposer.forget(sequence)
+        self.stats.finished[finish] = self.stats.finished.get(finish, 0) + 1
+
+    # -- preemption by copying out -------------------------------------------------------------------------------------
+
+    def _copy_out(self, sequence: Sequence) -> None:
+        used = -(-sequence.computed // self.config.page_size)
+        contents = [
+            self.runner.read_pages(g, [max(page, 0) for page in pages[:used]])
+            for g, pages in enumerate(sequence.pages)
+        ]
+        states = [layer.read(sequence.slot) for layer in self.runner.slot_states()]
+        sequence.swapped = [[t.cpu() for t in group] for group in contents], states
+
+    def _copy_back(self, sequence: Sequence) -> None:
+        contents, states = sequence.swapped
+        sequence.swapped = None
+        used = -(-sequence.computed // self.config.page_size)
+        for g, group in enumerate(contents):
+            self.runner.write_pages(g, sequence.pages[g][:used], group)
+        for layer, state in zip(self.runner.slot_states(), states, strict=True):
+            layer.write(sequence.slot, state)
+
+    # -- weights and sizes ---------------------------------------------------------------------------------------------
+
+    def _look_at_board(self) -> None:
+        if self._board is not None and self._board.version != self.version:
+            with torch.no_grad():
+                version = self._board.read(dict(self.model.named_parameters()))
+            self._changed(version)
+
+    def _changed(self, version: int, recompute: bool = False) -> None:
+        """The model's weights are others now."""
+        self.runner.refresh()
+        self.version = version
+        self.cache.forget_all()
+        if recompute:
+            for sequence in list(self.scheduler.running):
+                self.scheduler.preempt(sequence)
+        for sequence in self._sequences.values():
+            sequence.hashes = []
+            sequence.sealed = 0
+            fresh = sequence.status is Status.WAITING and sequence.swapped is None
+            mixed = f"mixed {sequence.arrival} ".encode() if not fresh else b""
+            sequence.chain_seed = mixed + self._chain_seed(sequence.request)
+
+    def _chain_seed(self, request: Request) -> bytes:
+        return f"{self.version} {self.adapters.key(request.adapter)} ".encode()
+
+    def _most_positions(self) -> int:
+        """The longest text that the cache could hold, were it alone."""
+        low, high = 0, self.max_length
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.cache.fits(middle) else (low, middle - 1)
+        return low
