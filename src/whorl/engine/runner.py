@@ -85,6 +85,7 @@ class Runner:
         cache_type = dtype or model.dtype
         self.layers: list[Layer] = []
         self.group_of: list[int] = []  # of each layer; -1 for slots
+        self._borrowers: set[int] = set()  # layers that read another's pages and have none of their own
         for block, kind in zip(model.blocks, kinds, strict=True):
             mixer: Any = block.attention if isinstance(model, Decoder) else block.mixer
             self.group_of.append(-1 if kind == -1 else self.windows.index(kind))
@@ -95,6 +96,8 @@ class Runner:
                 self.layers.append(LatentPages(pages[kind], page_size, width, cache_type, self.device))
             else:
                 own = not isinstance(mixer, MultiHead) or mixer.own_keys
+                if not own:
+                    self._borrowers.add(len(self.layers))
                 sizes = pages[kind] if own else 1, mixer.n_kv_heads, page_size, mixer.head_dim
                 smeared = mixer.smear is not None
                 self.layers.append(HeadPages(*sizes, cache_type, self.device, smeared))
@@ -154,19 +157,20 @@ class Runner:
     def read_pages(self, group: int, pages: list[int]) -> list[Tensor]:
         """Copies of the contents of `pages` in every layer of the group, layer by layer, tensor by tensor."""
         at = torch.tensor(pages, device=self.device)
-        return [t[at] for t in self._tensors(group)]
+        return [t[at] for t in self.page_tensors(group)]
 
     def write_pages(self, group: int, pages: list[int], contents: list[Tensor]) -> None:
         """Puts back what `read_pages` gave, into any pages."""
         at = torch.tensor(pages, device=self.device)
-        for t, c in zip(self._tensors(group), contents, strict=True):
+        for t, c in zip(self.page_tensors(group), contents, strict=True):
             t[at] = c.to(t.device)
 
-    def _tensors(self, group: int) -> list[Tensor]:
+    def page_tensors(self, group: int) -> list[Tensor]:
+        """Of all layers of a group, whatever they keep in pages; pages are the first dimension."""
         return [
             t
-            for layer, g in zip(self.layers, self.group_of, strict=True)
-            if g == group and not isinstance(layer, SlotStates)
+            for number, (layer, g) in enumerate(zip(self.layers, self.group_of, strict=True))
+            if g == group and not isinstance(layer, SlotStates) and number not in self._borrowers
             for t in layer.tensors
         ]
 
