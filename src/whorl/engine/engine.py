@@ -256,7 +256,7 @@ class Engine:
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        drawn = self.sampler(logits if batch.drawn is None else logits[batch.drawn], rows)
+        drawn = self.sampler.living(logits if batch.drawn is None else logits[batch.drawn], rows)
         sampled = self.clock()
         before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
         deltas += self._advance(schedule, logits, drawn)
@@ -307,7 +307,7 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token]) -> list[Delta]:
+    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token | None]) -> list[Delta]:
         """Takes the drawn tokens in; -> what is told of each sequence that got further."""
         deltas = []
         at = row = 0  # in `logits`, in `drawn`
@@ -339,7 +339,7 @@ class Engine:
                     self._end(sequence, delta.finish)
         return deltas
 
-    def _take(self, sequence: Sequence, drawn: list[Token], told: tuple[float, ...]) -> Delta:
+    def _take(self, sequence: Sequence, drawn: list[Token | None], told: tuple[float, ...]) -> Delta:
         """The tokens that were drawn for one sequence, one behind each draft, as far as the drafts were right."""
         first = sequence.n_output == 0
         if first:
@@ -349,6 +349,10 @@ class Engine:
         taken: list[Token] = []
         drafts, sequence.drafts = sequence.drafts, []
         for k, one in enumerate(drawn):
+            if one is None:  # its logits are no numbers
+                finish = "abort"
+                text += sequence.stops.flush()
+                break
             token = Token(one.id, one.log_prob, one.raw_log_prob, one.alternatives, self.version)
             taken.append(token)
             sequence.ids.append(token.id)
@@ -379,7 +383,7 @@ class Engine:
             sequence.computed += 1  # the draft's own position was computed with it, and is right
         if drafts:
             self.stats.drafted += len(drafts)
-            self.stats.accepted += len(taken) - 1
+            self.stats.accepted += max(0, len(taken) - 1)
         sequence.tokens += taken
         self.stats.output_tokens += len(taken)
         return Delta(r.id, tuple(taken), text, finish, sequence.cached if first else 0, told)
