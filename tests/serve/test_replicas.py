@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.serve import replicas as module
-from whorl.serve.replicas import Replicas, cores_of, free_port, replicated
-from whorl.serve.router import Router
+from whorl.serve.fleet import replicas as module
+from whorl.serve.fleet.replicas import Replicas, cores_of, free_port, replicated
+from whorl.serve.fleet.router import Router
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
 WHOLE = """
 import sys
-from whorl.serve.replicas import serve_replicas
+from whorl.serve.fleet.replicas import serve_replicas
 serve_replicas(sys.argv[2:], 2, port=int(sys.argv[1]), grace=20)
 """
 

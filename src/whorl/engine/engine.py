@@ -30,13 +30,15 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from whorl.engine.adapters import Adapters
 from whorl.engine.assemble import assemble, scores_prompt
 from whorl.engine.cache import Cache, Group
+from whorl.engine.native.runner import make_runner
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
 from whorl.engine.request import Delta, Finish, Request, Token
 from whorl.engine.required import Required, Then, Vocabulary
-from whorl.engine.runner import Runner, windows_of
+from whorl.engine.runner import windows_of
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence, Status
@@ -59,11 +61,20 @@ class EngineConfig(BaseModel):
         default=None, ge=1, description="positions held at once; default half of all texts at full length"
     )
     page_size: int = Field(default=32, ge=1, description="positions a page")
+    cache: Literal["model", "int8"] = Field(
+        default="model", description="keys and values in the model's type, or in int8 (kv_int8.py)"
+    )
     token_budget: int = Field(default=512, ge=1, description="positions a step at most")
     share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
     preemption: Literal["recompute", "swap"] = "recompute"
     batch_invariant: bool = Field(
         default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
+    )
+    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
+        default=None, description="how a CPU's native step keeps them; default: as the model computes"
+    )
+    weights_group: int | None = Field(
+        default=None, ge=8, description="inputs that share a scale, of int8, int4"
     )
     stretch: float = Field(
         default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
@@ -102,6 +113,7 @@ class Engine:
         forbidden: ids that are never drawn (pad, bos, rows that only round the matrix up).
         proposer: of drafts.
         compile_grammar: makes a matcher of a `Grammar`; without it such requests are refused.
+        adapters: LoRA adapters of `model` that requests may name (`adapters.py`).
         clock: seconds.
 
     Raises:
@@ -117,11 +129,14 @@ class Engine:
         forbidden: Many[int] = (),
         proposer: Proposer | None = None,
         compile_grammar: Callable[[Any], Any] | None = None,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model, self.token_bytes, self.proposer, self.clock = model, token_bytes, proposer, clock
         self.compile_grammar = compile_grammar
+        self.adapters = Adapters(model) if adapters is None else adapters
+        self.adapters.in_use = lambda: {s.request.adapter for s in self._sequences.values()}
         self.max_length = (
             config.max_length if model.longest is None else min(config.max_length, model.longest)
         )
@@ -140,9 +155,11 @@ class Engine:
                 n = min(tokens, held + tokens // 4)
             pages[window] = max(1, -(-n // config.page_size))
         same = config.batch_invariant
-        self.runner = Runner(
-            model, pages, config.page_size, config.max_sequences, self.max_length, invariant=same
-        )
+        self.runner = make_runner(
+            model, pages, config.page_size, config.max_sequences, self.max_length,
+            kind=config.weights, group=config.weights_group, invariant=same,
+            dtype=torch.int8 if config.cache == "int8" else None, adapters=self.adapters,
+        )  # fmt: skip
         groups = [Group(w, BlockPool(pages[w], config.page_size)) for w in self.runner.windows or [None]]
         share = config.share_prefixes and not self.runner.has_slots
         self.cache = Cache(
@@ -176,6 +193,11 @@ class Engine:
         """Whether `step` has anything to do."""
         return bool(self._sequences or self._aborted)
 
+    @property
+    def longest(self) -> int:
+        """Positions that a text may have here, prompt and output: by the model, the settings and the cache."""
+        return self._longest
+
     def add(self, request: Request) -> None:
         """Takes a request in.
 
@@ -206,10 +228,7 @@ class Engine:
             raise ConfigError(
                 "required is given, and the engine has no token_bytes", expected="a request without"
             )
-        if request.adapter is not None:
-            raise ConfigError(
-                f"adapter {request.adapter!r} is not loaded", expected="the name of a loaded adapter"
-            )
+        self.adapters.number(request.adapter)  # which says so if there is none
         self._arrivals += 1
         seed = (
             request.sampling.seed
@@ -248,6 +267,7 @@ class Engine:
         if not schedule.rows:
             return deltas
         batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
+        batch.adapters = self.adapters.numbers(s.request.adapter for s, _ in schedule.rows)
         ready = self.clock()
         hidden: Tensor | None = None
         if self.proposer is not None and self.proposer.wants_hidden:
@@ -322,6 +342,8 @@ class Engine:
             else:
                 count = max(0, stop - len(sequence.ids) + 1)
                 at += count
+                if count and sequence.request.prompt_log_probs and not sequence.n_output:
+                    told = tuple(sequence.prompt_log_probs)  # its last position was a step of its own
             new = drawn[row : row + count]
             row += count
             before = sequence.computed
@@ -448,7 +470,7 @@ class Engine:
             sequence.chain_seed = mixed + self._chain_seed(sequence.request)
 
     def _chain_seed(self, request: Request) -> bytes:
-        return f"{self.version} {request.adapter or ''} ".encode()
+        return f"{self.version} {self.adapters.key(request.adapter)} ".encode()
 
     def _most_positions(self) -> int:
         """The longest text that the cache could hold, were it alone."""
