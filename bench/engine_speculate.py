@@ -20,7 +20,8 @@ import torch
 from _claim import claim
 
 from whorl.engine import Sampling, load_for_sampling
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.speculate import Lookup
 from whorl.runs import probe
@@ -59,7 +60,10 @@ def main() -> None:
                 texts.append([t.id for d in _run(engine) for t in d])
                 seconds[kind].append(time.perf_counter() - began)
             if texts[0] != texts[1]:
-                print("texts differ from token", next(i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b))
+                print(
+                    "texts differ from token",
+                    next(i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b),
+                )
         stats = guessed.stats
         ratios[name] = median(a / b for a, b in zip(seconds["plain"], seconds["guessed"], strict=True))
         rate = {kind: n_tokens * len(prompts) / sum(s) for kind, s in seconds.items()}

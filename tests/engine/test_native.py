@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.native import NativeStep, build, layout, supports
 from whorl.engine.native.runner import NativeRunner, fastest, make_runner
 from whorl.engine.pages import Batch, HeadPages
@@ -63,7 +64,9 @@ class Texts:
         self.done = [0] * len(lengths)
         per_row = -(-max(lengths) // page_size) + 1
         n_pages = per_row * len(lengths) + 3
-        self.runner = Runner(model, {w: n_pages for w in (None, *_windows(model))}, page_size, len(lengths), 512)
+        self.runner = Runner(
+            model, dict.fromkeys((None, *_windows(model)), n_pages), page_size, len(lengths), 512
+        )
         for layer in self.runner.layers:
             assert isinstance(layer, HeadPages)
             for t in layer.tensors:
@@ -82,7 +85,9 @@ class Texts:
         starts = [0, *np.cumsum([sizes[r] for r in rows]).tolist()]
         reach = self.runner.reach
         padded = [np.concatenate([np.full(reach, -1), self.ids[r]]) for r in rows]
-        before = [p[i : i + reach] for p, s in zip(padded, spans, strict=True) for i in range(s.start, s.stop)]
+        before = [
+            p[i : i + reach] for p, s in zip(padded, spans, strict=True) for i in range(s.start, s.stop)
+        ]
         for r, s in zip(rows, spans, strict=True):
             self.done[r] = s.stop
         batch = Batch(
@@ -102,7 +107,8 @@ class Texts:
         """Runs all to their end; -> the largest difference of a log-probability from the model's own forward."""
         with torch.inference_mode():
             want = [
-                self.model.logits(self.model(torch.from_numpy(ids)[None])[0]).log_softmax(-1) for ids in self.ids
+                self.model.logits(self.model(torch.from_numpy(ids)[None])[0]).log_softmax(-1)
+                for ids in self.ids
             ]
         worst = 0.0
         for _ in range(rounds):

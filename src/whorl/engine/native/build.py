@@ -8,8 +8,8 @@ Shipping a binary would mean the smallest CPU that anyone has, or a build for ea
 under a name that is the hash of the sources, the flags, the compiler's version and the CPU's: on a home folder that several
 machines share, each finds its own.
 
-Subtle: several processes may start at once. One compiles, under a lock that dies with its owner; the others wait and find the
-file. It is written aside and renamed, so a file that is there is whole, whoever was killed meanwhile.
+Subtle: several processes may start at once. One compiles, under a lock that dies with its owner; the others wait and find
+the file. It is written aside and renamed, so a file that is there is whole, whoever was killed meanwhile.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ ACTIVATIONS = {
 ORDERS = 4  # of n-gram memories
 LINE = 64  # bytes: where every matrix begins
 
-Fields = ClassVar[list[tuple[str, Any]]]
+Fields = list[tuple[str, Any]]
 
 
 class Matrix(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[Fields] = [
         *((name, c_int32) for name in ("kind", "group")),
         *((name, c_int64) for name in ("n", "k", "gated")),
         *((name, c_void_p) for name in ("data", "scales", "moved", "bias")),
@@ -34,11 +34,11 @@ class Matrix(Structure):
 
 
 class Norm(Structure):
-    _fields_: Fields = [("gain", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32)]
+    _fields_: ClassVar[Fields] = [("gain", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32)]
 
 
 class Heads(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[Fields] = [
         *((name, c_int32) for name in ("n_heads", "n_kv_heads", "head_dim", "page_size")),
         ("window", c_int64),
         *((name, c_float) for name in ("scale", "softcap")),
@@ -47,7 +47,7 @@ class Heads(Structure):
 
 
 class Layer(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[Fields] = [
         *((name, Norm) for name in ("mixer_norm", "mixer_after", "mlp_norm", "mlp_after")),
         *((name, Matrix) for name in ("qkv", "out", "up", "down")),
         ("heads", Heads),
@@ -59,7 +59,7 @@ class Layer(Structure):
 
 
 class Model(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[Fields] = [
         *((name, c_int64) for name in ("vocab", "d_model", "n_layers")),
         *((name, c_void_p) for name in ("embedding", "positions")),
         *((name, c_float) for name in ("embedding_scale", "logit_softcap")),
@@ -74,7 +74,7 @@ class Model(Structure):
 
 
 class LayerCache(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[Fields] = [
         *((name, c_void_p) for name in ("k", "v", "raw")),
         *((name, c_int64) for name in ("page", "head", "position")),
         ("pages", c_void_p),
@@ -83,7 +83,7 @@ class LayerCache(Structure):
 
 
 class Batch(Structure):
-    _fields_: Fields = [
+    _fields_: ClassVar[Fields] = [
         *((name, c_int64) for name in ("n", "rows", "wanted", "cache_bf16")),
         *((name, c_void_p) for name in ("ids", "starts", "lengths", "which", "before", "caches", "hidden")),
     ]

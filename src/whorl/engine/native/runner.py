@@ -46,14 +46,14 @@ class NativeRunner(Runner):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.step = NativeStep(self.model, self.page_size, kind, group, threads)
+        self.step = NativeStep(self.model, self.page_size, kind, group, threads, self.capacity)
         self.native = True
         self._linears = [m for m in self.model.modules() if isinstance(m, Linear)]
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """As `Runner`. A row's bits depend on no other row anyway: `invariant` costs nothing here."""
-        if self._by_torch():
+        if self._by_torch(batch):
             return super().run(batch)
         return self.step.run(batch, self.layers, self.group_of)  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ class NativeRunner(Runner):
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
-        if self._by_torch():
+        if self._by_torch(batch):
             return super().hidden(batch)
         hidden = torch.empty(len(batch.ids), self.model.config.d_model)
         none = Batch(**{**vars(batch), "wanted": batch.wanted[:0]})
@@ -74,9 +74,12 @@ class NativeRunner(Runner):
         super().refresh()
         self.step.refresh()
 
-    def _by_torch(self) -> bool:
-        return not self.native or any(
-            m.product is not None or m._forward_hooks for m in self._linears  # fp8's, and adapters'
+    def _by_torch(self, batch: Batch | None = None) -> bool:
+        if not self.native or (batch is not None and batch.adapters is not None):
+            return True
+        return any(
+            m.product is not None or m._forward_hooks
+            for m in self._linears  # fp8's, and somebody's who looks on
         )
 
 
@@ -94,9 +97,13 @@ def make_runner(
     """
     wish = os.environ.get("WHORL_NATIVE", "")
     reason = "WHORL_NATIVE=0" if wish == "0" else supports(model)
+    if kwargs.get("dtype") == torch.int8:
+        reason = reason or "its cache is of bfloat16 or float32, and int8 was asked for"
     if reason is not None:
         if kind is not None:
-            raise ConfigError(f"weights are asked for in {kind}: {reason}", expected="a model of the native step")
+            raise ConfigError(
+                f"weights are asked for in {kind}: {reason}", expected="a model of the native step"
+            )
         return Runner(model, *args, **kwargs)
     runner = NativeRunner(model, *args, kind=kind, group=group, **kwargs)
     if wish != "1":

@@ -1,10 +1,10 @@
 """The step of the model as one call: what the runner's torch path does, on a CPU's own terms.
 
     step = NativeStep(model, page_size=32, kind="bfloat16", threads=2)
-    logits = step.run(batch, layers, group_of)          [W, vocab] fp32; the pages of `layers` hold all N positions afterwards
+    logits = step.run(batch, layers, group_of)          [W, vocab] fp32; the pages of `layers` then hold all N positions
 
-`engine/runner.py` is the reference, and a test holds the two together for each kind of weight and each thing that a model may
-have. Which of them is faster, with how many threads, is measured where the engine starts (`fastest`).
+`engine/runner.py` is the reference, and a test holds the two together for each kind of weight and each thing that a model
+may have. Which of them is faster, with how many threads, is measured where the engine starts (`fastest`).
 
 What it costs beside its products. A step of a small model is tens of microseconds of arithmetic in some hundred pieces; by
 torch each piece costs a few microseconds of Python and dispatch. Here Python fills one structure with addresses, and that is
@@ -50,6 +50,7 @@ class NativeStep:
         kind: of the packed weights: float32, bfloat16, int8, int4; by default the model's compute type.
         group: for int8 and int4, how many inputs share a scale; by default all for int8, 32 for int4.
         threads: by default torch's number.
+        room: positions that a row may come to; our own decoder turns long rows by other tables.
 
     Raises:
         ConfigError: `supports` says why not; a kind or group that there is not.
@@ -62,6 +63,7 @@ class NativeStep:
         kind: str | None = None,
         group: int | None = None,
         threads: int | None = None,
+        room: int = 0,
     ) -> None:
         reason, library = supports(model), build.library()
         if reason is not None or library is None:
@@ -71,7 +73,7 @@ class NativeStep:
         if self.kind == "int4" and group is None:
             group = 32
         self.library, self.threads = library, threads or torch.get_num_threads()
-        self.weights = Weights(library, model, self.kind, group, page_size, self.threads)
+        self.weights = Weights(library, model, self.kind, group, page_size, self.threads, room)
         self.vocab = model.config.vocab_size
         self.reaches = isinstance(model, Decoder) and bool(model.config.ngram_orders)
         self._caches = (layout.LayerCache * len(self.weights.layers))()
@@ -128,10 +130,16 @@ class NativeStep:
             None if hidden is None else hidden.data_ptr(),
         )  # fmt: skip
         answer = self.library.whorl_step(
-            self._step, ctypes.byref(self.weights.struct), ctypes.byref(given), logits.data_ptr(), self.threads
+            self._step,
+            ctypes.byref(self.weights.struct),
+            ctypes.byref(given),
+            logits.data_ptr(),
+            self.threads,
         )
         if answer:
-            raise ConfigError(f"the native step was given {ANSWERS[answer]}", expected="a batch of this engine")
+            raise ConfigError(
+                f"the native step was given {ANSWERS[answer]}", expected="a batch of this engine"
+            )
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:

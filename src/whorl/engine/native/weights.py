@@ -4,8 +4,8 @@ The native step knows dense decoders: `Decoder`, and a `Transformer` of attentio
 `nn/attention/heads.py` and `nn/mlp.py` vary but what `unsupported` names. Those go on by torch.
 
 Queries, keys and values are one matrix here, so one product makes all three. Vectors (gains, biases, shares) are copies in
-fp32; the embedding is not copied, it is read where the model has it. `refresh` packs anew, in place, after the weights of the
-model have changed: addresses stay as they are.
+fp32; the embedding is not copied, it is read where the model has it. `refresh` packs anew, in place, after the weights of
+the model have changed: addresses stay as they are.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from whorl.engine.native import layout
 from whorl.models import Decoder, LanguageModel, Transformer
 from whorl.models.transformer_config import Heads
 from whorl.nn.linear import Linear
+from whorl.nn.ngram import NGramMemory
 from whorl.nn.norm import EPS, LayerNorm, RMSNorm
 from whorl.nn.rotary import Rotary
 
@@ -38,6 +39,8 @@ def unsupported(model: LanguageModel) -> str | None:
         return "its products are replaced (fp8)"
     if isinstance(model, Decoder):
         c = model.config
+        if model.memory is not None and not isinstance(model.memory, NGramMemory):
+            return "its n-gram memory is kept in few bits"
         if len(c.ngram_orders) > layout.ORDERS or max(c.ngram_orders, default=0) > FURTHEST_NGRAM:
             return f"n-grams of orders {c.ngram_orders}"
         return f"head_dim is {c.head_dim}" if c.head_dim > WIDEST_HEAD else None
@@ -71,8 +74,16 @@ class Weights:
     """
 
     def __init__(
-        self, library: ctypes.CDLL, model: LanguageModel, kind: str, group: int | None, page_size: int, threads: int
+        self,
+        library: ctypes.CDLL,
+        model: LanguageModel,
+        kind: str,
+        group: int | None,
+        page_size: int,
+        threads: int,
+        room: int = 0,
     ) -> None:
+        self.room = room
         self.library, self.model, self.kind, self.group = library, model, kind, group
         self.page_size, self.threads = page_size, threads
         self._vectors: list[tuple[Tensor, Source]] = []
@@ -122,7 +133,8 @@ class Weights:
         """Makes `to` (a part of a structure) the matrix that `source` gives, [n, k]."""
         value = source()
         assert value is not None
-        made = layout.matrix(self.kind, self.group, *value.shape, gated)
+        n, k = value.shape
+        made = layout.matrix(self.kind, self.group, n, k, gated)
         ctypes.memmove(ctypes.byref(to), ctypes.byref(made), ctypes.sizeof(made))
         to.bias = self._vector(bias)
         self._matrices.append((to, source))
@@ -132,7 +144,9 @@ class Weights:
         """heads: how many times the gain is repeated, one head after another."""
         if isinstance(module, RMSNorm):
             offset = module.offset
-            return layout.Norm(self._vector(lambda: (module.weight + offset).repeat(heads)), None, module.eps, RMS)
+            return layout.Norm(
+                self._vector(lambda: (module.weight + offset).repeat(heads)), None, module.eps, RMS
+            )
         if isinstance(module, LayerNorm):
             bias = module.bias
             gain = self._vector(lambda: module.weight)
@@ -171,7 +185,7 @@ class Weights:
         layer.q_norm, layer.k_norm = layout.Norm(gain, None, EPS, RMS), layout.Norm(None, None, EPS, RMS)
         layer.smear = self._vector(lambda: None if a.smear is None else torch.sigmoid(a.smear))
         assert isinstance(self.model, Decoder)
-        self._rotary(self.model.rotary, layer)
+        self._rotary(self.model.rotary_of(self.room), layer)
 
     def _mlp(self, mlp: Any, layer: layout.Layer) -> None:
         layer.activation = layout.ACTIVATIONS[mlp.kind]
