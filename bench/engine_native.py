@@ -146,7 +146,7 @@ def main() -> None:
             contenders[kind] = lambda s=step, b=batch, r=runner: s.run(b, r.layers, r.group_of)  # type: ignore[misc]
             if n == tokens == 1:
                 at, size = step.weights.arena.address, step.weights.arena.n_bytes
-                contenders[f"reading {kind}"] = lambda a=at, s=size: library.whorl_read(a, s, 1, threads)  # type: ignore[misc]
+                contenders[f"reading {kind}"] = lambda a=at, s=size, h=step._step: library.whorl_read(h, a, s, threads)  # type: ignore[misc]
         contenders["torch"] = lambda b=batch, r=runner: r.run(b)  # type: ignore[misc]
         times = {name: statistics.median(each) for name, each in in_turn(contenders, seconds).items()}
         text = f"{n} rows, {tokens} new: " + ", ".join(
