@@ -25,6 +25,8 @@ VERBS = (
     "run",
     "profile",
     "sample",
+    "serve",
+    "route",
     "embed",
     "report",
     "recipes",
@@ -35,9 +37,13 @@ VERBS = (
     "gc",
     "import",
     "export",
+    "bench-serve",
     "quantise",
 )
-GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
+GROUPS = {
+    "rl": ("train", "environments"),
+    "keys": ("add", "list", "revoke"),
+}  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
 
@@ -81,7 +87,7 @@ def application() -> typer.Typer:
     )
     app.callback()(_version)
     for name in VERBS:
-        inside = name + "_" * iskeyword(name)  # `import` is no name for a module
+        inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` is no name for a module
         module = importlib.import_module(f"whorl.cli.{inside}")
         app.command(name)(guarded(getattr(module, inside)))
     for group, verbs in GROUPS.items():

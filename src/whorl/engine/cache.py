@@ -64,6 +64,9 @@ class Cache:
         """Holds the pages of the longest beginning that is known: -> positions found, 0 or whole pages."""
         sequence.pages, sequence.sealed = [[] for _ in self.groups], 0
         found = self._known(sequence) if self.share else 0
+        scores = sequence.request.prompt_log_probs and not sequence.n_output
+        if scores and found * self.page_size > len(sequence.prompt_log_probs):
+            found = 0  # what is not computed is not scored
         for group, pages in zip(self.groups, sequence.pages, strict=True):
             first = group.first_seen(found * self.page_size)
             pages += [NOWHERE] * first

@@ -18,6 +18,7 @@ from torch import Tensor
 from whorl.engine.adapters import Adapters
 from whorl.engine.kv_int8 import Int8Pages
 from whorl.engine.pages import Batch, HeadPages, LatentPages, Places, SlotStates
+from whorl.engine.sequence import Sequence
 from whorl.errors import ConfigError
 from whorl.models import Decoder, LanguageModel, Transformer
 from whorl.models.transformer_config import Heads, LatentHeads
@@ -82,6 +83,7 @@ class Runner:
         adapters: Adapters | None = None,
     ) -> None:
         self.model, self.page_size, self.invariant = model, page_size, invariant
+        self.capacity = capacity
         self.adapters = adapters
         self.device = str(model.embedding.device)
         kinds = windows_of(model)
@@ -92,6 +94,7 @@ class Runner:
         kind_of_pages = Int8Pages if int8 else HeadPages
         self.layers: list[Layer] = []
         self.group_of: list[int] = []  # of each layer; -1 for slots
+        self._borrowers: set[int] = set()  # layers that read another's pages and have none of their own
         for block, kind in zip(model.blocks, kinds, strict=True):
             mixer: Any = block.attention if isinstance(model, Decoder) else block.mixer
             self.group_of.append(-1 if kind == -1 else self.windows.index(kind))
@@ -102,6 +105,8 @@ class Runner:
                 self.layers.append(LatentPages(pages[kind], page_size, width, cache_type, self.device))
             else:
                 own = not isinstance(mixer, MultiHead) or mixer.own_keys
+                if not own:
+                    self._borrowers.add(len(self.layers))
                 sizes = pages[kind] if own else 1, mixer.n_kv_heads, page_size, mixer.head_dim
                 smeared = mixer.smear is not None
                 self.layers.append(kind_of_pages(*sizes, cache_type, self.device, smeared))
@@ -144,7 +149,7 @@ class Runner:
         model = self.model
         where: Any = positions
         if isinstance(model, Decoder):
-            where = model.rotary.at(positions)
+            where = model.rotary_of(self.capacity).at(positions)
             if batch.before is None:
                 x = model.embed(ids)
             else:  # each position with the ids before it, as a row of its own
@@ -160,22 +165,43 @@ class Runner:
     def refresh(self) -> None:
         """The model's weights have changed."""
 
+    def copy_out(self, sequence: Sequence) -> None:
+        """Keeps what the cache holds of a sequence beside it (`swapped`)."""
+        used = -(-sequence.computed // self.page_size)
+        contents = [
+            self.read_pages(g, [max(page, 0) for page in pages[:used]])
+            for g, pages in enumerate(sequence.pages)
+        ]
+        states = [layer.read(sequence.slot) for layer in self.slot_states()]
+        sequence.swapped = [[t.cpu() for t in group] for group in contents], states
+
+    def copy_back(self, sequence: Sequence) -> None:
+        """Puts that back, into the pages and the slot that it has now."""
+        contents, states = sequence.swapped
+        sequence.swapped = None
+        used = -(-sequence.computed // self.page_size)
+        for g, group in enumerate(contents):
+            self.write_pages(g, sequence.pages[g][:used], group)
+        for layer, state in zip(self.slot_states(), states, strict=True):
+            layer.write(sequence.slot, state)
+
     def read_pages(self, group: int, pages: list[int]) -> list[Tensor]:
         """Copies of the contents of `pages` in every layer of the group, layer by layer, tensor by tensor."""
         at = torch.tensor(pages, device=self.device)
-        return [t[at] for t in self._tensors(group)]
+        return [t[at] for t in self.page_tensors(group)]
 
     def write_pages(self, group: int, pages: list[int], contents: list[Tensor]) -> None:
         """Puts back what `read_pages` gave, into any pages."""
         at = torch.tensor(pages, device=self.device)
-        for t, c in zip(self._tensors(group), contents, strict=True):
+        for t, c in zip(self.page_tensors(group), contents, strict=True):
             t[at] = c.to(t.device)
 
-    def _tensors(self, group: int) -> list[Tensor]:
+    def page_tensors(self, group: int) -> list[Tensor]:
+        """Of all layers of a group, whatever they keep in pages; pages are the first dimension."""
         return [
             t
-            for layer, g in zip(self.layers, self.group_of, strict=True)
-            if g == group and not isinstance(layer, SlotStates)
+            for number, (layer, g) in enumerate(zip(self.layers, self.group_of, strict=True))
+            if g == group and not isinstance(layer, SlotStates) and number not in self._borrowers
             for t in layer.tensors
         ]
 

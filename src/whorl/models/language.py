@@ -60,6 +60,11 @@ class LanguageModel(nn.Module, ABC):
     remade: int = 0
     scheme: Any = None
 
+    @property
+    def reads_well(self) -> int:
+        """Positions of a row that text is scored in, unless somebody asks for others."""
+        return 512
+
     def blocks_remade(self, state: Any) -> int:
         """Of a forward: none without gradients, and none while decoding, which would extend its state twice."""
         return self.remade if state is None and torch.is_grad_enabled() else 0

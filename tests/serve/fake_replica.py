@@ -1,0 +1,121 @@
+"""A replica without a model: answers what a request's body tells it to, in this process or as a program of its own.
+
+The prompt's last word decides: "count:3" streams three events and ends; "hold" streams one event and a half and then waits
+until `release` is set ("release", asked of the same replica, sets it) or its client goes; "die" ends the process;
+"status:503" answers that; anything else is echoed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import uvicorn
+
+
+def event(text: str) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]}).encode() + b"\n\n"
+
+
+class FakeReplica:
+    def __init__(self, name: str = "") -> None:
+        self.name, self.health = name, {"status": "ok", "boot": os.getpid()}
+        self.health_status = 200
+        self.prompts: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.release, self.held, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        if scope["path"] == "/health":
+            await self.answer(send, self.health_status, self.health)
+            return
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        told = json.loads(body) if body else {}
+        prompt = told.get("prompt") or (told.get("messages") or [{"content": ""}])[-1]["content"]
+        self.prompts.append(prompt)
+        self.headers.append({k.decode(): v.decode() for k, v in scope["headers"]})
+        verb, _, number = str(prompt).split(" ")[-1].partition(":")
+        if verb == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif verb == "release":
+            self.release.set()
+            await self.answer(send, 200, {})
+        elif verb == "status":
+            await self.answer(send, int(number), {"error": {"message": "as asked", "code": "fake"}})
+        elif verb in ("count", "hold"):
+            await self.stream(receive, send, int(number or 1), verb == "hold")
+        else:
+            query = scope["query_string"].decode()
+            await self.answer(
+                send, 200, {"name": self.name, "path": scope["path"], "query": query, "prompt": prompt}
+            )
+
+    async def stream(self, receive: Any, send: Any, n: int, hold: bool) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for i in range(n):
+            await send({"type": "http.response.body", "body": event(f"{self.name}{i}"), "more_body": True})
+        if hold:
+            await send({"type": "http.response.body", "body": event("half")[:20], "more_body": True})
+            self.held.set()
+            gone = asyncio.ensure_future(receive())
+            released = asyncio.ensure_future(self.release.wait())
+            await asyncio.wait({gone, released}, return_when=asyncio.FIRST_COMPLETED)
+            released.cancel()
+            if gone.done():
+                self.left.set()
+                return
+            gone.cancel()
+            await send({"type": "http.response.body", "body": event("half")[20:], "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+    async def answer(self, send: Any, status: int, told: Any) -> None:
+        data = json.dumps(told).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": data})
+
+
+@asynccontextmanager
+async def running(app: Any) -> AsyncIterator[str]:
+    """Serves `app` on a free port, in this loop; its URL."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="auto")
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    server.capture_signals = _no_signals  # type: ignore[method-assign, assignment]
+    task = asyncio.ensure_future(server.serve(sockets=[listening]))
+    while not server.started and not task.done():
+        await asyncio.sleep(0.001)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listening.close()
+
+
+class _no_signals:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+if __name__ == "__main__":
+    host, port = sys.argv[sys.argv.index("--host") + 1], sys.argv[sys.argv.index("--port") + 1]
+    uvicorn.run(FakeReplica(f"{port}/"), host=host, port=int(port), log_level="warning")
