@@ -36,6 +36,7 @@ VERBS = (
     "gc",
     "import",
     "export",
+    "bench-serve",
 )
 GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
 
@@ -81,7 +82,7 @@ def application() -> typer.Typer:
     )
     app.callback()(_version)
     for name in VERBS:
-        inside = name + "_" * iskeyword(name)  # `import` is no name for a module
+        inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` is no name for a module
         module = importlib.import_module(f"whorl.cli.{inside}")
         app.command(name)(guarded(getattr(module, inside)))
     for group, verbs in GROUPS.items():

@@ -64,15 +64,22 @@ class Draws:
         self.is_forbidden[forbidden] = True
         # Rows are padded to whole blocks; the padding is never written to, and stays 0
         self._room = np.zeros((0, -(-vocab_size // BLOCK) * BLOCK), np.float32)
+        self._holds: tuple[Floats, Floats] | None = (
+            None  # of which logits and highest the raw weights stand there
+        )
 
     def _weights(self, z: Floats, highest: Floats, temperature: Floats | None = None) -> Floats:
         """exp((z - highest) / temperature), padded with zeros: [n, whole blocks]; overwritten by the next call."""
+        heated, held = temperature is not None and bool((temperature != 1).any()), self._holds
+        if held is not None and not heated and held[0] is z and (held[1] == highest).all():
+            return self._room[: len(z)]
+        self._holds = None
         if len(z) > len(self._room):
             self._room = np.zeros((len(z), self._room.shape[1]), np.float32)
         weights = self._room[: len(z)]
         real = weights[:, : self.vocab_size]
         np.subtract(z, highest[:, None], out=real)
-        if temperature is not None and (temperature != 1).any():
+        if heated and temperature is not None:
             np.divide(real, temperature[:, None], out=real)
         with np.errstate(over="ignore"):  # a forbidden id may be far above the highest of the others
             np.exp(real, out=real)
@@ -83,6 +90,7 @@ class Draws:
         highest = logits.max(axis=1)
         with np.errstate(invalid="ignore"):
             sums = _block_sums(self._weights(logits, highest)).sum(axis=1)
+            self._holds = logits, highest
             return np.asarray(highest + np.log(sums), np.float32)
 
     def best(self, z: Floats) -> Ids:
@@ -102,6 +110,7 @@ class Draws:
         """
         temperature = np.array([temperature_of(s) for s in settings], np.float32)
         weights = self._weights(z, highest, temperature)
+        self._holds = None  # they are changed from here on
         weights[:, self.forbidden] = 0
         threshold = np.array([s.min_p for s in settings], np.float32)
         cut = np.array([n for n, s in enumerate(settings) if s.top_k > 0 or s.top_p < 1], np.int64)
@@ -111,9 +120,8 @@ class Draws:
             k = np.array([s.top_k or self.vocab_size for s in chosen])
             reach = np.array([reach_of(s) for s in chosen])
             least, spare = self._least(mine, k, reach, self.few)
-            for row in np.flatnonzero(
-                spare
-            ):  # of equal weights at the threshold those of the first ids are kept
+            # Of equal weights at the threshold those of the first ids are kept
+            for row in np.flatnonzero(spare):
                 equal = np.flatnonzero(mine[row] == least[row])
                 weights[cut[row], equal[spare[row] :]] = 0
             threshold[cut] = np.maximum(threshold[cut], least)

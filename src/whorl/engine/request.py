@@ -29,7 +29,9 @@ class Grammar(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     json_schema: str | None = Field(default=None, description="a JSON schema, as JSON")
-    regex: str | None = Field(default=None, description="of the whole output")
+    regex: str | None = Field(
+        default=None, description="of the whole output; \\d and \\w as Unicode has them"
+    )
     lark: str | None = Field(default=None, description="a context-free grammar in Lark's notation")
 
     @model_validator(mode="after")

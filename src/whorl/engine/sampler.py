@@ -104,9 +104,8 @@ def distribution(logits: Tensor, rows: Sequence[Row], forbidden: Sequence[int] |
     _treat(z, rows, forbidden, lambda array: torch.as_tensor(array, device=z.device))
     temperature = column([temperature_of(s) for s in settings]).float()
     weights = ((z - z.amax(dim=-1, keepdim=True)) / temperature).exp().double()  # the likeliest weighs 1
-    weights, ids = weights.sort(
-        dim=-1, descending=True, stable=True
-    )  # of equal ones the smaller id is the likelier
+    # Of equal ones the smaller id is the likelier
+    weights, ids = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(z.shape[1], device=z.device)
     weights *= rank < column([s.top_k or z.shape[1] for s in settings])
     before = weights.cumsum(dim=-1) - weights

@@ -81,6 +81,7 @@ def line_chart(
     low, high = (low if low == 0 else low - spare), high + spare
     data = {
         "x": x_label,
+        "digits": _decimals(ticks(x_low, x_high, 6)),
         "left": _LEFT,
         "right": _RIGHT,
         "domain": [x_low, x_high],
@@ -124,17 +125,17 @@ def _draw(
         f'<svg class="{size}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escape(label, quote=True)}">'
     ]
-    y_ticks = ticks(*ys, 5 if height > 200 else 3)
-    decimals = max([len(f"{tick:.10g}".partition(".")[2]) for tick in y_ticks], default=0)
+    y_ticks, x_ticks = ticks(*ys, 5 if height > 200 else 3), ticks(*xs, 6 if width == _WIDE else 3)
+    decimals, x_decimals = _decimals(y_ticks), _decimals(x_ticks)
     for tick in y_ticks:
         y = py(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         at = f'x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end"'
         parts.append(f'<text class="tick" {at}>{tick:,.{decimals}f}</text>')
-    for tick in ticks(*xs, 6 if width == _WIDE else 3):
+    for tick in x_ticks:
         anchor = "end" if px(tick) > right - 14 else "middle"
         at = f'x="{px(tick):.1f}" y="{bottom + 18}" text-anchor="{anchor}"'
-        parts.append(f'<text class="tick" {at}>{tick:,.0f}</text>')
+        parts.append(f'<text class="tick" {at}>{tick:,.{x_decimals}f}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     at = f'x="{right}" y="{height - 3}" text-anchor="end"'
     parts.append(f'<text class="axis-name" {at}>{escape(x_label)}</text>')
@@ -170,6 +171,11 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda candidate: abs(candidate - raw))
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _decimals(values: Sequence[float]) -> int:
+    """Digits behind the point that tell all of them exactly."""
+    return max([len(f"{value:.10g}".partition(".")[2]) for value in values], default=0)
 
 
 def _thin(series: Series) -> Series:

@@ -53,7 +53,7 @@
       cursor.setAttribute("x2", px);
       cursor.style.visibility = "visible";
       const values = data.series.map((s) => [s.name, s.y[nearest(s.x, x)]]);
-      show([make("b", `${data.x} ${Math.round(x).toLocaleString("en")}`), rowsOf(values)],
+      show([make("b", `${data.x} ${x.toLocaleString("en", { maximumFractionDigits: data.digits || 0 })}`), rowsOf(values)],
         box.left + px * box.width / full, box.top, box.bottom);
     });
     chart.addEventListener("pointerleave", leave);

@@ -1,1 +1,1 @@
-"""Serving a model over HTTP: the API, the router over replicas, the pages."""
+"""Serving a model over HTTP: the API, the router over replicas, the load that measures both, the pages."""
