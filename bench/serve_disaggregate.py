@@ -15,7 +15,6 @@ the median, the long prompts' time to their first token, and the tokens written 
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import sys
 import time
@@ -48,26 +47,24 @@ def make(role: str, stretch: float = 1.6) -> Engine:
     return Engine(model, sizes)
 
 
-def requests(tokens: int, prompts: int) -> tuple[list[Request], list[Request]]:
-    """(those that write, those whose prompt is long)."""
-    draw = torch.Generator().manual_seed(0)
+def requests(tokens: int, prompts: int, turn: int) -> tuple[list[Request], list[Request]]:
+    """(those that write, those whose prompt is long); of each turn others, or every prompt would be found in the cache."""
+    draw = torch.Generator().manual_seed(turn)
     ids = lambda n: tuple(torch.randint(0, 4000, (n,), generator=draw).tolist())  # noqa: E731
     writers = [
-        Request(id=f"w{i}", ids=ids(48), max_tokens=tokens, sampling=Sampling(temperature=0))
+        Request(id=f"{turn} w{i}", ids=ids(48), max_tokens=tokens, sampling=Sampling(temperature=0))
         for i in range(WRITERS)
     ]
     long = [
-        Request(id=f"l{i}", ids=ids(LONG), max_tokens=4, sampling=Sampling(temperature=0))
+        Request(id=f"{turn} l{i}", ids=ids(LONG), max_tokens=4, sampling=Sampling(temperature=0))
         for i in range(prompts)
     ]
     return writers, long
 
 
-def play(engine: Any, tokens: int, prompts: int, tag: str) -> dict[str, float]:
+def play(engine: Any, tokens: int, prompts: int, turn: int) -> dict[str, float]:
     """One run: a long prompt enters whenever the writers have written another share of their tokens."""
-    writers, long = requests(tokens, prompts)
-    writers = [r.model_copy(update={"id": tag + r.id}) for r in writers]
-    waiting = [r.model_copy(update={"id": tag + r.id}) for r in long]
+    writers, waiting = requests(tokens, prompts, turn)
     for r in writers:
         engine.add(r)
     began = time.perf_counter()
@@ -77,14 +74,14 @@ def play(engine: Any, tokens: int, prompts: int, tag: str) -> dict[str, float]:
     while engine.busy:
         for delta in engine.step():
             now = time.perf_counter()
-            name = delta.request_id.removeprefix(tag)
-            if name.startswith("w"):
+            name = delta.request_id
+            if " w" in name:
                 written += len(delta.tokens)
                 if name in last and delta.tokens:
                     gaps.append((now - last[name]) / len(delta.tokens))
                 last[name] = now
-            elif delta.tokens and delta.request_id in asked:
-                first.append(now - asked.pop(delta.request_id))
+            elif delta.tokens and name in asked:
+                first.append(now - asked.pop(name))
         if waiting and written >= every * (prompts - len(waiting) + 1):
             asked[waiting[0].id] = time.perf_counter()
             engine.add(waiting.pop(0))
@@ -106,18 +103,18 @@ def main() -> None:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     mixed, unpaced = make("both"), make("both", stretch=1e9)
     found: dict[str, list[dict[str, float]]] = {"mixed": [], "unpaced": [], "apart": []}
-    with Disaggregated(functools.partial(make)) as apart:
+    import serve_disaggregate  # by its name: the processes know no __main__ of ours
+
+    with Disaggregated(serve_disaggregate.make) as apart:
         apart.wait_until_ready()
-        contenders: dict[str, Callable[[str], dict[str, float]]] = {
-            "mixed": lambda tag: play(mixed, tokens, prompts, tag),
-            "unpaced": lambda tag: play(unpaced, tokens, prompts, tag),
-            "apart": lambda tag: play(apart, tokens, prompts, tag),
+        contenders: dict[str, Callable[[int], dict[str, float]]] = {
+            "mixed": lambda turn: play(mixed, tokens, prompts, turn),
+            "unpaced": lambda turn: play(unpaced, tokens, prompts, turn),
+            "apart": lambda turn: play(apart, tokens, prompts, turn),
         }
         for turn in range(rounds + 1):
             for name, run in contenders.items():
-                for cache in (mixed.cache, unpaced.cache):
-                    cache.forget_all()  # or every prompt but the first round's would be found
-                got = run(f"{turn} ")
+                got = run(turn)
                 if turn:  # the first is for warming up
                     found[name].append(got)
     print(f"{'':10}" + "".join(f"{key:>10}" for key in found["apart"][0]))
