@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import _engine_models as models
 from _claim import claim
 from _engine_drive import Clock, drive, poisson
+from _engine_ours import made
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.load import fastest_dtype
@@ -59,7 +60,7 @@ def measured(name: str, network: Transformer, asked: list[Request], rate: float)
     scheme: Engine | Batches
     if name == "continuous":
         config = EngineConfig(max_sequences=SIZE, max_length=1024, cache_tokens=SIZE * 1024)
-        scheme = Engine(network, config, clock=clock)
+        scheme = made(network, "torch float32", config, torch.get_num_threads(), clock=clock)
     else:
         scheme = Batches(network, SIZE, patience=PATIENCE if name == "dynamic" else float("inf"), clock=clock)
     began = clock()
