@@ -11,6 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 quickstart: .venv
 	$(BIN)/whorl run quickstart
+	@echo 'next: .venv/bin/whorl serve quickstart/pretrain   (a page to write with it)'
 
 test: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
@@ -28,7 +29,7 @@ check: .venv/dev  ## lint, format, types, and that the floors hold
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Whorl needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	@$(PYTHON) -m venv .venv
 	@$(PIP) torch
-	@$(PIP) -e .
+	@$(PIP) -e '.[serve]'
 	@touch $@
 
 .venv/dev: .venv/package

@@ -27,7 +27,8 @@ from _claim import claim
 from _engine_drive import Clock, drive, poisson
 from _engine_ours import made
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.engine.schemes import Batches

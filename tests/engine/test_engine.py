@@ -65,6 +65,7 @@ def test_the_slower_type_is_not_chosen(slow: torch.dtype, monkeypatch: pytest.Mo
         {"smear_keys": False},
         {"tie_embeddings": True, "ngram_orders": ()},
         {"n_kv_heads": 2},
+        {"trained_length": 10},
     ],
 )
 def test_a_decoding_step_is_the_decoders_own_forward(changes: dict[str, object]) -> None:

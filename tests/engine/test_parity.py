@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.models import Decoder, DecoderConfig, LanguageModel
@@ -31,6 +32,12 @@ def decoder(**changes: Any) -> Decoder:
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.15)
     return model.eval()
+
+
+@pytest.fixture(autouse=True)
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference; `test_native.py` holds the native step to the same."""
+    monkeypatch.setenv("WHORL_NATIVE", "0")
 
 
 FAMILIES = {
@@ -113,3 +120,19 @@ def _six() -> list[Request]:
         Request(id=str(n), ids=tuple(p), sampling=Sampling(seed=n), max_tokens=20)
         for n, p in enumerate(PROMPTS)
     ]
+
+
+def test_rows_longer_than_those_of_training_are_turned_as_a_row_of_that_room_is() -> None:
+    model = decoder(trained_length=16)
+    ids = tuple(PROMPTS[5])
+    engine = Engine(model, EngineConfig(page_size=4, max_sequences=2, max_length=60))
+    tokens = run(engine, [Request(id="far", ids=ids, sampling=GREEDY, max_tokens=9)])["far"]
+    whole = [*ids, *(t.id for t in tokens)]
+    with torch.no_grad():
+        log_probs = model.logits(model(torch.tensor([whole]), state=model.new_state(1, 60)))[0].log_softmax(
+            -1
+        )
+    want = [float(log_probs[len(ids) - 1 + k, t.id]) for k, t in enumerate(tokens)]
+    torch.testing.assert_close(
+        torch.tensor([t.raw_log_prob for t in tokens]), torch.tensor(want), atol=1e-4, rtol=0
+    )

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import CheckpointError
 from whorl.models import Decoder, DecoderConfig, load_model, save_model
+from whorl.nn.rotary import rotary_frequencies
 from whorl.objectives import next_token_reference
 
 
@@ -42,15 +43,31 @@ IDS = torch.randint(0, 97, (2, 150), generator=torch.Generator().manual_seed(3))
     st.lists(st.integers(1, 149), max_size=6, unique=True),
     st.sampled_from(["relu2", "swiglu"]),
     st.booleans(),
+    st.sampled_from([None, 40, 150]),
 )
-def test_decoding_in_any_pieces_equals_one_forward(cuts: list[int], mlp: str, tied: bool) -> None:
-    model = shaken(small(mlp=mlp, tie_embeddings=tied))
+def test_decoding_in_any_pieces_equals_one_forward(
+    cuts: list[int], mlp: str, tied: bool, trained: int | None
+) -> None:
+    model = shaken(small(mlp=mlp, tie_embeddings=tied, trained_length=trained))
     with torch.no_grad():
         whole = model.logits(model(IDS))
         state = model.new_state(2, 150)
         edges = [0, *sorted(cuts), 150]
         parts = [model.logits(model(IDS[:, a:b], state=state)) for a, b in itertools.pairwise(edges)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-5, rtol=1e-4)
+
+
+def test_only_rows_longer_than_those_of_training_are_turned_more_slowly() -> None:
+    plain, knows = shaken(small()), shaken(small(trained_length=100))
+    assert torch.equal(plain(IDS[:, :100]), knows(IDS[:, :100]))
+    assert not torch.allclose(plain(IDS), knows(IDS), atol=1e-3)
+    far, near = knows.rotary_of(101), knows.rotary_of(100)
+    scaling = far.scaling
+    assert near.scaling is None and scaling is not None
+    fast, slow = (rotary_frequencies(8, scaling=s)[[0, -1]] for s in (None, scaling))
+    assert fast[0] == slow[0] and slow[1] == fast[1] / scaling.factor
+    assert scaling.gain > 1, "more keys, sharper scores"
+    assert plain.reads_well == 512 and knows.reads_well == 400
 
 
 def test_a_packed_row_equals_its_documents_apart() -> None:

@@ -16,7 +16,7 @@ import tiny_engine
 from whorl.engine.request import Delta, Request, Token
 from whorl.engine.sampling import Sampling
 from whorl.errors import ConfigError, ProducerError
-from whorl.serve.disaggregate import Disaggregated
+from whorl.serve.fleet.disaggregate import Disaggregated
 
 RNG = random.Random(0)
 LONG = tuple(RNG.randrange(50) for _ in range(300))

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from whorl.errors import ConfigError, DataError
 from whorl.runs.seeds import numpy_rng
-from whorl.serve.load import (
+from whorl.serve.bench.load import (
     Lengths,
     LoadConfig,
     Pool,

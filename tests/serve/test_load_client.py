@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from virtual import run
 
 from whorl.errors import ConfigError, DataError
-from whorl.serve.load import Lengths, LoadConfig, Planned, Pool
-from whorl.serve.load_client import Events, Record, Target, drive
-from whorl.serve.load_figures import Promise, lagging, spread, summarise
-from whorl.serve.load_runs import Trial, lines
-from whorl.serve.load_runs import run as run_test
+from whorl.serve.bench.client import Events, Record, Target, drive
+from whorl.serve.bench.figures import Promise, lagging, spread, summarise
+from whorl.serve.bench.load import Lengths, LoadConfig, Planned, Pool
+from whorl.serve.bench.runs import Trial, lines
+from whorl.serve.bench.runs import run as run_test
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 

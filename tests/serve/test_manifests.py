@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.serve.discovery import addresses, keep, parse
-from whorl.serve.fleet import Fleet
-from whorl.serve.manifests import Manifest, manifest
-from whorl.serve.policy import Policy
+from whorl.serve.fleet.discovery import addresses, keep, parse
+from whorl.serve.fleet.fleet import Fleet
+from whorl.serve.fleet.manifests import Manifest, manifest
+from whorl.serve.fleet.policy import Policy
 
 FULL = Manifest(
     model="/models/small",

@@ -18,14 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.serve import replicas as module
-from whorl.serve.replicas import Replicas, cores_of, free_port, replicated
-from whorl.serve.router import Router
+from whorl.serve.fleet import replicas as module
+from whorl.serve.fleet.replicas import Replicas, cores_of, free_port, replicated
+from whorl.serve.fleet.router import Router
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
 WHOLE = """
 import sys
-from whorl.serve.replicas import serve_replicas
+from whorl.serve.fleet.replicas import serve_replicas
 serve_replicas(sys.argv[2:], 2, port=int(sys.argv[1]), grace=20)
 """
 
@@ -84,8 +84,8 @@ def test_a_replica_killed_in_mid_stream_is_an_error_to_its_client_and_is_replace
             events = seen.split(b"\n\n")
             assert len(events) == 3 and b"replica_lost" in events[1] and events[2] == b""
             assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
-            await until(lambda: len(router.fleet.available()) == 2)
-            assert victim.starts == 2 and victim.url != old
+            await until(lambda: victim.starts == 2 and len(router.fleet.available()) == 2)
+            assert victim.url != old
             assert len(router.fleet.policy.indexes[victim.name]) == 0
         assert all(p.popen is not None and p.popen.returncode is not None for p in replicas.processes)
 

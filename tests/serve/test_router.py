@@ -14,11 +14,11 @@ import httpx2 as httpx
 import pytest
 from fake_replica import FakeReplica, event, running
 
-from whorl.serve.breaker import Breaker, RetryBudget
-from whorl.serve.policy import Policy
-from whorl.serve.relay import Events
-from whorl.serve.router import Router, hashes_of, make_router
-from whorl.serve.tolls import Promise
+from whorl.serve.fleet.breaker import Breaker, RetryBudget
+from whorl.serve.fleet.policy import Policy
+from whorl.serve.fleet.relay import Events
+from whorl.serve.fleet.router import Router, hashes_of, make_router
+from whorl.serve.fleet.tolls import Promise
 
 LONG = "a prompt that is long enough to fill more than a block of the index " * 8
 
@@ -385,7 +385,7 @@ def test_admin_pages_want_a_key_or_a_caller_at_home() -> None:
 
 def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        monkeypatch.setattr("whorl.serve.router.LONGEST_BODY", 1 << 20)
+        monkeypatch.setattr("whorl.serve.fleet.router.LONGEST_BODY", 1 << 20)
         async with world(1) as w:
             answer = await w.client.post("/v1/completions", content=b"x" * (1 << 21))
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")

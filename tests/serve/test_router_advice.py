@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.serve.advice import Objectives, Snapshot, advise
+from whorl.serve.fleet.advice import Objectives, Snapshot, advise
 
 
 def window(

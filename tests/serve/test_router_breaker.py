@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.serve.breaker import Breaker, Circuit, RetryBudget
+from whorl.serve.fleet.breaker import Breaker, Circuit, RetryBudget
 
 
 def opened(now: float = 0.0, **settings: float) -> Breaker:

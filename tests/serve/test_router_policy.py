@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.serve.policy import Policy, Ticket
-from whorl.serve.prefixes import BYTES, IDS, PrefixIndex, chain, prompt_of
+from whorl.serve.fleet.policy import Policy, Ticket
+from whorl.serve.fleet.prefixes import BYTES, IDS, PrefixIndex, chain, prompt_of
 
 
 def text(seed: int, blocks: int) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from tiny import Notes, job, make_tokens
 
 from whorl.train import writer
 from whorl.train.anatomy import anatomy, line
-from whorl.train.checkpoint import newest
+from whorl.train.checkpoint import NewerFormatError, newest
 from whorl.train.keeper import Account, Keeper
 from whorl.train.pretrain import pretrain, shared_of
 from whorl.train.tiers import Durable, Tiers
@@ -65,6 +67,56 @@ def test_a_second_one_that_comes_too_soon_is_put_off_said_and_counted(
         assert keeper.save(2, state(2)) > 0.2  # one that must be waits
         assert keeper.account.written == 1
     assert keeper.account.written == 2 and newest(tmp_path).step == 2  # type: ignore[union-attr]
+
+
+class Disk:
+    """A writer that takes `seconds` for a checkpoint, by the clock of a test."""
+
+    def __init__(self, clock: SimpleNamespace, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.ends: list[float] = []
+        self.told = 0
+
+    def submit(self, order: dict[str, Any]) -> None:
+        self.ends.append(self.clock.now + self.seconds)
+
+    def answer(self, patience: float | None = 0.0) -> dict[str, Any] | None:
+        if self.told == len(self.ends):
+            return None
+        if patience is None:
+            self.clock.now = max(self.clock.now, self.ends[self.told])
+        if self.clock.now < self.ends[self.told]:
+            return None
+        self.told += 1
+        return {"tier": "local", "seconds": self.seconds, "bytes": 1}
+
+    def close(self, patience: float) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("write", [0.0, 0.5, 4.0])
+def test_a_kill_at_any_moment_costs_one_interval_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: float
+) -> None:
+    """By a clock of its own: intervals of 8 s, steps of 0.1 s, writing that takes up to half an interval."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(
+        "whorl.train.keeper.time", SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now)
+    )
+    keeper = Keeper(tmp_path, {}, seconds=8.0)
+    disk = Disk(clock, write)
+    keeper.background = disk  # type: ignore[assignment]
+    taken, lost = [clock.now], list[float]()
+    for step in range(1, 1000):
+        clock.now += 0.1
+        whole = [100.0, *(at for at, end in zip(taken[1:], disk.ends, strict=True) if end <= clock.now)]
+        lost.append(clock.now - whole[-1])
+        if keeper.due():
+            taken.append(clock.now)
+            keeper.save(step, state())
+    assert 6.0 < max(lost) <= 8.0 + 0.1 + 1e-6
+    assert 12 <= keeper.account.written <= 25 and not keeper.account.late
+    keeper.close()
 
 
 def test_generators_that_belong_to_nobody_go_on(tmp_path: Path) -> None:
@@ -245,6 +297,26 @@ def test_a_download_that_fails_does_not_hide_the_ones_before(
     with Keeper(tmp_path / "elsewhere", {"of": 1}, tiers=tiers, say=said.append) as keeper:
         found = keeper.resume()
     assert found is not None and found.step == 1 and sum("the line is dead" in text for text in said) == 2
+
+
+def test_one_of_a_newer_format_in_the_durable_tier_is_told_and_neither_trained_over_nor_removed(
+    tmp_path: Path,
+) -> None:
+    """As a local one: to pass over it would train its steps again beside it, and retention would remove it then."""
+    tiers = durable(f"file://{tmp_path}/far")
+    keeper = run(tmp_path / "near", tiers, range(1, 3))
+    far = Durable(f"file://{tmp_path}/far", keeper.job)
+    newest_one = far.found()[0][0]
+    index = {"body": {"format": 99, "step": 2}}
+    far.fs.pipe_file(f"{far.root}/{newest_one.name}/state.json", json.dumps(index).encode())
+    for _ in range(2):  # the second time a copy of it is on the local disk
+        with (
+            pytest.raises(NewerFormatError, match="checkpoint format 99") as raised,
+            Keeper(tmp_path / "elsewhere", {"of": 1}, tiers=tiers) as keeper,
+        ):
+            keeper.resume()
+        assert "use the version that wrote it" in str(raised.value)
+    assert [f.step for f in far.found()[0]] == [2, 1]
 
 
 def test_the_last_before_the_end_is_uploaded_even_behind_another(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_guard import figures, guard
 from test_learner import networks, part, squared
+from test_members import EXPERTS, HEADS, shape
 from test_pretrain import train, weights
 from tiny import Notes, job, make_tokens
 from torch import nn
@@ -200,6 +201,28 @@ def test_fp16_learns_as_fp32_does_on_one_replica_and_on_two(tokens: Path, tmp_pa
         train(job(tokens, steps=24, evaluations=1, **change), tmp_path / str(number), notes)
         reached.append(notes.evaluations[-1]["held_out_nll"])
     assert max(reached) - min(reached) < 5e-3 < 5.7 - reached[0], reached
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_experts_in_fp16_learn_and_an_overflow_moves_none_of_them(
+    replicas: int, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the biases that balance them: a step that was not taken has no loads."""
+    mixture = shape(HEADS, experts=EXPERTS)
+    wanted = job(tokens, model=mixture, steps=24, evaluations=1, dtype="float16", replicas=replicas)
+    with monkeypatch.context() as high:
+        high.setattr(vigil, "LossScaling", partial(LossScaling, start=2.0**24))
+        first = train(wanted, tmp_path / "over", stop_after=3, checkpoint_seconds=0.0)
+    kept, fresh = newest(tmp_path / "over"), build_model(wanted)
+    assert kept is not None and kept.record["scaling"]["overflows"] == 3
+    assert all(torch.equal(t, first.state_dict()[n]) for n, t in fresh.state_dict().items())
+    notes, full = Notes(), Notes()
+    last = train(wanted, tmp_path / "fp16", notes)
+    train(wanted.model_copy(update={"dtype": "float32", "replicas": 1}), tmp_path / "fp32", full)
+    biases = [t for n, t in last.state_dict().items() if n.endswith("balance_bias")]
+    assert biases and all(bool(b.any()) for b in biases) and not notes.events
+    reached, aim = (n.evaluations[-1]["held_out_nll"] for n in (notes, full))
+    assert abs(reached - aim) < 0.1 < 5.7 - aim, (reached, aim)
 
 
 def test_muon_orthogonalises_fp16_gradients_in_fp32(tokens: Path) -> None:

@@ -25,6 +25,7 @@ VERBS = (
     "run",
     "profile",
     "sample",
+    "serve",
     "route",
     "embed",
     "report",
@@ -37,8 +38,12 @@ VERBS = (
     "import",
     "export",
     "bench-serve",
+    "quantise",
 )
-GROUPS = {"rl": ("train", "environments")}  # verbs of one subject: `whorl rl train`
+GROUPS = {
+    "rl": ("train", "environments"),
+    "keys": ("add", "list", "revoke"),
+}  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from whorl.serve.load import LoadConfig, Prompt
-    from whorl.serve.load_figures import Summary
-    from whorl.serve.load_runs import Load
+    from whorl.serve.bench.figures import Summary
+    from whorl.serve.bench.load import LoadConfig, Prompt
+    from whorl.serve.bench.runs import Load
 
 
 def bench_serve(
@@ -93,9 +93,9 @@ def bench_serve(
 
     from whorl.errors import ConfigError
     from whorl.runs import Progress
-    from whorl.serve.load_figures import Promise
-    from whorl.serve.load_runs import Trial, lines, run_now
-    from whorl.serve.load_runs import save as save_lines
+    from whorl.serve.bench.figures import Promise
+    from whorl.serve.bench.runs import Trial, lines, run_now
+    from whorl.serve.bench.runs import save as save_lines
 
     if prompts is not None and (text or lengths or prefix):
         raise ConfigError(
@@ -143,7 +143,7 @@ def _loads(
     from pydantic import ValidationError
 
     from whorl.errors import ConfigError
-    from whorl.serve.load import LoadConfig, parse_lengths, read_pairs
+    from whorl.serve.bench.load import LoadConfig, parse_lengths, read_pairs
 
     if sum(x is not None for x in (rate, rates, concurrency)) > 1:
         raise ConfigError("several of --rate, --rates and --concurrency", expected="one of them")
@@ -190,7 +190,7 @@ def _texts(prompts: str | None, text: str | None) -> str | Sequence[tuple[Prompt
     from pathlib import Path
 
     from whorl.errors import DataError
-    from whorl.serve.load import read_prompts
+    from whorl.serve.bench.load import read_prompts
 
     if prompts is not None:
         return read_prompts(Path(prompts))
@@ -227,7 +227,7 @@ def _write_page(loads: Sequence[Load], file: Path, url: str) -> None:
     import time
 
     from whorl.report.load import load_page
-    from whorl.serve.load_runs import lines
+    from whorl.serve.bench.runs import lines
 
     entries = [json.loads(line) for line in lines(loads)]
     total = sum(load.summary.requests for load in loads)
@@ -245,7 +245,7 @@ def _show(loads: Sequence[Load]) -> None:
     """Tables in the terminal: one of latencies for each load, and one of all loads."""
     from rich.console import Console
 
-    from whorl.serve.load_figures import lagging
+    from whorl.serve.bench.figures import lagging
 
     console = Console()
     if not console.is_terminal:

@@ -44,10 +44,10 @@ def route(
     from whorl.errors import ConfigError
 
     try:
-        from whorl.serve.advice import Objectives
-        from whorl.serve.discovery import followed
-        from whorl.serve.router import make_router, serve_router
-        from whorl.serve.tolls import Promise
+        from whorl.serve.fleet.advice import Objectives
+        from whorl.serve.fleet.discovery import followed
+        from whorl.serve.fleet.router import make_router, serve_router
+        from whorl.serve.fleet.tolls import Promise
     except ImportError as error:
         raise ConfigError(
             f"the server's parts are not installed ({error.name})",

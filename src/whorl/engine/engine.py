@@ -24,19 +24,22 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from whorl.engine.adapters import Adapters
 from whorl.engine.assemble import assemble, scores_prompt
 from whorl.engine.cache import Cache, Group
+from whorl.engine.config import EngineConfig
+from whorl.engine.native.runner import make_runner
+from whorl.engine.outcome import draw, score_prompt, take
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
 from whorl.engine.request import Delta, Finish, Request, Token
 from whorl.engine.required import Required, Then, Vocabulary
-from whorl.engine.runner import Runner, windows_of
+from whorl.engine.runner import windows_of
 from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence, Status
@@ -46,32 +49,6 @@ from whorl.errors import ConfigError
 from whorl.models import LanguageModel
 from whorl.runs.seeds import derive
 from whorl.slots.board import Board
-
-
-class EngineConfig(BaseModel):
-    """How much the engine holds at once, and how it shares a step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_sequences: int = Field(default=32, ge=1, description="that run at once; the others wait")
-    max_length: int = Field(default=2048, ge=2, description="positions of one text, prompt and output")
-    cache_tokens: int | None = Field(
-        default=None, ge=1, description="positions held at once; default half of all texts at full length"
-    )
-    page_size: int = Field(default=32, ge=1, description="positions a page")
-    token_budget: int = Field(default=512, ge=1, description="positions a step at most")
-    share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
-    preemption: Literal["recompute", "swap"] = "recompute"
-    batch_invariant: bool = Field(
-        default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
-    )
-    stretch: float = Field(
-        default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
-    )
-    seed: int = Field(default=0, description="of requests that bring none, together with their id")
-    slo_tpot: float | None = Field(
-        default=None, gt=0, description="seconds per output token that were promised"
-    )
 
 
 class Proposer(Protocol):
@@ -102,6 +79,7 @@ class Engine:
         forbidden: ids that are never drawn (pad, bos, rows that only round the matrix up).
         proposer: of drafts.
         compile_grammar: makes a matcher of a `Grammar`; without it such requests are refused.
+        adapters: LoRA adapters of `model` that requests may name (`adapters.py`).
         clock: seconds.
 
     Raises:
@@ -117,11 +95,14 @@ class Engine:
         forbidden: Many[int] = (),
         proposer: Proposer | None = None,
         compile_grammar: Callable[[Any], Any] | None = None,
+        adapters: Adapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config = config or EngineConfig()
         self.model, self.token_bytes, self.proposer, self.clock = model, token_bytes, proposer, clock
         self.compile_grammar = compile_grammar
+        self.adapters = Adapters(model) if adapters is None else adapters
+        self.adapters.in_use = lambda: {s.request.adapter for s in self._sequences.values()}
         self.max_length = (
             config.max_length if model.longest is None else min(config.max_length, model.longest)
         )
@@ -140,9 +121,11 @@ class Engine:
                 n = min(tokens, held + tokens // 4)
             pages[window] = max(1, -(-n // config.page_size))
         same = config.batch_invariant
-        self.runner = Runner(
-            model, pages, config.page_size, config.max_sequences, self.max_length, invariant=same
-        )
+        self.runner = make_runner(
+            model, pages, config.page_size, config.max_sequences, self.max_length,
+            kind=config.weights, group=config.weights_group, invariant=same,
+            dtype=torch.int8 if config.cache == "int8" else None, adapters=self.adapters,
+        )  # fmt: skip
         groups = [Group(w, BlockPool(pages[w], config.page_size)) for w in self.runner.windows or [None]]
         share = config.share_prefixes and not self.runner.has_slots
         self.cache = Cache(
@@ -154,7 +137,7 @@ class Engine:
         )  # what is read in anew is computed in other pieces than it was
         self.scheduler = Scheduler(
             self.cache, config.max_sequences, config.token_budget, self.pace, same,
-            self._copy_out if swaps else None, self._copy_back if swaps else None,
+            self.runner.copy_out if swaps else None, self.runner.copy_back if swaps else None,
         )  # fmt: skip
         self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
         self.version = 0
@@ -175,6 +158,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
         return bool(self._sequences or self._aborted)
+
+    @property
+    def longest(self) -> int:
+        """Positions that a text may have here, prompt and output: by the model, the settings and the cache."""
+        return self._longest
 
     def add(self, request: Request) -> None:
         """Takes a request in.
@@ -206,10 +194,7 @@ class Engine:
             raise ConfigError(
                 "required is given, and the engine has no token_bytes", expected="a request without"
             )
-        if request.adapter is not None:
-            raise ConfigError(
-                f"adapter {request.adapter!r} is not loaded", expected="the name of a loaded adapter"
-            )
+        self.adapters.number(request.adapter)  # which says so if there is none
         self._arrivals += 1
         seed = (
             request.sampling.seed
@@ -248,6 +233,7 @@ class Engine:
         if not schedule.rows:
             return deltas
         batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
+        batch.adapters = self.adapters.numbers(s.request.adapter for s, _ in schedule.rows)
         ready = self.clock()
         hidden: Tensor | None = None
         if self.proposer is not None and self.proposer.wants_hidden:
@@ -256,10 +242,10 @@ class Engine:
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        drawn = self.sampler(logits if batch.drawn is None else logits[batch.drawn], rows)
+        drawn, dead = draw(self.sampler, logits if batch.drawn is None else logits[batch.drawn], rows)
         sampled = self.clock()
         before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
-        deltas += self._advance(schedule, logits, drawn)
+        deltas += self._advance(schedule, logits, drawn, dead)
         if hidden is not None and self.proposer is not None:
             for (sequence, first), at in zip(before, batch.starts, strict=False):
                 if sequence.finish is None:
@@ -307,7 +293,7 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token]) -> list[Delta]:
+    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token], dead: set[int]) -> list[Delta]:
         """Takes the drawn tokens in; -> what is told of each sequence that got further."""
         deltas = []
         at = row = 0  # in `logits`, in `drawn`
@@ -315,22 +301,24 @@ class Engine:
             stop = sequence.computed + n
             told: tuple[float, ...] = ()
             if scores_prompt(sequence):
-                self._score_prompt(sequence, logits[at : at + n], stop)
+                score_prompt(sequence, logits[at : at + n], stop)
                 at += n
                 count = int(stop == len(sequence.ids))
                 told = tuple(sequence.prompt_log_probs) if count else ()
             else:
                 count = max(0, stop - len(sequence.ids) + 1)
                 at += count
-            new = drawn[row : row + count]
+                if count and sequence.request.prompt_log_probs and not sequence.n_output:
+                    told = tuple(sequence.prompt_log_probs)  # its last position was a step of its own
+            mine = range(row, row + count)
             row += count
-            before = sequence.computed
+            if dead.intersection(mine):
+                self.abort(sequence.request.id)
+                continue
+            pages = sequence.computed // self.config.page_size
             sequence.computed = min(stop, len(sequence.ids))
-            delta = self._take(sequence, new, told) if new else None
-            if (
-                sequence.computed // self.config.page_size > before // self.config.page_size
-                or self.cache.windowed
-            ):
+            delta = self._take(sequence, [drawn[k] for k in mine], told) if count else None
+            if sequence.computed // self.config.page_size > pages or self.cache.windowed:
                 self.cache.settle(sequence)
             if delta is not None:
                 deltas.append(delta)
@@ -340,58 +328,17 @@ class Engine:
         return deltas
 
     def _take(self, sequence: Sequence, drawn: list[Token], told: tuple[float, ...]) -> Delta:
-        """The tokens that were drawn for one sequence, one behind each draft, as far as the drafts were right."""
         first = sequence.n_output == 0
         if first:
             sequence.first = self.clock()
-        r, text = sequence.request, b""
-        finish: Finish | None = None
-        taken: list[Token] = []
-        drafts, sequence.drafts = sequence.drafts, []
-        for k, one in enumerate(drawn):
-            token = Token(one.id, one.log_prob, one.raw_log_prob, one.alternatives, self.version)
-            taken.append(token)
-            sequence.ids.append(token.id)
-            right = k < len(drafts) and drafts[k] == token.id
-            if token.id in r.stop_ids:
-                finish = "stop"
-                text += sequence.stops.flush()
-                break
-            if sequence.matcher is not None:
-                sequence.matcher.advance(token.id)
-                if sequence.matcher.mask() is None:
-                    sequence.matcher = None
-            if self.token_bytes:
-                text += sequence.stops.add(self.token_bytes[token.id])
-            if sequence.stops.met is not None:
-                finish = "stop"
-                break
-            if sequence.matcher is not None and sequence.matcher.ended:
-                finish = "stop" if sequence.matcher.failed is None else "abort"
-                text += sequence.stops.flush()
-                break
-            if sequence.n_output >= r.max_tokens or len(sequence.ids) >= self._longest:
-                finish = "length"
-                text += sequence.stops.flush()
-                break
-            if not right:
-                break
-            sequence.computed += 1  # the draft's own position was computed with it, and is right
-        if drafts:
-            self.stats.drafted += len(drafts)
-            self.stats.accepted += len(taken) - 1
-        sequence.tokens += taken
+        n_drafts = len(sequence.drafts)
+        taken, text, finish = take(sequence, drawn, self.token_bytes, self._longest, self.version)
         self.stats.output_tokens += len(taken)
-        return Delta(r.id, tuple(taken), text, finish, sequence.cached if first else 0, told)
-
-    def _score_prompt(self, sequence: Sequence, logits: Tensor, stop: int) -> None:
-        """Log-probabilities of the prompt's ids behind the positions computed .. stop."""
-        targets = sequence.ids[sequence.computed + 1 : stop + 1]
-        log_probs = logits[: len(targets)].log_softmax(-1)
-        found = log_probs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])
-        # What was scored before it was preempted and read in anew is not told twice.
-        del sequence.prompt_log_probs[sequence.computed :]
-        sequence.prompt_log_probs += found[:, 0].tolist()
+        if n_drafts:
+            self.stats.drafted += n_drafts
+            self.stats.accepted += len(taken) - 1
+        cached = sequence.cached if first else 0
+        return Delta(sequence.request.id, tuple(taken), text, finish, cached, told)
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.finish = finish
@@ -399,26 +346,6 @@ class Engine:
         if self.proposer is not None:
             self.proposer.forget(sequence)
         self.stats.finished[finish] = self.stats.finished.get(finish, 0) + 1
-
-    # -- preemption by copying out -------------------------------------------------------------------------------------
-
-    def _copy_out(self, sequence: Sequence) -> None:
-        used = -(-sequence.computed // self.config.page_size)
-        contents = [
-            self.runner.read_pages(g, [max(page, 0) for page in pages[:used]])
-            for g, pages in enumerate(sequence.pages)
-        ]
-        states = [layer.read(sequence.slot) for layer in self.runner.slot_states()]
-        sequence.swapped = [[t.cpu() for t in group] for group in contents], states
-
-    def _copy_back(self, sequence: Sequence) -> None:
-        contents, states = sequence.swapped
-        sequence.swapped = None
-        used = -(-sequence.computed // self.config.page_size)
-        for g, group in enumerate(contents):
-            self.runner.write_pages(g, sequence.pages[g][:used], group)
-        for layer, state in zip(self.runner.slot_states(), states, strict=True):
-            layer.write(sequence.slot, state)
 
     # -- weights and sizes ---------------------------------------------------------------------------------------------
 
@@ -444,7 +371,7 @@ class Engine:
             sequence.chain_seed = mixed + self._chain_seed(sequence.request)
 
     def _chain_seed(self, request: Request) -> bytes:
-        return f"{self.version} {request.adapter or ''} ".encode()
+        return f"{self.version} {self.adapters.key(request.adapter)} ".encode()
 
     def _most_positions(self) -> int:
         """The longest text that the cache could hold, were it alone."""

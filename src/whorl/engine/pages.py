@@ -174,7 +174,7 @@ class HeadPages(PagedState):
         zero = torch.zeros((), dtype=torch.long, device=q.device)
         allows = mask.mod()
         for piece in self._places().pieces:
-            k, v = (self._gathered(t, piece).to(q.dtype) for t in (self.k, self.v))  # [B, KV, L, d]
+            k, v = self._read(piece, q.dtype)  # [B, KV, L, d]
             distance = piece.queries[:, :, None] - piece.at[:, None, :]  # [B, T, L]
             seen = allows(zero, zero, piece.queries[:, :, None], piece.at[:, None, :])
             slopes = None if bias is None else -bias[:, None, None] * distance[:, None].abs()
@@ -189,6 +189,9 @@ class HeadPages(PagedState):
             out = attend(mine, k, v, each, scale, slopes, softcap, sink, backend)
             y[0].transpose(0, 1)[piece.where] = out.transpose(1, 2)
         return y
+
+    def _read(self, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._gathered(self.k, piece).to(dtype), self._gathered(self.v, piece).to(dtype)
 
     def _gathered(self, pool: Tensor, piece: Piece) -> Tensor:
         got = pool[piece.pages]  # [B, P, KV, page, d]

@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whorl.engine.adapters import Adapters
+from whorl.engine.kv_int8 import Int8Pages
 from whorl.engine.pages import Batch, HeadPages, LatentPages, Places, SlotStates
+from whorl.engine.sequence import Sequence
 from whorl.errors import ConfigError
 from whorl.models import Decoder, LanguageModel, Transformer
 from whorl.models.transformer_config import Heads, LatentHeads
@@ -63,7 +66,8 @@ class Runner:
         pages: of each layer group (`groups`), in the order of `windows`.
         page_size: positions a page.
         n_slots: sequences at once; capacity: the longest of them.
-        dtype: of the cache; by default the model's compute type.
+        dtype: of the cache; by default the model's compute type. int8: of keys and values alone (`kv_int8.py`).
+        adapters: of `model`, for batches that name any.
         invariant: run each row by itself, so that no bit of it depends on who else is in the batch.
     """
 
@@ -76,13 +80,18 @@ class Runner:
         capacity: int,
         dtype: torch.dtype | None = None,
         invariant: bool = False,
+        adapters: Adapters | None = None,
     ) -> None:
         self.model, self.page_size, self.invariant = model, page_size, invariant
+        self.capacity = capacity
+        self.adapters = adapters
         self.device = str(model.embedding.device)
         kinds = windows_of(model)
         self.windows = sorted({k for k in kinds if k != -1}, key=lambda w: (w is not None, w or 0))
         self.has_slots = -1 in kinds
-        cache_type = dtype or model.dtype
+        int8 = dtype == torch.int8
+        cache_type = model.dtype if dtype is None or int8 else dtype
+        kind_of_pages = Int8Pages if int8 else HeadPages
         self.layers: list[Layer] = []
         self.group_of: list[int] = []  # of each layer; -1 for slots
         self._borrowers: set[int] = set()  # layers that read another's pages and have none of their own
@@ -100,7 +109,7 @@ class Runner:
                     self._borrowers.add(len(self.layers))
                 sizes = pages[kind] if own else 1, mixer.n_kv_heads, page_size, mixer.head_dim
                 smeared = mixer.smear is not None
-                self.layers.append(HeadPages(*sizes, cache_type, self.device, smeared))
+                self.layers.append(kind_of_pages(*sizes, cache_type, self.device, smeared))
 
     @property
     def reach(self) -> int:
@@ -140,7 +149,7 @@ class Runner:
         model = self.model
         where: Any = positions
         if isinstance(model, Decoder):
-            where = model.rotary.at(positions)
+            where = model.rotary_of(self.capacity).at(positions)
             if batch.before is None:
                 x = model.embed(ids)
             else:  # each position with the ids before it, as a row of its own
@@ -148,11 +157,33 @@ class Runner:
                 x = model.embed(batch.ids[:, None], None, state).transpose(0, 1)  # type: ignore[arg-type]
         else:
             x = model.embed(ids, positions)  # type: ignore[operator]
-        hidden: Tensor = model.trunk(x, where, None, state)[0]
-        return hidden
+        if batch.adapters is None or self.adapters is None:
+            return model.trunk(x, where, None, state)[0]
+        with self.adapters.active(self.adapters.over(batch.adapters, batch.starts)):
+            return model.trunk(x, where, None, state)[0]
 
     def refresh(self) -> None:
         """The model's weights have changed."""
+
+    def copy_out(self, sequence: Sequence) -> None:
+        """Keeps what the cache holds of a sequence beside it (`swapped`)."""
+        used = -(-sequence.computed // self.page_size)
+        contents = [
+            self.read_pages(g, [max(page, 0) for page in pages[:used]])
+            for g, pages in enumerate(sequence.pages)
+        ]
+        states = [layer.read(sequence.slot) for layer in self.slot_states()]
+        sequence.swapped = [[t.cpu() for t in group] for group in contents], states
+
+    def copy_back(self, sequence: Sequence) -> None:
+        """Puts that back, into the pages and the slot that it has now."""
+        contents, states = sequence.swapped
+        sequence.swapped = None
+        used = -(-sequence.computed // self.page_size)
+        for g, group in enumerate(contents):
+            self.write_pages(g, sequence.pages[g][:used], group)
+        for layer, state in zip(self.slot_states(), states, strict=True):
+            layer.write(sequence.slot, state)
 
     def read_pages(self, group: int, pages: list[int]) -> list[Tensor]:
         """Copies of the contents of `pages` in every layer of the group, layer by layer, tensor by tensor."""

@@ -84,7 +84,8 @@ class DecodeStep:
     def __call__(self, ids: Tensor, state: DecoderState) -> Tensor:
         """ids: [B, 1], the newest token of each row -> logits [B, vocab] fp32; the state is extended by one position."""
         at = state.length
-        cos, sin = (t[0] for t in self.model.rotary.between(at, at + 1, ids.device))  # [1, head_dim]
+        rotary = self.model.rotary_of(state.capacity)
+        cos, sin = (t[0] for t in rotary.between(at, at + 1, ids.device))  # [1, head_dim]
         x = (_unit(self.model.embed(ids, state=state)[:, 0], self.floor) * self.first_gain).to(
             self.dtype
         )  # [B, d_model]

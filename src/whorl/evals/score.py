@@ -7,6 +7,9 @@ does not depend on the vocabulary, so models with different tokenizers, and comp
 
 A document longer than a window is read in windows that overlap by half; each token is scored once, in the first window
 that has it, so it sees at least half a window of context (all of it near the start).
+
+Windows share a batch with others of their kind alone: a decoder reads rows longer than those of its training in another
+way (`models/decoder.py`), and what a document costs must not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -61,16 +64,19 @@ def score(
         advance: told the number of tokens scored, for a progress bar.
     """
     nats: dict[int, float] = {}
-    batch: list[Window] = []
+    trained = getattr(model.config, "trained_length", None) or 0
+    batches: dict[bool, list[Window]] = {False: [], True: []}  # rows within the trained length, and beyond it
     for window in windows(documents, length):
+        batch = batches[len(window.ids) - 1 > trained]
         batch.append(window)
         if len(batch) * length >= BATCH_TOKENS or not model.independent:
             _score(model, batch, nats)
             advance(sum(len(w.ids) - 1 - w.skip for w in batch))
-            batch = []
-    if batch:
-        _score(model, batch, nats)
-        advance(sum(len(w.ids) - 1 - w.skip for w in batch))
+            batch.clear()
+    for batch in batches.values():
+        if batch:
+            _score(model, batch, nats)
+            advance(sum(len(w.ids) - 1 - w.skip for w in batch))
     return [nats.get(number, 0.0) for number in range(max(nats, default=-1) + 1)]
 
 

@@ -8,6 +8,12 @@ Two parts, because they run differently. `embed` is look-ups (sparse gradients, 
 compiled; `trunk` is products and is what `torch.compile` sees. The logits are left to the objective, which never
 needs all of them at once, or to `logits`, for the sampler.
 
+Rows longer than those it was trained on. A network that met distances up to 255 reads rows of 512 worse than it could and
+rows of 1,024 badly: slow waves reach angles it has never seen, and a softmax over more keys is flatter. Given
+`trained_length`, longer rows have their slow waves slowed down and their scores sharpened (YaRN, Peng et al. 2023,
+arXiv:2309.00071; `nn/rotary.py`), fixed for rows of up to `FAR` times that length. Which tables a row takes depends on the
+room it was given and not on how far it has come, since keys are kept turned; training never sees them.
+
 What it has in common with other language models, and what may be asked of it, is in `language.py`.
 
 Decoding: `state = decoder.new_state(batch, capacity)`, then `forward(ids, state=state)` any number of ids at a
@@ -31,6 +37,9 @@ from whorl.models.recompute import remade
 from whorl.nn import MLP, Attention, LayerState, NGramMemory, RMSNorm, Rotary
 from whorl.nn.mixer import check_state
 from whorl.nn.mlp import GATED, Activation
+from whorl.nn.rotary import Scaling
+
+FAR = 4.0  # a row may be so many times longer than those of training
 
 
 class DecoderConfig(BaseModel):
@@ -51,6 +60,11 @@ class DecoderConfig(BaseModel):
     tie_embeddings: bool = False
     ngram_orders: tuple[int, ...] = (2, 3)
     ngram_buckets: int = Field(default=65_536, ge=1)
+    trained_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="positions a row in training; beyond them, rotary waves are slowed down",
+    )
 
     @model_validator(mode="after")
     def _possible(self) -> DecoderConfig:
@@ -135,7 +149,10 @@ class Decoder(LanguageModel):
             if config.ngram_orders
             else None
         )
-        self.rotary = Rotary(config.head_dim, config.rope_base, dtype)
+        self.rotary = self.far = Rotary(config.head_dim, config.rope_base, dtype)
+        if config.trained_length is not None:
+            slower = Scaling("yarn", FAR, config.trained_length, low=0.5, high=4.0)
+            self.far = Rotary(config.head_dim, config.rope_base, dtype, slower)
         self.embedding_norm = RMSNorm(config.d_model)
         self.blocks = nn.ModuleList([Block(config, generator) for _ in range(config.n_layers)])
         self.final_norm = RMSNorm(config.d_model)
@@ -156,6 +173,17 @@ class Decoder(LanguageModel):
                 state.last_ids = torch.cat([state.last_ids, ids], dim=1)[:, -reach:]
         return x
 
+    @property
+    def reads_well(self) -> int:
+        """As far as its rotary waves are made for."""
+        trained = self.config.trained_length
+        return super().reads_well if trained is None else int(FAR * trained)
+
+    def rotary_of(self, room: int) -> Rotary:
+        """The tables of rows with room for so many positions."""
+        trained = self.config.trained_length
+        return self.rotary if trained is None or room <= trained else self.far
+
     def prepare(
         self,
         ids: Tensor,
@@ -174,7 +202,8 @@ class Decoder(LanguageModel):
             check_state(ids.shape[0], ids.shape[1], len(state.last_ids), state.length, state.capacity)
         if positions is None:
             start = 0 if state is None else state.length
-            rotary = self.rotary.between(start, start + ids.shape[1], ids.device)
+            room = ids.shape[1] if state is None else state.capacity
+            rotary = self.rotary_of(room).between(start, start + ids.shape[1], ids.device)
         else:
             rotary = self.rotary.at(positions)
         return self.embed(ids, segments, state), rotary

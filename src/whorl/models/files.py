@@ -19,6 +19,7 @@ from whorl.errors import CheckpointError
 from whorl.models.decoder import Decoder, DecoderConfig
 from whorl.models.exchange import convert
 from whorl.models.language import LanguageModel
+from whorl.models.quantised import FIELD, load_quantised, save_quantised
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
 
@@ -35,11 +36,14 @@ def make_model(
 
 
 def save_model(model: LanguageModel, folder: Path) -> None:
-    """Writes `config.json` and `model.safetensors` into `folder`, in fp32.
+    """Writes `config.json` and `model.safetensors` into `folder`, in fp32; a quantised model's matrices as they are.
 
     Raises:
         ConfigError: a `Transformer`, and the folder is not empty.
     """
+    if model.scheme is not None:
+        save_quantised(model, folder)
+        return
     if isinstance(model, Transformer):
         convert.export_model(model, folder)
         return
@@ -56,7 +60,11 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
         ConfigError: config.json is of others, and asks for what is not supported.
     """
-    if "model_type" in _read(folder):
+    data = _read(folder)
+    if FIELD in data:
+        config = read_config(folder)
+        return load_quantised(folder, data[FIELD], lambda: make_model(config, dtype=dtype), dtype, device)
+    if "model_type" in data:
         return convert.import_model(folder, dtype=dtype, device=device, to_train=False).eval()
     config = read_config(folder)
     try:
@@ -91,6 +99,7 @@ def read_config(folder: Path) -> ModelConfig:
         ConfigError: it is of others, and asks for what is not supported.
     """
     data = _read(folder)
+    data.pop(FIELD, None)
     if "model_type" in data:
         return convert.read_config(data, str(folder / "config.json"))
     try:

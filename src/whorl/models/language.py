@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,8 @@ class LanguageModel(nn.Module, ABC):
     dtype: the type that activations are computed in; logit_softcap: c in c tanh(z / c), or None; longest: positions that a
     row may have, or None where nothing bounds them; independent: whether what a position says depends on nothing but the
     positions before it in its row (not so where experts have a capacity, or choose: `nn/experts/router.py`); remade: blocks,
-    from the first, whose activations the backward makes anew (`recompute.py`).
+    from the first, whose activations the backward makes anew (`recompute.py`); scheme: in which bits the matrices are kept
+    (`quantised.py`), or None.
     """
 
     config: Any
@@ -57,6 +58,12 @@ class LanguageModel(nn.Module, ABC):
     longest: int | None = None
     independent: bool = True
     remade: int = 0
+    scheme: Any = None
+
+    @property
+    def reads_well(self) -> int:
+        """Positions of a row that text is scored in, unless somebody asks for others."""
+        return 512
 
     def blocks_remade(self, state: Any) -> int:
         """Of a forward: none without gradients, and none while decoding, which would extend its state twice."""
@@ -65,6 +72,8 @@ class LanguageModel(nn.Module, ABC):
     @property
     def head_weight(self) -> Tensor:
         """[vocab, d_model]: the output matrix (the embedding itself when tied)."""
+        if (product := self._modules.get("head_product")) is not None:  # of a quantised model
+            return cast(Tensor, product.weight)
         return self.embedding if self.head is None else self.head
 
     @abstractmethod
@@ -107,9 +116,13 @@ class LanguageModel(nn.Module, ABC):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d_model] -> [..., vocab] in fp32."""
-        logits = F.linear(hidden, self.head_weight.to(hidden.dtype)).float()
+        made: Callable[[Tensor], Tensor] = self._modules.get("head_product") or self._by_head
+        logits = made(hidden).float()
         cap = self.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _by_head(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.head_weight.to(hidden.dtype))
 
     @abstractmethod
     def new_state(self, batch: int, capacity: int) -> ModelState:

@@ -136,7 +136,9 @@ def _given(config: PlanConfig) -> ModelConfig:
 def _job(
     config: PlanConfig, model: ModelConfig, machine: Machine, replicas: int, steps: int, *, compile: bool
 ) -> Job:
-    rates = OptimConfig() if isinstance(model, DecoderConfig) else LLAMA_LIKE
+    rates = LLAMA_LIKE
+    if isinstance(model, DecoderConfig):
+        rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.length})
     given = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     return Job(
         tokens="",

@@ -47,10 +47,12 @@ def run_recipe(
     *,
     until: str | None = None,
     sinks: Iterable[Sink] = (),
+    given: Mapping[str, Artifact] | None = None,
 ) -> Outcome:
     """Make (or look up) every step of a recipe, or only those that `until` needs.
 
-    sinks: who else hears the metrics; no failure of theirs stops the run.
+    sinks: who else hears the metrics; no failure of theirs stops the run. given: artifacts that are there already, by the
+    name under which steps have them as parents.
 
     Raises:
         WhorlError: what a step or the store raised; everything finished before it is kept.
@@ -67,7 +69,7 @@ def run_recipe(
     try:
         steps = "1 step" if len(wanted.steps) == 1 else f"{len(wanted.steps)} steps"
         progress.say(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
-        artifacts: dict[str, Artifact] = {}
+        artifacts: dict[str, Artifact] = dict(given or {})
         records: dict[str, Any] = {}
         for number, step in enumerate(wanted.steps.values(), start=1):
             mark = f"[{number}/{len(wanted.steps)}] {step.name}"

@@ -103,8 +103,8 @@ class ForeignTokenizer:
                 out.append(spell(self._core.id_to_token(i) or ""))
         return out
 
-    def prompt(self, text: str) -> Healed:
-        """A prompt ready for generation: ids as the model saw them in training, the last token taken back (see `heal`).
+    def whole(self, text: str) -> list[int]:
+        """A prompt's ids as the model saw them in training, with what the tokenizer puts before a text.
 
         Raises:
             DataError: `text` holds half of a surrogate pair, which no bytes spell.
@@ -119,10 +119,42 @@ class ForeignTokenizer:
         ids = list(self._core.encode(text, add_special_tokens=True).ids)
         while ids and ids[-1] in self.end_ids and len(ids) > 1:
             ids.pop()  # some templates close the text
+        return ids or [self.end_ids[0] if self.end_ids else 0]
+
+    def prompt(self, text: str) -> Healed:
+        """A prompt ready for generation: `whole`, the last token taken back (see `heal`).
+
+        Raises:
+            DataError: as `whole`.
+        """
+        ids = self.whole(text)
         ordinary = [i for i in ids if i not in self.special_ids]
         if len(ordinary) < 2:  # the first token may carry a space that the text has not
-            return Healed(ids or [self.end_ids[0] if self.end_ids else 0], b"")
+            return Healed(ids, b"")
         return Healed(ids[:-1], self.token_bytes[ids[-1]])
+
+    @cached_property
+    def added(self) -> dict[str, int]:
+        """Ids of tokens that are found in text as a whole, special or not, by their text."""
+        return {token.content: i for i, token in self._core.get_added_tokens_decoder().items()}
+
+    @property
+    def unknown_text(self) -> str | None:
+        """What stands for text that has no token, if the vocabulary has such a thing."""
+        unknown = self._standard["model"].get("unk_token")
+        return None if unknown is None else str(unknown)
+
+    @cached_property
+    def _plain(self) -> Any:
+        """The same, but for it special tokens are ordinary text."""
+        core = type(self._core).from_str(self._core.to_str())
+        core.encode_special_tokens = True
+        return core
+
+    def encode(self, data: str, *, allow_special: bool = False) -> list[int]:
+        """Ids of `data` as it stands, nothing put before or behind. Special tokens are text unless `allow_special`."""
+        core = self._core if allow_special else self._plain
+        return list(core.encode(data, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """The bytes that `ids` stand for; special tokens have none."""

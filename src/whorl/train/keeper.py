@@ -112,7 +112,7 @@ class Keeper:
         self.last = time.monotonic()
         self.account.durable_at = self.account.durable_at or time.time()
         self.uploaded: int | None = None  # the last step that was to be uploaded
-        self.lead = 0.0  # how long a checkpoint takes to be whole
+        self.lead = seconds / 2  # how long a checkpoint takes to be whole; until one is, nobody knows
         self.counted_late = False
 
     def resume(self) -> Checkpoint | None:
@@ -134,7 +134,8 @@ class Keeper:
                 )
         self.account.passed_over = [*found.record["account"]["passed_over"], *self.account.passed_over]
         self.account.resumed += 1
-        self.lead = self.account.write_seconds / max(1, self.account.written)
+        if self.account.written:
+            self.lead = self.account.write_seconds / self.account.written
         restore_generators(found)
         return Checkpoint(found.step, without_generators(found.tensors), found.record)
 

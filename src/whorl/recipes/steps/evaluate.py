@@ -26,12 +26,17 @@ if TYPE_CHECKING:
 ALTERNATIVES = 5  # told beside each token of a sample
 
 
+COMPLETION_WINDOW = 512  # tokens of a prompt and its completion: prompts cut to one length go as one batch
+
+
 class EvaluateConfig(BaseModel):
     """What is measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    window: int = Field(default=512, ge=16, description="tokens of context at most")
+    window: int | None = Field(
+        default=None, ge=16, description="tokens of context at most; default what the model reads well"
+    )
     baselines: bool = Field(default=True, description="compressors and an n-gram model on the same files")
     ngram_order: int = Field(default=4, ge=1, le=8)
     completions: int = Field(default=64, ge=0, description="held-out functions to complete")
@@ -45,6 +50,7 @@ class EvaluateConfig(BaseModel):
     "evaluation",
     config=EvaluateConfig,
     parents={**SOURCES, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
+    version=2,
 )
 def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     """Measure bits per byte beside compressors, completions that parse, and speed."""
@@ -58,10 +64,12 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     machine = ctx.machine
     machine.apply()
     model = load_model(model_folder(ctx), machine.torch_dtype, machine.device)
+    window = config.window or model.reads_well
     if model.longest is not None:
+        window = min(window, model.longest)
         config = config.model_copy(
             update={
-                "window": min(config.window, model.longest),
+                "window": window,
                 "completion_tokens": min(config.completion_tokens, model.longest // 2),
                 "sample_tokens": min(config.sample_tokens, model.longest // 2),
             }
@@ -76,12 +84,12 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
 
     began = time.perf_counter()
     with ctx.progress.task("Scoring", total=len(test) - test.n_documents, unit="tokens") as task:
-        nats = score(model, test.iter_documents(), config.window, lambda n: task.advance(n))
+        nats = score(model, test.iter_documents(), window, lambda n: task.advance(n))
     seconds = time.perf_counter() - began
     total_bytes = sum(d.n_bytes for d in held_out)
     figure = bits_per_byte(sum(nats), total_bytes)
     scored = (len(test) - test.n_documents) * 1.5  # half of each window is read again for context
-    forward = model.flops_per_token(config.window) / 3
+    forward = model.flops_per_token(window) / 3
     result: dict[str, Any] = {
         "files": len(held_out),
         "bytes": total_bytes,
@@ -177,7 +185,7 @@ def _completions(
         chosen = prompts(((d.id, d.text.encode()) for d in held_out), config.completions, config.seed)
     except DataError:
         return None  # no Python in this corpus: the measure does not apply
-    context = max(1, config.window - config.completion_tokens)
+    context = max(1, min(config.window or COMPLETION_WINDOW, COMPLETION_WINDOW) - config.completion_tokens)
     speed = {"tokens": 0, "seconds": 0.0}
 
     def generate(texts: list[bytes]) -> list[bytes]:

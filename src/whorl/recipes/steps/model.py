@@ -31,7 +31,7 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
 
 
-@step("plan", config=PlanConfig, parents=SOURCES, version=3)
+@step("plan", config=PlanConfig, parents=SOURCES, version=4)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time real steps on this machine and choose what the budget buys."""
     from whorl.plan.planner import make_plan

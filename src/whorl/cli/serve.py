@@ -1,0 +1,129 @@
+"""`whorl serve`: a model over HTTP, and a page to talk with it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import StoreOption
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="An artifact (quickstart/pretrain), or a folder as transformers writes it."
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="Address; others than this machine need keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ask for keys, as `whorl keys add` makes them.")
+    ] = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="No keys, although others can reach it.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; else its own name.")] = None,
+    embedder: Annotated[
+        str | None, typer.Option(metavar="ARTIFACT", help="An embedder to be served beside the model.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer together; else the model's own.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Answers that are written at once.")] = 32,
+    token_budget: Annotated[
+        int, typer.Option(min=1, help="Tokens a step; smaller keeps answers flowing while prompts come in.")
+    ] = 512,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GB", min=0.001, help="Of the cache; else a quarter of what is free."),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Answers that may wait; more are told 503.")] = 512,
+    slo_ttft: Annotated[float, typer.Option(help="Promised seconds to the first token (/metrics).")] = 0.5,
+    slo_tpot: Annotated[float, typer.Option(help="Promised seconds a token after it.")] = 0.1,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds for what runs, once told to stop.")] = 30.0,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; else what is faster here.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; else what is faster here.")] = None,
+    seed: Annotated[int, typer.Option(help="Of answers whose request brings no seed.")] = 0,
+    store: StoreOption = None,
+) -> None:
+    """Serve a model: a page to talk with it, and an API that OpenAI's clients speak.
+
+    The page stands at the address that is printed; what the engine does can be watched at /engine. Stop with Ctrl-C: what
+    runs is finished first.
+
+    Examples:
+
+        whorl serve quickstart/pretrain
+
+        whorl serve ./Qwen3-0.6B --context 8192 --cache-memory 4
+
+        curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "pretrain", "prompt": "def "}'
+
+        OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=none python -c "import openai; print(openai.models.list())"
+
+    For others, with keys and limits:
+
+        whorl keys add alice --file keys.json --requests-per-minute 60
+
+        whorl serve pretrain --host 0.0.0.0 --api-key-file keys.json
+    """
+    try:
+        from whorl.serve.run import check_open_to, listen
+    except ImportError as error:
+        from whorl.errors import ConfigError
+
+        raise ConfigError(
+            f"the server's parts are not installed ({error.name})",
+            expected="the extra 'serve'",
+            do="pip install 'whorl[serve]'",
+        ) from error
+    from whorl.engine.config import EngineConfig
+    from whorl.runs import probe
+    from whorl.serve.api import Api
+    from whorl.serve.config import ServeConfig
+    from whorl.serve.load import Place, open_embedder, open_writer
+    from whorl.serve.run import serve as run
+    from whorl.serve.served import Served, ServedEmbedder
+
+    config = ServeConfig(
+        host=host,
+        port=port,
+        key_file=api_key_file,
+        slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot,
+        max_queue=max_queue,
+        drain_seconds=drain,
+    )
+    check_open_to(config, no_auth)
+    listening = listen(config)  # before the model is read: a port that is taken is known at once
+    machine = probe(dtype=dtype, threads=threads)
+    machine.apply()
+    place = Place(model, store, name)
+    models: list[Served | ServedEmbedder] = []
+    engine = None
+    if place.kind == "model":
+        sizes = EngineConfig(
+            max_sequences=max_sequences, token_budget=token_budget, seed=seed, slo_tpot=slo_tpot
+        )
+        memory = None if cache_memory is None else int(cache_memory * 1e9)
+        writer, engine = open_writer(place, machine, sizes, context=context, cache_bytes=memory)
+        models.append(writer)
+    else:
+        models.append(open_embedder(place, machine))
+    if embedder is not None:
+        models.append(open_embedder(Place(embedder, store), machine))
+
+    def ready(url: str) -> None:
+        first = models[0]
+        print(f"serving {first.name}: context {first.context:,} tokens", file=sys.stderr)
+        if isinstance(first, Served) and not first.chat.trained:
+            print("nobody taught it to chat: the page lets it complete text", file=sys.stderr)
+        print(f"page    {url}/", file=sys.stderr)
+        print(f"engine  {url}/engine", file=sys.stderr)
+        print(f"API     {url}/v1", file=sys.stderr, flush=True)
+
+    run(Api(config, models, engine), listening, ready)

@@ -1,0 +1,153 @@
+"""The library is compiled where it runs, once: a few seconds, for this very CPU.
+
+    WHORL_NATIVE=0     never: the torch path is taken
+    CXX                the compiler; by default the first of g++, c++ and clang++ that is there
+
+Shipping a binary would mean the smallest CPU that anyone has, or a build for each; a source of 1,400 lines compiles with
+`-march=native` while a model loads. What was compiled is kept under `$XDG_CACHE_HOME/whorl/native` (`~/.cache` by default),
+under a name that is the hash of the sources, the flags, the compiler's version and the CPU's: on a home folder that several
+machines share, each finds its own.
+
+Subtle: several processes may start at once. One compiles, under a lock that dies with its owner; the others wait and find
+the file. It is written aside and renamed, so a file that is there is whole, whoever was killed meanwhile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fno-trapping-math")
+# In turn, until one compiles: not every compiler has OpenMP, not every one knows the native CPU.
+FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
+LONGEST_SECONDS = 300.0
+
+
+class BuildError(Exception):
+    """No library, and why."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The library, compiled if need be; None (told once) when it cannot be had, or WHORL_NATIVE=0."""
+    if os.environ.get("WHORL_NATIVE") == "0":
+        return None
+    try:
+        return load(cache_folder())
+    except BuildError as error:
+        warnings.warn(f"decoding by torch: {error}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl" / "native"
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    """The library from `folder`, put there if it is missing.
+
+    Raises:
+        BuildError: there is no compiler, it fails, or what it made cannot be loaded.
+    """
+    compiler = find_compiler()
+    target = folder / f"{fingerprint(compiler)}.so"
+    try:
+        if not target.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released when closed, or by the owner's death
+                if not target.exists():
+                    compile_into(compiler, target)
+        return declared(ctypes.CDLL(str(target)))
+    except OSError as error:
+        raise BuildError(f"{target}: {error}") from error
+
+
+def find_compiler() -> str:
+    """The compiler's path.
+
+    Raises:
+        BuildError: there is none.
+    """
+    named = os.environ.get("CXX")
+    for name in (named,) if named else ("g++", "c++", "clang++"):
+        found = shutil.which(name)
+        if found:
+            return found
+    raise BuildError(f"no C++ compiler ({named or 'g++, c++ or clang++'}) to build the native step with")
+
+
+def fingerprint(compiler: str) -> str:
+    """Of all that a compiled library depends on."""
+    sources = sorted(p for p in FOLDER.iterdir() if p.suffix in (".h", ".cpp"))
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    parts = [version, cpu(), platform.machine(), repr((COMMON, FLAGS))]
+    parts += [f"{p.name}\n{p.read_text()}" for p in sources]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def cpu() -> str:
+    """What `-march=native` depends on: the CPU's name and its instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "cpu family", "model\t")
+    return "\n".join(sorted(line for line in lines if line.startswith(wanted)))
+
+
+def compile_into(compiler: str, target: Path) -> None:
+    """Compiles aside, then renames.
+
+    Raises:
+        BuildError: the compiler does not come to an end with any of the flags.
+    """
+    told = ""
+    for flags in FLAGS:
+        descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
+        os.close(descriptor)
+        command = [compiler, *COMMON, *flags, str(FOLDER / "native.cpp"), "-o", name]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
+            )
+            if done.returncode == 0:
+                Path(name).replace(target)
+                return
+            told = told or done.stderr.strip().splitlines()[0] if done.stderr.strip() else "it failed"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            told = told or str(error)
+        finally:
+            Path(name).unlink(missing_ok=True)
+    raise BuildError(f"{compiler} cannot build the native step: {told}")
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of its functions' arguments."""
+    p, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    for name, result, arguments in (
+        ("features", i32, []),
+        ("sizeof", i64, [i32]),
+        ("packed_bytes", None, [p, p]),
+        ("large_pages", None, [p, i64]),
+        ("pack", None, [p, p, i32]),
+        ("open", p, []),
+        ("close", None, [p]),
+        ("product", i32, [p, p, p, i64, p, i32, ctypes.c_float, i32]),
+        ("step", i32, [p, p, p, p, i32]),
+        ("read", i64, [p, i64, i32, i32]),
+    ):
+        function = getattr(library, f"whorl_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library

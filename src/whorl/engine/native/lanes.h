@@ -1,0 +1,157 @@
+// Sixteen numbers at a time, in the compiler's own vector types.
+//
+// Every kernel of this folder is written once, for vectors of 16 floats (`Lanes`) and of 16 integers (`Ints`). The compiler
+// lowers them to what the CPU has: one register with AVX-512, two with AVX2, four with SSE or NEON. So there is one source
+// for all, and intrinsics appear only where a CPU has an instruction that the vector types cannot say (products of pairs of
+// bf16, products of four bytes). The flags decide nothing about what is run: what is run is measured (engine/native/step.py).
+//
+// Subtle: no -ffast-math. Sums keep the order they are written in, so a row's result does not depend on which other rows are
+// beside it, and `exp_lanes` may use the rounding trick (add 1.5 * 2^23 and take it away), which fast-math would delete.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")  // sums live in registers only if every index is a constant
+#define UNROLL16 _Pragma("GCC unroll 16")
+
+typedef float Lanes __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint16_t bf16;  // the upper half of a float
+
+constexpr int WIDTH = 16;
+
+template <class V, class T>
+INLINE V load(const T* from) {
+    V v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V, class T>
+INLINE void store(T* to, V v) {
+    memcpy(to, &v, sizeof v);
+}
+
+INLINE Lanes all(float x) { return Lanes{} + x; }
+INLINE Ints all_ints(int32_t x) { return Ints{} + x; }
+INLINE Lanes as_lanes(Bits b) { return (Lanes)b; }
+
+INLINE float widen(bf16 h) {
+    uint32_t bits = uint32_t(h) << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// To the nearest, ties to even; a NaN stays one.
+INLINE bf16 narrow(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return x == x ? bf16(rounded) : bf16(0x7fc0);
+}
+
+INLINE Lanes load_lanes(const float* from) { return load<Lanes>(from); }
+INLINE Lanes load_lanes(const bf16* from) {
+#ifdef __AVX512F__  // the compiler would take halves apart and put them together again
+    return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#endif
+    return as_lanes(__builtin_convertvector(load<Halves>(from), Bits) << 16);
+}
+
+// The first n of 16, the others 0: nothing behind them is read.
+template <class T>
+INLINE Lanes load_some(const T* from, int n) {
+    T room[WIDTH] = {};
+    memcpy(room, from, size_t(n) * sizeof(T));
+    return load_lanes(room);
+}
+
+INLINE void put(float* to, float x) { *to = x; }
+INLINE void put(bf16* to, float x) { *to = narrow(x); }
+
+INLINE float get(const float* from) { return *from; }
+INLINE float get(const bf16* from) { return widen(*from); }
+
+INLINE Lanes min_lanes(Lanes a, Lanes b) { return a < b ? a : b; }
+INLINE Lanes max_lanes(Lanes a, Lanes b) { return a > b ? a : b; }
+
+INLINE float sum_lanes(Lanes v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_add_ps((__m512)v);
+#else
+    float s = 0;
+    for (int i = 0; i < WIDTH; i++) s += v[i];
+    return s;
+#endif
+}
+
+INLINE float max_of(Lanes v) {
+#ifdef __AVX512F__
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float s = v[0];
+    for (int i = 1; i < WIDTH; i++) s = v[i] > s ? v[i] : s;
+    return s;
+#endif
+}
+
+// The sums of sixteen vectors as one vector: a transpose that adds on its way, 15 additions instead of 16 * 4.
+INLINE Lanes sums16(Lanes* v) {
+    UNROLL for (int i = 0; i < 8; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    UNROLL for (int i = 0; i < 4; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    UNROLL for (int i = 0; i < 2; i++)
+        v[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    return __builtin_shufflevector(v[0], v[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           __builtin_shufflevector(v[0], v[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+}
+
+// e^x to about 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, and n put into the
+// exponent. Below -87 it stays at e^-87 (1e-38); callers that want 0 there put it in.
+INLINE Lanes exp_lanes(Lanes x) {
+    x = min_lanes(max_lanes(x, all(-87.0f)), all(88.0f));
+    const Lanes magic = all(12582912.0f);  // 1.5 * 2^23
+    Lanes shifted = x * 1.44269504f + magic;
+    Lanes n = shifted - magic;
+    Lanes r = x - n * 0.693145752f;
+    r = r - n * 1.42860677e-6f;
+    Lanes p = all(1.98412698e-4f);
+    p = p * r + 1.38888889e-3f;
+    p = p * r + 8.33333333e-3f;
+    p = p * r + 4.16666667e-2f;
+    p = p * r + 1.66666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return (Lanes)((Ints)p + (((Ints)shifted - (Ints)magic) << 23));
+}
+
+INLINE Lanes sigmoid_lanes(Lanes x) { return 1.0f / (1.0f + exp_lanes(-x)); }
+INLINE Lanes tanh_lanes(Lanes x) { return 2.0f * sigmoid_lanes(2.0f * x) - 1.0f; }
+
+// The error function to 1.5e-7 (Abramowitz & Stegun, Handbook of Mathematical Functions, 7.1.26).
+INLINE Lanes erf_lanes(Lanes x) {
+    Lanes a = x < 0.0f ? -x : x;
+    Lanes t = 1.0f / (1.0f + 0.3275911f * a);
+    Lanes p = all(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    Lanes y = 1.0f - p * t * exp_lanes(-a * a);
+    return x < 0.0f ? -y : y;
+}

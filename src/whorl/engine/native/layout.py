@@ -1,0 +1,139 @@
+"""The structures of `model.h`, field by field, and memory for packed matrices.
+
+A test compares the sizes with those that the compiler found; a field that is added on one side alone is seen there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
+from typing import Any, ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError, one_of
+
+Kind = Literal["float32", "bfloat16", "int8", "int4"]
+KINDS: dict[str, int] = {name: n for n, name in enumerate(get_args(Kind))}
+ACTIVATIONS = {
+    name: n for n, name in enumerate(("relu2", "gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"), 1)
+}
+ORDERS = 4  # of n-gram memories
+LINE = 64  # bytes: where every matrix begins
+
+Fields = list[tuple[str, Any]]
+
+
+class Matrix(Structure):
+    _fields_: ClassVar[Fields] = [
+        *((name, c_int32) for name in ("kind", "group")),
+        *((name, c_int64) for name in ("n", "k", "gated")),
+        *((name, c_void_p) for name in ("data", "scales", "moved", "bias")),
+    ]
+
+
+class Norm(Structure):
+    _fields_: ClassVar[Fields] = [("gain", c_void_p), ("bias", c_void_p), ("eps", c_float), ("kind", c_int32)]
+
+
+class Heads(Structure):
+    _fields_: ClassVar[Fields] = [
+        *((name, c_int32) for name in ("n_heads", "n_kv_heads", "head_dim", "page_size")),
+        ("window", c_int64),
+        *((name, c_float) for name in ("scale", "softcap")),
+        ("sink", c_void_p),
+    ]
+
+
+class Layer(Structure):
+    _fields_: ClassVar[Fields] = [
+        *((name, Norm) for name in ("mixer_norm", "mixer_after", "mlp_norm", "mlp_after")),
+        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
+        ("heads", Heads),
+        *((name, Norm) for name in ("q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("smear", "cos", "sin")),
+        ("rotary_dim", c_int64),
+        *((name, c_int32) for name in ("interleaved", "activation")),
+    ]
+
+
+class Model(Structure):
+    _fields_: ClassVar[Fields] = [
+        *((name, c_int64) for name in ("vocab", "d_model", "n_layers")),
+        *((name, c_void_p) for name in ("embedding", "positions")),
+        *((name, c_float) for name in ("embedding_scale", "logit_softcap")),
+        *((name, Norm) for name in ("first_norm", "final_norm")),
+        ("head", Matrix),
+        ("layers", c_void_p),
+        *((name, c_int64) for name in ("parallel", "n_orders")),
+        ("orders", c_int64 * ORDERS),
+        ("buckets", c_int64),
+        ("tables", c_void_p * ORDERS),
+    ]
+
+
+class LayerCache(Structure):
+    _fields_: ClassVar[Fields] = [
+        *((name, c_void_p) for name in ("k", "v", "raw")),
+        *((name, c_int64) for name in ("page", "head", "position")),
+        ("pages", c_void_p),
+        *((name, c_int64) for name in ("pages_stride", "n_pages")),
+    ]
+
+
+class Batch(Structure):
+    _fields_: ClassVar[Fields] = [
+        *((name, c_int64) for name in ("n", "rows", "wanted", "cache_bf16")),
+        *((name, c_void_p) for name in ("ids", "starts", "lengths", "which", "before", "caches", "hidden")),
+    ]
+
+
+MIRRORED = (Matrix, Norm, Layer, Model, LayerCache, Batch)  # in the order of `whorl_sizeof`
+
+
+def check_sizes(library: ctypes.CDLL) -> None:
+    """Raises RuntimeError when a structure here is not the one that was compiled."""
+    for n, mirrored in enumerate(MIRRORED):
+        theirs = library.whorl_sizeof(n)
+        if theirs != ctypes.sizeof(mirrored):
+            raise RuntimeError(
+                f"{mirrored.__name__} has {ctypes.sizeof(mirrored)} bytes here and {theirs} in model.h"
+            )
+
+
+def matrix(kind: str, group: int | None, n: int, k: int, gated: bool = False) -> Matrix:
+    """An empty matrix [n, k]. group: of k that share a scale; None for all of k.
+
+    Raises:
+        ConfigError: `kind` is unknown; `group` is not what the kernels can take.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"kind is {kind!r}", expected=one_of(kind, list(KINDS)))
+    whole = {"int8": 4, "int4": 8}.get(kind, 0)
+    if not whole:
+        return Matrix(KINDS[kind], 0, n, k, int(gated))
+    if group is not None and (group < whole or group % whole):
+        raise ConfigError(f"group is {group}", expected=f"a multiple of {whole}")
+    return Matrix(KINDS[kind], group or -(-k // whole) * whole, n, k, int(gated))
+
+
+class Arena:
+    """One block of memory on large pages, for matrices one behind another: a pass over a model is one stream."""
+
+    def __init__(self, library: ctypes.CDLL, matrices: list[Matrix]) -> None:
+        sizes = []
+        for one in matrices:
+            parts = (c_int64 * 3)()
+            library.whorl_packed_bytes(ctypes.byref(one), parts)
+            sizes.append([-(-n // LINE) * LINE for n in parts])
+        self.n_bytes = sum(map(sum, sizes))
+        large = 1 << 21
+        self._memory: Tensor = torch.empty(self.n_bytes + large, dtype=torch.uint8)
+        at = -(-self._memory.data_ptr() // large) * large
+        library.whorl_large_pages(at, self.n_bytes)
+        self._memory.zero_()
+        self.address = at
+        for one, (data, scales, moved) in zip(matrices, sizes, strict=True):
+            one.data, one.scales, one.moved = at, at + data, at + data + scales
+            at += data + scales + moved

@@ -1,0 +1,216 @@
+// What Python calls (engine/native/library.py): plain C functions over the structures of model.h.
+//
+// Nothing here knows torch. Every address comes from the caller, who keeps it alive; sizes that could make a kernel write
+// where it must not (ids, pages) are checked before the first write, and the answer says which was wrong.
+#include <cstdlib>
+#include <new>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include "step.h"
+
+char* Room::at_least(size_t wanted) {
+    if (wanted <= bytes) return (char*)data;
+    free(data);
+    data = nullptr;
+    const size_t page = wanted >= (size_t(1) << 22) ? size_t(1) << 21 : 4096;
+    bytes = (wanted + wanted / 4 + page - 1) / page * page;
+    data = aligned_alloc(page, bytes);
+    if (!data) {
+        bytes = 0;
+        throw std::bad_alloc();
+    }
+#ifdef MADV_HUGEPAGE
+    if (page > 4096) madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+    return (char*)data;
+}
+
+Room::~Room() { free(data); }
+
+enum Answer : int32_t { FINE = 0, BAD_ID, BAD_PAGE, NO_MEMORY };
+
+// A page number counts if some position of this step may look into it; what a window has left may be anything.
+static bool pages_exist(const Heads& h, const LayerCache& kept, const Batch& batch) {
+    for (int64_t row = 0; row < batch.rows; row++) {
+        const int64_t length = batch.lengths[row], first = length - (batch.starts[row + 1] - batch.starts[row]);
+        if (first < 0 || length > kept.pages_stride * h.page_size) return false;
+        const int64_t seen = h.window > 0 && first - h.window + 1 > 0 ? first - h.window + 1 : 0;
+        for (int64_t p = seen / h.page_size; p * h.page_size < length; p++) {
+            const int32_t page = kept.pages[row * kept.pages_stride + p];
+            if (page < 0 || page >= kept.n_pages) return false;
+        }
+    }
+    return true;
+}
+
+static int32_t check(const Model& model, const Batch& batch) {
+    for (int64_t t = 0; t < batch.n; t++)
+        if (batch.ids[t] < 0 || batch.ids[t] >= model.vocab) return BAD_ID;
+    for (int64_t l = 0; l < model.n_layers; l++)
+        if ((!l || batch.caches[l].pages != batch.caches[l - 1].pages) &&
+            !pages_exist(model.layers[l].heads, batch.caches[l], batch))
+            return BAD_PAGE;
+    return FINE;
+}
+
+template <class T>
+static void run(const Model& model, const Batch& batch, Step& step, float* logits, int threads) {
+    const int64_t d = model.d_model, n = batch.n, m = batch.wanted;
+    step.pieces.clear();
+    step.split = false;
+    int64_t qkv = 0, y = 0, hidden = 0, room = 0, normed = d;
+    bool branch = false;
+    const Heads& h0 = model.layers[0].heads;
+    const int64_t group0 = h0.n_heads / h0.n_kv_heads, most = group0 < QUERIES ? QUERIES / group0 : 1;
+    for (int64_t row = 0; row < batch.rows; row++) {
+        const int64_t tokens = batch.starts[row + 1] - batch.starts[row];
+        step.split |= tokens > most;
+        for (int64_t from = 0; from < tokens; from += most)
+            step.pieces.push_back({int32_t(row), int32_t(from), int32_t(from + most < tokens ? from + most : tokens)});
+    }
+    for (int64_t l = 0; l < model.n_layers; l++) {
+        const Layer& layer = model.layers[l];
+        const int64_t group = layer.heads.n_heads / layer.heads.n_kv_heads;
+        const auto larger = [](int64_t& a, int64_t b) { a = b > a ? b : a; };
+        larger(qkv, layer.qkv.n);
+        larger(y, layer.out.k);
+        larger(hidden, layer.down.k);
+        larger(room, attention_room(layer.heads, most * group));
+        branch |= layer.mixer_after.kind || layer.mlp_after.kind;
+        step.input.reserve(layer.qkv, n);
+        step.second.reserve(layer.up, n);
+        step.between.reserve(layer.out, n);
+        step.between.reserve(layer.down, n);
+    }
+    step.chosen.reserve(model.head, m);
+    room = round_up(room, 1024);
+    normed = round_up(normed, 1024);
+    const auto floats = [](Room& from, int64_t count) { return (float*)from.at_least(size_t(4 * count)); };
+    Run<T> one{model, batch, step, floats(step.x, n * d), floats(step.normed, threads * normed),
+               floats(step.qkv, n * qkv), floats(step.y, n * y), floats(step.hidden, n * hidden),
+               branch ? floats(step.branch, n * d) : nullptr, floats(step.attention, threads * room), d, normed, 0, room};
+    together(step.shared, threads, size_t(10 * model.n_layers + 4), [&](Team& team) {
+        Run<T> mine = one;
+        mine(team, logits);
+    });
+}
+
+extern "C" {
+
+// Bits: 1 AVX-512, 2 its bf16 products, 4 its byte products, 8 OpenMP.
+int32_t whorl_features() {
+    int32_t bits = 0;
+#ifdef __AVX512F__
+    bits |= 1;
+#endif
+#ifdef __AVX512BF16__
+    bits |= 2;
+#endif
+#ifdef __AVX512VNNI__
+    bits |= 4;
+#endif
+#ifdef _OPENMP
+    bits |= 8;
+#endif
+    return bits;
+}
+
+int64_t whorl_sizeof(int32_t what) {
+    const int64_t sizes[] = {sizeof(Matrix), sizeof(Norm), sizeof(Layer), sizeof(Model), sizeof(LayerCache), sizeof(Batch)};
+    return sizes[what];
+}
+
+// Bytes of a packed matrix: data, scales, sums.
+void whorl_packed_bytes(const Matrix* w, int64_t* bytes) {
+    const int64_t per_output = blocks(*w) * BLOCK * groups(*w);
+    bytes[0] = blocks(*w) * block_bytes(*w);
+    bytes[1] = 2 * per_output;
+    bytes[2] = w->kind == INT8 ? 4 * per_output : 0;
+}
+
+// Asks for large pages wherever [from, from + bytes) has room for one, also if it has been written to.
+void whorl_large_pages(void* from, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const size_t large = size_t(1) << 21, first = (size_t(from) + large - 1) / large * large;
+    const size_t last = (size_t(from) + size_t(bytes)) / large * large;
+    if (last <= first) return;
+    madvise((void*)first, last - first, MADV_HUGEPAGE);
+    madvise((void*)first, last - first, 25);  // MADV_COLLAPSE, of Linux 6.1
+#else
+    (void)from, (void)bytes;
+#endif
+}
+
+// weights: [n][k].
+void whorl_pack(const Matrix* w, const float* weights, int32_t threads) {
+    Shared shared;
+    together(shared, threads, 1, [&](Team& team) {
+        team.share(blocks(*w), [&](int64_t block) {
+            if (w->kind == FLOAT32 || w->kind == BFLOAT16)
+                pack_floats(*w, block, weights);
+            else
+                pack_integers(*w, block, weights);
+        });
+    });
+}
+
+void* whorl_open() { return new (std::nothrow) Step; }
+void whorl_close(void* step) { delete (Step*)step; }
+
+// y [m][n] = x [m][k] w^T; cap: of logits, or 0.
+int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, float* y, int32_t activation, float cap,
+                      int32_t threads) {
+    try {
+        Step& s = *(Step*)step;
+        s.input.reserve(*w, m);
+        together(s.shared, threads, 2, [&](Team& team) {
+            const Rows rows = s.input.rows(*w);
+            team.share(m, [&](int64_t i) { ready_row(*w, rows, i, x + i * w->k); });
+            product(team, *w, rows, m, {activation ? ACTIVATE : PUT, y, w->gated ? w->n / 2 : w->n, Activation(activation), cap});
+        });
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+    return FINE;
+}
+
+int32_t whorl_step(void* step, const Model* model, const Batch* batch, float* logits, int32_t threads) {
+    const int32_t answer = check(*model, *batch);
+    if (answer != FINE) return answer;
+    try {
+        if (batch->cache_bf16)
+            run<bf16>(*model, *batch, *(Step*)step, logits, threads);
+        else
+            run<float>(*model, *batch, *(Step*)step, logits, threads);
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+    return FINE;
+}
+
+// Reads memory as the products do, and does nothing with it: the bandwidth that they are held against.
+int64_t whorl_read(const void* from, int64_t bytes, int32_t times, int32_t threads) {
+    Shared shared;
+    std::atomic<int64_t> all{0};
+    const int64_t piece = int64_t(1) << 17;
+    together(shared, threads, size_t(times), [&](Team& team) {
+        Ints sum[4] = {};
+        for (int32_t time = 0; time < times; time++)
+            team.share(bytes / piece, [&](int64_t i) {
+                const char* at = (const char*)from + i * piece;
+                for (int64_t j = 0; j < piece; j += 256)
+                    UNROLL for (int p = 0; p < 4; p++) {
+                        __builtin_prefetch(at + j + 4096 + 64 * p);
+                        sum[p] += load<Ints>(at + j + 64 * p);
+                    }
+            });
+        const Ints total = sum[0] + sum[1] + sum[2] + sum[3];
+        int64_t mine = 0;
+        for (int i = 0; i < WIDTH; i++) mine += total[i];
+        all += mine;
+    });
+    return all;
+}
+}

@@ -1,0 +1,138 @@
+// A product over the team, and what is done with its numbers while they are still in the first-level cache.
+#pragma once
+
+#include "pack.h"
+#include "team.h"
+
+// As nn/mlp.py names them; the gated ones last.
+enum Activation : int32_t { NONE = 0, RELU2, GELU, GELU_TANH, QUICK_GELU, SWIGLU, GEGLU };
+enum Use : int32_t { PUT, ADD, ACTIVATE };
+
+INLINE Lanes gelu_tanh(Lanes x) {
+    return 0.5f * x * (1.0f + tanh_lanes(0.797884561f * (x + 0.044715f * x * x * x)));
+}
+
+INLINE Lanes activated(Lanes x, Activation kind) {
+    if (kind == RELU2) {
+        const Lanes positive = max_lanes(x, Lanes{});
+        return positive * positive;
+    }
+    if (kind == GELU) return 0.5f * x * (1.0f + erf_lanes(x * 0.707106781f));
+    if (kind == GELU_TANH || kind == GEGLU) return gelu_tanh(x);
+    if (kind == QUICK_GELU) return x * sigmoid_lanes(1.702f * x);
+    if (kind == SWIGLU) return x * sigmoid_lanes(x);
+    return x;
+}
+
+// Where y goes: PUT y, ADD it to what is there, or ACTIVATE it (a gated block leaves 32 numbers).
+struct Target {
+    Use use;
+    float* data;
+    int64_t stride;
+    Activation activation = NONE;
+    float cap = 0;  // of logits: cap * tanh(y / cap)
+};
+
+// tile: [rows][64] of block `block`, rows from `row` on.
+inline void finish(const Matrix& w, int64_t block, const float* tile, int64_t row, int rows, const Target& to) {
+    const int width = w.gated ? BLOCK / 2 : BLOCK;
+    const int64_t first = block * width, total = w.gated ? w.n / 2 : w.n;
+    const int valid = int(total - first < width ? total - first : width);
+    for (int m = 0; m < rows; m++, tile += BLOCK) {
+        float* out = to.data + (row + m) * to.stride + first;
+        for (int j = 0; j < width; j += WIDTH) {
+            const int n = valid - j < WIDTH ? valid - j : WIDTH;
+            if (n <= 0) break;
+            Lanes y = load_lanes(tile + j);
+            if (w.bias) y += load_some(w.bias + first + j, n);
+            if (to.use == ACTIVATE) {
+                y = activated(y, to.activation);
+                if (w.gated) {
+                    Lanes up = load_lanes(tile + j + BLOCK / 2);
+                    if (w.bias) up += load_some(w.bias + total + first + j, n);
+                    y *= up;
+                }
+            }
+            if (to.cap != 0) y = to.cap * tanh_lanes(y / to.cap);
+            if (n == WIDTH) {
+                store(out + j, to.use == ADD ? load_lanes(out + j) + y : y);
+            } else {
+                for (int i = 0; i < n; i++) out[j + i] = to.use == ADD ? out[j + i] + y[i] : y[i];
+            }
+        }
+    }
+}
+
+template <int M>
+void tile_of(const Matrix& w, int64_t block, const Rows& x, int64_t row, float* out) {
+    const char* data = (const char*)w.data + block * block_bytes(w);
+    const int64_t scale = block * groups(w) * BLOCK;
+    for (int p = 0; p < PANELS; p += SPAN) {
+        const int64_t at = scale + p * WIDTH;
+        if (w.kind == FLOAT32)
+            tile_float32<M, SPAN>(w, data + 4 * p * WIDTH, x, row, out + p * WIDTH);
+        else if (w.kind == BFLOAT16)
+            tile_bfloat16<M, SPAN>(w, data + 4 * p * WIDTH, x, row, out + p * WIDTH);
+        else if (w.kind == INT8)
+            tile_integer<M, SPAN, false>(w, data + 4 * p * WIDTH, w.scales + at, w.moved + at, x, row, out + p * WIDTH);
+        else
+            tile_integer<M, SPAN, true>(w, data + 4 * p * WIDTH, w.scales + at, nullptr, x, row, out + p * WIDTH);
+    }
+}
+
+using TileOf = void (*)(const Matrix&, int64_t, const Rows&, int64_t, float*);
+static const TileOf tiles[] = {tile_of<1>, tile_of<2>, tile_of<3>, tile_of<4>,
+#ifdef __AVX512F__
+                               tile_of<5>, tile_of<6>
+#endif
+};
+
+// y = x w^T for m rows; all threads of the team call it.
+inline void product(Team& team, const Matrix& w, const Rows& x, int64_t m, const Target& to) {
+    const int64_t n_blocks = blocks(w), n_tiles = (m + TILE - 1) / TILE;
+    // Rows are split too where there are too few blocks for the threads.
+    int64_t parts = (4 * team.size + n_blocks - 1) / n_blocks;
+    if (parts > n_tiles) parts = n_tiles;
+    team.share(n_blocks * parts, [&](int64_t task) {
+        const int64_t block = task / parts, part = task % parts;
+        alignas(64) float tile[TILE * BLOCK];
+        for (int64_t t = n_tiles * part / parts; t < n_tiles * (part + 1) / parts; t++) {
+            const int64_t row = m * t / n_tiles;
+            const int rows = int(m * (t + 1) / n_tiles - row);
+            tiles[rows - 1](w, block, x, row, tile);
+            finish(w, block, tile, row, rows, to);
+        }
+    });
+}
+
+// Memory that only grows, on large pages where the system gives them.
+struct Room {
+    void* data = nullptr;
+    size_t bytes = 0;
+    char* at_least(size_t wanted);
+    ~Room();
+};
+
+// Rows on their way into a product.
+struct Ready {
+    Room data, scales, sums;
+
+    static int64_t stride(const Matrix& w) { return round_up(padded(w) * activation_bytes(w), 64); }
+
+    // Before the threads start.
+    void reserve(const Matrix& w, int64_t m) {
+        const size_t per_group = size_t(4 * m * groups(w));
+        data.at_least(size_t(m * stride(w)));
+        scales.at_least(per_group);
+        sums.at_least(per_group);
+    }
+
+    Rows rows(const Matrix& w) const {
+        return {stride(w), (const char*)data.data, (const float*)scales.data, (const int32_t*)sums.data};
+    }
+};
+
+INLINE void ready_row(const Matrix& w, const Rows& rows, int64_t m, const float* x) {
+    ready_row(w, x, (char*)rows.data + m * rows.stride, (float*)rows.scales + m * groups(w),
+              (int32_t*)rows.sums + m * groups(w));
+}

@@ -1,0 +1,182 @@
+// One step of a dense decoder over a batch of ragged rows, from ids to logits: prompts' pieces and decoding tokens together.
+//
+// It is the torch model's forward (models/transformer.py, models/decoder.py) with three differences. The residual stream
+// and everything between two products is fp32, whatever the type of the products. Keys and values go to the pages
+// of a cache, and attention reads them there. And all of it is one call: a token of a small model is some hundred
+// operations of a few microseconds each, and calling them from Python costs more than doing them.
+//
+// A layer is nine phases (`share`), each split among the threads; the next begins when all of it is done:
+//
+//     qkv = W h                              blocks of outputs
+//     norm and turn q and k; k, v -> pages; attend     (row, key head, piece of tokens); two phases if a row has two pieces
+//     ready(y)                               rows, into the type of the next weight
+//     x += W y                               blocks
+//     h = ready(norm(x))                     rows
+//     a = act(W h)                           blocks, the gate's and the up projection's side by side
+//     ready(a)                               rows
+//     x += W a                               blocks
+//     h = ready(norm(x)) of the next layer   rows
+#pragma once
+
+#include "model.h"
+
+struct Piece {
+    int32_t row;
+    int32_t from, to;  // of the row's tokens in this batch
+};
+
+struct Step {
+    Shared shared;
+    Room x, normed, qkv, y, hidden, branch, attention;
+    Ready input, second, between, chosen;
+    std::vector<Piece> pieces;
+    bool split = false;  // some row has several pieces
+};
+
+template <class T>
+struct Run {
+    const Model& model;
+    const Batch& batch;
+    Step& step;
+    float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
+    int64_t d, normed_room, qkv_width, attention_floats;
+
+    float* own(const Team& team) const { return normed + team.id * normed_room; }
+
+    void embed(int64_t row, int64_t i) {
+        const int64_t t = batch.starts[row] + i;
+        const float* from = model.embedding + batch.ids[t] * d;
+        float* to = x + t * d;
+        for (int64_t c = 0; c < d; c++) to[c] = from[c] * model.embedding_scale;
+        if (model.positions) {
+            const int64_t tokens = batch.starts[row + 1] - batch.starts[row];
+            const float* at = model.positions + (batch.lengths[row] - tokens + i) * d;
+            for (int64_t c = 0; c < d; c++) to[c] += at[c];
+        }
+        if (model.n_orders) {
+            int64_t past[64];
+            const int64_t reach = model.orders[model.n_orders - 1] - 1;
+            past[0] = batch.ids[t];
+            for (int64_t back = 1; back <= reach; back++) past[back] = batch.before[t * reach + reach - back];
+            add_memory(model, past, to);
+        }
+        if (model.first_norm.kind) normalise(model.first_norm, to, d, to);
+    }
+
+    // Queries of a piece in place; its keys and values into the pages.
+    void turn_piece(const Layer& layer, const LayerCache& kept, const Piece& piece, int64_t kv) {
+        const Heads& h = layer.heads;
+        const Cache<T> cache{(T*)kept.k, (T*)kept.v, kept.page, kept.head, kept.position};
+        const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, start = batch.starts[piece.row];
+        const int64_t first = batch.lengths[piece.row] - (batch.starts[piece.row + 1] - start);
+        const int32_t* pages = kept.pages + piece.row * kept.pages_stride;
+        float key[1024];
+        for (int64_t i = piece.from; i < piece.to; i++) {
+            float* token = qkv + (start + i) * qkv_width;
+            for (int64_t head = kv * group; head < (kv + 1) * group; head++) {
+                float* q = token + head * hd;
+                Norm norm = layer.q_norm;
+                if (norm.gain) norm.gain += head * hd;
+                normalise(norm, q, hd, q);
+                turn(layer, first + i, q);
+            }
+            const float *k = token + (h.n_heads + kv) * hd, *v = k + h.n_kv_heads * hd;
+            memcpy(key, k, size_t(hd) * 4);
+            const int64_t at = cache.at(h, pages, kv, first + i);
+            if (layer.smear) {
+                T* raw = (T*)kept.raw;
+                if (first + i > 0) {  // k itself stays as it is: the next position reads it
+                    const T* before = raw + cache.at(h, pages, kv, first + i - 1);
+                    for (int64_t c = 0; c < hd; c++)
+                        key[c] += layer.smear[kv] * ((i > 0 ? k[c - qkv_width] : get(before + c)) - key[c]);
+                }
+                for (int64_t c = 0; c < hd; c++) put(raw + at + c, k[c]);
+            }
+            Norm norm = layer.k_norm;
+            if (norm.gain) norm.gain += kv * hd;
+            normalise(norm, key, hd, key);
+            turn(layer, first + i, key);
+            for (int64_t c = 0; c < hd; c++) put(cache.k + at + c, key[c]);
+            for (int64_t c = 0; c < hd; c++) put(cache.v + at + c, v[c]);
+        }
+    }
+
+    void attend_piece(const Layer& layer, const LayerCache& kept, const Piece& piece, int64_t kv, float* room) {
+        const Heads& h = layer.heads;
+        const Cache<T> cache{(T*)kept.k, (T*)kept.v, kept.page, kept.head, kept.position};
+        const int64_t hd = h.head_dim, group = h.n_heads / h.n_kv_heads, width = h.n_heads * hd;
+        const int64_t start = batch.starts[piece.row], tokens = batch.starts[piece.row + 1] - start;
+        const int64_t t = start + piece.from;
+        attend(h, cache, kept.pages + piece.row * kept.pages_stride, kv, batch.lengths[piece.row] - tokens + piece.from,
+               piece.to - piece.from, qkv + t * qkv_width + kv * group * hd, qkv_width, y + t * width + kv * group * hd,
+               width, room);
+    }
+
+    void operator()(Team& team, float* logits) {
+        const int64_t n = batch.n;
+        const Layer* layers = model.layers;
+        // Rows for the products that read a layer's first norm.
+        const auto ready_layer = [&](const Layer& layer, int64_t t) {
+            normalise(layer.mixer_norm, x + t * d, d, own(team));
+            ready_row(layer.qkv, step.input.rows(layer.qkv), t, own(team));
+            if (model.parallel) ready_row(layer.up, step.second.rows(layer.up), t, own(team));
+        };
+        // Adds a branch that has a norm of its own behind it.
+        const auto add_normed = [&](const Norm& after, int64_t t) {
+            if (!after.kind) return;
+            normalise(after, branch + t * d, d, branch + t * d);
+            for (int64_t c = 0; c < d; c++) x[t * d + c] += branch[t * d + c];
+        };
+        team.share(int64_t(step.pieces.size()), [&](int64_t p) {
+            const Piece& piece = step.pieces[size_t(p)];
+            for (int64_t i = piece.from; i < piece.to; i++) {
+                embed(piece.row, i);
+                ready_layer(layers[0], batch.starts[piece.row] + i);
+            }
+        });
+        for (int64_t l = 0; l < model.n_layers; l++) {
+            const Layer& layer = layers[l];
+            const LayerCache& kept = batch.caches[l];
+            const Heads& h = layer.heads;
+            qkv_width = layer.qkv.n;
+            product(team, layer.qkv, step.input.rows(layer.qkv), n, {PUT, qkv, qkv_width});
+            float* room = attention + team.id * attention_floats;
+            const int64_t tasks = int64_t(step.pieces.size()) * h.n_kv_heads;
+            const auto piece = [&](int64_t task) -> const Piece& { return step.pieces[size_t(task / h.n_kv_heads)]; };
+            if (step.split) team.share(tasks, [&](int64_t i) { turn_piece(layer, kept, piece(i), i % h.n_kv_heads); });
+            team.share(tasks, [&](int64_t i) {
+                if (!step.split) turn_piece(layer, kept, piece(i), i % h.n_kv_heads);
+                attend_piece(layer, kept, piece(i), i % h.n_kv_heads, room);
+            });
+            team.share(n, [&](int64_t t) { ready_row(layer.out, step.between.rows(layer.out), t, y + t * layer.out.k); });
+            product(team, layer.out, step.between.rows(layer.out), n,
+                    layer.mixer_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
+            if (!model.parallel)
+                team.share(n, [&](int64_t t) {
+                    add_normed(layer.mixer_after, t);
+                    normalise(layer.mlp_norm, x + t * d, d, own(team));
+                    ready_row(layer.up, step.second.rows(layer.up), t, own(team));
+                });
+            product(team, layer.up, step.second.rows(layer.up), n,
+                    {ACTIVATE, hidden, layer.down.k, ::Activation(layer.activation)});
+            team.share(n, [&](int64_t t) { ready_row(layer.down, step.between.rows(layer.down), t, hidden + t * layer.down.k); });
+            product(team, layer.down, step.between.rows(layer.down), n,
+                    layer.mlp_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
+            if (layer.mlp_after.kind || l + 1 < model.n_layers)
+                team.share(n, [&](int64_t t) {
+                    add_normed(layer.mlp_after, t);
+                    if (l + 1 < model.n_layers) ready_layer(layers[l + 1], t);
+                });
+        }
+        if (batch.hidden)
+            team.share(n, [&](int64_t t) { normalise(model.final_norm, x + t * d, d, batch.hidden + t * d); });
+        if (!batch.wanted) return;
+        team.share(batch.wanted, [&](int64_t i) {
+            normalise(model.final_norm, x + batch.which[i] * d, d, own(team));
+            ready_row(model.head, step.chosen.rows(model.head), i, own(team));
+        });
+        Target to{PUT, logits, model.vocab};
+        to.cap = model.logit_softcap;
+        product(team, model.head, step.chosen.rows(model.head), batch.wanted, to);
+    }
+};

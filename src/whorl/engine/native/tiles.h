@@ -1,0 +1,187 @@
+// Products of activations with packed weights: y[m, n] = x[m, k] w[n, k]^T, from one row to thousands.
+//
+// A weight is packed once, in the order in which it is read: blocks of 64 outputs, inside of a block k outermost. One row is
+// then one stream through memory, which the prefetcher follows; that is all that matters at m = 1, where every weight is used
+// once. With more rows, a tile of up to 6 rows by 64 outputs stays in registers (24 of 32 with AVX-512) while a block, which
+// fits the second-level cache, is gone through once for each tile: each weight loaded serves 6 rows, each activation 64
+// outputs (Goto & van de Geijn 2008, Anatomy of high-performance matrix multiplication, ACM TOMS 34(3), sec. 4 and 5).
+//
+//     kind      a block in memory                                  sums
+//     float32   [k][64] float                                      fused multiply-adds
+//     bfloat16  [k / 2][64][2] bf16                                pairs (vdpbf16ps), else widened, two multiply-adds
+//     int8      [k / 4][64][4] int8, a scale a group and output    fours (vpdpbusd), exact in int32 inside of a group
+//     int4      [k / 8][64][4] bytes of two, the same              fours, a byte's halves half a group apart
+//
+// Integers: w = scale * q, a bf16 scale for each output and group of k (q is rounded with the scale as kept). Activations
+// are rounded to int8 as they come, with one scale for each row and group. vpdpbusd multiplies unsigned by signed bytes:
+// for int8 the activations are moved up by 128, for int4 the weights by 8, and what that adds is taken away again: for
+// int8 128 times the sum of the weights (kept beside them), for int4 8 times the sum of the activations.
+//
+// Subtle: a row is summed in the same order whatever m is and wherever its tile begins, so its result does not depend on
+// the rows beside it, to the bit. A single accumulator for each output is enough even at m = 1: four independent chains of
+// 64 bytes a step are faster than any memory below the first-level cache.
+#pragma once
+
+#include "lanes.h"
+
+enum Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, INT4 = 3 };
+
+constexpr int BLOCK = 64;  // outputs
+constexpr int PANELS = BLOCK / WIDTH;
+#ifdef __AVX512F__
+constexpr int TILE = 6, SPAN = 4;  // rows and panels kept in registers
+#else
+constexpr int TILE = 4, SPAN = 1;
+#endif
+
+struct Matrix {
+    int32_t kind;
+    int32_t group;  // of k, for one scale; 0 for floats
+    int64_t n, k;
+    int64_t gated;   // [gate; up] of a gated MLP, see pack.h
+    void* data;
+    bf16* scales;    // [n / 64][groups][64]
+    int32_t* moved;  // int8: 128 times the sum of a group's weights, as scales
+    float* bias;     // [n] or null
+};
+
+INLINE int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit * unit; }
+INLINE int64_t blocks(const Matrix& w) {
+    return w.gated ? (w.n / 2 + BLOCK / 2 - 1) / (BLOCK / 2) : (w.n + BLOCK - 1) / BLOCK;
+}
+INLINE int64_t padded(const Matrix& w) { return round_up(w.k, w.group ? w.group : 2); }
+INLINE int64_t groups(const Matrix& w) { return w.group ? padded(w) / w.group : 0; }
+INLINE int64_t block_bytes(const Matrix& w) {
+    const int64_t k = padded(w) * BLOCK;
+    return w.kind == FLOAT32 ? 4 * k : w.kind == BFLOAT16 ? 2 * k : w.kind == INT8 ? k : k / 2;
+}
+
+// Rows made ready for a matrix.
+struct Rows {
+    int64_t stride;   // bytes from row to row
+    const char* data; // float, bf16 or int8, padded with 0
+    const float* scales;   // [m][groups]
+    const int32_t* sums;   // [m][groups], int4: 8 times the sum of a group
+};
+
+#ifdef __AVX512BF16__
+typedef bf16 BfActivation;
+#else
+typedef float BfActivation;  // no instruction for pairs: activations need not be rounded
+#endif
+
+INLINE int64_t activation_bytes(const Matrix& w) {
+    return w.kind == FLOAT32 ? 4 : w.kind == BFLOAT16 ? int64_t(sizeof(BfActivation)) : 1;
+}
+
+// Four products of unsigned and signed bytes, added to each of 16 sums.
+INLINE Ints dot4(Ints sum, Ints u, Ints s) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)u, (__m512i)s);
+#else
+    for (int i = 0; i < 4; i++)
+        sum += (Ints)(((Bits)u >> (8 * i)) & 0xffu) * ((s << (24 - 8 * i)) >> 24);
+    return sum;
+#endif
+}
+
+template <int M, int P>
+INLINE void clear(Lanes (&acc)[M][P]) {
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int p = 0; p < P; p++) acc[m][p] = Lanes{};
+}
+
+// M rows by P panels of a block -> out[M][64].
+template <int M, int P>
+INLINE void tile_float32(const Matrix& w, const char* block, const Rows& x, int64_t row, float* out) {
+    const float* weights = (const float*)block;
+    const float* rows[M];
+    UNROLL for (int m = 0; m < M; m++) rows[m] = (const float*)(x.data + (row + m) * x.stride);
+    Lanes acc[M][P];
+    clear(acc);
+    for (int64_t k = 0; k < padded(w); k++, weights += BLOCK) {
+        __builtin_prefetch(weights + 1024);
+        Lanes wide[P];
+        UNROLL for (int p = 0; p < P; p++) wide[p] = load_lanes(weights + p * WIDTH);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int p = 0; p < P; p++) acc[m][p] += wide[p] * rows[m][k];
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int p = 0; p < P; p++) store(out + m * BLOCK + p * WIDTH, acc[m][p]);
+}
+
+template <int M, int P>
+INLINE void tile_bfloat16(const Matrix& w, const char* block, const Rows& x, int64_t row, float* out) {
+    const char* weights = block;
+    const BfActivation* rows[M];
+    UNROLL for (int m = 0; m < M; m++) rows[m] = (const BfActivation*)(x.data + (row + m) * x.stride);
+    Lanes acc[M][P];
+    clear(acc);
+    for (int64_t k = 0; k < padded(w); k += 2, weights += 4 * BLOCK) {
+        UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(weights + 4096 + 64 * p);
+        Bits pairs[P];
+        UNROLL for (int p = 0; p < P; p++) pairs[p] = load<Bits>(weights + 64 * p);
+        UNROLL for (int m = 0; m < M; m++) {
+#ifdef __AVX512BF16__
+            int32_t pair;
+            memcpy(&pair, rows[m] + k, 4);
+            const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+            UNROLL for (int p = 0; p < P; p++)
+                acc[m][p] = (Lanes)_mm512_dpbf16_ps((__m512)acc[m][p], (__m512bh)pairs[p], both);
+#else
+            UNROLL for (int p = 0; p < P; p++) {
+                acc[m][p] += as_lanes(pairs[p] << 16) * rows[m][k];
+                acc[m][p] += as_lanes(pairs[p] & 0xffff0000u) * rows[m][k + 1];
+            }
+#endif
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int p = 0; p < P; p++) store(out + m * BLOCK + p * WIDTH, acc[m][p]);
+}
+
+// `scales` and `moved` point at this block's, first panel.
+template <int M, int P, bool HALF>
+INLINE void tile_integer(const Matrix& w, const char* block, const bf16* scales, const int32_t* moved, const Rows& x,
+                         int64_t row, float* out) {
+    const int64_t n_groups = groups(w);
+    const char* weights = block;
+    const char* rows[M];
+    UNROLL for (int m = 0; m < M; m++) rows[m] = x.data + (row + m) * x.stride;
+    Lanes acc[M][P];
+    clear(acc);
+    for (int64_t g = 0; g < n_groups; g++) {
+        Ints sum[M][P];
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int p = 0; p < P; p++)
+                sum[m][p] = HALF ? all_ints(-x.sums[(row + m) * n_groups + g])
+                                 : -load<Ints>(moved + g * BLOCK + p * WIDTH);
+        const int64_t first = g * w.group, half = w.group / 2;
+        for (int64_t k = 0; k < (HALF ? half : int64_t(w.group)); k += 4, weights += 4 * BLOCK) {
+            UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(weights + 4096 + 64 * p);
+            Ints bytes[P];
+            UNROLL for (int p = 0; p < P; p++) bytes[p] = load<Ints>(weights + 64 * p);
+            UNROLL for (int m = 0; m < M; m++) {
+                int32_t four;
+                memcpy(&four, rows[m] + first + k, 4);
+                if (HALF) {
+                    int32_t later;
+                    memcpy(&later, rows[m] + first + half + k, 4);
+                    UNROLL for (int p = 0; p < P; p++) {
+                        sum[m][p] = dot4(sum[m][p], bytes[p] & 0x0f0f0f0f, all_ints(four));
+                        sum[m][p] = dot4(sum[m][p], (bytes[p] >> 4) & 0x0f0f0f0f, all_ints(later));
+                    }
+                } else {
+                    UNROLL for (int p = 0; p < P; p++) sum[m][p] = dot4(sum[m][p], all_ints(four), bytes[p]);
+                }
+            }
+        }
+        UNROLL for (int p = 0; p < P; p++) {
+            const Lanes scale = load_lanes(scales + g * BLOCK + p * WIDTH);
+            UNROLL for (int m = 0; m < M; m++)
+                acc[m][p] += __builtin_convertvector(sum[m][p], Lanes) * (scale * x.scales[(row + m) * n_groups + g]);
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int p = 0; p < P; p++) store(out + m * BLOCK + p * WIDTH, acc[m][p]);
+}

@@ -1,0 +1,228 @@
+"""A model of the house as the native step takes it: its matrices packed, its vectors in fp32, its shape in structures.
+
+The native step knows dense decoders: `Decoder`, and a `Transformer` of attention with heads and dense MLPs, with all that
+`nn/attention/heads.py` and `nn/mlp.py` vary but what `unsupported` names. Those go on by torch.
+
+Queries, keys and values are one matrix here, so one product makes all three. Vectors (gains, biases, shares) are copies in
+fp32; the embedding is not copied, it is read where the model has it. `refresh` packs anew, in place, after the weights of
+the model have changed: addresses stay as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whorl.engine.native import layout
+from whorl.models import Decoder, LanguageModel, Transformer
+from whorl.models.transformer_config import Heads
+from whorl.nn.linear import Linear
+from whorl.nn.ngram import NGramMemory
+from whorl.nn.norm import EPS, LayerNorm, RMSNorm
+from whorl.nn.rotary import Rotary
+
+RMS, LAYER = 1, 2  # of NormKind in model.h
+WIDEST_HEAD, FURTHEST_NGRAM = 1024, 32  # sizes of arrays in step.h
+
+Source = Callable[[], Tensor | None]
+
+
+def unsupported(model: LanguageModel) -> str | None:
+    """Why the native step cannot run this model; None if it can."""
+    if model.embedding.device.type != "cpu":
+        return f"the model is on {model.embedding.device.type}"
+    if any(isinstance(m, Linear) and m.product is not None for m in model.modules()):
+        return "its products are replaced (fp8)"
+    if isinstance(model, Decoder):
+        c = model.config
+        if model.memory is not None and not isinstance(model.memory, NGramMemory):
+            return "its n-gram memory is kept in few bits"
+        if len(c.ngram_orders) > layout.ORDERS or max(c.ngram_orders, default=0) > FURTHEST_NGRAM:
+            return f"n-grams of orders {c.ngram_orders}"
+        return f"head_dim is {c.head_dim}" if c.head_dim > WIDEST_HEAD else None
+    if not isinstance(model, Transformer):
+        return f"a {type(model).__name__} is no dense decoder"
+    t = model.config
+    if t.experts is not None:
+        return "a mixture of experts"
+    if t.post_norm:
+        return "norms behind the sums (post_norm)"
+    if t.share_keys > 1:
+        return "keys shared between layers (share_keys)"
+    for mixer in t.layer_mixers():
+        if not isinstance(mixer, Heads):
+            return f"a {mixer.kind} layer"
+        for name in ("stride", "block", "alibi"):
+            if getattr(mixer, name):
+                return f"attention with {name}"
+        if mixer.head_dim > WIDEST_HEAD:
+            return f"head_dim is {mixer.head_dim}"
+    return None
+
+
+class Weights:
+    """`model` packed; see the top of this file.
+
+    Args:
+        kind, group: of every matrix (`layout.matrix`).
+        page_size: of the cache.
+        threads: to pack with.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        model: LanguageModel,
+        kind: str,
+        group: int | None,
+        page_size: int,
+        threads: int,
+        room: int = 0,
+    ) -> None:
+        self.room = room
+        self.library, self.model, self.kind, self.group = library, model, kind, group
+        self.page_size, self.threads = page_size, threads
+        self._vectors: list[tuple[Tensor, Source]] = []
+        self._matrices: list[tuple[layout.Matrix, Source]] = []
+        self.rotaries: dict[int, tuple[Rotary, list[layout.Layer]]] = {}
+        self._blocks: list[Any] = list(model.blocks)
+        self.layers = (layout.Layer * len(self._blocks))()
+        self.struct = layout.Model()
+        with torch.no_grad():
+            for block, layer in zip(self._blocks, self.layers, strict=True):
+                if isinstance(model, Decoder):
+                    self._decoder_layer(block, layer)
+                else:
+                    self._transformer_layer(block, layer)
+            self._whole()
+            self.arena = layout.Arena(library, [m for m, _ in self._matrices])
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Takes the model's weights as they are now."""
+        with torch.no_grad():
+            for kept, source in self._vectors:
+                value = source()
+                assert value is not None
+                kept.copy_(value.reshape(kept.shape))
+            for matrix, source in self._matrices:
+                value = source()
+                assert value is not None
+                dense = value.float().contiguous()
+                self.library.whorl_pack(ctypes.byref(matrix), dense.data_ptr(), self.threads)
+            self._tables()
+
+    # -- the parts -----------------------------------------------------------------------------------------------------
+
+    def _vector(self, source: Source) -> int | None:
+        """The address of a copy of what `source` gives, which `refresh` renews."""
+        value = source()
+        if value is None:
+            return None
+        kept = value.detach().float().clone().contiguous()
+        self._vectors.append((kept, source))
+        return kept.data_ptr()
+
+    def _set_matrix(
+        self, to: layout.Matrix, source: Source, bias: Source = lambda: None, gated: bool = False
+    ) -> layout.Matrix:
+        """Makes `to` (a part of a structure) the matrix that `source` gives, [n, k]."""
+        value = source()
+        assert value is not None
+        n, k = value.shape
+        made = layout.matrix(self.kind, self.group, n, k, gated)
+        ctypes.memmove(ctypes.byref(to), ctypes.byref(made), ctypes.sizeof(made))
+        to.bias = self._vector(bias)
+        self._matrices.append((to, source))
+        return to
+
+    def _norm(self, module: nn.Module, heads: int = 1) -> layout.Norm:
+        """heads: how many times the gain is repeated, one head after another."""
+        if isinstance(module, RMSNorm):
+            offset = module.offset
+            return layout.Norm(
+                self._vector(lambda: (module.weight + offset).repeat(heads)), None, module.eps, RMS
+            )
+        if isinstance(module, LayerNorm):
+            bias = module.bias
+            gain = self._vector(lambda: module.weight)
+            return layout.Norm(gain, self._vector(lambda: bias), module.eps, LAYER)
+        return layout.Norm()
+
+    def _transformer_layer(self, block: Any, layer: layout.Layer) -> None:
+        a, mlp = block.mixer, block.mlp
+        layer.mixer_norm, layer.mixer_after = self._norm(block.mixer_norm), self._norm(block.mixer_after)
+        layer.mlp_norm, layer.mlp_after = self._norm(block.mlp_norm), self._norm(block.mlp_after)
+        parts = a.q, a.k, a.v
+        biases: Source = lambda: None if a.q.bias is None else torch.cat([p.bias for p in parts])  # noqa: E731
+        self._set_matrix(layer.qkv, lambda: torch.cat([p.weight for p in parts]), biases)
+        self._set_matrix(layer.out, lambda: a.out.weight, lambda: a.out.bias)
+        self._mlp(mlp, layer)
+        scale = a.head_dim**-0.5 if a.scale is None else a.scale
+        layer.heads = layout.Heads(
+            a.n_heads, a.n_kv_heads, a.head_dim, self.page_size, a.mask.window or 0, scale, a.softcap or 0.0,
+            self._vector(lambda: a.sink),
+        )  # fmt: skip
+        if a.q_norm is not None:
+            layer.q_norm, layer.k_norm = self._norm(a.q_norm, a.n_heads), self._norm(a.k_norm, a.n_kv_heads)
+        layer.smear = self._vector(lambda: None if a.smear is None else torch.sigmoid(a.smear.share))
+        if a.rotary is not None:
+            self._rotary(a.rotary, layer)
+
+    def _decoder_layer(self, block: Any, layer: layout.Layer) -> None:
+        a = block.attention
+        layer.mixer_norm, layer.mlp_norm = self._norm(block.attention_norm), self._norm(block.mlp_norm)
+        self._set_matrix(layer.qkv, lambda: a.qkv.weight)
+        self._set_matrix(layer.out, lambda: a.out.weight)
+        self._mlp(block.mlp, layer)
+        # Its temperature is the gain of the queries' norm, and takes the place of a scale.
+        layer.heads = layout.Heads(a.n_heads, a.n_kv_heads, a.head_dim, self.page_size, 0, 1.0, 0.0, None)
+        gain = self._vector(lambda: a.temperature.expand(-1, a.head_dim))
+        layer.q_norm, layer.k_norm = layout.Norm(gain, None, EPS, RMS), layout.Norm(None, None, EPS, RMS)
+        layer.smear = self._vector(lambda: None if a.smear is None else torch.sigmoid(a.smear))
+        assert isinstance(self.model, Decoder)
+        self._rotary(self.model.rotary_of(self.room), layer)
+
+    def _mlp(self, mlp: Any, layer: layout.Layer) -> None:
+        layer.activation = layout.ACTIVATIONS[mlp.kind]
+        gated = mlp.kind in ("swiglu", "geglu")
+        self._set_matrix(layer.up, lambda: mlp.up.weight, lambda: mlp.up.bias, gated)
+        self._set_matrix(layer.down, lambda: mlp.down.weight, lambda: mlp.down.bias)
+
+    def _rotary(self, rotary: Rotary, layer: layout.Layer) -> None:
+        layer.rotary_dim, layer.interleaved = rotary.rotary_dim, int(rotary.layout == "interleaved")
+        self.rotaries.setdefault(id(rotary), (rotary, []))[1].append(layer)
+
+    def _whole(self) -> None:
+        """What is there once in a model."""
+        model, c, to = self.model, self.model.config, self.struct
+        to.vocab, to.d_model, to.n_layers = c.vocab_size, c.d_model, len(self._blocks)
+        to.logit_softcap, to.embedding_scale = model.logit_softcap or 0.0, 1.0
+        to.final_norm = self._norm(model.final_norm)  # type: ignore[arg-type]
+        to.layers = ctypes.addressof(self.layers)
+        if isinstance(model, Decoder):
+            to.first_norm = self._norm(model.embedding_norm)
+            to.n_orders = len(c.ngram_orders)
+            to.orders[: to.n_orders] = c.ngram_orders
+            to.buckets = c.ngram_buckets
+        else:
+            to.embedding_scale = float(torch.tensor(c.embedding_scale, dtype=model.dtype))
+            to.parallel = int(c.parallel)
+        self._set_matrix(to.head, lambda: model.head_weight)
+
+    def _tables(self) -> None:
+        """Where the tables of ids and positions are now."""
+        model, to = self.model, self.struct
+        self._held = [t for t in (model.embedding, getattr(model, "positions", None)) if t is not None]
+        if isinstance(model, Decoder) and model.memory is not None:
+            self._held += list(model.memory.tables)
+        held = self._held = [t.detach().float().contiguous() for t in self._held]  # no copy of what is fp32
+        to.embedding = held[0].data_ptr()
+        if isinstance(model, Decoder):
+            to.tables[: to.n_orders] = [t.data_ptr() for t in held[1:]]
+        elif len(held) > 1:
+            to.positions = held[1].data_ptr()

@@ -1,0 +1,268 @@
+"""What may be asked, field by field: OpenAI's parameters with their meaning and limits, and a few of ours.
+
+Every model here forbids what it does not know, and reads strictly ("3" is no number): a misspelt parameter that is
+silently ignored costs its user an afternoon. Parameters that OpenAI has and we do not implement are absent, so that
+they are refused by name, unless they cannot matter to the answer (`user`, `metadata`, `safety_identifier`,
+`prompt_cache_key`).
+
+Ours, beside the standard ones: top_k, min_p, repetition_penalty (as other servers call them), regex and grammar (what the
+output must be), priority (lower is served first), ignore_eos (for benchmarks), heal (docs/tokens.md; completions only).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Ids = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Text = Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class Strict(BaseModel):
+    """Knows its fields, and takes no type for another."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    include_obfuscation: bool = (
+        False  # accepted: padding against eavesdroppers, which is the proxy's business here
+    )
+
+
+class Common(Strict):
+    """How to sample; the same for completions and chat."""
+
+    model: str = Field(min_length=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=1 << 31, description="0 or -1 keep all")
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=1024)
+    seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
+    n: int | None = Field(default=None, ge=1)
+    stop: Text | list[Text] | None = Field(default=None, union_mode="left_to_right")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    regex: str | None = Field(default=None, max_length=65536, description="what the whole output must match")
+    grammar: str | None = Field(default=None, max_length=65536, description="in Lark's notation")
+    priority: int | None = Field(default=None, ge=-1000, le=1000)
+    ignore_eos: bool | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Common:
+        if isinstance(self.stop, list) and len(self.stop) > 16:
+            raise ValueError("stop: at most 16 texts")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream")
+        return self
+
+
+class CompletionRequest(Common):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | Ids | list[Ids]
+    max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
+    best_of: int | None = Field(default=None, ge=1)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    heal: bool | None = None
+
+
+class TextPart(Strict):
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class FunctionCall(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One turn. Content is text, or parts that are all text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    # What the client library writes into the answers that people hand back:
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text or part.refusal or "" for part in self.content)
+        return self.content or ""
+
+
+class Function(Strict):
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Strict):
+    name: str
+
+
+class ToolChoice(Strict):
+    type: Literal["function"]
+    function: Named
+
+
+class JsonSchema(Strict):
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    name: str
+    schema_: dict[str, Any] = Field(alias="schema", default_factory=dict)
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema comes with the type 'json_schema', and only with it")
+        return self
+
+
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _chat(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs")
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise ValueError("tools: two have the same name")
+        if self.tool_choice in ("required",) and not names:
+            raise ValueError("tool_choice: there are no tools")
+        if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
+            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name!r}")
+        return self
+
+
+class InputItem(Strict):
+    """One item of a response's input: a message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class TextFormat(Strict):
+    model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(alias="schema", default=None)
+    strict: bool | None = None
+    description: str | None = None
+
+
+class TextSettings(Strict):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesRequest(Strict):
+    """POST /v1/responses, its plain part: text in, text out, nothing stored."""
+
+    model: str = Field(min_length=1)
+    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stream: bool | None = None
+    text: TextSettings | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    store: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class EmbeddingsRequest(Strict):
+    """POST /v1/embeddings."""
+
+    model: str = Field(min_length=1)
+    input: str | list[str] | Ids | list[Ids]
+    encoding_format: Literal["float", "base64"] | None = None
+    user: str | None = None
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize: of a text, or of a conversation with the template's tokens."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Ids

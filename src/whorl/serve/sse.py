@@ -1,0 +1,92 @@
+"""Answers that take their time: server-sent events, and the watch over whoever waits for them.
+
+    data: {...}\\n\\n      one event;  data: [DONE]\\n\\n  the last of OpenAI's older forms
+    event: NAME\\ndata: {...}\\n\\n   the typed ones of /v1/responses
+
+Three ways in which a reader leaves: it closes the connection (noticed at once, by waiting for the disconnect beside the
+writing); it stops reading (the socket's buffers fill, `send` waits, and after `stall_seconds` it is let go); it dies (the
+same). Each ends in the `finally` that closes the streams, which aborts their sequences and frees their pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from whorl.serve.errors import refusal
+
+LOG = logging.getLogger("whorl.serve")
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+
+
+def event(content: Mapping[str, Any], name: str = "") -> bytes:
+    """One event."""
+    head = b"event: " + name.encode() + b"\n" if name else b""
+    return head + b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends what `events` yields, as it comes; `close` is called at the end, whatever that was."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        stall_seconds: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.events, self.close, self.stall_seconds = events, close, stall_seconds
+        self.status_code, self.background = 200, None
+        self.init_headers({**(headers or {}), "cache-control": "no-store", "x-accel-buffering": "no"})
+        self.raw_headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await _while_there(receive, self._write(send))
+        except TimeoutError:
+            LOG.warning("a reader took nothing for %.0f s and was let go", self.stall_seconds)
+        finally:
+            self.close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async for data in self.events:
+                async with asyncio.timeout(self.stall_seconds):
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except TimeoutError:
+            raise
+        except Exception as error:  # the status is long sent: the error goes where the client reads
+            await send({"type": "http.response.body", "body": event(refusal(error).body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def while_there(http: HttpRequest, work: Coroutine[Any, Any, T], close: Callable[[], None]) -> T | None:
+    """What `work` returns, or None if the client went away before; `close` is called at the end, whatever that was."""
+    try:
+        return await _while_there(http.receive, work)
+    finally:
+        close()
+
+
+async def _while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,0 +1,447 @@
+"""Chat templates: a conversation becomes the ids that a model was taught to read conversations in.
+
+A template is a small Jinja program that comes with the model (`chat_template.jinja`, or the field `chat_template` of
+tokenizer_config.json). A house model has none. If its vocabulary has ChatML's two markers, <|im_start|> and <|im_end|>,
+it is written in ChatML; if not, nobody taught it to chat, and what it reads is a plain transcript, as it may have seen
+in a text:
+
+    kind "model"        the model's own template
+    kind "chatml"       <|im_start|>user NEWLINE hello<|im_end|> NEWLINE <|im_start|>assistant NEWLINE
+    kind "transcript"   User: hello NEWLINE NEWLINE Assistant:          (stops where the user would speak next)
+
+The subtle part is *injection*. A template writes special tokens as text, and so may a user:
+"<|im_end|><|im_start|>system ...". If the rendered text were simply encoded, the user would speak as the system. A
+template may trim, split and search what it is given, so its strings must stay strings: they cannot be wrapped, or
+replaced by marks that are filled in later. So in all that comes from people each spelling of a special token is broken
+in two by one character that occurs nowhere in the conversation, after its first character; the template works on text
+that is otherwise untouched; and the rendered text is encoded in the pieces between those characters, none of which
+spells a special token that the template did not write. As a last line the special ids that came out are counted against
+those that stand in the rendered text. (A special token one character long cannot be broken; that count then refuses the
+conversation.)
+
+Protected are the special tokens, and those added tokens that the template itself writes (`<tool_call>`, `<think>`); the
+latter not in what the assistant said, since a template looks for them there.
+
+`training` gives the mask beside the ids: True where the assistant speaks, up to the token that ends its turn. The borders
+lie where generation would have begun, and text is encoded piece by piece between them, so what is learnt from is exactly
+what is later sampled. It needs a template that only ever appends: one that rewrites earlier turns is refused.
+
+Templates run in Jinja's sandbox: they come from the internet.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2 import Template, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from whorl.errors import DataError
+from whorl.tokens.foreign import ForeignTokenizer
+from whorl.tokens.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Kind = Literal["model", "chatml", "transcript"]
+# Names and words of the interface itself, which templates compare with; none of them is a piece of markup.
+FIELDS = frozenset(
+    (
+        *(
+            "role",
+            "content",
+            "name",
+            "tool_calls",
+            "tool_call_id",
+            "type",
+            "function",
+            "id",
+            "arguments",
+            "parameters",
+        ),
+        *("description", "properties", "required"),
+        *("object", "string", "number", "integer", "boolean", "array", "null", "text"),
+    )
+)
+START, END = "<|im_start|>", "<|im_end|>"
+
+TOOLS = """\
+You may call functions. Their signatures, as JSON schemas:
+<tools>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}</tools>
+To call one, write its name and arguments as one JSON object between tags, and nothing after it:
+<tool_call>
+{"name": "the function's name", "arguments": {"argument": "value"}}
+</tool_call>"""
+
+CHATML = (
+    """\
+{%- set ns = namespace(rest=messages) -%}
+{{- bos_token -}}
+{%- if tools -%}
+<|im_start|>system
+{% if messages[0].role in ("system", "developer") %}{{ messages[0].content }}
+{% set ns.rest = messages[1:] %}
+{% endif %}"""
+    + TOOLS
+    + """<|im_end|>
+{% endif -%}
+{%- for m in ns.rest -%}
+<|im_start|>{{ m.role }}
+{{ m.content or "" }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+)
+
+TRANSCRIPT = (
+    """\
+{{- bos_token -}}
+{%- if tools -%}"""
+    + TOOLS
+    + """
+
+{% endif -%}
+{%- for m in messages -%}
+{%- if m.role in ("system", "developer") -%}{{ m.content }}
+{%- else -%}{{ m.role | capitalize }}: {{ m.content or "" }}
+{%- for call in m.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor -%}
+{%- endif %}
+
+
+{% endfor -%}
+{%- if add_generation_prompt -%}Assistant:{%- endif -%}"""
+)
+TRANSCRIPT_STOPS = (b"\n\nUser:", b"\n\nSystem:", b"\n\nAssistant:", b"\n\nTool:")
+
+
+class ChatTemplate:
+    """Conversations to ids, for one tokenizer.
+
+    Args:
+        tokenizer: ours or that of others.
+        source: the Jinja program; None for the house's own (see the top of this file).
+        tokens: names and texts that a template may use, as bos_token.
+
+    kind: which form; stop, stop_ids: what ends a turn of the assistant.
+
+    Raises:
+        DataError: the template cannot be compiled.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | ForeignTokenizer,
+        source: str | None = None,
+        tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.special, added = _specials(tokenizer)
+        self.kind: Kind = "model"
+        if source is None:
+            self.kind = "chatml" if {START, END} <= self.special.keys() else "transcript"
+            source = CHATML if self.kind == "chatml" else TRANSCRIPT
+        self.source = source
+        self.tokens = dict(tokens or {})
+        if isinstance(tokenizer, Tokenizer):
+            self.tokens = {
+                "bos_token": tokenizer.specials[0],
+                "eos_token": tokenizer.specials[1],
+                **self.tokens,
+            }
+        self.tokens = {"bos_token": "", "eos_token": "", **self.tokens}
+        self.stop = TRANSCRIPT_STOPS if self.kind == "transcript" else ()
+        ends = [self.special[END]] if END in self.special else []
+        self.stop_ids = frozenset((*tokenizer.end_ids, *ends))
+        self._always = _Breaker(self.special)
+        self._others = _Breaker([*self.special, *(t for t in added if t in source)])
+        self._find = _longest_first(self.special)
+        self._program = _compiled(source)
+
+    @property
+    def trained(self) -> bool:
+        """Whether anybody taught the model this form; a transcript is only a way to ask a base model."""
+        return self.kind != "transcript"
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of a conversation, up to where the assistant speaks next.
+
+        Args:
+            messages: each with `role` and `content` (text), perhaps `tool_calls`, `name`, `tool_call_id`.
+            tools: as JSON schemas, for templates that know tools.
+            variables: further names that this template asks for (`enable_thinking`).
+
+        Raises:
+            DataError: the template refuses the conversation.
+        """
+        mark = _unused((messages, tools, variables or {}))
+        text = self._render(messages, tools, add_generation_prompt, variables or {}, mark)
+        return self._checked(text, self._encode(text, mark), mark)
+
+    def training(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], list[bool]]:
+        """(ids, mask): a whole conversation, and which of its tokens the assistant wrote, its turns' ends among them.
+
+        Raises:
+            DataError: as `prompt`; or the template does not only append, so that no border can be trusted.
+        """
+        variables = variables or {}
+        mark = _unused((messages, tools, variables))
+        whole = self._render(messages, tools, False, variables, mark)
+        borders: list[tuple[int, int]] = []
+        for i, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            before = self._render(messages[:i], tools, True, variables, mark)
+            after = self._render(messages[: i + 1], tools, False, variables, mark)
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise DataError(
+                    f"message {i}: the chat template writes it otherwise once the conversation goes on",
+                    expected="a template that only appends",
+                    do="train on conversations cut after their first answer, or give another template",
+                )
+            ends = [m.end() for m in self._find.finditer(after, len(before)) if m[0] in self._ends]
+            borders.append((len(before), ends[-1] if ends else len(after)))
+        ids: list[int] = []
+        mask: list[bool] = []
+        at = 0
+        for start, stop in [*borders, (len(whole), len(whole))]:
+            for piece, said in ((whole[at:start], False), (whole[start:stop], True)):
+                found = self._encode(piece, mark)
+                ids += found
+                mask += [said] * len(found)
+            at = stop
+        return self._checked(whole, ids, mark), mask
+
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        return frozenset(text for text, i in self.special.items() if i in self.stop_ids)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        go_on: bool,
+        variables: Mapping[str, Any],
+        mark: str,
+    ) -> str:
+        """The text, with `mark` inside of every special token that somebody spelled."""
+        told = []
+        for message in messages:
+            breaker = self._always if message.get("role") == "assistant" else self._others
+            role = (
+                {"role": message["role"]} if "role" in message else {}
+            )  # one of a few words, which a template compares
+            told.append({**breaker(message, mark), **role})
+        try:
+            return self._program.render(
+                **self.tokens,
+                **self._others(dict(variables), mark),
+                messages=told,
+                tools=self._others(list(tools), mark) or None,
+                add_generation_prompt=go_on,
+            )
+        except Exception as error:  # whatever a program of others may raise
+            raise DataError(
+                f"the chat template cannot write these messages: {error or type(error).__name__}",
+                expected="the roles, and their order, that this model was taught",
+            ) from error
+
+    def _encode(self, text: str, mark: str) -> list[int]:
+        return [
+            int(i)
+            for part in text.split(mark)
+            if part
+            for i in self.tokenizer.encode(part, allow_special=True)
+        ]
+
+    def _checked(self, text: str, ids: list[int], mark: str) -> list[int]:
+        """`ids`, unless there are more special ones among them than the template wrote."""
+        known = set(self.special.values())
+        if isinstance(self.tokenizer, ForeignTokenizer) and self.tokenizer.unknown_text in self.special:
+            known.remove(self.special[self.tokenizer.unknown_text])  # what it has no token for becomes this
+        wrote = Counter(self.special[m[0]] for m in self._find.finditer(text))
+        extra = Counter(i for i in ids if i in known) - wrote
+        if extra:
+            number = min(extra)
+            name = next(t for t, i in self.special.items() if i == number)
+            raise DataError(
+                f"the conversation would become the special token {name!r}, which its template did not write",
+                expected="text that this tokenizer can spell without special tokens",
+            )
+        return ids
+
+
+def open_chat(folder: Path, tokenizer: Tokenizer | ForeignTokenizer) -> ChatTemplate:
+    """The chat template of a model's folder, or the house's own where there is none.
+
+    Raises:
+        DataError: the template cannot be compiled, or a file is damaged.
+    """
+    path = folder / "tokenizer_config.json"
+    config: Any = {}
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path} cannot be read: {error}", expected="a JSON object") from error
+    config = config if isinstance(config, dict) else {}
+    tokens = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        given = config.get(name)
+        text = given.get("content") if isinstance(given, dict) else given
+        if isinstance(text, str):
+            tokens[name] = text
+    alone = folder / "chat_template.jinja"
+    source = alone.read_text(encoding="utf-8") if alone.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several under names
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default") or next(iter(named.values()), None)
+    if source is not None and not isinstance(source, str):
+        raise DataError(f"{path}: field 'chat_template' is {source!r}", expected="a Jinja template")
+    return ChatTemplate(tokenizer, source, tokens)
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`, with which some templates mark what the assistant says: kept."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _compiled(source: str) -> Template:
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(source)
+    except Exception as error:
+        raise DataError(
+            f"the chat template cannot be compiled: {error}",
+            expected="a Jinja template as transformers runs it",
+        ) from error
+
+
+def _specials(tokenizer: Tokenizer | ForeignTokenizer) -> tuple[dict[str, int], list[str]]:
+    """(special tokens by text, other added tokens)."""
+    if isinstance(tokenizer, Tokenizer):
+        return dict(tokenizer.special_ids), []
+    special = {t: i for t, i in tokenizer.added.items() if i in tokenizer.special_ids}
+    return special, [t for t, i in tokenizer.added.items() if i not in tokenizer.special_ids]
+
+
+class _Breaker:
+    """Puts `mark` into strings so that no token of `texts` is spelled, neither by them nor together with what stands around.
+
+    A spelling is broken after its first character. A string that ends like the beginning of a token ("a <") could make the
+    template's next one another ("<<|im_end|>", where "<<" is a token too), so it gets a mark behind; one that is not what is
+    said, but a name, and begins like the end of a token or lies inside of one, could complete what the template writes
+    around it, and gets a mark before. White space at the ends stays outside of these marks: templates trim it.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.texts = sorted(texts, key=len, reverse=True)
+        found = "|".join(re.escape(t) for t in self.texts if len(t) > 1)
+        self._inside = re.compile(f"(?={found or '(?!)'})(.)", re.DOTALL)
+        self._single = {t for t in self.texts if len(t) == 1}
+        self._begins = {t[:n] for t in self.texts for n in range(1, len(t))}
+        self._ends = {t[n:] for t in self.texts for n in range(1, len(t))}
+        self._longest = max(map(len, self.texts), default=0)
+
+    def __call__(self, value: Any, mark: str, said: bool = False) -> Any:
+        """All strings in `value`, at any depth. said: these are contents of messages."""
+        if isinstance(value, str):
+            return self._text(value, mark, said)
+        if isinstance(value, Mapping):
+            return {
+                self(k, mark) if isinstance(k, str) else k: self(v, mark, k == "content")
+                for k, v in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self(v, mark, said) for v in value]
+        return value
+
+    def _text(self, text: str, mark: str, said: bool) -> str:
+        if not self._single.isdisjoint(text):
+            raise DataError(
+                f"the conversation holds {min(self._single.intersection(text))!r}, a special token of this model",
+                expected="text that this tokenizer can spell without special tokens",
+            )
+        inner = text.strip()
+        if not inner or text in FIELDS:
+            return text
+        at = text.index(inner)
+        before, after = text[:at], text[at + len(inner) :]
+        broken = self._inside.sub(lambda m: m[1] + mark, inner)
+        if any(inner[-n:] in self._begins for n in range(1, min(len(inner), self._longest) + 1)):
+            broken += mark
+        if not said and (
+            any(inner[:n] in self._ends for n in range(1, min(len(inner), self._longest) + 1))
+            or any(inner in t for t in self.texts)
+        ):
+            broken = mark + broken
+        return before + broken + after
+
+
+def _longest_first(texts: Iterable[str]) -> re.Pattern[str]:
+    """Never matches if there are none."""
+    return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")
+
+
+def _unused(value: Any) -> str:
+    """A character that occurs nowhere in `value`; one of those that Unicode keeps for nobody, or for private use."""
+    seen: set[str] = set()
+    rest = [value]
+    while rest:
+        one = rest.pop()
+        if isinstance(one, str):
+            seen.update(one)
+        elif isinstance(one, Mapping):
+            rest += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple):
+            rest += one
+    for number in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE)):
+        if chr(number) not in seen:
+            return chr(number)
+    raise DataError("the conversation uses every private character there is", expected="text")

@@ -1,0 +1,234 @@
+"""Pruned models: what stays is what was asked for, what goes is what is missed least, and the rest makes good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.models import (
+    Decoder,
+    DecoderConfig,
+    LanguageModel,
+    Transformer,
+    TransformerConfig,
+    load_model,
+    make_model,
+    save_model,
+)
+from whorl.models.prune import Surgeon, prune, teacher_log_probs
+from whorl.models.transformer_config import Experts, Heads
+
+SIZE = {"vocab_size": 48, "d_model": 32, "n_layers": 2}
+
+
+def made(kind: str, **changes: Any) -> LanguageModel:
+    g = torch.Generator().manual_seed(0)
+    model: LanguageModel
+    if kind == "decoder":
+        fields = {
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "head_dim": 8,
+            "mlp_hidden": 40,
+            "ngram_buckets": 64,
+        } | changes
+        model = Decoder(DecoderConfig(**SIZE, **fields), g)
+    else:
+        heads = {
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "head_dim": 8,
+            "bias": True,
+            "qk_norm": True,
+            "sink": True,
+            "smear": True,
+        }
+        mixer = Heads.model_validate(heads | changes.pop("mixer", {}))
+        fields = {"mixers": {"a": mixer}, "mlp_hidden": 40, "mlp_bias": True} | changes
+        model = Transformer(TransformerConfig(**SIZE, **fields), g)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=g) * 0.3)
+    return model.eval()
+
+
+def ids(rows: int = 6, length: int = 24, seed: int = 0) -> Tensor:
+    return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def said(model: LanguageModel) -> Tensor:
+    with torch.no_grad():
+        return model.logits(model(ids(seed=5)))
+
+
+def mixer_of(model: LanguageModel, n: int) -> Any:
+    block: Any = model.blocks[n]
+    return block.attention if isinstance(model, Decoder) else block.mixer
+
+
+KINDS = [
+    ("decoder", {}),
+    ("decoder", {"n_kv_heads": 2, "mlp": "swiglu", "tie_embeddings": True, "smear_keys": False}),
+    ("transformer", {}),
+    ("transformer", {"mixer": {"n_kv_heads": 2, "out_bias": True}, "mlp": "swiglu", "parallel": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), KINDS)
+def test_pruning_nothing_is_the_identity(kind: str, changes: dict[str, Any]) -> None:
+    model = made(kind, **changes)
+    same = prune(model, [ids()], heads=4, mlp_hidden=40)
+    assert same.config == model.config
+    assert torch.equal(said(same), said(model))
+
+
+@pytest.mark.parametrize("measure", ["surgeon", "activation", "magnitude"])
+@pytest.mark.parametrize(("kind", "changes"), KINDS)
+def test_what_says_nothing_is_what_goes_and_nothing_changes(
+    kind: str, changes: dict[str, Any], measure: Any
+) -> None:
+    model = made(kind, **changes)
+    grouped = mixer_of(model, 0).n_kv_heads == 2
+    for n in range(2):
+        silent = (
+            [(0, 2), (1, 3)][n] if grouped else [(1,), (3,)][n]
+        )  # one of each group; another in each layer
+        block: Any = model.blocks[n]
+        with torch.no_grad():
+            for head in silent:
+                mixer_of(model, n).out.weight[:, 8 * head : 8 * head + 8] = 0
+            block.mlp.down.weight[:, [3, 17, 20 + n]] = 0
+    before = said(model)
+    small = prune(model, [ids()], heads=4 - len(silent), mlp_hidden=37, measure=measure)
+    assert torch.allclose(said(small), before, atol=2e-4)
+    assert torch.equal(said(model), before)  # which stays as it was
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "wanted"),
+    [
+        ("decoder", {}, {"heads": 2, "mlp_hidden": 24}),
+        ("decoder", {"n_kv_heads": 2}, {"kv_heads": 1}),
+        ("decoder", {"n_kv_heads": 2}, {"heads": 2}),
+        ("transformer", {}, {"heads": 3}),
+        ("transformer", {"mixer": {"n_kv_heads": 2}}, {"heads": 1, "kv_heads": 1, "mlp_hidden": 16}),
+    ],
+)
+def test_a_pruned_model_has_the_size_that_was_asked_for(
+    kind: str, changes: dict[str, Any], wanted: dict[str, int], tmp_path: Path
+) -> None:
+    model = made(kind, **changes)
+    small = prune(model, [ids()], **wanted)
+    assert type(small) is type(model)
+    assert small.params() == make_model(small.config).params()
+    assert small.params()["total"] < model.params()["total"]
+    mixer = mixer_of(small, 1)
+    each = mixer_of(model, 1).n_heads // mixer_of(model, 1).n_kv_heads
+    assert mixer.n_heads == wanted.get("heads", wanted.get("kv_heads", 0) * each or 4)
+    save_model(small, tmp_path / "model")
+    assert torch.allclose(said(load_model(tmp_path / "model")), said(small), atol=1e-5)
+    loss = small.logits(small(ids())).square().mean()
+    loss.backward()
+    assert all(p.grad is not None for name, p in small.named_parameters() if "memory" not in name)
+
+
+def correlated(d: int, n: int, seed: int) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(n, d // 2, generator=g) @ torch.randn(d // 2, d, generator=g) + 0.3 * torch.randn(
+        n, d, generator=g
+    )
+
+
+def test_the_surgeon_costs_and_refits_by_least_squares() -> None:
+    x, w = (
+        correlated(12, 200, 0).double(),
+        torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).double(),
+    )
+    groups = torch.arange(12).view(4, 3)
+    surgeon = Surgeon(w, x.t() @ x, damping=0.0)
+
+    def refit(gone: list[int]) -> tuple[Tensor, float]:
+        left = [c for g in range(4) if g not in gone for c in groups[g].tolist()]
+        fitted = torch.linalg.lstsq(x[:, left], x @ w.t()).solution.t()
+        whole = torch.zeros_like(w)
+        whole[:, left] = fitted
+        return whole, float((x @ (w - whole).t()).square().sum())
+
+    assert torch.allclose(
+        surgeon.costs(groups), torch.tensor([refit([g])[1] for g in range(4)]).double(), rtol=1e-6
+    )
+    surgeon.remove(groups[2])
+    whole, cost = refit([2])
+    assert torch.allclose(surgeon.weight, whole, atol=1e-8)
+    more = torch.tensor([refit([2, g])[1] - cost for g in (0, 1, 3)]).double()
+    assert torch.allclose(surgeon.costs(groups[[0, 1, 3]]), more, rtol=1e-6)
+    surgeon.remove(groups[0])
+    assert torch.allclose(surgeon.weight, refit([2, 0])[0], atol=1e-8)
+    single = Surgeon(w, x.t() @ x)
+    assert torch.allclose(single.costs(groups.view(12, 1))[:3], torch.stack([
+        (single.weight[:, c].square().sum() / single.inverse[c, c]) for c in range(3)
+    ]))  # fmt: skip
+
+
+def test_of_two_heads_that_say_the_same_one_goes() -> None:
+    model = made("decoder", smear_keys=False)
+    with torch.no_grad():
+        for n in range(2):
+            attention = mixer_of(model, n)
+            qkv = attention.qkv.weight.view(3, 4, 8, 32)
+            qkv[:, 2] = qkv[:, 1]  # head 2 repeats head 1, and both say much
+            attention.temperature[2] = attention.temperature[1]
+            attention.out.weight[:, 8:24] *= 3
+    before = said(model)
+    error = {
+        measure: float((said(prune(model, [ids(16)], heads=3, measure=measure)) - before).norm())
+        for measure in ("surgeon", "activation", "magnitude")
+    }
+    assert error["surgeon"] < 0.35 * min(error["activation"], error["magnitude"])
+
+
+def test_the_surgeon_hurts_less_than_the_controls() -> None:
+    model = made("transformer")
+    before = said(model)
+    g = torch.Generator().manual_seed(0)
+    error = {
+        measure: float(
+            (said(prune(model, [ids(32)], mlp_hidden=24, measure=measure, generator=g)) - before).norm()
+        )
+        for measure in ("surgeon", "activation", "random")
+    }
+    assert error["surgeon"] < 0.9 * error["activation"] and error["activation"] < error["random"]
+
+
+def test_a_teacher_says_what_its_logits_say() -> None:
+    model = made("decoder")
+    want = said(model).log_softmax(-1)
+    values, found = teacher_log_probs(model, ids(seed=5))
+    assert torch.allclose(values, want, atol=1e-6) and torch.equal(found[0, 0], torch.arange(48))
+    values, found = teacher_log_probs(model, ids(seed=5), top=5)
+    assert torch.allclose(values, want.topk(5).values, atol=1e-6) and torch.equal(found, want.topk(5).indices)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "wanted", "message"),
+    [
+        ("decoder", {}, {"heads": 5}, "heads is 5"),
+        ("decoder", {}, {"heads": 0}, "kv_heads is 0"),
+        ("decoder", {"n_kv_heads": 2}, {"heads": 3}, "heads is 3"),
+        ("decoder", {}, {"mlp_hidden": 41}, "mlp_hidden is 41"),
+        ("decoder", {}, {"mlp_hidden": 8, "measure": "taste"}, "measure is 'taste'"),
+        ("transformer", {"mixer": {"alibi": True, "rope": None}}, {"heads": 2}, "alibi"),
+        ("transformer", {"mixer": {"smear": False}, "share_keys": 2}, {"heads": 2}, "lend"),
+        ("transformer", {"experts": Experts(n_experts=4, top_k=2, hidden=16)}, {"mlp_hidden": 8}, "mixture"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said(
+    kind: str, changes: dict[str, Any], wanted: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prune(made(kind, **changes), [ids()], **wanted)
