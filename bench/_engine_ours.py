@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import _engine_models as models
 import torch
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.models.transformer import Transformer

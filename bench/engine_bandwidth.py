@@ -25,7 +25,8 @@ import _engine_models as models
 from _claim import claim
 from _engine_ours import ask, bytes_per_weight, kinds, made
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 
 THREADS = 2
 

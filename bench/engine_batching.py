@@ -26,7 +26,8 @@ import _engine_models as models
 from _claim import claim
 from _engine_drive import Clock, drive, poisson
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.load import fastest_dtype
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling

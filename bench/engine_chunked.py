@@ -22,7 +22,7 @@ import _engine_models as models
 from _claim import claim
 from _engine_ours import ask, kinds, made
 
-from whorl.engine.engine import EngineConfig
+from whorl.engine.config import EngineConfig
 
 ROWS, LONG = 8, 4096
 

@@ -19,7 +19,8 @@ import _engine_models as models
 from _claim import claim
 from _engine_ours import ask, kinds, made
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 
 PREFIX, TAIL = 1024, 16
 

@@ -32,7 +32,8 @@ from pydantic import ValidationError
 sys.path.insert(0, str(Path(__file__).parent))
 from _claim import claim
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Request, Token
 from whorl.engine.sampling import Sampling
 from whorl.errors import WhorlError

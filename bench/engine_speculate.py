@@ -20,7 +20,8 @@ import torch
 from _claim import claim
 
 from whorl.engine import Sampling, load_for_sampling
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.speculate import Lookup
 from whorl.runs import probe

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from whorl.engine.adapters import Adapters, Plan, added, reference
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.lora import Factors, LoRA, adaptable, load_lora, merge, new_lora, save_lora
 from whorl.engine.quantise import quantise_model
 from whorl.engine.request import Request

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_parity import FAMILIES, GREEDY, check, decoder, run
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.handover import PageBlock, export_pages, fingerprint, import_pages
 from whorl.engine.request import Request
 from whorl.errors import ConfigError, DataError

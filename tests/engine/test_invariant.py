@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_parity import decoder, made, run
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request, Token
 from whorl.engine.sampling import Sampling
 from whorl.engine.speculate import Lookup

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.kv_int8 import attend, attend_reference, bytes_per_token, compress, restore
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.native import NativeStep, build, layout, supports
 from whorl.engine.native.runner import NativeRunner, fastest, make_runner
 from whorl.engine.pages import Batch, HeadPages

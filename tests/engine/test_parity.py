@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.models import Decoder, DecoderConfig, LanguageModel

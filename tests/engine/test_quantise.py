@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.quantise import best_scales, gptq, output_error, quantise_model
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling

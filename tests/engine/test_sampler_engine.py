@@ -10,7 +10,8 @@ import torch
 from test_parity import decoder
 
 from whorl.engine import generate
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.grammar import GrammarCompiler
 from whorl.engine.request import Delta, Grammar, Request
 from whorl.engine.sampling import Sampling

@@ -10,7 +10,8 @@ import torch
 from pydantic import ValidationError
 from test_parity import PROMPTS, check, decoder, made, run
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.pace import LEAST, Pace
 from whorl.engine.request import Delta, Request
 from whorl.engine.sampling import Sampling

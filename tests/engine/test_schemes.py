@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_parity import decoder
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.engine.schemes import Batches

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from test_parity import GREEDY, PROMPTS, check, decoder, run
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 
 CONFIG = EngineConfig(page_size=4, max_sequences=6, max_length=60, token_budget=9)

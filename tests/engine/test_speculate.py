@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_parity import PROMPTS, check, decoder, made, run
 
-from whorl.engine.engine import Engine, EngineConfig, Proposer
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine, Proposer
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.engine.speculate import Ahead, DraftModel, Lookup, Patience

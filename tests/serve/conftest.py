@@ -12,7 +12,8 @@ import pytest
 import torch
 import uvicorn
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.models import Decoder, DecoderConfig
 from whorl.serve.api import Api
 from whorl.serve.app import application

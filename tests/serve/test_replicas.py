@@ -84,8 +84,8 @@ def test_a_replica_killed_in_mid_stream_is_an_error_to_its_client_and_is_replace
             events = seen.split(b"\n\n")
             assert len(events) == 3 and b"replica_lost" in events[1] and events[2] == b""
             assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
-            await until(lambda: len(router.fleet.available()) == 2)
-            assert victim.starts == 2 and victim.url != old
+            await until(lambda: victim.starts == 2 and len(router.fleet.available()) == 2)
+            assert victim.url != old
             assert len(router.fleet.policy.indexes[victim.name]) == 0
         assert all(p.popen is not None and p.popen.returncode is not None for p in replicas.processes)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
 from whorl.models import Decoder, DecoderConfig
 
 VOCAB = 50

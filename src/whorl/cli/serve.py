@@ -81,7 +81,7 @@ def serve(
             expected="the extra 'serve'",
             do="pip install 'whorl[serve]'",
         ) from error
-    from whorl.engine.engine import EngineConfig
+    from whorl.engine.config import EngineConfig
     from whorl.runs import probe
     from whorl.serve.api import Api
     from whorl.serve.config import ServeConfig

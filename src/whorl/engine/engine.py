@@ -24,22 +24,23 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from whorl.engine.adapters import Adapters
 from whorl.engine.assemble import assemble, scores_prompt
 from whorl.engine.cache import Cache, Group
+from whorl.engine.config import EngineConfig
 from whorl.engine.native.runner import make_runner
+from whorl.engine.outcome import draw, score_prompt, take
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
 from whorl.engine.request import Delta, Finish, Request, Token
 from whorl.engine.required import Required, Then, Vocabulary
 from whorl.engine.runner import windows_of
-from whorl.engine.sampler import DeadRowsError, Sampler
+from whorl.engine.sampler import Sampler
 from whorl.engine.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence, Status
 from whorl.engine.stats import Stats
@@ -48,41 +49,6 @@ from whorl.errors import ConfigError
 from whorl.models import LanguageModel
 from whorl.runs.seeds import derive
 from whorl.slots.board import Board
-
-
-class EngineConfig(BaseModel):
-    """How much the engine holds at once, and how it shares a step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    max_sequences: int = Field(default=32, ge=1, description="that run at once; the others wait")
-    max_length: int = Field(default=2048, ge=2, description="positions of one text, prompt and output")
-    cache_tokens: int | None = Field(
-        default=None, ge=1, description="positions held at once; default half of all texts at full length"
-    )
-    page_size: int = Field(default=32, ge=1, description="positions a page")
-    cache: Literal["model", "int8"] = Field(
-        default="model", description="keys and values in the model's type, or in int8 (kv_int8.py)"
-    )
-    token_budget: int = Field(default=512, ge=1, description="positions a step at most")
-    share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
-    preemption: Literal["recompute", "swap"] = "recompute"
-    batch_invariant: bool = Field(
-        default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
-    )
-    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
-        default=None, description="how a CPU's native step keeps them; default: as the model computes"
-    )
-    weights_group: int | None = Field(
-        default=None, ge=8, description="inputs that share a scale, of int8, int4"
-    )
-    stretch: float = Field(
-        default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
-    )
-    seed: int = Field(default=0, description="of requests that bring none, together with their id")
-    slo_tpot: float | None = Field(
-        default=None, gt=0, description="seconds per output token that were promised"
-    )
 
 
 class Proposer(Protocol):
@@ -171,7 +137,7 @@ class Engine:
         )  # what is read in anew is computed in other pieces than it was
         self.scheduler = Scheduler(
             self.cache, config.max_sequences, config.token_budget, self.pace, same,
-            self._copy_out if swaps else None, self._copy_back if swaps else None,
+            self.runner.copy_out if swaps else None, self.runner.copy_back if swaps else None,
         )  # fmt: skip
         self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
         self.version = 0
@@ -276,13 +242,10 @@ class Engine:
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        try:
-            drawn = self.sampler(logits if batch.drawn is None else logits[batch.drawn], rows)
-        except DeadRowsError as error:
-            return deltas + self._give_up(schedule, error.rows)
+        drawn, dead = draw(self.sampler, logits if batch.drawn is None else logits[batch.drawn], rows)
         sampled = self.clock()
         before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
-        deltas += self._advance(schedule, logits, drawn)
+        deltas += self._advance(schedule, logits, drawn, dead)
         if hidden is not None and self.proposer is not None:
             for (sequence, first), at in zip(before, batch.starts, strict=False):
                 if sequence.finish is None:
@@ -330,7 +293,7 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token]) -> list[Delta]:
+    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token], dead: set[int]) -> list[Delta]:
         """Takes the drawn tokens in; -> what is told of each sequence that got further."""
         deltas = []
         at = row = 0  # in `logits`, in `drawn`
@@ -338,7 +301,7 @@ class Engine:
             stop = sequence.computed + n
             told: tuple[float, ...] = ()
             if scores_prompt(sequence):
-                self._score_prompt(sequence, logits[at : at + n], stop)
+                score_prompt(sequence, logits[at : at + n], stop)
                 at += n
                 count = int(stop == len(sequence.ids))
                 told = tuple(sequence.prompt_log_probs) if count else ()
@@ -347,15 +310,15 @@ class Engine:
                 at += count
                 if count and sequence.request.prompt_log_probs and not sequence.n_output:
                     told = tuple(sequence.prompt_log_probs)  # its last position was a step of its own
-            new = drawn[row : row + count]
+            mine = range(row, row + count)
             row += count
-            before = sequence.computed
+            if dead.intersection(mine):
+                self.abort(sequence.request.id)
+                continue
+            pages = sequence.computed // self.config.page_size
             sequence.computed = min(stop, len(sequence.ids))
-            delta = self._take(sequence, new, told) if new else None
-            if (
-                sequence.computed // self.config.page_size > before // self.config.page_size
-                or self.cache.windowed
-            ):
+            delta = self._take(sequence, [drawn[k] for k in mine], told) if count else None
+            if sequence.computed // self.config.page_size > pages or self.cache.windowed:
                 self.cache.settle(sequence)
             if delta is not None:
                 deltas.append(delta)
@@ -365,69 +328,17 @@ class Engine:
         return deltas
 
     def _take(self, sequence: Sequence, drawn: list[Token], told: tuple[float, ...]) -> Delta:
-        """The tokens that were drawn for one sequence, one behind each draft, as far as the drafts were right."""
         first = sequence.n_output == 0
         if first:
             sequence.first = self.clock()
-        r, text = sequence.request, b""
-        finish: Finish | None = None
-        taken: list[Token] = []
-        drafts, sequence.drafts = sequence.drafts, []
-        for k, one in enumerate(drawn):
-            token = Token(one.id, one.log_prob, one.raw_log_prob, one.alternatives, self.version)
-            taken.append(token)
-            sequence.ids.append(token.id)
-            right = k < len(drafts) and drafts[k] == token.id
-            if token.id in r.stop_ids:
-                finish = "stop"
-                text += sequence.stops.flush()
-                break
-            if sequence.matcher is not None:
-                sequence.matcher.advance(token.id)
-                if sequence.matcher.mask() is None:
-                    sequence.matcher = None
-            if self.token_bytes:
-                text += sequence.stops.add(self.token_bytes[token.id])
-            if sequence.stops.met is not None:
-                finish = "stop"
-                break
-            if sequence.matcher is not None and sequence.matcher.ended:
-                finish = "stop" if sequence.matcher.failed is None else "abort"
-                text += sequence.stops.flush()
-                break
-            if sequence.n_output >= r.max_tokens or len(sequence.ids) >= self._longest:
-                finish = "length"
-                text += sequence.stops.flush()
-                break
-            if not right:
-                break
-            sequence.computed += 1  # the draft's own position was computed with it, and is right
-        if drafts:
-            self.stats.drafted += len(drafts)
-            self.stats.accepted += len(taken) - 1
-        sequence.tokens += taken
+        n_drafts = len(sequence.drafts)
+        taken, text, finish = take(sequence, drawn, self.token_bytes, self._longest, self.version)
         self.stats.output_tokens += len(taken)
-        return Delta(r.id, tuple(taken), text, finish, sequence.cached if first else 0, told)
-
-    def _give_up(self, schedule: Schedule, dead: Many[int]) -> list[Delta]:
-        """Ends the sequences whose rows of the sampler are `dead`; the others' positions are computed once more."""
-        owners: list[Sequence] = []
-        for sequence, n in schedule.rows:
-            owners += [sequence] * max(0, sequence.computed + n - len(sequence.ids) + 1)
-            sequence.drafts.clear()
-        for row in dead:
-            self.abort(owners[row].request.id)
-        deltas, self._aborted = self._aborted, []
-        return deltas
-
-    def _score_prompt(self, sequence: Sequence, logits: Tensor, stop: int) -> None:
-        """Log-probabilities of the prompt's ids behind the positions computed .. stop."""
-        targets = sequence.ids[sequence.computed + 1 : stop + 1]
-        log_probs = logits[: len(targets)].log_softmax(-1)
-        found = log_probs.gather(-1, torch.tensor(targets, device=logits.device)[:, None])
-        # What was scored before it was preempted and read in anew is not told twice.
-        del sequence.prompt_log_probs[sequence.computed :]
-        sequence.prompt_log_probs += found[:, 0].tolist()
+        if n_drafts:
+            self.stats.drafted += n_drafts
+            self.stats.accepted += len(taken) - 1
+        cached = sequence.cached if first else 0
+        return Delta(sequence.request.id, tuple(taken), text, finish, cached, told)
 
     def _end(self, sequence: Sequence, finish: Finish) -> None:
         sequence.finish = finish
@@ -435,26 +346,6 @@ class Engine:
         if self.proposer is not None:
             self.proposer.forget(sequence)
         self.stats.finished[finish] = self.stats.finished.get(finish, 0) + 1
-
-    # -- preemption by copying out -------------------------------------------------------------------------------------
-
-    def _copy_out(self, sequence: Sequence) -> None:
-        used = -(-sequence.computed // self.config.page_size)
-        contents = [
-            self.runner.read_pages(g, [max(page, 0) for page in pages[:used]])
-            for g, pages in enumerate(sequence.pages)
-        ]
-        states = [layer.read(sequence.slot) for layer in self.runner.slot_states()]
-        sequence.swapped = [[t.cpu() for t in group] for group in contents], states
-
-    def _copy_back(self, sequence: Sequence) -> None:
-        contents, states = sequence.swapped
-        sequence.swapped = None
-        used = -(-sequence.computed // self.config.page_size)
-        for g, group in enumerate(contents):
-            self.runner.write_pages(g, sequence.pages[g][:used], group)
-        for layer, state in zip(self.runner.slot_states(), states, strict=True):
-            layer.write(sequence.slot, state)
 
     # -- weights and sizes ---------------------------------------------------------------------------------------------
 

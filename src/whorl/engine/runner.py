@@ -18,6 +18,7 @@ from torch import Tensor
 from whorl.engine.adapters import Adapters
 from whorl.engine.kv_int8 import Int8Pages
 from whorl.engine.pages import Batch, HeadPages, LatentPages, Places, SlotStates
+from whorl.engine.sequence import Sequence
 from whorl.errors import ConfigError
 from whorl.models import Decoder, LanguageModel, Transformer
 from whorl.models.transformer_config import Heads, LatentHeads
@@ -163,6 +164,26 @@ class Runner:
 
     def refresh(self) -> None:
         """The model's weights have changed."""
+
+    def copy_out(self, sequence: Sequence) -> None:
+        """Keeps what the cache holds of a sequence beside it (`swapped`)."""
+        used = -(-sequence.computed // self.page_size)
+        contents = [
+            self.read_pages(g, [max(page, 0) for page in pages[:used]])
+            for g, pages in enumerate(sequence.pages)
+        ]
+        states = [layer.read(sequence.slot) for layer in self.slot_states()]
+        sequence.swapped = [[t.cpu() for t in group] for group in contents], states
+
+    def copy_back(self, sequence: Sequence) -> None:
+        """Puts that back, into the pages and the slot that it has now."""
+        contents, states = sequence.swapped
+        sequence.swapped = None
+        used = -(-sequence.computed // self.page_size)
+        for g, group in enumerate(contents):
+            self.write_pages(g, sequence.pages[g][:used], group)
+        for layer, state in zip(self.slot_states(), states, strict=True):
+            layer.write(sequence.slot, state)
 
     def read_pages(self, group: int, pages: list[int]) -> list[Tensor]:
         """Copies of the contents of `pages` in every layer of the group, layer by layer, tensor by tensor."""

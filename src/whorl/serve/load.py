@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import psutil
 
+from whorl.engine.config import EngineConfig
 from whorl.engine.embed import Embedder, embed_ids
-from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.engine import Engine
 from whorl.engine.grammar import GrammarCompiler
 from whorl.engine.load import load_for_sampling
 from whorl.errors import ConfigError

@@ -53,7 +53,7 @@ class NativeRunner(Runner):
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """As `Runner`. A row's bits depend on no other row anyway: `invariant` costs nothing here."""
-        if self._by_torch():
+        if self._by_torch(batch):
             return super().run(batch)
         return self.step.run(batch, self.layers, self.group_of)  # type: ignore[arg-type]
 
@@ -63,7 +63,7 @@ class NativeRunner(Runner):
 
     @torch.inference_mode()
     def hidden(self, batch: Batch) -> Tensor:
-        if self._by_torch():
+        if self._by_torch(batch):
             return super().hidden(batch)
         hidden = torch.empty(len(batch.ids), self.model.config.d_model)
         none = Batch(**{**vars(batch), "wanted": batch.wanted[:0]})
@@ -74,10 +74,12 @@ class NativeRunner(Runner):
         super().refresh()
         self.step.refresh()
 
-    def _by_torch(self) -> bool:
-        return not self.native or any(
+    def _by_torch(self, batch: Batch | None = None) -> bool:
+        if not self.native or (batch is not None and batch.adapters is not None):
+            return True
+        return any(
             m.product is not None or m._forward_hooks
-            for m in self._linears  # fp8's, and adapters'
+            for m in self._linears  # fp8's, and somebody's who looks on
         )
 
 

@@ -21,6 +21,7 @@ from whorl.engine.native import layout
 from whorl.models import Decoder, LanguageModel, Transformer
 from whorl.models.transformer_config import Heads
 from whorl.nn.linear import Linear
+from whorl.nn.ngram import NGramMemory
 from whorl.nn.norm import EPS, LayerNorm, RMSNorm
 from whorl.nn.rotary import Rotary
 
@@ -38,6 +39,8 @@ def unsupported(model: LanguageModel) -> str | None:
         return "its products are replaced (fp8)"
     if isinstance(model, Decoder):
         c = model.config
+        if model.memory is not None and not isinstance(model.memory, NGramMemory):
+            return "its n-gram memory is kept in few bits"
         if len(c.ngram_orders) > layout.ORDERS or max(c.ngram_orders, default=0) > FURTHEST_NGRAM:
             return f"n-grams of orders {c.ngram_orders}"
         return f"head_dim is {c.head_dim}" if c.head_dim > WIDEST_HEAD else None

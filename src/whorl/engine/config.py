@@ -1,0 +1,42 @@
+"""How much an engine holds at once and how it shares a step; apart from it, so that a command line need not import torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineConfig(BaseModel):
+    """How much the engine holds at once, and how it shares a step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_sequences: int = Field(default=32, ge=1, description="that run at once; the others wait")
+    max_length: int = Field(default=2048, ge=2, description="positions of one text, prompt and output")
+    cache_tokens: int | None = Field(
+        default=None, ge=1, description="positions held at once; default half of all texts at full length"
+    )
+    page_size: int = Field(default=32, ge=1, description="positions a page")
+    cache: Literal["model", "int8"] = Field(
+        default="model", description="keys and values in the model's type, or in int8 (kv_int8.py)"
+    )
+    token_budget: int = Field(default=512, ge=1, description="positions a step at most")
+    share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
+    preemption: Literal["recompute", "swap"] = "recompute"
+    batch_invariant: bool = Field(
+        default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
+    )
+    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
+        default=None, description="how a CPU's native step keeps them; default: as the model computes"
+    )
+    weights_group: int | None = Field(
+        default=None, ge=8, description="inputs that share a scale, of int8, int4"
+    )
+    stretch: float = Field(
+        default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
+    )
+    seed: int = Field(default=0, description="of requests that bring none, together with their id")
+    slo_tpot: float | None = Field(
+        default=None, gt=0, description="seconds per output token that were promised"
+    )
