@@ -1,8 +1,8 @@
-"""The native step (`engine/native`): what share of the memory's bandwidth a decoding step uses, its products beside torch's, and
-whole steps beside the torch path's.
+"""The native step (`engine/native`): what share of the memory's bandwidth a decoding step uses, its products beside torch's,
+and whole steps beside the torch path's.
 
-The bandwidth is measured in turn with the steps, on the very memory that the packed weights lie in, by a loop that reads and
-does nothing else. Products: one matrix of the model, rows 1 to 128, every kind of weight, beside `F.linear` in fp32 and bf16.
+The bandwidth is measured in turn with the steps, on the very memory that the packed weights lie in, by a loop that reads
+and does nothing else. Products: one matrix of the model, rows 1 to 128, every kind of weight, beside `F.linear` in fp32 and bf16.
 Steps: rows of 192 positions each decode one token; a prompt of 128 is read in.
 
     python bench/engine_native.py [--quick] [--model 14M|110M]
@@ -132,10 +132,7 @@ def main() -> None:
     for n, k in ((2 * hidden, d), (vocab, d)):
         products(library, n, k, threads, seconds / 4)
     model = llama(options.model)
-    steps = {
-        kind: NativeStep(model, PAGE, kind, threads=threads)
-        for kind in ("bfloat16", "int8", "int4")
-    }
+    steps = {kind: NativeStep(model, PAGE, kind, threads=threads) for kind in ("bfloat16", "int8", "int4")}
     shares: dict[str, float] = {}
     samples: list[str] = []
     for n, context, tokens in ((1, CONTEXT, 1), (8, CONTEXT, 1), (32, CONTEXT, 1), (1, 0, 128)):
@@ -146,7 +143,9 @@ def main() -> None:
             contenders[kind] = lambda s=step, b=batch, r=runner: s.run(b, r.layers, r.group_of)  # type: ignore[misc]
             if n == tokens == 1:
                 at, size = step.weights.arena.address, step.weights.arena.n_bytes
-                contenders[f"reading {kind}"] = lambda a=at, s=size, h=step._step: library.whorl_read(h, a, s, threads)  # type: ignore[misc]
+                contenders[f"reading {kind}"] = lambda a=at, s=size, h=step._step: library.whorl_read(
+                    h, a, s, threads
+                )  # type: ignore[misc]
         contenders["torch"] = lambda b=batch, r=runner: r.run(b)  # type: ignore[misc]
         times = {name: statistics.median(each) for name, each in in_turn(contenders, seconds).items()}
         text = f"{n} rows, {tokens} new: " + ", ".join(
