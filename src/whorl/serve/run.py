@@ -125,7 +125,9 @@ def listen(config: ServeConfig) -> socket.socket:
     """
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    # Named as TCP: asyncio sends small writes at once (TCP_NODELAY) only where it can see that. Else a client that
+    # acknowledges late would get each answer 40 ms late.
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))
