@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import api_of, running
 from hypothesis import given
 from hypothesis import strategies as st
+from live_server import api_of, running
 from typer.testing import CliRunner
 
 from whorl.cli import application

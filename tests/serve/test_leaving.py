@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Running, api_of, engine_of, running, words
+from live_server import Running, api_of, engine_of, running, words
 
 from whorl.engine.request import Delta, Request, Token
 from whorl.serve.sse import EventStream
@@ -145,7 +145,7 @@ def test_a_reader_who_stands_still_is_let_go() -> None:
 CHILD = """
 import sys
 sys.path.insert(0, {here!r})
-from conftest import api_of, engine_of, words
+from live_server import api_of, engine_of, words
 from whorl.serve.run import listen, serve
 
 engine = engine_of(words())

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from conftest import running, tiny, words
+from live_server import running, tiny, words
 from typer.testing import CliRunner
 
 from whorl.cli import application
