@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from browser_pages import browser, fake, visit  # noqa: F401  (fixtures of the pages' tests)
 from live_server import Running, api_of, running
 
 

@@ -23,7 +23,7 @@ from whorl.engine.grammar import GrammarCompiler
 from whorl.engine.load import load_for_sampling
 from whorl.engine.lora import load_lora
 from whorl.errors import ConfigError
-from whorl.models import LanguageModel
+from whorl.models import Decoder, LanguageModel
 from whorl.runs import Machine
 from whorl.serve.served import Served, ServedEmbedder, Words, mean_pooled
 from whorl.store import Store
@@ -85,7 +85,7 @@ def open_writer(
     model = load_for_sampling(place.folder, machine, rows=min(8, config.max_sequences))
     tokenizer = open_tokenizer(place.folder)
     gc.collect()
-    bound = model.longest or DEFAULT_CONTEXT
+    bound = model.longest or _well_read(model)
     if context is not None:
         if model.longest is not None and context > model.longest:
             raise ConfigError(
@@ -127,6 +127,12 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
         problem = error.errors()[0]
         name = "--" + str(problem["loc"][0]).replace("_", "-")
         raise ConfigError(f"{name} is {problem['input']!r}", expected=str(problem["msg"]).lower()) from error
+
+
+def _well_read(model: LanguageModel) -> int:
+    """The context of a model that has no bound: as far as it reads well, where that is known."""
+    known = isinstance(model, Decoder) and model.config.trained_length is not None
+    return model.reads_well if known else DEFAULT_CONTEXT
 
 
 def make_engine(

@@ -1,0 +1,37 @@
+"""The policy on a fleet in simulated time: what it wins in cache hits it does not lose in balance."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+from _serve_fleet import POLICIES, Outcome, conversations, simulate
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Outcome]:
+    names = ("round robin", "least requests", "longest prefix", "whorl")
+    return {name: simulate(conversations(60, 8.0, 1, prompts=12), POLICIES[name], n=4) for name in names}
+
+
+def test_more_is_found_in_the_caches(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["whorl"].hit > 1.3 * max(outcomes["round robin"].hit, outcomes["least requests"].hit)
+
+
+def test_and_the_work_is_spread(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["whorl"].imbalance < outcomes["longest prefix"].imbalance
+    assert outcomes["whorl"].imbalance < 1.5
+
+
+def test_so_the_first_token_comes_earlier(outcomes: dict[str, Outcome]) -> None:
+    for other in ("round robin", "least requests"):
+        assert outcomes["whorl"].percentile(0.5) < 0.6 * outcomes[other].percentile(0.5)
+        assert outcomes["whorl"].percentile(0.95) < outcomes[other].percentile(0.95)
+
+
+def test_the_same_seed_is_the_same_fleet(outcomes: dict[str, Outcome]) -> None:
+    again = simulate(conversations(60, 8.0, 1, prompts=12), POLICIES["whorl"], n=4)
+    assert again == outcomes["whorl"]
