@@ -72,8 +72,14 @@ def check_open_to(config: ServeConfig, no_auth: bool = False) -> None:
     """That a server which others can reach asks for keys.
 
     Raises:
-        ConfigError: it does not, and `no_auth` did not say that this is meant.
+        ConfigError: it does not, and `no_auth` did not say that this is meant; or the file of keys is not there.
     """
+    if config.key_file is not None and not config.key_file.is_file():
+        raise ConfigError(
+            f"there is no file of keys {config.key_file}",
+            expected="what `whorl keys add` writes",
+            do=f"make a key with `whorl keys add NAME --file {config.key_file}`",
+        )
     if config.key_file is not None or no_auth or is_loopback(config.host):
         return
     raise ConfigError(

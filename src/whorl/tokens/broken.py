@@ -19,24 +19,10 @@ from typing import Any
 from whorl.errors import DataError
 
 # Names and words of the interface itself, which templates compare with; none of them is a piece of markup.
-FIELDS = frozenset(
-    (
-        *(
-            "role",
-            "content",
-            "name",
-            "tool_calls",
-            "tool_call_id",
-            "type",
-            "function",
-            "id",
-            "arguments",
-            "parameters",
-        ),
-        *("description", "properties", "required"),
-        *("object", "string", "number", "integer", "boolean", "array", "null", "text"),
-    )
-)
+FIELDS = frozenset((
+    "role", "content", "name", "tool_calls", "tool_call_id", "type", "function", "id", "arguments", "parameters",
+    "description", "properties", "required", "object", "string", "number", "integer", "boolean", "array", "null", "text",
+))  # fmt: skip
 
 
 class Breaker:
