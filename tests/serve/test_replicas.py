@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
 from whorl.serve.fleet import replicas as module
-from whorl.serve.fleet.replicas import Replicas, cores_of, free_port, replicated
+from whorl.serve.fleet.replicas import Replicas, cores_of, free_port, replicated, without
 from whorl.serve.fleet.router import Router
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
@@ -69,6 +69,18 @@ def test_cores_are_split_evenly_and_none_is_given_twice(n: int, cores: list[int]
     else:
         assert [c for part in parts for c in part] == cores
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_command_line_is_repeated_without_what_is_the_routers() -> None:
+    words = ["serve", "m", "--port", "80", "--seed", "1", "--host=::", "--replicas", "2", "--porter", "x"]
+    assert without(words, ("--port", "--host", "--replicas")) == [
+        "serve",
+        "m",
+        "--seed",
+        "1",
+        "--porter",
+        "x",
+    ]
 
 
 def test_a_replica_killed_in_mid_stream_is_an_error_to_its_client_and_is_replaced() -> None:

@@ -190,7 +190,9 @@ def test_errors_are_told_in_words_and_can_be_tried_again(visit: Any, fake: Fake,
     trouble.get_by_role("button", name="Try again").click()
     answered(page)
     expect(page.locator(".message .text")).to_have_text(["A?", "fine"])
-    expect(page.locator(".message.model .branches")).to_have_text("")  # the failed one, which said nothing, is gone
+    expect(page.locator(".message.model .branches")).to_have_text(
+        ""
+    )  # the failed one, which said nothing, is gone
     assert fake.bodies()[-1]["messages"] == [{"role": "user", "content": "A?"}]
 
 
