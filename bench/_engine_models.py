@@ -25,8 +25,9 @@ Rows = list[list[int]]
 
 
 def config(name: str, max_length: int = 8192) -> TransformerConfig:
-    """The shape of "14M" or "109M"."""
-    d_model, n_layers, hidden, vocab = {"14M": (384, 6, 1024, 8192), "109M": (768, 12, 2048, 32000)}[name]
+    """The shape of "14M" or "109M"; "4M" is for what takes many runs."""
+    shapes = {"4M": (256, 4, 704, 4096), "14M": (384, 6, 1024, 8192), "109M": (768, 12, 2048, 32000)}
+    d_model, n_layers, hidden, vocab = shapes[name]
     heads = Heads(n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64)
     return TransformerConfig(
         vocab_size=vocab, d_model=d_model, n_layers=n_layers, max_length=max_length, mixers={"full": heads},

@@ -1,12 +1,13 @@
 """The engine as the benchmarks run it: one place that knows what kinds of weights and steps there are.
 
-    engine = made("109M", "bfloat16", EngineConfig(...), threads=2)
+    engine = made("109M", "int8", EngineConfig(...), threads=2)
 
-A kind is a compute type of torch's path, or `native` and a kind of packed weights where the machine can build that step.
+A kind is a type of torch's path, or of the packed weights of the native step where this machine can build it.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import _engine_models as models
@@ -19,26 +20,55 @@ from whorl.engine.sampling import Sampling
 from whorl.models.transformer import Transformer
 
 GREEDY = Sampling(temperature=0)
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# By name: the type of torch's path and of the cache; how the native step keeps the weights (None: torch's own path).
+KINDS: dict[str, tuple[torch.dtype, str | None]] = {
+    "torch float32": (torch.float32, None),
+    "torch bfloat16": (torch.bfloat16, None),
+    "float32": (torch.float32, "float32"),
+    "bfloat16": (torch.bfloat16, "bfloat16"),
+    "int8": (torch.bfloat16, "int8"),
+    "int4": (torch.bfloat16, "int4"),
+}
+STORED = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
 
 
 def kinds() -> list[str]:
-    """All that can run here."""
-    return list(TYPES)
+    """All that can run here, the exact ones first."""
+    native = "weights" in EngineConfig.model_fields and os.environ.get("WHORL_NATIVE") != "0"
+    if native:
+        from whorl.engine.native.build import library
+
+        native = library() is not None
+    return [name for name, (_, weights) in KINDS.items() if weights is None or native]
+
+
+def best_kind() -> str:
+    """What the benchmarks of one kind take where they are not told: 16 bits by the native step, else torch in fp32."""
+    return "bfloat16" if "bfloat16" in kinds() else "torch float32"
 
 
 def bytes_per_weight(kind: str) -> float:
     """As stored."""
-    return {"float32": 4.0, "bfloat16": 2.0}[kind]
+    return STORED[kind.removeprefix("torch ")]
 
 
 def made(
     name: str | Transformer, kind: str, config: EngineConfig, threads: int = 2, **options: object
 ) -> Engine:
     """An engine over "14M" or "109M" (or a network), in `kind`."""
+    dtype, weights = KINDS[kind]
     torch.set_num_threads(threads)
-    network = models.model(name, TYPES[kind]) if isinstance(name, str) else name
-    return Engine(network, config, **options)  # type: ignore[arg-type]
+    network = models.model(name, dtype) if isinstance(name, str) else name
+    before = os.environ.get("WHORL_NATIVE")
+    os.environ["WHORL_NATIVE"] = "0" if weights is None else "1"
+    try:
+        if weights is not None:
+            config = config.model_copy(update={"weights": weights})
+        return Engine(network, config, **options)  # type: ignore[arg-type]
+    finally:
+        del os.environ["WHORL_NATIVE"]
+        if before is not None:
+            os.environ["WHORL_NATIVE"] = before
 
 
 def ask(number: int, ids: Sequence[int], max_tokens: int) -> Request:

@@ -1,6 +1,6 @@
 """How near decoding comes to what the memory allows, and what the engine adds to the model's own step.
 
-.venv/bin/python bench/engine_bandwidth.py [--quick] [--kind float32]
+.venv/bin/python bench/engine_bandwidth.py [--quick] [--kind bfloat16]
 
 At one sequence a step of the 109.5 M model reads every weight once, and hardly anything else counts: tokens a second times
 the bytes of the weights is bandwidth used, held against what this machine's memory gives to two threads that only read (the
@@ -23,7 +23,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import _engine_models as models
 from _claim import claim
-from _engine_ours import ask, bytes_per_weight, kinds, made
+from _engine_ours import ask, best_kind, bytes_per_weight, made
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -62,7 +62,7 @@ def decoding(name: str, kind: str, rows: int, steps: int) -> Engine:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--kind", default=kinds()[0])
+    parser.add_argument("--kind", default=best_kind())
     given = parser.parse_args()
     steps = 20 if given.quick else 100
     memory = [read_bandwidth()]

@@ -1,6 +1,6 @@
 """What those who are being answered notice when a prompt of 4,096 tokens comes in: the gaps between their tokens.
 
-.venv/bin/python bench/engine_chunked.py [--quick] [--kind float32]
+.venv/bin/python bench/engine_chunked.py [--quick] [--kind bfloat16]
 
 Eight sequences decode. Every gap between two tokens of one of them is taken, for a while without and then with a long
 prompt that is read in beside them; again with pieces as large as the budget of a step allows, which is what chunks are
@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 import _engine_models as models
 from _claim import claim
-from _engine_ours import ask, kinds, made
+from _engine_ours import ask, best_kind, made
 
 from whorl.engine.config import EngineConfig
 
@@ -78,7 +78,7 @@ def gaps(name: str, kind: str, stretch: float, budget: int, long: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--kind", default=kinds()[0])
+    parser.add_argument("--kind", default=best_kind())
     parser.add_argument("--model", default="14M")
     given = parser.parse_args()
     long = LONG // 4 if given.quick else LONG

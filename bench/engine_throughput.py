@@ -74,7 +74,7 @@ def contenders(files: models.Files, batch: int, n_new: int, compiled: bool) -> l
 
     found = [Contender("ours", kind, ours(kind, THREADS)) for kind in kinds()]
     if batch == 1:  # where a step is small, a second thread may cost more than it brings
-        found += [Contender("ours", f"{kind} 1 thread", ours(kind, 1)) for kind in kinds()]
+        found += [Contender("ours", f"{kind}, 1 thread", ours(kind, 1)) for kind in kinds()]
     found.append(Contender("hf", "fp32", huggingface(torch.float32, False)))
     found.append(Contender("hf", "bf16", huggingface(torch.bfloat16, False)))
     if batch == 1 and compiled:

@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _claim import claim
+from whorl.serve.disaggregate import Disaggregated
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
@@ -32,7 +33,6 @@ from whorl.engine.sampling import Sampling
 from whorl.models import Decoder
 from whorl.plan.cost import shape
 from whorl.runs.seeds import generator
-from whorl.serve.disaggregate import Disaggregated
 
 WRITERS, LONG, BUDGET = 8, 1536, 256
 

@@ -122,3 +122,30 @@ def test_a_stop_text_ends_a_request_whatever_tokens_it_comes_in() -> None:
     deltas = run(held)["one"]
     assert b"".join(delta.text for delta in deltas) == text[: text.index(stop)]
     assert deltas[-1].finish == "stop"
+
+
+def test_logits_that_are_no_numbers_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = engine()
+    names = ("healthy", "ill", "sound")
+    sampling = Sampling(temperature=1, seed=4)
+    for n, name in enumerate(names):
+        mixed.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
+    alone = {name: ids(deltas) for name, deltas in run(mixed).items()}
+    broken = engine()
+    for n, name in enumerate(names):
+        broken.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
+    real, steps = broken.runner.run, iter(range(100))
+
+    def ill(batch: Any) -> torch.Tensor:
+        logits = real(batch).clone()
+        if next(steps) == 4:
+            logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(broken.runner, "run", ill)
+    found = run(broken)
+    assert {name: deltas[-1].finish for name, deltas in found.items()} == {
+        "healthy": "length", "ill": "abort", "sound": "length",
+    }  # fmt: skip
+    assert ids(found["ill"]) == alone["ill"][:4]
+    assert all(ids(found[name]) == alone[name] for name in ("healthy", "sound"))

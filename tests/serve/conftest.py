@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import uvicorn
+from browser_pages import browser, fake, visit  # noqa: F401  (fixtures of the pages' tests)
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine

@@ -131,6 +131,10 @@ class Cache:
                     if pages[page] != NOWHERE:
                         group.pool.seal(pages[page], names[page])
             sequence.sealed = full
+        self.leave_behind(sequence)
+
+    def leave_behind(self, sequence: Sequence) -> None:
+        """Gives back the pages that no later position of a window sees."""
         for group, pages in zip(self.groups, sequence.pages, strict=True):
             if group.window is None:
                 continue

@@ -34,7 +34,7 @@ from whorl.engine.assemble import assemble, scores_prompt
 from whorl.engine.cache import Cache, Group
 from whorl.engine.config import EngineConfig
 from whorl.engine.native.runner import make_runner
-from whorl.engine.outcome import draw, score_prompt, take
+from whorl.engine.outcome import score_prompt, take
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
 from whorl.engine.request import Delta, Finish, Request, Token
@@ -242,10 +242,10 @@ class Engine:
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        drawn, dead = draw(self.sampler, logits if batch.drawn is None else logits[batch.drawn], rows)
+        drawn = self.sampler.living(logits if batch.drawn is None else logits[batch.drawn], rows)
         sampled = self.clock()
         before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
-        deltas += self._advance(schedule, logits, drawn, dead)
+        deltas += self._advance(schedule, logits, drawn)
         if hidden is not None and self.proposer is not None:
             for (sequence, first), at in zip(before, batch.starts, strict=False):
                 if sequence.finish is None:
@@ -293,7 +293,7 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token], dead: set[int]) -> list[Delta]:
+    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token | None]) -> list[Delta]:
         """Takes the drawn tokens in; -> what is told of each sequence that got further."""
         deltas = []
         at = row = 0  # in `logits`, in `drawn`
@@ -310,14 +310,11 @@ class Engine:
                 at += count
                 if count and sequence.request.prompt_log_probs and not sequence.n_output:
                     told = tuple(sequence.prompt_log_probs)  # its last position was a step of its own
-            mine = range(row, row + count)
+            new = drawn[row : row + count]
             row += count
-            if dead.intersection(mine):
-                self.abort(sequence.request.id)
-                continue
             pages = sequence.computed // self.config.page_size
             sequence.computed = min(stop, len(sequence.ids))
-            delta = self._take(sequence, [drawn[k] for k in mine], told) if count else None
+            delta = self._take(sequence, new, told) if new else None
             if sequence.computed // self.config.page_size > pages or self.cache.windowed:
                 self.cache.settle(sequence)
             if delta is not None:
@@ -327,7 +324,7 @@ class Engine:
                     self._end(sequence, delta.finish)
         return deltas
 
-    def _take(self, sequence: Sequence, drawn: list[Token], told: tuple[float, ...]) -> Delta:
+    def _take(self, sequence: Sequence, drawn: list[Token | None], told: tuple[float, ...]) -> Delta:
         first = sequence.n_output == 0
         if first:
             sequence.first = self.clock()
@@ -336,7 +333,7 @@ class Engine:
         self.stats.output_tokens += len(taken)
         if n_drafts:
             self.stats.drafted += n_drafts
-            self.stats.accepted += len(taken) - 1
+            self.stats.accepted += max(0, len(taken) - 1)
         cached = sequence.cached if first else 0
         return Delta(sequence.request.id, tuple(taken), text, finish, cached, told)
 

@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from whorl.engine.request import Finish, Token
-from whorl.engine.sampler import DeadRowsError, Row, Sampler
 from whorl.engine.sequence import Sequence
 
 
 def take(
-    sequence: Sequence, drawn: Many[Token], token_bytes: Many[bytes], longest: int, version: int
+    sequence: Sequence, drawn: Many[Token | None], token_bytes: Many[bytes], longest: int, version: int
 ) -> tuple[list[Token], bytes, Finish | None]:
     """Takes in the tokens drawn for one sequence, one behind each draft, as far as the drafts were right.
 
     Args:
-        token_bytes: of each id, or empty where nobody wants text; longest: positions that a text may have; version: of the
-            weights.
+        drawn: None where nothing could be drawn; token_bytes: of each id, or empty where nobody wants text; longest:
+            positions that a text may have; version: of the weights.
 
     Returns:
         The tokens that it took, the bytes that may be shown now, and why it ended, if it did.
@@ -30,6 +29,10 @@ def take(
     taken: list[Token] = []
     drafts, sequence.drafts = sequence.drafts, []
     for k, one in enumerate(drawn):
+        if one is None:  # its logits are no numbers, or everything was forbidden
+            finish = "abort"
+            text += sequence.stops.flush()
+            break
         token = replace(one, version=version) if version else one
         taken.append(token)
         sequence.ids.append(token.id)
@@ -66,15 +69,3 @@ def score_prompt(sequence: Sequence, logits: Tensor, stop: int) -> None:
     # What was scored before it was preempted and read in anew is not told twice.
     del sequence.prompt_log_probs[sequence.computed :]
     sequence.prompt_log_probs += found[:, 0].tolist()
-
-
-def draw(sampler: Sampler, logits: Tensor, rows: list[Row]) -> tuple[list[Token], set[int]]:
-    """A token for each row, and the rows that nothing can be drawn from: what stands for their tokens means nothing."""
-    try:
-        return (sampler(logits, rows) if rows else []), set()
-    except DeadRowsError as error:
-        dead = set(error.rows)
-        alive = [n for n in range(len(rows)) if n not in dead]
-        drawn = iter(sampler(logits[alive], [rows[n] for n in alive]) if alive else [])
-        nothing = Token(0, 0.0, 0.0)
-        return [nothing if n in dead else next(drawn) for n in range(len(rows))], dead

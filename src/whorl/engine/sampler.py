@@ -179,6 +179,15 @@ class Sampler:
         ]
         return [Token(*one, alternatives) for one, alternatives in zip(told, best, strict=True)]
 
+    def living(self, logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
+        """The same, with None for a row that nothing can be drawn from: the others shall not suffer from it."""
+        try:
+            return list(self(logits, rows))
+        except DeadRowsError as error:
+            alive = [n for n in range(len(rows)) if n not in error.rows]
+            tokens = iter(self(logits[alive], [rows[n] for n in alive]))
+            return [None if n in error.rows else next(tokens) for n in range(len(rows))]
+
     def distribution(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
         """`distribution` of these rows [W, V] fp32, computed as the draws are.
 

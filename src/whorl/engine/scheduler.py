@@ -198,6 +198,8 @@ class Scheduler:
         self._enter(sequence)
         self.cache.grow(sequence, sequence.computed + 1)
         self.restore(sequence)
+        # What had been left behind a window came back empty, and must not be taken for what it was.
+        self.cache.leave_behind(sequence)
         return True
 
     def _enter(self, sequence: Sequence) -> None:

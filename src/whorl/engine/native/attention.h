@@ -12,8 +12,8 @@
 // take their products straight from the keys; more than that are worth a transposed copy of the tile, [head_dim][32], from
 // which 8 queries by 32 keys are summed in registers without a single horizontal sum.
 //
-// Subtle: no position is read that the row does not have, and none before its window: free pages may hold anything (NaN in
-// the tests), and pages that have left the window may be gone from the table.
+// Subtle: nothing of a position that the row does not have, or that is before its window, gets into a sum: the rest of a page
+// may hold anything (NaN in the tests), and pages that have left the window may be gone from the table.
 #pragma once
 
 #include "lanes.h"
@@ -43,7 +43,7 @@ struct Cache {
 // Floats of scratch that `attend` wants.
 INLINE int64_t attention_room(const Heads& h, int64_t queries) {
     const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
-    return 2 * queries * d + queries * (KEYS + 4) + 3 * KEYS * d;
+    return 3 * queries * d + queries * (KEYS + 4) + 3 * KEYS * d;
 }
 
 // in: 16 rows of 16 -> out: their columns, `stride` apart.
@@ -72,27 +72,44 @@ INLINE const float* widened(const T* from, int64_t head_dim, float* to) {
     return to;
 }
 
-// 32 rows of d -> [d][32].
+// 32 rows of d, `stride` apart -> [d][32].
 template <class T>
-INLINE void turn_keys(const T* const* k, int64_t d, float* turned) {
+INLINE void turn_keys(const T* k, int64_t stride, int64_t d, float* turned) {
     Lanes rows[WIDTH];
     for (int side = 0; side < KEYS; side += WIDTH)
         for (int64_t c = 0; c < d; c += WIDTH) {
-            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = load_lanes(k[side + j] + c);
+            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = load_lanes(k + (side + j) * stride + c);
             transpose16(rows, turned + c * KEYS + side, KEYS);
         }
 }
 
-// scores[32] of one query, straight from 32 rows: 16 sums side by side in registers, then all their lanes at once.
+INLINE void fetch(const void* from, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char*)from + b);
+}
+
+// scores[32] of one query, straight from 32 rows: 16 sums side by side in registers, then all their lanes at once. The rows
+// of the next tile, which may lie anywhere, are fetched meanwhile.
 template <class T>
-INLINE void few_scores(const float* q, int64_t d, const T* const* k, float* scores) {
+INLINE void few_scores(const float* q, const bf16* short_q, int64_t d, const T* k, const T* next, int64_t stride,
+                       float* scores) {
+    (void)short_q;
     for (int side = 0; side < KEYS; side += WIDTH) {
         Lanes rows[WIDTH];
         UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] = Lanes{};
-        for (int64_t c = 0; c < d; c += WIDTH) {
+        int64_t c = 0;
+#ifdef __AVX512BF16__
+        if (sizeof(T) == 2)  // two features a lane, exact products; the query is rounded as torch rounds it
+            for (; c + 2 * WIDTH <= d; c += 2 * WIDTH) {
+                const __m512bh part = (__m512bh)load<Bits>(short_q + c);
+                UNROLL16 for (int j = 0; j < WIDTH; j++)
+                    rows[j] = (Lanes)_mm512_dpbf16_ps((__m512)rows[j], (__m512bh)load<Bits>(k + (side + j) * stride + c), part);
+            }
+#endif
+        for (; c < d; c += WIDTH) {
             const Lanes part = load_lanes(q + c);
-            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] += load_lanes(k[side + j] + c) * part;
+            UNROLL16 for (int j = 0; j < WIDTH; j++) rows[j] += load_lanes(k + (side + j) * stride + c) * part;
         }
+        for (int j = 0; j < WIDTH; j++) fetch(next + (side + j) * stride, d * int64_t(sizeof(T)));
         store(scores + side, sums16(rows));
     }
 }
@@ -117,14 +134,15 @@ INLINE void scores_of(const float* q, int64_t d, const float* turned, float* sco
 
 // out[QN][N * 16] = out * correction + p[QN][keys] v[keys][N * 16], columns of rows `d` wide.
 template <int QN, int N, class T>
-INLINE void values_of(const float* p, const float* correction, const T* const* v, int64_t column, int from, int to,
-                      float* out, int64_t d) {
+INLINE void values_of(const float* p, const float* correction, const T* v, const T* next, int64_t stride, int64_t column,
+                      int from, int to, float* out, int64_t d) {
     Lanes acc[QN][N];
     UNROLL for (int i = 0; i < QN; i++)
         UNROLL for (int c = 0; c < N; c++) acc[i][c] = load_lanes(out + i * d + column + c * WIDTH) * correction[i];
     for (int j = from; j < to; j++) {
+        if (QN == 1) fetch(next + j * stride + column, N * WIDTH * int64_t(sizeof(T)));
         UNROLL for (int c = 0; c < N; c++) {
-            const Lanes value = load_lanes(v[j] + column + c * WIDTH);
+            const Lanes value = load_lanes(v + j * stride + column + c * WIDTH);
             UNROLL for (int i = 0; i < QN; i++) acc[i][c] += value * p[i * KEYS + j];
         }
     }
@@ -133,11 +151,12 @@ INLINE void values_of(const float* p, const float* correction, const T* const* v
 }
 
 template <int QN, class T>
-INLINE void all_values_of(const float* p, const float* correction, const T* const* v, int from, int to, float* out,
-                          int64_t d) {
+INLINE void all_values_of(const float* p, const float* correction, const T* v, const T* next, int64_t stride, int from,
+                          int to, float* out, int64_t d) {
     int64_t column = 0;
-    for (; column + 4 * WIDTH <= d; column += 4 * WIDTH) values_of<QN, 4>(p, correction, v, column, from, to, out, d);
-    for (; column < d; column += WIDTH) values_of<QN, 1>(p, correction, v, column, from, to, out, d);
+    for (; column + 4 * WIDTH <= d; column += 4 * WIDTH)
+        values_of<QN, 4>(p, correction, v, next, stride, column, from, to, out, d);
+    for (; column < d; column += WIDTH) values_of<QN, 1>(p, correction, v, next, stride, column, from, to, out, d);
 }
 
 // One query's scores of a tile -> probabilities against its running maximum, in place; returns the correction.
@@ -179,64 +198,55 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
     const int64_t group = h.n_heads / h.n_kv_heads, n = tokens * group;
     const int64_t d = (h.head_dim + WIDTH - 1) / WIDTH * WIDTH;
     float *queries = room, *out = queries + n * d, *scores = out + n * d, *most = scores + n * KEYS, *sum = most + n,
-          *correction = sum + n, *turned = correction + 2 * n, *values = turned + KEYS * d, *keys = values + KEYS * d;
+          *correction = sum + n, *turned = correction + 2 * n, *keys = turned + KEYS * d, *values = keys + KEYS * d;
+    bf16* short_q = (bf16*)(values + KEYS * d);
     for (int64_t i = 0; i < n; i++) {
         const float* from = q + i / group * q_stride + i % group * h.head_dim;
         for (int64_t c = 0; c < d; c++) queries[i * d + c] = c < h.head_dim ? from[c] * h.scale : 0.0f;
+        if (sizeof(T) == 2)
+            for (int64_t c = 0; c < d; c++) short_q[i * d + c] = narrow(queries[i * d + c]);
         for (int64_t c = 0; c < d; c++) out[i * d + c] = 0;
         most[i] = LOWEST;
         sum[i] = 0;
     }
-    const bool whole = h.head_dim % WIDTH == 0, many = n > 3;
-    const int64_t last = position + tokens - 1;
+    // A tile that lies in one page is read where it is; others are copied together, in fp32 and padded.
+    const bool in_place = h.head_dim % WIDTH == 0 && h.page_size % KEYS == 0, many = n > 3;
+    const int64_t last = position + tokens - 1, stride = cache.position;
     const int64_t first = h.window > 0 && position - h.window + 1 > 0 ? position - h.window + 1 : 0;
     for (int64_t start = first / KEYS * KEYS; start <= last; start += KEYS) {
         const int from = int(first > start ? first - start : 0);
         const int to = int(last + 1 - start < KEYS ? last + 1 - start : KEYS);
-        // Rows of the tile; those that are not seen are given the address of one that is, and masked below.
-        const T *k[KEYS], *v[KEYS];
-        for (int j = from; j < to;) {
-            const int64_t p = start + j, place = p % h.page_size, at = cache.at(h, pages, kv, p);
-            const int run = int(h.page_size - place < to - j ? h.page_size - place : to - j);
-            // The next page in time: it may be anywhere, and one head's part of it is too short for the prefetcher.
-            if (j + run == to && start + to <= last) {
-                const int64_t next = cache.at(h, pages, kv, start + to);
-                for (int64_t b = 0; b < KEYS * h.head_dim; b += 64 / int64_t(sizeof(T))) {
-                    __builtin_prefetch(cache.k + next + b, 0, 2);
-                    __builtin_prefetch(cache.v + next + b, 0, 2);
+        const int64_t here = in_place ? cache.at(h, pages, kv, start) : 0;
+        const int64_t then = in_place && start + KEYS <= last ? cache.at(h, pages, kv, start + KEYS) : here;
+        const T *k = cache.k + here, *v = cache.v + here;
+        if (!in_place) {
+            for (int j = 0; j < KEYS; j++) {
+                if (j < from || j >= to) {
+                    for (int64_t c = 0; c < d; c++) keys[j * d + c] = 0;
+                    continue;
                 }
+                const int64_t at = cache.at(h, pages, kv, start + j);
+                widened(cache.k + at, h.head_dim, keys + j * d);
+                widened(cache.v + at, h.head_dim, values + j * d);
             }
-            for (int i = 0; i < run; i++) {
-                k[j + i] = cache.k + at + i * cache.position;
-                v[j + i] = cache.v + at + i * cache.position;
-            }
-            j += run;
-        }
-        for (int j = 0; j < from; j++) k[j] = k[from];
-        for (int j = to; j < KEYS; j++) k[j] = k[from];
-        const float *wide_k[KEYS], *wide_v[KEYS];
-        if (many || !whole)
-            for (int j = from; j < to; j++) wide_v[j] = widened(v[j], h.head_dim, values + j * d);
-        if (!whole) {
-            for (int j = from; j < to; j++) wide_k[j] = widened(k[j], h.head_dim, keys + j * d);
-            for (int j = 0; j < from; j++) wide_k[j] = wide_k[from];
-            for (int j = to; j < KEYS; j++) wide_k[j] = wide_k[from];
+        } else if (many) {
+            for (int j = from; j < to; j++) widened(v + j * stride, h.head_dim, values + j * d);
         }
         if (many) {
-            if (whole)
-                turn_keys(k, d, turned);
+            if (in_place)
+                turn_keys(k, stride, d, turned);
             else
-                turn_keys(wide_k, d, turned);
+                turn_keys(keys, d, d, turned);
             int64_t i = 0;
             for (; i + 8 <= n; i += 8) scores_of<8>(queries + i * d, d, turned, scores + i * KEYS);
             for (; i + 4 <= n; i += 4) scores_of<4>(queries + i * d, d, turned, scores + i * KEYS);
             for (; i < n; i++) scores_of<1>(queries + i * d, d, turned, scores + i * KEYS);
         } else {
             for (int64_t i = 0; i < n; i++) {
-                if (whole)
-                    few_scores(queries + i * d, d, k, scores + i * KEYS);
+                if (in_place)
+                    few_scores(queries + i * d, short_q + i * d, d, k, cache.k + then, stride, scores + i * KEYS);
                 else
-                    few_scores(queries + i * d, d, wide_k, scores + i * KEYS);
+                    few_scores(queries + i * d, short_q + i * d, d, keys, keys, d, scores + i * KEYS);
             }
         }
         for (int64_t i = 0; i < n; i++) {
@@ -246,12 +256,14 @@ void attend(const Heads& h, const Cache<T>& cache, const int32_t* pages, int64_t
             correction[i] = soften(scores + i * KEYS, low, high, h.softcap, most[i], sum[i]);
         }
         int64_t i = 0;
-        if (many || !whole) {
+        if (many || !in_place) {
             for (; i + 4 <= n; i += 4)
-                all_values_of<4>(scores + i * KEYS, correction + i, wide_v, from, to, out + i * d, d);
-            for (; i < n; i++) all_values_of<1>(scores + i * KEYS, correction + i, wide_v, from, to, out + i * d, d);
+                all_values_of<4>(scores + i * KEYS, correction + i, values, values, d, from, to, out + i * d, d);
+            for (; i < n; i++)
+                all_values_of<1>(scores + i * KEYS, correction + i, values, values, d, from, to, out + i * d, d);
         } else {
-            for (; i < n; i++) all_values_of<1>(scores + i * KEYS, correction + i, v, from, to, out + i * d, d);
+            for (; i < n; i++)
+                all_values_of<1>(scores + i * KEYS, correction + i, v, cache.v + then, stride, from, to, out + i * d, d);
         }
     }
     for (int64_t i = 0; i < n; i++) {

@@ -27,9 +27,8 @@ import warnings
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-fno-math-errno", "-fno-trapping-math")
-# In turn, until one compiles: not every compiler has OpenMP, not every one knows the native CPU.
-FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ())
+COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-pthread", "-fno-math-errno", "-fno-trapping-math")
+FLAGS = (("-march=native",), ("-mcpu=native",), ())  # in turn, until one compiles
 LONGEST_SECONDS = 300.0
 
 
@@ -146,7 +145,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
         ("close", None, [p]),
         ("product", i32, [p, p, p, i64, p, i32, ctypes.c_float, i32]),
         ("step", i32, [p, p, p, p, i32]),
-        ("read", i64, [p, i64, i32, i32]),
+        ("read", None, [p, p, i64, i32]),
     ):
         function = getattr(library, f"whorl_{name}")
         function.restype, function.argtypes = result, arguments

@@ -26,17 +26,17 @@ struct Piece {
 };
 
 struct Step {
-    Shared shared;
     Room x, normed, qkv, y, hidden, branch, attention;
     Ready input, second, between, chosen;
     std::vector<Piece> pieces;
     bool split = false;  // some row has several pieces
+    Pool pool;           // last: its threads end before what they may look at
 };
 
 template <class T>
 struct Run {
-    const Model& model;
-    const Batch& batch;
+    const Model& model;  // of the caller, who keeps it as long as the pool
+    Batch batch;         // a copy
     Step& step;
     float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
     int64_t d, normed_room, qkv_width, attention_floats;

@@ -1,22 +1,33 @@
-// The threads of one step: they start together and go through the same phases.
+// The threads of one step: whoever is there goes through the same phases and takes pieces of them.
 //
-// One parallel region a step, of the OpenMP runtime that torch has already loaded: so torch's threads are ours, and no second
-// pool fights with them for the cores. Inside of it a phase is two counters: pieces handed out and pieces done. A thread takes
-// pieces until there are none, then waits until all are done, not until all threads have come: one that the system holds up,
-// or that wakes late, is waited for only if it has a piece in hand. Which thread does a piece changes nothing in its result.
+// A layer has nine phases of a few microseconds, so threads must not be started, nor waited for, more than the work demands.
+// A phase is two counters, pieces handed out and pieces done. A thread takes pieces until there are none, then waits until all
+// are done. So a thread is waited for only while it has a piece in hand. One that the system holds up, or that wakes late,
+// costs its share of the work and no more; a barrier (OpenMP's, at the end of a region) would cost its whole absence, several
+// milliseconds wherever another process wants the core too. Which thread does a piece changes nothing in its result.
 //
-// Who waits first spins (a phase of a small model lasts microseconds), then yields: where there are more threads than cores,
-// the one that is waited for must get on.
+// Subtle: a helper may wake when the step is over, or in the middle of a later one. So counters carry the number of their step
+// in the upper half, pieces are taken by compare-and-swap, and who finds another number than his own has nothing more to do
+// there. All that he may have looked at until then lives as long as the pool: a job is copied when it is joined, and what it
+// points to is either the pool's owner's or not touched without a piece.
+//
+// Helpers that wait spin for a tenth of a millisecond (the next step of a server that decodes comes sooner), then sleep.
 #pragma once
 
 #include <atomic>
-#include <cstdint>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 #include <sched.h>
+
+#include "lanes.h"
+
+constexpr int SPINS = 4000;
+constexpr size_t PHASES = 8192;  // of one step at most
 
 INLINE void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -24,62 +35,125 @@ INLINE void relax() {
 #endif
 }
 
-struct Shared {
-    struct Phase {
-        alignas(64) std::atomic<int64_t> next{0};
-        alignas(64) std::atomic<int64_t> done{0};
-    };
-    std::vector<Phase> phases;
-
-    // Before the region: `n` phases will follow.
-    void begin(size_t n) {
-        if (phases.size() < n) phases = std::vector<Phase>(n);
-        for (size_t i = 0; i < n; i++) {
-            phases[i].next.store(0, std::memory_order_relaxed);
-            phases[i].done.store(0, std::memory_order_relaxed);
-        }
-    }
+struct Phase {
+    alignas(64) std::atomic<uint64_t> next{0};
+    alignas(64) std::atomic<uint64_t> done{0};
 };
 
 struct Team {
-    Shared& shared;
+    Phase* phases;
+    uint64_t tag;  // number of the step << 32
     int id, size;
-    size_t at = 0;  // the phase that comes next
+    size_t at = 0;      // the phase that comes next
+    bool over = false;  // the step is; only ever true of a helper
 
     // Calls work(i) for every i below n, split among the threads; all are done when it returns.
     template <class F>
     INLINE void share(int64_t n, F work) {
-        Shared::Phase& phase = shared.phases[at++];
         if (size == 1) {
             for (int64_t i = 0; i < n; i++) work(i);
             return;
         }
-        int64_t mine = 0;
-        for (int64_t i; (i = phase.next.fetch_add(1, std::memory_order_relaxed)) < n; mine++) work(i);
+        if (over) return;
+        Phase& phase = phases[at++];
+        const uint64_t all = tag + uint64_t(n);
+        uint64_t mine = 0, taken = phase.next.load(std::memory_order_relaxed);
+        while (!(over = other(taken)) && taken < all)
+            if (phase.next.compare_exchange_weak(taken, taken + 1, std::memory_order_relaxed)) {
+                work(int64_t(taken - tag));
+                mine++;
+                taken = phase.next.load(std::memory_order_relaxed);
+            }
         if (mine) phase.done.fetch_add(mine, std::memory_order_acq_rel);
-        for (int spins = 0; phase.done.load(std::memory_order_acquire) < n; spins++) {
-            if (spins < 4000)
+        uint64_t done = 0;
+        for (int spins = 0; !over; spins++) {
+            done = phase.done.load(std::memory_order_acquire);
+            over = other(done);
+            if (over || done >= all) return;
+            if (spins < SPINS)
                 relax();
             else
                 sched_yield();
         }
     }
+
+    INLINE bool other(uint64_t counter) const { return (counter ^ tag) >> 32; }
 };
 
-// Runs body(team) on up to `threads` threads.
-template <class F>
-void together(Shared& shared, int threads, size_t phases, F body) {
-    shared.begin(phases);
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        {
-            Team team{shared, omp_get_thread_num(), omp_get_num_threads()};
-            body(team);
+class Pool {
+    using Job = std::function<void(Team&)>;
+    std::unique_ptr<Phase[]> phases{new Phase[PHASES]};
+    std::vector<std::thread> helpers;
+    std::mutex lock;
+    std::condition_variable wake;
+    std::atomic<uint64_t> number{0};  // of the step
+    int size = 1, sleepers = 0;
+    bool closing = false;
+    Job job;
+
+    void help(int id) {
+        for (uint64_t seen = 0;;) {
+            for (int spins = 0; spins < SPINS && number.load(std::memory_order_acquire) == seen; spins++) relax();
+            Team team{phases.get(), 0, id, 1};
+            Job mine;
+            {
+                std::unique_lock<std::mutex> held(lock);
+                sleepers++;
+                wake.wait(held, [&] { return closing || number.load(std::memory_order_relaxed) != seen; });
+                sleepers--;
+                if (closing) return;
+                seen = number.load(std::memory_order_relaxed);
+                if (!job || id >= size) continue;
+                mine = job;
+                team.tag = seen << 32;
+                team.size = size;
+            }
+            mine(team);
         }
-        return;
     }
-#endif
-    Team team{shared, 0, 1};
-    body(team);
-}
+
+   public:
+    // body(team) on this thread, and on up to threads - 1 others as far as they come in time. `body` is copied.
+    template <class F>
+    void together(int threads, size_t n_phases, const F& body) {
+        if (threads < 2 || n_phases > PHASES) {
+            Team team{nullptr, 0, 0, 1};
+            F mine = body;
+            mine(team);
+            return;
+        }
+        Team team{phases.get(), 0, 0, threads};
+        bool asleep;
+        {
+            std::unique_lock<std::mutex> held(lock);
+            while (int(helpers.size()) < threads - 1) {
+                const int id = int(helpers.size()) + 1;
+                helpers.emplace_back([this, id] { help(id); });
+            }
+            const uint64_t now = number.load(std::memory_order_relaxed) + 1;
+            team.tag = now << 32;
+            for (size_t i = 0; i < n_phases; i++) {
+                phases[i].next.store(team.tag, std::memory_order_relaxed);
+                phases[i].done.store(team.tag, std::memory_order_relaxed);
+            }
+            size = threads;
+            job = body;
+            number.store(now, std::memory_order_release);
+            asleep = sleepers > 0;
+        }
+        if (asleep) wake.notify_all();
+        F mine = body;
+        mine(team);
+        std::unique_lock<std::mutex> held(lock);
+        job = nullptr;  // who comes now has come too late
+    }
+
+    ~Pool() {
+        {
+            std::unique_lock<std::mutex> held(lock);
+            closing = true;
+        }
+        wake.notify_all();
+        for (std::thread& helper : helpers) helper.join();
+    }
+};

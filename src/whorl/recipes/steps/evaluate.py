@@ -199,7 +199,7 @@ def _completions(
             generator(config.seed, "completions"),
             max_tokens=config.completion_tokens,
             eos_id=tokenizer.eos_id,
-            forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+            forbidden=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
             required=[h.required for h in healed],
             token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
         )
@@ -250,7 +250,7 @@ def _samples(
             sampling,
             generator(config.seed, "report", number),
             max_tokens=config.sample_tokens,
-            forbidden=(tokenizer.pad_id, tokenizer.bos_id),
+            forbidden=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
             required=healed.required,
             token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
             top_log_probs=ALTERNATIVES,

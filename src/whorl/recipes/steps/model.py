@@ -329,7 +329,7 @@ class _Watch:
             Sampling(),
             generator(0, "sample", step),
             max_tokens=SAMPLE_TOKENS,
-            forbidden=(t.pad_id, t.bos_id),
+            forbidden=(*t.control_ids, *range(t.vocab_size, model.config.vocab_size)),
             required=healed.required,
             token_bytes=t.token_bytes[: t.n_ordinary],
         ):

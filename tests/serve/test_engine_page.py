@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_server import PHONE, Fake
-from playwright.sync_api import expect
+from browser_pages import PHONE, expect
+from fake_server import Fake
 
 pytestmark = pytest.mark.browser
 EVIL = "<img src=x onerror=\"document.title='ran'\">"

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
-pytest.importorskip("whorl.serve.app", reason="the server is not here")
-from playwright.sync_api import expect
+from browser_pages import expect
 
 pytestmark = pytest.mark.browser
 

@@ -13,7 +13,7 @@ from fake_server import PAGES
 import whorl
 
 FILES = sorted(PAGES.iterdir())
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_file_is_in_the_package() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from browser_pages import expect
 from fake_server import Fake, Piece
-from playwright.sync_api import expect
 
 pytestmark = pytest.mark.browser
 EVIL = "<img src=x onerror=\"document.title='ran'\"><script>document.title='ran'</script>"

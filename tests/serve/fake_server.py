@@ -21,7 +21,6 @@ import whorl
 
 PAGES = Path(whorl.__file__).parent / "serve" / "pages"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
-PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
 LIMIT = 300.0  # s that a held token waits at most, so that a test that failed does not hang
 
 

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 from fake_server import Fake, fake_server
 
+try:
+    from playwright.sync_api import expect
+except ImportError:  # then `browser` skips
+    expect = None  # type: ignore[assignment]
+
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
 PATIENCE = (
-    60_000  # ms: only a failure waits so long; a machine with other work to do may stand still for a while
+    240_000  # ms: only a failure waits so long, but a machine with other work may stand still for a while
 )
 
 
@@ -21,7 +27,7 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    sync_api.expect.set_options(timeout=PATIENCE)
+    expect.set_options(timeout=PATIENCE)
     arguments = ["--disable-background-networking", "--disable-dev-shm-usage"]
     if os.geteuid() == 0:
         arguments.append("--no-sandbox")  # Chromium refuses its sandbox to root
