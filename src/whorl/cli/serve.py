@@ -63,6 +63,12 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; else what is faster here.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; else what is faster here.")] = None,
     seed: Annotated[int, typer.Option(help="Of answers whose request brings no seed.")] = 0,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Processes, each with cores of its own, behind one router.")
+    ] = 1,
+    manifest: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Print what kubernetes or ray must be told, and end.")
+    ] = None,
     store: StoreOption = None,
 ) -> None:
     """Serve a model: a page to talk with it, and an API that OpenAI's clients speak.
@@ -87,6 +93,12 @@ def serve(
         whorl keys add alice --file keys.json --requests-per-minute 60
 
         whorl serve pretrain --host 0.0.0.0 --api-key-file keys.json
+
+    On more cores, or more machines:
+
+        whorl serve pretrain --replicas 4
+
+        whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
     """
     try:
         from whorl.serve.run import check_open_to, listen
@@ -98,6 +110,15 @@ def serve(
             expected="the extra 'serve'",
             do="pip install 'whorl[serve]'",
         ) from error
+    if manifest is not None:
+        from whorl.serve.fleet.manifests import Manifest, manifest_of
+
+        own = ("--manifest", "--replicas", "--max-sequences", "--drain", "--host", "--port")
+        what = Manifest(
+            model=model, replicas=replicas, sequences=max_sequences, drain_seconds=max(1, int(drain))
+        )
+        print(manifest_of(manifest, what, sys.argv[1:], own), end="")
+        return
     from whorl.engine.speculate import Lookup
     from whorl.runs import probe
     from whorl.serve.api import Api
@@ -116,6 +137,15 @@ def serve(
         drain_seconds=drain,
     )
     check_open_to(config, no_auth)
+    if replicas > 1:
+        from whorl.serve.fleet.replicas import serve_replicas, without
+        from whorl.serve.fleet.tolls import Promise
+
+        same = without(sys.argv[1:], ("--replicas", "--host", "--port"))
+        print(f"{replicas} replicas behind http://{host}:{port}", file=sys.stderr, flush=True)
+        command, promise = [sys.executable, "-m", "whorl.cli", *same], Promise(slo_ttft, slo_tpot)
+        serve_replicas(command, replicas, host, port, grace=drain + 10, promise=promise)
+        return
     listening = listen(config)  # before the model is read: a port that is taken is known at once
     machine = probe(dtype=dtype, threads=threads)
     machine.apply()
