@@ -67,6 +67,16 @@ def test_the_receiver_says_what_one_engine_says(family: str) -> None:
         assert abs(a.log_prob - b.log_prob) < 1e-4 and abs(a.raw_log_prob - b.raw_log_prob) < 1e-4
 
 
+def test_pages_in_int8_go_over_with_their_scales() -> None:
+    config = CONFIG.model_copy(update={"cache": "int8"})
+    receiver = Engine(decoder(), config)
+    with export_pages(prefilled(config=config), IDS) as block:
+        assert import_pages(receiver, block) == 28
+    got, alone = (run(e, [request("write")])["write"] for e in (receiver, Engine(decoder(), config)))
+    assert [t.id for t in got] == [t.id for t in alone]
+    assert all(abs(a.log_prob - b.log_prob) < 1e-4 for a, b in zip(got, alone, strict=True))
+
+
 def test_a_block_is_taken_in_by_and_by() -> None:
     receiver = Engine(decoder(), CONFIG)
     with export_pages(prefilled(), IDS) as block:
@@ -102,6 +112,7 @@ def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
         for receiver, words in [
             (Engine(decoder(), CONFIG.model_copy(update={"page_size": 8})), "pages of 4 positions"),
             (Engine(decoder(n_layers=1), CONFIG), "fingerprint"),
+            (Engine(decoder(), CONFIG.model_copy(update={"cache": "int8"})), "same type of cache"),
         ]:
             with pytest.raises(DataError, match=words):
                 import_pages(receiver, block)

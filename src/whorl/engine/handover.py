@@ -10,9 +10,9 @@ names. So the receiver needs no new state. It adds the request as ever, finds th
 positions than a page has; every token is drawn there, by the code that always draws.
 
 The block, in this order: 8 bytes of magic; the header's length (u32), the whole block's (u64), a checksum (xxh3-128 of all
-that follows it); the header (JSON: fingerprint of the weights, their version, dtype, page size, names of the pages, and for
-each layer group its window, first page and the shapes of its tensors); the tensors' pages one after another, each tensor
-at a multiple of 64 bytes.
+that follows it); the header (JSON: fingerprint of the weights, their version, page size, names of the pages, and for each
+layer group its window, first page and the types and shapes of its tensors); the tensors' pages one after another, each
+tensor at a multiple of 64 bytes.
 
 Ownership. The memory has no name (`slots.ring.anonymous`): it lives as long as somebody holds a descriptor or a view of it,
 and a process that dies, however it dies, gives its own up. The sender closes its block when it has sent the descriptor on;
@@ -20,7 +20,7 @@ nobody has to clean up behind anybody, and nothing can be found that was left be
 
 The subtle part is trust: pages under a wrong name would be read by every later prompt of that name. So a block is taken only
 whole (the checksum), only from the same weights (the fingerprint is of every byte of them, not of a path), and only in the
-same shapes and types; each refusal says which. Names are chained from the version and the adapter's name, on both sides.
+same shapes and types; each refusal says which. Names are chained from the version on both sides.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class PageBlock:
     def tensors(self, group: int) -> list[Tensor]:
         """Of each tensor of the group its pages [n, ...], as views of the shared memory."""
         assert self._memory is not None
-        dtype, at, out = DTYPES[self.header["dtype"]], self._payload, list[Tensor]()
+        at, out = self._payload, list[Tensor]()
         for number, told in enumerate(self.header["groups"]):
-            for shape in told["shapes"]:
-                full = (told["pages"], *shape)
+            for name, shape in told["tensors"]:
+                dtype, full = DTYPES[name], (told["pages"], *shape)
                 if number == group:
                     out.append(_view(self._memory, at, dtype, full))
                 at = _aligned(at + _bytes(dtype, full))
@@ -143,16 +143,17 @@ class PageBlock:
         )
 
 
-def export_pages(engine: Engine, ids: Many[int], adapter: str | None = None) -> PageBlock:
+def export_pages(engine: Engine, ids: Many[int]) -> PageBlock:
     """What `engine` has cached of the beginning of the prompt `ids`, as a block of its own.
 
     Full pages only, and never the page of the last id, whose logits the receiver wants. The engine is left as it was.
+    Without an adapter: engines name theirs each for itself, so that what one computed is not known to be another's.
 
     Raises:
         ConfigError: this engine does not share prefixes, or keeps a state that is not in pages.
     """
     _check_shares(engine)
-    request = Request(id="export", ids=tuple(ids), adapter=adapter)
+    request = Request(id="export", ids=tuple(ids))
     sequence = Sequence(request, 0, list(ids), 0, engine._chain_seed(request))
     cache = engine.cache
     cache.admit(sequence)  # holds the pages: nothing may evict them meanwhile
@@ -164,7 +165,7 @@ def export_pages(engine: Engine, ids: Many[int], adapter: str | None = None) -> 
                 "window": group.window,
                 "first": n_pages - len(pages),
                 "pages": len(pages),
-                "shapes": [list(t.shape[1:]) for t in engine.runner.page_tensors(number)],
+                "tensors": _tensors(engine, number),
             }
             for number, (group, pages) in enumerate(zip(cache.groups, held, strict=True))
         ]
@@ -180,14 +181,13 @@ def export_pages(engine: Engine, ids: Many[int], adapter: str | None = None) -> 
 
 def _write(engine: Engine, told: dict[str, Any], held: list[list[int]]) -> PageBlock:
     header = json.dumps(told).encode()
-    dtype = DTYPES[told["dtype"]]
     places, at = list[list[tuple[int, tuple[int, ...]]]](), _aligned(_HEAD.size + len(header))
     for group in told["groups"]:
         places.append([])
-        for shape in group["shapes"]:
+        for name, shape in group["tensors"]:
             full = (group["pages"], *shape)
             places[-1].append((at, full))
-            at = _aligned(at + _bytes(dtype, full))
+            at = _aligned(at + _bytes(DTYPES[name], full))
     fd = anonymous(at, "whorl-pages")
     try:
         with mmap.mmap(fd, at) as memory:
@@ -197,7 +197,7 @@ def _write(engine: Engine, told: dict[str, Any], held: list[list[int]]) -> PageB
                 for t, (begin, full) in zip(engine.runner.page_tensors(number), places[number], strict=True):
                     if pages:
                         index = torch.tensor(pages, device=t.device)
-                        into = _view(memory, begin, dtype, full)
+                        into = _view(memory, begin, t.dtype, full)
                         if t.device.type == "cpu":
                             torch.index_select(t, 0, index, out=into)
                         else:
@@ -262,21 +262,24 @@ def _found(engine: Engine, names: list[bytes]) -> int:
 
 
 def _compatible(engine: Engine) -> dict[str, Any]:
-    """What must be equal on both sides."""
-    tensors = engine.runner.page_tensors(0)
+    """What must be equal on both sides, beside the tensors."""
     return {
         "version": engine.version,
         "fingerprint": fingerprint(engine),
-        "dtype": str(tensors[0].dtype).removeprefix("torch."),
         "page_size": engine.cache.page_size,
     }
+
+
+def _tensors(engine: Engine, group: int) -> list[list[Any]]:
+    """(type, shape of a page) of all that a page of the group is, layer by layer."""
+    tensors = engine.runner.page_tensors(group)
+    return [[str(t.dtype).removeprefix("torch."), list(t.shape[1:])] for t in tensors]
 
 
 def _check_same(engine: Engine, block: PageBlock) -> None:
     told, own = block.header, _compatible(engine)
     names = {
         "page_size": "pages of {} positions",
-        "dtype": "a cache of {}",
         "version": "weights of version {}",
         "fingerprint": "weights with the fingerprint {}",
     }
@@ -288,12 +291,13 @@ def _check_same(engine: Engine, block: PageBlock) -> None:
                 do="start both engines from the same model with the same settings, and update both together",
             )
     for number, group in enumerate(engine.cache.groups):
-        shapes = [list(t.shape[1:]) for t in engine.runner.page_tensors(number)]
-        theirs = told["groups"][number] if number < len(told["groups"]) else None
-        if theirs is None or theirs["shapes"] != shapes or theirs["window"] != group.window:
+        mine = {"window": group.window, "tensors": _tensors(engine, number)}
+        theirs = told["groups"][number] if number < len(told["groups"]) else {}
+        if {key: theirs.get(key) for key in mine} != mine:
             raise DataError(
-                f"a block of pages whose layer group {number} is {theirs}",
-                expected=f"window {group.window}, tensors of {shapes}",
+                f"a block of pages whose layers keep {theirs.get('tensors')} a page, window {theirs.get('window')}",
+                expected=f"{mine['tensors']}, window {group.window}",
+                do="start both engines with the same type of cache",
             )
 
 

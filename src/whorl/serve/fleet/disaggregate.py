@@ -162,10 +162,11 @@ class Disaggregated:
             hashes = chain(way.request.ids, str(way.request.adapter).encode())
             decoders = self._policies["decode"]
             known = max(decoders.indexes[n].hit(hashes) for n in self._ready("decode")) * IDS
-            # The prompt's own log-probabilities are told by whoever computes the prompt
+            # The prompt's own log-probabilities are told by whoever computes the prompt; no adapter's pages are handed over
+            whole = way.request.prompt_log_probs or way.request.adapter is not None
             short = len(way.request.ids) - known < self.shortest
             readers = self._ready("prefill")
-            if short or way.request.prompt_log_probs or not readers:
+            if short or whole or not readers:
                 self._queue.popleft()
                 self._write(way, None)
                 continue

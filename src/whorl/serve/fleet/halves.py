@@ -87,7 +87,7 @@ class _Prefill(_Work):
             return
         plain = Request(
             id=what.id, ids=what.ids, sampling=Sampling(temperature=0), max_tokens=1, priority=what.priority,
-            client=what.client, adapter=what.adapter,
+            client=what.client
         )  # fmt: skip
         if self.add(plain):
             self.requests[what.id] = plain
@@ -96,7 +96,7 @@ class _Prefill(_Work):
         for delta in self.engine.step():
             request = self.requests.pop(delta.request_id, None)
             if request is not None:
-                with export_pages(self.engine, request.ids, request.adapter) as block:
+                with export_pages(self.engine, request.ids) as block:
                     self.channel.send(("read", request.id, delta.cached), block.fd)
 
 
