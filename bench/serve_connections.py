@@ -28,7 +28,7 @@ BAR = 2.0  # times the median latency, with everybody's connections open
 ROUNDS = 15
 SERVER = """
 import torch
-from whorl.engine.engine import EngineConfig
+from whorl.engine.config import EngineConfig
 from whorl.models import Decoder
 from whorl.plan.cost import shape
 from whorl.runs.seeds import generator

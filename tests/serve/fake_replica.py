@@ -93,7 +93,9 @@ class FakeReplica:
 @asynccontextmanager
 async def running(app: Any) -> AsyncIterator[str]:
     """Serves `app` on a free port, in this loop; its URL."""
-    listening = socket.socket()
+    listening = socket.socket(
+        socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )  # or asyncio leaves Nagle on
     listening.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="auto")
     server = uvicorn.Server(config)

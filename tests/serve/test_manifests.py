@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from whorl.errors import ConfigError
 from whorl.serve.fleet.discovery import addresses, keep, parse
 from whorl.serve.fleet.fleet import Fleet
-from whorl.serve.fleet.manifests import Manifest, manifest
+from whorl.serve.fleet.manifests import Manifest, manifest, manifest_of
 from whorl.serve.fleet.policy import Policy
+from whorl.serve.fleet.ray_app import command
 
 FULL = Manifest(
     model="/models/small",
@@ -127,6 +128,14 @@ def test_what_no_cluster_would_take_is_said_here() -> None:
             manifest("kubernetes", Manifest(model="m", name=name))
     with pytest.raises(ConfigError, match="at most 1"):
         manifest("ray", Manifest(model="m", replicas=2, most=1))
+
+
+def test_a_command_lines_options_reach_the_servers() -> None:
+    words = ["serve", "m", "--manifest", "ray", "--context", "99", "--drain=5", "--no-auth"]
+    (told,) = yaml.safe_load_all(manifest_of("ray", Manifest(model="m"), words, ("--manifest", "--drain")))
+    args = told["applications"][0]["args"]
+    assert args["arguments"] == ["--context", "99"]
+    assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-sequences", "32", "--context", "99"]
 
 
 # Finding the replicas again

@@ -45,9 +45,30 @@ def serve(
     slo_ttft: Annotated[float, typer.Option(help="Promised seconds to the first token (/metrics).")] = 0.5,
     slo_tpot: Annotated[float, typer.Option(help="Promised seconds a token after it.")] = 0.1,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for what runs, once told to stop.")] = 30.0,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, int8 or int4: how a CPU keeps them; else as loaded."),
+    ] = None,
+    cache: Annotated[str, typer.Option(help="model or int8: the type of keys and values.")] = "model",
+    lookup: Annotated[
+        bool,
+        typer.Option(help="Guess tokens from the text itself (never changes one; helps where text repeats)."),
+    ] = False,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="A LoRA adapter, served as a model of that name; may be repeated."
+        ),
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; else what is faster here.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; else what is faster here.")] = None,
     seed: Annotated[int, typer.Option(help="Of answers whose request brings no seed.")] = 0,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Processes, each with cores of its own, behind one router.")
+    ] = 1,
+    manifest: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Print what kubernetes or ray must be told, and end.")
+    ] = None,
     store: StoreOption = None,
 ) -> None:
     """Serve a model: a page to talk with it, and an API that OpenAI's clients speak.
@@ -59,7 +80,9 @@ def serve(
 
         whorl serve quickstart/pretrain
 
-        whorl serve ./Qwen3-0.6B --context 8192 --cache-memory 4
+        whorl serve ./Qwen3-0.6B --context 8192 --cache-memory 4 --weights int8
+
+        whorl serve ./Qwen3-0.6B --adapter sql=./sql-lora
 
         curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "pretrain", "prompt": "def "}'
 
@@ -70,6 +93,12 @@ def serve(
         whorl keys add alice --file keys.json --requests-per-minute 60
 
         whorl serve pretrain --host 0.0.0.0 --api-key-file keys.json
+
+    On more cores, or more machines:
+
+        whorl serve pretrain --replicas 4
+
+        whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
     """
     try:
         from whorl.serve.run import check_open_to, listen
@@ -81,11 +110,20 @@ def serve(
             expected="the extra 'serve'",
             do="pip install 'whorl[serve]'",
         ) from error
-    from whorl.engine.config import EngineConfig
+    if manifest is not None:
+        from whorl.serve.fleet.manifests import Manifest, manifest_of
+
+        own = ("--manifest", "--replicas", "--max-sequences", "--drain", "--host", "--port")
+        what = Manifest(
+            model=model, replicas=replicas, sequences=max_sequences, drain_seconds=max(1, int(drain))
+        )
+        print(manifest_of(manifest, what, sys.argv[1:], own), end="")
+        return
+    from whorl.engine.speculate import Lookup
     from whorl.runs import probe
     from whorl.serve.api import Api
     from whorl.serve.config import ServeConfig
-    from whorl.serve.load import Place, open_embedder, open_writer
+    from whorl.serve.load import Place, engine_config, open_embedder, open_writer
     from whorl.serve.run import serve as run
     from whorl.serve.served import Served, ServedEmbedder
 
@@ -99,6 +137,15 @@ def serve(
         drain_seconds=drain,
     )
     check_open_to(config, no_auth)
+    if replicas > 1:
+        from whorl.serve.fleet.replicas import serve_replicas, without
+        from whorl.serve.fleet.tolls import Promise
+
+        same = without(sys.argv[1:], ("--replicas", "--host", "--port"))
+        print(f"{replicas} replicas behind http://{host}:{port}", file=sys.stderr, flush=True)
+        command, promise = [sys.executable, "-m", "whorl.cli", *same], Promise(slo_ttft, slo_tpot)
+        serve_replicas(command, replicas, host, port, grace=drain + 10, promise=promise)
+        return
     listening = listen(config)  # before the model is read: a port that is taken is known at once
     machine = probe(dtype=dtype, threads=threads)
     machine.apply()
@@ -106,12 +153,18 @@ def serve(
     models: list[Served | ServedEmbedder] = []
     engine = None
     if place.kind == "model":
-        sizes = EngineConfig(
-            max_sequences=max_sequences, token_budget=token_budget, seed=seed, slo_tpot=slo_tpot
-        )
+        sizes = engine_config(
+            {
+                "max_sequences": max_sequences, "token_budget": token_budget, "seed": seed, "slo_tpot": slo_tpot,
+                "weights": weights, "cache": cache,
+            }
+        )  # fmt: skip
         memory = None if cache_memory is None else int(cache_memory * 1e9)
-        writer, engine = open_writer(place, machine, sizes, context=context, cache_bytes=memory)
-        models.append(writer)
+        writers, engine = open_writer(
+            place, machine, sizes, context=context, cache_bytes=memory, adapters=adapter or (),
+            proposer=Lookup() if lookup else None,
+        )  # fmt: skip
+        models += writers
     else:
         models.append(open_embedder(place, machine))
     if embedder is not None:

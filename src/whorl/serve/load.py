@@ -7,20 +7,23 @@ quarter of the memory that is free, and never more than all sequences at full le
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from pydantic import ValidationError
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.embed import Embedder, embed_ids
 from whorl.engine.engine import Engine
 from whorl.engine.grammar import GrammarCompiler
 from whorl.engine.load import load_for_sampling
+from whorl.engine.lora import load_lora
 from whorl.errors import ConfigError
-from whorl.models import LanguageModel
+from whorl.models import Decoder, LanguageModel
 from whorl.runs import Machine
 from whorl.serve.served import Served, ServedEmbedder, Words, mean_pooled
 from whorl.store import Store
@@ -65,13 +68,15 @@ def open_writer(
     *,
     context: int | None = None,
     cache_bytes: int | None = None,
+    adapters: Sequence[str] = (),
     **parts: Any,
-) -> tuple[Served, Engine]:
-    """A language model and its engine.
+) -> tuple[list[Served], Engine]:
+    """A language model, itself and with each of its adapters, and the engine that runs all of them.
 
     Args:
         context: positions of a text at most; else the model's own bound.
         cache_bytes: of the paged cache; else a share of the memory that is free.
+        adapters: NAME=FOLDER of each.
         parts: further arguments of `Engine`.
 
     Raises:
@@ -80,7 +85,7 @@ def open_writer(
     model = load_for_sampling(place.folder, machine, rows=min(8, config.max_sequences))
     tokenizer = open_tokenizer(place.folder)
     gc.collect()
-    bound = model.longest or DEFAULT_CONTEXT
+    bound = model.longest or _well_read(model)
     if context is not None:
         if model.longest is not None and context > model.longest:
             raise ConfigError(
@@ -99,7 +104,35 @@ def open_writer(
     sizes = config.model_copy(update={"max_length": bound, "cache_tokens": tokens})
     chat = open_chat(place.folder, tokenizer)
     engine = make_engine(model, tokenizer, chat, sizes, **parts)
-    return served(place.names, tokenizer, chat, engine), engine
+    base = served(place.names, tokenizer, chat, engine)
+    models = [base]
+    for text in adapters:
+        name, _, folder = text.partition("=")
+        if not name or not folder or name in (base.name, *base.aliases):
+            raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER, with a name of its own")
+        engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
+        models.append(replace(base, name=name, aliases=frozenset(), adapter=name, vector=None))
+    return models, engine
+
+
+def engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """Settings of the engine, as a command line gives them.
+
+    Raises:
+        ConfigError: the first that is wrong.
+    """
+    try:
+        return EngineConfig(**given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = "--" + str(problem["loc"][0]).replace("_", "-")
+        raise ConfigError(f"{name} is {problem['input']!r}", expected=str(problem["msg"]).lower()) from error
+
+
+def _well_read(model: LanguageModel) -> int:
+    """The context of a model that has no bound: as far as it reads well, where that is known."""
+    known = isinstance(model, Decoder) and model.config.trained_length is not None
+    return model.reads_well if known else DEFAULT_CONTEXT
 
 
 def make_engine(

@@ -206,6 +206,7 @@ def _request(
         grammar=grammar,
         priority=body.priority or 0,
         client=client,
+        adapter=served.adapter,
         top_log_probs=top_log_probs,
         prompt_log_probs=prompt_log_probs,
     )

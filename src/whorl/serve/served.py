@@ -23,6 +23,7 @@ class Served:
     """A language model as the API knows it.
 
     name: told to clients; aliases: other names that mean it. context: positions of prompt and answer together at most.
+    adapter: LoRA adapter that its requests name.
     vector: ids -> a unit vector [d], called in the engine's thread; None where there are no embeddings.
     """
 
@@ -32,6 +33,7 @@ class Served:
     vocab_size: int
     context: int
     aliases: frozenset[str] = frozenset()
+    adapter: str | None = None
     vector: Callable[[Sequence[int]], list[float]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -23,12 +23,14 @@ Every field is checked by tests against the schemas of both.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, one_of
+from whorl.serve.fleet.replicas import without
 
 KINDS = ("kubernetes", "ray")
 PORT = 8000
@@ -79,6 +81,16 @@ def manifest(kind: str, what: Manifest) -> str:
     return str(yaml.safe_dump_all(documents, sort_keys=False, width=110))
 
 
+def manifest_of(kind: str, what: Manifest, words: Sequence[str], own: Sequence[str]) -> str:
+    """The manifest for a command line (`serve MODEL ...`): options that are not in `own` are passed on to the servers."""
+    rest = without(words, own)
+    for word in ("serve", what.model):
+        if word in rest:
+            rest.remove(word)
+    keyless = [word for word in rest if word != "--no-auth"]
+    return manifest(kind, what.model_copy(update={"arguments": tuple(keyless)}))
+
+
 def kubernetes(what: Manifest) -> list[dict[str, Any]]:
     """Services, deployments, disruption budgets and the autoscaler."""
     replicas, routers = f"{what.name}-replica", f"{what.name}-router"
@@ -125,7 +137,7 @@ def ray(what: Manifest) -> dict[str, Any]:
             {
                 "name": what.name,
                 "route_prefix": "/",
-                "import_path": "whorl.serve.ray_app:app",
+                "import_path": "whorl.serve.fleet.ray_app:app",
                 "args": {"model": what.model, "arguments": list(what.arguments), "sequences": what.sequences},
                 "deployments": [
                     {

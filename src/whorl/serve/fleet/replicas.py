@@ -73,6 +73,17 @@ def cores_of(n: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]
     return [tuple(cores[a:b]) for a, b in itertools.pairwise(borders)]
 
 
+def without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+    """A command line's words without some of its options and their values ("--port 80" and "--port=80" alike)."""
+    out, skip = list[str](), False
+    for word in words:
+        if skip or word in options:
+            skip = not skip
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
+            out.append(word)
+    return out
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody has at this moment. Somebody may take it before a replica does: that one ends and gets another."""
     with socket.socket() as listening:

@@ -25,9 +25,12 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
+import logging
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from types import FrameType
 from typing import Any
 
 import httpx2 as httpx
@@ -48,6 +51,7 @@ from whorl.serve.fleet.prefixes import Chain, chain, prompt_of
 from whorl.serve.fleet.relay import Incoming, Relay, Reply, error_body
 from whorl.serve.fleet.tolls import Promise, Tolls
 
+LOG = logging.getLogger("whorl.serve")
 LONGEST_BODY = 32 << 20
 WITH_PROMPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 # Nothing is bounded here: a request waits in its replica's queue, which knows what waiting means, not in a socket pool
@@ -87,6 +91,16 @@ class Router:
                 Mount("/", self._pass_on),
             ],
         )
+
+    @property
+    def under_way(self) -> int:
+        """Requests that have no answer, or not all of it."""
+        return self._relay.under_way if self._relay is not None else 0
+
+    async def drained(self) -> None:
+        """Returns when no request is under way."""
+        while self.under_way:
+            await asyncio.sleep(0.02)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -207,6 +221,38 @@ def make_router(
     return Router(fleet, **settings)
 
 
+class _Server(uvicorn.Server):
+    """uvicorn, which goes on listening while it drains: /health says so, and what is new is told 503 in words."""
+
+    def __init__(self, config: uvicorn.Config, router: Router, grace: float) -> None:
+        super().__init__(config)
+        self.router, self.grace = router, grace
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal; a second one ends at once. Not kept for later, as uvicorn does: it would spoil the exit code."""
+        if self.router.draining or self._loop is None:
+            self.should_exit = self.force_exit = True
+        else:
+            self.router.draining = True
+            self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._task = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await asyncio.wait_for(self.router.drained(), self.grace)
+        except TimeoutError:
+            LOG.warning("%d requests were cut off", self.router.under_way)
+        self.should_exit = True
+
+
 def serve_router(router: Router, host: str, port: int, grace: float = 40.0) -> None:
     """Serve until SIGTERM or SIGINT; what runs then gets `grace` seconds.
 
@@ -214,12 +260,10 @@ def serve_router(router: Router, host: str, port: int, grace: float = 40.0) -> N
         ConfigError: it never began, since a replica does not come up.
     """
     config = uvicorn.Config(
-        router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=max(1, int(grace))
+        router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2
     )
-    with suppress(
-        KeyboardInterrupt, SystemExit
-    ):  # uvicorn raises the signal again, or leaves with 3 if it never began
-        uvicorn.Server(config).run()
+    with suppress(SystemExit):  # with which uvicorn leaves if the router never began
+        _Server(config, router, grace).run()
     if router.failed is not None:
         raise router.failed
 
