@@ -1,4 +1,4 @@
-"""The native library by itself: its products number by number, with and without the CPU's own instructions, and its build."""
+"""The native library by itself: its products number by number, with and without the newer instructions; its build."""
 
 from __future__ import annotations
 
