@@ -94,8 +94,8 @@ def draw(table: dict[str, dict[float, dict[str, float]]], file: Path, title: str
         left.axhline(at_once, color=COLOURS[name], linestyle=":", linewidth=1)
     left.set_ylabel("output tokens a second (dotted: all at once)")
     right.set_ylabel("95th percentile of latency, seconds")
-    right.set_yscale("log")
     left.set_ylim(bottom=0)
+    right.set_ylim(bottom=0)
     left.legend(frameon=False)
     for axes in (left, right):
         axes.set_xlabel("requests that arrive a second")
