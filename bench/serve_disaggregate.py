@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
-    tokens, prompts, rounds = (60, 2, 2) if quick else (240, 6, 3)
+    tokens, prompts, rounds = (120, 3, 1) if quick else (240, 6, 3)
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     mixed, unpaced = make("both"), make("both", stretch=1e9)
     found: dict[str, list[dict[str, float]]] = {"mixed": [], "unpaced": [], "apart": []}
