@@ -1,7 +1,8 @@
 """Drives an engine, or one of the older schemes, through requests that arrive over time, without waiting for any of them.
 
-The clock is real while something is computed and jumps while nothing is: what waits for an arrival, or for a batch to fill,
-waits in the books alone. So a load of a minute of which ten seconds are work takes ten seconds to measure.
+The clock counts the seconds that this process computes (so it is for one thread), and jumps while nothing is computed: what
+waits for an arrival, or for a batch to fill, waits in the books alone. So a load of a minute of which ten seconds are work
+takes ten seconds to measure, and who else uses the machine changes little.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from whorl.runs.seeds import numpy_rng
 
 
 class Clock:
-    """Seconds since it was made, and those that were jumped over."""
+    """Seconds of work since it was made, and those that were jumped over."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
+        self._began = time.process_time()
 
     def __call__(self) -> float:
-        return time.perf_counter() - self._began
+        return time.process_time() - self._began
 
     def jump(self, to: float) -> None:
         """To a moment; nothing if it is past."""

@@ -2,8 +2,8 @@
 and whole steps beside the torch path's.
 
 The bandwidth is measured in turn with the steps, on the very memory that the packed weights lie in, by a loop that reads
-and does nothing else. Products: one matrix of the model, rows 1 to 128, every kind of weight, beside `F.linear` in
-fp32 and bf16. Steps: rows of 192 positions each decode one token; a prompt of 128 is read in.
+and does nothing else. Products: two matrices of the model, 1 to 128 rows, every kind of weight, beside `F.linear`.
+Steps: rows of 192 positions each decode one token; a prompt of 128 is read in.
 
     python bench/engine_native.py [--quick] [--model 14M|110M]
 """

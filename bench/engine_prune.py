@@ -1,6 +1,6 @@
 """A third of a trained model's heads and channels taken out: what is lost, and what a short distillation brings back.
 
-    python bench/engine_prune.py --store STORE [--model quickstart/pretrain] [--folder DIR] [--every 8] [--steps 300]
+    python bench/engine_prune.py --store STORE [--model quickstart/pretrain] [--folder DIR] [--every 8] [--steps 150]
                                  [--seconds 110] [--quick]
 
 Held-out files of the model's own token set are scored (every so-many-th). Each way to choose what goes is measured as it
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--model", default="quickstart/pretrain")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--every", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import api_of, running
 from hypothesis import given
 from hypothesis import strategies as st
+from live_server import api_of, running
 from typer.testing import CliRunner
 
 from whorl.cli import application
@@ -146,6 +146,9 @@ def test_others_are_only_let_in_with_keys(tmp_path: Path) -> None:
     check_open_to(ServeConfig())
     check_open_to(ServeConfig(host="::1"))
     check_open_to(ServeConfig(host="0.0.0.0"), no_auth=True)
+    with pytest.raises(ConfigError, match="no file of keys"):
+        check_open_to(ServeConfig(key_file=tmp_path / "keys.json"))
+    KeyFile(tmp_path / "keys.json").add("alice")
     check_open_to(ServeConfig(host="0.0.0.0", key_file=tmp_path / "keys.json"))
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
         with pytest.raises(ConfigError, match="can be reached by others"):

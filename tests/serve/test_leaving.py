@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import Running, api_of, engine_of, running, words
+from live_server import Running, api_of, engine_of, running, words
 
 from whorl.engine.request import Delta, Request, Token
 from whorl.serve.sse import EventStream
@@ -145,7 +145,7 @@ def test_a_reader_who_stands_still_is_let_go() -> None:
 CHILD = """
 import sys
 sys.path.insert(0, {here!r})
-from conftest import api_of, engine_of, words
+from live_server import api_of, engine_of, words
 from whorl.serve.run import listen, serve
 
 engine = engine_of(words())
@@ -159,13 +159,13 @@ def step():
     return real()
 
 engine.step = step
-api = api_of(engine, drain_seconds={drain})
+api = api_of(engine, drain_seconds=60)
 serve(api, listen(api.config), lambda url: print(url, flush=True))
 """
 
 
-def child(drain: float) -> subprocess.Popen[str]:
-    code = CHILD.format(here=str(Path(__file__).parent), drain=drain)
+def child() -> subprocess.Popen[str]:
+    code = CHILD.format(here=str(Path(__file__).parent))
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
@@ -176,7 +176,7 @@ def child(drain: float) -> subprocess.Popen[str]:
 
 
 def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new() -> None:
-    process = child(drain=60)
+    process = child()
     assert process.stdout is not None and process.stdin is not None
     url = process.stdout.readline().strip()
     try:
@@ -204,25 +204,38 @@ def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new() -> None:
 
 
 def test_what_does_not_end_in_time_is_cut_off() -> None:
-    process = child(drain=0)
-    assert process.stdout is not None and process.stdin is not None
-    url = process.stdout.readline().strip()
-    try:
-        with (
-            httpx.Client(timeout=60) as client,
-            client.stream("POST", f"{url}/v1/completions", json=STREAM) as answer,
-        ):
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-            assert rest[-1] == "data: [DONE]"
-            assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
-        process.stdin.write("go\n")
-        process.stdin.flush()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
+    engine = engine_of(words())
+    gate = Gate(engine)
+    server = Running(api_of(engine, drain_seconds=0))
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json=STREAM) as answer,
+    ):
+        gate.let(2)
+        lines = answer.iter_lines()
+        next(lines)
+        server.in_loop(server.server.drain)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    gate.let(10_000)
+    server.thread.join(60)
+    assert not server.thread.is_alive() and engine.stats.finished == {"abort": 1}
+    engine.check_integrity()
+
+
+def test_small_writes_are_sent_at_once(gated: tuple[Running, Gate]) -> None:
+    """An event is a few hundred bytes: kept back until the last was acknowledged, each would come 40 ms late."""
+    server, _ = gated
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert s.recv(100)
+
+        def delays() -> list[int]:
+            ends = [c.transport.get_extra_info("socket") for c in server.server.server_state.connections]
+            return [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends]
+
+        assert server.in_loop(delays) == [1]
 
 
 class Broken:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import api_of, running
+from live_server import api_of, running
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 TEXT: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 2}

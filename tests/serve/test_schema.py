@@ -10,7 +10,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-EXAMPLES = 12  # a path and kind
+EXAMPLES = 8  # a path and kind
 PATHS = [
     "/v1/completions",
     "/v1/chat/completions",

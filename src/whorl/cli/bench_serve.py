@@ -257,7 +257,8 @@ def _show(loads: Sequence[Load]) -> None:
             console.print(f"errors: {load.summary.errors}  {said}", style="red", markup=False)
         if lagging(load.summary):
             console.print(
-                "the client itself was late (see lag): it is too slow for this load", style="yellow"
+                "this client was late itself (see lag): its machine is busy, or it is too slow for this load",
+                style="yellow",
             )
     console.print(curve([load.summary for load in loads], [load.name for load in loads]))
 

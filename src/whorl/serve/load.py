@@ -82,6 +82,10 @@ def open_writer(
     Raises:
         CheckpointError, DataError: a file is missing or damaged. ConfigError: a size is impossible.
     """
+    loras = [text.partition("=") for text in adapters]  # looked at before the weights are read
+    for text, (name, _, folder) in zip(adapters, loras, strict=True):
+        if not name or not folder or name in place.names:
+            raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER, with a name of its own")
     model = load_for_sampling(place.folder, machine, rows=min(8, config.max_sequences))
     tokenizer = open_tokenizer(place.folder)
     gc.collect()
@@ -106,10 +110,7 @@ def open_writer(
     engine = make_engine(model, tokenizer, chat, sizes, **parts)
     base = served(place.names, tokenizer, chat, engine)
     models = [base]
-    for text in adapters:
-        name, _, folder = text.partition("=")
-        if not name or not folder or name in (base.name, *base.aliases):
-            raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER, with a name of its own")
+    for name, _, folder in loras:
         engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
         models.append(replace(base, name=name, aliases=frozenset(), adapter=name, vector=None))
     return models, engine

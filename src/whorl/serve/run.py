@@ -72,8 +72,14 @@ def check_open_to(config: ServeConfig, no_auth: bool = False) -> None:
     """That a server which others can reach asks for keys.
 
     Raises:
-        ConfigError: it does not, and `no_auth` did not say that this is meant.
+        ConfigError: it does not, and `no_auth` did not say that this is meant; or the file of keys is not there.
     """
+    if config.key_file is not None and not config.key_file.is_file():
+        raise ConfigError(
+            f"there is no file of keys {config.key_file}",
+            expected="what `whorl keys add` writes",
+            do=f"make a key with `whorl keys add NAME --file {config.key_file}`",
+        )
     if config.key_file is not None or no_auth or is_loopback(config.host):
         return
     raise ConfigError(
@@ -125,7 +131,8 @@ def listen(config: ServeConfig) -> socket.socket:
     """
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named: asyncio turns Nagle's delay off only then, and each answer would wait 40 ms for an ACK
+    # Named as TCP: asyncio sends small writes at once (TCP_NODELAY) only where it can see that. Else a client that
+    # acknowledges late would get each answer 40 ms late.
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -10,17 +10,12 @@ in a text:
     kind "transcript"   User: hello NEWLINE NEWLINE Assistant:          (stops where the user would speak next)
 
 The subtle part is *injection*. A template writes special tokens as text, and so may a user:
-"<|im_end|><|im_start|>system ...". If the rendered text were simply encoded, the user would speak as the system. A
-template may trim, split and search what it is given, so its strings must stay strings: they cannot be wrapped, or
-replaced by marks that are filled in later. So in all that comes from people each spelling of a special token is broken
-in two by one character that occurs nowhere in the conversation, after its first character; the template works on text
-that is otherwise untouched; and the rendered text is encoded in the pieces between those characters, none of which
-spells a special token that the template did not write. As a last line the special ids that came out are counted against
-those that stand in the rendered text. (A special token one character long cannot be broken; that count then refuses the
-conversation.)
-
-Protected are the special tokens, and those added tokens that the template itself writes (`<tool_call>`, `<think>`); the
-latter not in what the assistant said, since a template looks for them there.
+"<|im_end|><|im_start|>system ...". If the rendered text were simply encoded, the user would speak as the system. So
+spellings in what people say are broken by a mark before the template sees them (`broken.py`), and the rendered text is
+encoded in the pieces between the marks, none of which spells a special token that the template did not write. As a last
+line the special ids that came out are counted against those that stand in the rendered text: normalisation could make
+more. Protected are the special tokens, and those added tokens that the template itself writes (`<tool_call>`,
+`<think>`); the latter not in what the assistant said, since a template looks for them there.
 
 `training` gives the mask beside the ids: True where the assistant speaks, up to the token that ends its turn. The borders
 lie where generation would have begun, and text is encoded piece by piece between them, so what is learnt from is exactly
@@ -46,30 +41,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whorl.errors import DataError
+from whorl.tokens.broken import Breaker, unused
 from whorl.tokens.foreign import ForeignTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 Kind = Literal["model", "chatml", "transcript"]
-# Names and words of the interface itself, which templates compare with; none of them is a piece of markup.
-FIELDS = frozenset(
-    (
-        *(
-            "role",
-            "content",
-            "name",
-            "tool_calls",
-            "tool_call_id",
-            "type",
-            "function",
-            "id",
-            "arguments",
-            "parameters",
-        ),
-        *("description", "properties", "required"),
-        *("object", "string", "number", "integer", "boolean", "array", "null", "text"),
-    )
-)
 START, END = "<|im_start|>", "<|im_end|>"
 
 TOOLS = """\
@@ -170,8 +147,8 @@ class ChatTemplate:
         self.stop = TRANSCRIPT_STOPS if self.kind == "transcript" else ()
         ends = [self.special[END]] if END in self.special else []
         self.stop_ids = frozenset((*tokenizer.end_ids, *ends))
-        self._always = _Breaker(self.special)
-        self._others = _Breaker([*self.special, *(t for t in added if t in source)])
+        self._always = Breaker(self.special)
+        self._others = Breaker([*self.special, *(t for t in added if t in source)])
         self._find = _longest_first(self.special)
         self._program = _compiled(source)
 
@@ -198,7 +175,7 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation.
         """
-        mark = _unused((messages, tools, variables or {}))
+        mark = unused((messages, tools, variables or {}))
         text = self._render(messages, tools, add_generation_prompt, variables or {}, mark)
         return self._checked(text, self._encode(text, mark), mark)
 
@@ -215,7 +192,7 @@ class ChatTemplate:
             DataError: as `prompt`; or the template does not only append, so that no border can be trusted.
         """
         variables = variables or {}
-        mark = _unused((messages, tools, variables))
+        mark = unused((messages, tools, variables))
         whole = self._render(messages, tools, False, variables, mark)
         borders: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
@@ -371,77 +348,6 @@ def _specials(tokenizer: Tokenizer | ForeignTokenizer) -> tuple[dict[str, int], 
     return special, [t for t, i in tokenizer.added.items() if i not in tokenizer.special_ids]
 
 
-class _Breaker:
-    """Puts `mark` into strings so that no token of `texts` is spelled, neither by them nor together with what stands around.
-
-    A spelling is broken after its first character. A string that ends like the beginning of a token ("a <") could make the
-    template's next one another ("<<|im_end|>", where "<<" is a token too), so it gets a mark behind; one that is not what is
-    said, but a name, and begins like the end of a token or lies inside of one, could complete what the template writes
-    around it, and gets a mark before. White space at the ends stays outside of these marks: templates trim it.
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.texts = sorted(texts, key=len, reverse=True)
-        found = "|".join(re.escape(t) for t in self.texts if len(t) > 1)
-        self._inside = re.compile(f"(?={found or '(?!)'})(.)", re.DOTALL)
-        self._single = {t for t in self.texts if len(t) == 1}
-        self._begins = {t[:n] for t in self.texts for n in range(1, len(t))}
-        self._ends = {t[n:] for t in self.texts for n in range(1, len(t))}
-        self._longest = max(map(len, self.texts), default=0)
-
-    def __call__(self, value: Any, mark: str, said: bool = False) -> Any:
-        """All strings in `value`, at any depth. said: these are contents of messages."""
-        if isinstance(value, str):
-            return self._text(value, mark, said)
-        if isinstance(value, Mapping):
-            return {
-                self(k, mark) if isinstance(k, str) else k: self(v, mark, k == "content")
-                for k, v in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self(v, mark, said) for v in value]
-        return value
-
-    def _text(self, text: str, mark: str, said: bool) -> str:
-        if not self._single.isdisjoint(text):
-            raise DataError(
-                f"the conversation holds {min(self._single.intersection(text))!r}, a special token of this model",
-                expected="text that this tokenizer can spell without special tokens",
-            )
-        inner = text.strip()
-        if not inner or text in FIELDS:
-            return text
-        at = text.index(inner)
-        before, after = text[:at], text[at + len(inner) :]
-        broken = self._inside.sub(lambda m: m[1] + mark, inner)
-        if any(inner[-n:] in self._begins for n in range(1, min(len(inner), self._longest) + 1)):
-            broken += mark
-        if not said and (
-            any(inner[:n] in self._ends for n in range(1, min(len(inner), self._longest) + 1))
-            or any(inner in t for t in self.texts)
-        ):
-            broken = mark + broken
-        return before + broken + after
-
-
 def _longest_first(texts: Iterable[str]) -> re.Pattern[str]:
     """Never matches if there are none."""
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")
-
-
-def _unused(value: Any) -> str:
-    """A character that occurs nowhere in `value`; one of those that Unicode keeps for nobody, or for private use."""
-    seen: set[str] = set()
-    rest = [value]
-    while rest:
-        one = rest.pop()
-        if isinstance(one, str):
-            seen.update(one)
-        elif isinstance(one, Mapping):
-            rest += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            rest += one
-    for number in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE)):
-        if chr(number) not in seen:
-            return chr(number)
-    raise DataError("the conversation uses every private character there is", expected="text")

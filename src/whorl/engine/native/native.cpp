@@ -59,14 +59,15 @@ template <class T>
 static void run(const Model& model, const Batch& batch, Step& step, float* logits, int threads) {
     const int64_t d = model.d_model, n = batch.n, m = batch.wanted;
     step.pieces.clear();
-    step.split = false;
+    bool split = false;
     int64_t qkv = 0, y = 0, hidden = 0, room = 0, normed = d;
     bool branch = false;
+    Ready input{}, second{}, between{};
     const Heads& h0 = model.layers[0].heads;
     const int64_t group0 = h0.n_heads / h0.n_kv_heads, most = group0 < QUERIES ? QUERIES / group0 : 1;
     for (int64_t row = 0; row < batch.rows; row++) {
         const int64_t tokens = batch.starts[row + 1] - batch.starts[row];
-        step.split |= tokens > most;
+        split |= tokens > most;
         for (int64_t from = 0; from < tokens; from += most)
             step.pieces.push_back({int32_t(row), int32_t(from), int32_t(from + most < tokens ? from + most : tokens)});
     }
@@ -79,18 +80,21 @@ static void run(const Model& model, const Batch& batch, Step& step, float* logit
         larger(hidden, layer.down.k);
         larger(room, attention_room(layer.heads, most * group));
         branch |= layer.mixer_after.kind || layer.mlp_after.kind;
-        step.input.reserve(layer.qkv, n);
-        step.second.reserve(layer.up, n);
+        input = step.input.reserve(layer.qkv, n);
+        second = step.second.reserve(layer.up, n);
         step.between.reserve(layer.out, n);
-        step.between.reserve(layer.down, n);
+        between = step.between.reserve(layer.down, n);
     }
-    step.chosen.reserve(model.head, m);
+    const Ready chosen = step.chosen.reserve(model.head, m);
     room = round_up(room, 1024);
     normed = round_up(normed, 1024);
     const auto floats = [](Room& from, int64_t count) { return (float*)from.at_least(size_t(4 * count)); };
-    const Run<T> one{model, batch, step, floats(step.x, n * d), floats(step.normed, threads * normed),
-               floats(step.qkv, n * qkv), floats(step.y, n * y), floats(step.hidden, n * hidden),
-               branch ? floats(step.branch, n * d) : nullptr, floats(step.attention, threads * room), d, normed, 0, room};
+    const Run<T> one{
+        model, batch, input, second, between, chosen, step.pieces.data(), int64_t(step.pieces.size()), split,
+        floats(step.x, n * d), floats(step.normed, threads * normed), floats(step.qkv, n * qkv), floats(step.y, n * y),
+        floats(step.hidden, n * hidden), branch ? floats(step.branch, n * d) : nullptr,
+        floats(step.attention, threads * room), d, normed, 0, room,
+    };
     step.pool.together(threads, size_t(10 * model.n_layers + 4), [one, logits](Team& team) {
         Run<T> mine = one;
         mine(team, logits);
@@ -160,9 +164,9 @@ int32_t whorl_product(void* step, const Matrix* w, const float* x, int64_t m, fl
                       int32_t threads) {
     try {
         Step& s = *(Step*)step;
-        s.input.reserve(*w, m);
+        const Rows into = s.input.reserve(*w, m).rows(*w);
         const Target to{activation ? ACTIVATE : PUT, y, w->gated ? w->n / 2 : w->n, Activation(activation), cap};
-        s.pool.together(threads, 2, [w = *w, rows = s.input.rows(*w), x, m, to](Team& team) {
+        s.pool.together(threads, 2, [w = *w, rows = into, x, m, to](Team& team) {
             team.share(m, [&](int64_t i) { ready_row(w, rows, i, x + i * w.k); });
             product(team, w, rows, m, to);
         });

@@ -113,22 +113,27 @@ struct Room {
     ~Room();
 };
 
-// Rows on their way into a product.
+INLINE int64_t ready_stride(const Matrix& w) { return round_up(padded(w) * activation_bytes(w), 64); }
+
+// Where rows on their way into a product are.
 struct Ready {
+    char* data;
+    float* scales;
+    int32_t* sums;
+
+    INLINE Rows rows(const Matrix& w) const { return {ready_stride(w), data, scales, sums}; }
+};
+
+struct ReadyRoom {
     Room data, scales, sums;
 
-    static int64_t stride(const Matrix& w) { return round_up(padded(w) * activation_bytes(w), 64); }
-
     // Before the threads start.
-    void reserve(const Matrix& w, int64_t m) {
+    Ready reserve(const Matrix& w, int64_t m) {
         const size_t per_group = size_t(4 * m * groups(w));
-        data.at_least(size_t(m * stride(w)));
+        data.at_least(size_t(m * ready_stride(w)));
         scales.at_least(per_group);
         sums.at_least(per_group);
-    }
-
-    Rows rows(const Matrix& w) const {
-        return {stride(w), (const char*)data.data, (const float*)scales.data, (const int32_t*)sums.data};
+        return {(char*)data.data, (float*)scales.data, (int32_t*)sums.data};
     }
 };
 

@@ -27,9 +27,8 @@ struct Piece {
 
 struct Step {
     Room x, normed, qkv, y, hidden, branch, attention;
-    Ready input, second, between, chosen;
+    ReadyRoom input, second, between, chosen;
     std::vector<Piece> pieces;
-    bool split = false;  // some row has several pieces
     Pool pool;           // last: its threads end before what they may look at
 };
 
@@ -37,7 +36,11 @@ template <class T>
 struct Run {
     const Model& model;  // of the caller, who keeps it as long as the pool
     Batch batch;         // a copy
-    Step& step;
+    // Copies: a helper that comes too late may still look at them.
+    Ready input, second, between, chosen;
+    const Piece* pieces;
+    int64_t n_pieces;
+    bool split;  // some row has several pieces
     float *x, *normed, *qkv, *y, *hidden, *branch, *attention;
     int64_t d, normed_room, qkv_width, attention_floats;
 
@@ -118,8 +121,8 @@ struct Run {
         // Rows for the products that read a layer's first norm.
         const auto ready_layer = [&](const Layer& layer, int64_t t) {
             normalise(layer.mixer_norm, x + t * d, d, own(team));
-            ready_row(layer.qkv, step.input.rows(layer.qkv), t, own(team));
-            if (model.parallel) ready_row(layer.up, step.second.rows(layer.up), t, own(team));
+            ready_row(layer.qkv, input.rows(layer.qkv), t, own(team));
+            if (model.parallel) ready_row(layer.up, second.rows(layer.up), t, own(team));
         };
         // Adds a branch that has a norm of its own behind it.
         const auto add_normed = [&](const Norm& after, int64_t t) {
@@ -127,8 +130,8 @@ struct Run {
             normalise(after, branch + t * d, d, branch + t * d);
             for (int64_t c = 0; c < d; c++) x[t * d + c] += branch[t * d + c];
         };
-        team.share(int64_t(step.pieces.size()), [&](int64_t p) {
-            const Piece& piece = step.pieces[size_t(p)];
+        team.share(n_pieces, [&](int64_t p) {
+            const Piece& piece = pieces[p];
             for (int64_t i = piece.from; i < piece.to; i++) {
                 embed(piece.row, i);
                 ready_layer(layers[0], batch.starts[piece.row] + i);
@@ -139,28 +142,28 @@ struct Run {
             const LayerCache& kept = batch.caches[l];
             const Heads& h = layer.heads;
             qkv_width = layer.qkv.n;
-            product(team, layer.qkv, step.input.rows(layer.qkv), n, {PUT, qkv, qkv_width});
+            product(team, layer.qkv, input.rows(layer.qkv), n, {PUT, qkv, qkv_width});
             float* room = attention + team.id * attention_floats;
-            const int64_t tasks = int64_t(step.pieces.size()) * h.n_kv_heads;
-            const auto piece = [&](int64_t task) -> const Piece& { return step.pieces[size_t(task / h.n_kv_heads)]; };
-            if (step.split) team.share(tasks, [&](int64_t i) { turn_piece(layer, kept, piece(i), i % h.n_kv_heads); });
+            const int64_t tasks = n_pieces * h.n_kv_heads;
+            const auto piece = [&](int64_t task) -> const Piece& { return pieces[task / h.n_kv_heads]; };
+            if (split) team.share(tasks, [&](int64_t i) { turn_piece(layer, kept, piece(i), i % h.n_kv_heads); });
             team.share(tasks, [&](int64_t i) {
-                if (!step.split) turn_piece(layer, kept, piece(i), i % h.n_kv_heads);
+                if (!split) turn_piece(layer, kept, piece(i), i % h.n_kv_heads);
                 attend_piece(layer, kept, piece(i), i % h.n_kv_heads, room);
             });
-            team.share(n, [&](int64_t t) { ready_row(layer.out, step.between.rows(layer.out), t, y + t * layer.out.k); });
-            product(team, layer.out, step.between.rows(layer.out), n,
+            team.share(n, [&](int64_t t) { ready_row(layer.out, between.rows(layer.out), t, y + t * layer.out.k); });
+            product(team, layer.out, between.rows(layer.out), n,
                     layer.mixer_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
             if (!model.parallel)
                 team.share(n, [&](int64_t t) {
                     add_normed(layer.mixer_after, t);
                     normalise(layer.mlp_norm, x + t * d, d, own(team));
-                    ready_row(layer.up, step.second.rows(layer.up), t, own(team));
+                    ready_row(layer.up, second.rows(layer.up), t, own(team));
                 });
-            product(team, layer.up, step.second.rows(layer.up), n,
+            product(team, layer.up, second.rows(layer.up), n,
                     {ACTIVATE, hidden, layer.down.k, ::Activation(layer.activation)});
-            team.share(n, [&](int64_t t) { ready_row(layer.down, step.between.rows(layer.down), t, hidden + t * layer.down.k); });
-            product(team, layer.down, step.between.rows(layer.down), n,
+            team.share(n, [&](int64_t t) { ready_row(layer.down, between.rows(layer.down), t, hidden + t * layer.down.k); });
+            product(team, layer.down, between.rows(layer.down), n,
                     layer.mlp_after.kind ? Target{PUT, branch, d} : Target{ADD, x, d});
             if (layer.mlp_after.kind || l + 1 < model.n_layers)
                 team.share(n, [&](int64_t t) {
@@ -173,10 +176,10 @@ struct Run {
         if (!batch.wanted) return;
         team.share(batch.wanted, [&](int64_t i) {
             normalise(model.final_norm, x + batch.which[i] * d, d, own(team));
-            ready_row(model.head, step.chosen.rows(model.head), i, own(team));
+            ready_row(model.head, chosen.rows(model.head), i, own(team));
         });
         Target to{PUT, logits, model.vocab};
         to.cap = model.logit_softcap;
-        product(team, model.head, step.chosen.rows(model.head), batch.wanted, to);
+        product(team, model.head, chosen.rows(model.head), batch.wanted, to);
     }
 };
