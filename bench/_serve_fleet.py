@@ -17,15 +17,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from whorl.serve.policy import Policy, Ticket
-from whorl.serve.prefixes import Chain, chain
-
 from whorl.engine.cache import Cache, Group
 from whorl.engine.pace import Pace
 from whorl.engine.pool import BlockPool
 from whorl.engine.request import Request
 from whorl.engine.scheduler import Scheduler
 from whorl.engine.sequence import Sequence
+from whorl.serve.fleet.policy import Policy, Ticket
+from whorl.serve.fleet.prefixes import Chain, chain
 
 BASE, PROMPT, DECODE = 0.004, 0.00025, 0.0005
 PAGE = 32

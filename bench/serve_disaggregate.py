@@ -25,7 +25,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from _claim import claim
-from whorl.serve.disaggregate import Disaggregated
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
@@ -33,6 +32,7 @@ from whorl.engine.sampling import Sampling
 from whorl.models import Decoder
 from whorl.plan.cost import shape
 from whorl.runs.seeds import generator
+from whorl.serve.fleet.disaggregate import Disaggregated
 
 WRITERS, LONG, BUDGET = 8, 1536, 256
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
-    tokens, prompts, rounds = (120, 3, 2) if quick else (240, 6, 3)
+    tokens, prompts, rounds = (120, 3, 1) if quick else (240, 6, 3)
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     mixed, unpaced = make("both"), make("both", stretch=1e9)
     found: dict[str, list[dict[str, float]]] = {"mixed": [], "unpaced": [], "apart": []}
@@ -117,6 +117,7 @@ def main() -> None:
                 got = run(turn)
                 if turn:  # the first is for warming up
                     found[name].append(got)
+                    print(turn, name, {key: round(value, 1) for key, value in got.items()}, flush=True)
     print(f"{'':10}" + "".join(f"{key:>10}" for key in found["apart"][0]))
     middle = {
         name: {key: sorted(run[key] for run in runs)[len(runs) // 2] for key in runs[0]}

@@ -49,7 +49,6 @@ from whorl.slots.ring import anonymous
 MAGIC = b"WHORLKV1"
 _HEAD = struct.Struct("<8sIQ16s")
 _ALIGNED = 64
-_CHECKED_FROM = _HEAD.size  # the checksum is of everything from here on, and of the two lengths
 DTYPES = {
     str(t).removeprefix("torch."): t for t in (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 }
@@ -75,12 +74,15 @@ class PageBlock:
 
     Args:
         fd: of the memory; the block owns it and closes it.
+        check: all of it now; else nothing of it may be used before `check` has said True.
 
     Raises:
         DataError: it is no such block, or not a whole one.
     """
 
-    def __init__(self, fd: int) -> None:
+    header: dict[str, Any]
+
+    def __init__(self, fd: int, check: bool = True) -> None:
         self.fd = fd
         self._closer = weakref.finalize(self, os.close, fd)
         self.n_bytes = os.fstat(fd).st_size
@@ -93,10 +95,25 @@ class PageBlock:
             self._refuse(f"it begins with {magic!r}", repr(MAGIC))
         if n_bytes != self.n_bytes or _HEAD.size + n_header > n_bytes:
             self._refuse(f"it says {n_bytes:,} bytes and has {self.n_bytes:,}", "a whole one")
-        if _checksum(memory, n_header) != checksum:
-            self._refuse("its checksum is another", "what was written")
-        self.header: dict[str, Any] = json.loads(memory[_HEAD.size : _HEAD.size + n_header])
         self._payload = _aligned(_HEAD.size + n_header)
+        self._n_header, self._told = n_header, checksum
+        self._digest, self._checked = _begin_checksum(memory, n_header), _HEAD.size
+        if check:
+            self.check()
+
+    def check(self, at_most: int | None = None) -> bool:
+        """Goes on with the checksum, by `at_most` bytes: -> whether all is checked. Raises DataError: it is another."""
+        assert self._memory is not None
+        stop = self.n_bytes if at_most is None else min(self.n_bytes, self._checked + at_most)
+        with memoryview(self._memory) as view, view[self._checked : stop] as part:
+            self._digest.update(part)
+        self._checked = stop
+        if stop < self.n_bytes:
+            return False
+        if self._digest.digest() != self._told:
+            self._refuse("its checksum is another", "what was written")
+        self.header = json.loads(self._memory[_HEAD.size : _HEAD.size + self._n_header])
+        return True
 
     @property
     def n_pages(self) -> int:
@@ -205,7 +222,10 @@ def _write(engine: Engine, told: dict[str, Any], held: list[list[int]]) -> PageB
                         del into  # a view keeps the map from being closed
             head = (MAGIC, len(header), at)
             _HEAD.pack_into(memory, 0, *head, b"")
-            _HEAD.pack_into(memory, 0, *head, _checksum(memory, len(header)))
+            digest = _begin_checksum(memory, len(header))
+            with memoryview(memory) as view, view[_HEAD.size :] as rest:
+                digest.update(rest)
+            _HEAD.pack_into(memory, 0, *head, digest.digest())
     except BaseException:
         os.close(fd)
         raise
@@ -330,8 +350,6 @@ def _view(memory: mmap.mmap, at: int, dtype: torch.dtype, shape: Many[int]) -> T
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(tuple(shape))
 
 
-def _checksum(memory: mmap.mmap, n_header: int) -> bytes:
-    digest = xxhash.xxh3_128(struct.pack("<IQ", n_header, len(memory)))
-    with memoryview(memory) as view, view[_CHECKED_FROM:] as rest:
-        digest.update(rest)
-    return digest.digest()
+def _begin_checksum(memory: mmap.mmap, n_header: int) -> Any:
+    """Of the two lengths; what follows the head is to be added."""
+    return xxhash.xxh3_128(struct.pack("<IQ", n_header, len(memory)))

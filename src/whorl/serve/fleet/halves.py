@@ -28,7 +28,8 @@ from whorl.serve.fleet.channel import Channel
 Role = Literal["prefill", "decode"]
 Make = Callable[[Role], Engine]
 
-SLICE = 16  # pages between two steps: a few milliseconds' copying even of a large model
+SLICE = 4  # pages taken in between two steps
+CHECKED = 4 << 20  # bytes whose checksum is made between two steps: a millisecond
 
 
 def work(channel: Channel) -> None:
@@ -106,7 +107,7 @@ class _Decode(_Work):
     def __init__(self, channel: Channel, engine: Engine) -> None:
         super().__init__(channel, engine)
         self.arrived: deque[tuple[Request, PageBlock]] = deque()
-        self.taken_in = -1  # positions of the first of them
+        self.taken_in, self.checked = -1, False  # of the first of them: positions; whether it is whole
 
     @property
     def busy(self) -> bool:
@@ -117,14 +118,15 @@ class _Decode(_Work):
         if verb == "abort":
             self.engine.abort(what)
             for request, block in [x for x in self.arrived if x[0].id == what]:
-                self.taken_in = -1
+                if request is self.arrived[0][0]:
+                    self.taken_in, self.checked = -1, False
                 self.arrived.remove((request, block))
                 block.close()
         elif fd is None:
             self.add(what)
         else:
             try:
-                self.arrived.append((what, PageBlock(fd)))
+                self.arrived.append((what, PageBlock(fd, check=False)))
             except DataError as error:
                 self.unusable(what, error)
 
@@ -137,14 +139,19 @@ class _Decode(_Work):
     def take_in(self, request: Request, block: PageBlock) -> None:
         """A slice more of the block; behind the last one the request begins."""
         before, error = self.taken_in, None
+        idle = not self.engine.busy  # then nobody waits for us
         try:
-            self.taken_in = import_pages(self.engine, block, at_most=SLICE)
+            if not self.checked:
+                self.checked = block.check(None if idle else CHECKED)
+                if not idle:
+                    return
+            self.taken_in = import_pages(self.engine, block, at_most=None if idle else SLICE)
         except DataError as refusal:
             error = refusal
         # Where there is no room for more, what is missing will be computed
         if error is None and self.taken_in not in (before, block.positions):
             return
-        self.taken_in = -1
+        self.taken_in, self.checked = -1, False
         self.arrived.popleft()
         block.close()
         if error is None:
