@@ -100,7 +100,7 @@ def quantise(
         *(["dynamic"] if dynamic else []),
     ]
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", name or "-".join(parts))
-    config = QuantiseConfig(scheme=made, **({"calibrate": calibrate} if calibrate else {}))
+    config = QuantiseConfig(scheme=made.model_dump(), **({"calibrate": calibrate} if calibrate else {}))
     recipe = Recipe(
         "quantised",
         "a model in few bits",

@@ -7,12 +7,11 @@ training split: what the model is measured on must not have shaped it.
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from whorl.errors import ConfigError
-from whorl.models.quantised import Scheme
 from whorl.recipes.registry import StepContext, step
 
 if TYPE_CHECKING:
@@ -28,10 +27,18 @@ class QuantiseConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    scheme: Scheme = Scheme()
+    # A `Scheme`, as data: its home imports torch, and a recipe is read without.
+    scheme: dict[str, Any] = Field(default={}, description="format, group, dynamic, rounding, head, memory")
     calibrate: int = Field(default=64, ge=1, description="rows of training text, for rounding = 'calibrated'")
     length: int = Field(default=512, ge=2, description="tokens a row")
     seed: int = 0
+
+    @field_validator("scheme")
+    @classmethod
+    def _possible(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from whorl.models.quantised import Scheme
+
+        return Scheme.model_validate(value).model_dump()
 
 
 @step("model", config=QuantiseConfig, parents={"model": "model", "tokens?": "tokens"})
@@ -40,8 +47,9 @@ def quantise(ctx: StepContext, config: QuantiseConfig) -> None:
     from whorl.engine.quantise import quantise_model
     from whorl.models import load_model, save_model
     from whorl.models.exchange.files import TOKENIZER_FILES
+    from whorl.models.quantised import Scheme
 
-    source, scheme = ctx.parents["model"], config.scheme
+    source, scheme = ctx.parents["model"], Scheme.model_validate(config.scheme)
     source.check()
     model = load_model(source.path)
     sizes = model.params()
