@@ -4,8 +4,9 @@
 
 Eight sequences decode. Every gap between two tokens of one of them is taken, for a while without and then with a long
 prompt that is read in beside them; again with pieces as large as the budget of a step allows, which is what chunks are
-there against. The bar: the 99th percentile of the gaps at most doubles. What it costs the one who came is said too: the
-time until its first token, against that of a prompt that has the engine for itself.
+there against. The bar: the 99th percentile of the gaps at most doubles. While the prompt enters, the eight texts grow, and
+so does what decoding them costs: the gaps without it are taken before and after, and the later ones are the measure. What it
+costs the one who came is said too: the time until its first token, against that of a prompt that has the engine for itself.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def gaps(name: str, kind: str, stretch: float, budget: int, long: int) -> dict[s
     )  # fmt: skip
     engine = made(name, kind, config)
     for n, ids in enumerate(models.prompts(name, ROWS, 64)):
-        engine.add(ask(n, ids, 1200))
+        engine.add(ask(n, ids, 1400))
     for _ in range(30):
         engine.step()
     last: dict[str, float] = {}
@@ -60,6 +61,11 @@ def gaps(name: str, kind: str, stretch: float, budget: int, long: int) -> dict[s
     while not step(beside):
         pass
     entered = time.perf_counter() - began
+    after: list[float] = []
+    for _ in range(10):
+        step([])  # it has one more token to write
+    for _ in range(150):
+        step(after)
     for n in range(ROWS):
         engine.abort(str(n))
     while engine.busy:
@@ -71,6 +77,7 @@ def gaps(name: str, kind: str, stretch: float, budget: int, long: int) -> dict[s
     return {
         "p99": 1e3 * float(np.percentile(beside, 99)), "p50": 1e3 * float(np.percentile(beside, 50)),
         "alone p99": 1e3 * float(np.percentile(alone, 99)), "alone p50": 1e3 * float(np.percentile(alone, 50)),
+        "after p99": 1e3 * float(np.percentile(after, 99)), "after p50": 1e3 * float(np.percentile(after, 50)),
         "steps": len(beside) / ROWS, "entered": entered, "entered alone": time.perf_counter() - began,
     }  # fmt: skip
 
@@ -86,10 +93,10 @@ def main() -> None:
     whole = gaps(given.model, given.kind, 1e9, 8192, long)
     for name, found in (("in chunks", chunked), ("in one piece", whole)):
         print(f"{name:13}" + "  ".join(f"{key} {value:.2f}" for key, value in found.items()))
-    ratio = chunked["p99"] / chunked["alone p99"]
+    ratio = chunked["p99"] / chunked["after p99"]
     claim(
         f"99th percentile of time per token while a prompt of {long} enters ({given.model}, {given.kind}, {ROWS} rows)",
-        ours=chunked["p99"], peer=chunked["alone p99"], unit="ms", ratio=ratio, bar=2.0, ok=ratio <= 2.0,
+        ours=chunked["p99"], peer=chunked["after p99"], unit="ms", ratio=ratio, bar=2.0, ok=ratio <= 2.0,
         samples=[{"in chunks": chunked}, {"in one piece": whole}], quick=given.quick,
     )  # fmt: skip
 
