@@ -5,8 +5,9 @@
 Eight sequences decode. Every gap between two tokens of one of them is taken, for a while without and then with a long
 prompt that is read in beside them; again with pieces as large as the budget of a step allows, which is what chunks are
 there against. The bar: the 99th percentile of the gaps at most doubles. While the prompt enters, the eight texts grow, and
-so does what decoding them costs: the gaps without it are taken before and after, and the later ones are the measure. What it
-costs the one who came is said too: the time until its first token, against that of a prompt that has the engine for itself.
+with them what decoding costs; so the gaps without it are taken before and after, and there is a claim for each: against
+those before is what was asked for, against those after is what the prompt alone is to blame for. What it costs the one who
+came is said too: the time until its first token, against that of a prompt that has the engine for itself.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ ROWS, LONG = 8, 4096
 def gaps(name: str, kind: str, stretch: float, budget: int, long: int) -> dict[str, float]:
     """Milliseconds between tokens without and with the long prompt; seconds to its first token."""
     config = EngineConfig(
-        max_sequences=ROWS + 1, max_length=8192, cache_tokens=2 * 8192, token_budget=budget, stretch=stretch,
+        max_sequences=ROWS + 1, max_length=8192, cache_tokens=3 * 8192, token_budget=budget, stretch=stretch,
         share_prefixes=False,
     )  # fmt: skip
     engine = made(name, kind, config)
     for n, ids in enumerate(models.prompts(name, ROWS, 64)):
-        engine.add(ask(n, ids, 1400))
+        engine.add(ask(n, ids, 1700))
     for _ in range(30):
         engine.step()
     last: dict[str, float] = {}
@@ -93,12 +94,14 @@ def main() -> None:
     whole = gaps(given.model, given.kind, 1e9, 8192, long)
     for name, found in (("in chunks", chunked), ("in one piece", whole)):
         print(f"{name:13}" + "  ".join(f"{key} {value:.2f}" for key, value in found.items()))
-    ratio = chunked["p99"] / chunked["after p99"]
-    claim(
-        f"99th percentile of time per token while a prompt of {long} enters ({given.model}, {given.kind}, {ROWS} rows)",
-        ours=chunked["p99"], peer=chunked["after p99"], unit="ms", ratio=ratio, bar=2.0, ok=ratio <= 2.0,
-        samples=[{"in chunks": chunked}, {"in one piece": whole}], quick=given.quick,
-    )  # fmt: skip
+    for when, beside in (("before it came", "alone p99"), ("once it is in", "after p99")):
+        ratio = chunked["p99"] / chunked[beside]
+        claim(
+            f"99th percentile of time per token while a prompt of {long} enters, against {when} "
+            f"({given.model}, {given.kind}, {ROWS} rows)",
+            ours=chunked["p99"], peer=chunked[beside], unit="ms", ratio=ratio, bar=2.0, ok=ratio <= 2.0,
+            samples=[{"in chunks": chunked}, {"in one piece": whole}], quick=given.quick,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

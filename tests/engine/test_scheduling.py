@@ -12,7 +12,7 @@ from test_parity import PROMPTS, check, decoder, made, run
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.pace import LEAST, Pace
+from whorl.engine.pace import KEPT, LOOK, Pace
 from whorl.engine.request import Delta, Request
 from whorl.engine.sampling import Sampling
 from whorl.errors import ConfigError
@@ -82,12 +82,26 @@ def test_the_pace_keeps_a_step_within_what_was_promised() -> None:
         pace.took(4, 0, 0.010)
         pace.took(4, 100, 0.010 + 100 * 1e-4)
     assert pace.prefill_budget(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
-    pace.took(4, 0, 0.2)  # a machine that does something else for a moment
-    assert pace.prefill_budget(4, 512) < 200
-    assert Pace(1.0).prefill_budget(4, 512) >= LEAST  # a prompt ends some day
+    for _ in range(KEPT // 2):  # a machine that does something else for a moment
+        pace.took(4, 0, 0.2)
+        pace.took(4, 100, 0.2)
+    assert pace.prefill_budget(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
+    for _ in range(KEPT // 2 + 1):  # and texts that have grown
+        pace.took(4, 0, 0.020)
+        pace.took(4, 100, 0.020 + 100 * 1e-4)
+    assert pace.prefill_budget(4, 512) == pytest.approx(0.010 / 1e-4, rel=0.1)
     slow = Pace(1.5, slo_tpot=0.030)
-    slow.decode, slow.per_token = {2: 0.010}, 1e-4
+    slow.took(4, 0, 0.010)
+    slow.took(4, 100, 0.020)
     assert slow.prefill_budget(4, 512) == pytest.approx(200, rel=0.01)
+    never = Pace(1.0)
+    never.took(4, 0, 0.010)
+    for _ in range(LOOK):
+        assert never.prefill_budget(4, 512) >= 1  # a prompt ends some day
+        never.took(4, 1, 0.011)
+    assert never.prefill_budget(4, 512) == 0  # decoding alone is to be measured again
+    never.took(4, 0, 0.010)
+    assert never.prefill_budget(4, 512) == 1
 
 
 def test_an_aborted_request_ends_and_leaves_nothing() -> None:

@@ -34,7 +34,7 @@ class EngineConfig(BaseModel):
         default=None, ge=8, description="inputs that share a scale, of int8, int4"
     )
     stretch: float = Field(
-        default=1.6, ge=1, description="of a decoding step, by prompts that are read in beside it"
+        default=1.8, ge=1, description="of a decoding step, by prompts that are read in beside it"
     )
     seed: int = Field(default=0, description="of requests that bring none, together with their id")
     slo_tpot: float | None = Field(
