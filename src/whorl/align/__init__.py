@@ -1,0 +1,1 @@
+"""Alignment: what is learnt after pretraining, from conversations, preferences, rewards and teachers."""
