@@ -181,7 +181,7 @@ class _Tokens(torch.autograd.Function):
         ctx.how = temperature, softcap, forbidden
         ctx.chunk = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
         log_probs, entropies, d_hidden = [], [], []
-        for h, target in zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), strict=True):
+        for h, target in zip(torch.split(hidden, ctx.chunk), torch.split(targets, ctx.chunk), strict=True):
             z = _tempered(F.linear(h, weight).to(wide), *ctx.how)
             log_normaliser = z.logsumexp(dim=-1, keepdim=True)
             log_probs.append((z.gather(1, target[:, None]) - log_normaliser).squeeze(1))
