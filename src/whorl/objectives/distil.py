@@ -97,7 +97,7 @@ def distil(
         if here.shape[1] < z.shape[1]:
             others = z.scatter(-1, here, float("-inf")).logsumexp(-1, keepdim=True) - normaliser
             rest = (1 - p.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log()
-            p, q = torch.cat([p, rest], -1), torch.cat([q, others.clamp(min=math.log(LEAST_REST))], -1)
+            p, q = torch.cat([p, rest], -1), torch.cat([q, others], -1)
         return (divergence(p, q, kind, beta) * keep[part]).sum()
 
     return _summed(hidden, head, chunk, keep)

@@ -147,7 +147,7 @@ def policy_loss(tokens: Tokens, method: Method) -> Loss:
 
     Returns:
         Loss: `total` [] and `count` [], metrics (sums, see there): policy_loss, entropy (if given), kl (to the reference, if
-        given), behaviour_kl (k3, how far the policy is from the one that sampled), ratio, ratio_max (the largest of its
+        given), behaviour_kl (k3, of the policy that sampled from this one), ratio, ratio_max (the largest of its
         sequence), clipped (tokens that the clip keeps from drawing further); and tokens, their number.
 
     Raises:
@@ -162,7 +162,7 @@ def policy_loss(tokens: Tokens, method: Method) -> Loss:
         surrogate = surrogate * tokens.weight
     policy = -(weight * surrogate).sum()
     total = policy
-    behaviour_kl = kl_estimate(tokens.log_prob.detach(), tokens.behaviour_log_prob, "k3")
+    behaviour_kl = kl_estimate(tokens.behaviour_log_prob, tokens.log_prob.detach(), "k3")
     largest = torch.zeros_like(lengths).scatter_reduce(0, tokens.sequence, ratio, "amax")
     metrics = {
         "behaviour_kl": (by * behaviour_kl).sum(),
