@@ -4,7 +4,8 @@
 
 `path` is a JSONL file (plain, .gz or .zst; a `.json` file may also be one array), a Parquet file, a folder that
 Hugging Face's `datasets` saved to disk (one data set, or several under the names of their splits), or a folder of such
-files, read in the order of their names. The library `datasets` is not needed: what it saves is Arrow streams beside a small state file.
+files, read in the order of their names. The library `datasets` is not needed: what it saves is Arrow streams beside a
+small state file.
 
 The subtle parts: a line without an end must not be read into memory, so lines are read up to a limit and the rest is
 skipped. A compressed file that ends early gives its whole records, then one quarantined. And a file of which not one
