@@ -1,0 +1,230 @@
+"""How likely the tokens are that were said: the log-probability of each, one by one, and the entropy of where it was drawn.
+
+    z_n = c tanh(W h_n / c) / temperature        (c: softcap; without, z_n = W h_n / temperature), -inf at forbidden ids
+    log_prob_n = z_n[target_n] - lse(z_n)        entropy_n = - sum_v p_n(v) log p_n(v),   p_n = softmax(z_n)
+
+`next_token` sums these, so it can finish its gradient before it knows who asks. A policy's objective weighs each token by
+what came of it, and clips by the ratio to what it was, so here each is handed out and its weight g_n comes back:
+
+    d z_n = g_n (onehot_n - p_n) - e_n p_n (log p_n + entropy_n)           g, e: gradients of log_prob and entropy
+    d W h_n = d z_n (1 - tanh^2) / temperature,     d_h = d W h @ W,    d_W = (d W h)^T @ h
+
+As there, no [N, V] tensor is ever held: the logits are made chunk by chunk, and made anew in the backward, which costs
+one product in four. Only where the head learns nothing (adapters) and no entropy is asked is there a cheaper way: the
+gradient of h is then linear in g_n, row by row, so it is finished in the forward and only scaled later.
+
+The subtle part is that a number is right only under the distribution that was sampled from. A sampler at temperature 0.9
+that never draws `pad` did not draw from softmax(W h): scored like that, its ratio is off by a little in every token, always
+in one direction. So temperature and the ids that are never drawn are arguments here, and a forbidden target is an error.
+
+`token_log_probs_reference` is the definition, with all logits; tests hold values and gradients together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError, DataError
+from whorl.objectives.next_token import CHUNK_LOGITS, LEAST_CHUNK
+
+
+def token_log_probs(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    forbidden: Tensor | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of N tokens in nats, with gradients to `hidden` and `head`.
+
+    Args:
+        hidden: [N, d_model], the network's output, in its compute type; head: [vocab, d_model], fp32.
+        targets: [N] the ids that were said.
+        temperature: that they were sampled at; softcap: c above.
+        forbidden: [vocab] bool, True for ids that the sampler never draws; they have no share of the normaliser.
+        entropy: whether it is wanted too. Its gradient is only taken if something asks for it.
+
+    Returns:
+        (log_prob [N] fp32, entropy [N] fp32 or None); fp64 if `hidden` is.
+
+    Raises:
+        ConfigError: shapes that do not fit, or a temperature or softcap that is not above 0.
+        DataError: a target that is forbidden.
+    """
+    _check(hidden, head, targets, temperature, softcap, forbidden)
+    early = torch.is_grad_enabled() and hidden.requires_grad and not head.requires_grad and not entropy
+    out: tuple[Tensor, Tensor | None] = _Tokens.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets, temperature, softcap, forbidden, entropy, early
+    )
+    return out
+
+
+def token_log_probs_reference(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    forbidden: Tensor | None = None,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The definition, with all logits. Arguments and results as in `token_log_probs`."""
+    dtype = wide(hidden)
+    z = _tempered(F.linear(hidden.to(dtype), head.to(dtype)), temperature, softcap, forbidden)
+    log_p = z.log_softmax(dim=-1)  # [N, V]
+    log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
+    return log_prob, -(log_p.exp() * _finite(log_p, forbidden)).sum(dim=-1) if entropy else None
+
+
+def _check(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None,
+    forbidden: Tensor | None,
+) -> None:
+    if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
+        raise ConfigError(
+            f"hidden is {list(hidden.shape)} and head {list(head.shape)}", expected="[N, d] and [V, d]"
+        )
+    if targets.shape != hidden.shape[:1]:
+        raise ConfigError(f"targets is {list(targets.shape)}", expected=f"[{len(hidden)}], one a position")
+    if not temperature > 0:
+        raise ConfigError(
+            f"temperature is {temperature}",
+            expected="above 0",
+            do="sample what is to be learnt from, greedy draws have no log-probability",
+        )
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"softcap is {softcap}", expected="above 0, or None")
+    if forbidden is None:
+        return
+    if forbidden.dtype != torch.bool or forbidden.shape != head.shape[:1]:
+        raise ConfigError(
+            f"forbidden is {forbidden.dtype} {list(forbidden.shape)}", expected=f"bool [{len(head)}]"
+        )
+    if bool(forbidden[targets].any()):
+        row = int(forbidden[targets].nonzero()[0])
+        raise DataError(
+            f"target {row} is id {int(targets[row])}, which the sampler never draws",
+            expected="only ids that were sampled",
+            do="leave forced ids out by the loss mask",
+        )
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """What sums over a vocabulary are taken in: fp32, or fp64 where that is what is given."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _tempered(raw: Tensor, temperature: float, softcap: float | None, forbidden: Tensor | None) -> Tensor:
+    """What is sampled from, before the softmax: z [n, V] of raw logits [n, V], both in the wide type."""
+    z = raw if softcap is None else softcap * torch.tanh(raw / softcap)
+    z = z if temperature == 1.0 else z / temperature
+    return z if forbidden is None else z.masked_fill(forbidden, float("-inf"))
+
+
+def _finite(log_p: Tensor, forbidden: Tensor | None) -> Tensor:
+    """log_p [n, V] with 0 for -inf, so that p log p is 0 where p is."""
+    return log_p if forbidden is None else log_p.masked_fill(forbidden, 0.0)
+
+
+def _d_raw(
+    log_p: Tensor,
+    z: Tensor,
+    targets: Tensor,
+    g: Tensor | None,
+    e: tuple[Tensor, Tensor] | None,
+    temperature: float,
+    softcap: float | None,
+    forbidden: Tensor | None,
+) -> Tensor:
+    """[n, V] gradient of the raw logits. g: [n] of log_prob; e: [n] gradient of the entropy, and the entropy itself."""
+    p = log_p.exp()
+    d = torch.zeros_like(p)
+    if e is not None:
+        d -= e[0][:, None] * p * (_finite(log_p, forbidden) + e[1][:, None])
+    if g is not None:
+        d -= p.mul_(g[:, None])
+        d.scatter_add_(1, targets[:, None], g[:, None])
+    if softcap is not None:
+        d *= 1.0 - (z * (temperature / softcap)).square()
+        if forbidden is not None:
+            d.masked_fill_(forbidden, 0.0)  # 0 times -inf, above
+    return d if temperature == 1.0 else d.div_(temperature)
+
+
+class _Tokens(torch.autograd.Function):
+    """(log_prob [N], entropy [N] or None), by chunks of positions; see the top of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        targets: Tensor,
+        temperature: float,
+        softcap: float | None,
+        forbidden: Tensor | None,
+        entropy: bool,
+        early: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        weight = head.to(hidden.dtype)
+        ctx.how = temperature, softcap, forbidden
+        ctx.chunk = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
+        log_probs, entropies, d_hidden = [], [], []
+        for h, target in zip(torch.split(hidden, ctx.chunk), torch.split(targets, ctx.chunk), strict=True):
+            z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
+            log_normaliser = z.logsumexp(dim=-1, keepdim=True)
+            log_probs.append((z.gather(1, target[:, None]) - log_normaliser).squeeze(1))
+            if entropy or early:
+                log_p = z - log_normaliser
+            if entropy:
+                entropies.append(-(log_p.exp() * _finite(log_p, forbidden)).sum(dim=-1))
+            if early:
+                ones = torch.ones_like(log_probs[-1])
+                d_hidden.append(_d_raw(log_p, z, target, ones, None, *ctx.how).to(h.dtype) @ weight)
+        entropies_ = torch.cat(entropies) if entropy else None
+        ctx.early, ctx.entropy = early, entropy
+        ctx.save_for_backward(
+            torch.cat(d_hidden) if early else hidden, head, targets, *([entropies_] if entropy else [])
+        )
+        ctx.set_materialize_grads(False)
+        return torch.cat(log_probs), entropies_
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        g, e = gradients
+        first, head, targets, *rest = ctx.saved_tensors
+        nothing = (None,) * 7
+        if g is None and e is None:
+            return None, *nothing
+        if ctx.early:
+            assert g is not None
+            return first * g[:, None].to(first.dtype), *nothing
+        hidden, weight = first, head.to(first.dtype)
+        to_hidden, to_head = ctx.needs_input_grad[:2]
+        d_hidden, d_head = [], torch.zeros_like(head) if to_head else None
+        for begin in range(0, len(hidden), ctx.chunk):
+            part = slice(begin, begin + ctx.chunk)
+            h, target = hidden[part], targets[part]
+            z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
+            both = None if e is None else (e[part], rest[0][part])
+            d = _d_raw(z.log_softmax(dim=-1), z, target, None if g is None else g[part], both, *ctx.how).to(
+                h.dtype
+            )
+            if to_hidden:
+                d_hidden.append(d @ weight)
+            if d_head is not None:
+                d_head += (d.t() @ h).to(d_head.dtype)
+        given = (torch.cat(d_hidden) if d_hidden else torch.zeros_like(hidden)) if to_hidden else None
+        return given, d_head, *nothing[1:]
