@@ -15,7 +15,7 @@ import pytest
 
 from whorl.align.data.mine import File, Function, functions, python_files, side
 from whorl.align.data.mine_broken import KINDS, broken, preferences, unpaired
-from whorl.align.data.mine_tasks import Mined, compile_tasks, doctest_tasks, shuffled, solvable
+from whorl.align.data.mine_tasks import Mined, compile_tasks, doctest_tasks, solvable
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify.task import Task, Verdict
 
@@ -176,7 +176,6 @@ def test_doctest_tasks_of_real_modules_are_solved_by_their_own_bodies(real: list
     given = [Verdict(1.0, True, "passed")] * len(kept)
     assert solvable(kept, lambda tasks, completions: given) == ([], {"passes without an answer": len(kept)})
     assert [m.task.id for m in doctest_tasks(real[::-1])] == [m.task.id for m in mined]
-    assert sorted(m.task.id for m in shuffled(mined, 5)) == sorted(m.task.id for m in mined)
 
 
 ALONE = '''\

@@ -25,7 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from whorl.align.data.mine import File, Function, functions, parsed, rank, source_lines
+from whorl.align.data.mine import File, Function, functions, parsed, source_lines
 from whorl.evals.verify.task import Task, Verdict
 
 
@@ -152,11 +152,6 @@ def solvable(mined: Sequence[Mined], judge: Judge) -> tuple[list[Mined], Counter
         else:
             kept.append(one)
     return kept, dropped
-
-
-def shuffled(mined: Iterable[Mined], seed: int) -> list[Mined]:
-    """In another order of the seed's."""
-    return sorted(mined, key=lambda m: (rank(seed, m.task.id), m.task.id))
 
 
 def _signature_lines(function: Function) -> int:
