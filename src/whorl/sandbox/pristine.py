@@ -1,13 +1,15 @@
 """The standard library as it was before a foreign program ran.
 
 A program may cheat its tests by changing what they stand on: `unittest.TestCase.assertEqual = lambda *a: None`,
-`builtins.len = ...`, `sys.modules["unittest"] = ...`, `TestCase.run.__code__ = ...`. So a picture of all loaded modules is
-taken in the zygote, once: each module's names, each class's attributes, each function's code and defaults. After the
+`builtins.len = ...`, `sys.modules["unittest"] = ...`, `TestCase.run.__code__ = ...`. So a picture of what tests stand on is
+taken in the zygote, once: which modules are loaded and, of the modules in `GROUND`, each module's names, each class's
+attributes, each function's code and defaults. (Of all modules it would take 5 ms a program: to look at an object is to
+count a reference, and to write is to copy its page from the zygote.) After the
 program's own statements everything is put back; after its tests the builtins and unittest are looked at again, because a
 function of the program that is called by a test may do the same then. (Elsewhere the library changes by itself: caches,
 what is made at first use.)
 
-What cannot be seen here: the contents of lists and dictionaries inside modules (but those of the import system are
+What cannot be seen here: changes in other modules, the contents of lists and dictionaries inside modules (but those of the import system are
 kept), and what is put back in time by whoever changed it.
 """
 
@@ -24,6 +26,8 @@ _OF_A_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 _RESTLESS = {"__abstractmethods__", "_abc_impl", "__warningregistry__", "_"}  # they change by themselves
 _OF_SYS = {"stdin", "stdout", "stderr", "last_type", "last_value", "last_traceback", "last_exc"}  # so do these of sys
 JUDGES = ("builtins", "unittest")
+GROUND = {*JUDGES, "collections", "contextlib", "functools", "io", "itertools", "math", "operator", "random", "sys", "traceback"}
+NOT_GROUND = {"unittest.mock", "unittest.main", "unittest.runner", "unittest.async_case", "unittest.signals"}
 
 
 class Pristine:
@@ -40,8 +44,9 @@ class Pristine:
         self.imports = [(kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)]
         self.builtins, self.builtin = vars(builtins), dict(vars(builtins))
         seen: set[int] = set()
-        for module in self.modules.values():
-            self._add(module, seen)
+        for name, module in self.modules.items():
+            if name.split(".")[0] in GROUND and name not in NOT_GROUND:
+                self._add(module, seen)
 
     def _add(self, holder: Any, seen: set[int]) -> None:
         if id(holder) in seen:
@@ -54,11 +59,11 @@ class Pristine:
                 value = value.__func__
             parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
             for part in parts:
-                if isinstance(part, FunctionType) and id(part) not in seen:
+                if isinstance(part, FunctionType) and id(part) not in seen and _at_home(part):
                     seen.add(id(part))
                     self.functions.append((part, tuple(getattr(part, n) for n in _OF_A_FUNCTION)))
             # Only classes made in Python can be changed; the flag is Py_TPFLAGS_IMMUTABLETYPE.
-            if isinstance(value, type) and not value.__flags__ & (1 << 8):
+            if isinstance(value, type) and not value.__flags__ & (1 << 8) and _at_home(value):
                 self._add(value, seen)
 
     def changes(self, within: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str, Any]]:
@@ -108,6 +113,10 @@ class Pristine:
                 type.__setattr__(holder, name, value)
             else:
                 setattr(holder, name, value)
+
+
+def _at_home(thing: Any) -> bool:
+    return str(thing.__module__).split(".")[0] in GROUND
 
 
 def _same(live: Mapping[str, Any], kept: dict[str, Any]) -> bool:

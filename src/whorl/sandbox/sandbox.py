@@ -30,7 +30,6 @@ import dataclasses
 import json
 import os
 import selectors
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from typing import Any
 
 import whorl
 from whorl.errors import ConfigError, WhorlError, one_of
+from whorl.sandbox.folder import clear
 from whorl.sandbox.limits import Limits, Outcome, Printed, Program
 
 ESSENTIAL = ("landlock", "seccomp")
@@ -137,7 +137,9 @@ class Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
-        shutil.rmtree(self.root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            clear(self.root)
+            self.root.rmdir()
 
 
 class Sandbox:

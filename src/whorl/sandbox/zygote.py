@@ -17,6 +17,7 @@ come before whatever the child claims.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -30,6 +31,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+from whorl.sandbox import folder
 from whorl.sandbox.child import SECRET_BYTES, Child, read_exactly
 from whorl.sandbox.confine import Confinement, Unavailable, library
 from whorl.sandbox.pristine import Pristine
@@ -62,8 +64,8 @@ def receive(descriptor: int) -> Any:
 class Watch:
     """One fork, from its start to its end."""
 
-    def __init__(self, pid: int, ends: dict[str, int], limits: dict[str, Any], folder: Path, to_send: bytes) -> None:
-        self.pid, self.ends, self.limits, self.folder, self.left = pid, ends, limits, folder, to_send
+    def __init__(self, pid: int, ends: dict[str, int], limits: dict[str, Any], box: Path, to_send: bytes) -> None:
+        self.pid, self.ends, self.limits, self.folder, self.left = pid, ends, limits, box, to_send
         self.heard = {"output": bytearray(), "verdict": bytearray()}
         self.most = {"output": limits["output_bytes"], "verdict": limits["output_bytes"] + GRACE}
         self.reason = ""
@@ -134,8 +136,7 @@ class Watch:
         return bool(data)
 
     def _look(self) -> None:
-        files = sum(_sizes(self.folder)) if self.limits["file_bytes"] else 0
-        if files > self.limits["file_bytes"]:
+        if self.limits["file_bytes"] and folder.used(self.folder) > self.limits["file_bytes"]:
             self.kill("files")
         with contextlib.suppress(OSError, IndexError):
             threads = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[17])
@@ -143,41 +144,23 @@ class Watch:
                 self.kill("threads")
 
 
-def _sizes(folder: Path) -> Any:
-    for at, folders, names in os.walk(folder):
-        yield 4096 * len(folders)
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield 4096 + os.lstat(os.path.join(at, name)).st_size  # noqa: PTH118 (one of many)
-
-
-def clear(folder: Path) -> None:
-    """Removes all that lies in a folder. Links are removed, not followed; a folder without rights is given them."""
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False):
-            os.chmod(entry.path, 0o700)  # noqa: PTH101
-            clear(Path(entry.path))
-            os.rmdir(entry.path)  # noqa: PTH106
-        else:
-            os.unlink(entry.path)  # noqa: PTH108
-
-
 class Zygote:
     """Prepared once; `serve` runs until the parent is gone."""
 
-    def __init__(self, folder: Path, without: frozenset[str]) -> None:
+    def __init__(self, box: Path, without: frozenset[str]) -> None:
         for name in WARM:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, programs go first
-        os.chdir(folder)
+        os.chdir(box)
         sys.path[:] = library()
-        self.folder = folder
-        self.confinement = Confinement(folder, without)
+        self.folder = box
+        self.confinement = Confinement(box, without)
         self.pristine = Pristine(leave_out=("whorl", "ctypes", "_ctypes", "__main__"))
 
     def serve(self) -> None:
+        gc.freeze()  # a collection in a fork shall not touch, and so copy, what is ours
         while True:
             try:
                 head = receive(0)
@@ -208,7 +191,7 @@ class Zygote:
         status, used = watch.until_the_end()
         for end in ends.values():
             os.close(end)
-        clear(self.folder)
+        folder.clear(self.folder)
         said = bytes(watch.heard["verdict"])
         report: dict[str, Any] = {"reason": _end(status, used, limits, said), "printed": []}
         if watch.reason:
