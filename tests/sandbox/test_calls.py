@@ -15,7 +15,9 @@ PID = 4242
 REFUSED = calls.ERROR | errno.EPERM
 
 
-def answer(machine: str, number: int, *arguments: int, threads: bool = False, architecture: int | None = None) -> int:
+def answer(
+    machine: str, number: int, *arguments: int, threads: bool = False, architecture: int | None = None
+) -> int:
     """What the filter says: classic BPF, the few instructions that we use."""
     arch = calls.ARCHITECTURES[machine] if architecture is None else architecture
     padded = [*arguments, 0, 0, 0, 0, 0, 0][:6]
@@ -43,7 +45,9 @@ MACHINES = pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarc
 
 @MACHINES
 @given(number=st.integers(0, 600), arguments=st.lists(st.integers(0, 2**64 - 1), max_size=6))
-def test_what_is_not_in_the_list_is_refused(machine: str, column: int, number: int, arguments: list[int]) -> None:
+def test_what_is_not_in_the_list_is_refused(
+    machine: str, column: int, number: int, arguments: list[int]
+) -> None:
     said = answer(machine, number, *arguments)
     special = (calls.KILL, calls.TGKILL, calls.PRLIMIT, calls.CLONE, calls.CLONE3, calls.MMAP, calls.MPROTECT,
                calls.OPEN, calls.OPENAT, calls.FCNTL, calls.IOCTL)  # fmt: skip
@@ -56,7 +60,31 @@ def test_what_is_not_in_the_list_is_refused(machine: str, column: int, number: i
 @MACHINES
 def test_calls_that_lead_out_are_refused(machine: str, column: int) -> None:
     forbidden = {  # socket connect bind ptrace execve execveat mount unshare setns bpf process_vm_readv io_uring_setup prctl
-        0: [41, 42, 49, 101, 59, 322, 165, 272, 308, 321, 310, 425, 157, 57, 58, 90, 92, 86, 88, 76, 319, 434, 424],
+        0: [
+            41,
+            42,
+            49,
+            101,
+            59,
+            322,
+            165,
+            272,
+            308,
+            321,
+            310,
+            425,
+            157,
+            57,
+            58,
+            90,
+            92,
+            86,
+            88,
+            76,
+            319,
+            434,
+            424,
+        ],
         1: [198, 203, 200, 117, 221, 281, 40, 97, 268, 280, 270, 425, 167, 53, 54, 37, 36, 45, 279, 434, 424],
     }  # .. fork vfork chmod chown link symlink truncate memfd_create pidfd_open pidfd_send_signal
     for number in forbidden[column]:
@@ -73,14 +101,26 @@ def test_arguments_are_looked_at(machine: str, column: int) -> None:
     for kill in (calls.KILL, calls.TGKILL):
         assert said(kill, PID, 9) and not any(said(kill, p, 9) for p in (0, 1, -1, -PID, PID + 1))
     assert said(calls.PRLIMIT, 0) and said(calls.PRLIMIT, PID) and not said(calls.PRLIMIT, 1)
-    assert said(calls.MMAP, 0, 4096, 3) and not said(calls.MMAP, 0, 4096, 7) and not said(calls.MPROTECT, 0, 4096, 5)
-    assert said(calls.OPENAT, 0, 0, 0) and said(calls.OPENAT, 0, 0, 0o1101) and said(calls.OPENAT, 0, 0, 0o1002)
+    assert (
+        said(calls.MMAP, 0, 4096, 3)
+        and not said(calls.MMAP, 0, 4096, 7)
+        and not said(calls.MPROTECT, 0, 4096, 5)
+    )
+    assert (
+        said(calls.OPENAT, 0, 0, 0) and said(calls.OPENAT, 0, 0, 0o1101) and said(calls.OPENAT, 0, 0, 0o1002)
+    )
     assert not said(calls.OPENAT, 0, 0, 0o1000) and not said(calls.OPENAT, 0, 0, 0o2001000)
     assert said(calls.FCNTL, 3, 1) and said(calls.FCNTL, 3, 4, 0o4000) and said(calls.FCNTL, 3, 1030)
-    assert not said(calls.FCNTL, 3, 8, 1) and not said(calls.FCNTL, 3, 10, 9) and not said(calls.FCNTL, 3, 4, 0o20000)
+    assert (
+        not said(calls.FCNTL, 3, 8, 1)
+        and not said(calls.FCNTL, 3, 10, 9)
+        and not said(calls.FCNTL, 3, 4, 0o20000)
+    )
     assert said(calls.IOCTL, 1, 0x5401) and not said(calls.IOCTL, 1, 0x5412)  # TIOCSTI writes into a terminal
     assert said(calls.CLONE, 0x3D0F00, threads=True) and not said(calls.CLONE, 0x3D0F00)
-    assert not said(calls.CLONE, 17, threads=True) and not said(calls.CLONE, 0x3D0F00 | 0x10000000, threads=True)
+    assert not said(calls.CLONE, 17, threads=True) and not said(
+        calls.CLONE, 0x3D0F00 | 0x10000000, threads=True
+    )
     assert answer(machine, calls.CLONE3[column]) == calls.ERROR | errno.ENOSYS
 
 

@@ -14,7 +14,9 @@ import pytest
 from whorl.sandbox import Limits, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
-LIMITS = Limits(wall_seconds=20, cpu_seconds=20, memory_bytes=128 << 20, file_bytes=64 << 10, output_bytes=4096)
+LIMITS = Limits(
+    wall_seconds=20, cpu_seconds=20, memory_bytes=128 << 20, file_bytes=64 << 10, output_bytes=4096
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +28,9 @@ def sandbox() -> Iterator[Sandbox]:
 def attempt(sandbox: Sandbox, source: str, *errors: str) -> None:
     """The statement raises one of these errors inside, and the program can go on: it prints the error's name."""
     body = "\n".join("    " + line for line in source.strip().splitlines())
-    outcome = sandbox.run(f"try:\n{body}\n    print('escaped')\nexcept BaseException as e:\n    print(type(e).__name__)")
+    outcome = sandbox.run(
+        f"try:\n{body}\n    print('escaped')\nexcept BaseException as e:\n    print(type(e).__name__)"
+    )
     assert outcome.ok, outcome
     assert outcome.output.strip() in (errors or ("PermissionError",)), outcome
 
@@ -85,14 +89,20 @@ def test_no_way_out(sandbox: Sandbox, source: str) -> None:
         "import shutil; shutil.copy('{file}', 'mine')",
     ],
 )
-def test_a_file_of_the_user_is_neither_read_nor_touched(sandbox: Sandbox, tmp_path: Path, source: str) -> None:
+def test_a_file_of_the_user_is_neither_read_nor_touched(
+    sandbox: Sandbox, tmp_path: Path, source: str
+) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     before = file.stat()
     attempt(sandbox, source.format(file=file, folder=tmp_path), "PermissionError", "OSError")
     after = file.stat()
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
-    assert (before.st_mode, before.st_mtime_ns, before.st_nlink) == (after.st_mode, after.st_mtime_ns, after.st_nlink)
+    assert (before.st_mode, before.st_mtime_ns, before.st_nlink) == (
+        after.st_mode,
+        after.st_mtime_ns,
+        after.st_nlink,
+    )
 
 
 @pytest.mark.parametrize("name", ["ctypes", "_ctypes", "sqlite3", "numpy", "torch", "whorl.errors"])
@@ -117,7 +127,8 @@ def test_nothing_of_the_parent_is_to_be_seen(sandbox: Sandbox, monkeypatch: pyte
         os.set_inheritable(held.fileno(), True)
         with Sandbox(LIMITS, workers=1) as fresh:
             outcome = fresh.run(
-                "import os, sys\nprint(dict(os.environ), os.getenv('TOKEN'), sys.argv, [m for m in sys.modules if 'whorl' in m])\n"
+                "import os, sys\nprint(dict(os.environ), os.getenv('TOKEN'), sys.argv, "
+                "[m for m in sys.modules if 'whorl' in m])\n"
                 "def is_open(n):\n    try: os.fstat(n)\n    except OSError: return False\n    return True\n"
                 "print(sum(map(is_open, range(4096))))"
             )
@@ -135,7 +146,8 @@ def test_a_memory_bomb_hits_the_limit(sandbox: Sandbox) -> None:
 
 
 def test_an_endless_loop_is_ended_whatever_it_catches() -> None:
-    hold = "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+    hold = "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
+    hold += "    except (OSError, ValueError): pass\n"
     loop = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
     with Sandbox(Limits(wall_seconds=0.2), workers=1) as quick:
         assert quick.run(hold + loop).reason == "time"
@@ -160,7 +172,9 @@ def test_files_stay_in_the_folder_and_below_the_limit(sandbox: Sandbox) -> None:
     assert sandbox.run(many).reason == "files"
     deep = "import os\nwhile True:\n    os.mkdir('d'); os.chdir('d')"
     assert sandbox.run(deep).kind in ("files", "raised")
-    closed = "import os\nos.umask(0o777)\nfor i in range(9):\n    os.mkdir(str(i))\n    open('f' + str(i), 'w')"
+    closed = (
+        "import os\nos.umask(0o777)\nfor i in range(9):\n    os.mkdir(str(i))\n    open('f' + str(i), 'w')"
+    )
     assert sandbox.run(closed).ok
     assert sandbox.run("import os\nos.mkdir('0'); os.mkdir('0/0'); os.symlink").ok
     assert sandbox.run("import os\nassert os.listdir('.') == []").ok
@@ -201,7 +215,9 @@ def test_ends_of_all_kinds_are_told(sandbox: Sandbox, source: str, kind: set[str
 
 
 def test_raising_where_nobody_listens_changes_nothing(sandbox: Sandbox) -> None:
-    outcome = sandbox.run("class A:\n    def __del__(self): raise ValueError('in del')\na = A()\ndel a\nb = A()")
+    outcome = sandbox.run(
+        "class A:\n    def __del__(self): raise ValueError('in del')\na = A()\ndel a\nb = A()"
+    )
     assert outcome.ok and "in del" in outcome.output
     assert sandbox.run("import atexit, os\natexit.register(os._exit, 3)").ok
 
@@ -211,7 +227,9 @@ def test_no_process_is_left_behind() -> None:
         sandbox.run_all(["import os\nos.setsid()" if i % 2 else "while True: pass" for i in range(4)])
         pids = [w.process.pid for w in sandbox._workers if w is not None]
         roots = [w.root for w in sandbox._workers if w is not None]
-        listing = subprocess.run(["ps", "-eo", "ppid="], capture_output=True, text=True, check=True).stdout.split()
+        listing = subprocess.run(
+            ["ps", "-eo", "ppid="], capture_output=True, text=True, check=True
+        ).stdout.split()
         assert not {str(p) for p in pids} & set(listing)
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -29,10 +29,11 @@ import signal
 import sys
 import traceback
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
+from whorl.sandbox.frames import read_exactly
 from whorl.sandbox.pristine import JUDGES, Pristine
 
 SECRET_BYTES = 16
@@ -48,15 +49,6 @@ def told(error: BaseException) -> str:
         return "an exception that cannot be shown"
 
 
-def read_exactly(descriptor: int, n: int) -> bytes:
-    """n bytes, or fewer where the pipe ends."""
-    parts: list[bytes] = []
-    while n > 0 and (part := os.read(descriptor, n)):
-        parts.append(part)
-        n -= len(part)
-    return b"".join(parts)
-
-
 class Child:
     """All that is needed later is bound here, before the program may touch anything.
 
@@ -67,8 +59,14 @@ class Child:
 
     def __init__(self, pristine: Pristine, control: int, verdict: int) -> None:
         self.pristine, self.control, self.verdict = pristine, control, verdict
-        self.stream = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=False)
-        self.calm = [(sys.settrace, (None,)), (sys.setprofile, (None,)), (sys.setrecursionlimit, (1000,))]
+        self.stream = io.TextIOWrapper(
+            io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=False
+        )
+        self.calm: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
+            (sys.settrace, (None,)),
+            (sys.setprofile, (None,)),
+        ]
+        self.calm.append((sys.setrecursionlimit, (1000,)))
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         self.calm += [(signal.setitimer, (timer, 0)) for timer in timers]
         self.gc_off, self.leave = gc.disable, os._exit
@@ -83,7 +81,9 @@ class Child:
         reason, module = self._define(source, "program" if asked else "__main__")
         self._restore()
         if reason == "passed" and asked:
-            work = json.loads(read_exactly(self.control, int.from_bytes(read_exactly(self.control, 4), "little")))
+            work = json.loads(
+                read_exactly(self.control, int.from_bytes(read_exactly(self.control, 4), "little"))
+            )
             reason = self._tests(work["tests"], module) if work["tests"] else "passed"
             if reason == "passed":
                 printed = [self._example(text, module) for text in work["examples"]]
@@ -105,9 +105,10 @@ class Child:
     def _restore(self, end: bool = False) -> None:
         for call, arguments in self.calm:
             call(*arguments)
-        self.gc_off()
         sys.stdout = sys.stderr = self.stream
-        if not end:
+        if end:
+            self.gc_off()  # nobody's __del__ from here on; changes are looked at before they are put back
+        else:
             self.pristine.restore()
 
     def _define(self, source: str, name: str) -> tuple[str, ModuleType]:
@@ -116,7 +117,7 @@ class Child:
             code = compile(source, "program.py", "exec", dont_inherit=True)
         except BaseException as error:  # a MemoryError or RecursionError is no syntax, but no program either
             return f"syntax: {told(error)}", module
-        sys.modules[name] = module
+        sys.modules[name] = sys.modules["__main__"] = module
         try:
             exec(code, vars(module))
         except BaseException as error:

@@ -147,7 +147,13 @@ class Confinement:
         self._must("seccomp", self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, holder, 0, 0))
 
     def _nets(self) -> str:
-        return "TCP, signals, abstract sockets" if self.version >= 6 else "TCP" if self.version >= 4 else "no sockets"
+        return (
+            "TCP, signals, abstract sockets"
+            if self.version >= 6
+            else "TCP"
+            if self.version >= 4
+            else "no sockets"
+        )
 
     def _rules(self, read_only: bool = False) -> int:
         """A Landlock ruleset's descriptor: the library for reading, the folder for writing as well."""

@@ -9,8 +9,8 @@ program's own statements everything is put back; after its tests the builtins an
 function of the program that is called by a test may do the same then. (Elsewhere the library changes by itself: caches,
 what is made at first use.)
 
-What cannot be seen here: changes in other modules, the contents of lists and dictionaries inside modules (but those of the import system are
-kept), and what is put back in time by whoever changed it.
+What cannot be seen here: changes in other modules, the contents of lists and dictionaries inside modules (but those of
+the import system are kept), and what is put back in time by whoever changed it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,29 @@ from typing import Any
 MISSING = object()
 _OF_A_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 _RESTLESS = {"__abstractmethods__", "_abc_impl", "__warningregistry__", "_"}  # they change by themselves
-_OF_SYS = {"stdin", "stdout", "stderr", "last_type", "last_value", "last_traceback", "last_exc"}  # so do these of sys
+_OF_SYS = {
+    "stdin",
+    "stdout",
+    "stderr",
+    "last_type",
+    "last_value",
+    "last_traceback",
+    "last_exc",
+}  # so do these of sys
 JUDGES = ("builtins", "unittest")
-GROUND = {*JUDGES, "collections", "contextlib", "functools", "io", "itertools", "math", "operator", "random", "sys", "traceback"}
+GROUND = {
+    *JUDGES,
+    "collections",
+    "contextlib",
+    "functools",
+    "io",
+    "itertools",
+    "math",
+    "operator",
+    "random",
+    "sys",
+    "traceback",
+}
 NOT_GROUND = {"unittest.mock", "unittest.main", "unittest.runner", "unittest.async_case", "unittest.signals"}
 
 
@@ -41,7 +61,9 @@ class Pristine:
         }
         self.names: list[tuple[Any, Mapping[str, Any], dict[str, Any]]] = []
         self.functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
-        self.imports = [(kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)]
+        self.imports: list[tuple[list[Any], list[Any]]] = [
+            (kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)
+        ]
         self.builtins, self.builtin = vars(builtins), dict(vars(builtins))
         seen: set[int] = set()
         for name, module in self.modules.items():

@@ -32,39 +32,26 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from whorl.sandbox import folder
-from whorl.sandbox.child import SECRET_BYTES, Child, read_exactly
+from whorl.sandbox.child import SECRET_BYTES, Child
 from whorl.sandbox.confine import Confinement, Unavailable, library
+from whorl.sandbox.frames import receive, send
 from whorl.sandbox.pristine import Pristine
 
 WARM = """abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
 dataclasses datetime decimal difflib doctest enum fractions functools graphlib hashlib heapq html io itertools json keyword
 locale math numbers operator os.path pathlib pickle pprint queue random re secrets shutil statistics string struct tempfile
 textwrap threading time timeit tokenize traceback types typing unicodedata unittest unittest.mock uuid warnings weakref zlib
-zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap""".split()
+zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap""".split()  # noqa: SIM905
 TICK = 0.02  # seconds between two looks at files and threads
 GRACE = 64 << 10  # bytes that a report may be longer than the output's limit
-
-
-def send(descriptor: int, value: Any) -> None:
-    data = json.dumps(value).encode()
-    data = len(data).to_bytes(4, "little") + data
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def receive(descriptor: int) -> Any:
-    """The next value, or EOFError at the stream's end."""
-    size = read_exactly(descriptor, 4)
-    data = read_exactly(descriptor, int.from_bytes(size, "little"))
-    if len(size) < 4 or len(data) < int.from_bytes(size, "little"):
-        raise EOFError
-    return json.loads(data)
 
 
 class Watch:
     """One fork, from its start to its end."""
 
-    def __init__(self, pid: int, ends: dict[str, int], limits: dict[str, Any], box: Path, to_send: bytes) -> None:
+    def __init__(
+        self, pid: int, ends: dict[str, int], limits: dict[str, Any], box: Path, to_send: bytes
+    ) -> None:
         self.pid, self.ends, self.limits, self.folder, self.left = pid, ends, limits, box, to_send
         self.heard = {"output": bytearray(), "verdict": bytearray()}
         self.most = {"output": limits["output_bytes"], "verdict": limits["output_bytes"] + GRACE}
@@ -253,7 +240,10 @@ def _end(status: int, used: Any, limits: dict[str, Any], said: bytes) -> str:
         return "crashed: " + said.decode("utf-8", "replace")
     if code >= 0:
         return f"exited: the process ended with {code} before its end was reached"
-    if -code in (signal.SIGKILL, signal.SIGXCPU) and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.95:
+    if (
+        -code in (signal.SIGKILL, signal.SIGXCPU)
+        and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.8
+    ):  # ticks are coarse
         return "cpu"
     return f"crashed: signal {-code} ({signal.strsignal(-code)})"
 
