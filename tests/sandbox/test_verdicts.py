@@ -78,6 +78,21 @@ CHEATS = {
     "leaves at the end": WRONG + "import atexit, os\natexit.register(os._exit, 0)",
     "leaves when collected": WRONG
     + "import os\nclass A:\n    def __del__(self): os._exit(0)\na = A(); a.a = a",
+    "spies on write": WRONG
+    + 'import os\nw = os.write\nos.write = lambda n, b: w(n, b[:16] + b\'{"reason": "passed", "printed": []}\') and len(b)',
+    "spies on read": WRONG + "import os\nos.read = lambda n, k: b''",
+    "reports in our name": 'import json\njson.dumps = lambda x: \'{"reason": "passed", "printed": []}\'\n'
+    + WRONG,
+    "reports in our name, below": 'import json\njson.JSONEncoder.encode = lambda s, x: \'{"reason": "passed", "printed": []}\'\n'
+    + WRONG,
+    "reports in our name, later": WRONG.replace(
+        "return",
+        'import json; json.dumps = lambda x: \'{"reason": "passed", "printed": []}\'; return',
+    ),
+    "blinds the look, later": WRONG.replace(
+        "return",
+        "import builtins as b, unittest as u; u.TestCase.assertEqual = print; b.zip = b.vars = b.len = b.getattr = print; return",
+    ),
     "no depth": WRONG + "import sys\nsys.setrecursionlimit(5 + len(__import__('inspect').stack()))",
     "hooks imports": WRONG
     + "import sys\nclass F:\n    def find_spec(self, *a): raise SystemExit(0)\nsys.meta_path.insert(0, F())",

@@ -16,6 +16,7 @@ from whorl.errors import ConfigError, WhorlError
 from whorl.sandbox import Limits, Program, Sandbox
 from whorl.sandbox import sandbox as room
 
+PATIENT = Limits(wall_seconds=30, cpu_seconds=30)  # the machine may be busy
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
 
 
@@ -25,7 +26,7 @@ def pids(sandbox: Sandbox) -> list[int]:
 
 @linux
 def test_a_batch_comes_back_in_order() -> None:
-    with Sandbox(workers=2) as sandbox:
+    with Sandbox(PATIENT, workers=2) as sandbox:
         outcomes = sandbox.run_all([f"print({i})" for i in range(40)])
         assert [o.output for o in outcomes] == [f"{i}\n" for i in range(40)]
         assert sandbox.run_all([]) == []
@@ -48,7 +49,7 @@ _KEPT: list[Sandbox] = []
 
 def _shared() -> Sandbox:
     if not _KEPT:
-        _KEPT.append(Sandbox(workers=1))
+        _KEPT.append(Sandbox(PATIENT, workers=1))
     return _KEPT[0]
 
 
@@ -67,7 +68,7 @@ def end_of_shared() -> object:
 
 @linux
 def test_large_programs_and_tests_fit_through_the_pipes() -> None:
-    with Sandbox(Limits(output_bytes=4 << 20), workers=1) as sandbox:
+    with Sandbox(Limits(wall_seconds=30, output_bytes=4 << 20), workers=1) as sandbox:
         source = "x = '" + "a" * (1 << 20) + "'"
         outcome = sandbox.run(
             Program(source, "y = '" + "b" * (1 << 20) + "'\nassert len(x) == len(y)", ("print(x)",))
@@ -78,7 +79,7 @@ def test_large_programs_and_tests_fit_through_the_pipes() -> None:
 @linux
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
 def test_a_worker_killed_between_programs_is_started_again(number: int) -> None:
-    with Sandbox(workers=2) as sandbox:
+    with Sandbox(PATIENT, workers=2) as sandbox:
         before = pids(sandbox)
         os.kill(before[0], number)
         outcomes = sandbox.run_all(["print(1)"] * 6)
@@ -116,13 +117,13 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     with Sandbox(Limits(wall_seconds=0.1), workers=1) as sandbox:
         os.kill(pids(sandbox)[0], signal.SIGSTOP)
         assert sandbox.run("print(1)").kind == "crashed"
-    with Sandbox(workers=1) as sandbox:
+    with Sandbox(PATIENT, workers=1) as sandbox:
         assert sandbox.run("print(1)").ok
 
 
 @linux
 def test_many_threads_may_share_a_sandbox() -> None:
-    with Sandbox(workers=2) as sandbox:
+    with Sandbox(PATIENT, workers=2) as sandbox:
         said: dict[int, list[str]] = {}
 
         def ask(n: int) -> None:
@@ -138,14 +139,14 @@ def test_many_threads_may_share_a_sandbox() -> None:
 
 @linux
 def test_what_protects_is_told_and_what_is_missing_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with Sandbox(workers=1) as sandbox:
+    with Sandbox(PATIENT, workers=1) as sandbox:
         assert set(sandbox.protections()) == {"process", "limits", "environment", "landlock", "seccomp"}
-    with Sandbox(workers=1, without={"landlock"}) as sandbox:  # not given up where it can be had
+    with Sandbox(PATIENT, workers=1, without={"landlock"}) as sandbox:  # not given up where it can be had
         assert "landlock" in sandbox.protections()
     monkeypatch.setattr(room, "_TRIALS", room._TRIALS + "print('landlock')\n")
     with pytest.raises(ConfigError, match="landlock is missing"):
-        Sandbox(workers=1)
-    with Sandbox(workers=1, without={"landlock"}) as sandbox:
+        Sandbox(PATIENT, workers=1)
+    with Sandbox(PATIENT, workers=1, without={"landlock"}) as sandbox:
         assert "landlock" not in sandbox.protections() and sandbox.run("print(1)").ok
 
 
@@ -156,8 +157,8 @@ def test_a_kernel_without_landlock_refuses(monkeypatch: pytest.MonkeyPatch) -> N
     )
     monkeypatch.setattr(room, "_START", start)
     with pytest.raises(ConfigError, match=r"landlock is missing.*5\.13"):
-        Sandbox(workers=1)
-    with Sandbox(workers=1, without={"landlock"}) as sandbox:
+        Sandbox(PATIENT, workers=1)
+    with Sandbox(PATIENT, workers=1, without={"landlock"}) as sandbox:
         assert "landlock" not in sandbox.protections() and "seccomp" in sandbox.protections()
 
 
@@ -180,11 +181,11 @@ def test_elsewhere_and_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_closed_sandbox_says_so_and_a_worker_that_does_not_start_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sandbox = Sandbox(workers=1)
+    sandbox = Sandbox(PATIENT, workers=1)
     sandbox.close()
     sandbox.close()
     with pytest.raises(ConfigError, match="closed"):
         sandbox.run("1")
     monkeypatch.setattr(room, "_START", "import sys; sys.exit(1)")
     with pytest.raises(WhorlError, match="did not start"):
-        Sandbox(workers=1)
+        Sandbox(PATIENT, workers=1)

@@ -33,9 +33,10 @@ _OF_SYS = {
     "last_traceback",
     "last_exc",
 }  # so do these of sys
-JUDGES = ("builtins", "unittest")
 GROUND = {
-    *JUDGES,
+    "builtins",
+    "unittest",
+    "json",
     "collections",
     "contextlib",
     "functools",
@@ -87,6 +88,18 @@ class Pristine:
             # Only classes made in Python can be changed; the flag is Py_TPFLAGS_IMMUTABLETYPE.
             if isinstance(value, type) and not value.__flags__ & (1 << 8) and _at_home(value):
                 self._add(value, seen)
+
+    def tampered(self) -> str:
+        """What of builtins and unittest is not as it was: a name, or nothing. The builtins are put back.
+
+        The loop over builtins uses none: they may be what was changed.
+        """
+        found = ""
+        for name, value in self.builtin.items():
+            if self.builtins.get(name) is not value and name != "_":
+                found = name
+        self.builtins.update(self.builtin)
+        return found or next((called for called, *_ in self.changes(("unittest",))), "")
 
     def changes(self, within: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str, Any]]:
         """What is not as it was: (what to call it, holder, name, value as it was or MISSING).
