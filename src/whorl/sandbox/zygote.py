@@ -242,8 +242,8 @@ def _end(status: int, used: Any, limits: dict[str, Any], said: bytes) -> str:
         return f"exited: the process ended with {code} before its end was reached"
     if (
         -code in (signal.SIGKILL, signal.SIGXCPU)
-        and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.8
-    ):  # ticks are coarse
+        and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.5
+    ):  # the kernel counts its own ticks, and coarsely
         return "cpu"
     return f"crashed: signal {-code} ({signal.strsignal(-code)})"
 
