@@ -132,7 +132,7 @@ def test_forward_covers_two_peaks_and_reverse_seeks_one() -> None:
             student = (-((places - mean) ** 2) / (2 * width.exp() ** 2)).log_softmax(0)
             divergence(teacher[None], student[None], kind).sum().backward()  # type: ignore[arg-type, no-untyped-call]
             optimiser.step()
-        found[kind] = (float(mean), float(width.exp()))
+        found[kind] = (float(mean.detach()), float(width.detach().exp()))
     assert abs(found["forward"][0]) < 4 and found["forward"][1] > 6
     assert abs(found["reverse"][0] - 8) < 0.5 and found["reverse"][1] < 2
 
