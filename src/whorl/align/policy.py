@@ -182,7 +182,9 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
     method = method_of(config)
 
     def objective(part: Part) -> Loss:
-        judged = network.judge(part, entropy=network.lora is None)  # with a frozen head its gradient is cheaper
+        judged = network.judge(
+            part, entropy=network.lora is None
+        )  # with a frozen head its gradient is cheaper
         signals.saw(part, judged.log_prob)
         mask = part["loss_mask"]
         n = len(mask)  # every row is one text
@@ -198,14 +200,8 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
             )
             if name in part
         }
-        assert judged.entropy is not None
-        tokens = Tokens(
-            judged.log_prob,
-            sequence=rows,
-            n_sequences=n,
-            entropy=judged.entropy.detach(),
-            **streams,
-        )
+        entropy = None if judged.entropy is None else judged.entropy.detach()
+        tokens = Tokens(judged.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
         now = replace(method, kl_weight=signals.kl_weight)
         loss = policy_loss(tokens, now)
         if judged.value is None:
