@@ -1,4 +1,4 @@
-"""Policy optimisation end to end: it learns, resumes to the bit, is the same in lock-step in any process, and tells parity."""
+"""Policy optimisation end to end: it learns, resumes to the bit, is the same in any process, and tells parity."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_lock_step_is_the_same_in_a_process_of_its_own(folder: Path) -> None:
     """One worker whose records may not be older than the weights: what it samples is what serial sampling does."""
     serial, _, one = train(folder)
     ahead = AheadConfig(workers=1, records=1, max_lag=0, correct="none")
-    other, _, two = train(folder, SMALL.model_copy(update={"ahead": ahead}))
+    _, _, two = train(folder, SMALL.model_copy(update={"ahead": ahead}))
     assert len(one) == len(two)
     assert torch.equal(one[0].part["tokens"], two[0].part["tokens"])
     assert set(two[-1].part["version"][two[-1].part["loss_mask"]].tolist()) == {SMALL.steps - 1}
