@@ -42,8 +42,9 @@ class TasksConfig(BaseModel):
 
     source: Literal["python", "arithmetic"] = "python"
     seed: int = 0
-    n: int = Field(default=4000, ge=1, description="tasks to train on, at most")
+    n: int = Field(default=2000, ge=1, description="tasks to train on, at most")
     n_test: int = Field(default=128, ge=1, description="held-out tasks, at most")
+    files: int = Field(default=700, ge=1, description="python: files of a split to look into, at most")
     prompt_bytes: int = Field(default=600, ge=1, description="python: the longest signature and docstring")
     answer_bytes: int = Field(default=240, ge=20, description="python: the longest body")
     levels: dict[int, float] = Field(
@@ -85,13 +86,15 @@ def _python(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any],
     from whorl.align.data.mine import functions
     from whorl.align.data.mine_tasks import body_tasks, doctest_tasks, solvable
     from whorl.evals.verify import verify_all
+    from whorl.runs.seeds import derive
     from whorl.sandbox import Sandbox
 
     corpus = _corpus(ctx)
     made = {}
     with Sandbox() as sandbox:
         for split, most in (("train", config.n), ("test", config.n_test)):
-            files = [(d.path, d.text) for d in corpus.documents(split) if d.path.endswith(".py")]
+            every = [(d.path, d.text) for d in corpus.documents(split) if d.path.endswith(".py")]
+            files = sorted(every, key=lambda file: derive(config.seed, file[0]))[: config.files]
             found = functions(
                 files,
                 seed=config.seed,
@@ -100,7 +103,7 @@ def _python(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any],
             )
             mined = body_tasks(one for one in found if ">>>" not in one.docstring)[:most]
             if split == "train":  # there are few: none is spared for the test
-                examples = doctest_tasks(files, seed=config.seed, context_bytes=config.prompt_bytes)
+                examples = doctest_tasks(every, seed=config.seed, context_bytes=config.prompt_bytes)
                 short = [m for m in examples if len(m.task.prompt.encode()) <= 2 * config.prompt_bytes]
                 kept, _ = solvable(short, lambda given, said: verify_all(given, said, sandbox))
                 mined = [*kept, *mined][:most]
