@@ -86,7 +86,8 @@ def save_stage(network: Network, before: Path, out: Path) -> None:
 
 def write_tasks(folder: Path, split: str, found: Iterable[Task]) -> int:
     """JSON lines of tasks; -> how many."""
-    return _write(folder / f"tasks.{split}.jsonl", [asdict(task) for task in found])
+    records = [{name: value for name, value in asdict(task).items() if value not in ("", ())} for task in found]
+    return _write(folder / f"tasks.{split}.jsonl", records)
 
 
 def write_pairs(folder: Path, split: str, found: Iterable[Pair]) -> int:
