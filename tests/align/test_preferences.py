@@ -158,6 +158,18 @@ def test_a_stranger_answers_each_prompt() -> None:
     prefer(network(), pairs(1), config("kto"), pad_id=PAD)
 
 
+def test_a_pair_is_two_opinions() -> None:
+    both = [o for p in pairs() for o in (Opinion(p.chosen, True), Opinion(p.rejected, False))]
+    net, reference = moved(network()), network()
+    told = [measure(net, given, config("kto"), pad_id=PAD, reference=reference) for given in (pairs(), both)]
+    assert told[0] == told[1] and told[0]["divergence"] > 0
+    only_good = measure(
+        net, both[::2], config("kto"), pad_id=PAD, reference=reference
+    )  # no NaN for the kind that is missing
+    assert only_good["chosen_reward"] == pytest.approx(told[0]["chosen_reward"], rel=1e-4)
+    assert only_good["rejected_reward"] == 0
+
+
 def test_what_teaches_nothing_is_left_out_and_counted() -> None:
     writer, room = scribe(), Room(16)
     given = [

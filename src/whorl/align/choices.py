@@ -146,7 +146,9 @@ class Units:
     def of(self, step: int) -> list[int]:
         """The units of a step."""
         places = np.arange(step * self.batch, (step + 1) * self.batch)
-        return [int(self._order(int(epoch))[place]) for epoch, place in zip(*divmod(places, self.n), strict=True)]
+        return [
+            int(self._order(int(epoch))[place]) for epoch, place in zip(*divmod(places, self.n), strict=True)
+        ]
 
     def parts(self, units: Sequence[int], streams: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Micro-batches of some units. A part has the fields of `rows.py`, length [S] (targets of each of its S texts that

@@ -123,7 +123,9 @@ def objective_of(config: PreferenceConfig, network: Network) -> Callable[[Part],
     def objective(part: Part) -> Loss:
         judged = network.judge(part)
         length = part["length"]
-        log_prob = torch.zeros(len(length)).index_add(0, judged.sequence, judged.log_prob)  # [S]
+        log_prob = judged.log_prob.new_zeros(len(length)).index_add(
+            0, judged.sequence, judged.log_prob
+        )  # [S]
         each = log_prob.detach() / length
         if name == "kto":
             good = part["good"]
