@@ -46,24 +46,25 @@ def config(objective: str = "dpo", **change: Any) -> PreferenceConfig:
     return PreferenceConfig.model_validate({"objective": objective, **given})
 
 
-def moved(net: Network, seed: int = 5) -> Network:
+def moved(net: Network, seed: int = 5, by: float = 0.03) -> Network:
     """Apart from what it was, so that policy and reference differ."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in net.named_parameters():
             if p.requires_grad:
-                p.add_(
-                    0.1 * torch.randn(p.shape, generator=draw)
-                    if "/b" in name
-                    else 0.03 * torch.randn(p.shape, generator=draw)
-                )
+                p.add_((0.1 if "/b" in name else by) * torch.randn(p.shape, generator=draw))
     return net
+
+
+def stranger() -> Network:
+    """A reference that finds all of it less likely, so that KTO's divergence is above 0."""
+    return moved(network(), 7, 0.1)
 
 
 def gradients(net: Network, settings: PreferenceConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of one step over all pairs, by its micro-batches."""
     data = _Data(pairs(), settings, PAD)
-    words, objective = data.words(network()), objective_of(settings, net)
+    words, objective = data.words(stranger()), objective_of(settings, net)
     parts = data.step(list(range(data.units.n)), net, words)
     total: dict[str, float] = {"parts": len(parts), "loss": 0.0}
     for part in parts:
@@ -82,6 +83,7 @@ def test_how_a_step_is_cut_and_laid_changes_nothing(objective: str, lora: LoRACo
     net = moved(network(lora=lora))
     want, expected = gradients(net, config(objective, micro_tokens=100_000))
     assert want["parts"] == 1 and want["count"] == (24 if objective == "kto" else 12)
+    assert want.get("divergence", 1.0) > 0
     trained = {n for n, p in net.named_parameters() if p.requires_grad}
     assert trained == expected.keys() and all(g.any() for g in expected.values())  # every one learns
     for change in (
@@ -160,7 +162,7 @@ def test_a_stranger_answers_each_prompt() -> None:
 
 def test_a_pair_is_two_opinions() -> None:
     both = [o for p in pairs() for o in (Opinion(p.chosen, True), Opinion(p.rejected, False))]
-    net, reference = moved(network()), network()
+    net, reference = moved(network()), stranger()
     told = [measure(net, given, config("kto"), pad_id=PAD, reference=reference) for given in (pairs(), both)]
     assert told[0] == told[1] and told[0]["divergence"] > 0
     only_good = measure(
