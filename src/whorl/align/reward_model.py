@@ -3,7 +3,7 @@
     r(x, y) = w . h(last token of x y)                                    h [d_model], w [d_model]
     trained on pairs: - log sigma(r(chosen) - r(rejected))                `objectives/reward.py`
 
-(Stiennon et al. 2020, arXiv:2009.01325, section 3.3; w is drawn with deviation 1 / sqrt(d_model + 1), as there.) It is
+(Stiennon et al. 2020, arXiv:2009.01325, section 3.4; w drawn with deviation 1 / sqrt(d_model + 1): its appendix B.1.) It is
 told as the difference from the network of every other stage (`network.py`): the head over the vocabulary is not used and
 not trained, and the critic's read-out is asked once a text. There is no bias: differences are all that pairs teach, and
 `centring` holds the level at 0, so that 0 means "neither good nor bad" and two models can be compared.
