@@ -31,7 +31,7 @@ class Prompt(Keeper):
 
 def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An observer that raises `Killed` at that step, when the one before has been kept."""
-    monkeypatch.setattr("whorl.align.stage.Keeper", Prompt)
+    monkeypatch.setattr("whorl.align.training.Keeper", Prompt)
 
     def observe(done: int, metrics: dict[str, float]) -> None:
         if done == step:

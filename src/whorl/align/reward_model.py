@@ -37,8 +37,8 @@ from whorl.align.config import LoRAConfig, RewardConfig
 from whorl.align.network import SCORED, Network
 from whorl.align.rows import by_length, cut, lay
 from whorl.align.sft import Observer, fingerprint
-from whorl.align.stage import Once, run_stage
 from whorl.align.texts import Scribe, Text
+from whorl.align.training import Once, run_stage
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.verify.task import Task, Verdict
 from whorl.models import LanguageModel, load_model, make_model, save_model
