@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from killing import Killed, kill_at
-from shared import decoder, scribe
+from shared import decoder, scribe, tokenizer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -26,6 +26,7 @@ from whorl.align.reward_model import (
     train_reward,
 )
 from whorl.align.reward_report import correlation, report, report_of
+from whorl.align.stage import open_scribe
 from whorl.align.texts import Text
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.verify.task import Task
@@ -135,6 +136,10 @@ def test_it_learns_who_is_preferred_and_comes_back_from_disk(tmp_path: Path, lor
     assert found.accuracy > 0.85, found.table()
     assert seen[-1]["margin"] > seen[0]["margin"] and seen[-1]["accuracy"] > 0.7
     save_reward(model, tmp_path / "r", config=settings, trained_on={"pairs": 160}, figures=found.figures())
+    assert not (tmp_path / "r" / "tokenizer.json").exists()
+    tokenizer(tmp_path)
+    save_reward(model, tmp_path / "t", config=settings, trained_on={}, base=tmp_path)
+    assert open_scribe(tmp_path / "t").prompt("a>") == scribe().prompt("a>")
     again, record = load_reward(tmp_path / "r")
     torch.testing.assert_close(
         again.score_texts(texts_of(held)), model.score_texts(texts_of(held)), rtol=1e-4, atol=1e-5

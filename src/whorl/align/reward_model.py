@@ -22,6 +22,7 @@ On disk it is a folder of a language model (`models/files.py`), an adapter merge
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from whorl.align.config import LoRAConfig, RewardConfig
 from whorl.align.network import SCORED, Network
 from whorl.align.rows import by_length, cut, lay
 from whorl.align.sft import Observer, fingerprint
+from whorl.align.stage import CARRIED
 from whorl.align.texts import Scribe, Text
 from whorl.align.training import Once, run_stage
 from whorl.errors import CheckpointError, DataError
@@ -211,10 +213,12 @@ def save_reward(
     config: RewardConfig,
     trained_on: Mapping[str, Any],
     figures: Mapping[str, Any] | None = None,
+    base: Path | None = None,
 ) -> None:
     """Writes a reward model into an empty folder.
 
     Args:
+        base: folder of the model that its trunk began as, whose tokenizer and chat template come along.
         trained_on: what its pairs were, as JSON: their source, how many, what was left out.
         figures: of `reward_report.py`.
     """
@@ -224,6 +228,10 @@ def save_reward(
         for name, tensor in model.policy().items():
             own[name].copy_(tensor)
     save_model(trunk, folder)
+    if base is not None:
+        for name in CARRIED:
+            if (base / name).is_file() and not (folder / name).exists():
+                shutil.copyfile(base / name, folder / name)
     save_file({"value.weight": model.value.weight.detach().clone()}, folder / WEIGHTS)
     record = {
         "kind": "reward",
