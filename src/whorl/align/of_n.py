@@ -1,19 +1,19 @@
 """What n answers are worth, from N >= n samples to each task: any of them right, the vote, the best by a score.
 
-Of N samples c are right. Drawing n of them without replacement is as good as sampling n anew, so each figure is its mean over
-all subsets of n, which needs no further sample and has no bias:
+Of N samples c are right. To draw n of them without replacement is as good as to sample n anew, so each figure is its mean
+over all subsets of n, which needs no further sample and has no bias:
 
-    any        1 - C(N - c, n) / C(N, n)                               pass@n (Chen et al. 2021, arXiv:2107.03374, eq. 1)
-    best       sum_i right_(i) C(i - 1, n - 1) / C(N, n)               samples in rising order of their score: sample i is the
-                                                                       best of a subset if the others come from those below
-    majority   mean over subsets of whether the commonest answer is    self-consistency (Wang et al. 2022, arXiv:2203.11171);
-               right; ties are drawn                                   a fixed number of random subsets, since no short sum is
+    any        1 - C(N - c, n) / C(N, n)                       pass@n (Chen et al. 2021, arXiv:2107.03374, eq. 1)
+    best       sum_i right_(i) C(i - 1, n - 1) / C(N, n)       in rising order of their score, sample i is the best of a
+                                                               subset if the others come from those below it
+    majority   whether the commonest answer is right           self-consistency (Wang et al. 2022, arXiv:2203.11171); ties
+                                                               are drawn; random subsets, since there is no short sum
 
 The obvious estimate of pass@n, 1 - (1 - c / N)^n, is biased: it draws with replacement.
 
 The subtle part is the interval. The samples of one task are alike, so it is tasks that are counted, not samples: the spread
-is that of the tasks' own figures, and Wilson's interval is taken with as many tasks as would spread like that. With one sample
-a task it is Wilson's own, and where all are right, or none, it does not shrink to a point as a normal interval does.
+is that of the tasks' own figures, and Wilson's interval is taken with as many tasks as would spread like that. With one
+sample a task it is Wilson's own, and where all are right, or none, it does not shrink to a point as a normal interval does.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 In depth, a budget of b ids of thinking (Muennighoff et al. 2025, arXiv:2501.19393, "budget forcing"):
 
-    stopped      the first b ids of what the model thought, then the answer's marker, then an answer is sampled; a sample that
-                 came to its answer within b ids is left as it is
-    continued    where thinking ends before b, its end is taken off, a word that goes on ("Wait") is put there, and it thinks
-                 further, at most `continuations` times; then as above
+    stopped      the first b ids of what the model thought, then the answer's marker, then an answer is sampled; a sample
+                 that came to its answer within b ids is left as it is
+    continued    where thinking ends before b, its end is taken off, a word that goes on ("Wait") is put there, and it
+                 thinks further, at most `continuations` times; then as above
 
 In breadth, n samples: the vote, any of them by the verifier, the best by a score (`of_n.py`).
 
@@ -22,7 +22,6 @@ marker is put at the start of the next, as the model has learnt it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +35,7 @@ from whorl.align.texts import Scribe, Text, joined
 from whorl.engine.engine import Engine
 from whorl.engine.sampling import Sampling
 from whorl.errors import ConfigError, DataError
+from whorl.evals.verify.answers import last_number, said
 from whorl.evals.verify.task import Task, Verdict
 from whorl.runs.seeds import derive, numpy_rng
 
@@ -92,7 +92,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """curves: by name (`CURVES`, or a scorer's). failed: samples whose verifier failed. cut_off: share that hit the limit."""
+    """curves: by name (`CURVES`, or a scorer's). failed: verifiers that did. cut_off: share that hit the limit."""
 
     tasks: int
     samples: int
@@ -165,13 +165,13 @@ def measure_scaling(
     return Scaling(len(tasks), n, curves, failed, float(np.mean([not one.finished for one in drawn])))
 
 
-def said(text: str, marker: str) -> str:
-    """What a text votes for: the line behind its last marker; else its last number, if it has one; else all of it."""
-    if marker.strip() in text:
-        text = text.rpartition(marker.strip())[2].strip().partition("\n")[0]
-    elif numbers := re.findall(r"-?\d[\d,]*(?:\.\d+)?", text):
-        text = numbers[-1]
-    return text.strip().rstrip(".").replace(",", "") if re.search(r"\d", text) else text.strip()
+def vote(task: Task, text: str) -> str:
+    """What a sample answers, so that equal answers are equal texts; empty if it answers nothing."""
+    answer_ = said(text)
+    if "numeric" not in task.verifier:
+        return answer_
+    number = last_number(answer_)
+    return "" if number is None else str(number)
 
 
 def _breadth(
@@ -187,7 +187,7 @@ def _breadth(
     ns = [*(1 << i for i in range(n.bit_length()) if 1 << i < n), n]
     tokens = float(np.mean([len(one.ids) for one in drawn]))
     good = right.reshape(shape)
-    votes = [[said(t, config.marker) for t in texts[i : i + n]] for i in range(0, len(texts), n)]
+    votes = [[vote(task, t) for t in texts[i * n : (i + 1) * n]] for i, task in enumerate(tasks)]
     scores = {"likeliest": [float(np.sum(one.log_probs)) for one in drawn]}
     pairs = [joined(p, one.ids) for p, one in zip(prompts, drawn, strict=True)] if scorers else []
     scores |= {name: list(scorer(pairs)) for name, scorer in scorers.items()}

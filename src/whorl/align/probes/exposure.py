@@ -121,4 +121,5 @@ def _by_place(
     mask = part["loss_mask"]
     place = (mask.long().cumsum(1) - 1)[mask].numpy()
     nats = -network.score(part)["log_prob"][mask].double().numpy()
-    return np.bincount(place, nats, places), np.bincount(place, minlength=places)
+    sums, counts = np.bincount(place, nats, places), np.bincount(place, minlength=places)
+    return sums.astype(np.float64), counts.astype(np.int64)

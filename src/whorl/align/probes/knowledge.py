@@ -1,8 +1,9 @@
 """What SFT on facts does to made-up answers: facts that the model knows against facts that it does not; and refusal.
 
 The claim (Gekhman et al. 2024, arXiv:2405.05904): examples that say what the model does not know are fitted later than those
-that say what it knows, and as they are fitted, it answers worse what it did know and makes more up: it has been taught to speak
-without knowing. The world is `data/biographies.py`, where it is certain what a model was told. Two lessons of the same size,
+that say what it knows, and as they are fitted, it answers worse what it did know and makes more up: it has been taught to
+speak without knowing. The world is `data/biographies.py`, where it is certain what a model was told. Two lessons of the
+same size,
 
     "known"   questions about people of pretraining, their facts as answers         + refusals about strangers
     "new"     questions about people that it never met, facts all the same          + the same refusals
