@@ -83,7 +83,7 @@ def majority_of(
 
     Args:
         right: [tasks, N]; said: what each sample answers; an empty one does not vote.
-        subsets: random orders a task; the first n of each are a subset.
+        subsets: orders a task, about, whose first n are a subset.
 
     Raises:
         ConfigError: an n is not in 1 to N.
@@ -92,6 +92,9 @@ def majority_of(
     for n in ns:
         _checked(total, n)
     found: dict[int, list[float]] = {n: [] for n in ns}
+    turned = (
+        np.arange(total)[:, None] + np.arange(total)
+    ) % total  # each order from each of its places: fair for n = 1
     for good, answers in zip(right, said, strict=True):
         names = sorted({a for a in answers if a})
         place = {name: k for k, name in enumerate(names)}
@@ -105,13 +108,14 @@ def majority_of(
             for n in ns:
                 found[n].append(0.0)
             continue
-        orders = rng.permuted(np.tile(np.arange(total), (subsets, 1)), axis=1)
+        orders = rng.permuted(np.tile(np.arange(total), (-(-subsets // total), 1)), axis=1)[:, turned]
+        orders = orders.reshape(-1, total)
         counts = ballots[orders].cumsum(1)  # [subsets, N, names]
         for n in ns:
             votes = counts[:, n - 1]
             top = (votes == votes.max(1, keepdims=True)) & (votes > 0)
             ties = top.sum(1)
-            share = np.divide(top @ worth, ties, out=np.zeros(subsets), where=ties > 0)
+            share = np.divide(top @ worth, ties, out=np.zeros(len(orders)), where=ties > 0)
             found[n].append(float(share.mean()))
     return {n: np.array(each) for n, each in found.items()}
 
