@@ -67,7 +67,7 @@ def network(scribe: Scribe, seed: int, lora: LoRAConfig | None = None) -> Networ
     words = scribe.tokenizer.vocab_size
     rows = -(-words // 8) * 8
     config = DecoderConfig(
-        vocab_size=rows, d_model=128, n_layers=3, mlp_hidden=384, n_heads=4, n_kv_heads=4, head_dim=32,
+        vocab_size=rows, d_model=128, n_layers=2, mlp_hidden=384, n_heads=4, n_kv_heads=4, head_dim=32,
         ngram_buckets=512,
     )  # fmt: skip
     model = make_model(config, generator(seed, "weights"), torch.bfloat16)
@@ -238,22 +238,19 @@ def told(seed: int, quick: bool) -> Told:
     """The base is told the known people's facts, as biographies and as answers, until it can say them."""
     world = Biographies(100, seed, SHARES)
     everybody = world.questions("known_train", "known_test", "new", "stranger_train", "stranger_test")
-    stories = [text for _, text in world.texts(COPIES)]
+    stories = [text for _, text in world.texts(1)]
     words = Tokenizer.train([*stories, *(q.question for q in everybody), REFUSAL], 700, specials=CHATML)
     scribe = Scribe(words)
     known = world.questions("known_train", "known_test")
     texts = [plain(words, story) for story in stories]
-    texts += [scribe.conversation(q.conversation().messages) for q in known] * (
-        TIMES // 4 if quick else TIMES
-    )
+    texts += [scribe.conversation(q.conversation().messages) for q in known]
     net = network(scribe, seed)
-    config = SFTConfig(share=BASE_RATE, epochs=1, length=256, batch_rows=BASE_ROWS, seed=seed)
+    config = SFTConfig(share=0.2, epochs=8 if quick else 32, length=256, batch_rows=1, seed=seed)
     fine_tune(net, texts, config, pad_id=words.pad_id)
     weights = {name: tensor.clone() for name, tensor in net.policy().items()}
     return Told(world, scribe, words.pad_id, weights, seed)
 
 
-COPIES, TIMES, BASE_RATE, BASE_ROWS = 2, 60, 0.4, 2
 QUESTIONS, REFUSALS = 120, 0.4
 
 
@@ -299,7 +296,7 @@ def measure_refusal(seeds: range, quick: bool) -> None:
         began = time.perf_counter()
         it = told(seed, quick)
         config = SFTConfig(share=0.1, epochs=4 if quick else 8, length=256, batch_rows=1, seed=seed)
-        rows = refusal(it.base, it.scribe, it.world, shares, 80, config, pad_id=it.pad_id)
+        rows = refusal(it.base, it.scribe, it.world, shares, QUESTIONS, config, pad_id=it.pad_id)
         for row in rows:
             print(
                 f"{seed:4} {row.share:6.0%} {row.unanswerable:13.1%} {row.answerable:11.1%} {row.right:7.1%}"
