@@ -270,7 +270,7 @@ def measure_facts(seeds: range, quick: bool) -> None:
         config = SFTConfig(share=0.1, epochs=4 if quick else 12, length=256, batch_rows=1, seed=seed)
         for facts in ("known", "new"):
             taught = lesson(it.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
-            for m in sft_course(it.base(), it.scribe, taught, asked, config, pad_id=it.pad_id, every=30):
+            for m in sft_course(it.base(), it.scribe, taught, asked, config, pad_id=it.pad_id, every=60):
                 print(
                     f"{seed:4} {facts:7} {m.step:5} {m.taught.right:7.1%} |        {m.asked.right:6.1%} "
                     f"{m.asked.refused:8.1%} |            {m.asked.made_up:7.1%}"

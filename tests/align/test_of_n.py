@@ -97,7 +97,7 @@ def test_an_interval_of_alike_samples_holds_what_it_promises() -> None:
     truth, held, width = 0.4, 0, []
     for _ in range(400):
         ease = rng.beta(0.4 * 0.8, 0.6 * 0.8, size=60)
-        got = estimate(rng.binomial(16, ease) / 16, samples=16)
+        got = estimate(rng.binomial(16, ease) / 16, draws=16)
         held += got.low <= truth <= got.high
         width.append(got.high - got.low)
     assert 0.92 <= held / 400 <= 0.985

@@ -120,10 +120,10 @@ def majority_of(
     return {n: np.array(each) for n, each in found.items()}
 
 
-def estimate(values: NDArray[np.float64], samples: int = 1) -> Estimate:
+def estimate(values: NDArray[np.float64], draws: int = 1) -> Estimate:
     """The mean of the tasks' figures [tasks] in 0 to 1, with its 95 % interval (see the top of this file).
 
-    samples: behind each figure, which is how much they may all know together at most.
+    draws: behind each figure, with no sample in two of them: N // n for n out of N. The figures know no more than all of these.
 
     Raises:
         ConfigError: there is none.
@@ -133,7 +133,7 @@ def estimate(values: NDArray[np.float64], samples: int = 1) -> Estimate:
         raise ConfigError("there is no task to take a mean of", expected="one at least")
     mean = float(np.clip(values.mean(), 0.0, 1.0))
     spread = float(values.var())
-    most = float(tasks * samples)
+    most = float(tasks * draws)
     binomial = mean * (1 - mean)
     known = min(most, binomial * tasks / spread) if spread > 0 else (most if binomial > 0 else float(tasks))
     middle = (mean + Z95**2 / (2 * known)) / (1 + Z95**2 / known)

@@ -194,7 +194,7 @@ def _breadth(
     counted = majority_of(good, votes, ns, numpy_rng(config.seed, "votes"))
 
     def points(values: Callable[[int], NDArray[np.float64]]) -> tuple[Point, ...]:
-        return tuple(_point(k, values(k), n, k * tokens) for k in ns)
+        return tuple(_point(k, values(k), n // k, k * tokens) for k in ns)
 
     found = {"majority": points(lambda k: counted[k]), "any": points(lambda k: any_of(good, k))}
     for name, row in scores.items():
@@ -203,8 +203,8 @@ def _breadth(
     return found
 
 
-def _point(at: int, values: NDArray[np.float64], samples: int, tokens: float) -> Point:
-    e = estimate(values, samples)
+def _point(at: int, values: NDArray[np.float64], draws: int, tokens: float) -> Point:
+    e = estimate(values, draws)
     return Point(at, e.mean, e.low, e.high, tokens)
 
 

@@ -34,7 +34,7 @@ def page(scaling: Scaling, title: str, about: Sequence[str]) -> str:
             f".line.b{k} {{ stroke: {colour}; stroke-width: 1; stroke-dasharray: 2 3; opacity: 0.45; }}\n"
         )
     style += ".key { display: inline-block; width: 18px; height: 3px; margin: 0 6px 4px 0; vertical-align: middle; }\n"
-    style += ".keys span { margin-right: 18px; white-space: nowrap; }"
+    style += "#tip { max-width: none; }\n.keys span { margin-right: 18px; white-space: nowrap; }"
     keys = "".join(
         f'<span><i class="key c{k % len(COLOURS)}"></i>{escape(CURVES.get(name, name))}</span>'
         for k, name in enumerate(names)
@@ -77,7 +77,7 @@ def chart(scaling: Scaling) -> str:
         )
     return line_chart(
         series, label="Share of tasks answered right against ids sampled for one answer, a curve for each way to spend them",
-        x_label="log2 of ids sampled for one answer", height=380, y_range=(0.0, 1.0), y_format=lambda y: f"{y:.1%}",
+        x_label="doublings of ids an answer", height=380, y_range=(0.0, 1.0), y_format=lambda y: f"{y:.1%}",
     )  # fmt: skip
 
 
