@@ -123,7 +123,7 @@ def majority_of(
 def estimate(values: NDArray[np.float64], draws: int = 1) -> Estimate:
     """The mean of the tasks' figures [tasks] in 0 to 1, with its 95 % interval (see the top of this file).
 
-    draws: behind each figure, with no sample in two of them: N // n for n out of N. The figures know no more than all of these.
+    draws: behind each figure, with no sample in two of them: N // n for n out of N. More than all of these nobody knows.
 
     Raises:
         ConfigError: there is none.
