@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -198,7 +197,7 @@ def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(VERIFIERS, "nan", lambda task, completion: Verdict(float("nan"), True))
     tasks = [asked("explodes"), asked("nan"), code("doctest"), asked("numeric", "?")]
     tasks += [code("unittest", "assert add(1, 1) == 2"), asked("exact", "a")]
-    with Sandbox(Limits(wall_seconds=0.3), workers=2) as quick:
+    with Sandbox(Limits(wall_seconds=2), workers=2) as quick:
         verdicts = verify_all(
             tasks, ["", "", "    while True: pass\n", "1", "    return a + b\n", "a"], quick
         )
@@ -276,4 +275,3 @@ def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [v.reason.split(":")[0] for v in verdicts] == kinds
     weighed = asked("0.5 custom:verify_functions:length + 0.5 exact", "x")
     assert verify_all([weighed], ["0123456789"])[0].reward == 0.5
-    assert os.getpid() > 0

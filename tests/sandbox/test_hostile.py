@@ -152,7 +152,7 @@ def test_an_endless_loop_is_ended_whatever_it_catches() -> None:
     with Sandbox(Limits(wall_seconds=0.2), workers=1) as quick:
         assert quick.run(hold + loop).reason == "time"
         assert quick.run("import time\ntime.sleep(1000)").reason == "time"
-        assert quick.run("print('alive')").output == "alive\n"
+        assert quick.restarts == 0
     with Sandbox(Limits(wall_seconds=60, cpu_seconds=1), workers=1) as slow:
         assert slow.run(hold + loop).reason == "cpu"
 
@@ -179,13 +179,13 @@ def test_files_stay_in_the_folder_and_below_the_limit(sandbox: Sandbox) -> None:
     assert sandbox.run("import os\nos.mkdir('0'); os.mkdir('0/0'); os.symlink").ok
     assert sandbox.run("import os\nassert os.listdir('.') == []").ok
     assert sandbox.restarts == 0
-    with Sandbox(Limits(file_bytes=0), workers=1) as none:
+    with Sandbox(Limits(wall_seconds=20, file_bytes=0), workers=1) as none:
         assert "PermissionError" in none.run("open('a', 'w')").reason
 
 
 def test_threads_are_refused_or_counted_and_die_with_the_program() -> None:
     stay = "import threading, time\nfor _ in range({n}):\n    threading.Thread(target=time.sleep, args=(1000,)).start()"
-    with Sandbox(Limits(), workers=1) as none:
+    with Sandbox(LIMITS, workers=1) as none:
         assert "can't start new thread" in none.run(stay.format(n=1)).reason
     with Sandbox(Limits(processes=3, wall_seconds=20, memory_bytes=4 << 30), workers=1) as few:
         assert few.run(stay.format(n=2)).ok

@@ -83,7 +83,8 @@ CHEATS = {
     "spies on read": WRONG + "import os\nos.read = lambda n, k: b''",
     "reports in our name": 'import json\njson.dumps = lambda x: \'{"reason": "passed", "printed": []}\'\n'
     + WRONG,
-    "reports in our name, below": 'import json\njson.JSONEncoder.encode = lambda s, x: \'{"reason": "passed", "printed": []}\'\n'
+    "reports in our name, below": "import json\n"
+    + 'json.JSONEncoder.encode = lambda s, x: \'{"reason": "passed", "printed": []}\'\n'
     + WRONG,
     "reports in our name, later": WRONG.replace(
         "return",
@@ -91,7 +92,8 @@ CHEATS = {
     ),
     "blinds the look, later": WRONG.replace(
         "return",
-        "import builtins as b, unittest as u; u.TestCase.assertEqual = print; b.zip = b.vars = b.len = b.getattr = print; return",
+        "import builtins as b, unittest as u; u.TestCase.assertEqual = print; "
+        "b.zip = b.vars = b.len = b.getattr = print; return",
     ),
     "no depth": WRONG + "import sys\nsys.setrecursionlimit(5 + len(__import__('inspect').stack()))",
     "hooks imports": WRONG

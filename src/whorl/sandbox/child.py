@@ -78,11 +78,9 @@ class Child:
         printed: list[tuple[str, str | None]] = []
         reason, module = self._define(source, "program" if asked else "__main__")
         self._restore()
-        work = (
-            json.loads(self._take(int.from_bytes(self._take(4), "little")))
-            if asked
-            else {"tests": "", "examples": []}
-        )
+        work: dict[str, Any] = {"tests": "", "examples": []}
+        if asked:
+            work = json.loads(self._take(int.from_bytes(self._take(4), "little")))
         if reason == "passed" and work["tests"]:
             reason = self._tests(work["tests"], module)
         if reason == "passed":

@@ -39,7 +39,7 @@ from whorl.sandbox import calls
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
 SIGKILL = 9
-SOMEBODY = 0x7F5A3C69  # stands for the process in a filter that is made before the process; no number of a process is so large
+SOMEBODY = 0x7F5A3C69  # stands for the process in a filter made before it; no process has so large a number
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446  # the same on both architectures
 CAPSET = {"x86_64": 126, "aarch64": 91}
 CAPABILITY_VERSION = 0x20080522

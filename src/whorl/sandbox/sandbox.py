@@ -261,7 +261,8 @@ class Sandbox:
         """A worker that has shown that its protections hold."""
         worker = Worker(self.without)
         try:
-            worker.ask(Program(_TRIALS.format(memory=2 * self.limits.memory_bytes)), self.limits, 0)
+            patient = dataclasses.replace(self.limits, wall_seconds=30, cpu_seconds=30, output_bytes=4096)
+            worker.ask(Program(_TRIALS.format(memory=2 * self.limits.memory_bytes)), patient, 0)
             worker.deadline = time.monotonic() + START_SECONDS
             said = worker.answer(worker.deadline)
             worker.job = -1
