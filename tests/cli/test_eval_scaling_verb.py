@@ -9,6 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from whorl.align.config import RewardConfig
+from whorl.align.reward_model import RewardModel, save_reward
 from whorl.cli import application
 from whorl.models import Decoder, DecoderConfig, save_model
 from whorl.store import Store
@@ -31,6 +33,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
     store = Store(folder / ".whorl")
     store.make_folders()
+    with store.build(kind="reward", name="run/judge", parents={}, config={}, version=1) as build:
+        judge = RewardModel(Decoder(shape, torch.Generator().manual_seed(2)))
+        save_reward(judge, build.path, config=RewardConfig(), trained_on={})
     for kind, name in (("model", "run/pretrain"), ("tokenizer", "run/tokenizer")):
         with store.build(kind=kind, name=name, parents={}, config={}, version=1) as build:
             if kind == "model":
@@ -54,21 +59,28 @@ def whorl(home: Path, *words: object) -> Result:
 def test_every_curve_is_told_drawn_and_written(home: Path) -> None:
     done = whorl(
         home, "pretrain", "--tasks", "tasks.jsonl", "--samples", 4, "--max-tokens", 12, "--budgets", "4,8",
-        "--out", "page.html", "--json", "figures.json",
+        "--reward", "judge", "--out", "page.html", "--json", "figures.json",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     told = json.loads((home / "figures.json").read_text())
     assert (told["tasks"], told["samples"], told["config"]["budgets"]) == (5, 4, [4, 8])
-    assert set(told["curves"]) == {"stopped", "continued", "majority", "any", "likeliest"}
+    assert set(told["curves"]) == {
+        "stopped",
+        "continued",
+        "majority",
+        "any",
+        "likeliest",
+        "best of n by judge",
+    }
     assert [p["at"] for p in told["curves"]["any"]] == [1, 2, 4]
     assert told["curves"]["any"][-1]["accuracy"] > told["curves"]["any"][0]["accuracy"] > 0
     page = (home / "page.html").read_text()
-    assert page.count('<polyline class="line c') == 2 * 5 and page.count('<polyline class="line b') == 2 * 10
+    assert page.count('<polyline class="line c') == 2 * 6 and page.count('<polyline class="line b') == 2 * 12
     assert "run/pretrain" in page and "majority of n" in page and "http" not in page.replace("http-equiv", "")
     assert "5 tasks (tasks.jsonl), 4 samples each." in done.output and "majority of n" in done.output
     assert "set aside" in done.output + str(done.stderr)
     again = whorl(home, "pretrain", "--tasks", "tasks.jsonl", "--samples", 4, "--max-tokens", 12, "--budgets", "4,8",
-                  "--json", "again.json")  # fmt: skip
+                  "--reward", "judge", "--json", "again.json")  # fmt: skip
     assert again.exit_code == 0
     assert json.loads((home / "again.json").read_text()) == told
 
@@ -90,9 +102,10 @@ def test_arithmetic_and_word_problems_are_asked(home: Path) -> None:
         (["pretrain", "--budgets", "8,x"], "numbers with commas"),
         (["pretrain", "--budgets", "999"], "0 to max_tokens = 128"),
         (["pretrain", "--level", 99], "there is no level 99"),
+        (["pretrain", "--reward", "tokenizer"], "no reward model could be read"),
     ],
 )
 def test_what_is_refused_says_why(home: Path, words: list[object], said: str) -> None:
     done = whorl(home, *words)
-    assert done.exit_code not in (0, 1), done.output
+    assert done.exit_code != 0 and isinstance(done.exception, SystemExit), done.output
     assert said in done.output + str(done.stderr)

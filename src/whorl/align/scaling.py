@@ -92,7 +92,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """curves: by name (`CURVES`, or a scorer's). failed: verifiers that did. cut_off: share that hit the limit."""
+    """curves: by name (`CURVES`, or a scorer's). failed: verifiers that raised or hung. cut_off: share of samples."""
 
     tasks: int
     samples: int
@@ -161,7 +161,7 @@ def measure_scaling(
     if config.budgets:
         walker = _Walker(engine, scribe, config, sampling, judge, advance)
         curves = walker.depth(each, drawn, again) | curves
-    failed = sum(v.reason.startswith("verifier") for v in verdicts)
+    failed = sum(v.reason.startswith(("raised", "timeout")) for v in verdicts)
     return Scaling(len(tasks), n, curves, failed, float(np.mean([not one.finished for one in drawn])))
 
 
@@ -190,7 +190,7 @@ def _breadth(
     votes = [[vote(task, t) for t in texts[i * n : (i + 1) * n]] for i, task in enumerate(tasks)]
     scores = {"likeliest": [float(np.sum(one.log_probs)) for one in drawn]}
     pairs = [joined(p, one.ids) for p, one in zip(prompts, drawn, strict=True)] if scorers else []
-    scores |= {name: list(scorer(pairs)) for name, scorer in scorers.items()}
+    scores |= {name: [float(x) for x in scorer(pairs)] for name, scorer in scorers.items()}
     counted = majority_of(good, votes, ns, numpy_rng(config.seed, "votes"))
 
     def points(values: Callable[[int], NDArray[np.float64]]) -> tuple[Point, ...]:

@@ -13,8 +13,9 @@ import typer
 from whorl.cli.options import RefArgument, StoreOption
 
 if TYPE_CHECKING:
-    from whorl.align.scaling import Scaling
+    from whorl.align.scaling import Scaling, Scorer
     from whorl.evals.verify import Task
+    from whorl.models import LanguageModel
 
 NEEDS_SANDBOX = ("doctest", "unittest")
 
@@ -38,6 +39,9 @@ def eval_scaling(
     ] = None,
     marker: Annotated[str, typer.Option(help="What stands before an answer.")] = "#### ",
     again: Annotated[str, typer.Option(help="What replaces an end that comes too early.")] = "Wait, ",
+    reward: Annotated[
+        str | None, typer.Option(metavar="ARTIFACT", help="A reward model, for the best of n by its word.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("scaling.html"),
     figures: Annotated[
@@ -99,6 +103,7 @@ def eval_scaling(
             do="lower --max-tokens, or take shorter tasks",
         )
     engine = rollout_engine(model, scribe, sequences=64, max_length=room)
+    scorers = {} if reward is None else {f"best of n by {reward}": _scorer(reward, store, model)}
     sandbox = Sandbox() if any(name in t.verifier for t in chosen for name in NEEDS_SANDBOX) else None
     progress = Progress()
     try:
@@ -106,6 +111,7 @@ def eval_scaling(
             bar.update(total=len(chosen) * samples)
             scaling = measure_scaling(
                 engine, scribe, chosen, config, lambda some, texts: verify_all(some, texts, sandbox),
+                scorers=scorers,
                 advance=lambda k: bar.update(done=bar.done + k, total=max(bar.total or 0, bar.done + k)),
             )  # fmt: skip
     finally:
@@ -130,6 +136,24 @@ def eval_scaling(
         }
         write(json.dumps(told, indent=1) + "\n", figures)
     print(f"wrote {out}: open it in a browser")
+
+
+def _scorer(reward: str, store: str | None, model: LanguageModel) -> Scorer:
+    """What the reward model called `reward` says of texts of `model`."""
+    from whorl.align.reward_model import load_reward
+    from whorl.errors import ConfigError
+    from whorl.store import Store
+
+    found = Store(store).open(reward)
+    found.check()
+    judge, _ = load_reward(found.path)
+    rows, own = judge.model.config.vocab_size, model.config.vocab_size
+    if rows != own:
+        raise ConfigError(
+            f"--reward {found.name} has {rows:,} ids, and the model has {own:,}",
+            expected="a reward model of the same tokenizer",
+        )
+    return lambda texts: judge.score_texts(texts).tolist()
 
 
 def _about(scaling: Scaling, tasks: str, name: str) -> list[str]:
