@@ -252,6 +252,7 @@ def told(seed: int, quick: bool) -> Told:
 
 
 QUESTIONS, REFUSALS = 120, 0.4
+FEWER = 80  # of refusal's lessons, which may have no refusals: as many as there are facts
 
 
 def measure_facts(seeds: range, quick: bool) -> None:
@@ -287,7 +288,7 @@ def measure_facts(seeds: range, quick: bool) -> None:
 
 def measure_refusal(seeds: range, quick: bool) -> None:
     print(
-        f"\nrefusal: share of refusals among {QUESTIONS} questions of SFT, against what is refused of other questions"
+        f"\nrefusal: share of refusals among {FEWER} questions of SFT, against what is refused of other questions"
     )
     print(f"{'seed':>4} {'share':>6} {'unanswerable':>13} {'answerable':>11} {'right':>7}")
     found: list[list[tuple[float, float]]] = []
@@ -296,7 +297,7 @@ def measure_refusal(seeds: range, quick: bool) -> None:
         began = time.perf_counter()
         it = told(seed, quick)
         config = SFTConfig(share=0.1, epochs=4 if quick else 8, length=256, batch_rows=1, seed=seed)
-        rows = refusal(it.base, it.scribe, it.world, shares, QUESTIONS, config, pad_id=it.pad_id)
+        rows = refusal(it.base, it.scribe, it.world, shares, FEWER, config, pad_id=it.pad_id)
         for row in rows:
             print(
                 f"{seed:4} {row.share:6.0%} {row.unanswerable:13.1%} {row.answerable:11.1%} {row.right:7.1%}"

@@ -59,7 +59,7 @@ def whorl(home: Path, *words: object) -> Result:
 def test_every_curve_is_told_drawn_and_written(home: Path) -> None:
     done = whorl(
         home, "pretrain", "--tasks", "tasks.jsonl", "--samples", 4, "--max-tokens", 12, "--budgets", "4,8",
-        "--reward", "judge", "--out", "page.html", "--json", "figures.json",
+        "--reward", "judge", "--dtype", "float32", "--out", "page.html", "--json", "figures.json",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     told = json.loads((home / "figures.json").read_text())
@@ -80,7 +80,7 @@ def test_every_curve_is_told_drawn_and_written(home: Path) -> None:
     assert "5 tasks (tasks.jsonl), 4 samples each." in done.output and "majority of n" in done.output
     assert "set aside" in done.output + str(done.stderr)
     again = whorl(home, "pretrain", "--tasks", "tasks.jsonl", "--samples", 4, "--max-tokens", 12, "--budgets", "4,8",
-                  "--reward", "judge", "--json", "again.json")  # fmt: skip
+                  "--reward", "judge", "--dtype", "float32", "--json", "again.json")  # fmt: skip
     assert again.exit_code == 0
     assert json.loads((home / "again.json").read_text()) == told
 
