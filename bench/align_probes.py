@@ -133,12 +133,9 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
         texts, held = source(seed)
         words = Tokenizer.train(texts[:200], 1024, specials=CHATML)
         scribe = Scribe(words)
-        base = reader(scribe, texts, 60_000 if quick else 300_000, seed).policy()
+        base = reader(scribe, texts, 300_000, seed).policy()
         sums = Arithmetic(seed, {0: 1.0}, working=False)
-        taught = [
-            scribe.answered(p.prompt, p.completion)
-            for p in map(sums.pair, sums.problems(0, 400 if quick else 3000))
-        ]
+        taught = [scribe.answered(p.prompt, p.completion) for p in map(sums.pair, sums.problems(0, 3000))]
         asked = sums.distinct(60, held_out=False)
         with tempfile.TemporaryDirectory() as folder:
             documents = [Written(str(n), "stdlib", str(n), 0, text) for n, text in enumerate(texts)]
@@ -245,7 +242,7 @@ def told(seed: int, quick: bool) -> Told:
     texts = [plain(words, story) for story in stories]
     texts += [scribe.conversation(q.conversation().messages) for q in known]
     net = network(scribe, seed)
-    config = SFTConfig(share=0.2, epochs=8 if quick else 32, length=256, batch_rows=1, seed=seed)
+    config = SFTConfig(share=0.2, epochs=24 if quick else 32, length=256, batch_rows=1, seed=seed)
     fine_tune(net, texts, config, pad_id=words.pad_id)
     weights = {name: tensor.clone() for name, tensor in net.policy().items()}
     return Told(world, scribe, words.pad_id, weights, seed)
@@ -268,7 +265,7 @@ def measure_facts(seeds: range, quick: bool) -> None:
         began = time.perf_counter()
         it = told(seed, quick)
         asked = it.world.questions("known_test", "stranger_test")
-        config = SFTConfig(share=0.1, epochs=4 if quick else 12, length=256, batch_rows=1, seed=seed)
+        config = SFTConfig(share=0.1, epochs=8 if quick else 12, length=256, batch_rows=1, seed=seed)
         for facts in ("known", "new"):
             taught = lesson(it.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
             for m in sft_course(it.base(), it.scribe, taught, asked, config, pad_id=it.pad_id, every=60):
@@ -296,7 +293,7 @@ def measure_refusal(seeds: range, quick: bool) -> None:
     for seed in seeds:
         began = time.perf_counter()
         it = told(seed, quick)
-        config = SFTConfig(share=0.1, epochs=4 if quick else 8, length=256, batch_rows=1, seed=seed)
+        config = SFTConfig(share=0.1, epochs=8, length=256, batch_rows=1, seed=seed)
         rows = refusal(it.base, it.scribe, it.world, shares, FEWER, config, pad_id=it.pad_id)
         for row in rows:
             print(

@@ -76,6 +76,7 @@ def test_every_curve_is_told_drawn_and_written(home: Path) -> None:
     assert told["curves"]["any"][-1]["accuracy"] > told["curves"]["any"][0]["accuracy"] > 0
     page = (home / "page.html").read_text()
     assert page.count('<polyline class="line c') == 2 * 6 and page.count('<polyline class="line b') == 2 * 12
+    assert "&quot;c0&quot;" in page and "&quot;b0&quot;" not in page  # the pointer tells curves, no bounds
     assert "run/pretrain" in page and "majority of n" in page and "http" not in page.replace("http-equiv", "")
     assert "5 tasks (tasks.jsonl), 4 samples each." in done.output and "majority of n" in done.output
     assert "set aside" in done.output + str(done.stderr)

@@ -5,7 +5,8 @@
 A stage moves the weights for a few narrow texts, and nothing in its loss says what became of the rest (McCloskey and Cohen
 1989; of fine-tuning: Kirkpatrick et al. 2017, arXiv:1612.00796). Bits per byte is a sharper eye than a score of tasks: it
 sees a drift long before an answer changes. Against it help a lower rate, pretraining's own rows in the batch
-(`SFTConfig.replay`) and an adapter of low rank, which learns less and forgets less (Biderman et al. 2024, arXiv:2405.09673).
+(`SFTConfig.replay`) and, it is said, an adapter of low rank: it learns less and forgets less (Biderman et al. 2024,
+arXiv:2405.09673).
 
 The subtle part is that both figures must be of the same documents, cut into the same windows, each scored with no context
 but itself; and that an adapter that is not yet merged is part of the model.
