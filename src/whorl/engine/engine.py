@@ -226,7 +226,8 @@ class Engine:
         """One step of the model: -> what it did, request by request; [] when there is nothing to do."""
         began = self.clock()
         deltas, self._aborted = self._aborted, []
-        self._look_at_board()
+        if self._board is not None:
+            self.catch_up(self._board)
         if self.proposer is not None:
             self.proposer.propose([s for s in self.scheduler.running if s.decoding and s.matcher is None])
         schedule = self.scheduler.schedule()
@@ -279,9 +280,16 @@ class Engine:
                 own[name].copy_(tensor)
         self._changed(version, recompute)
 
-    def follow(self, board: Board) -> None:
-        """Takes the newest weights of `board` before each step."""
+    def follow(self, board: Board | None) -> None:
+        """Takes the newest weights of `board` before each step; None: goes on with those that it has."""
         self._board = board
+
+    def catch_up(self, board: Board) -> None:
+        """Takes the newest weights of `board` now, unless it has them."""
+        if board.version != self.version:
+            with torch.no_grad():
+                version = board.read(dict(self.model.named_parameters()))
+            self._changed(version)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when books, queues and sequences disagree: a leaked page, a lost request."""
@@ -345,12 +353,6 @@ class Engine:
         self.stats.finished[finish] = self.stats.finished.get(finish, 0) + 1
 
     # -- weights and sizes ---------------------------------------------------------------------------------------------
-
-    def _look_at_board(self) -> None:
-        if self._board is not None and self._board.version != self.version:
-            with torch.no_grad():
-                version = self._board.read(dict(self.model.named_parameters()))
-            self._changed(version)
 
     def _changed(self, version: int, recompute: bool = False) -> None:
         """The model's weights are others now."""

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from whorl.errors import CheckpointError
+from whorl.errors import CheckpointError, ConfigError
 from whorl.models.decoder import Decoder, DecoderConfig
 from whorl.models.exchange import convert
 from whorl.models.language import LanguageModel
@@ -53,19 +53,31 @@ def save_model(model: LanguageModel, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> LanguageModel:
+def load_model(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, to_train: bool = False
+) -> LanguageModel:
     """The model of `folder`, to be run: its products' weights are cast to `dtype`, the rest stays fp32.
+
+    Args:
+        to_train: keep all weights in fp32 instead, ready for gradients.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
-        ConfigError: config.json is of others, and asks for what is not supported.
+        ConfigError: config.json is of others, and asks for what is not supported; to train a quantised model.
     """
     data = _read(folder)
     if FIELD in data:
+        if to_train:
+            raise ConfigError(
+                f"the model of {folder} is quantised, and would be trained",
+                expected="a model in full precision",
+                do="train the one that it was made from, or an adapter beside it",
+            )
         config = read_config(folder)
         return load_quantised(folder, data[FIELD], lambda: make_model(config, dtype=dtype), dtype, device)
     if "model_type" in data:
-        return convert.import_model(folder, dtype=dtype, device=device, to_train=False).eval()
+        read = convert.import_model(folder, dtype=dtype, device=device, to_train=to_train)
+        return read.train(to_train)
     config = read_config(folder)
     try:
         weights = load_file(folder / "model.safetensors", device=device)
@@ -83,6 +95,8 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "
             expected=f"{wanted.get(name, 'no such tensor')} by config.json ({len(differing)} tensors differ in all)",
         )
     model.load_state_dict(weights, assign=True)
+    if to_train:
+        return model.to(device).train()
     for layer in model.modules():  # to be run, not trained: cast once, not at every use
         if isinstance(layer, Linear):
             layer.weight.data = layer.weight.data.to(dtype)

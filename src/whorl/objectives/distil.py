@@ -1,28 +1,66 @@
 """Distillation: a student learns what a teacher says, not only what came next.
 
-    total = sum over t with mask[t] of  KL(p_t || q_t) = sum over ids i of p_t(i) (log p_t(i) - log q_t(i))
+    total = sum over t with mask[t] of  D(p_t, q_t),     p the teacher, q the student, in nats
 
-(Hinton et al. 2015, arXiv:1503.02531, at temperature 1: the forward KL, in nats.) It is told as the difference from
-`next_token.py`: there p is all on one id. A teacher's distribution over thousands of ids tells far more about a position
-than one draw from it, so a student needs fewer positions.
+    forward    KL(p || q)                                    covers whatever the teacher might say
+    reverse    KL(q || p)                                    seeks what it says most: q's mass where p has none is dear
+    jensen     b KL(p || m) + (1 - b) KL(q || m),            between the two (generalised Jensen-Shannon)
+               m = b p + (1 - b) q
 
-The subtle part is a teacher of whom only the K likeliest ids were kept. Leaving the others out, or spreading 1 over the K,
-both teach that the rest is impossible. Here the rest is one more outcome, whose probability the student is to have too:
+(Hinton et al. 2015, arXiv:1503.02531, forward; Agarwal et al. 2024, arXiv:2306.13649, eq. 1 and section 3, all three, and
+taken on what the student itself samples.) Both at one temperature; not times its square, as Hinton has it, so that a
+number is a divergence and nothing else. It is told as the difference from `next_token.py`: there p is all on one id. A
+teacher's distribution over thousands of ids tells far more about a position than one draw from it.
 
-    p_rest (log p_rest - log q_rest),      p_rest = 1 - sum of the K
+`distil` takes a teacher of whom the K likeliest ids were kept (stored, or told by an engine). The subtle part is the
+others. Leaving them out, or spreading 1 over the K, both teach that the rest is impossible. Here the rest is one more
+outcome, whose probability the student is to have too, so D is of the coarser distributions: never above that of the whole
+ones, and 0 for the right student (tests). `distil_whole` takes a teacher that stands beside, by its hidden states and head.
 
-which is the KL of the coarser distributions: never above the whole one, and 0 for the right student (a test).
+As in `next_token.py` the loss is taken over chunks of tokens and its gradient finished while a chunk's logits are hot, by
+autograd within the chunk, so that neither the student's [N, V] nor the teacher's is ever held.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from whorl.objectives.next_token import Loss
+from whorl.errors import ConfigError, one_of
+from whorl.objectives.log_probs import wide
+from whorl.objectives.next_token import CHUNK_LOGITS, LEAST_CHUNK, Loss
 
+Divergence = Literal["forward", "reverse", "jensen"]
 LEAST_REST = 1e-6  # of a probability: below that there is no rest to speak of
+
+# (the student's logits of a chunk [n, V] fp32, which positions) -> summed divergence []
+Chunk = Callable[[Tensor, slice], Tensor]
+
+
+def divergence(teacher: Tensor, student: Tensor, kind: Divergence = "forward", beta: float = 0.5) -> Tensor:
+    """[n] D above of log-probabilities [n, K], over K outcomes that are all there are; the definition.
+
+    Raises:
+        ConfigError: no such divergence, or beta not between 0 and 1.
+    """
+    if kind == "forward":
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    if kind == "reverse":
+        return (student.exp() * (student - teacher)).sum(-1)
+    if kind != "jensen":
+        raise ConfigError(f"no divergence is called {kind!r}", expected=one_of(kind, get_args(Divergence)))
+    if not 0 < beta < 1:
+        raise ConfigError(
+            f"beta is {beta}", expected="between 0 and 1", do='use "forward" or "reverse" there'
+        )
+    middle = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    from_teacher = (teacher.exp() * (teacher - middle)).sum(-1)
+    return beta * from_teacher + (1 - beta) * (student.exp() * (student - middle)).sum(-1)
 
 
 def distil(
@@ -32,29 +70,124 @@ def distil(
     ids: Tensor,
     mask: Tensor,
     softcap: float | None = None,
+    *,
+    kind: Divergence = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
 ) -> Loss:
-    """Summed KL from a teacher to the student, in nats.
+    """Summed divergence between a student and a teacher's likeliest ids.
 
     Args:
         hidden: [N, d_model], the student's output; head: [vocab, d_model].
-        teacher: [N, K] log-probabilities of its likeliest ids; ids: [N, K] which they are, each once.
+        teacher: [N, K] log-probabilities of its likeliest ids, taken at the same temperature; ids: [N, K] which they are,
+            each once.
         mask: [N], True where a position counts.
         softcap: of the student's logits.
 
     Returns:
-        Loss: `total` [] fp32, `count` [] = number of positions, metrics `kl` (the total).
+        Loss: `total` [] fp32, `count` [] = number of positions, metrics `kl` (the total, whichever divergence it is).
     """
-    logits = F.linear(hidden, head.to(hidden.dtype)).float()  # [N, V]
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    student = logits.log_softmax(-1).gather(-1, ids)  # [N, K]
-    p = teacher.exp()
-    kl = (p * (teacher - student)).sum(-1)
-    p_rest = 1.0 - p.sum(-1)
-    if ids.shape[-1] < head.shape[0]:
-        q_rest = (1.0 - student.exp().sum(-1)).clamp(min=LEAST_REST)
-        rest = p_rest.clamp(min=LEAST_REST)
-        kl = kl + torch.where(p_rest > LEAST_REST, rest * (rest.log() - q_rest.log()), 0.0)
-    keep = mask.float()
-    total = (kl * keep).sum()
+    keep = mask.to(wide(hidden))
+
+    def chunk(raw: Tensor, part: slice) -> Tensor:
+        z = _tempered(raw, softcap, temperature)
+        here, p = ids[part], teacher[part].to(raw.dtype)
+        normaliser = z.logsumexp(-1, keepdim=True)
+        q = z.gather(-1, here) - normaliser
+        if here.shape[1] < z.shape[1]:
+            others = z.scatter(-1, here, float("-inf")).logsumexp(-1, keepdim=True) - normaliser
+            rest = (1 - p.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log()
+            p, q = torch.cat([p, rest], -1), torch.cat([q, others], -1)
+        return (divergence(p, q, kind, beta) * keep[part]).sum()
+
+    return _summed(hidden, head, chunk, keep)
+
+
+def distil_whole(
+    hidden: Tensor,
+    head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    mask: Tensor,
+    *,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    kind: Divergence = "forward",
+    beta: float = 0.5,
+    temperature: float = 1.0,
+) -> Loss:
+    """Summed divergence over the whole vocabulary.
+
+    Args:
+        hidden: [N, d_model] of the student; head: [vocab, d_model].
+        teacher_hidden: [N, d_teacher]; teacher_head: [vocab, d_teacher]; neither learns.
+        mask: [N]; the rest as in `distil`.
+
+    Raises:
+        ConfigError: the two do not have one vocabulary.
+    """
+    if len(head) != len(teacher_head):
+        raise ConfigError(
+            f"the student's vocabulary has {len(head):,} ids and the teacher's {len(teacher_head):,}",
+            expected="one vocabulary",
+            do="distil from a teacher of the same tokenizer, or from its texts",
+        )
+    keep = mask.to(wide(hidden))
+    told, weight = teacher_hidden.detach(), teacher_head.detach().to(teacher_hidden.dtype)
+
+    def chunk(raw: Tensor, part: slice) -> Tensor:
+        p = _tempered(F.linear(told[part], weight).to(raw.dtype), teacher_softcap, temperature).log_softmax(
+            -1
+        )
+        q = _tempered(raw, softcap, temperature).log_softmax(-1)
+        return (divergence(p, q, kind, beta) * keep[part]).sum()
+
+    return _summed(hidden, head, chunk, keep)
+
+
+def _tempered(raw: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    z = raw if softcap is None else softcap * torch.tanh(raw / softcap)
+    return z if temperature == 1.0 else z / temperature
+
+
+def _summed(hidden: Tensor, head: Tensor, chunk: Chunk, keep: Tensor) -> Loss:
+    total = _Chunked.apply(hidden, head, chunk)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"kl": total.detach()})
+
+
+class _Chunked(torch.autograd.Function):
+    """The sum of `chunk` over all positions, with the gradients made on the way."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, chunk: Chunk) -> Tensor:
+        to_hidden, to_head = ctx.needs_input_grad[:2]
+        weight = head.to(hidden.dtype)
+        size = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
+        totals = [torch.zeros((), dtype=wide(hidden), device=hidden.device)]
+        d_hidden = torch.empty_like(hidden) if to_hidden else None
+        d_head = torch.zeros_like(head) if to_head else None
+        for begin in range(0, len(hidden), size):
+            part = slice(begin, begin + size)
+            h = hidden[part]
+            raw = F.linear(h, weight).to(wide(h)).requires_grad_(to_hidden or to_head)
+            with torch.set_grad_enabled(to_hidden or to_head):
+                total = chunk(raw, part)
+            totals.append(total.detach())
+            if not raw.requires_grad:
+                continue
+            d = torch.autograd.grad(total, raw)[0].to(h.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = d @ weight
+            if d_head is not None:
+                d_head += (d.t() @ h).to(d_head.dtype)
+        ctx.to_hidden, ctx.to_head = to_hidden, to_head
+        ctx.save_for_backward(*(g for g in (d_hidden, d_head) if g is not None))
+        return torch.stack(totals).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        scale = gradients[0]
+        d_hidden = next(saved) * scale if ctx.to_hidden else None
+        d_head = next(saved) * scale if ctx.to_head else None
+        return d_hidden, d_head, None

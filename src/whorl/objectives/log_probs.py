@@ -77,8 +77,8 @@ def token_log_probs_reference(
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, with all logits. Arguments and results as in `token_log_probs`."""
-    wide = _wide(hidden)
-    z = _tempered(F.linear(hidden.to(wide), head.to(wide)), temperature, softcap, forbidden)
+    dtype = wide(hidden)
+    z = _tempered(F.linear(hidden.to(dtype), head.to(dtype)), temperature, softcap, forbidden)
     log_p = z.log_softmax(dim=-1)  # [N, V]
     log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
     return log_prob, -(log_p.exp() * _finite(log_p, forbidden)).sum(dim=-1) if entropy else None
@@ -121,7 +121,8 @@ def _check(
         )
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide(x: Tensor) -> torch.dtype:
+    """What sums over a vocabulary are taken in: fp32, or fp64 where that is what is given."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -177,12 +178,12 @@ class _Tokens(torch.autograd.Function):
         entropy: bool,
         early: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        wide, weight = _wide(hidden), head.to(hidden.dtype)
+        weight = head.to(hidden.dtype)
         ctx.how = temperature, softcap, forbidden
         ctx.chunk = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
         log_probs, entropies, d_hidden = [], [], []
         for h, target in zip(torch.split(hidden, ctx.chunk), torch.split(targets, ctx.chunk), strict=True):
-            z = _tempered(F.linear(h, weight).to(wide), *ctx.how)
+            z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
             log_normaliser = z.logsumexp(dim=-1, keepdim=True)
             log_probs.append((z.gather(1, target[:, None]) - log_normaliser).squeeze(1))
             if entropy or early:
@@ -210,13 +211,13 @@ class _Tokens(torch.autograd.Function):
         if ctx.early:
             assert g is not None
             return first * g[:, None].to(first.dtype), *nothing
-        hidden, wide, weight = first, _wide(first), head.to(first.dtype)
+        hidden, weight = first, head.to(first.dtype)
         to_hidden, to_head = ctx.needs_input_grad[:2]
         d_hidden, d_head = [], torch.zeros_like(head) if to_head else None
         for begin in range(0, len(hidden), ctx.chunk):
             part = slice(begin, begin + ctx.chunk)
             h, target = hidden[part], targets[part]
-            z = _tempered(F.linear(h, weight).to(wide), *ctx.how)
+            z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
             both = None if e is None else (e[part], rest[0][part])
             d = _d_raw(z.log_softmax(dim=-1), z, target, None if g is None else g[part], both, *ctx.how).to(
                 h.dtype

@@ -152,7 +152,7 @@ def pack(starts: NDArray[np.int64], lengths: NDArray[np.int64], length: int) -> 
 
     short = np.flatnonzero(rest)
     short = short[np.argsort(-rest[short], kind="stable")]
-    rows = _best_fit(rest[short].tolist(), length)
+    rows = best_fit(rest[short].tolist(), length)
     order = short[np.fromiter((i for row in rows for i in row), np.int64, len(short))]
     per_row = np.array([1] * len(full_start) + [len(row) for row in rows], np.int64)
     return Rows(
@@ -163,7 +163,7 @@ def pack(starts: NDArray[np.int64], lengths: NDArray[np.int64], length: int) -> 
     )
 
 
-def _best_fit(sizes: list[int], length: int) -> list[list[int]]:
+def best_fit(sizes: list[int], length: int) -> list[list[int]]:
     """Put items, given from the longest, each into the fullest row that still has room.
 
     Rows are kept by the room they have left, and a bit set says which amounts of room there are, so that the

@@ -1,0 +1,110 @@
+"""Answers: what an engine samples after prompts, as ids with the log-probability that each was drawn with.
+
+One function, `answer`, for all who sample: rollouts of reinforcement learning, evaluations, test-time scaling, a student whose
+own words a teacher judges. Ids in, ids out; the id that ends an answer is one of its ids, because to stop is a choice too.
+
+The subtle part is the seeds. What an answer draws depends on its own seed and place alone, not on what else is in the batch
+or when it was let in, so the same call gives the same answers wherever the engine is (up to ties that rounding decides).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from whorl.align.texts import Scribe
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+from whorl.engine.sampling import Sampling
+from whorl.errors import ConfigError
+from whorl.models import LanguageModel
+from whorl.runs.seeds import derive
+
+
+@dataclass
+class Answer:
+    """ids: what was sampled, the end included; log_probs: of each, as drawn; versions: of the weights that drew it.
+
+    finished: whether it ended by itself; else the limit cut it off.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+def policy_sampling(temperature: float) -> Sampling:
+    """Sampling of the whole distribution: what a policy is trained on must be what it acted with, with nothing cut off."""
+    if temperature <= 0:
+        raise ConfigError(
+            f"temperature is {temperature:g}", expected="above 0: a policy explores", do="take 1"
+        )
+    return Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def rollout_engine(
+    model: LanguageModel, scribe: Scribe, *, sequences: int, max_length: int, **options: Any
+) -> Engine:
+    """An engine for throughput: nobody waits for a first token, so prompts are read in as fast as they can be."""
+    vocab = model.config.vocab_size
+    words = len(scribe.tokenizer.token_bytes)
+    config = EngineConfig(
+        max_sequences=sequences, max_length=max_length, cache_tokens=sequences * max_length,
+        token_budget=max(2048, 2 * sequences), stretch=1e9, **options,
+    )  # fmt: skip
+    return Engine(model, config, forbidden=never(scribe, vocab, words))
+
+
+def never(scribe: Scribe, vocab: int, words: int) -> list[int]:
+    """Ids that are not sampled: control ids, and rows of the matrix that no token stands behind."""
+    return sorted({*scribe.control, *range(words, vocab)} - scribe.ends)
+
+
+def answer(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    max_tokens: int,
+    ends: frozenset[int],
+    seed: int,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Answer]:
+    """Answers to `prompts`, in their order.
+
+    Args:
+        seed: of the draws; each answer has a seed of its own, by its place.
+        advance: told how many answers have come to an end.
+
+    Raises:
+        ConfigError: a prompt has no room; its place is named.
+    """
+    found = [Answer() for _ in prompts]
+    for n, ids in enumerate(prompts):
+        own = sampling if sampling.temperature == 0 else sampling.model_copy(update={"seed": derive(seed, n)})
+        room = engine.longest - len(ids)
+        if room < 1:
+            raise ConfigError(
+                f"prompt {n} has {len(ids):,} ids and there is room for {engine.longest:,}",
+                expected="shorter prompts", do="leave it out, or make max_length larger",
+            )  # fmt: skip
+        engine.add(
+            Request(id=str(n), ids=tuple(ids), sampling=own, max_tokens=min(max_tokens, room), stop_ids=ends)
+        )
+    while engine.busy:
+        ended = 0
+        for delta in engine.step():
+            one = found[int(delta.request_id)]
+            for token in delta.tokens:
+                one.ids.append(token.id)
+                one.log_probs.append(token.log_prob)
+                one.versions.append(token.version)
+            if delta.finish is not None:
+                one.finished = delta.finish == "stop"
+                ended += 1
+        if ended:
+            advance(ended)
+    return found

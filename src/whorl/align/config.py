@@ -1,0 +1,144 @@
+"""The settings of every stage after pretraining, apart from them so that a recipe can be checked without importing torch.
+
+Rates are a share of pretraining's (`train/config.py`): a stage goes on with the same optimisers on the same parameters, more
+gently. What an algorithm of policy optimisation is, as a choice of arguments, stands in `objectives/text_policy.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from whorl.train.config import OptimConfig, ScheduleConfig
+
+Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
+Matrices = Literal["muon", "adamw"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+
+class LoRAConfig(BaseModel):
+    """An adapter to train in place of the weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float = Field(default=32.0, gt=0, description="over the rank: what the product is multiplied with")
+    layers: tuple[str, ...] = Field(
+        default=(), description="ends of names, as 'mixer.q'; default: all of the blocks"
+    )
+    merge: bool = Field(
+        default=True, description="add it to the weights that are kept; else keep it beside them"
+    )
+
+
+class StageConfig(BaseModel):
+    """What every stage has that moves weights."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    share: float = Field(default=0.1, gt=0, description="of pretraining's learning rates")
+    matrices: Matrices = Field(default="muon", description="what trains the blocks' matrices")
+    lora: LoRAConfig | None = Field(default=None, description="train an adapter in place of the weights")
+    micro_tokens: int = Field(default=8192, ge=1, description="positions of a forward with gradients, about")
+    clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient")
+    schedule: ScheduleConfig = ScheduleConfig(warmup=0.05)
+    dtype: DType | None = Field(
+        default=None, description="of products; default: what is fastest on this machine"
+    )
+    seed: int = 0
+    checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
+
+    def optim(self) -> OptimConfig:
+        """The rates of this stage."""
+        usual = OptimConfig()
+        rates = {
+            name: getattr(usual, name) * self.share
+            for name in ("matrix_rate", "adamw_rate", "embedding_rate", "scalar_rate", "memory_rate")
+        }
+        return usual.model_copy(
+            update={**rates, "matrices": self.matrices, "matrix_every": 1, "clip_norm": self.clip_norm}
+        )
+
+
+class SFTConfig(StageConfig):
+    """Supervised fine-tuning."""
+
+    epochs: float = Field(default=1.0, gt=0, description="times that the texts are gone through")
+    length: int = Field(
+        default=512, ge=8, description="positions of a row; longer texts are left out, and counted"
+    )
+    batch_rows: int = Field(default=16, ge=1, description="rows a step")
+    packing: bool = Field(default=True, description="several texts a row, apart by a document mask")
+    replay: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of a step's rows that are pretraining's, against forgetting",
+    )
+
+
+class KLConfig(BaseModel):
+    """How the policy is kept near the one that it began as."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    weight: float = Field(default=0.0, ge=0, description="0: no reference is kept at all")
+    place: Literal["loss", "reward"] | None = Field(
+        default=None,
+        description="a term of the loss, or taken off the rewards; default: as the algorithm has it",
+    )
+    estimator: Literal["k1", "k2", "k3"] | None = Field(default=None, description="default: the algorithm's")
+    target: float | None = Field(
+        default=None, gt=0, description="nats a token that the weight is adapted to (Ziegler et al. 2019)"
+    )
+
+
+class AheadConfig(BaseModel):
+    """Whether answers are sampled ahead of the learner, and what is done about their age."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    workers: int = Field(
+        default=0, ge=0, description="processes that sample ahead; 0: in lock-step, in this one"
+    )
+    records: int = Field(default=1, ge=1, description="that a worker may be ahead")
+    max_lag: int = Field(default=4, ge=0, description="versions of the weights; older records are made anew")
+    in_flight: bool = Field(default=False, description="new weights between two tokens of an answer")
+    correct: Literal["none", "truncate", "mask", "trace"] = Field(
+        default="truncate", description="importance weights of what older weights sampled"
+    )
+    bound: float = Field(default=2.0, gt=1, description="of these weights")
+
+
+class RLConfig(StageConfig):
+    """Reinforcement learning from rewards that can be verified."""
+
+    algorithm: Algorithm = "grpo"
+    steps: int = Field(default=100, ge=1, description="records of rollouts")
+    prompts: int = Field(default=16, ge=1, description="tasks a record")
+    answers: int = Field(default=8, ge=1, description="answers to each")
+    max_tokens: int = Field(default=64, ge=1, description="of an answer")
+    length: int = Field(
+        default=256, ge=8, description="ids of prompt and answer; tasks without room are left out"
+    )
+    temperature: float = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1, description="passes over a record")
+    minibatches: int = Field(default=1, ge=1, description="steps a pass")
+    clip: tuple[float, float] | None = Field(
+        default=None, description="how far below and above 1 a ratio may go; default: the algorithm's"
+    )
+    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="PPO: 1 is Monte Carlo minus the critic")
+    kl: KLConfig = KLConfig()
+    ahead: AheadConfig = AheadConfig()
+    overlong: int = Field(
+        default=0, ge=0, description="last tokens of the limit over which the reward falls (DAPO)"
+    )
+    redraws: int = Field(
+        default=0, ge=0, description="draws in place of groups whose rewards are all the same (DAPO)"
+    )
+    curriculum: Literal["uniform", "variance", "easy_first"] = Field(
+        default="uniform", description="which tasks are drawn: any, those sometimes solved, easy before hard"
+    )
+    evaluate_every: int = Field(default=20, ge=1, description="steps between looks at held-out tasks")
+    max_steps_seconds: float | None = Field(default=None, gt=0, description="of training; then it ends early")

@@ -1,0 +1,260 @@
+"""Arithmetic with a difficulty dial: problems without end, whose answers are known and whose solutions can be written out.
+
+    level 1    47+85                   #### 132
+    level 7    (23-48)*7               23-48=-25 NEWLINE -25*7=-175 NEWLINE #### -175
+
+A level says which operators, how many digits each number has, and whether brackets may stand anywhere (`LEVELS`; from 0,
+one digit and one digit, to 10, five digits and five). `weights` gives each level its share. Text and solution are made
+from one tree, so that they cannot disagree: the text has just the brackets that lead back to the tree, and the solution
+takes its operations from the inside out, the left ones first. Its last line is the answer behind "#### ", as GSM8K has it.
+
+Problem i of a seed is always the same, whatever was drawn before, since its numbers are a hash of (seed, i) and not the
+next ones of a stream (splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
+
+The subtle part is holding out. Two seeds, or two indices, may well give the same problem, so an index cannot say what is
+held out. The problem itself does: a hash of its text, which knows no seed, and with the two sides of + and * put in
+order, since a model that has seen 12+34 has nearly seen 34+12. An index whose first draw lies on the wrong side is drawn
+again, and again. (A step of a longer problem may still be a short problem that is held out.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from whorl.align.data.formats import Conversation, Pair
+from whorl.errors import ConfigError, DataError, one_of
+from whorl.evals.verify.task import Task
+
+ANSWER = "#### "  # what stands before the answer on the last line
+SLOTS = 12  # draws a problem: its level, and for up to 4 terms the numbers, the operators, the order
+ATTEMPTS = 2000
+
+
+@dataclass(frozen=True)
+class Level:
+    """operators: any of "+-*"; digits: of each term, from 2 to 4 terms; brackets: whether they may stand anywhere."""
+
+    operators: str
+    digits: tuple[int, ...]
+    brackets: bool = False
+
+
+LEVELS = (
+    Level("+", (1, 1)),
+    Level("+", (2, 2)),
+    Level("-", (2, 2)),
+    Level("+-", (3, 3)),
+    Level("*", (2, 1)),
+    Level("+-", (2, 2, 2)),
+    Level("+-*", (2, 1, 1)),
+    Level("+-*", (2, 2, 1), brackets=True),
+    Level("*", (2, 2)),
+    Level("+-*", (2, 1, 2, 1), brackets=True),
+    Level("+-", (5, 5)),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """expression, as Python reads it; its value; steps as "a+b=c", from the inside out; level: index into LEVELS."""
+
+    id: str
+    expression: str
+    answer: int
+    steps: tuple[str, ...]
+    level: int
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A source of problems.
+
+    Args:
+        seed: another gives other problems.
+        weights: level -> how often, in any unit.
+        working: whether solutions are written out. Without, the answer alone follows "expression=".
+        held_out_share: of all problems there are, in [0, 1). It must be the same wherever one source trains and another
+            tests; the seed and the weights may differ.
+
+    Raises:
+        ConfigError: a level that is not there, a weight below 0, or none above it.
+    """
+
+    seed: int = 0
+    weights: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
+    working: bool = True
+    held_out_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        for level, weight in self.weights.items():
+            if level not in range(len(LEVELS)):
+                raise ConfigError(
+                    f"weights: there is no level {level}",
+                    expected=one_of(str(level), [str(i) for i in range(len(LEVELS))]),
+                )
+            if not weight >= 0:
+                raise ConfigError(f"weights: level {level} has {weight}", expected="0 or more")
+        if not sum(self.weights.values()) > 0:
+            raise ConfigError("weights: no level has one above 0", expected="at least one")
+        if not 0 <= self.held_out_share < 1:
+            raise ConfigError(f"held_out_share is {self.held_out_share}", expected="0 up to below 1")
+
+    def problems(self, start: int, n: int, *, held_out: bool = False) -> list[Problem]:
+        """Problems start, ..., start + n - 1, of the training or of the held-out ones.
+
+        Raises:
+            DataError: the levels have (nearly) no problem on that side.
+        """
+        found: dict[int, Problem] = {}
+        left = np.arange(start, start + n, dtype=np.uint64)
+        for attempt in range(ATTEMPTS):
+            if not len(left):
+                return [found[i] for i in range(start, start + n)]
+            rows = draws(self.seed, left, attempt, SLOTS)
+            levels = self._levels(rows[:, 0])
+            again = []
+            for index, level, row in zip(left.tolist(), levels.tolist(), rows.tolist(), strict=True):
+                problem, key = _problem(f"arithmetic-{self.seed}-{index}", level, row)
+                if self._is_held_out(key) == held_out:
+                    found[index] = problem
+                else:
+                    again.append(index)
+            left = np.array(again, dtype=np.uint64)
+        raise DataError(
+            f"no {'held-out' if held_out else 'training'} problem came up in {ATTEMPTS} draws at levels "
+            f"{sorted(self.weights)}, of which {self.held_out_share:.0%} are held out",
+            expected="levels with more problems, or another share",
+        )
+
+    def distinct(self, n: int, *, held_out: bool = True) -> list[Problem]:
+        """The first n that differ, so that none counts twice in a test.
+
+        Raises:
+            DataError: there are not as many.
+        """
+        found: dict[str, Problem] = {}
+        start = 0
+        while len(found) < n:
+            before, size = len(found), max(4 * n, 256)
+            for problem in self.problems(start, size, held_out=held_out):
+                found.setdefault(problem.expression, problem)
+            start += size
+            if len(found) == before:
+                raise DataError(
+                    f"the levels {sorted(self.weights)} have {before} different problems on that side, not {n}",
+                    do="ask for fewer, or for levels with more digits",
+                )
+        return list(found.values())[:n]
+
+    def prompt(self, problem: Problem) -> str:
+        """What is asked, as a text to be continued."""
+        return f"{problem.expression}\n" if self.working else f"{problem.expression}="
+
+    def solution(self, problem: Problem) -> str:
+        """The right continuation."""
+        return worked(problem) if self.working else str(problem.answer)
+
+    def task(self, problem: Problem, *, chat: bool = False) -> Task:
+        """As something to be verified: the number on the last line, or without working the exact text."""
+        return Task(
+            id=problem.id,
+            prompt="" if chat else self.prompt(problem),
+            messages=self._asked(problem) if chat else (),
+            verifier="numeric" if self.working else "exact",
+            answer=str(problem.answer),
+            difficulty=float(problem.level),
+        )
+
+    def pair(self, problem: Problem) -> Pair:
+        """As something to be learnt by a model that continues text."""
+        return Pair(self.prompt(problem), self.solution(problem), "arithmetic", problem.id)
+
+    def conversation(self, problem: Problem) -> Conversation:
+        """As something to be learnt by a model that answers."""
+        answer = {"role": "assistant", "content": self.solution(problem)}
+        return Conversation((*self._asked(problem), answer), "arithmetic", problem.id)
+
+    def _asked(self, problem: Problem) -> tuple[dict[str, str], ...]:
+        return ({"role": "user", "content": f"What is {problem.expression}?"},)
+
+    def _levels(self, drawn: NDArray[np.uint64]) -> NDArray[np.int64]:
+        names = np.array(sorted(self.weights))
+        upto = np.cumsum([self.weights[int(i)] for i in names])
+        uniform = (drawn >> np.uint64(11)) * 2.0**-53
+        chosen: NDArray[np.int64] = names[np.searchsorted(upto / upto[-1], uniform, side="right")]
+        return chosen
+
+    def _is_held_out(self, key: str) -> bool:
+        digest = blake2b(key.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.held_out_share * 2**64
+
+
+def worked(problem: Problem) -> str:
+    """The solution written out; its last line is the answer."""
+    return "\n".join((*problem.steps, f"{ANSWER}{problem.answer}"))
+
+
+def draws(seed: int, indices: NDArray[np.uint64], attempt: int, slots: int) -> NDArray[np.uint64]:
+    """[len(indices), slots] hashes of (seed, index, attempt, slot), each as good as drawn from all of uint64."""
+    with np.errstate(over="ignore"):
+        state = _mix(np.array([seed % 2**64], dtype=np.uint64))
+        state = _mix(state ^ _mix(indices + np.uint64(1)))
+        state = _mix(state + np.uint64(attempt))
+        steps = np.arange(1, slots + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return _mix(state[:, None] + steps)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's last steps: a one-to-one map of uint64 in which every bit in moves every bit out."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# A part of an expression: its text, how tightly it binds (* 2, + and - 1, a number 3), its value, the key of what it is
+# whichever way round it is written, and the steps that lead to its value.
+_Part = tuple[str, int, int, str, tuple[str, ...]]
+
+
+def _problem(name: str, number: int, row: Sequence[int]) -> tuple[Problem, str]:
+    """A problem of a level out of one row of draws, and its key."""
+    level = LEVELS[number]
+    terms = len(level.digits)
+    parts: list[_Part] = []
+    for drawn, digits in zip(row[1:5], level.digits, strict=False):
+        low = 10 ** (digits - 1)
+        value = low + drawn % (9 * low)  # the remainder's bias is below 1e-13 of a share
+        parts.append((str(value), 3, value, str(value), ()))
+    operators = [level.operators[drawn % len(level.operators)] for drawn in row[5 : 4 + terms]]
+    order = iter(row[8:])
+    while operators:
+        first = operators.index("*") if "*" in operators else 0
+        at = next(order) % len(operators) if level.brackets else first
+        parts[at : at + 2] = [_joined(parts[at], operators.pop(at), parts[at + 1])]
+    text, _, answer, key, steps = parts[0]
+    return Problem(name, text, answer, steps, number), key
+
+
+def _joined(left: _Part, operator: str, right: _Part) -> _Part:
+    binds = 2 if operator == "*" else 1
+    a, b = left[2], right[2]
+    value = a * b if operator == "*" else a + b if operator == "+" else a - b
+    before = f"({left[0]})" if left[1] < binds else left[0]
+    # Even where it would change no value: 8+(3+4) is worked out as 3+4 first, and so it must be read.
+    after = f"({right[0]})" if right[1] <= binds else right[0]
+    keys = (left[3], right[3])
+    if operator != "-":
+        keys = min(keys), max(keys)
+    step = f"{a}{operator}{b if b >= 0 else f'({b})'}={value}"
+    return (
+        f"{before}{operator}{after}",
+        binds,
+        value,
+        f"({keys[0]}{operator}{keys[1]})",
+        (*left[4], *right[4], step),
+    )

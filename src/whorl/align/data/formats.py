@@ -1,0 +1,318 @@
+"""The shapes in which people write conversations, preferences and judged answers, brought to one noun each.
+
+    Conversation   messages                               what SFT learns: every turn of the assistant
+    Pair           prompt, completion (texts)             the same for a model that continues text and knows no chat
+    Preference     prompt; chosen, rejected               DPO and its kin, reward models
+    Judged         prompt; answer, good or not            KTO
+    Task           (evals/verify)                         something whose answer a program can check
+
+A record is a mapping, as JSON or Parquet gave it. Conversations come as `messages` (role, content), as ShareGPT's
+`conversations` (from, value), as Alpaca's instruction / input / output, or as prompt / completion. Preferences come with
+a prompt and two answers, as texts or as lists of messages, and either answer may repeat the prompt or stand in for it:
+all of these are written by people who train with TRL (its page "dataset formats" names them).
+
+The subtle part is a pair without a prompt. Among messages the prompt is the turns that both share. Among texts it is the
+longest common beginning, but that may end inside a word ("bl" of blue and black), and tokens would then be cut where
+nobody cuts them. So it goes back to the end of the last "Assistant:" or, where no one is named, of the last whole word.
+
+Nothing is repaired by guessing: a record that fits no shape raises `BadRecordError` with the field at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whorl.align.data.quarantine import BadRecordError
+from whorl.errors import DataError
+from whorl.evals.verify.task import Task
+
+Message = Mapping[str, Any]
+Messages = tuple[Message, ...]
+Turns = str | Messages  # a text to be continued and what continues it, or a conversation and what answers it
+
+ROLES = {
+    "system": "system", "developer": "developer",
+    "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "tool": "tool", "function": "tool", "observation": "tool",
+}  # fmt: skip
+LAST_SPEAKER = "\n\nAssistant:"
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages (role, content, perhaps tool_calls ...), one of them the assistant's; where they come from; a name."""
+
+    messages: Messages
+    source: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A text and what continues it."""
+
+    prompt: str
+    completion: str
+    source: str = ""
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, the first the better. All three are texts, or all three are messages.
+
+    Raises:
+        DataError: the answers are the same, or texts and messages are mixed.
+    """
+
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+    source: str = ""
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        if len({isinstance(part, str) for part in (self.prompt, self.chosen, self.rejected)}) > 1:
+            raise DataError(f"preference {self.id!r} mixes texts and messages", expected="one or the other")
+        if self.chosen == self.rejected:
+            raise DataError(
+                f"preference {self.id!r}: chosen and rejected are identical",
+                expected="two different answers",
+                do="leave the pair out: it says nothing",
+            )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """An answer to a prompt, and whether it is good. Both are texts, or both are messages."""
+
+    prompt: Turns
+    answer: Turns
+    good: bool
+    source: str = ""
+    id: str = ""
+
+
+def to_conversation(record: Mapping[str, Any]) -> Conversation:
+    """A record in any of the four shapes. Raises BadRecordError."""
+    if _has(record, "messages"):
+        found = _messages(record["messages"], "messages")
+    elif _has(record, "conversations"):
+        found = _messages(record["conversations"], "conversations")
+        if isinstance(record.get("system"), str) and record["system"].strip():
+            found = ({"role": "system", "content": record["system"]}, *found)
+    elif _has(record, "instruction"):
+        asked = _text(record, "instruction")
+        given = record.get("input") or ""
+        if not isinstance(given, str):
+            raise BadRecordError("bad_field", "input", f"is {_kind(given)}, not a text")
+        answer = _text(record, "output")
+        found = _said("user", f"{asked}\n\n{given}" if given.strip() else asked) + _said("assistant", answer)
+    elif _has(record, "prompt"):
+        found = _as_messages(record, "prompt", "user") + _as_messages(record, "completion", "assistant")
+    else:
+        raise _unknown(record, "messages; conversations; instruction and output; prompt and completion")
+    if not any(m["role"] == "assistant" for m in found):
+        raise BadRecordError("no_answer", "", f"{len(found)} messages, none the assistant's")
+    return Conversation(found, *_named(record))
+
+
+def to_pair(record: Mapping[str, Any]) -> Pair:
+    """A record with the texts `prompt` and `completion`; the prompt may be empty. Raises BadRecordError."""
+    if not _has(record, "completion"):
+        raise _unknown(record, "prompt and completion, as texts")
+    prompt = record.get("prompt") or ""
+    if not isinstance(prompt, str):
+        raise BadRecordError("bad_field", "prompt", f"is {_kind(prompt)}, not a text")
+    return Pair(prompt, _text(record, "completion"), *_named(record))
+
+
+def to_preference(record: Mapping[str, Any]) -> Preference:
+    """A record with `chosen` and `rejected`, and `prompt` if it is not part of them. Raises BadRecordError."""
+    if not (_has(record, "chosen") and _has(record, "rejected")):
+        raise _unknown(record, "prompt, chosen and rejected")
+    texts = all(isinstance(record[k], str) for k in ("chosen", "rejected"))
+    prompt: Turns
+    chosen: Turns
+    rejected: Turns
+    if texts and isinstance(record.get("prompt", ""), str | None):
+        chosen, rejected = _text(record, "chosen"), _text(record, "rejected")
+        _differ(chosen, rejected)
+        if _has(record, "prompt"):
+            prompt = _text(record, "prompt")
+            if chosen.startswith(prompt) and rejected.startswith(prompt):
+                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        else:
+            prompt = _common(chosen, rejected)
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    else:
+        sides = [_as_messages(record, k, "assistant") for k in ("chosen", "rejected")]
+        _differ(*sides)
+        shared = 0
+        while shared < min(map(len, sides)) and sides[0][shared] == sides[1][shared]:
+            shared += 1
+        if _has(record, "prompt"):
+            prompt = _as_messages(record, "prompt", "user")
+            repeated = prompt == sides[0][: len(prompt)] == sides[1][: len(prompt)]
+            # A system turn may stand before what the prompt's text says: the sides are then the fuller account.
+            told = isinstance(record["prompt"], str) and prompt[0] in sides[0][:shared]
+            if repeated or told:
+                prompt = sides[0][:shared]
+                sides = [side[shared:] for side in sides]
+        else:
+            prompt = sides[0][:shared]
+            sides = [side[shared:] for side in sides]
+        chosen, rejected = sides
+        for name, side in zip(("chosen", "rejected"), sides, strict=True):
+            if not any(m["role"] == "assistant" for m in side):
+                raise BadRecordError("no_answer", name, "adds nothing of the assistant's to the prompt")
+    for name, value in (("chosen", chosen), ("rejected", rejected)):
+        if not value:
+            raise BadRecordError("empty", name, "adds nothing to the prompt")
+    if not prompt:
+        raise BadRecordError("no_prompt", "", "no prompt, and the two answers share no beginning")
+    return Preference(prompt, chosen, rejected, *_named(record))
+
+
+def to_judged(record: Mapping[str, Any]) -> Judged:
+    """A record with `prompt`, `completion` and `label` (true for a good answer). Raises BadRecordError."""
+    if not (_has(record, "completion") and _has(record, "label")):
+        raise _unknown(record, "prompt, completion and label")
+    label = record["label"]
+    if label not in (True, False):
+        raise BadRecordError("bad_field", "label", f"is {label!r}, neither true nor false")
+    prompt, answer = _both(record, "completion")
+    return Judged(prompt, answer, bool(label), *_named(record))
+
+
+def to_task(record: Mapping[str, Any]) -> Task:
+    """A record with `prompt` (text or messages) or `messages`, `verifier`, `answer`, `difficulty`. Raises BadRecordError."""
+    if not (_has(record, "prompt") or _has(record, "messages")):
+        raise _unknown(record, "prompt or messages, verifier, answer")
+    field = "prompt" if _has(record, "prompt") else "messages"
+    if field == "prompt" and _has(record, "messages"):
+        raise BadRecordError("bad_field", "messages", "stands beside a prompt")
+    text = _text(record, "prompt") if isinstance(record[field], str) and field == "prompt" else ""
+    messages = () if text else _messages(record[field], field)
+    answer = record.get("answer", "")
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str):
+        raise BadRecordError("bad_field", "answer", f"is {_kind(answer)}, not a text")
+    _encodable(answer, "answer")
+    difficulty = record.get("difficulty") or 0.0
+    if not isinstance(difficulty, int | float):
+        raise BadRecordError("bad_field", "difficulty", f"is {_kind(difficulty)}, not a number")
+    verifier = _text(record, "verifier")
+    return Task(_named(record)[1], text, messages, verifier, answer, float(difficulty))
+
+
+def _has(record: Mapping[str, Any], field: str) -> bool:
+    return record.get(field) is not None  # a column of Parquet holds null where a record has no such field
+
+
+def _kind(value: object) -> str:
+    return {"NoneType": "missing", "str": "a text", "list": "a list", "dict": "an object"}.get(
+        type(value).__name__, f"a {type(value).__name__}"
+    )
+
+
+def _unknown(record: Mapping[str, Any], expected: str) -> BadRecordError:
+    fields = ", ".join(str(k)[:40] for k in list(record)[:10]) or "none"
+    return BadRecordError("unknown_shape", "", f"fields: {fields}; expected {expected}")
+
+
+def _named(record: Mapping[str, Any]) -> tuple[str, str]:
+    source, name = record.get("source"), record.get("id")
+    return ("" if source is None else str(source)), ("" if name is None else str(name))
+
+
+def _encodable(text: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecordError("bad_text", field, f"lone surrogate at character {error.start}") from None
+    return text
+
+
+def _text(record: Mapping[str, Any], field: str) -> str:
+    value = record.get(field)
+    if not isinstance(value, str):
+        raise BadRecordError("bad_field", field, f"is {_kind(value)}, not a text")
+    if not value.strip():
+        raise BadRecordError("empty", field, "nothing but white space")
+    return _encodable(value, field)
+
+
+def _said(role: str, content: str) -> Messages:
+    return ({"role": role, "content": content},)
+
+
+def _as_messages(record: Mapping[str, Any], field: str, role: str) -> Messages:
+    """A field that is a text (said by `role`), a list of messages, or one message."""
+    value = record.get(field)
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return _messages(value, field)
+    return _said(role, _text(record, field))
+
+
+def _both(record: Mapping[str, Any], answer: str) -> tuple[Turns, Turns]:
+    if isinstance(record.get("prompt"), str) and isinstance(record[answer], str):
+        return _text(record, "prompt"), _text(record, answer)
+    return _as_messages(record, "prompt", "user"), _as_messages(record, answer, "assistant")
+
+
+def _messages(value: object, field: str) -> Messages:
+    """(role, content) or (from, value); the keys are those of the first, null fields are left out."""
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise BadRecordError("bad_field", field, f"is {_kind(value)}, not a list of messages")
+    if not value:
+        raise BadRecordError("empty", field, "no message")
+    return tuple(_message(m, f"{field}[{i}]") for i, m in enumerate(value))
+
+
+def _message(value: object, field: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise BadRecordError("bad_field", field, f"is {_kind(value)}, not a message")
+    by, says = ("role", "content") if _has(value, "role") else ("from", "value")
+    role = value.get(by)
+    if not isinstance(role, str) or role.lower() not in ROLES:
+        raise BadRecordError("bad_role", f"{field}.{by}", f"{role!r} is none of {', '.join(ROLES)}")
+    rest = {k: v for k, v in value.items() if v is not None and k not in (by, says)}
+    content = value.get(says)
+    if isinstance(content, list) and all(isinstance(p, Mapping) and p.get("type") == "text" for p in content):
+        content = "".join(str(p.get("text") or "") for p in content)
+    if content is None and rest.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise BadRecordError("bad_field", f"{field}.{says}", f"is {_kind(content)}, not a text")
+    spoken = ROLES[role.lower()]
+    # A tool may return nothing; a person or a model who says nothing is a fault of the data.
+    if not content.strip() and spoken in ("user", "assistant") and not rest.get("tool_calls"):
+        raise BadRecordError("empty", f"{field}.{says}", "nothing but white space")
+    return {"role": spoken, "content": _encodable(content, f"{field}.{says}"), **rest}
+
+
+def _differ(chosen: Turns, rejected: Turns) -> None:
+    if chosen == rejected:
+        raise BadRecordError("identical", "rejected", "the same as chosen")
+
+
+def _common(chosen: str, rejected: str) -> str:
+    """The prompt that two texts share (see the top of this file)."""
+    alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
+    shared = chosen[: next(alike, min(len(chosen), len(rejected)))]
+    named = shared.rfind(LAST_SPEAKER)
+    if named >= 0:
+        return shared[: named + len(LAST_SPEAKER)]
+    ends = [
+        i for i, c in enumerate(shared) if c.isspace()
+    ]  # the space goes with the answer, as tokens have it
+    if not ends:
+        return ""
+    return shared[: ends[-1]]

@@ -1,0 +1,216 @@
+"""Functions out of Python source: each with a docstring that says what is wanted, and a body that does it.
+
+A folder of code is a folder of exercises: signature and docstring ask, the body answers. `functions` finds them with
+`ast` (nothing is imported or run) and cuts each in two,
+
+    header   decorators, signature and docstring, as they stand in the file, moved to the left margin
+    body     what follows, up to the function's last line
+
+and header + body is, character for character, a function that parses. The same functions give instruction pairs (here),
+tasks with doctests and with a compiler as judge (`mine_tasks.py`), and preference pairs (`mine_broken.py`).
+
+The subtle part is which functions one may learn from and be asked about. Libraries carry copies of each other's code, so
+a function whose name and body (as a tree, blind to layout) were seen before is left out; and whether a file trains or
+tests is a hash of its path, so that no file does both, and a file keeps its side as others come and go. Which copy stays,
+and the order of what is returned, are hashes of the seed: the first n functions are a sample of all.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+from whorl.align.data.formats import Conversation, Pair
+from whorl.corpus.config import IngestConfig
+from whorl.corpus.documents import Document
+from whorl.corpus.readers import read
+from whorl.corpus.sources import list_files
+
+Side = Literal["train", "test"]
+File = tuple[str, str]  # its path, its text
+REQUEST = "Complete this Python function."
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function with a docstring, cut after it.
+
+    Attributes:
+        file, line, name: where it stands, and what it is called.
+        header, body: see the top of this file; both end with a line break.
+        docstring: as `inspect.cleandoc` has it.
+        is_top: whether it stands at the file's top level, so that it can be run without a class.
+    """
+
+    file: str
+    line: int
+    name: str
+    header: str
+    body: str
+    docstring: str
+    is_top: bool
+
+    @property
+    def id(self) -> str:
+        return f"{self.file}:{self.line}:{self.name}"
+
+    def pair(self) -> Pair:
+        """For a model that continues text: the body follows the header."""
+        return Pair(self.header, self.body, self.file, self.id)
+
+    def conversation(self) -> Conversation:
+        """For a model that answers: asked with the header, it says the whole function."""
+        asked = {"role": "user", "content": f"{REQUEST}\n\n{self.header}"}
+        said = {"role": "assistant", "content": (self.header + self.body).rstrip("\n")}
+        return Conversation((asked, said), self.file, self.id)
+
+
+def python_files(source: str = "python-stdlib", skipped: Counter[str] | None = None) -> Iterator[File]:
+    """Python files below a folder, or of the running interpreter's own standard library, in the order of their paths.
+
+    Args:
+        source: "python-stdlib", or a folder, file or glob.
+        skipped: counts, by reason, of the files that are no text.
+
+    Raises:
+        DataError: there is no such source, or no Python in it.
+    """
+    files, _ = list_files(IngestConfig(sources=[source], include=["*.py"]))
+    for file in files:
+        for document in read(file, text_field="text", limit=1 << 20):
+            if isinstance(document, Document):
+                yield document.path, document.text
+            elif skipped is not None:
+                skipped[document.reason] += 1
+
+
+def side(file: str, test_share: float = 0.1) -> Side:
+    """Whether a file trains or tests. No seed: what was held out once stays so."""
+    return "test" if rank("side", file) < test_share * 2**64 else "train"
+
+
+def rank(*names: str | int) -> int:
+    """A hash in [0, 2**64), to choose and to put in order by."""
+    key = "\0".join(map(str, names)).encode("utf-8", "surrogatepass")
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
+
+
+def functions(
+    files: Iterable[File],
+    *,
+    seed: int = 0,
+    min_docstring: int = 20,
+    body_bytes: tuple[int, int] = (20, 800),
+    header_bytes: int = 1600,
+    skipped: Counter[str] | None = None,
+) -> list[Function]:
+    """Every function that asks and answers, without copies, in an order of the seed's.
+
+    Args:
+        files: (path, text) pairs.
+        min_docstring: characters; shorter ones say too little to go by.
+        body_bytes: least and most of the body; header_bytes: most of the header.
+        skipped: counts of what was left out, by reason.
+    """
+    skipped = Counter() if skipped is None else skipped
+    found: list[tuple[int, Function, str]] = []
+    for path, text in files:
+        tree = parsed(text)
+        if tree is None:
+            skipped["does_not_parse"] += 1
+            continue
+        lines = source_lines(text)
+        top = {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            made = _cut(path, lines, node, id(node) in top)
+            if isinstance(made, str):
+                skipped[made] += 1
+            elif len(made.docstring) < min_docstring:
+                skipped["short_docstring"] += 1
+            elif len(made.header.encode()) > header_bytes:
+                skipped["long_header"] += 1
+            elif not body_bytes[0] <= len(made.body.encode()) <= body_bytes[1]:
+                skipped["body_size"] += 1
+            else:
+                found.append((rank(seed, made.id), made, _likeness(node)))
+    kept: dict[str, Function] = {}
+    for _, function, likeness in sorted(found, key=lambda f: (f[0], f[1].id)):
+        if likeness in kept:
+            skipped["copy"] += 1
+        else:
+            kept[likeness] = function
+    return list(kept.values())
+
+
+def parsed(text: str) -> ast.Module | None:
+    """The tree, or None for what is not Python (or is too deep for its parser)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # old code has escapes that Python warns of
+        try:
+            return ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+
+
+def source_lines(text: str) -> list[str]:
+    """Lines as `ast` counts them, without their ends; form feeds do not end one."""
+    return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+
+
+def _cut(
+    path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef, is_top: bool
+) -> Function | str:
+    """The function, or why it is left out."""
+    docstring = ast.get_docstring(node)
+    if docstring is None:
+        return "no_docstring"
+    if len(node.body) < 2 or _says_nothing(node.body[1:]):
+        return "no_body"
+    said, follows = node.body[0], node.body[1]
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    ends, follows_at = said.end_lineno or 0, follows.lineno
+    if isinstance(follows, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and follows.decorator_list:
+        follows_at = follows.decorator_list[0].lineno
+    if follows_at <= ends:
+        return "one_line"
+    header = _moved(lines[first - 1 : ends], node.col_offset)
+    body = _moved(lines[ends : node.end_lineno], node.col_offset)
+    if header is None or body is None:
+        return "not_indented"
+    whole = parsed(header + body)
+    if whole is None or len(whole.body) != 1:
+        return "not_indented"  # a text of several lines lost its margin, or a semicolon follows
+    return Function(path, first, node.name, header, body, docstring, is_top)
+
+
+def _moved(lines: list[str], columns: int) -> str | None:
+    """Lines moved to the left margin; None where one does not reach as far in."""
+    if any(line[:columns].strip() for line in lines):
+        return None
+    return "".join(line[columns:] + "\n" for line in lines)
+
+
+def _says_nothing(body: list[ast.stmt]) -> bool:
+    """Only pass, ..., or `raise NotImplementedError`."""
+    for statement in body:
+        if isinstance(statement, ast.Pass):
+            continue
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue
+        if isinstance(statement, ast.Raise) and "NotImplementedError" in ast.unparse(statement):
+            continue
+        return False
+    return True
+
+
+def _likeness(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """The same for functions of one name and one body, however they are laid out and whatever their docstrings say."""
+    dumped = "".join(ast.dump(statement) for statement in node.body[1:])
+    return blake2b(f"{node.name}\0{dumped}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,0 +1,204 @@
+"""Rollouts: tasks in, judged answers out, as records in slots. The producer of reinforcement learning from verifiable rewards.
+
+A record is G tasks with K answers each, R = G K rows; row g K + k is answer k to task g. Of each id it keeps the
+log-probability that it was drawn with and the version of the weights that drew it; of each answer, what the verifiers said.
+The same producer works in lock-step with the learner, in a process of its own that runs ahead, or behind Ray: `slots/` runs
+it, and nothing here knows which (idea 2 of the house).
+
+    tasks   drawn by a curriculum that remembers how often each was solved (`data/curriculum.py`)
+    answers by the engine, at the policy's temperature, with nothing cut off its distribution
+    rewards by the verifiers, those of programs in a sandbox
+
+With `redraws` a group of which all answers got the same reward, from which a group-relative advantage learns nothing, is
+put aside and another task is drawn in its place (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
+
+The subtle part is weights that change under way. In lock-step they do not. Running ahead, the engine may take new ones
+between two steps (`in_flight`), so that the ids of one answer are of several versions; each says its own, and the record's
+own version is the oldest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
+from whorl.align.data.curriculum import Curriculum
+from whorl.align.texts import Scribe
+from whorl.evals.verify import verify_all
+from whorl.evals.verify.task import Task, Verdict
+from whorl.models import ModelConfig, make_model
+from whorl.runs.seeds import derive
+from whorl.sandbox import Sandbox
+from whorl.slots import Slot, Spec, Weights
+from whorl.tokens.chat import open_chat
+from whorl.tokens.foreign import open_tokenizer
+
+NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """R rows of up to T ids. prompt: how many of `ids` were given; length: how many there are in all.
+
+    behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself; task: its
+    number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
+    """
+
+    ids: Annotated[NDArray[np.int64], "R", "T"]
+    behaviour_log_prob: Annotated[NDArray[np.float32], "R", "T"]
+    version: Annotated[NDArray[np.int64], "R", "T"]
+    prompt: Annotated[NDArray[np.int64], "R"]
+    length: Annotated[NDArray[np.int64], "R"]
+    reward: Annotated[NDArray[np.float32], "R"]
+    passed: Annotated[NDArray[np.bool_], "R"]
+    finished: Annotated[NDArray[np.bool_], "R"]
+    task: Annotated[NDArray[np.int64], "R"]
+    redrawn: Annotated[NDArray[np.int64], 1]
+    broken: Annotated[NDArray[np.int64], 1]
+
+
+def rollout_spec(groups: int, answers: int, length: int) -> Spec[Rollouts]:
+    """Of records of `groups` tasks with `answers` answers each, in rows of `length` ids."""
+    return Spec.from_dataclass(Rollouts, R=groups * answers, T=length)
+
+
+@dataclass
+class RolloutWorker:
+    """Answers tasks with the board's newest weights. It pickles small: engine and sandbox are made where it runs.
+
+    Args:
+        model: the shape of the policy; dtype: what it computes in.
+        tokenizer: folder of the tokenizer, and of its chat template if there is one.
+        tasks: those that have room (`with_room`).
+        length: ids of a row, prompt and answer.
+        curriculum: which are drawn.
+        in_flight: take new weights between two steps of the engine.
+        threads: of torch, in a process of its own; None leaves them.
+    """
+
+    model: ModelConfig
+    dtype: str
+    tokenizer: Path
+    tasks: Sequence[Task]
+    answers: int
+    max_tokens: int
+    length: int
+    temperature: float
+    curriculum: Curriculum
+    redraws: int = 0
+    in_flight: bool = False
+    threads: int | None = None
+    engine_options: dict[str, Any] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
+
+    def begin(self) -> None:
+        """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        network = (
+            make_model(self.model, torch.Generator(), getattr(torch, self.dtype)).requires_grad_(False).eval()
+        )
+        tokenizer = open_tokenizer(self.tokenizer)
+        self._scribe = Scribe(tokenizer, open_chat(self.tokenizer, tokenizer))
+        self._engine = rollout_engine(
+            network, self._scribe, sequences=64, max_length=self.length, **self.engine_options
+        )
+        self._engine.version = -1  # that of nobody: the first look at the board loads
+        self._prompts: dict[int, list[int]] = {}
+        self._sandbox: Sandbox | None = None
+        if any(name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX):
+            self._sandbox = Sandbox()
+
+    def close(self) -> None:
+        """Ends the sandbox."""
+        if getattr(self, "_sandbox", None) is not None:
+            self._sandbox.close()  # type: ignore[union-attr]
+            self._sandbox = None
+
+    def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
+        """Writes one record; returns how many ids were sampled."""
+        if not hasattr(self, "_engine"):
+            self.begin()
+        data, k = slot.data, self.answers
+        groups = len(data.reward) // k
+        self._engine.catch_up(weights.board)
+        self._engine.follow(weights.board if self.in_flight else None)
+        kept: list[tuple[int, list[Answer], list[Verdict]]] = []
+        aside: list[tuple[int, list[Answer], list[Verdict]]] = []
+        for attempt in range(1 + self.redraws):
+            missing = groups - len(kept)
+            for group in self._groups(
+                self.curriculum.draw(missing, rng), derive(slot.seed, "answers", attempt)
+            ):
+                rewards = {verdict.reward for verdict in group[2]}
+                (kept if len(rewards) > 1 or not self.redraws else aside).append(group)
+            if len(kept) >= groups:
+                break
+        redrawn = len(aside)
+        while len(kept) < groups:  # there was nothing better
+            kept.append(aside.pop())
+            redrawn -= 1
+        sampled, oldest = 0, 1 << 62
+        for g, (task, found, verdicts) in enumerate(kept):
+            prompt = self._prompt(task)
+            for i, (one, verdict) in enumerate(zip(found, verdicts, strict=True)):
+                row, start, stop = g * k + i, len(prompt), len(prompt) + len(one.ids)
+                data.ids[row, :start], data.ids[row, start:stop] = prompt, one.ids
+                data.behaviour_log_prob[row, start:stop] = np.array(one.log_probs, np.float32)
+                data.version[row, start:stop] = one.versions
+                data.prompt[row], data.length[row], data.task[row] = start, stop, task
+                data.reward[row] = np.float32(verdict.reward)
+                data.passed[row], data.finished[row] = verdict.passed, one.finished
+                sampled += len(one.ids)
+                oldest = min(oldest, *one.versions) if one.versions else oldest
+        data.redrawn[0] = redrawn
+        data.broken[0] = sum(v.reason.startswith("verifier") for _, _, vs in kept for v in vs)
+        weights.version = oldest if sampled else self._engine.version
+        return sampled
+
+    def _groups(self, drawn: Sequence[int], seed: int) -> list[tuple[int, list[Answer], list[Verdict]]]:
+        k = self.answers
+        prompts = [self._prompt(task) for task in drawn for _ in range(k)]
+        found = answer(
+            self._engine, prompts, policy_sampling(self.temperature),
+            max_tokens=self.max_tokens, ends=self._scribe.ends, seed=seed,
+        )  # fmt: skip
+        tasks = [self.tasks[task] for task in drawn for _ in range(k)]
+        verdicts = verify_all(tasks, [self._scribe.words(one.ids) for one in found], self._sandbox)
+        groups = []
+        for g, task in enumerate(drawn):
+            mine = slice(g * k, (g + 1) * k)
+            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]) / k)
+            groups.append((int(task), found[mine], verdicts[mine]))
+        return groups
+
+    def _prompt(self, task: int) -> list[int]:
+        if task not in self._prompts:
+            one = self.tasks[task]
+            self._prompts[task] = self._scribe.prompt(one.prompt or one.messages)
+        return self._prompts[task]
+
+
+def with_room(
+    scribe: Scribe, tasks: Sequence[Task], length: int, max_tokens: int
+) -> tuple[list[Task], dict[str, int]]:
+    """(tasks whose prompt leaves room for an answer, reasons of the others with their count)."""
+    found: list[Task] = []
+    left: dict[str, int] = {}
+    for task in tasks:
+        n = len(scribe.prompt(task.prompt or task.messages))
+        if n + max_tokens <= length:
+            found.append(task)
+        else:
+            reason = f"prompt longer than {length - max_tokens:,} ids"
+            left[reason] = left.get(reason, 0) + 1
+    return found, left

@@ -1,0 +1,213 @@
+"""Supervised fine-tuning: pretraining's objective, on what the assistant says alone.
+
+    total = - sum over the targets that are to be learnt of log p(target | all before it in its text)
+    count = how many there are, in the whole step
+
+It is told as the difference from pretraining (`train/pretrain.py`): the texts are conversations, the mask is theirs, and the
+count that divides is that of the targets that count, over the step, not over a row: a short answer beside a long one weighs
+by its tokens in every way of cutting the batch. Rows are packed, and a document mask keeps neighbours apart; a step is the
+same as if every text had a row of its own (a test).
+
+With `replay`, a share of each step's rows are pretraining's: against forgetting, and, with most of a step, the way in which
+instructions are mixed into late pretraining.
+
+Everything that decides a weight is in the configuration and the step's number, so a run that was killed goes on to the bits of
+one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl.align.config import SFTConfig, StageConfig
+from whorl.align.network import Network
+from whorl.align.rows import by_length, cut, lay, pack
+from whorl.align.texts import Text
+from whorl.errors import DataError
+from whorl.objectives import Loss
+from whorl.runs.seeds import numpy_rng
+from whorl.tokens.loader import open_batches
+from whorl.train.checkpoint import restore
+from whorl.train.config import RoutingConfig
+from whorl.train.keeper import Keeper
+from whorl.train.language import LossOf
+from whorl.train.learner import Learner, Shared
+from whorl.train.loop import Clock, learn
+from whorl.train.mixtures import Mixtures
+from whorl.train.precision import orthogonalisation
+from whorl.train.scaling import LossScaling
+from whorl.train.schedule import factor
+from whorl.train.update import Part, Update
+from whorl.train.world import World
+
+Observer = Callable[[int, dict[str, float]], None]
+
+
+def learner_of(
+    network: Network,
+    objective: Callable[[Part], Loss],
+    config: StageConfig,
+    *,
+    positions: int,
+    steps_done: int = 0,
+) -> Learner:
+    """One update of all that `network` trains, by pretraining's optimisers at a share of their rates.
+
+    positions: of a step, at most: how often a table may be looked into.
+    """
+    optim = config.optim()
+    treatments = network.treatments(optim)
+    update = Update(
+        objective,
+        treatments,
+        clip_norm=optim.clip_norm,
+        momentum=optim.momentum,
+        matrix_every=optim.matrix_every,
+        betas=(0.8, 0.95),
+        eps=1e-10,
+        scaling=LossScaling() if network.model.dtype == torch.float16 else None,
+    )
+    kind = orthogonalisation(network.model.dtype)
+    shared = Shared.of(network, treatments, rows=positions, together=True)
+    return Learner(network, [update], shared, dtype=kind, steps_done=steps_done)
+
+
+def fine_tune(
+    network: Network,
+    texts: Sequence[Text],
+    config: SFTConfig,
+    *,
+    pad_id: int,
+    replay: Path | None = None,
+    observe: Observer = lambda step, metrics: None,
+    scratch: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Network:
+    """Trains `network` on `texts`, from the newest checkpoint if there is one.
+
+    Args:
+        texts: none longer than `config.length` + 1 (`Room` sees to that).
+        replay: a token set of pretraining, if `config.replay` asks for rows of it.
+        observe: told after each step: nll (of what is learnt, nats a token), count, gradient_norm, tokens, seconds_*.
+        scratch: folder for checkpoints; None keeps none.
+
+    Raises:
+        DataError: nothing to learn from; replay is asked for, and there is no token set.
+    """
+    if not texts:
+        raise DataError(
+            "there is no text to learn from", expected="one at least", do="see what was left out, and why"
+        )
+    if config.replay and replay is None:
+        raise DataError(
+            f"replay is {config.replay:g}, and there are no tokens of pretraining",
+            expected="the token set as a parent", do="name it, or set replay to 0",
+        )  # fmt: skip
+    batches = _Batches(texts, config, pad_id, replay)
+    mixtures = Mixtures(network.model, RoutingConfig(), World())
+    objective = LossOf(network.model, mixtures, z_loss=0.0, compile=False)
+    identity = {"stage": "sft", "config": config.model_dump(mode="json"), "texts": fingerprint(texts)}
+    seconds = config.checkpoint_seconds
+    keeper = Keeper(scratch, identity, seconds=seconds, say=say) if scratch is not None else None
+    found = keeper.resume() if keeper is not None else None
+    first = found.step if found is not None else 0
+    learner = learner_of(network, objective, config, positions=batches.positions, steps_done=first)
+    if found is not None:
+        restore(learner.shared.tensors(), found.tensors)
+        say(f"continues at step {first:,} of {batches.steps:,}")
+
+    def passes(rows: list[dict[str, Tensor]]) -> list[list[Part]]:
+        return [[piece for part in rows for piece in cut(part, micro_rows(config, part))]]
+
+    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+        mixtures.end_step()
+        spent = {f"seconds_{name}": s for name, s in clock.take().items()}
+        observe(done, {**metrics, **spent, "epoch": done / batches.steps * config.epochs})
+        if keeper is not None and done < batches.steps and keeper.due():
+            keeper.save(done, learner.shared.tensors())
+
+    network.train()
+    with keeper or nullcontext():
+        learn(
+            learner,
+            batches.after(first),
+            passes,
+            first=first,
+            last=batches.steps,
+            factor=lambda step: factor(step, batches.steps, config.schedule),
+            after=after,
+        )
+    return network.eval()
+
+
+def micro_rows(config: StageConfig, part: Part) -> int:
+    """Rows of a forward with gradients."""
+    return max(1, config.micro_tokens // part["tokens"].shape[1])
+
+
+def fingerprint(texts: Sequence[Text]) -> str:
+    """Of ids and masks, in their order."""
+    import hashlib
+
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(text.ids.tobytes() + text.mask.tobytes() + b"|")
+    return digest.hexdigest()
+
+
+class _Batches:
+    """The rows of each step, by its number: every epoch in an order of its own."""
+
+    def __init__(self, texts: Sequence[Text], config: SFTConfig, pad_id: int, replay: Path | None) -> None:
+        self.config, self.replay = config, replay
+        self.part: dict[str, Tensor] = (
+            pack(texts, config.length, pad_id) if config.packing else lay(texts, pad_id)
+        )
+        self.rows = len(self.part["tokens"])
+        self.replayed = round(config.batch_rows * config.replay)
+        self.own = min(config.batch_rows - self.replayed, self.rows)
+        self.steps = max(1, math.ceil(config.epochs * self.rows / self.own))
+        width = self.part["tokens"].shape[1]
+        self.positions = self.own * width + self.replayed * config.length  # of a step, at most
+
+    def after(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
+        """The batches from number `first` on: each is one part, or two with that of pretraining."""
+        replay: Any = None
+        if self.replayed and self.replay is not None:
+            replay = iter(
+                open_batches(
+                    self.replay, "train", length=self.config.length, batch_rows=self.replayed,
+                    seed=self.config.seed, start=first, serial=True, rank=0, world=1,
+                )
+            )  # fmt: skip
+        for step in range(first, self.steps):
+            places = np.arange(step * self.own, (step + 1) * self.own)
+            numbers = [
+                self._order(epoch)[place] for epoch, place in zip(*divmod(places, self.rows), strict=True)
+            ]
+            rows = {name: t[torch.tensor(numbers)] for name, t in self.part.items()}
+            found = [rows if self.config.packing else by_length(rows)]
+            if replay is not None:
+                found.append(_tokens(next(replay).tensors()))
+            yield found
+
+    def _order(self, epoch: int) -> Any:
+        if getattr(self, "_epoch", None) != epoch:
+            self._epoch = epoch
+            self._places = numpy_rng(self.config.seed, "sft", "order", int(epoch)).permutation(self.rows)
+        return self._places
+
+
+def _tokens(views: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A batch of pretraining as a part of this room's: with the names that `cut` looks at."""
+    names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
+    part = {name: views[name].clone() for name in names}
+    return {**part, "sequence": part["segment_ids"].long() - 1}

@@ -1,0 +1,137 @@
+"""Advantages without a critic: an answer is as good as it is better than others, to the same question or to all.
+
+Of S answers with rewards r, those with the same number in `group` answer one prompt; n is how many do.
+
+    none            A = r
+    batch           A = r - mean of all                                     (Williams 1992: any baseline, less variance)
+    running         A = r - mean of the batches before                      `Running`
+    group           A = r - mean of the group                               GRPO, arXiv:2402.03300, section 4.1
+    leave_one_out   A = r - mean of the group's others = n / (n - 1) (r - mean)          RLOO, arXiv:2402.14740, eq. 8
+    critic          not here: `text_estimators.py`
+
+    deviation       none: as above (Dr. GRPO, arXiv:2503.20783); biased, unbiased: A / (deviation + eps), of the group, or of
+                    all where the baseline is; dividing by n or by n - 1. GRPO's paper does not say which; TRL's and verl's
+                    code is unbiased.
+
+The subtle part is a group whose rewards are all equal. It says nothing about any answer, so its advantages are 0, exactly:
+a mean of n equal numbers may be off by its last bit, and divided by a deviation of the same bit becomes 1. Such groups are
+found by their extremes, and counted: of what share a batch teaches nothing is the first figure of a curriculum. eps does the
+same for rewards that differ by next to nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError, DataError
+
+Baseline = Literal["none", "batch", "running", "group", "leave_one_out", "critic"]
+Deviation = Literal["none", "biased", "unbiased"]
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """advantage: [S]; groups: how many there are; even: how many of them have rewards that are all equal (n = 1 included);
+    all_equal: [S] True for answers of such a group."""
+
+    advantage: Tensor
+    groups: int
+    even: int
+    all_equal: Tensor
+
+
+@dataclass(frozen=True)
+class Running:
+    """The mean of all rewards so far, newer ones weighing more.  mean: of `count` batches; decay: of the old mean."""
+
+    mean: float = 0.0
+    count: int = 0
+    decay: float = 0.9
+
+    def after(self, reward: Tensor) -> Running:
+        """With one more batch of rewards [S]. The first is taken whole; S = 0 changes nothing."""
+        if not reward.numel():
+            return self
+        keep = self.decay if self.count else 0.0
+        return Running(keep * self.mean + (1 - keep) * float(reward.mean()), self.count + 1, self.decay)
+
+
+@torch.no_grad()
+def advantages(
+    reward: Tensor,
+    group: Tensor,
+    *,
+    baseline: Baseline = "group",
+    deviation: Deviation = "none",
+    eps: float = 1e-4,
+    running: Running | None = None,
+) -> Advantages:
+    """Advantages of S answers by the baseline named.
+
+    Args:
+        reward: [S]; group: [S] int64, any numbers from 0; groups may differ in size and lie anyhow.
+        eps: added to the deviation. running: of the batches before, where that is the baseline; it is not changed here.
+
+    Raises:
+        ConfigError: shapes that do not fit, or a baseline that cannot be had here.
+        DataError: a reward that is not finite.
+    """
+    if reward.ndim != 1 or reward.shape != group.shape:
+        raise ConfigError(
+            f"reward is {list(reward.shape)} and group {list(group.shape)}", expected="[S], both alike"
+        )
+    if not bool(reward.isfinite().all()):
+        row = int((~reward.isfinite()).nonzero()[0])
+        raise DataError(
+            f"reward {row} is {float(reward[row])}", expected="a finite number", do="mend the verifier"
+        )
+    if baseline == "critic":
+        raise ConfigError("a critic's baseline is not one of rewards alone", do="see text_estimators.py")
+    if baseline == "running" and running is None:
+        raise ConfigError("a running baseline without the rewards before", do="give `running`")
+    names, where = torch.unique(group, return_inverse=True)
+    own = _compare(reward, where, len(names))
+    told = own if baseline in ("group", "leave_one_out") else _compare(reward, torch.zeros_like(where), 1)
+    others = (told.n * told.mean - reward) / (told.n - 1).clamp(min=1)
+    subtracted: dict[Baseline, Tensor | float] = {
+        "none": 0.0,
+        "batch": told.mean,
+        "running": running.mean if running is not None else 0.0,
+        "group": told.mean,
+        "leave_one_out": others,
+    }
+    found = reward - subtracted[baseline]
+    if deviation != "none":
+        divisor = told.n if deviation == "biased" else (told.n - 1).clamp(min=1)
+        scale = (told.squares / divisor).sqrt() + eps
+        found = torch.where(told.even, found, found / scale)  # no deviation, no division
+    if baseline not in ("none", "running"):
+        found = found.masked_fill(told.even, 0.0)
+    even = torch.zeros(len(names), dtype=torch.bool, device=reward.device).scatter(0, where, own.even)
+    return Advantages(found, len(names), int(even.sum()), own.even)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Of those that each answer is compared with: how many, their mean, the sum of squares around it, whether all are
+    equal; each [S]."""
+
+    n: Tensor
+    mean: Tensor
+    squares: Tensor
+    even: Tensor
+
+
+def _compare(reward: Tensor, where: Tensor, groups: int) -> _Compared:
+    zero = torch.zeros(groups, dtype=reward.dtype, device=reward.device)
+    n = zero.index_add(0, where, torch.ones_like(reward))[where]
+    mean = zero.index_add(0, where, reward)[where] / n
+    squares = zero.index_add(0, where, (reward - mean).square())[where]
+    lowest, highest = (
+        zero.scatter_reduce(0, where, reward, way, include_self=False)[where] for way in ("amin", "amax")
+    )
+    return _Compared(n, mean, squares, lowest == highest)

@@ -1,0 +1,153 @@
+"""Which system calls a program may make: a filter for the kernel, built by hand.
+
+seccomp (Linux, seccomp(2)) runs a small program of the classic Berkeley packet filter before every system call. It sees
+the call's number and its six arguments as numbers, not what they point to. Ours is a list of what is *allowed*: what
+CPython needs to compute, to read and write files that it may open, and to tell the time. Everything else answers EPERM
+(the program sees PermissionError and goes on as it can), so a call that did not exist when this was written is refused as
+well. Not in the list, and so impossible: sockets, exec, fork, ptrace and the reading of other processes' memory, mounts and
+namespaces, chmod and chown (Landlock does not watch them), links, io_uring, bpf, keys, shared memory, priorities.
+
+Some calls are allowed with some arguments only:
+
+    kill, tgkill         the own process
+    prlimit64            the own process (a hard limit can only be lowered)
+    clone                a thread, with exactly the flags of the C library's threads, where threads are allowed at all
+    mmap, mprotect       never executable: no library is loaded later, no machine code is made
+    open, openat         not O_TRUNC with O_RDONLY, which empties a file that may only be read (Landlock before version 3)
+    fcntl                duplicates and flags: not F_SETOWN, which sends signals to others
+    ioctl                questions about terminals and pipes
+
+clone3 answers ENOSYS, since the C library then falls back to clone, whose flags can be seen. A call in another convention
+(32 bits, x32) ends the process: its numbers mean something else.
+
+The numbers are those of the kernel's tables (x86-64's own; the generic one of aarch64); they never change. glibc uses the
+calls without "at" on x86-64 still, aarch64 has none of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+X86_64, AARCH64 = 0xC000003E, 0xC00000B7  # AUDIT_ARCH_*
+ARCHITECTURES = {"x86_64": X86_64, "aarch64": AARCH64}
+
+# name: (x86-64, aarch64); None where there is no such call
+ALLOWED: dict[str, tuple[int | None, int | None]] = {
+    "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79), "lseek": (8, 62),
+    "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216), "madvise": (28, 233), "futex": (202, 98),
+    "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
+    "exit": (60, 93), "exit_group": (231, 94), "getrandom": (318, 278), "getdents64": (217, 61),
+    "stat": (4, None), "lstat": (6, None), "access": (21, None), "faccessat": (269, 48), "faccessat2": (439, 439),
+    "statx": (332, 291), "statfs": (137, 43), "fstatfs": (138, 44), "readlink": (89, None), "readlinkat": (267, 78),
+    "pread64": (17, 67), "pwrite64": (18, 68), "readv": (19, 65), "writev": (20, 66),
+    "fsync": (74, 82), "fdatasync": (75, 83), "ftruncate": (77, 46), "copy_file_range": (326, 285), "sendfile": (40, 71),
+    "getcwd": (79, 17), "chdir": (80, 49), "fchdir": (81, 50), "umask": (95, 166),
+    "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "unlink": (87, None), "unlinkat": (263, 35),
+    "rename": (82, None), "renameat": (264, 38), "renameat2": (316, 276),
+    "pipe": (22, None), "pipe2": (293, 59), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
+    "poll": (7, None), "ppoll": (271, 73), "select": (23, None), "pselect6": (270, 72), "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21), "epoll_wait": (232, None), "epoll_pwait": (281, 22), "eventfd2": (290, 19),
+    "sched_yield": (24, 124), "sched_getaffinity": (204, 123), "nanosleep": (35, 101), "clock_nanosleep": (230, 115),
+    "clock_gettime": (228, 113), "clock_getres": (229, 114), "gettimeofday": (96, 169), "time": (201, None),
+    "getitimer": (36, 102), "setitimer": (38, 103), "alarm": (37, None), "pause": (34, None), "times": (100, 153),
+    "getrusage": (98, 165), "getrlimit": (97, 163), "uname": (63, 160), "sysinfo": (99, 179), "getcpu": (309, 168),
+    "getpid": (39, 172), "gettid": (186, 178), "getppid": (110, 173), "getpgrp": (111, None), "getpgid": (121, 155),
+    "getuid": (102, 174), "getgid": (104, 176), "geteuid": (107, 175), "getegid": (108, 177), "getsid": (124, 156),
+    "set_robust_list": (273, 99), "rseq": (334, 293), "membarrier": (324, 283), "restart_syscall": (219, 128),
+}  # fmt: skip
+KILL, TGKILL, PRLIMIT, CLONE, CLONE3 = (62, 129), (234, 131), (302, 261), (56, 220), (435, 435)
+MMAP, MPROTECT, OPEN, OPENAT, FCNTL, IOCTL = (9, 222), (10, 226), (2, None), (257, 56), (72, 25), (16, 29)
+
+# F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC; F_SETFL is allowed without O_ASYNC
+FCNTL_COMMANDS = (0, 1, 2, 3, 1030)
+IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
+THREAD_FLAGS = 0x3D0F00  # VM FS FILES SIGHAND THREAD SYSVSEM SETTLS PARENT_SETTID CHILD_CLEARTID
+PROT_EXEC, O_ACCMODE, O_TRUNC, O_ASYNC, F_SETFL = 4, 3, 0o1000, 0o20000, 4
+
+LOAD, EQUAL, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x45, 0x54, 0x06  # BPF: LD|W|ABS, JEQ|K, JSET|K, ALU|AND|K, RET|K
+ALLOW, KILL_PROCESS, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+NUMBER, ARCHITECTURE, X32 = 0, 4, 0x40000000  # offsets in struct seccomp_data; the bit that marks an x32 call
+Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
+
+
+def _argument(i: int) -> int:
+    return 16 + 8 * i  # its low 32 bits: both architectures are little-endian
+
+
+def _refuse(number: int = errno.EPERM) -> Instruction:
+    return (RETURN, 0, 0, ERROR | number)
+
+
+def _case(number: int, body: list[Instruction]) -> list[Instruction]:
+    """`body`, which returns on every way, for this call; the next case for others. The number stands in the accumulator."""
+    return [(EQUAL, 0, len(body), number), *body]
+
+
+def _only(argument: int, values: tuple[int, ...]) -> list[Instruction]:
+    """Allows these values of an argument."""
+    body: list[Instruction] = [(LOAD, 0, 0, _argument(argument))]
+    for value in values:
+        body += [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
+    return [*body, _refuse()]
+
+
+def _without(argument: int, bits: int) -> list[Instruction]:
+    """Allows an argument that has none of these bits."""
+    return [(LOAD, 0, 0, _argument(argument)), (ANY_BIT, 0, 1, bits), _refuse(), (RETURN, 0, 0, ALLOW)]
+
+
+def _opening(flags: int) -> list[Instruction]:
+    return [
+        (LOAD, 0, 0, _argument(flags)),
+        (AND, 0, 0, O_ACCMODE | O_TRUNC),
+        (EQUAL, 0, 1, O_TRUNC),  # O_RDONLY is 0
+        _refuse(),
+        (RETURN, 0, 0, ALLOW),
+    ]
+
+
+def program(machine: str, pid: int, threads: bool) -> bytes:
+    """The filter, as an array of struct sock_filter.
+
+    Args:
+        machine: "x86_64" or "aarch64".
+        pid: of the process that it is for.
+        threads: whether the process may start any.
+
+    Raises:
+        KeyError: another machine.
+    """
+    column = list(ARCHITECTURES).index(machine)
+    code: list[Instruction] = [
+        (LOAD, 0, 0, ARCHITECTURE),
+        (EQUAL, 1, 0, ARCHITECTURES[machine]),
+        (RETURN, 0, 0, KILL_PROCESS),
+        (LOAD, 0, 0, NUMBER),
+        (ANY_BIT, 0, 1, X32),
+        (RETURN, 0, 0, KILL_PROCESS),
+    ]
+    for numbers in ALLOWED.values():
+        number = numbers[column]
+        if number is not None:
+            code += _case(number, [(RETURN, 0, 0, ALLOW)])
+    flags = [(LOAD, 0, 0, _argument(1)), (EQUAL, 0, 4, F_SETFL), *_without(2, O_ASYNC)]
+    special: list[tuple[tuple[int, int | None], list[Instruction]]] = [
+        (MMAP, _without(2, PROT_EXEC)),
+        (MPROTECT, _without(2, PROT_EXEC)),
+        (OPEN, _opening(1)),
+        (OPENAT, _opening(2)),
+        (FCNTL, [*flags, *_only(1, FCNTL_COMMANDS)]),
+        (IOCTL, _only(1, IOCTL_COMMANDS)),
+        (KILL, _only(0, (pid,))),
+        (TGKILL, _only(0, (pid,))),
+        (PRLIMIT, _only(0, (0, pid))),
+        (CLONE, _only(0, (THREAD_FLAGS,)) if threads else [_refuse()]),
+        (CLONE3, [_refuse(errno.ENOSYS)]),
+    ]
+    for numbers, body in special:
+        number = numbers[column]
+        if number is not None:
+            code += _case(number, body)
+    code.append(_refuse())
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)

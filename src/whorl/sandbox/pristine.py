@@ -1,0 +1,121 @@
+"""The standard library as it was before a foreign program ran.
+
+A program may cheat its tests by changing what they stand on: `unittest.TestCase.assertEqual = lambda *a: None`,
+`builtins.len = ...`, `sys.modules["unittest"] = ...`, `TestCase.run.__code__ = ...`. So a picture of all loaded modules is
+taken in the zygote, once: each module's names, each class's attributes, each function's code and defaults. After the
+program's own statements everything is put back; after its tests the builtins and unittest are looked at again, because a
+function of the program that is called by a test may do the same then. (Elsewhere the library changes by itself: caches,
+what is made at first use.)
+
+What cannot be seen here: the contents of lists and dictionaries inside modules (but those of the import system are
+kept), and what is put back in time by whoever changed it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections.abc import Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+MISSING = object()
+_OF_A_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
+_RESTLESS = {"__abstractmethods__", "_abc_impl", "__warningregistry__", "_"}  # they change by themselves
+_OF_SYS = {"stdin", "stdout", "stderr", "last_type", "last_value", "last_traceback", "last_exc"}  # so do these of sys
+JUDGES = ("builtins", "unittest")
+
+
+class Pristine:
+    """A picture of every module in `sys.modules` but those named in `leave_out` (with what lies below them)."""
+
+    def __init__(self, leave_out: tuple[str, ...] = ()) -> None:
+        self.modules = {
+            name: module
+            for name, module in sys.modules.items()
+            if isinstance(module, ModuleType) and name.split(".")[0] not in leave_out
+        }
+        self.names: list[tuple[Any, Mapping[str, Any], dict[str, Any]]] = []
+        self.functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
+        self.imports = [(kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)]
+        self.builtins, self.builtin = vars(builtins), dict(vars(builtins))
+        seen: set[int] = set()
+        for module in self.modules.values():
+            self._add(module, seen)
+
+    def _add(self, holder: Any, seen: set[int]) -> None:
+        if id(holder) in seen:
+            return
+        seen.add(id(holder))
+        live = vars(holder)
+        self.names.append((holder, live, dict(live)))
+        for value in list(live.values()):
+            if isinstance(value, (staticmethod, classmethod)):
+                value = value.__func__
+            parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+            for part in parts:
+                if isinstance(part, FunctionType) and id(part) not in seen:
+                    seen.add(id(part))
+                    self.functions.append((part, tuple(getattr(part, n) for n in _OF_A_FUNCTION)))
+            # Only classes made in Python can be changed; the flag is Py_TPFLAGS_IMMUTABLETYPE.
+            if isinstance(value, type) and not value.__flags__ & (1 << 8):
+                self._add(value, seen)
+
+    def changes(self, within: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str, Any]]:
+        """What is not as it was: (what to call it, holder, name, value as it was or MISSING).
+
+        Args:
+            within: names of packages to look at; none for all.
+        """
+
+        def looked_at(holder: Any) -> bool:
+            home = holder.__name__ if isinstance(holder, ModuleType) else holder.__module__
+            return not within or str(home).split(".")[0] in within
+
+        for holder, live, kept in self.names:
+            if _same(live, kept) or not looked_at(holder):
+                continue
+            called = getattr(holder, "__qualname__", getattr(holder, "__name__", "?"))
+            skip = _RESTLESS | _OF_SYS if holder is sys else _RESTLESS
+            for name in [n for n in live if n not in kept and n not in skip]:
+                if not isinstance(live[name], ModuleType):  # a part of a package that was imported later
+                    yield f"{called}.{name}", holder, name, MISSING
+            for name, value in kept.items():
+                if live.get(name, MISSING) is not value and name not in skip:
+                    yield f"{called}.{name}", holder, name, value
+        for function, was in self.functions:
+            for name, value in zip(_OF_A_FUNCTION, was, strict=True):
+                if getattr(function, name) is not value and looked_at(function):
+                    yield f"{function.__qualname__}.{name}", function, name, value
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        self.builtins.update(self.builtin)  # first of all, and by a method of C: what follows calls them
+        for kept, were in self.imports:
+            kept[:] = were
+        for name, module in self.modules.items():
+            sys.modules[name] = module
+        for _, holder, name, value in list(self.changes()):
+            if isinstance(holder, ModuleType):
+                # A module's dictionary is written directly: its class may have been changed.
+                if value is MISSING:
+                    vars(holder).pop(name, None)
+                else:
+                    vars(holder)[name] = value
+            elif value is MISSING:
+                type.__delattr__(holder, name)
+            elif isinstance(holder, type):
+                type.__setattr__(holder, name, value)
+            else:
+                setattr(holder, name, value)
+
+
+def _same(live: Mapping[str, Any], kept: dict[str, Any]) -> bool:
+    """Whether two mappings hold the very same objects; a first, quick look."""
+    if len(live) != len(kept):
+        return False
+    get = live.get
+    for name, value in kept.items():  # noqa: SIM110 (a generator would take twice as long)
+        if get(name, MISSING) is not value:
+            return False
+    return True

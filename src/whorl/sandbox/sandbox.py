@@ -1,0 +1,307 @@
+"""Running programs that nobody trusts: many, small, and at once.
+
+A model writes programs, and a reward says whether they work. They are hostile, if not by intent then by search: whatever
+raises the reward will be found, be it `os._exit(0)`, a print in the place of a proof, or a fork bomb. And there are many: a
+step of training asks for 128 verdicts or more, while the learner waits.
+
+    with Sandbox(Limits(wall_seconds=1), workers=2) as sandbox:
+        outcomes = sandbox.run_all([Program(source, tests="assert add(1, 2) == 3"), ...])
+
+Each worker is a zygote (`zygote.py`), a small warm process that forks for each program; the fork confines itself
+(`confine.py`, `calls.py`) and then runs program and tests (`child.py`). What stands between a program and the user:
+
+    another process in a session of its own, which cannot make further ones and is killed whole
+    no reading but the interpreter's own library and its folder; no writing but in its folder    (Landlock)
+    no sockets, no exec, no signals to others, no call that is not in a short list              (seccomp)
+    no capabilities, no environment, no descriptors of ours; limits on time, memory, files, output
+
+`protections()` says which of them are in force: each worker puts them on and *tries* them before the first program runs.
+Where one that is essential cannot be had the sandbox refuses to start, unless it is named in `without`.
+
+A worker that is killed, stopped or stuck is noticed and started again; the program it was at counts as crashed, and no
+other is lost. What remains possible is told where it belongs: `confine.py` (what can still be seen) and `child.py` (how a
+verdict can still be faked). For a secret whose loss would hurt, this is not enough: use a virtual machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import selectors
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import whorl
+from whorl.errors import ConfigError, WhorlError, one_of
+from whorl.sandbox.limits import Limits, Outcome, Printed, Program
+
+ESSENTIAL = ("landlock", "seccomp")
+GRACE_SECONDS = 10.0  # what a worker may take beyond a program's own time before it counts as stuck
+START_SECONDS = 60.0
+_START = "import sys; sys.path.append(sys.argv.pop(1)); from whorl.sandbox.zygote import main; main()"
+
+# Tried in each worker before anything else runs there. Prints what it could do and should not have been able to.
+_TRIALS = """
+import os
+def attempt(name, f):
+    try:
+        f()
+    except (OSError, RuntimeError, MemoryError):
+        return
+    print(name)
+attempt("landlock", lambda: os.listdir("/"))
+attempt("landlock", lambda: open("/proc/self/environ").read())
+attempt("landlock", lambda: open("../escaped", "w"))
+attempt("seccomp", lambda: os.fork() or os._exit(0))
+attempt("seccomp", lambda: os.execv("/bin/true", ["true"]))
+attempt("seccomp", lambda: os.kill(os.getppid(), 0))
+attempt("seccomp", lambda: os.chmod(".", 0o700))
+attempt("limits", lambda: bytearray({memory}))
+if os.environ: print("environment")
+"""
+
+
+class Worker:
+    """One zygote, seen from the parent. Raises ConfigError where it cannot be had."""
+
+    def __init__(self, without: frozenset[str]) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="whorl-sandbox-"))
+        (self.root / "box").mkdir()
+        above = str(Path(whorl.__file__).parent.parent)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-s", "-S", "-B", "-c", _START, above, str(self.root / "box"), *sorted(without)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},  # the same program gets the same verdict
+            start_new_session=True,  # Ctrl-C is for the parent
+            bufsize=0,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.to, self.back = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self.job = -1  # index of the program it is at
+        self.deadline = 0.0
+        hello = self.answer(time.monotonic() + START_SECONDS)
+        if hello is None or "missing" in hello:
+            self.end()
+        if hello is None:
+            raise WhorlError(
+                "a worker of the sandbox did not start",
+                expected=f"{sys.executable} to start and to import the standard library",
+                do="look at memory and at the limits of processes (ulimit -u), and try again",
+            )
+        if "missing" in hello:
+            raise _refused(hello["missing"], hello["why"])
+
+    def ask(self, program: Program, limits: Limits, job: int) -> None:
+        """Sends a program; a worker that is gone is noticed when it is read from."""
+        asked = bool(program.tests or program.examples)
+        parts: list[Any] = [{"source": program.source, "limits": dataclasses.asdict(limits), "asked": asked}]
+        if asked:
+            parts.append({"tests": program.tests, "examples": program.examples})
+        self.job, self.deadline = job, time.monotonic() + limits.wall_seconds + GRACE_SECONDS
+        with contextlib.suppress(BrokenPipeError):
+            for data in (json.dumps(part).encode() for part in parts):
+                _write(self.to, len(data).to_bytes(4, "little") + data)
+
+    def answer(self, deadline: float) -> Any:
+        """The worker's next answer; None when it ended, or said nothing whole before the deadline."""
+        os.set_blocking(self.back, False)
+        heard = bytearray()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.back, selectors.EVENT_READ)
+            while selector.select(max(0.0, deadline - time.monotonic())):
+                part = os.read(self.back, 1 << 20)
+                heard += part
+                if len(heard) >= 4 and len(heard) == 4 + int.from_bytes(heard[:4], "little"):
+                    return json.loads(heard[4:])
+                if not part:
+                    break
+        return None
+
+    def end(self) -> None:
+        """Kills the zygote; what it had started dies with it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class Sandbox:
+    """Runs programs that nobody trusts, `workers` at a time. A context manager; use it from one thread at a time or many.
+
+    Args:
+        limits: what each program may use.
+        workers: programs at one time; as many as there are cores to spare.
+        without: protections to do without where this machine does not give them ("landlock", "seccomp"): for programs that
+            are known to be harmless only.
+
+    Raises:
+        ConfigError: not Linux; an essential protection is missing; a number of workers below 1.
+        WhorlError: a worker does not start.
+    """
+
+    def __init__(self, limits: Limits | None = None, workers: int = 2, without: Collection[str] = ()) -> None:
+        self.limits, self.without = limits or Limits(), frozenset(without)
+        if not sys.platform.startswith("linux"):
+            raise ConfigError(
+                f"programs cannot be confined on {sys.platform}",
+                expected="Linux 5.13 or later: confinement is made of Landlock and seccomp",
+                do="run this step on Linux (a container or a virtual machine will do)",
+            )
+        if workers < 1:
+            raise ConfigError(f"sandbox: workers is {workers}", expected="at least 1")
+        for name in self.without:
+            if name not in ESSENTIAL:
+                raise ConfigError(f"sandbox: without names {name!r}", expected=one_of(name, ESSENTIAL))
+        self.restarts = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        self._workers: list[Worker | None] = [None] * workers
+        self._in_force: dict[str, str] = {}
+        try:
+            self._workers = [self._start() for _ in range(workers)]
+        except BaseException:
+            self.close()
+            raise
+
+    def protections(self) -> dict[str, str]:
+        """Name to what it does, for each protection that was found in force when the workers were started."""
+        return dict(self._in_force)
+
+    def run(self, program: Program | str) -> Outcome:
+        """Runs one program."""
+        return self.run_all([program])[0]
+
+    def run_all(self, programs: Sequence[Program | str]) -> list[Outcome]:
+        """Runs programs, each alone in a process; outcomes in their order.
+
+        A program that crashes its worker, or whose worker is killed, has crashed; the others do not notice.
+
+        Raises:
+            ConfigError: the sandbox is closed.
+            WhorlError: a worker that ended cannot be started again.
+        """
+        given = [Program(p) if isinstance(p, str) else p for p in programs]
+        outcomes: list[Outcome | None] = [None] * len(given)
+        waiting = deque(range(len(given)))
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the sandbox is closed", do="make a new one")
+            try:
+                while waiting or self._busy():
+                    for place, worker in enumerate(self._workers):
+                        if waiting and (worker is None or worker.job < 0):
+                            if worker is None:
+                                worker = self._workers[place] = self._start()
+                            worker.ask(given[waiting[0]], self.limits, waiting.popleft())
+                    for place, worker in self._ready():
+                        job, worker.job = worker.job, -1
+                        outcomes[job] = self._outcome(worker, place)
+            finally:
+                for place, worker in self._busy():  # interrupted: answers to come would be taken for others
+                    worker.end()
+                    self._workers[place] = None
+        return [o for o in outcomes if o is not None]
+
+    def close(self) -> None:
+        """Ends the workers. A second call does nothing."""
+        self._closed = True
+        for worker in self._workers:
+            if worker is not None:
+                worker.end()
+        self._workers = []
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _busy(self) -> list[tuple[int, Worker]]:
+        return [(i, w) for i, w in enumerate(self._workers) if w is not None and w.job >= 0]
+
+    def _ready(self) -> list[tuple[int, Worker]]:
+        """Busy workers that have something to say, or have said nothing for too long."""
+        busy = self._busy()
+        with selectors.DefaultSelector() as selector:
+            for place, worker in busy:
+                selector.register(worker.back, selectors.EVENT_READ, place)
+            first = min(w.deadline for _, w in busy)
+            speaking = {key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))}
+        return [(i, w) for i, w in busy if i in speaking or w.deadline <= time.monotonic()]
+
+    def _outcome(self, worker: Worker, place: int) -> Outcome:
+        said = worker.answer(worker.deadline)
+        if said is None:
+            self._workers[place] = None
+            self.restarts += 1
+            worker.end()
+            why = f"crashed: the sandbox's worker ended ({worker.process.returncode})"
+            return Outcome(ok=False, reason=why, output="", seconds=0.0)
+        return _read(said)
+
+    def _start(self) -> Worker:
+        """A worker that has shown that its protections hold."""
+        worker = Worker(self.without)
+        try:
+            worker.ask(Program(_TRIALS.format(memory=2 * self.limits.memory_bytes)), self.limits, 0)
+            worker.deadline = time.monotonic() + START_SECONDS
+            said = worker.answer(worker.deadline)
+            worker.job = -1
+            outcome = _read(said) if said is not None else None
+            if outcome is None or not outcome.ok:
+                why = outcome.reason if outcome else "it ended"
+                raise WhorlError(f"a worker of the sandbox failed its trials: {why}", expected="that all of them run")
+            broken = set(outcome.output.split())
+            for name in sorted(broken - self.without):
+                raise _refused(name, "a trial that it should stop went through")
+            self._in_force = {n: t for n, t in _TOLD.items() if n not in broken}
+        except BaseException:
+            worker.end()
+            raise
+        return worker
+
+
+_TOLD = {
+    "process": "each program in a process and session of its own, killed whole",
+    "limits": "time, memory, size of files, output, descriptors",
+    "environment": "empty",
+    "landlock": "reads the interpreter's library and its own folder, writes in its own folder",
+    "seccomp": "no sockets, exec, fork, signals to others, nor any call outside a short list",
+}
+
+
+def _refused(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"programs cannot be confined here: {name} is missing ({why})",
+        expected="Linux 5.13 or later on x86-64 or aarch64, with Landlock among the kernel's security modules and seccomp",
+        do=f"use such a machine; or, for programs known to be harmless, Sandbox(..., without={{{name!r}}})",
+    )
+
+
+def _read(said: dict[str, Any]) -> Outcome:
+    printed = tuple(Printed(text, error) for text, error in said["printed"])
+    reason = said["reason"]
+    return Outcome(reason == "passed", reason, said["output"], said["seconds"], printed)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]

@@ -1,0 +1,288 @@
+"""The zygote: a small process, warm and without torch, that forks once for each program and watches the fork.
+
+Starting an interpreter takes 20 ms and more; a fork of this one takes about 1. It reads a request from standard input
+(`length, JSON`: the program's source and limits), forks, reads the second part (tests and examples), which therefore never
+was in the fork's memory, and answers on standard output. While the fork runs, one `poll` waits for everything: what it
+prints, its report, its end (a pidfd), the deadline, and the end of the parent: if that goes, all goes.
+
+    parent --request--> zygote --fork--> child: new session, no descriptors but six, confined, runs the program
+           <--answer--         --tests, then the secret-->
+                               <--output, report with the secret--
+
+A child cannot fork, so killing one process kills everything that a program started. What the child says counts only with
+the secret, which is drawn after the fork. The reasons that the watcher finds (deadline, too much output, too many files)
+come before whatever the child claims.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import resource
+import secrets
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from whorl.sandbox.child import SECRET_BYTES, Child, read_exactly
+from whorl.sandbox.confine import Confinement, Unavailable, library
+from whorl.sandbox.pristine import Pristine
+
+WARM = """abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
+dataclasses datetime decimal difflib doctest enum fractions functools graphlib hashlib heapq html io itertools json keyword
+locale math numbers operator os.path pathlib pickle pprint queue random re secrets shutil statistics string struct tempfile
+textwrap threading time timeit tokenize traceback types typing unicodedata unittest unittest.mock uuid warnings weakref zlib
+zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap""".split()
+TICK = 0.02  # seconds between two looks at files and threads
+GRACE = 64 << 10  # bytes that a report may be longer than the output's limit
+
+
+def send(descriptor: int, value: Any) -> None:
+    data = json.dumps(value).encode()
+    data = len(data).to_bytes(4, "little") + data
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def receive(descriptor: int) -> Any:
+    """The next value, or EOFError at the stream's end."""
+    size = read_exactly(descriptor, 4)
+    data = read_exactly(descriptor, int.from_bytes(size, "little"))
+    if len(size) < 4 or len(data) < int.from_bytes(size, "little"):
+        raise EOFError
+    return json.loads(data)
+
+
+class Watch:
+    """One fork, from its start to its end."""
+
+    def __init__(self, pid: int, ends: dict[str, int], limits: dict[str, Any], folder: Path, to_send: bytes) -> None:
+        self.pid, self.ends, self.limits, self.folder, self.left = pid, ends, limits, folder, to_send
+        self.heard = {"output": bytearray(), "verdict": bytearray()}
+        self.most = {"output": limits["output_bytes"], "verdict": limits["output_bytes"] + GRACE}
+        self.reason = ""
+
+    def kill(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
+
+    def until_the_end(self) -> tuple[int, Any]:
+        """Returns (wait status, resources used)."""
+        deadline = time.monotonic() + self.limits["wall_seconds"]
+        process = os.pidfd_open(self.pid)
+        poll = select.poll()
+        for descriptor in (self.ends["output"], self.ends["verdict"], process):
+            poll.register(descriptor, select.POLLIN)
+        poll.register(self.ends["control"], select.POLLOUT)
+        poll.register(0, 0)  # no event but the parent's end
+        looks = self.limits["file_bytes"] > 0 or self.limits["processes"] > 1
+        running = True
+        while running:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                self.kill("time")
+            wait = max(0.0, min(left, TICK) if looks else left) if not self.reason else 10.0
+            for descriptor, event in poll.poll(wait * 1000 + 0.999):
+                if descriptor == 0:
+                    self.kill("crashed: the parent ended")
+                    os._exit(0)
+                if descriptor == process:
+                    running = False
+                elif descriptor == self.ends["control"]:
+                    if not (event & select.POLLOUT and self._feed()):
+                        poll.unregister(descriptor)
+                elif not self._hear("output" if descriptor == self.ends["output"] else "verdict"):
+                    poll.unregister(descriptor)
+            if running and looks and not self.reason:
+                self._look()
+        os.close(process)
+        _, status, used = os.wait4(self.pid, 0)
+        while self._hear("output") or self._hear("verdict"):
+            pass
+        return status, used
+
+    def _feed(self) -> bool:
+        """Hands on what is left to send; False when nothing is, or nobody reads."""
+        try:
+            self.left = self.left[os.write(self.ends["control"], self.left) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return False
+        return bool(self.left)
+
+    def _hear(self, what: str) -> bool:
+        """Takes what is there; False at the stream's end (or, after the child's, when nothing is left)."""
+        try:
+            data = os.read(self.ends[what], 1 << 16)
+        except BlockingIOError:
+            return False
+        kept = self.heard[what]
+        kept += data
+        if len(kept) > self.most[what]:
+            del kept[self.most[what] :]
+            if not self.reason:
+                with contextlib.suppress(ProcessLookupError):
+                    self.kill("output")
+                self.reason = "output"
+        return bool(data)
+
+    def _look(self) -> None:
+        files = sum(_sizes(self.folder)) if self.limits["file_bytes"] else 0
+        if files > self.limits["file_bytes"]:
+            self.kill("files")
+        with contextlib.suppress(OSError, IndexError):
+            threads = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[17])
+            if threads > self.limits["processes"]:
+                self.kill("threads")
+
+
+def _sizes(folder: Path) -> Any:
+    for at, folders, names in os.walk(folder):
+        yield 4096 * len(folders)
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield 4096 + os.lstat(os.path.join(at, name)).st_size  # noqa: PTH118 (one of many)
+
+
+def clear(folder: Path) -> None:
+    """Removes all that lies in a folder. Links are removed, not followed; a folder without rights is given them."""
+    for entry in list(os.scandir(folder)):
+        if entry.is_dir(follow_symlinks=False):
+            os.chmod(entry.path, 0o700)  # noqa: PTH101
+            clear(Path(entry.path))
+            os.rmdir(entry.path)  # noqa: PTH106
+        else:
+            os.unlink(entry.path)  # noqa: PTH108
+
+
+class Zygote:
+    """Prepared once; `serve` runs until the parent is gone."""
+
+    def __init__(self, folder: Path, without: frozenset[str]) -> None:
+        for name in WARM:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, programs go first
+        os.chdir(folder)
+        sys.path[:] = library()
+        self.folder = folder
+        self.confinement = Confinement(folder, without)
+        self.pristine = Pristine(leave_out=("whorl", "ctypes", "_ctypes", "__main__"))
+
+    def serve(self) -> None:
+        while True:
+            try:
+                head = receive(0)
+            except EOFError:
+                return
+            send(1, self.one(head))
+
+    def one(self, head: dict[str, Any]) -> dict[str, Any]:
+        """Runs one program; reads the request's second part itself."""
+        limits = head["limits"]
+        began = time.perf_counter()
+        pairs = {name: os.pipe() for name in ("output", "verdict", "control")}
+        me = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._become(head, pairs, me)
+            finally:
+                os._exit(70)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        tail = json.dumps(receive(0)).encode() if head["asked"] else b""
+        ends = {"control": pairs["control"][1], "output": pairs["output"][0], "verdict": pairs["verdict"][0]}
+        for name, (readable, writable) in pairs.items():
+            os.close(readable if name == "control" else writable)
+            os.set_blocking(ends[name], False)
+        prefix = len(tail).to_bytes(4, "little") + tail if head["asked"] else b""
+        watch = Watch(pid, ends, limits, self.folder, prefix + secret)
+        status, used = watch.until_the_end()
+        for end in ends.values():
+            os.close(end)
+        clear(self.folder)
+        said = bytes(watch.heard["verdict"])
+        report: dict[str, Any] = {"reason": _end(status, used, limits, said), "printed": []}
+        if watch.reason:
+            report["reason"] = watch.reason
+        elif said.startswith(secret) and os.waitstatus_to_exitcode(status) == 0:
+            report = json.loads(said[SECRET_BYTES:])
+        output = bytes(watch.heard["output"]).decode("utf-8", "replace")
+        return {**report, "output": output, "seconds": time.perf_counter() - began}
+
+    def _become(self, head: dict[str, Any], pairs: dict[str, tuple[int, int]], parent: int) -> NoReturn:
+        """In the fork: gives up everything, then runs the program."""
+        limits = head["limits"]
+        os.setsid()
+        self.confinement.dies_with_parent(parent)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for source, to in ((nothing, 0), (pairs["output"][1], 1), (pairs["output"][1], 2)):
+            os.dup2(source, to)
+        # Numbers that a program does not know. Its limit of descriptors lies below most of them.
+        control, verdict = random.SystemRandom().sample(range(32, 900), 2)
+        highest = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
+        for source, to in ((pairs["control"][0], control), (pairs["verdict"][1], verdict)):
+            os.dup2(source, to, inheritable=False)
+        rules = {self.confinement.landlock, self.confinement.read_only} - {-1}
+        keep = sorted({control, verdict} | rules)
+        for low, high in zip([2, *keep], [*keep, min(highest, 1 << 20)], strict=True):
+            os.closerange(low + 1, high)
+        try:
+            self.confinement.put_on(
+                limits["wall_seconds"], limits["cpu_seconds"], limits["memory_bytes"], limits["file_bytes"],
+                limits["processes"] > 1,
+            )  # fmt: skip
+        except (Unavailable, OSError) as error:
+            os.write(verdict, f"unconfined {error}".encode())
+            os._exit(71)
+        for rule in rules:
+            os.close(rule)
+        child = Child(self.pristine, control, verdict)
+        _forget()
+        child.run(head["source"], head["asked"])
+
+
+def _forget() -> None:
+    """Takes out of the program's sight: the environment, our own modules, and ctypes, which reads any memory.
+
+    ctypes cannot be loaded anew: its library may not be opened, and no memory becomes executable.
+    """
+    os.environ.clear()
+    for name in [n for n in sys.modules if n.split(".")[0] in ("whorl", "ctypes", "_ctypes", "__main__")]:
+        module = sys.modules.pop(name)
+        if "ctypes" in name:
+            vars(module).clear()
+    sys.modules["ctypes"] = sys.modules["_ctypes"] = None  # type: ignore[assignment]
+
+
+def _end(status: int, used: Any, limits: dict[str, Any], said: bytes) -> str:
+    """Why a process ended that gave no verdict."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == 71:
+        return "crashed: " + said.decode("utf-8", "replace")
+    if code >= 0:
+        return f"exited: the process ended with {code} before its end was reached"
+    if -code in (signal.SIGKILL, signal.SIGXCPU) and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.95:
+        return "cpu"
+    return f"crashed: signal {-code} ({signal.strsignal(-code)})"
+
+
+def main() -> None:
+    """What the parent starts: `main` with the folder and the protections to do without in the arguments."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        zygote = Zygote(Path(sys.argv[1]), frozenset(sys.argv[2:]))
+    except Unavailable as missing:
+        send(1, {"missing": missing.name, "why": missing.why})
+        return
+    send(1, {"ready": os.getpid()})
+    zygote.serve()

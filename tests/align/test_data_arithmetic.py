@@ -1,0 +1,133 @@
+"""Python itself judges every problem and every step; what is held out is never trained on."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.align.data.arithmetic import LEVELS, Arithmetic, Problem, draws, worked
+from whorl.errors import ConfigError, DataError
+
+EVERY = dict.fromkeys(range(len(LEVELS)), 1.0)
+
+
+def numbers(problem: Problem) -> list[int]:
+    return [n.value for n in ast.walk(ast.parse(problem.expression)) if isinstance(n, ast.Constant)]
+
+
+def test_python_agrees_with_every_answer_and_step() -> None:
+    seen = Counter[int]()
+    for problem in Arithmetic(3, EVERY).problems(0, 4000):
+        level = LEVELS[problem.level]
+        seen[problem.level] += 1
+        assert eval(problem.expression) == problem.answer
+        assert len(problem.steps) == len(level.digits) - 1
+        for step in problem.steps:
+            said, result = step.split("=")
+            assert eval(said) == int(result)
+        assert worked(problem).splitlines()[-1] == f"#### {problem.answer}"
+        assert int(problem.steps[-1].split("=")[1]) == problem.answer
+        assert sorted(len(str(n)) for n in numbers(problem)) == sorted(level.digits)
+        assert level.brackets or "(" not in problem.expression
+        assert not set(problem.expression) - set("0123456789()" + level.operators)
+    assert set(seen) == set(EVERY) and min(seen.values()) > 4000 / len(LEVELS) * 0.75
+
+
+def test_steps_go_from_the_inside_out_and_only_needed_brackets_stand() -> None:
+    """Python's own tree of the text, walked left before right, gives the very steps."""
+
+    def walk(node: ast.expr, steps: list[str]) -> int:
+        if isinstance(node, ast.Constant):
+            return int(node.value)
+        assert isinstance(node, ast.BinOp)
+        a, b = walk(node.left, steps), walk(node.right, steps)
+        sign = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
+        value = {"+": a + b, "-": a - b, "*": a * b}[sign]
+        steps.append(f"{a}{sign}{b}={value}" if b >= 0 else f"{a}{sign}({b})={value}")
+        return value
+
+    for problem in Arithmetic(1, {5: 1, 6: 1, 7: 1, 9: 1}).problems(0, 1000):
+        tree = ast.parse(problem.expression, mode="eval").body
+        steps: list[str] = []
+        walk(tree, steps)
+        assert tuple(steps) == problem.steps
+        assert ast.unparse(tree).replace(" ", "") == problem.expression  # which writes no bracket in vain
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**70), st.integers(0, 10**12), st.integers(1, 40), st.booleans())
+def test_a_problem_depends_on_its_seed_and_index_alone(seed: int, start: int, n: int, held_out: bool) -> None:
+    source = Arithmetic(seed, EVERY)
+    together = source.problems(start, n, held_out=held_out)
+    alone = [source.problems(start + i, 1, held_out=held_out)[0] for i in range(n)]
+    assert together == alone
+
+
+def test_seeds_differ_and_the_numbers_are_fixed_for_ever() -> None:
+    one, two = (Arithmetic(seed, {10: 1}).problems(0, 200) for seed in (0, 1))
+    assert not {p.expression for p in one} & {p.expression for p in two}
+    first = [p.expression for p in Arithmetic(0, {1: 1, 7: 1}).problems(0, 4)]
+    assert first == ["75+49", "22*(21*3)", "99+59", "42-74+2"]
+
+
+def test_the_dial_gives_each_level_its_share() -> None:
+    seen = Counter(p.level for p in Arithmetic(5, {1: 3, 4: 1, 8: 0}).problems(0, 8000))
+    assert set(seen) == {1, 4}
+    assert abs(seen[1] / 8000 - 0.75) < 0.02  # four deviations
+
+
+def test_held_out_problems_are_never_trained_on_whatever_the_seed_and_whichever_way_round() -> None:
+    held = Arithmetic(7, {0: 1, 1: 1, 7: 1}).problems(0, 3000, held_out=True)
+    trained = Arithmetic(8, {0: 1, 1: 1, 7: 1}).problems(0, 30000)
+    sides = [{p.expression for p in side} for side in (held, trained)]
+    assert not sides[0] & sides[1]
+    ways = [{tuple(sorted(numbers(p))) for p in side if p.level < 2} for side in (held, trained)]
+    assert not ways[0] & ways[1]
+    # Of the 4,095 unordered sums of two digits, about a tenth is held out.
+    two = {tuple(sorted(numbers(p))) for p in held if p.level == 1}
+    assert 0.05 * 4095 < len(two) < 0.15 * 4095
+
+
+def test_distinct_problems_and_too_many_of_them() -> None:
+    source = Arithmetic(0, {0: 1})
+    few = source.distinct(5)
+    assert len({p.expression for p in few}) == 5
+    with pytest.raises(DataError, match="different problems"):
+        source.distinct(82)
+    with pytest.raises(DataError, match="no held-out problem"):
+        Arithmetic(0, {0: 1}, held_out_share=0.0).problems(0, 1, held_out=True)
+
+
+def test_tasks_pairs_and_conversations_say_the_same() -> None:
+    source, plain = Arithmetic(2, {7: 1}), Arithmetic(2, {7: 1}, working=False)
+    problem = source.problems(11, 1)[0]
+    task, pair, chat = source.task(problem), source.pair(problem), source.conversation(problem)
+    assert (task.prompt, task.verifier, task.answer) == (pair.prompt, "numeric", str(problem.answer))
+    assert (task.id, task.difficulty) == ("arithmetic-2-11", 7.0)
+    assert chat.messages[-1]["content"] == pair.completion == worked(problem)
+    assert source.task(problem, chat=True).messages == chat.messages[:-1]
+    assert plain.task(problem).verifier == "exact"
+    assert (
+        plain.pair(problem).prompt + plain.pair(problem).completion
+        == f"{problem.expression}={problem.answer}"
+    )
+
+
+def test_wrong_dials_are_refused() -> None:
+    for weights in ({99: 1.0}, {1: -1.0}, {1: 0.0}, {}, {1: float("nan")}):
+        with pytest.raises(ConfigError, match="weights"):
+            Arithmetic(0, weights)
+    with pytest.raises(ConfigError, match="held_out_share"):
+        Arithmetic(0, held_out_share=1.0)
+
+
+def test_draws_are_spread_over_all_bits() -> None:
+    import numpy as np
+
+    bits = np.unpackbits(draws(0, np.arange(4096, dtype=np.uint64), 0, 4).view(np.uint8))
+    assert abs(bits.mean() - 0.5) < 0.005
+    assert len(np.unique(draws(0, np.arange(4096, dtype=np.uint64), 0, 4))) == 4 * 4096

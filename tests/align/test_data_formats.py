@@ -1,0 +1,255 @@
+"""Every shape comes to its noun, every bad record to the quarantine with its reason, file, line and field."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from whorl.align.data import (
+    Conversation,
+    Judged,
+    Preference,
+    Quarantine,
+    conversations,
+    judged,
+    pairs,
+    preferences,
+    tasks,
+)
+from whorl.align.data.formats import to_conversation, to_judged, to_pair, to_preference, to_task
+from whorl.align.data.quarantine import REASONS, BadRecordError
+from whorl.align.data.read import records
+from whorl.errors import DataError
+
+U, A = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}
+OTHER = {"role": "assistant", "content": "what?"}
+
+
+def write(path: Path, *values: object) -> Path:
+    path.write_text("".join(json.dumps(v) + "\n" for v in values))
+    return path
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [U, A]},
+        {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "good day"}]},
+        {"instruction": "hello", "input": "", "output": "good day"},
+        {"prompt": "hello", "completion": "good day"},
+        {"prompt": [U], "completion": [A]},
+        {
+            "messages": [
+                {**U, "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+                A,
+            ]
+        },
+        {"messages": [{**U, "name": None}, {**A, "tool_calls": None}], "prompt": None},
+    ],
+)
+def test_every_shape_of_a_conversation_says_the_same(record: dict[str, Any]) -> None:
+    assert to_conversation(record) == Conversation((U, A))
+
+
+def test_alpaca_input_and_sharegpt_system_are_kept() -> None:
+    found = to_conversation({"instruction": "Add.", "input": "1 2", "output": "3"})
+    assert found.messages[0]["content"] == "Add.\n\n1 2"
+    told = to_conversation({"system": "Be kind.", "conversations": [{"from": "gpt", "value": "hm"}]})
+    assert [m["role"] for m in told.messages] == ["system", "assistant"]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    assert to_conversation({"messages": [U, called]}).messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "p", "chosen": " a", "rejected": " b"}, ("p", " a", " b")),
+        ({"prompt": "p", "chosen": "p a", "rejected": "p b"}, ("p", " a", " b")),
+        (
+            {"chosen": "The sky is blue.", "rejected": "The sky is black."},
+            ("The sky is", " blue.", " black."),
+        ),
+        (
+            {"chosen": "\n\nHuman: hi\n\nAssistant: I am", "rejected": "\n\nHuman: hi\n\nAssistant: I can"},
+            ("\n\nHuman: hi\n\nAssistant:", " I am", " I can"),
+        ),
+        ({"prompt": [U], "chosen": [A], "rejected": [OTHER]}, ((U,), (A,), (OTHER,))),
+        ({"chosen": [U, A], "rejected": [U, OTHER]}, ((U,), (A,), (OTHER,))),
+        ({"prompt": [U], "chosen": [U, A], "rejected": [U, OTHER]}, ((U,), (A,), (OTHER,))),
+        ({"prompt": "hello", "chosen": [U, A], "rejected": [U, OTHER]}, ((U,), (A,), (OTHER,))),
+        ({"prompt": "hello", "chosen": [A], "rejected": [OTHER]}, ((U,), (A,), (OTHER,))),
+        ({"prompt": [U], "chosen": "good day", "rejected": "what?"}, ((U,), (A,), (OTHER,))),
+        ({"prompt": None, "chosen": [U, A, U, A], "rejected": [U, A, U, OTHER]}, ((U, A, U), (A,), (OTHER,))),
+    ],
+)
+def test_preferences_as_people_write_them(record: dict[str, Any], expected: tuple[Any, ...]) -> None:
+    found = to_preference(record)
+    assert (found.prompt, found.chosen, found.rejected) == expected
+
+
+def test_judged_answers_pairs_and_tasks() -> None:
+    assert to_judged({"prompt": "p", "completion": "c", "label": False}) == Judged("p", "c", False)
+    assert to_judged({"prompt": [U], "completion": [A], "label": 1}) == Judged((U,), (A,), True)
+    pair = to_pair({"prompt": None, "completion": "c"})
+    assert (pair.prompt, pair.completion) == ("", "c")
+    task = to_task({"id": 7, "prompt": "1+1=", "verifier": "exact", "answer": 2, "difficulty": 3})
+    assert (task.id, task.prompt, task.answer, task.difficulty) == ("7", "1+1=", "2", 3.0)
+    assert to_task({"prompt": [U], "verifier": "numeric"}).messages == (U,)
+
+
+@pytest.mark.parametrize(
+    ("shape", "record", "reason", "field"),
+    [
+        (to_conversation, {"text": "hm"}, "unknown_shape", ""),
+        (to_conversation, {"messages": []}, "empty", "messages"),
+        (to_conversation, {"messages": "hm"}, "bad_field", "messages"),
+        (to_conversation, {"messages": [U]}, "no_answer", ""),
+        (to_conversation, {"messages": [U, {"role": "judge", "content": "x"}]}, "bad_role", "messages[1].role"),
+        (to_conversation, {"messages": [{"role": "user"}, A]}, "bad_field", "messages[0].content"),
+        (to_conversation, {"messages": [U, {**A, "content": " \n"}]}, "empty", "messages[1].content"),
+        (to_conversation, {"messages": [{**U, "content": "\ud800"}, A]}, "bad_text", "messages[0].content"),
+        (to_conversation, {"instruction": "Add.", "output": ""}, "empty", "output"),
+        (to_conversation, {"instruction": "Add.", "input": 3, "output": "x"}, "bad_field", "input"),
+        (to_pair, {"prompt": "p"}, "unknown_shape", ""),
+        (to_preference, {"prompt": "p", "chosen": "a"}, "unknown_shape", ""),
+        (to_preference, {"prompt": "p", "chosen": "a", "rejected": "a"}, "identical", "rejected"),
+        (to_preference, {"chosen": [U, A], "rejected": [U, A]}, "identical", "rejected"),
+        (to_preference, {"chosen": [U, A, U, A], "rejected": [U, A]}, "no_answer", "rejected"),
+        (to_preference, {"chosen": "left", "rejected": "right"}, "no_prompt", ""),
+        (to_preference, {"prompt": "p", "chosen": "a", "rejected": 3}, "bad_field", "rejected"),
+        (to_preference, {"prompt": "p", "chosen": "p", "rejected": "p b"}, "empty", "chosen"),
+        (to_judged, {"prompt": "p", "completion": "c", "label": "yes"}, "bad_field", "label"),
+        (to_task, {"prompt": "p"}, "bad_field", "verifier"),
+        (to_task, {"prompt": "p", "messages": [U], "verifier": "exact"}, "bad_field", "messages"),
+    ],
+)  # fmt: skip
+def test_bad_records_are_refused_with_their_reason(shape: Any, record: Any, reason: str, field: str) -> None:
+    with pytest.raises(BadRecordError) as caught:
+        shape(record)
+    assert (caught.value.reason, caught.value.field) == (reason, field)
+
+
+def test_a_preference_made_by_hand_is_checked_too() -> None:
+    with pytest.raises(DataError, match="identical"):
+        Preference("p", "a", "a")
+    with pytest.raises(DataError, match="mixes"):
+        Preference("p", (A,), (OTHER,))
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", " ", "user", "gpt", "a", "b\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "x"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = (
+    "messages conversations instruction input output prompt completion chosen rejected label verifier answer"
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine draws slowly
+@given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=5))
+def test_whatever_a_record_holds_is_shaped_or_refused(record: dict[str, Any]) -> None:
+    for shape in (to_conversation, to_pair, to_preference, to_judged, to_task):
+        try:
+            found = shape(record)
+        except BadRecordError as error:
+            assert error.reason in REASONS
+        else:
+            json.dumps(found.__dict__).encode()
+
+
+def test_the_quarantine_names_file_line_and_field_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "some.jsonl"
+    good = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    rows = [good, {**good, "rejected": "a"}, {**good, "chosen": 3}, [1], good, {**good, "rejected": "a"}]
+    write(path, *rows)
+    with path.open("ab") as stream:
+        stream.write(b'\n{"prompt": \n\xff\xfe\n')
+    quarantine = Quarantine(tmp_path / "quarantine.jsonl", keep=2)
+    found = list(preferences(path, quarantine))
+    assert [p.id for p in found] == ["some.jsonl:1", "some.jsonl:5"]
+    assert quarantine.summary() == {
+        "accepted": 2,
+        "identical": 2,
+        "bad_json": 2,
+        "bad_field": 1,
+        "bad_text": 1,
+    }
+    assert len(quarantine) == 6 and len(quarantine.records) == 2
+    kept = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
+    assert [k["line"] for k in kept] == [2, 3, 4, 6, 8, 9]
+    assert kept[1]["file"] == str(path) and kept[1]["field"] == "chosen"
+    assert "some.jsonl, line 2, field 'rejected'" in str(quarantine.records[0])
+
+
+def test_the_same_records_from_every_kind_of_file(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": [U, {**A, "content": f"answer {i}"}]} for i in range(5)]
+    write(tmp_path / "a.jsonl", *rows)
+    data = (tmp_path / "a.jsonl").read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(data))
+    with pa.CompressedOutputStream(str(tmp_path / "c.jsonl.zst"), "zstd") as stream:
+        stream.write(data)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    (tmp_path / "e.json").write_text(json.dumps(rows))
+    made = datasets.Dataset.from_list(rows)
+    made.save_to_disk(tmp_path / "alone", num_shards=2)
+    datasets.DatasetDict({"train": made, "test": made.select([4])}).save_to_disk(tmp_path / "split")
+    places = ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.json", "alone", "split"]
+    for place in places:
+        quarantine = Quarantine()
+        found = [c.messages for c in conversations(tmp_path / place, quarantine)]
+        assert found == [(U, {**A, "content": f"answer {i}"}) for i in range(5)], place
+        assert not len(quarantine)
+    assert len(list(conversations(tmp_path / "split", Quarantine(), split="test"))) == 1
+    with pytest.raises(DataError, match="no split 'valid'"):
+        list(conversations(tmp_path / "split", Quarantine(), split="valid"))
+
+
+def test_damaged_and_endless_files(tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * 50, "completion": str(i * 7919)} for i in range(2000)]
+    data = gzip.compress(write(tmp_path / "x.jsonl", *rows).read_bytes())
+    (tmp_path / "cut.jsonl.gz").write_bytes(data[: len(data) // 2])
+    quarantine = Quarantine()
+    found = list(pairs(tmp_path / "cut.jsonl.gz", quarantine))
+    assert 0 < len(found) < 2000
+    assert [p.completion for p in found] == [str(i * 7919) for i in range(len(found))]
+    assert set(quarantine.counts) <= {"damaged", "bad_json"} and quarantine.counts["damaged"] == 1
+
+    long = tmp_path / "long.jsonl"
+    long.write_bytes(b'{"a": "' + b"x" * 5000 + b'"}\n{"a": 1}\n')
+    seen = [(line, type(r).__name__) for _, line, r in records(long, longest=1000)]
+    assert seen == [(1, "BadRecordError"), (2, "dict")]
+
+    table = pa.table({"prompt": ["p"] * 300, "completion": ["c"] * 300})
+    pq.write_table(table, tmp_path / "t.parquet")
+    raw = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "t.parquet").write_bytes(raw[: len(raw) // 2])
+    with pytest.raises(DataError, match="not one record"):
+        list(pairs(tmp_path / "t.parquet", Quarantine()))
+
+
+def test_wrong_places_say_what_was_expected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not there"):
+        list(tasks(tmp_path / "none.jsonl", Quarantine()))
+    (tmp_path / "a.csv").write_text("a,b\n")
+    with pytest.raises(DataError, match="nothing that can be read"):
+        list(tasks(tmp_path / "a.csv", Quarantine()))
+    path = write(tmp_path / "j.jsonl", {"question": "x"})
+    with pytest.raises(DataError, match=r"unknown_shape 1[\s\S]*j.jsonl, line 1"):
+        list(judged(path, Quarantine()))

@@ -1,0 +1,105 @@
+"""KL estimators added up over all outcomes, numbers and gradients; the controller against its equation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.objectives.divergences import Estimator, adapted_kl_weight, kl_estimate, kl_reward
+
+
+def policies(near: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Logits of pi [7], with gradient, and log-probabilities of a reference [7]."""
+    g = torch.Generator().manual_seed(1)
+    logits = torch.randn(7, generator=g, dtype=torch.float64, requires_grad=True)
+    other = logits.detach() + near * torch.randn(7, generator=g, dtype=torch.float64)
+    return logits, other.log_softmax(0)
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum()
+
+
+def expected(estimator: Estimator, logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """E[k] over all outcomes, and E[grad k] with the samples held fixed."""
+    log_prob = logits.log_softmax(0)
+    k = kl_estimate(log_prob, reference, estimator)
+    mean = (log_prob.exp().detach() * k).sum()
+    return mean.detach(), torch.autograd.grad(mean, logits)[0]
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_two_are_unbiased(estimator: Estimator) -> None:
+    logits, reference = policies()
+    torch.testing.assert_close(
+        expected(estimator, logits, reference)[0], kl(logits.log_softmax(0), reference).detach()
+    )
+
+
+def test_k2_is_biased_and_less_so_near_the_reference() -> None:
+    shares = []
+    for near in (1.0, 0.01):
+        logits, reference = policies(near)
+        whole = kl(logits.log_softmax(0), reference)
+        shares.append(float(abs(expected("k2", logits, reference)[0] / whole - 1)))
+    assert shares[0] > 0.04 and shares[1] < 0.01
+
+
+def test_k2_and_k3_are_never_negative_and_k3_varies_less_than_k1() -> None:
+    logits, reference = policies(0.3)
+    log_prob = logits.detach().log_softmax(0)
+    k1, k2, k3 = (kl_estimate(log_prob, reference, name) for name in ("k1", "k2", "k3"))  # type: ignore[arg-type]
+    assert k1.min() < 0 <= min(k2.min(), k3.min())
+    spread = [float((log_prob.exp() * (k - kl(log_prob, reference)).square()).sum()) for k in (k1, k3)]
+    assert spread[1] < spread[0] / 2
+
+
+def test_what_their_gradients_are_of() -> None:
+    logits, reference = policies()
+    log_prob = logits.log_softmax(0)
+    (forward,) = torch.autograd.grad(kl(reference, log_prob), logits, retain_graph=True)
+    (reverse,) = torch.autograd.grad(kl(log_prob, reference), logits)
+    nothing = torch.zeros(7, dtype=torch.float64)
+    for estimator, gradient in (("k1", nothing), ("k2", reverse), ("k3", forward)):
+        torch.testing.assert_close(expected(estimator, logits, reference)[1], gradient)  # type: ignore[arg-type]
+
+
+def test_in_the_reward_k1_has_the_gradient_that_is_meant() -> None:
+    logits, reference = policies()
+    log_prob = logits.log_softmax(0)
+    reward = kl_reward(log_prob, reference, 0.5)
+    assert not reward.requires_grad
+    objective = (log_prob.exp().detach() * reward * log_prob).sum()  # E[r grad log pi]
+    (found,) = torch.autograd.grad(objective, logits, retain_graph=True)
+    (reverse,) = torch.autograd.grad(kl(log_prob, reference), logits)
+    torch.testing.assert_close(found, -0.5 * reverse)
+
+
+def test_a_token_that_the_policy_forgot_is_no_infinity() -> None:
+    log_prob = torch.tensor([-200.0], requires_grad=True)
+    k = kl_estimate(log_prob, torch.zeros(1), "k3")
+    k.sum().backward()
+    assert bool(k.isfinite().all()) and log_prob.grad is not None and bool(log_prob.grad.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"), [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (0.0, 0.98), (5.4, 0.99)]
+)
+def test_the_controller_is_its_equation(measured: float, expected: float) -> None:
+    assert adapted_kl_weight(1.0, measured, 6.0) == pytest.approx(expected)
+
+
+def test_the_controller_finds_the_weight_that_holds_the_target() -> None:
+    weight = 0.01
+    for _ in range(2000):
+        weight = adapted_kl_weight(weight, 1.0 / weight, 5.0)  # a policy whose KL is 1 / weight
+    assert weight == pytest.approx(0.2, rel=1e-3)
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ConfigError, match="k4"):
+        kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        adapted_kl_weight(1.0, 1.0, 0.0)
