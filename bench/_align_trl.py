@@ -33,7 +33,6 @@ import _align_work as work
 import torch
 from _turns import Gate
 
-RATE = 1e-3  # of both sides: high, that a few steps show whether it learns
 FOREVER = 10_000  # steps: the gate ends it
 
 
@@ -110,7 +109,7 @@ def _common(out: Path, setting: Setting, rows: int) -> dict[str, Any]:
     return {
         "output_dir": str(out), "use_cpu": True, "bf16": setting.kind == "autocast", "max_steps": FOREVER,
         "per_device_train_batch_size": micro, "gradient_accumulation_steps": rows // micro,
-        "gradient_checkpointing": False, "optim": "adamw_torch_fused", "learning_rate": RATE,
+        "gradient_checkpointing": False, "optim": "adamw_torch_fused", "learning_rate": work.RATE,
         "lr_scheduler_type": "constant", "weight_decay": 0.0, "max_grad_norm": 1.0,
         "logging_strategy": "no", "save_strategy": "no", "eval_strategy": "no", "report_to": [],
         "disable_tqdm": True, "dataloader_num_workers": 0, "dataloader_pin_memory": False, "seed": 0,
@@ -235,7 +234,7 @@ def sft(
 
     def counted(model: Any, inputs: dict[str, Any], *args: Any, **named: Any) -> Any:
         nonlocal seen
-        seen += int((inputs["input_ids"] != work.PAD).sum())
+        seen += int((inputs["labels"][:, 1:] != -100).sum())
         with clocks.part("forward"):
             return inner(model, inputs, *args, **named)
 

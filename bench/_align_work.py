@@ -25,6 +25,7 @@ from whorl.models.transformer_config import Heads, TransformerConfig
 
 VOCAB, MAX_LENGTH = 4096, 1024
 PAD, BOS, EOS = 0, 1, 2
+RATE = 1e-3  # of AdamW on both sides: high, that a few steps show whether it learns
 Rows = list[list[int]]
 
 
@@ -103,9 +104,10 @@ def _functions() -> Iterator[str]:
             tree = ast.parse(source)
         except SyntaxError:
             continue
+        lines = source.splitlines(keepends=True)
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
-                yield ast.get_source_segment(source, node) or ""
+                yield "".join(lines[node.lineno - 1 : node.end_lineno])
 
 
 def texts(folder: Path, n_tokens: int, longest: int = 512) -> Rows:

@@ -8,9 +8,8 @@ in its own process, from one opening of the gate to the next knock: it holds eve
 Every contender is given the allocator's setting that ours has (freed memory is kept), unless told otherwise: it is no merit
 of a trainer, and others gain a quarter by it.
 
-    with Turn(train, folder, setting) as ours, Turn(peer, folder) as theirs:
-        for _ in range(5):
-            ours.step(); theirs.step()          # -> Step(seconds, report)
+    steps = in_turn({"ours": Turn(train, folder, threads=2), "theirs": Turn(peer, folder, threads=2)}, warm=2, rounds=5)
+    steps["ours"][0].seconds, steps["ours"][0].report
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ import os
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any
 
 Gate = Callable[[dict[str, Any]], None]
@@ -39,18 +37,6 @@ class Step:
 
 class _Stop(BaseException):  # no Exception: a library that catches those must not catch this one
     pass
-
-
-def table(name: str, steps: Sequence[Step], parts: Sequence[str]) -> str:
-    """One line: the median of the steps, and of each part of them that was reported."""
-    median = {
-        part: statistics.median(s.report["parts"].get(part, 0.0) for s in steps)
-        for part in parts
-        if any(part in s.report["parts"] for s in steps)
-    }
-    seconds = statistics.median(s.seconds for s in steps)
-    split = ", ".join(f"{part} {value:.3f}" for part, value in median.items())
-    return f"{name}: {seconds:.3f} s ({split}, rest {seconds - sum(median.values()):.3f})"
 
 
 def _child(
@@ -139,10 +125,27 @@ class Turn:
                 self._process.kill()
                 self._process.join()
 
-    def __enter__(self) -> Turn:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+def in_turn(turns: Mapping[str, Turn], *, warm: int, rounds: int) -> dict[str, list[Step]]:
+    """Steps of all, round by round; the first `warm` rounds are not kept. Everybody is ended."""
+    steps: dict[str, list[Step]] = {name: [] for name in turns}
+    try:
+        for _ in range(warm + rounds):
+            for name, turn in turns.items():
+                steps[name].append(turn.step())
+    finally:
+        for turn in turns.values():
+            turn.close()
+    return {name: made[warm:] for name, made in steps.items()}
+
+
+def table(name: str, steps: Sequence[Step], parts: Sequence[str]) -> str:
+    """One line: the median of the steps, and of each part of them that was reported."""
+    median = {
+        part: statistics.median(s.report["parts"].get(part, 0.0) for s in steps)
+        for part in parts
+        if any(part in s.report["parts"] for s in steps)
+    }
+    seconds = statistics.median(s.seconds for s in steps)
+    split = ", ".join(f"{part} {value:.3f}" for part, value in median.items())
+    return f"{name}: {seconds:.3f} s ({split}, rest {seconds - sum(median.values()):.3f})"
