@@ -1,4 +1,4 @@
-"""Rollouts: tasks in, judged answers out, as records in slots. The producer of reinforcement learning from verifiable rewards.
+"""Rollouts: tasks in, judged answers out, as records in slots. The producer of RL from verifiable rewards.
 
 A record is G tasks with K answers each, R = G K rows; row g K + k is answer k to task g. Of each id it keeps the
 log-probability that it was drawn with and the version of the weights that drew it; of each answer, what the verifiers said.
@@ -47,8 +47,8 @@ NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
 class Rollouts:
     """R rows of up to T ids. prompt: how many of `ids` were given; length: how many there are in all.
 
-    behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself; task: its
-    number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
+    behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself;
+    task: its number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
