@@ -175,11 +175,11 @@ def grpo(
 
     rewards: list[float] = []
 
-    def judge(completion_ids: list[list[int]], **rest: Any) -> list[float]:
-        rewards.extend(work.reward(completion_ids))
+    def judge(completions: list[str], completion_ids: list[list[int]], **rest: Any) -> list[float]:
+        rewards.extend(work.reward(text) for text in completions)
         if {len(ids) for ids in completion_ids} != {n_new}:
             raise RuntimeError("an answer is of another length than was asked for")
-        return rewards[-len(completion_ids) :]
+        return rewards[-len(completions) :]
 
     rows = len(prompts) * group
     # Continuous batching takes no least length; there, no id ends a text, and an end is an id like others.

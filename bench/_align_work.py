@@ -6,14 +6,14 @@ written as a Hugging Face folder too, so that both sides hold the very same numb
 learnt from the source of the interpreter's own standard library, and so are prompts and texts: nothing is downloaded.
 
 `reward` is a task that can be learnt within a few steps from random weights, and that costs nothing to judge: the share of
-even ids. A contender that does not raise it does not train.
+spaces. A contender that does not raise it does not train.
 """
 
 from __future__ import annotations
 
 import ast
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,6 @@ def texts(folder: Path, n_tokens: int, longest: int = 512) -> Rows:
     raise ValueError(f"only {total} tokens of functions, {n_tokens} wanted")
 
 
-def reward(completions: Sequence[Sequence[int]]) -> list[float]:
-    """The share of even ids of each completion; 0 for an empty one."""
-    return [sum(1 for i in ids if i % 2 == 0) / max(len(ids), 1) for ids in completions]
+def reward(text: str) -> float:
+    """The share of an answer's characters that are spaces; 0 for an empty one."""
+    return text.count(" ") / max(len(text), 1)

@@ -46,8 +46,12 @@ def _child(
 
     def gate(report: dict[str, Any]) -> None:
         nonlocal began
-        pipe.send(Step(time.perf_counter() - began, report))
-        if pipe.recv() is None:
+        try:
+            pipe.send(Step(time.perf_counter() - began, report))
+            more = pipe.recv()
+        except (EOFError, BrokenPipeError):  # nobody is there any more
+            raise _Stop from None
+        if more is None:
             raise _Stop
         began = time.perf_counter()
 
