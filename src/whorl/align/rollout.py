@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
-from whorl.align.data.curriculum import Curriculum
+from whorl.align.data.curriculum import Curriculum, informative
 from whorl.align.texts import Scribe
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Task, Verdict
@@ -48,7 +48,7 @@ class Rollouts:
     """R rows of up to T ids. prompt: how many of `ids` were given; length: how many there are in all.
 
     behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself;
-    task: its number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
+    task: its number among the tasks; redrawn: groups that were put aside; draws: that its curriculum has made; broken: answers whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -61,7 +61,17 @@ class Rollouts:
     finished: Annotated[NDArray[np.bool_], "R"]
     task: Annotated[NDArray[np.int64], "R"]
     redrawn: Annotated[NDArray[np.int64], 1]
+    draws: Annotated[NDArray[np.int64], 1]
     broken: Annotated[NDArray[np.int64], 1]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one task, and what the verifiers said of each."""
+
+    task: int
+    answers: list[Answer]
+    verdicts: list[Verdict]
 
 
 def rollout_spec(groups: int, answers: int, length: int) -> Spec[Rollouts]:
@@ -114,6 +124,7 @@ class RolloutWorker:
         )
         self._engine.version = -1  # that of nobody: the first look at the board loads
         self._prompts: dict[int, list[int]] = {}
+        self._own = False
         self._sandbox: Sandbox | None = None
         if any(name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX):
             self._sandbox = Sandbox()
@@ -132,40 +143,37 @@ class RolloutWorker:
         groups = len(data.reward) // k
         self._engine.catch_up(weights.board)
         self._engine.follow(weights.board if self.in_flight else None)
-        kept: list[tuple[int, list[Answer], list[Verdict]]] = []
-        aside: list[tuple[int, list[Answer], list[Verdict]]] = []
+        if slot.producer and not self._own:  # each worker draws for itself
+            self.curriculum.seed, self._own = derive(self.curriculum.seed, "worker", slot.producer), True
+        kept: list[Group] = []
+        aside: list[Group] = []
         for attempt in range(1 + self.redraws):
-            missing = groups - len(kept)
-            for group in self._groups(
-                self.curriculum.draw(missing, rng), derive(slot.seed, "answers", attempt)
-            ):
-                rewards = {verdict.reward for verdict in group[2]}
-                (kept if len(rewards) > 1 or not self.redraws else aside).append(group)
-            if len(kept) >= groups:
+            drawn = self.curriculum.draw(groups - len(kept))
+            for group in self._groups(drawn, derive(slot.seed, "answers", attempt)):
+                teaches = informative([v.reward for v in group.verdicts])
+                (kept if teaches or not self.redraws else aside).append(group)
+            if len(kept) == groups:
                 break
-        redrawn = len(aside)
-        while len(kept) < groups:  # there was nothing better
-            kept.append(aside.pop())
-            redrawn -= 1
+        data.redrawn[0], data.draws[0] = len(aside), self.curriculum.drawn
+        kept += aside[: groups - len(kept)]  # there was nothing better
         sampled, oldest = 0, 1 << 62
-        for g, (task, found, verdicts) in enumerate(kept):
-            prompt = self._prompt(task)
-            for i, (one, verdict) in enumerate(zip(found, verdicts, strict=True)):
+        for g, group in enumerate(kept):
+            prompt = self._prompt(group.task)
+            for i, (one, verdict) in enumerate(zip(group.answers, group.verdicts, strict=True)):
                 row, start, stop = g * k + i, len(prompt), len(prompt) + len(one.ids)
                 data.ids[row, :start], data.ids[row, start:stop] = prompt, one.ids
                 data.behaviour_log_prob[row, start:stop] = np.array(one.log_probs, np.float32)
                 data.version[row, start:stop] = one.versions
-                data.prompt[row], data.length[row], data.task[row] = start, stop, task
+                data.prompt[row], data.length[row], data.task[row] = start, stop, group.task
                 data.reward[row] = np.float32(verdict.reward)
                 data.passed[row], data.finished[row] = verdict.passed, one.finished
                 sampled += len(one.ids)
                 oldest = min(oldest, *one.versions) if one.versions else oldest
-        data.redrawn[0] = redrawn
-        data.broken[0] = sum(v.reason.startswith("verifier") for _, _, vs in kept for v in vs)
+        data.broken[0] = sum(v.reason.startswith("verifier") for group in kept for v in group.verdicts)
         weights.version = oldest if sampled else self._engine.version
         return sampled
 
-    def _groups(self, drawn: Sequence[int], seed: int) -> list[tuple[int, list[Answer], list[Verdict]]]:
+    def _groups(self, drawn: Sequence[int], seed: int) -> list[Group]:
         k = self.answers
         prompts = [self._prompt(task) for task in drawn for _ in range(k)]
         found = answer(
@@ -177,8 +185,8 @@ class RolloutWorker:
         groups = []
         for g, task in enumerate(drawn):
             mine = slice(g * k, (g + 1) * k)
-            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]) / k)
-            groups.append((int(task), found[mine], verdicts[mine]))
+            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]), k)
+            groups.append(Group(task, found[mine], verdicts[mine]))
         return groups
 
     def _prompt(self, task: int) -> list[int]:
