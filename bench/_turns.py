@@ -17,6 +17,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -131,12 +132,13 @@ class Turn:
 
 
 def in_turn(turns: Mapping[str, Turn], *, warm: int, rounds: int) -> dict[str, list[Step]]:
-    """Steps of all, round by round; the first `warm` rounds are not kept. Everybody is ended."""
+    """Steps of all, round by round, told of on stderr; the first `warm` rounds are not kept. Everybody is ended."""
     steps: dict[str, list[Step]] = {name: [] for name in turns}
     try:
         for _ in range(warm + rounds):
             for name, turn in turns.items():
                 steps[name].append(turn.step())
+                print(f"{name}: {steps[name][-1].seconds:.3f} s", file=sys.stderr, flush=True)
     finally:
         for turn in turns.values():
             turn.close()

@@ -89,7 +89,9 @@ def main() -> None:
         steps = in_turn(turns, warm=2, rounds=rounds)
     for name, made in steps.items():
         rewards = " to ".join(f"{s.report['reward']:.3f}" for s in (made[0], made[-1]))
-        print(table(name, made, PARTS) + f", reward {rewards}")
+        parity = max(s.report.get("parity", 0.0) for s in made)
+        told = f", sampler and trainer apart by {parity:.1e} at most" if parity else ""
+        print(table(name, made, PARTS) + f", reward {rewards}{told}")
     if asked.only:
         return
     best = {
