@@ -24,10 +24,14 @@ def test_the_engines_word_for_a_token_is_the_trainers(temperature: float) -> Non
     prompts = [writer.prompt(f"{n}+{n}=") for n in range(10)]
     found = answer(engine, prompts, policy_sampling(temperature), max_tokens=12, ends=writer.ends, seed=3)
     texts = [joined(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
-    streams = [np.array([0.0] * len(p) + one.log_probs, np.float32) for p, one in zip(prompts, found, strict=True)]
+    streams = [
+        np.array([0.0] * len(p) + one.log_probs, np.float32) for p, one in zip(prompts, found, strict=True)
+    ]
     for part in (lay(texts, 0, {"said": streams}), pack(texts, 40, 0, {"said": streams})):
         scored = net.score(part)["log_prob"]
-        torch.testing.assert_close(scored[part["loss_mask"]], part["said"][part["loss_mask"]], rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            scored[part["loss_mask"]], part["said"][part["loss_mask"]], rtol=0, atol=1e-4
+        )
         assert not scored[~part["loss_mask"]].any()
 
 
@@ -73,7 +77,9 @@ def test_an_adapter_trains_alone_and_is_what_is_published() -> None:
     for name, p in merged.named_parameters():
         torch.testing.assert_close(net.policy()[name], p)
     published = frozen(decoder(), net, net.policy().items())
-    torch.testing.assert_close(published.score(part)["log_prob"], net.score(part)["log_prob"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        published.score(part)["log_prob"], net.score(part)["log_prob"], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_critic_says_a_value_for_every_position() -> None:

@@ -28,7 +28,9 @@ def texts(draw: st.DrawFn) -> list[Text]:
     return found
 
 
-def read_back(part: dict[str, torch.Tensor], number: int) -> tuple[list[int], list[int], list[bool], list[float]]:
+def read_back(
+    part: dict[str, torch.Tensor], number: int
+) -> tuple[list[int], list[int], list[bool], list[float]]:
     here = part["sequence"] == number
     return tuple(part[name][here].tolist() for name in ("tokens", "targets", "loss_mask", "stream"))
 
@@ -67,7 +69,9 @@ def test_a_step_is_the_same_however_texts_are_laid_out() -> None:
         list(cut(by_length(lay(made, 0)), 5)),
     ):
         net = network()
-        objective = LossOf(net.model, Mixtures(net.model, RoutingConfig(), World()), z_loss=0.0, compile=False)
+        objective = LossOf(
+            net.model, Mixtures(net.model, RoutingConfig(), World()), z_loss=0.0, compile=False
+        )
         losses = [objective(part) for part in parts]
         sum(loss.total for loss in losses).backward()  # type: ignore[union-attr]
         gradients = {n: p.grad.to_dense() for n, p in net.named_parameters() if p.grad is not None}

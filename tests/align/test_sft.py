@@ -47,7 +47,7 @@ def train(settings: SFTConfig, **options: object) -> tuple[Network, list[dict[st
 def test_it_learns_what_is_asked_and_only_that(packing: bool) -> None:
     net, seen = train(SETTINGS.model_copy(update={"packing": packing, "batch_rows": 4 if packing else 16}))
     assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
-    begun = {n: p for n, p in network().named_parameters()}
+    begun = dict(network().named_parameters())
     assert all(not torch.equal(p, begun[n]) for n, p in net.named_parameters() if "memory" not in n)
 
 
@@ -60,7 +60,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(lora: LoRAConfig | None, 
         train(settings, scratch=tmp_path, kill=20)
     again, seen = train(settings, scratch=tmp_path, say=said.append)
     assert said and said[0].startswith("continues at step ")
-    assert 0 < len(seen)  # it did not begin anew
+    assert len(seen) < 40  # it did not begin anew
     for (name, p), q in zip(whole.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q), name
 

@@ -27,7 +27,7 @@ def test_the_answer_and_its_end_are_learnt_and_nothing_else(prompt: str, answer:
 
 
 def test_what_was_sampled_keeps_its_ids() -> None:
-    """"ab" is a token here; a model may say "a", "b" all the same, and that is what it is to be judged by."""
+    """ "ab" is a token here; a model may say "a", "b" all the same, and that is what it is to be judged by."""
     words = Tokenizer([*(bytes([i]) for i in range(256)), b"ab"])
     writer = Scribe(words)
     said = [ord("a"), ord("b"), words.eos_id]

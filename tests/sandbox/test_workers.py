@@ -122,6 +122,18 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @linux
+@pytest.mark.parametrize("source", ["", "open('a', 'w').write('x')\nwhile True: pass"])
+def test_nothing_is_left_when_the_parent_ends(source: str) -> None:
+    with Sandbox(Limits(wall_seconds=600, cpu_seconds=600), workers=1) as sandbox:
+        worker = sandbox._workers[0]
+        assert worker is not None and worker.process.stdin is not None
+        if source:
+            worker.ask(Program(source), sandbox.limits, 0)
+        worker.process.stdin.close()
+        assert worker.process.wait(60) == 0 and not worker.root.exists()
+
+
+@linux
 def test_many_threads_may_share_a_sandbox() -> None:
     with Sandbox(PATIENT, workers=2) as sandbox:
         said: dict[int, list[str]] = {}

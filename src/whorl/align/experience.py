@@ -27,7 +27,7 @@ class Experience:
     """A record, copied out of its slot.
 
     part: rows with streams (see the top of this file); reward: [R], as verified; passed, finished: [R] bool; length: [R] ids
-    sampled; task: [R]; redrawn, broken, draws: counts.
+    sampled; task: [R]; redrawn, broken: counts.
     """
 
     part: dict[str, Tensor]
@@ -38,7 +38,6 @@ class Experience:
     task: Tensor
     redrawn: int
     broken: int
-    draws: int
 
     @property
     def rows(self) -> int:
@@ -73,7 +72,6 @@ def read(slot: Slot[Rollouts]) -> Experience:
         views["task"].clone(),
         int(views["redrawn"][0]),
         int(views["broken"][0]),
-        int(views["draws"][0]),
     )
 
 

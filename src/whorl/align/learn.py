@@ -17,7 +17,6 @@ word and the trainer's lie apart: if it grows, one of them is wrong, and nothing
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
@@ -85,7 +84,7 @@ def train_policy(
     signals = Signals(config)
     if found is not None:
         first, rounds, seconds = found.step, found.record["rounds"], found.record["seconds"]
-        worker.curriculum.restore(found.record["curriculum"])
+        worker.curriculum.load_state_dict(found.record["curriculum"])
         signals.load_state_dict(found.record["signals"])
         say(f"continues at step {first:,} of {config.steps:,}")
     rows = config.prompts * config.answers
@@ -94,7 +93,7 @@ def train_policy(
     if found is not None:
         restore(learner.shared.tensors(), found.tensors)
     # Of the records that were read: in lock-step the worker's own; with workers ahead, what they have recorded so far.
-    curriculum = copy.deepcopy(worker.curriculum) if config.ahead.workers else worker.curriculum
+    curriculum = worker.curriculum.copy() if config.ahead.workers else worker.curriculum
     board = Board.of(network.policy())
     board.publish(network.policy(), first)
     ahead = config.ahead
@@ -116,9 +115,10 @@ def train_policy(
         newest[:] = [experience]
         if config.ahead.workers:
             tried = experience.task.view(-1, config.answers)[:, 0].tolist()
-            for task, passed in zip(tried, experience.passed.view(-1, config.answers).sum(1).tolist(), strict=True):
+            for task, passed in zip(
+                tried, experience.passed.view(-1, config.answers).float().mean(1).tolist(), strict=True
+            ):
                 curriculum.record(task, passed, config.answers)
-            curriculum.drawn = experience.draws
         return passes_over(config, network, reference, signals, experience, slot.sequence, board.version)
 
     def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
@@ -130,7 +130,7 @@ def train_policy(
             record = {
                 "rounds": learner.rounds,
                 "seconds": told["seconds"],
-                "curriculum": curriculum.state(),
+                "curriculum": curriculum.state_dict(),
                 "signals": signals.state_dict(),
             }
             keeper.save(step, learner.shared.tensors(), record)

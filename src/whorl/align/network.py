@@ -104,7 +104,8 @@ class Network(nn.Module):
         """[B, T, d_model] of a part's tokens."""
         segments = part.get("segment_ids")
         positions = None if segments is None else part["positions"]
-        return self.model(part["tokens"], positions, segments)  # type: ignore[no-any-return]
+        found: Tensor = self.model(part["tokens"], positions, segments)
+        return found
 
     def judge(self, part: Part, *, entropy: bool = False) -> Judged:
         """What it says of the targets that count; N of them."""

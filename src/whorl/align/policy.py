@@ -182,11 +182,11 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
     method = method_of(config)
 
     def objective(part: Part) -> Loss:
-        judged = network.judge(part, entropy=True)
+        judged = network.judge(part, entropy=network.lora is None)  # with a frozen head its gradient is cheaper
         signals.saw(part, judged.log_prob)
         mask = part["loss_mask"]
-        present, sequence = part["sequence"][:, 0].unique(return_inverse=True)  # every row is one text
-        rows = sequence[:, None].expand_as(mask)[mask]
+        n = len(mask)  # every row is one text
+        rows = torch.arange(n)[:, None].expand_as(mask)[mask]
         streams = {
             name: part[name][mask]
             for name in (
@@ -202,7 +202,7 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
         tokens = Tokens(
             judged.log_prob,
             sequence=rows,
-            n_sequences=len(present),
+            n_sequences=n,
             entropy=judged.entropy.detach(),
             **streams,
         )
@@ -212,7 +212,7 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
             return loss
         critic = value_loss(
             judged.value, part["old_value"][mask], part["value_target"][mask], rows,
-            average=now.average, constant=now.constant, n_sequences=len(present),
+            average=now.average, constant=now.constant, n_sequences=n,
         )  # fmt: skip
         return Loss(loss.total + VALUE_WEIGHT * critic.total, loss.count, {**loss.metrics, **critic.metrics})
 

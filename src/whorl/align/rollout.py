@@ -48,7 +48,7 @@ class Rollouts:
     """R rows of up to T ids. prompt: how many of `ids` were given; length: how many there are in all.
 
     behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself;
-    task: its number among the tasks; redrawn: groups that were put aside; draws: that its curriculum has made; broken: answers whose verifier failed.
+    task: its number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -61,7 +61,6 @@ class Rollouts:
     finished: Annotated[NDArray[np.bool_], "R"]
     task: Annotated[NDArray[np.int64], "R"]
     redrawn: Annotated[NDArray[np.int64], 1]
-    draws: Annotated[NDArray[np.int64], 1]
     broken: Annotated[NDArray[np.int64], 1]
 
 
@@ -124,7 +123,6 @@ class RolloutWorker:
         )
         self._engine.version = -1  # that of nobody: the first look at the board loads
         self._prompts: dict[int, list[int]] = {}
-        self._own = False
         self._sandbox: Sandbox | None = None
         if any(name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX):
             self._sandbox = Sandbox()
@@ -143,18 +141,16 @@ class RolloutWorker:
         groups = len(data.reward) // k
         self._engine.catch_up(weights.board)
         self._engine.follow(weights.board if self.in_flight else None)
-        if slot.producer and not self._own:  # each worker draws for itself
-            self.curriculum.seed, self._own = derive(self.curriculum.seed, "worker", slot.producer), True
         kept: list[Group] = []
         aside: list[Group] = []
         for attempt in range(1 + self.redraws):
-            drawn = self.curriculum.draw(groups - len(kept))
+            drawn = self.curriculum.draw(groups - len(kept), rng)
             for group in self._groups(drawn, derive(slot.seed, "answers", attempt)):
                 teaches = informative([v.reward for v in group.verdicts])
                 (kept if teaches or not self.redraws else aside).append(group)
             if len(kept) == groups:
                 break
-        data.redrawn[0], data.draws[0] = len(aside), self.curriculum.drawn
+        data.redrawn[0] = len(aside)
         kept += aside[: groups - len(kept)]  # there was nothing better
         sampled, oldest = 0, 1 << 62
         for g, group in enumerate(kept):
@@ -185,7 +181,7 @@ class RolloutWorker:
         groups = []
         for g, task in enumerate(drawn):
             mine = slice(g * k, (g + 1) * k)
-            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]), k)
+            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]) / k, k)
             groups.append(Group(task, found[mine], verdicts[mine]))
         return groups
 

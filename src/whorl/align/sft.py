@@ -202,7 +202,7 @@ class _Batches:
     def _order(self, epoch: int) -> Any:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
-            self._places = numpy_rng(self.config.seed, "sft", "order", int(epoch)).permutation(self.rows)
+            self._places = numpy_rng(self.config.seed, "sft", "order", epoch).permutation(self.rows)
         return self._places
 
 

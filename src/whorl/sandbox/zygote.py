@@ -80,7 +80,8 @@ class Watch:
             for descriptor, event in poll.poll(wait * 1000 + 0.999):
                 if descriptor == 0:
                     self.kill("crashed: the parent ended")
-                    os._exit(0)
+                    os.waitpid(self.pid, 0)
+                    raise EOFError
                 if descriptor == process:
                     running = False
                 elif descriptor == self.ends["control"]:
@@ -152,8 +153,16 @@ class Zygote:
             try:
                 head = receive(0)
             except EOFError:
-                return
+                self.leave()
             send(1, self.one(head))
+
+    def leave(self) -> NoReturn:
+        """The parent is gone: nobody else would remove the folder."""
+        with contextlib.suppress(OSError):
+            folder.clear(self.folder)
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
+        os._exit(0)
 
     def one(self, head: dict[str, Any]) -> dict[str, Any]:
         """Runs one program; reads the request's second part itself."""
@@ -175,7 +184,10 @@ class Zygote:
             os.set_blocking(ends[name], False)
         prefix = len(tail).to_bytes(4, "little") + tail if head["asked"] else b""
         watch = Watch(pid, ends, limits, self.folder, prefix + secret)
-        status, used = watch.until_the_end()
+        try:
+            status, used = watch.until_the_end()
+        except EOFError:
+            self.leave()
         for end in ends.values():
             os.close(end)
         folder.clear(self.folder)
