@@ -1,4 +1,4 @@
-"""Policy optimisation end to end: it learns, resumes to the bit, is the same in lock-step in any process, and tells parity."""
+"""Policy optimisation end to end: it learns, resumes to the bit, is the same in any process, and tells parity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import Task
 
 SMALL = RLConfig(
-    steps=4, prompts=3, answers=4, max_tokens=5, length=24, share=0.2, matrices="adamw", checkpoint_seconds=1e-9
+    steps=4,
+    prompts=3,
+    answers=4,
+    max_tokens=5,
+    length=24,
+    share=0.2,
+    matrices="adamw",
+    checkpoint_seconds=1e-9,
 )
 
 
@@ -39,7 +46,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def train(folder: Path, config: RLConfig = SMALL, *, kill: int = 0, verifier: str = "format([0-9].*)", **rest: Any):  # type: ignore[no-untyped-def]
+def train(
+    folder: Path, config: RLConfig = SMALL, *, kill: int = 0, verifier: str = "format([0-9].*)", **rest: Any
+):  # type: ignore[no-untyped-def]
     net = network(temperature=config.temperature, lora=config.lora, critic=config.algorithm == "ppo")
     told: list[dict[str, float]] = []
     seen: list[Experience] = []
@@ -94,7 +103,9 @@ def test_every_algorithm_learns_what_is_rewarded(algorithm: str, folder: Path) -
         {"kl": KLConfig(weight=0.1, target=0.01), "curriculum": "variance", "redraws": 1},
     ],
 )
-def test_a_run_that_was_killed_ends_with_the_same_bits(change: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_ends_with_the_same_bits(
+    change: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
     config = SMALL.model_copy(update=change)
     whole, _, _ = train(folder, config)
     with pytest.raises(Killed):
@@ -108,7 +119,7 @@ def test_lock_step_is_the_same_in_a_process_of_its_own(folder: Path) -> None:
     """One worker whose records may not be older than the weights: what it samples is what serial sampling does."""
     serial, _, one = train(folder)
     ahead = AheadConfig(workers=1, records=1, max_lag=0, correct="none")
-    other, _, two = train(folder, SMALL.model_copy(update={"ahead": ahead}))
+    _, _, two = train(folder, SMALL.model_copy(update={"ahead": ahead}))
     assert len(one) == len(two)
     assert torch.equal(one[0].part["tokens"], two[0].part["tokens"])
     assert set(two[-1].part["version"][two[-1].part["loss_mask"]].tolist()) == {SMALL.steps - 1}
@@ -159,5 +170,3 @@ def test_tasks_without_room_are_left_out_and_counted() -> None:
     found, left = with_room(scribe(), [*tasks(3), long], 24, 5)
     assert [task.id for task in found] == ["0", "1", "2"]
     assert left == {"prompt longer than 19 ids": 1}
-
-

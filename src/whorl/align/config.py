@@ -90,7 +90,9 @@ class KLConfig(BaseModel):
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(default=None, description="default: the algorithm's")
     target: float | None = Field(
-        default=None, gt=0, description="KL a token, in nats, that the weight is adapted to (arXiv:1909.08593)"
+        default=None,
+        gt=0,
+        description="KL a token, in nats, that the weight is adapted to (arXiv:1909.08593)",
     )
 
 

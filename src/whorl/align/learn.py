@@ -10,9 +10,9 @@ sampled ahead, in processes of their own, by the same code: each id carries the 
 too old is made anew, and what is a little old is weighed by `objectives/importance.py`.
 
 Three log-probabilities have three names: `behaviour_log_prob`, of whoever sampled; `proximal_log_prob`, of the learner's
-weights before the record's first step, from which a clipped ratio is measured; `log_prob`, of the weights that are learning. In
-lock-step the first two are the same numbers up to rounding, and on every batch the metric `parity` says how far the engine's
-word and the trainer's lie apart: if it grows, one of them is wrong, and nothing else needs to be suspected first.
+weights before the record's first step, from which a clipped ratio is measured; `log_prob`, of the weights that are learning.
+In lock-step the first two are the same numbers up to rounding, and on every batch the metric `parity` says how far the
+engine's word and the trainer's lie apart: if it grows, one of them is wrong, and nothing else needs to be suspected first.
 """
 
 from __future__ import annotations

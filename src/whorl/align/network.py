@@ -87,6 +87,7 @@ class Network(nn.Module):
         self.value = nn.Linear(model.config.d_model, 1) if critic else None
         if self.value is not None:
             nn.init.zeros_(self.value.weight)
+            nn.init.zeros_(self.value.bias)
 
     def treatments(self, optim: OptimConfig) -> dict[str, Treatment]:
         """How each parameter that is trained is optimised; an adapter's factors and the critic by AdamW."""

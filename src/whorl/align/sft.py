@@ -199,10 +199,10 @@ class _Batches:
                 found.append(_tokens(next(replay).tensors()))
             yield found
 
-    def _order(self, epoch: int) -> Any:
+    def _order(self, epoch: Any) -> Any:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
-            self._places = numpy_rng(self.config.seed, "sft", "order", epoch).permutation(self.rows)
+            self._places = numpy_rng(self.config.seed, "sft", "order", int(epoch)).permutation(self.rows)
         return self._places
 
 

@@ -1,5 +1,6 @@
 """Tasks out of Python source: continue this code, and a program says whether it is right.
 
+    body       a function's signature and docstring; right if Python accepts them with the body that is written
     doctest    what the function needs (imports, helpers), then its signature and docstring, whose examples are the tests
     compiles   the beginning of a file, cut after a function's signature; right if Python accepts what it becomes
 
@@ -86,6 +87,18 @@ def doctest_tasks(
         )
         found.append(Mined(task, function.body, function.file))
     return found
+
+
+def body_tasks(found: Iterable[Function]) -> list[Mined]:
+    """Functions whose body is to be written; what is written must parse, and do more than the docstring did."""
+    return [
+        Mined(
+            Task(f"body:{one.id}", one.header, verifier="compiles", difficulty=float(len(one.body.encode()))),
+            one.body,
+            one.file,
+        )
+        for one in found
+    ]
 
 
 def compile_tasks(

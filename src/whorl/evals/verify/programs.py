@@ -42,14 +42,29 @@ def source(task: Task, completion: str) -> str:
 
 
 def compiles(task: Task, completion: str) -> Verdict:
-    """The program parses as Python, and the compiler takes it (no `return` outside of a function)."""
+    """The program parses as Python, and the compiler takes it (no `return` outside of a function).
+
+    Where the prompt alone is a program already (a docstring is a body), the continuation must add to it: silence, or a
+    comment, is no answer.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a stranger's escapes and comparisons
-            compile(source(task, completion), "completion", "exec", dont_inherit=True)
+            whole = source(task, completion)
+            compile(whole, "completion", "exec", dont_inherit=True)
+            if task.prompt and (before := _tree(task.prompt)) is not None and before == _tree(whole):
+                return Verdict(0.0, False, "empty: adds nothing")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return Verdict(0.0, False, f"syntax: {error}"[:200])
     return Verdict(1.0, True, "passed")
+
+
+def _tree(text: str) -> str | None:
+    """What a program is, blind to its layout; None if it is none."""
+    try:
+        return ast.dump(ast.parse(text))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def examples(task: Task, completion: str) -> list[doctest.Example]:
