@@ -1,7 +1,7 @@
 """Answers: what an engine samples after prompts, as ids with the log-probability that each was drawn with.
 
 One function, `answer`, for all who sample: rollouts of reinforcement learning, evaluations, test-time scaling, a student
-whose own words a teacher judges. Ids in, ids out; the id that ends an answer is one of its ids, since to stop is a choice too.
+whose own words a teacher judges. Ids in, ids out; the id that ends an answer is one of its ids: to stop is a choice too.
 
 The subtle part is the seeds. What an answer draws depends on its own seed and place alone, not on what else is in the batch
 or when it was let in, so the same call gives the same answers wherever the engine is (up to ties that rounding decides).

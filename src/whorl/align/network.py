@@ -172,7 +172,8 @@ class _Added:
     def __call__(self, layer: nn.Module, given: Sequence[Any], out: Tensor) -> Tensor:
         x = given[0]
         a, b = self.factors[self.a].to(x.dtype), self.factors[self.b].to(x.dtype)
-        return out + self.scale * ((x @ a.t()) @ b.t())
+        added: Tensor = self.scale * ((x @ a.t()) @ b.t())
+        return out + added
 
 
 def _flat(name: str) -> str:

@@ -8,8 +8,8 @@ A level says which operators, how many digits each number has, and whether brack
 one digit and one digit, to 10, five digits and five). `weights` gives each level its share. Text and solution are made
 from one tree, so that they cannot disagree: the text has just the brackets that lead back to the tree, and the solution
 takes its operations from the inside out, the left ones first. Its last line is the answer behind "#### ", as GSM8K has it.
-With `columns` a sum or a difference is worked out digit by digit from the right, as at school: each of its steps then depends
-on three digits at most, which a network of a million weights learns in a minute, where whole sums take it an hour.
+With `columns` a sum or a difference is worked out digit by digit from the right, as at school: each of its steps then
+depends on three digits at most, which a small network learns far sooner than whole sums.
 
 Problem i of a seed is always the same, whatever was drawn before, since its numbers are a hash of (seed, i) and not the
 next ones of a stream (splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
