@@ -7,10 +7,10 @@ log-probabilities with their entropies; one backward, one clipped step of AdamW.
 6.9 M parameters (`_align_work.py`), and learn at the same rate from the same prompts, in the loss that TRL has by default:
 over all tokens, without a reference model (`--beta` above 0: with one, on both sides). No end comes early on either side.
 
-TRL is tuned (`_align_trl.py`): three precisions, the batch whole or in parts, both caches of `generate`. Continuous batching
-and `torch_compile` were tried and are left out, being slower (docs/align.md). All take turns, each in a process of its own,
-with the same threads and the same allocator, which keeps what it was given; `--plain`: TRL's also as it comes, with glibc's
-habit of handing memory back. The best median of each side counts.
+TRL is tuned (`_align_trl.py`): three precisions, the batch whole or in parts, both caches of `generate`, what learns compiled
+or not. (Continuous batching is left out: on a CPU it samples eight times slower.) All take turns, each in a process of its
+own, with the same threads and the same allocator, which keeps what it was given; `--plain`: TRL's also as it comes, with
+glibc's habit of handing memory back. The best median of each side counts.
 
 The bar: 4 x TRL's best. What each contender spends on what is printed above the line.
 """
@@ -48,10 +48,11 @@ KINDS = {"fp32": ("fp32",), "bf16": ("autocast", "bf16")}  # what TRL calls them
 
 
 def settings(kinds: list[str], quick: bool) -> list[trl.Setting]:
-    """How TRL is tried: each precision in parts that fit a cache, then whole; the other cache where that may be faster."""
+    """How TRL is tried: each precision in parts that fit a cache; else whole too, with the other cache, and compiled."""
     first = [trl.Setting(kind, micro=32) for kind in kinds]
     whole = [trl.Setting(kind) for kind in kinds]
-    return first if quick else [*first, *whole, trl.Setting(kinds[-1], micro=32, cache="static")]
+    static = trl.Setting(kinds[-1], micro=32, cache="static")
+    return first if quick else [*first, *whole, static, trl.Setting(kinds[-1], micro=32, compiled=True)]
 
 
 def median(steps: list[Step]) -> float:
