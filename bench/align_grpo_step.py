@@ -7,7 +7,7 @@ log-probabilities with their entropies; one backward, one clipped step of AdamW.
 6.9 M parameters (`_align_work.py`), and learn at the same rate from the same prompts, in the loss that TRL has by default:
 over all tokens, without a reference model (`--beta` above 0: with one, on both sides). No end comes early on either side.
 
-TRL is tuned (`_align_trl.py`): three precisions, the batch whole or in parts, both caches of `generate`, what learns compiled
+TRL is tuned (`_align_trl.py`): three precisions, the batch whole or in parts, both caches of `generate`, `torch_compile`
 or not. (Continuous batching is left out: on a CPU it samples eight times slower.) All take turns, each in a process of its
 own, with the same threads and the same allocator, which keeps what it was given; `--plain`: TRL's also as it comes, with
 glibc's habit of handing memory back. The best median of each side counts.
