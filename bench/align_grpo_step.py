@@ -8,7 +8,7 @@ log-probabilities with their entropies; one backward, one clipped step of AdamW.
 over all tokens, without a reference model (`--beta` above 0: with one, on both sides). No end comes early on either side.
 
 TRL is tuned (`_align_trl.py`): three precisions, the batch whole or in parts, both caches of `generate`, `torch_compile`
-or not. (Continuous batching is left out: on a CPU it took six times as long or more to sample.) All take turns, each in a process of its
+or not. (Continuous batching is left out: on a CPU it sampled six times slower.) All take turns, each in a process of its
 own, with the same threads and the same allocator, which keeps what it was given; `--plain`: TRL's also as it comes, with
 glibc's habit of handing memory back. The best median of each side counts.
 
