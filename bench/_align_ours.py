@@ -39,8 +39,8 @@ def _parts(metrics: dict[str, float]) -> dict[str, float]:
 class _ToTheEnd(RolloutWorker):
     """A worker whose answers all run to the limit: the id that would end one is an id like others."""
 
-    def begin(self) -> None:
-        super().begin()
+    def begin(self, rows: int = 64) -> None:
+        super().begin(rows)
         self._scribe.ends = frozenset()
 
 
