@@ -244,6 +244,25 @@ def test_damaged_and_endless_files(tmp_path: Path) -> None:
         list(pairs(tmp_path / "t.parquet", Quarantine()))
 
 
+@settings(suppress_health_check=list(HealthCheck), deadline=None, max_examples=60)
+@given(
+    lines=st.lists(
+        st.sampled_from([b"", b" ", b"{}", b'{"a": 1}', b"[]", b"\xff", b"{", b"x" * 99])
+        | st.binary(max_size=9)
+    )
+)
+def test_every_line_is_a_record_or_is_set_aside(tmp_path: Path, lines: list[bytes]) -> None:
+    lines = [line.replace(b"\n", b"") for line in lines]
+    path = tmp_path / "any.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    found = [(line, isinstance(r, dict)) for _, line, r in records(path, longest=50)]
+    assert [line for line, _ in found] == [
+        n for n, line in enumerate(lines, 1) if line and not line.isspace()
+    ]
+    for n, good in found:
+        assert good == (lines[n - 1].strip().startswith(b"{") and lines[n - 1].strip().endswith(b"}"))
+
+
 def test_wrong_places_say_what_was_expected(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not there"):
         list(tasks(tmp_path / "none.jsonl", Quarantine()))

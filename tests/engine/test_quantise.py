@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.quantise import best_scales, gptq, output_error, quantise_model
+from whorl.engine.quantise import best_scales, gptq, quantise_model
 from whorl.engine.request import Request
 from whorl.engine.sampling import Sampling
 from whorl.errors import CheckpointError, ConfigError
@@ -28,6 +28,12 @@ from whorl.models.moments import second_moments
 from whorl.models.quantised import Scheme, matrices_of
 from whorl.models.transformer_config import Experts, Heads, LatentHeads
 from whorl.nn.quantised import HIGHEST, LOWEST, QuantisedLinear, dequantise, encode, scales_of
+
+
+def output_error(weight: Tensor, rounded: Tensor, moments: Tensor) -> float:
+    """sum |(W - Q) x|^2 / sum |W x|^2 over the text that `moments` was taken of."""
+    w, error = weight.detach().double(), (weight - rounded).detach().double()
+    return float(((error @ moments) * error).sum() / ((w @ moments) * w).sum())
 
 
 def decoder(**changes: object) -> Decoder:

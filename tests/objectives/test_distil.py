@@ -1,56 +1,140 @@
-"""Distillation: the KL by its definition, and what few ids of a teacher still say."""
+"""Distillation: each divergence by its definition, whole and by few ids, and by chunks as with all logits."""
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
-from whorl.objectives.distil import distil
+from whorl.errors import ConfigError
+from whorl.objectives.distil import Divergence, distil, distil_whole, divergence
+
+KINDS: list[tuple[Divergence, float]] = [
+    ("forward", 0.5),
+    ("reverse", 0.5),
+    ("jensen", 0.5),
+    ("jensen", 0.1),
+    ("jensen", 0.8),
+]
 
 
-def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["whorl.objectives.distil"]
+    monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
+    monkeypatch.setattr(module, "LEAST_CHUNK", 4)
+
+
+def drawn(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden [6, 8], head [11, 8], the teacher's log-probabilities [6, 11])."""
     g = torch.Generator().manual_seed(seed)
     hidden, head = torch.randn(6, 8, generator=g), torch.randn(11, 8, generator=g)
-    return hidden, head, (2 * torch.randn(6, 11, generator=g)).log_softmax(-1)
+    teacher = (2 * torch.randn(6, 11, generator=g)).to(dtype).log_softmax(-1)
+    return hidden.to(dtype), head.to(dtype), teacher
 
 
+def by_loops(p: Tensor, q: Tensor, kind: Divergence, beta: float) -> Tensor:
+    """D of two distributions [K], outcome by outcome."""
+    total = torch.zeros((), dtype=torch.float64)
+    for a, b in zip(p, q, strict=True):
+        m = beta * a + (1 - beta) * b
+        forward, reverse = a * torch.log(a / b), b * torch.log(b / a)
+        mixed = beta * a * torch.log(a / m) + (1 - beta) * b * torch.log(b / m)
+        total = total + {"forward": forward, "reverse": reverse, "jensen": mixed}[kind]
+    return total
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_it_is_the_divergence_of_the_whole_distributions(softcap: float | None) -> None:
-    hidden, head, teacher = drawn()
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_whole_distributions_by_chunks(
+    kind: Divergence, beta: float, softcap: float | None, temperature: float
+) -> None:
+    hidden, head, _ = drawn(dtype=torch.float64)
+    hidden, head = hidden.requires_grad_(), head.requires_grad_()
+    their_hidden, their_head, _ = drawn(1, torch.float64)
     mask = torch.tensor([1, 1, 0, 1, 0, 1]).bool()
-    logits = hidden @ head.t()
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    want = F.kl_div(logits.log_softmax(-1), teacher, log_target=True, reduction="none").sum(-1)[mask].sum()
-    everything = torch.arange(11).expand(6, -1)
-    found = distil(hidden, head, teacher, everything, mask, softcap)
-    assert torch.allclose(found.total, want, atol=1e-5) and found.count == 4
-    assert torch.allclose(found.metrics["kl"], want, atol=1e-5)
+
+    def soft(h: Tensor, w: Tensor, cap: float | None) -> Tensor:
+        z = h @ w.t()
+        return ((z if cap is None else cap * torch.tanh(z / cap)) / temperature).softmax(-1)
+
+    p, q = soft(their_hidden, their_head, 3.0), soft(hidden, head, softcap)
+    wanted = torch.stack([by_loops(p[n], q[n], kind, beta) for n in range(6) if mask[n]]).sum()
+    how: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature, "softcap": softcap}
+    found = [distil_whole(hidden, head, their_hidden, their_head, mask, teacher_softcap=3.0, **how)]
+    found.append(distil(hidden, head, p.log(), torch.arange(11).expand(6, -1), mask, **how))
+    theirs = torch.autograd.grad(0.5 * wanted, (hidden, head))
+    for loss in found:
+        torch.testing.assert_close(loss.total, wanted, atol=1e-9, rtol=1e-9)
+        assert loss.count == 4 and loss.metrics["kl"] == loss.total.detach()
+        for ours, other in zip(torch.autograd.grad(0.5 * loss.total, (hidden, head)), theirs, strict=True):
+            torch.testing.assert_close(ours, other, atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("k", [1, 4, 10])
-def test_with_few_ids_it_is_the_divergence_of_the_coarser_distributions(k: int) -> None:
-    hidden, head, teacher = drawn()
+def test_with_few_ids_it_is_the_divergence_of_the_coarser_distributions(
+    k: int, kind: Divergence, beta: float
+) -> None:
+    hidden, head, teacher = drawn(dtype=torch.float64)
+    hidden.requires_grad_()
     values, ids = teacher.topk(k)
     student = (hidden @ head.t()).softmax(-1).gather(1, ids)
     p, q = (torch.cat([t, 1 - t.sum(1, keepdim=True)], 1) for t in (values.exp(), student))
+    wanted = torch.stack([by_loops(p[n], q[n], kind, beta) for n in range(6)]).sum()
     mask = torch.ones(6)
-    found = distil(hidden, head, values, ids, mask).total
-    assert torch.allclose(found, (p * (p / q).log()).sum(), atol=1e-4)
-    whole = distil(hidden, head, teacher, torch.arange(11).expand(6, -1), mask).total
-    assert found <= whole + 1e-5
+    found = distil(hidden, head, values, ids, mask, kind=kind, beta=beta).total
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x, hidden)[0] for x in (found, wanted)), atol=1e-6, rtol=1e-6
+    )
+    everything = torch.arange(11).expand(6, -1)
+    whole = distil(hidden, head, teacher, everything, mask, kind=kind, beta=beta).total
+    assert 0 < found <= whole + 1e-9
 
 
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
 @pytest.mark.parametrize("k", [3, 11])
-def test_the_right_student_costs_nothing_and_has_no_gradient(k: int) -> None:
+def test_the_right_student_costs_nothing_and_has_no_gradient(k: int, kind: Divergence, beta: float) -> None:
     hidden, head, _ = drawn()
     hidden.requires_grad_()
     values, ids = (hidden @ head.t()).detach().log_softmax(-1).topk(k)
-    loss = distil(hidden, head, values, ids, torch.ones(6))
+    loss = distil(hidden, head, values, ids, torch.ones(6), kind=kind, beta=beta)
     assert abs(loss.total.item()) < 1e-5
     (gradient,) = torch.autograd.grad(loss.total, hidden)
     assert gradient.abs().max() < 1e-5
+
+
+def test_jensen_leans_to_either_side() -> None:
+    _, _, teacher = drawn(dtype=torch.float64)
+    student = teacher.roll(1, 0)
+    for beta, kind, scale in ((1e-6, "forward", 1e-6), (1 - 1e-6, "reverse", 1e-6)):
+        found = (
+            divergence(teacher, student, "jensen", beta) / scale
+        )  # as beta goes to its end, so does D / beta
+        torch.testing.assert_close(found, divergence(teacher, student, kind), rtol=1e-3, atol=1e-4)  # type: ignore[arg-type]
+
+
+def test_forward_covers_two_peaks_and_reverse_seeks_one() -> None:
+    places = torch.arange(41) - 20.0
+    teacher = torch.logaddexp(-((places - 8) ** 2) / 4, -((places + 8) ** 2) / 4 - 0.5).log_softmax(0)
+    found = {}
+    for kind in ("forward", "reverse"):
+        mean, width = torch.tensor(2.0, requires_grad=True), torch.tensor(1.0, requires_grad=True)
+        optimiser = torch.optim.Adam([mean, width], lr=0.1)
+        for _ in range(300):
+            optimiser.zero_grad()
+            student = (-((places - mean) ** 2) / (2 * width.exp() ** 2)).log_softmax(0)
+            divergence(teacher[None], student[None], kind).sum().backward()  # type: ignore[arg-type, no-untyped-call]
+            optimiser.step()
+        found[kind] = (float(mean.detach()), float(width.detach().exp()))
+    assert abs(found["forward"][0]) < 4 and found["forward"][1] > 6
+    assert abs(found["reverse"][0] - 8) < 0.5 and found["reverse"][1] < 2
 
 
 def test_a_student_learns_its_teacher_from_a_few_ids() -> None:
@@ -58,8 +142,56 @@ def test_a_student_learns_its_teacher_from_a_few_ids() -> None:
     values, ids = teacher.topk(8)
     learned = torch.nn.Parameter(torch.randn(11, 6, generator=torch.Generator().manual_seed(3)))
     optimiser = torch.optim.Adam([learned], lr=0.1)
-    for _ in range(400):
+    for _ in range(300):
         optimiser.zero_grad()
-        distil(torch.eye(6), learned, values, ids, torch.ones(6)).total.backward()
+        distil(torch.eye(6), learned, values, ids, torch.ones(6)).total.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
     assert torch.allclose(learned.t().softmax(-1).gather(1, ids), values.exp(), atol=0.01)
+
+
+def test_only_what_learns_has_a_gradient_and_no_chunk_is_held() -> None:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(50, 4, generator=g, requires_grad=True)
+    head, their_head = torch.randn(2, 60, 4, generator=g)
+    kept: list[int] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = distil_whole(hidden, head, hidden, their_head, torch.ones(50))
+    loss.total.backward()  # type: ignore[no-untyped-call]
+    assert hidden.grad is not None and head.grad is None
+    assert max(kept) < 50 * 60
+    with torch.no_grad():
+        assert not distil_whole(hidden, head, hidden, their_head, torch.ones(50)).total.requires_grad
+
+
+def test_in_bf16_it_stays_within_its_noise() -> None:
+    hidden, head, teacher = drawn()
+    ids = torch.arange(11).expand(6, -1)
+    low = hidden.bfloat16().requires_grad_()
+    loss = distil(low, head, teacher, ids, torch.ones(6))
+    loss.total.backward()  # type: ignore[no-untyped-call]
+    assert loss.total.dtype == torch.float32 and low.grad is not None and low.grad.dtype == torch.bfloat16
+    want = F.kl_div((hidden @ head.t()).log_softmax(-1), teacher, log_target=True, reduction="sum")
+    assert float(loss.total.detach()) == pytest.approx(float(want), rel=0.02)
+
+
+def test_no_positions_cost_nothing() -> None:
+    hidden, head, teacher = drawn()
+    ids = torch.arange(11).expand(6, -1)
+    masked = distil(hidden, head, teacher, ids, torch.zeros(6))
+    none = distil(hidden[:0], head, teacher[:0], ids[:0], torch.zeros(0))
+    assert masked.total == masked.count == none.total == none.count == 0
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    hidden, head, teacher = drawn()
+    with pytest.raises(ConfigError, match="vocabulary"):
+        distil_whole(hidden, head, hidden, head[:9], torch.ones(6))
+    with pytest.raises(ConfigError, match="sideways"):
+        divergence(teacher, teacher, "sideways")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="beta"):
+        divergence(teacher, teacher, "jensen", 1.0)

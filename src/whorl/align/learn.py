@@ -10,9 +10,9 @@ sampled ahead, in processes of their own, by the same code: each id carries the 
 too old is made anew, and what is a little old is weighed by `objectives/importance.py`.
 
 Three log-probabilities have three names: `behaviour_log_prob`, of whoever sampled; `proximal_log_prob`, of the learner's
-weights before the record's first step, from which a clipped ratio is measured; `log_prob`, of the weights that are learning. In
-lock-step the first two are the same numbers up to rounding, and on every batch the metric `parity` says how far the engine's
-word and the trainer's lie apart: if it grows, one of them is wrong, and nothing else needs to be suspected first.
+weights before the record's first step, from which a clipped ratio is measured; `log_prob`, of the weights that are learning.
+In lock-step the first two are the same numbers up to rounding, and on every batch the metric `parity` says how far the
+engine's word and the trainer's lie apart: if it grows, one of them is wrong, and nothing else needs to be suspected first.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ def train_policy(
     learner = learner_of(network, objective, config, positions=rows * worker.length, steps_done=rounds)
     if found is not None:
         restore(learner.shared.tensors(), found.tensors)
-    curriculum = (
-        worker.curriculum.copy()
-    )  # as it was after the records that were read; a worker's own is ahead
+    # Of the records that were read: in lock-step the worker's own; with workers ahead, what they have recorded so far.
+    curriculum = worker.curriculum.copy() if config.ahead.workers else worker.curriculum
     board = Board.of(network.policy())
     board.publish(network.policy(), first)
     ahead = config.ahead
@@ -114,12 +113,12 @@ def train_policy(
     def passes(slot: Slot[Rollouts]) -> Iterator[list[Part]]:
         experience = read(slot)
         newest[:] = [experience]
-        for task, passed in zip(
-            experience.task.view(-1, config.answers)[:, 0].tolist(),
-            experience.passed.view(-1, config.answers).float().mean(1).tolist(),
-            strict=True,
-        ):
-            curriculum.record(task, passed)
+        if config.ahead.workers:
+            tried = experience.task.view(-1, config.answers)[:, 0].tolist()
+            for task, passed in zip(
+                tried, experience.passed.view(-1, config.answers).float().mean(1).tolist(), strict=True
+            ):
+                curriculum.record(task, passed, config.answers)
         return passes_over(config, network, reference, signals, experience, slot.sequence, board.version)
 
     def after(step: int, metrics: dict[str, float], clock: Clock) -> None:

@@ -87,6 +87,7 @@ class Network(nn.Module):
         self.value = nn.Linear(model.config.d_model, 1) if critic else None
         if self.value is not None:
             nn.init.zeros_(self.value.weight)
+            nn.init.zeros_(self.value.bias)
 
     def treatments(self, optim: OptimConfig) -> dict[str, Treatment]:
         """How each parameter that is trained is optimised; an adapter's factors and the critic by AdamW."""
@@ -104,7 +105,8 @@ class Network(nn.Module):
         """[B, T, d_model] of a part's tokens."""
         segments = part.get("segment_ids")
         positions = None if segments is None else part["positions"]
-        return self.model(part["tokens"], positions, segments)  # type: ignore[no-any-return]
+        found: Tensor = self.model(part["tokens"], positions, segments)
+        return found
 
     def judge(self, part: Part, *, entropy: bool = False) -> Judged:
         """What it says of the targets that count; N of them."""
@@ -170,7 +172,8 @@ class _Added:
     def __call__(self, layer: nn.Module, given: Sequence[Any], out: Tensor) -> Tensor:
         x = given[0]
         a, b = self.factors[self.a].to(x.dtype), self.factors[self.b].to(x.dtype)
-        return out + self.scale * ((x @ a.t()) @ b.t())
+        added: Tensor = self.scale * ((x @ a.t()) @ b.t())
+        return out + added
 
 
 def _flat(name: str) -> str:
@@ -188,6 +191,7 @@ def frozen(model: LanguageModel, like: Network, weights: Iterable[tuple[str, Ten
         for name, tensor in weights:
             own[name].copy_(tensor)
     model.requires_grad_(False)
+    model.room = like.model.room
     network = Network(model, temperature=like.temperature)
     network.forbidden = like.forbidden
     return network.eval()

@@ -3,9 +3,9 @@
     advantages(config, experience)     [R] rewards -> [R, T] advantages, by the algorithm's baseline
     objective_of(config, network)      micro-batch -> Loss, by the algorithm's surrogate, clip and average
 
-The algorithm is a `Method` (`objectives/text_policy.py`), of which the configuration may change the clip and the KL. `Signals`
-is what goes on from record to record beside weights: the KL's weight where it is adapted, the mean reward where that is the
-baseline, and how far the engine's word for a token was from the trainer's.
+The algorithm is a `Method` (`objectives/text_policy.py`), of which the configuration may change the clip and the KL.
+`Signals` is what goes on from record to record beside weights: the KL's weight where it is adapted, the mean reward where
+that is the baseline, and how far the engine's word for a token was from the trainer's.
 
 The subtle part is parity. The first forward of a record is by the very weights that sampled it, so there every token's
 log-probability must be the engine's but for rounding: 1e-4 in fp32. It costs nothing to look, and nothing is learnt from a
@@ -182,11 +182,13 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
     method = method_of(config)
 
     def objective(part: Part) -> Loss:
-        judged = network.judge(part, entropy=True)
+        judged = network.judge(
+            part, entropy=network.lora is None
+        )  # with a frozen head its gradient is cheaper
         signals.saw(part, judged.log_prob)
         mask = part["loss_mask"]
-        present, sequence = part["sequence"][:, 0].unique(return_inverse=True)  # every row is one text
-        rows = sequence[:, None].expand_as(mask)[mask]
+        n = len(mask)  # every row is one text
+        rows = torch.arange(n)[:, None].expand_as(mask)[mask]
         streams = {
             name: part[name][mask]
             for name in (
@@ -198,21 +200,15 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
             )
             if name in part
         }
-        assert judged.entropy is not None
-        tokens = Tokens(
-            judged.log_prob,
-            sequence=rows,
-            n_sequences=len(present),
-            entropy=judged.entropy.detach(),
-            **streams,
-        )
+        entropy = None if judged.entropy is None else judged.entropy.detach()
+        tokens = Tokens(judged.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
         now = replace(method, kl_weight=signals.kl_weight)
         loss = policy_loss(tokens, now)
         if judged.value is None:
             return loss
         critic = value_loss(
             judged.value, part["old_value"][mask], part["value_target"][mask], rows,
-            average=now.average, constant=now.constant, n_sequences=len(present),
+            average=now.average, constant=now.constant, n_sequences=n,
         )  # fmt: skip
         return Loss(loss.total + VALUE_WEIGHT * critic.total, loss.count, {**loss.metrics, **critic.metrics})
 

@@ -1,4 +1,4 @@
-"""Rollouts: tasks in, judged answers out, as records in slots. The producer of reinforcement learning from verifiable rewards.
+"""Rollouts: tasks in, judged answers out, as records in slots. The producer of RL from verifiable rewards.
 
 A record is G tasks with K answers each, R = G K rows; row g K + k is answer k to task g. Of each id it keeps the
 log-probability that it was drawn with and the version of the weights that drew it; of each answer, what the verifiers said.
@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
-from whorl.align.data.curriculum import Curriculum
+from whorl.align.data.curriculum import Curriculum, informative
 from whorl.align.texts import Scribe
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Task, Verdict
@@ -47,8 +47,8 @@ NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
 class Rollouts:
     """R rows of up to T ids. prompt: how many of `ids` were given; length: how many there are in all.
 
-    behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself; task: its
-    number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
+    behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself;
+    task: its number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -62,6 +62,15 @@ class Rollouts:
     task: Annotated[NDArray[np.int64], "R"]
     redrawn: Annotated[NDArray[np.int64], 1]
     broken: Annotated[NDArray[np.int64], 1]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The answers to one task, and what the verifiers said of each."""
+
+    task: int
+    answers: list[Answer]
+    verdicts: list[Verdict]
 
 
 def rollout_spec(groups: int, answers: int, length: int) -> Spec[Rollouts]:
@@ -100,7 +109,7 @@ class RolloutWorker:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
-    def begin(self) -> None:
+    def begin(self, rows: int = 64) -> None:
         """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -110,7 +119,7 @@ class RolloutWorker:
         tokenizer = open_tokenizer(self.tokenizer)
         self._scribe = Scribe(tokenizer, open_chat(self.tokenizer, tokenizer))
         self._engine = rollout_engine(
-            network, self._scribe, sequences=64, max_length=self.length, **self.engine_options
+            network, self._scribe, sequences=min(128, rows), max_length=self.length, **self.engine_options
         )
         self._engine.version = -1  # that of nobody: the first look at the board loads
         self._prompts: dict[int, list[int]] = {}
@@ -127,45 +136,42 @@ class RolloutWorker:
     def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
         """Writes one record; returns how many ids were sampled."""
         if not hasattr(self, "_engine"):
-            self.begin()
+            self.begin(len(slot.data.reward))
         data, k = slot.data, self.answers
         groups = len(data.reward) // k
         self._engine.catch_up(weights.board)
         self._engine.follow(weights.board if self.in_flight else None)
-        kept: list[tuple[int, list[Answer], list[Verdict]]] = []
-        aside: list[tuple[int, list[Answer], list[Verdict]]] = []
+        kept: list[Group] = []
+        aside: list[Group] = []
         for attempt in range(1 + self.redraws):
-            missing = groups - len(kept)
-            for group in self._groups(
-                self.curriculum.draw(missing, rng), derive(slot.seed, "answers", attempt)
-            ):
-                rewards = {verdict.reward for verdict in group[2]}
-                (kept if len(rewards) > 1 or not self.redraws else aside).append(group)
-            if len(kept) >= groups:
+            drawn = self.curriculum.draw(groups - len(kept), rng)
+            for group in self._groups(drawn, derive(slot.seed, "answers", attempt)):
+                teaches = informative([v.reward for v in group.verdicts])
+                (kept if teaches or not self.redraws else aside).append(group)
+            if len(kept) == groups:
                 break
-        redrawn = len(aside)
-        while len(kept) < groups:  # there was nothing better
-            kept.append(aside.pop())
-            redrawn -= 1
+        data.redrawn[0] = len(aside)
+        kept += aside[: groups - len(kept)]  # there was nothing better
         sampled, oldest = 0, 1 << 62
-        for g, (task, found, verdicts) in enumerate(kept):
-            prompt = self._prompt(task)
-            for i, (one, verdict) in enumerate(zip(found, verdicts, strict=True)):
+        for g, group in enumerate(kept):
+            prompt = self._prompt(group.task)
+            for i, (one, verdict) in enumerate(zip(group.answers, group.verdicts, strict=True)):
                 row, start, stop = g * k + i, len(prompt), len(prompt) + len(one.ids)
                 data.ids[row, :start], data.ids[row, start:stop] = prompt, one.ids
                 data.behaviour_log_prob[row, start:stop] = np.array(one.log_probs, np.float32)
                 data.version[row, start:stop] = one.versions
-                data.prompt[row], data.length[row], data.task[row] = start, stop, task
+                data.prompt[row], data.length[row], data.task[row] = start, stop, group.task
                 data.reward[row] = np.float32(verdict.reward)
                 data.passed[row], data.finished[row] = verdict.passed, one.finished
                 sampled += len(one.ids)
                 oldest = min(oldest, *one.versions) if one.versions else oldest
-        data.redrawn[0] = redrawn
-        data.broken[0] = sum(v.reason.startswith("verifier") for _, _, vs in kept for v in vs)
+        data.broken[0] = sum(
+            v.reason.startswith(("raised", "timeout")) for group in kept for v in group.verdicts
+        )
         weights.version = oldest if sampled else self._engine.version
         return sampled
 
-    def _groups(self, drawn: Sequence[int], seed: int) -> list[tuple[int, list[Answer], list[Verdict]]]:
+    def _groups(self, drawn: Sequence[int], seed: int) -> list[Group]:
         k = self.answers
         prompts = [self._prompt(task) for task in drawn for _ in range(k)]
         found = answer(
@@ -177,8 +183,8 @@ class RolloutWorker:
         groups = []
         for g, task in enumerate(drawn):
             mine = slice(g * k, (g + 1) * k)
-            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]) / k)
-            groups.append((int(task), found[mine], verdicts[mine]))
+            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]) / k, k)
+            groups.append(Group(task, found[mine], verdicts[mine]))
         return groups
 
     def _prompt(self, task: int) -> list[int]:

@@ -6,8 +6,9 @@ A row [T] of a part, shifted by one, as in `tokens/packing.py`:
     targets      the id that follows                  sequence     the text's number, -1 for padding
     segment_ids, positions                            only where several texts share a row
 
-Further streams [n] of a text lie beside its ids (log-probabilities of whoever sampled it, advantages, a teacher's word), and
-stream[t] says something about ids[t]; in a row they lie at that id's place as a target. So no algorithm ever shifts anything.
+Further streams [n] of a text lie beside its ids (log-probabilities of whoever sampled it, advantages, a teacher's word),
+and stream[t] says something about ids[t]; in a row they lie at that id's place as a target. So no algorithm ever shifts
+anything.
 
 `lay` gives every text a row, as long as the longest: causal attention alone then keeps texts from padding. `pack` puts
 several into a row of a given length (best fit, longest first), with a document mask: for texts of very different lengths.

@@ -11,8 +11,8 @@ same as if every text had a row of its own (a test).
 With `replay`, a share of each step's rows are pretraining's: against forgetting, and, with most of a step, the way in which
 instructions are mixed into late pretraining.
 
-Everything that decides a weight is in the configuration and the step's number, so a run that was killed goes on to the bits of
-one that was not.
+Everything that decides a weight is in the configuration and the step's number, so a run that was killed goes on to the bits
+of one that was not.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Batches:
                 found.append(_tokens(next(replay).tensors()))
             yield found
 
-    def _order(self, epoch: int) -> Any:
+    def _order(self, epoch: Any) -> Any:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
             self._places = numpy_rng(self.config.seed, "sft", "order", int(epoch)).permutation(self.rows)

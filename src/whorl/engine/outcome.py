@@ -57,7 +57,6 @@ def take(
         if k >= len(drafts) or drafts[k] != token.id:
             break
         sequence.computed += 1  # the draft's own position was computed with it, and is right
-    sequence.tokens += taken
     return taken, text, finish
 
 

@@ -155,9 +155,3 @@ def gptq(weight: Tensor, moments: Tensor, scales: Tensor, kind: Format, damping:
     back = torch.empty_like(codes)
     back[:, order] = codes
     return back.to(torch.int8)
-
-
-def output_error(weight: Tensor, rounded: Tensor, moments: Tensor) -> float:
-    """sum |(W - Q) x|^2 / sum |W x|^2 over the text that `moments` was taken of."""
-    w, error = weight.detach().double(), (weight - rounded).detach().double()
-    return float(((error @ moments) * error).sum() / ((w @ moments) * w).sum())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from whorl.engine.pool import Hash, chain
-from whorl.engine.request import Finish, Request, Token
+from whorl.engine.request import Finish, Request
 
 
 class Status(enum.Enum):
@@ -49,7 +49,6 @@ class Sequence:
     drafts: list[int] = field(
         default_factory=list
     )  # guesses at what follows `ids`, to be verified in this step
-    tokens: list[Token] = field(default_factory=list)  # drawn so far
     prompt_log_probs: list[float] = field(default_factory=list)
     finish: Finish | None = None
     stops: Any = None  # `stops.Stops`

@@ -139,23 +139,25 @@ def _finite(log_p: Tensor, forbidden: Tensor | None) -> Tensor:
 
 
 def _d_raw(
-    log_p: Tensor,
     z: Tensor,
+    log_normaliser: Tensor,
     targets: Tensor,
-    g: Tensor | None,
+    g: Tensor,
     e: tuple[Tensor, Tensor] | None,
     temperature: float,
     softcap: float | None,
     forbidden: Tensor | None,
 ) -> Tensor:
-    """[n, V] gradient of the raw logits. g: [n] of log_prob; e: [n] gradient of the entropy, and the entropy itself."""
-    p = log_p.exp()
-    d = torch.zeros_like(p)
+    """[n, V] gradient of the raw logits, in few passes over them.
+
+    log_normaliser: [n, 1] of z; g: [n] gradient of log_prob; e: [n] that of the entropy, and the entropy itself.
+    """
+    log_p = z - log_normaliser
+    pull = g[:, None]  # on p, and the target's onehot pulls the other way
     if e is not None:
-        d -= e[0][:, None] * p * (_finite(log_p, forbidden) + e[1][:, None])
-    if g is not None:
-        d -= p.mul_(g[:, None])
-        d.scatter_add_(1, targets[:, None], g[:, None])
+        pull = pull + e[0][:, None] * (_finite(log_p, forbidden) + e[1][:, None])
+    d = log_p.exp_().mul_(-pull)
+    d.scatter_add_(1, targets[:, None], g[:, None])
     if softcap is not None:
         d *= 1.0 - (z * (temperature / softcap)).square()
         if forbidden is not None:
@@ -181,36 +183,37 @@ class _Tokens(torch.autograd.Function):
         weight = head.to(hidden.dtype)
         ctx.how = temperature, softcap, forbidden
         ctx.chunk = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
-        log_probs, entropies, d_hidden = [], [], []
+        log_probs, normalisers, entropies, d_hidden = [], [], [], []
         for h, target in zip(torch.split(hidden, ctx.chunk), torch.split(targets, ctx.chunk), strict=True):
             z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
             log_normaliser = z.logsumexp(dim=-1, keepdim=True)
             log_probs.append((z.gather(1, target[:, None]) - log_normaliser).squeeze(1))
-            if entropy or early:
-                log_p = z - log_normaliser
+            normalisers.append(log_normaliser)
             if entropy:
+                log_p = z - log_normaliser
                 entropies.append(-(log_p.exp() * _finite(log_p, forbidden)).sum(dim=-1))
             if early:
                 ones = torch.ones_like(log_probs[-1])
-                d_hidden.append(_d_raw(log_p, z, target, ones, None, *ctx.how).to(h.dtype) @ weight)
+                d_hidden.append(_d_raw(z, log_normaliser, target, ones, None, *ctx.how).to(h.dtype) @ weight)
         entropies_ = torch.cat(entropies) if entropy else None
         ctx.early, ctx.entropy = early, entropy
-        ctx.save_for_backward(
-            torch.cat(d_hidden) if early else hidden, head, targets, *([entropies_] if entropy else [])
-        )
+        first = torch.cat(d_hidden) if early else hidden
+        ctx.save_for_backward(first, head, targets, torch.cat(normalisers), entropies_)
         ctx.set_materialize_grads(False)
         return torch.cat(log_probs), entropies_
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         g, e = gradients
-        first, head, targets, *rest = ctx.saved_tensors
+        first, head, targets, normaliser, entropies = ctx.saved_tensors
         nothing = (None,) * 7
         if g is None and e is None:
             return None, *nothing
         if ctx.early:
             assert g is not None
             return first * g[:, None].to(first.dtype), *nothing
+        if g is None:
+            g = torch.zeros_like(normaliser[:, 0])
         hidden, weight = first, head.to(first.dtype)
         to_hidden, to_head = ctx.needs_input_grad[:2]
         d_hidden, d_head = [], torch.zeros_like(head) if to_head else None
@@ -218,10 +221,8 @@ class _Tokens(torch.autograd.Function):
             part = slice(begin, begin + ctx.chunk)
             h, target = hidden[part], targets[part]
             z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
-            both = None if e is None else (e[part], rest[0][part])
-            d = _d_raw(z.log_softmax(dim=-1), z, target, None if g is None else g[part], both, *ctx.how).to(
-                h.dtype
-            )
+            both = None if e is None else (e[part], entropies[part])
+            d = _d_raw(z, normaliser[part], target, g[part], both, *ctx.how).to(h.dtype)
             if to_hidden:
                 d_hidden.append(d @ weight)
             if d_head is not None:

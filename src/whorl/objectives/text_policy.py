@@ -122,6 +122,7 @@ class Method:
             raise ConfigError(f"dual_clip is {self.dual_clip}", expected="above 1")
 
 
+# REINFORCE and RLOO as printed sum over an answer and take the mean of answers: by all tokens it is the same direction.
 _REINFORCE = Method()
 _PPO = replace(
     _REINFORCE, ratio="token", clip_low=0.2, clip_high=0.2, baseline="critic", kl="k1", kl_in="reward"

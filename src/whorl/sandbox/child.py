@@ -20,7 +20,6 @@ stronger than tests: their answers are compared outside, so a program must at le
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import json
 import os
@@ -29,11 +28,11 @@ import signal
 import sys
 import traceback
 import unittest
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from whorl.sandbox.pristine import JUDGES, Pristine
+from whorl.sandbox.pristine import Pristine
 
 SECRET_BYTES = 16
 SHOWN = 300  # characters of an exception that are reported
@@ -48,15 +47,6 @@ def told(error: BaseException) -> str:
         return "an exception that cannot be shown"
 
 
-def read_exactly(descriptor: int, n: int) -> bytes:
-    """n bytes, or fewer where the pipe ends."""
-    parts: list[bytes] = []
-    while n > 0 and (part := os.read(descriptor, n)):
-        parts.append(part)
-        n -= len(part)
-    return b"".join(parts)
-
-
 class Child:
     """All that is needed later is bound here, before the program may touch anything.
 
@@ -67,11 +57,17 @@ class Child:
 
     def __init__(self, pristine: Pristine, control: int, verdict: int) -> None:
         self.pristine, self.control, self.verdict = pristine, control, verdict
-        self.stream = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=False)
-        self.calm = [(sys.settrace, (None,)), (sys.setprofile, (None,)), (sys.setrecursionlimit, (1000,))]
+        self.stream = io.TextIOWrapper(
+            io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=False
+        )
+        self.calm: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
+            (sys.settrace, (None,)),
+            (sys.setprofile, (None,)),
+        ]
+        self.calm.append((sys.setrecursionlimit, (1000,)))
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         self.calm += [(signal.setitimer, (timer, 0)) for timer in timers]
-        self.gc_off, self.leave = gc.disable, os._exit
+        self.read, self.write, self.leave = os.read, os.write, os._exit
 
     def run(self, source: str, asked: bool) -> NoReturn:
         """Runs all; `asked`: whether tests or examples follow."""
@@ -82,33 +78,39 @@ class Child:
         printed: list[tuple[str, str | None]] = []
         reason, module = self._define(source, "program" if asked else "__main__")
         self._restore()
-        if reason == "passed" and asked:
-            work = json.loads(read_exactly(self.control, int.from_bytes(read_exactly(self.control, 4), "little")))
-            reason = self._tests(work["tests"], module) if work["tests"] else "passed"
-            if reason == "passed":
-                printed = [self._example(text, module) for text in work["examples"]]
-            self._restore(end=True)
-            changed = next(self.pristine.changes(JUDGES), None) if work["tests"] else None
-            if changed is not None and reason == "passed":
-                reason = f"failed: the program changed {changed[0]} while it was tested"
-            self.pristine.restore()
-        elif asked:
-            read_exactly(self.control, int.from_bytes(read_exactly(self.control, 4), "little"))
+        work: dict[str, Any] = {"tests": "", "examples": []}
+        if asked:
+            work = json.loads(self._take(int.from_bytes(self._take(4), "little")))
+        if reason == "passed" and work["tests"]:
+            reason = self._tests(work["tests"], module)
+        if reason == "passed":
+            printed = [self._example(text, module) for text in work["examples"]]
+        changed = self._restore()
+        if work["tests"] and changed and reason == "passed":
+            reason = f"failed: the program changed {changed} while it was tested"
         with contextlib.suppress(BaseException):
             self.stream.flush()
         report = json.dumps({"reason": reason, "printed": printed}).encode()
-        left = read_exactly(self.control, SECRET_BYTES) + report
+        left = self._take(SECRET_BYTES) + report
         while left:
-            left = left[os.write(self.verdict, left) :]
+            left = left[self.write(self.verdict, left) :]
         self.leave(0)
 
-    def _restore(self, end: bool = False) -> None:
+    def _restore(self) -> str:
+        """Puts everything back as it was; what of builtins and unittest was changed, or nothing."""
         for call, arguments in self.calm:
             call(*arguments)
-        self.gc_off()
+        changed = self.pristine.tampered()
+        self.pristine.restore()
         sys.stdout = sys.stderr = self.stream
-        if not end:
-            self.pristine.restore()
+        return changed
+
+    def _take(self, n: int) -> bytes:
+        """n bytes from the parent, by the kernel's own `read`: the one in `os` may be another by now."""
+        taken = b""
+        while len(taken) < n and (part := self.read(self.control, n - len(taken))):
+            taken += part
+        return taken
 
     def _define(self, source: str, name: str) -> tuple[str, ModuleType]:
         module = ModuleType(name)
@@ -116,7 +118,7 @@ class Child:
             code = compile(source, "program.py", "exec", dont_inherit=True)
         except BaseException as error:  # a MemoryError or RecursionError is no syntax, but no program either
             return f"syntax: {told(error)}", module
-        sys.modules[name] = module
+        sys.modules[name] = sys.modules["__main__"] = module
         try:
             exec(code, vars(module))
         except BaseException as error:

@@ -38,11 +38,19 @@ class Limits:
 
     def __post_init__(self) -> None:
         least = {"wall_seconds": 0.001, "cpu_seconds": 0.001, "memory_bytes": 1 << 20, "processes": 1}
-        for name in ("wall_seconds", "cpu_seconds", "memory_bytes", "file_bytes", "output_bytes", "processes"):
+        for name in (
+            "wall_seconds",
+            "cpu_seconds",
+            "memory_bytes",
+            "file_bytes",
+            "output_bytes",
+            "processes",
+        ):
             value = getattr(self, name)
             if not least.get(name, 0) <= value < 2**50:
                 raise ConfigError(
-                    f"limits.{name} is {value}", expected=f"a number of at least {least.get(name, 0)}, and a finite one"
+                    f"limits.{name} is {value}",
+                    expected=f"a number of at least {least.get(name, 0)}, and a finite one",
                 )
 
 
@@ -52,8 +60,8 @@ class Program:
 
     Attributes:
         source: nobody trusts it. It runs as a module named `program`, or as `__main__` when nothing is asked afterwards.
-        tests: trusted source that runs afterwards and sees the program's names: plain asserts, functions `test_...`, unittest
-            cases. It is not in the process while the program's own statements run.
+        tests: trusted source that runs afterwards and sees the program's names: plain asserts, functions `test_...`,
+            unittest cases. It is not in the process while the program's own statements run.
         examples: trusted statements, run one after the other at last; what each prints is in `Outcome.printed`, and whoever
             asked compares: the process never holds what is expected.
     """

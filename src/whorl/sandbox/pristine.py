@@ -1,14 +1,16 @@
 """The standard library as it was before a foreign program ran.
 
 A program may cheat its tests by changing what they stand on: `unittest.TestCase.assertEqual = lambda *a: None`,
-`builtins.len = ...`, `sys.modules["unittest"] = ...`, `TestCase.run.__code__ = ...`. So a picture of all loaded modules is
-taken in the zygote, once: each module's names, each class's attributes, each function's code and defaults. After the
+`builtins.len = ...`, `sys.modules["unittest"] = ...`, `TestCase.run.__code__ = ...`. So a picture of what tests stand on is
+taken in the zygote, once: which modules are loaded and, of the modules in `GROUND`, each module's names, each class's
+attributes, each function's code and defaults. (Of all modules it would take 5 ms a program: to look at an object is to
+count a reference, and to write is to copy its page from the zygote.) After the
 program's own statements everything is put back; after its tests the builtins and unittest are looked at again, because a
 function of the program that is called by a test may do the same then. (Elsewhere the library changes by itself: caches,
 what is made at first use.)
 
-What cannot be seen here: the contents of lists and dictionaries inside modules (but those of the import system are
-kept), and what is put back in time by whoever changed it.
+What cannot be seen here: changes in other modules, the contents of lists and dictionaries inside modules (but those of
+the import system are kept), and what is put back in time by whoever changed it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,31 @@ from typing import Any
 MISSING = object()
 _OF_A_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
 _RESTLESS = {"__abstractmethods__", "_abc_impl", "__warningregistry__", "_"}  # they change by themselves
-_OF_SYS = {"stdin", "stdout", "stderr", "last_type", "last_value", "last_traceback", "last_exc"}  # so do these of sys
-JUDGES = ("builtins", "unittest")
+_OF_SYS = {
+    "stdin",
+    "stdout",
+    "stderr",
+    "last_type",
+    "last_value",
+    "last_traceback",
+    "last_exc",
+}  # so do these of sys
+GROUND = {
+    "builtins",
+    "unittest",
+    "json",
+    "collections",
+    "contextlib",
+    "functools",
+    "io",
+    "itertools",
+    "math",
+    "operator",
+    "random",
+    "sys",
+    "traceback",
+}
+NOT_GROUND = {"unittest.mock", "unittest.main", "unittest.runner", "unittest.async_case", "unittest.signals"}
 
 
 class Pristine:
@@ -37,11 +62,14 @@ class Pristine:
         }
         self.names: list[tuple[Any, Mapping[str, Any], dict[str, Any]]] = []
         self.functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
-        self.imports = [(kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)]
+        self.imports: list[tuple[list[Any], list[Any]]] = [
+            (kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)
+        ]
         self.builtins, self.builtin = vars(builtins), dict(vars(builtins))
         seen: set[int] = set()
-        for module in self.modules.values():
-            self._add(module, seen)
+        for name, module in self.modules.items():
+            if name.split(".")[0] in GROUND and name not in NOT_GROUND:
+                self._add(module, seen)
 
     def _add(self, holder: Any, seen: set[int]) -> None:
         if id(holder) in seen:
@@ -54,12 +82,24 @@ class Pristine:
                 value = value.__func__
             parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
             for part in parts:
-                if isinstance(part, FunctionType) and id(part) not in seen:
+                if isinstance(part, FunctionType) and id(part) not in seen and _at_home(part):
                     seen.add(id(part))
                     self.functions.append((part, tuple(getattr(part, n) for n in _OF_A_FUNCTION)))
             # Only classes made in Python can be changed; the flag is Py_TPFLAGS_IMMUTABLETYPE.
-            if isinstance(value, type) and not value.__flags__ & (1 << 8):
+            if isinstance(value, type) and not value.__flags__ & (1 << 8) and _at_home(value):
                 self._add(value, seen)
+
+    def tampered(self) -> str:
+        """What of builtins and unittest is not as it was: a name, or nothing. The builtins are put back.
+
+        The loop over builtins uses none: they may be what was changed.
+        """
+        found = ""
+        for name, value in self.builtin.items():
+            if self.builtins.get(name) is not value and name != "_":
+                found = name
+        self.builtins.update(self.builtin)
+        return found or next((called for called, *_ in self.changes(("unittest",))), "")
 
     def changes(self, within: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str, Any]]:
         """What is not as it was: (what to call it, holder, name, value as it was or MISSING).
@@ -108,6 +148,10 @@ class Pristine:
                 type.__setattr__(holder, name, value)
             else:
                 setattr(holder, name, value)
+
+
+def _at_home(thing: Any) -> bool:
+    return str(thing.__module__).split(".")[0] in GROUND
 
 
 def _same(live: Mapping[str, Any], kept: dict[str, Any]) -> bool:

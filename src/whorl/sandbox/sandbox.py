@@ -27,10 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
 import selectors
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +41,8 @@ from typing import Any
 
 import whorl
 from whorl.errors import ConfigError, WhorlError, one_of
+from whorl.sandbox.folder import clear
+from whorl.sandbox.frames import receive_before, send
 from whorl.sandbox.limits import Limits, Outcome, Printed, Program
 
 ESSENTIAL = ("landlock", "seccomp")
@@ -80,7 +79,18 @@ class Worker:
         (self.root / "box").mkdir()
         above = str(Path(whorl.__file__).parent.parent)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-s", "-S", "-B", "-c", _START, above, str(self.root / "box"), *sorted(without)],
+            [
+                sys.executable,
+                "-P",
+                "-s",
+                "-S",
+                "-B",
+                "-c",
+                _START,
+                above,
+                str(self.root / "box"),
+                *sorted(without),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -112,23 +122,12 @@ class Worker:
             parts.append({"tests": program.tests, "examples": program.examples})
         self.job, self.deadline = job, time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         with contextlib.suppress(BrokenPipeError):
-            for data in (json.dumps(part).encode() for part in parts):
-                _write(self.to, len(data).to_bytes(4, "little") + data)
+            for part in parts:
+                send(self.to, part)
 
     def answer(self, deadline: float) -> Any:
         """The worker's next answer; None when it ended, or said nothing whole before the deadline."""
-        os.set_blocking(self.back, False)
-        heard = bytearray()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.back, selectors.EVENT_READ)
-            while selector.select(max(0.0, deadline - time.monotonic())):
-                part = os.read(self.back, 1 << 20)
-                heard += part
-                if len(heard) >= 4 and len(heard) == 4 + int.from_bytes(heard[:4], "little"):
-                    return json.loads(heard[4:])
-                if not part:
-                    break
-        return None
+        return receive_before(self.back, deadline)
 
     def end(self) -> None:
         """Kills the zygote; what it had started dies with it."""
@@ -137,7 +136,9 @@ class Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 pipe.close()
-        shutil.rmtree(self.root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            clear(self.root)
+            self.root.rmdir()
 
 
 class Sandbox:
@@ -260,14 +261,17 @@ class Sandbox:
         """A worker that has shown that its protections hold."""
         worker = Worker(self.without)
         try:
-            worker.ask(Program(_TRIALS.format(memory=2 * self.limits.memory_bytes)), self.limits, 0)
+            patient = dataclasses.replace(self.limits, wall_seconds=30, cpu_seconds=30, output_bytes=4096)
+            worker.ask(Program(_TRIALS.format(memory=2 * self.limits.memory_bytes)), patient, 0)
             worker.deadline = time.monotonic() + START_SECONDS
             said = worker.answer(worker.deadline)
             worker.job = -1
             outcome = _read(said) if said is not None else None
             if outcome is None or not outcome.ok:
                 why = outcome.reason if outcome else "it ended"
-                raise WhorlError(f"a worker of the sandbox failed its trials: {why}", expected="that all of them run")
+                raise WhorlError(
+                    f"a worker of the sandbox failed its trials: {why}", expected="that all of them run"
+                )
             broken = set(outcome.output.split())
             for name in sorted(broken - self.without):
                 raise _refused(name, "a trial that it should stop went through")
@@ -299,9 +303,3 @@ def _read(said: dict[str, Any]) -> Outcome:
     printed = tuple(Printed(text, error) for text, error in said["printed"])
     reason = said["reason"]
     return Outcome(reason == "passed", reason, said["output"], said["seconds"], printed)
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]

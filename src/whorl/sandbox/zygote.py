@@ -17,6 +17,7 @@ come before whatever the child claims.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -30,40 +31,28 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from whorl.sandbox.child import SECRET_BYTES, Child, read_exactly
+from whorl.sandbox import folder
+from whorl.sandbox.child import SECRET_BYTES, Child
 from whorl.sandbox.confine import Confinement, Unavailable, library
+from whorl.sandbox.frames import receive, send
 from whorl.sandbox.pristine import Pristine
 
 WARM = """abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
 dataclasses datetime decimal difflib doctest enum fractions functools graphlib hashlib heapq html io itertools json keyword
 locale math numbers operator os.path pathlib pickle pprint queue random re secrets shutil statistics string struct tempfile
 textwrap threading time timeit tokenize traceback types typing unicodedata unittest unittest.mock uuid warnings weakref zlib
-zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap""".split()
+zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap""".split()  # noqa: SIM905
 TICK = 0.02  # seconds between two looks at files and threads
 GRACE = 64 << 10  # bytes that a report may be longer than the output's limit
-
-
-def send(descriptor: int, value: Any) -> None:
-    data = json.dumps(value).encode()
-    data = len(data).to_bytes(4, "little") + data
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def receive(descriptor: int) -> Any:
-    """The next value, or EOFError at the stream's end."""
-    size = read_exactly(descriptor, 4)
-    data = read_exactly(descriptor, int.from_bytes(size, "little"))
-    if len(size) < 4 or len(data) < int.from_bytes(size, "little"):
-        raise EOFError
-    return json.loads(data)
 
 
 class Watch:
     """One fork, from its start to its end."""
 
-    def __init__(self, pid: int, ends: dict[str, int], limits: dict[str, Any], folder: Path, to_send: bytes) -> None:
-        self.pid, self.ends, self.limits, self.folder, self.left = pid, ends, limits, folder, to_send
+    def __init__(
+        self, pid: int, ends: dict[str, int], limits: dict[str, Any], box: Path, to_send: bytes
+    ) -> None:
+        self.pid, self.ends, self.limits, self.folder, self.left = pid, ends, limits, box, to_send
         self.heard = {"output": bytearray(), "verdict": bytearray()}
         self.most = {"output": limits["output_bytes"], "verdict": limits["output_bytes"] + GRACE}
         self.reason = ""
@@ -91,7 +80,8 @@ class Watch:
             for descriptor, event in poll.poll(wait * 1000 + 0.999):
                 if descriptor == 0:
                     self.kill("crashed: the parent ended")
-                    os._exit(0)
+                    os.waitpid(self.pid, 0)
+                    raise EOFError
                 if descriptor == process:
                     running = False
                 elif descriptor == self.ends["control"]:
@@ -134,8 +124,7 @@ class Watch:
         return bool(data)
 
     def _look(self) -> None:
-        files = sum(_sizes(self.folder)) if self.limits["file_bytes"] else 0
-        if files > self.limits["file_bytes"]:
+        if self.limits["file_bytes"] and folder.used(self.folder) > self.limits["file_bytes"]:
             self.kill("files")
         with contextlib.suppress(OSError, IndexError):
             threads = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[17])
@@ -143,47 +132,37 @@ class Watch:
                 self.kill("threads")
 
 
-def _sizes(folder: Path) -> Any:
-    for at, folders, names in os.walk(folder):
-        yield 4096 * len(folders)
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield 4096 + os.lstat(os.path.join(at, name)).st_size  # noqa: PTH118 (one of many)
-
-
-def clear(folder: Path) -> None:
-    """Removes all that lies in a folder. Links are removed, not followed; a folder without rights is given them."""
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False):
-            os.chmod(entry.path, 0o700)  # noqa: PTH101
-            clear(Path(entry.path))
-            os.rmdir(entry.path)  # noqa: PTH106
-        else:
-            os.unlink(entry.path)  # noqa: PTH108
-
-
 class Zygote:
     """Prepared once; `serve` runs until the parent is gone."""
 
-    def __init__(self, folder: Path, without: frozenset[str]) -> None:
+    def __init__(self, box: Path, without: frozenset[str]) -> None:
         for name in WARM:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, programs go first
-        os.chdir(folder)
+        os.chdir(box)
         sys.path[:] = library()
-        self.folder = folder
-        self.confinement = Confinement(folder, without)
+        self.folder = box
+        self.confinement = Confinement(box, without)
         self.pristine = Pristine(leave_out=("whorl", "ctypes", "_ctypes", "__main__"))
 
     def serve(self) -> None:
+        gc.freeze()  # a collection in a fork shall not touch, and so copy, what is ours
         while True:
             try:
                 head = receive(0)
             except EOFError:
-                return
+                self.leave()
             send(1, self.one(head))
+
+    def leave(self) -> NoReturn:
+        """The parent is gone: nobody else would remove the folder."""
+        with contextlib.suppress(OSError):
+            folder.clear(self.folder)
+            self.folder.rmdir()
+            self.folder.parent.rmdir()
+        os._exit(0)
 
     def one(self, head: dict[str, Any]) -> dict[str, Any]:
         """Runs one program; reads the request's second part itself."""
@@ -205,10 +184,13 @@ class Zygote:
             os.set_blocking(ends[name], False)
         prefix = len(tail).to_bytes(4, "little") + tail if head["asked"] else b""
         watch = Watch(pid, ends, limits, self.folder, prefix + secret)
-        status, used = watch.until_the_end()
+        try:
+            status, used = watch.until_the_end()
+        except EOFError:
+            self.leave()
         for end in ends.values():
             os.close(end)
-        clear(self.folder)
+        folder.clear(self.folder)
         said = bytes(watch.heard["verdict"])
         report: dict[str, Any] = {"reason": _end(status, used, limits, said), "printed": []}
         if watch.reason:
@@ -270,7 +252,10 @@ def _end(status: int, used: Any, limits: dict[str, Any], said: bytes) -> str:
         return "crashed: " + said.decode("utf-8", "replace")
     if code >= 0:
         return f"exited: the process ended with {code} before its end was reached"
-    if -code in (signal.SIGKILL, signal.SIGXCPU) and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.95:
+    if (
+        -code in (signal.SIGKILL, signal.SIGXCPU)
+        and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.5
+    ):  # the kernel counts its own ticks, and coarsely
         return "cpu"
     return f"crashed: signal {-code} ({signal.strsignal(-code)})"
 

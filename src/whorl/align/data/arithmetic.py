@@ -2,11 +2,14 @@
 
     level 1    47+85                   #### 132
     level 7    (23-48)*7               23-48=-25 NEWLINE -25*7=-175 NEWLINE #### -175
+    columns    47+85                   47+85:7+5=12,4+8+1=13;132 NEWLINE #### 132
 
 A level says which operators, how many digits each number has, and whether brackets may stand anywhere (`LEVELS`; from 0,
 one digit and one digit, to 10, five digits and five). `weights` gives each level its share. Text and solution are made
 from one tree, so that they cannot disagree: the text has just the brackets that lead back to the tree, and the solution
 takes its operations from the inside out, the left ones first. Its last line is the answer behind "#### ", as GSM8K has it.
+With `columns` a sum or a difference is worked out digit by digit from the right, as at school: each of its steps then
+depends on three digits at most, which a small network learns far sooner than whole sums.
 
 Problem i of a seed is always the same, whatever was drawn before, since its numbers are a hash of (seed, i) and not the
 next ones of a stream (splitmix64: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators").
@@ -19,6 +22,7 @@ again, and again. (A step of a longer problem may still be a short problem that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -33,6 +37,7 @@ from whorl.evals.verify.task import Task
 ANSWER = "#### "  # what stands before the answer on the last line
 SLOTS = 12  # draws a problem: its level, and for up to 4 terms the numbers, the operators, the order
 ATTEMPTS = 2000
+_STEP = re.compile(r"(-?\d+)([+-])(\d+|\(-\d+\))=(-?\d+)")
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class Arithmetic:
         seed: another gives other problems.
         weights: level -> how often, in any unit.
         working: whether solutions are written out. Without, the answer alone follows "expression=".
+        columns: whether sums and differences are written out digit by digit.
         held_out_share: of all problems there are, in [0, 1). It must be the same wherever one source trains and another
             tests; the seed and the weights may differ.
 
@@ -88,6 +94,7 @@ class Arithmetic:
     seed: int = 0
     weights: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
     working: bool = True
+    columns: bool = False
     held_out_share: float = 0.1
 
     def __post_init__(self) -> None:
@@ -157,7 +164,7 @@ class Arithmetic:
 
     def solution(self, problem: Problem) -> str:
         """The right continuation."""
-        return worked(problem) if self.working else str(problem.answer)
+        return worked(problem, columns=self.columns) if self.working else str(problem.answer)
 
     def task(self, problem: Problem, *, chat: bool = False) -> Task:
         """As something to be verified: the number on the last line, or without working the exact text."""
@@ -194,9 +201,39 @@ class Arithmetic:
         return int.from_bytes(digest, "big") < self.held_out_share * 2**64
 
 
-def worked(problem: Problem) -> str:
+def worked(problem: Problem, *, columns: bool = False) -> str:
     """The solution written out; its last line is the answer."""
-    return "\n".join((*problem.steps, f"{ANSWER}{problem.answer}"))
+    steps = tuple(map(in_columns, problem.steps)) if columns else problem.steps
+    return "\n".join((*steps, f"{ANSWER}{problem.answer}"))
+
+
+def in_columns(step: str) -> str:
+    """A step "a+b=c" or "a-b=c" digit by digit: "a+b:" then what is added or taken away in each column, ";c".
+
+    Signs are settled first, as at school: -25+7 is 25-7 with a minus before it. Products stay as they are.
+    """
+    match = _STEP.fullmatch(step)
+    if match is None:
+        return step
+    a, operator, b, value = int(match[1]), match[2], int(match[3].strip("()")), match[4]
+    b = b if operator == "+" else -b
+    big, small = sorted((abs(a), abs(b)), reverse=True)
+    adds = (a < 0) == (b < 0)
+    columns, carried = [], 0
+    upper, lower = str(big)[::-1], str(small)[::-1]
+    for place, digit in enumerate(upper):
+        other = lower[place : place + 1]
+        if adds:
+            terms = [digit, *([other] if other else []), *(["1"] if carried else [])]
+            total = sum(map(int, terms))
+            columns.append("+".join(terms) + f"={total}")
+            carried = total // 10
+        else:
+            taken = [*([other] if other else []), *(["1"] if carried else [])]
+            rest = int(digit) - sum(map(int, taken))
+            carried = int(rest < 0)
+            columns.append("-".join([str(int(digit) + 10 * carried), *taken]) + f"={rest + 10 * carried}")
+    return f"{step.rsplit('=', 1)[0]}:{','.join(columns)};{value}"
 
 
 def draws(seed: int, indices: NDArray[np.uint64], attempt: int, slots: int) -> NDArray[np.uint64]:

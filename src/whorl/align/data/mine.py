@@ -126,9 +126,7 @@ def functions(
             continue
         lines = source_lines(text)
         top = {id(node) for node in tree.body}
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
+        for node in _definitions(tree):
             made = _cut(path, lines, node, id(node) in top)
             if isinstance(made, str):
                 skipped[made] += 1
@@ -147,6 +145,19 @@ def functions(
         else:
             kept[likeness] = function
     return list(kept.values())
+
+
+def _definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All functions, wherever they stand. Only statements are looked at: most of a tree is expressions."""
+    left: list[ast.AST] = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, part, None)
+            if isinstance(inner, list):  # that of a lambda is an expression, and no statement holds one here
+                left += inner
 
 
 def parsed(text: str) -> ast.Module | None:

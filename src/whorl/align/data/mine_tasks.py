@@ -1,11 +1,13 @@
 """Tasks out of Python source: continue this code, and a program says whether it is right.
 
+    body       a function's signature and docstring; right if Python accepts them with the body that is written
     doctest    what the function needs (imports, helpers), then its signature and docstring, whose examples are the tests
-    compiles   the beginning of a file, cut after a function's docstring; right if Python accepts what it becomes
+    compiles   the beginning of a file, cut after a function's signature; right if Python accepts what it becomes
 
 Each comes with the true body as `solution`, so that the checking can be checked: `solvable` puts the solutions to the
 verifier that will judge the model, and drops the tasks that it does not pass. (Examples that need a network, print a
-date, or use a name from somewhere else: no reader of source can tell them all, a run does.)
+date, or use a name from somewhere else: no reader of source can tell them all, a run does.) It drops those, too, that pass
+with no answer at all: a docstring is a body, so that a file cut after one is whole already, and silence would be rewarded.
 
 The subtle part is what a function needs. A doctest of a library runs inside its module, where every helper is at hand; a
 task runs alone. So the names that the function and its examples use are looked up among the module's own, and the
@@ -24,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from whorl.align.data.mine import File, Function, functions, parsed, rank, source_lines
+from whorl.align.data.mine import File, Function, functions, parsed, source_lines
 from whorl.evals.verify.task import Task, Verdict
 
 
@@ -87,6 +89,18 @@ def doctest_tasks(
     return found
 
 
+def body_tasks(found: Iterable[Function]) -> list[Mined]:
+    """Functions whose body is to be written; what is written must parse, and do more than the docstring did."""
+    return [
+        Mined(
+            Task(f"body:{one.id}", one.header, verifier="compiles", difficulty=float(len(one.body.encode()))),
+            one.body,
+            one.file,
+        )
+        for one in found
+    ]
+
+
 def compile_tasks(
     files: Iterable[File],
     *,
@@ -96,11 +110,11 @@ def compile_tasks(
     per_file: int = 2,
     skipped: Counter[str] | None = None,
 ) -> list[Mined]:
-    """Beginnings of files, each cut after the docstring of a function at the top level or of a method.
+    """Beginnings of files, each cut after the signature of a documented function or method; its docstring is to be written.
 
     Args:
         files: (path, text) pairs.
-        prompt_bytes: the longest beginning. body_bytes: of the true body, least and most.
+        prompt_bytes: the longest beginning. body_bytes: of the true body without its docstring, least and most.
         per_file: the most from one file.
         skipped: counts of what was left out, by reason.
     """
@@ -112,10 +126,10 @@ def compile_tasks(
         texts.items(), seed=seed, min_docstring=1, body_bytes=body_bytes, skipped=skipped
     ):
         lines = source_lines(texts[function.file])
-        n_body = function.body.count("\n")
-        cut = function.line - 1 + function.header.count("\n")
+        first, n_signature = function.line - 1, _signature_lines(function)
+        cut, end = first + n_signature, first + (function.header + function.body).count("\n")
         prompt = "".join(line + "\n" for line in lines[:cut])
-        solution = "".join(line + "\n" for line in lines[cut : cut + n_body])
+        solution = "".join(line + "\n" for line in lines[cut:end])
         if len(prompt.encode()) > prompt_bytes:
             skipped["long_prompt"] += 1
         elif taken[function.file] == per_file:
@@ -134,19 +148,30 @@ def compile_tasks(
 
 
 def solvable(mined: Sequence[Mined], judge: Judge) -> tuple[list[Mined], Counter[str]]:
-    """Tasks whose own solution passes, and why the others did not.
+    """Tasks that their own solution passes and no answer does not, and why the others were dropped.
 
     Args:
         judge: what will judge the model's answers: tasks and completions in, verdicts out.
     """
-    verdicts = judge([m.task for m in mined], [m.solution for m in mined])
-    kept = [m for m, verdict in zip(mined, verdicts, strict=True) if verdict.passed]
-    return kept, Counter(v.reason for v in verdicts if not v.passed)
+    tasks = [m.task for m in mined]
+    solved, silent = judge(tasks, [m.solution for m in mined]), judge(tasks, [""] * len(tasks))
+    kept: list[Mined] = []
+    dropped = Counter[str]()
+    for one, with_it, without in zip(mined, solved, silent, strict=True):
+        if not with_it.passed:
+            dropped[with_it.reason.split(":")[0]] += 1
+        elif without.passed:
+            dropped["passes without an answer"] += 1
+        else:
+            kept.append(one)
+    return kept, dropped
 
 
-def shuffled(mined: Iterable[Mined], seed: int) -> list[Mined]:
-    """In another order of the seed's."""
-    return sorted(mined, key=lambda m: (rank(seed, m.task.id), m.task.id))
+def _signature_lines(function: Function) -> int:
+    """Lines of the header before the docstring begins."""
+    tree = parsed(function.header)
+    assert tree is not None and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
+    return tree.body[0].body[0].lineno - 1
 
 
 def _examples(docstring: str) -> list[doctest.Example]:

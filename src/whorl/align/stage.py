@@ -1,0 +1,148 @@
+"""Folders in, folders out: what every stage reads and what it leaves behind.
+
+A stage is handed the folder of a model (weights, tokenizer, chat template) and leaves another like it, so that stages follow
+each other in any order, and each can be served, sampled from and measured. Tasks and texts are JSON lines, written by the
+step `tasks` and read by the readers of `data/`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from whorl.align.answers import answer, never, rollout_engine
+from whorl.align.config import StageConfig
+from whorl.align.data.formats import Pair
+from whorl.align.data.quarantine import Quarantine
+from whorl.align.data.read import pairs, tasks
+from whorl.align.network import Network
+from whorl.align.texts import Scribe
+from whorl.engine.lora import merge, save_lora
+from whorl.engine.sampling import Sampling
+from whorl.evals.verify import verify_all
+from whorl.evals.verify.task import Task, Verdict
+from whorl.models import LanguageModel, load_model, make_model, save_model
+from whorl.runs import Machine
+from whorl.sandbox import Sandbox
+from whorl.tokens.chat import open_chat
+from whorl.tokens.foreign import open_tokenizer
+
+CARRIED = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.model",
+)
+ADAPTER = "adapter"
+
+
+def open_scribe(folder: Path) -> Scribe:
+    """The scribe of a model's tokenizer and chat template."""
+    tokenizer = open_tokenizer(folder)
+    return Scribe(tokenizer, open_chat(folder, tokenizer))
+
+
+def open_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
+    """The model of a folder, to be trained, computing in what is fastest here (or what `config` says)."""
+    dtype = machine.torch_dtype if config.dtype is None else getattr(torch, config.dtype)
+    return load_model(folder, dtype, machine.device, to_train=True)
+
+
+def network_of(
+    model: LanguageModel,
+    scribe: Scribe,
+    config: StageConfig,
+    *,
+    room: int,
+    temperature: float = 1.0,
+    critic: bool = False,
+) -> Network:
+    """A model as a stage trains it: judged over what can be sampled, its rows read as an engine of `room` positions does."""
+    model.room = room
+    out = never(scribe, model.config.vocab_size, len(scribe.tokenizer.token_bytes))
+    return Network(
+        model, temperature=temperature, forbidden=out, lora=config.lora, critic=critic, seed=config.seed
+    )
+
+
+def save_stage(network: Network, before: Path, out: Path) -> None:
+    """Writes the folder of the model that came out; an adapter merged, or beside the model that it is for."""
+    lora = network.lora
+    network.requires_grad_(False)
+    if lora is not None and lora.merge:
+        merge(network.model, network.adapter())
+    save_model(network.model, out)
+    if lora is not None and not lora.merge:
+        save_lora(network.adapter(), out / ADAPTER, base=before.name)
+    for name in CARRIED:
+        if (before / name).is_file() and not (out / name).exists():
+            shutil.copyfile(before / name, out / name)
+
+
+def write_tasks(folder: Path, split: str, found: Iterable[Task]) -> int:
+    """JSON lines of tasks; -> how many."""
+    records = [
+        {name: value for name, value in asdict(task).items() if value not in ("", ())} for task in found
+    ]
+    return _write(folder / f"tasks.{split}.jsonl", records)
+
+
+def write_pairs(folder: Path, split: str, found: Iterable[Pair]) -> int:
+    """JSON lines of prompts and completions; -> how many."""
+    return _write(folder / f"pairs.{split}.jsonl", [asdict(pair) for pair in found])
+
+
+def read_tasks(folder: Path, split: str) -> list[Task]:
+    """Those of `write_tasks`."""
+    return list(tasks(folder / f"tasks.{split}.jsonl", Quarantine()))
+
+
+def read_pairs(folder: Path, split: str) -> list[Pair]:
+    """Those of `write_pairs`."""
+    return list(pairs(folder / f"pairs.{split}.jsonl", Quarantine()))
+
+
+def _write(path: Path, records: Sequence[dict[str, object]]) -> int:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return len(records)
+
+
+def solve(
+    network: Network,
+    scribe: Scribe,
+    given: Sequence[Task],
+    *,
+    max_tokens: int,
+    length: int,
+    samples: int = 1,
+    temperature: float | None = None,
+    seed: int = 0,
+    sandbox: Sandbox | None = None,
+) -> tuple[list[str], list[Verdict]]:
+    """(answers, verdicts) of `samples` answers to each task, one task after the other, by the weights as they are now.
+
+    temperature: None takes the likeliest tokens.
+    """
+    own = network.model
+    model = make_model(own.config, torch.Generator(), own.dtype).to(own.embedding.device)
+    with torch.no_grad():
+        parameters = dict(model.named_parameters())
+        for name, weight in network.policy().items():
+            parameters[name].copy_(weight)
+    engine = rollout_engine(model.requires_grad_(False).eval(), scribe, sequences=64, max_length=length)
+    prompts = [scribe.prompt(task.prompt or task.messages) for task in given for _ in range(samples)]
+    sampling = (
+        Sampling(temperature=0)
+        if temperature is None
+        else Sampling(temperature=temperature, top_p=1.0, top_k=0)
+    )
+    found = answer(engine, prompts, sampling, max_tokens=max_tokens, ends=scribe.ends, seed=seed)
+    said = [scribe.words(one.ids) for one in found]
+    return said, verify_all([task for task in given for _ in range(samples)], said, sandbox)

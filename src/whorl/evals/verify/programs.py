@@ -1,0 +1,160 @@
+"""Answers that are programs: they parse, their examples hold, their tests pass.
+
+The program is the prompt with its continuation, or, where a conversation was answered, the last fenced block of Python in
+the answer (all of it, where nothing is fenced). Parsing needs no sandbox; running does.
+
+The subtle part of doctest is *whose* examples count. A model could write its own, and they would pass. So they come from
+the task's answer, or, where that is empty, from the docstrings of the prompt alone: those that end before the continuation
+begins. And what they print is compared here, in our process, with what was expected (`doctest.OutputChecker`): the program
+never had the expected text in its memory, so there is nothing in there to be tampered with.
+"""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from whorl.errors import DataError
+from whorl.evals.verify.task import Task, Verdict
+from whorl.sandbox import Outcome, Printed, Program
+
+_FENCE = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class InSandbox:
+    """A verifier that runs a program: what to run, and what to make of what came of it."""
+
+    build: Callable[[Task, str], Program]
+    judge: Callable[[Outcome, Task, str], Verdict]
+
+
+def source(task: Task, completion: str) -> str:
+    """The program that a completion makes."""
+    if task.prompt:
+        return task.prompt + completion
+    fenced: list[str] = _FENCE.findall(completion)
+    return fenced[-1] if fenced else completion
+
+
+def compiles(task: Task, completion: str) -> Verdict:
+    """The program parses as Python, and the compiler takes it (no `return` outside of a function).
+
+    Where the prompt alone is a program already (a docstring is a body), the continuation must add to it, and where it ends
+    in a function or a class, to that: silence is no answer, nor is a line behind the function that was to be written. (Both
+    were found by policies that were rewarded for them.)
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a stranger's escapes and comparisons
+            whole = source(task, completion)
+            compile(whole, "completion", "exec", dont_inherit=True)
+            if task.prompt and _adds_nothing(task.prompt, whole):
+                return Verdict(0.0, False, "empty: adds nothing to what was begun")
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
+        return Verdict(0.0, False, f"syntax: {error}"[:200])
+    return Verdict(1.0, True, "passed")
+
+
+def _adds_nothing(prompt: str, whole: str) -> bool:
+    """Whether what `prompt` began stands in `whole` as it was, blind to layout; False if the prompt is no program yet."""
+    try:
+        begun, made = ast.parse(prompt).body, ast.parse(whole).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    if begun and isinstance(begun[-1], ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        begun, made = begun[-1:], made[len(begun) - 1 : len(begun)]
+    return [ast.dump(s) for s in begun] == [ast.dump(s) for s in made]
+
+
+def examples(task: Task, completion: str) -> list[doctest.Example]:
+    """The task's examples: of its answer, or of the docstrings of its prompt.
+
+    Raises:
+        DataError: the answer has none.
+    """
+    parser = doctest.DocTestParser()
+    if task.answer:
+        found = parser.get_examples(task.answer)
+        if not found:
+            raise DataError(
+                f"task {task.id!r}: its answer has no example", expected="lines that begin with >>>"
+            )
+        return found
+    before = (
+        task.prompt.count("\n") + 1
+    )  # the prompt's last line may go on in the completion: it counts if it ends there
+    if not task.prompt.endswith("\n"):
+        before -= 1
+    found = []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source(task, completion))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return []  # the program will not run either
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(node)
+            if text and (node.body[0].end_lineno or before + 1) <= before:
+                found += parser.get_examples(text)
+    return found
+
+
+def _examples_program(task: Task, completion: str) -> Program:
+    return Program(
+        source(task, completion), examples=tuple(e.source for e in examples(task, completion)) or ("None",)
+    )
+
+
+def _examples_verdict(outcome: Outcome, task: Task, completion: str) -> Verdict:
+    if not outcome.ok:
+        return Verdict(0.0, False, outcome.reason)
+    wanted = examples(task, completion)
+    if not wanted:
+        raise DataError(
+            f"task {task.id!r} has no example", expected="an example in its answer or its prompt's docstrings"
+        )
+    if len(wanted) != len(outcome.printed):
+        return Verdict(0.0, False, "failed: not all examples ran")
+    for want, printed in zip(wanted, outcome.printed, strict=True):
+        if not _as_wanted(want, printed):
+            return Verdict(0.0, False, f"failed: {want.source.strip()}"[:200])
+    return Verdict(1.0, True, "passed")
+
+
+def _as_wanted(want: doctest.Example, printed: Printed) -> bool:
+    """Whether an example printed, or raised, what it was to; by the rules and options of doctest."""
+    flags = 0
+    for flag, on in want.options.items():
+        flags |= flag if on else 0
+    check = doctest.OutputChecker().check_output
+    if printed.exception is None:
+        return want.exc_msg is None and check(want.want, printed.text, flags)
+    if want.exc_msg is None:
+        return False
+    if flags & doctest.IGNORE_EXCEPTION_DETAIL:
+        return _kind(want.exc_msg) == _kind(printed.exception)
+    return check(want.exc_msg, printed.exception + "\n", flags)
+
+
+def _kind(message: str) -> str:
+    return message.split(":")[0].strip().rpartition(".")[2]
+
+
+def _tests_program(task: Task, completion: str) -> Program:
+    if not task.answer.strip():
+        raise DataError(f"task {task.id!r} has no tests", expected="their source in the task's answer")
+    return Program(source(task, completion), tests=task.answer)
+
+
+def _tests_verdict(outcome: Outcome, task: Task, completion: str) -> Verdict:
+    return Verdict(float(outcome.ok), outcome.ok, outcome.reason)
+
+
+doctested = InSandbox(_examples_program, _examples_verdict)
+unittested = InSandbox(_tests_program, _tests_verdict)

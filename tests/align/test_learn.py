@@ -1,0 +1,172 @@
+"""Policy optimisation end to end: it learns, resumes to the bit, is the same in any process, and tells parity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shared import decoder, network, scribe, tokenizer
+
+from whorl.align.config import AheadConfig, KLConfig, LoRAConfig, RLConfig
+from whorl.align.data.curriculum import Curriculum
+from whorl.align.experience import Experience
+from whorl.align.learn import train_policy
+from whorl.align.network import Network, frozen
+from whorl.align.rollout import RolloutWorker, with_room
+from whorl.errors import ConfigError, ProducerError
+from whorl.evals.verify.task import Task
+
+SMALL = RLConfig(
+    steps=4,
+    prompts=3,
+    answers=4,
+    max_tokens=5,
+    length=24,
+    share=0.2,
+    matrices="adamw",
+    checkpoint_seconds=1e-9,
+)
+
+
+class Killed(Exception):
+    pass
+
+
+def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[Task]:
+    return [Task(id=str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tokenizer")
+    tokenizer(place)
+    return place
+
+
+def train(
+    folder: Path, config: RLConfig = SMALL, *, kill: int = 0, verifier: str = "format([0-9].*)", **rest: Any
+):  # type: ignore[no-untyped-def]
+    net = network(temperature=config.temperature, lora=config.lora, critic=config.algorithm == "ppo")
+    told: list[dict[str, float]] = []
+    seen: list[Experience] = []
+    given = tasks(verifier=verifier)
+    worker = RolloutWorker(
+        net.model.config, "float32", folder, given, config.answers, config.max_tokens, config.length,
+        config.temperature, Curriculum([0.0] * len(given), rule=config.curriculum), config.redraws,
+        config.ahead.in_flight,
+        threads=1 if config.ahead.workers else None,
+    )  # fmt: skip
+
+    def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
+        told.append(metrics)
+        seen.append(experience)
+        if step == kill:
+            raise Killed
+
+    reference = frozen(decoder(), net) if config.kl.weight else None
+    train_policy(net, worker, config, reference=reference, observe=observe, **rest)
+    return net, told, seen
+
+
+def same(a: Network, b: Network) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"])
+def test_every_algorithm_learns_what_is_rewarded(algorithm: str, folder: Path) -> None:
+    """Answers that begin with a digit: rare at first."""
+    config = SMALL.model_copy(
+        update={
+            "algorithm": algorithm, "steps": 40, "share": 1.0, "prompts": 8, "answers": 8, "max_tokens": 2,
+            "redraws": int(algorithm == "dapo"),
+            "schedule": SMALL.schedule.model_copy(update={"kind": "constant", "decay": 0.5}),
+        }
+    )  # fmt: skip
+    before = dict(network().named_parameters())
+    net, told, _ = train(folder, config)
+    assert np.mean([t["passed"] for t in told[:5]]) < 0.3
+    assert np.mean([t["passed"] for t in told[-5:]]) > 0.7
+    assert max(t["parity"] for t in told) < 1e-4
+    moved = {n for n, p in net.named_parameters() if n not in before or not torch.equal(p, before[n])}
+    assert {n for n in before if "memory" not in n} <= moved
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"algorithm": "ppo", "epochs": 2, "minibatches": 2},
+        {"lora": LoRAConfig(rank=2)},
+        {"kl": KLConfig(weight=0.1, target=0.01), "curriculum": "variance", "redraws": 1},
+    ],
+)
+def test_a_run_that_was_killed_ends_with_the_same_bits(
+    change: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    config = SMALL.model_copy(update=change)
+    whole, _, _ = train(folder, config)
+    with pytest.raises(Killed):
+        train(folder, config, scratch=tmp_path, kill=3)
+    again, told, _ = train(folder, config, scratch=tmp_path)
+    assert len(told) < config.steps
+    assert same(whole, again)
+
+
+def test_lock_step_is_the_same_in_a_process_of_its_own(folder: Path) -> None:
+    """One worker whose records may not be older than the weights: what it samples is what serial sampling does."""
+    serial, _, one = train(folder)
+    ahead = AheadConfig(workers=1, records=1, max_lag=0, correct="none")
+    _, _, two = train(folder, SMALL.model_copy(update={"ahead": ahead}))
+    assert len(one) == len(two)
+    assert torch.equal(one[0].part["tokens"], two[0].part["tokens"])
+    assert set(two[-1].part["version"][two[-1].part["loss_mask"]].tolist()) == {SMALL.steps - 1}
+    assert not same(serial, network())
+
+
+def test_workers_ahead_say_how_old_their_tokens_are(folder: Path) -> None:
+    ahead = AheadConfig(workers=1, records=2, max_lag=2, correct="truncate")
+    _, told, seen = train(folder, SMALL.model_copy(update={"ahead": ahead, "steps": 8}))
+    assert max(t["lag_max"] for t in told) <= 2
+    for step, experience in enumerate(seen):
+        versions = experience.part["version"][experience.part["loss_mask"]]
+        assert (versions <= step).all() and (versions >= step - 3).all()
+    assert all("stale_effective" in t for t in told)
+
+
+def test_nothing_is_learnt_from_groups_that_are_all_alike(folder: Path) -> None:
+    net, told, _ = train(folder, verifier="exact")
+    assert all(t["groups_alike"] == SMALL.prompts and t["gradient_norm"] == 0 for t in told)
+    assert same(net, network())
+
+
+def test_a_verifier_that_raises_is_counted_and_training_goes_on(folder: Path) -> None:
+    _, told, _ = train(folder, verifier="custom:json:loads")
+    assert len(told) == SMALL.steps
+    assert all(t["verifier_failed"] > 0 and np.isfinite(t["policy_loss"]) for t in told)
+
+
+def test_a_worker_that_dies_is_told(folder: Path) -> None:
+    ahead = AheadConfig(workers=1)
+    config = SMALL.model_copy(update={"ahead": ahead, "steps": 50})
+    with pytest.raises(ProducerError):
+        train(folder.parent / "nowhere", config)
+
+
+def test_what_does_not_go_together_is_refused(folder: Path) -> None:
+    worker: Any = None
+    with pytest.raises(ConfigError, match="no reference"):
+        train_policy(network(), worker, SMALL.model_copy(update={"kl": KLConfig(weight=0.1)}))
+    with pytest.raises(ConfigError, match="needs a critic"):
+        train_policy(network(), worker, SMALL.model_copy(update={"algorithm": "ppo"}))
+    with pytest.raises(ConfigError, match="no use for a critic"):
+        train_policy(network(critic=True), worker, SMALL)
+
+
+def test_tasks_without_room_are_left_out_and_counted() -> None:
+    long = Task(id="long", prompt="x" * 40, answer="")
+    found, left = with_room(scribe(), [*tasks(3), long], 24, 5)
+    assert [task.id for task in found] == ["0", "1", "2"]
+    assert left == {"prompt longer than 19 ids": 1}

@@ -1,0 +1,38 @@
+"""Verifiers of one's own, as a user would write them; called in another process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from whorl.evals.verify import Task, Verdict
+
+
+def length(task: Task, completion: str) -> float:
+    print("to standard error, and not into the answers")
+    return len(completion) / 10
+
+
+def same(task: Task, completion: str) -> bool:
+    return completion == task.answer and dict(task.messages[0])["role"] == "user"
+
+
+def told(task: Task, completion: str) -> Verdict:
+    return Verdict(0.25, False, "nearly: so")
+
+
+def raises(task: Task, completion: str) -> float:
+    raise ValueError("no")
+
+
+def hangs(task: Task, completion: str) -> float:
+    while True:
+        pass
+
+
+def leaves(task: Task, completion: str) -> float:
+    os._exit(0)
+
+
+def not_a_number(task: Task, completion: str) -> Any:
+    return float("nan")

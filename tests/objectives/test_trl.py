@@ -1,0 +1,311 @@
+"""Our objectives against the loss code of TRL 1.16, on the same tensors: its methods called unbound, on small fakes.
+
+Where the definitions agree they agree to 1e-6, gradients too. Where they differ, and why:
+
+- GRPO over sequences ("grpo"): TRL takes the mean over all rows, those without a token too, and under accumulation the mean
+  of micro-batches' means. Ours counts sequences that have a token, and divides once, so it does not depend on the cut.
+- Dr. GRPO: the same, but for accumulation; rows without tokens count on both sides.
+- "bnpo" is our average by tokens within one micro-batch; "dapo" divides by the tokens of the whole batch, as ours does.
+- Entropy bonus: TRL's is a mean over tokens whatever the average is, ours goes by the average. They agree by tokens.
+- Group advantages: TRL divides by the unbiased deviation plus 1e-4, as ours does if asked. A group of equal rewards is 0 in
+  both but for rounding, which TRL divides by 1e-4 and ours leaves out.
+- DPO: TRL 1.16 has no label smoothing in its sigmoid loss; "robust" is another objective (arXiv:2403.00409).
+- IPO: TRL's is per token. KTO: TRL's reference point is of one micro-batch, ours an argument.
+- ORPO: the odds ratio agrees; TRL's SFT term is a mean over the tokens of the micro-batch, ours over those of each answer,
+  as printed. SimPO, the reward model's loss and the three divergences of distillation agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.objectives.distil import divergence
+from whorl.objectives.group_estimators import advantages
+from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo
+from whorl.objectives.reward import bradley_terry
+from whorl.objectives.text_policy import PRESETS, Method, Tokens, policy_loss
+
+pytest.importorskip("trl", minversion="1.16")
+
+B, T = 6, 9
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def same(x: Any, **_: Any) -> Any:
+    return x
+
+
+ALONE = SimpleNamespace(
+    num_processes=1, device=torch.device("cpu"), gather=same, reduce=same, gather_for_metrics=same
+)
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+
+
+def drawn(seed: int = 0) -> dict[str, Tensor]:
+    """Rows [B, T] as TRL has them: completions, right-padded; advantage [B]."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, T + 1, (B,), generator=g)
+    log_prob = -3 * torch.rand(B, T, generator=g)
+    behaviour, reference = log_prob + 0.3 * torch.randn(2, B, T, generator=g)
+    return {
+        "mask": (torch.arange(T) < lengths[:, None]).float(),
+        "log_prob": log_prob.requires_grad_(),
+        "behaviour": behaviour.detach(),
+        "reference": reference.detach(),
+        "advantage": torch.randn(B, generator=g),
+        "entropy": torch.rand(B, T, generator=g).requires_grad_(),
+    }
+
+
+def trl_grpo(rows: dict[str, Tensor], method: Method, loss_type: str) -> Tensor:
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    fake = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (rows["log_prob"], rows["entropy"], None),
+        args=SimpleNamespace(delta=method.dual_clip, use_bias_correction_kl=False, steps_per_generation=1),
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=method.ratio,
+        beta=method.kl_weight,
+        loss_type=loss_type,
+        epsilon_low=method.clip_low,
+        epsilon_high=method.clip_high,
+        use_vllm=False,
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        max_completion_length=T,
+        _entropy_bonus_enabled=method.entropy_weight > 0,
+        entropy_coef=method.entropy_weight,
+        use_adaptive_entropy=False,
+        accelerator=SimpleNamespace(**vars(ALONE), sync_gradients=True),
+        _metrics={"train": defaultdict(list)},
+    )
+    ids = torch.zeros(B, T, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1],
+        "completion_ids": ids,
+        "completion_mask": rows["mask"],
+        "advantages": rows["advantage"],
+        "old_per_token_logps": rows["behaviour"],
+        "ref_per_token_logps": rows["reference"],
+        "num_items_in_batch": rows["mask"].sum(),
+    }
+    found: Tensor = GRPOTrainer._compute_loss(fake, None, inputs)
+    return found
+
+
+def ours(rows: dict[str, Tensor], method: Method) -> Tensor:
+    keep = rows["mask"].bool()
+    sequence = torch.arange(B)[:, None].expand(-1, T)[keep]
+    tokens = Tokens(
+        rows["log_prob"][keep],
+        rows["behaviour"][keep],
+        rows["advantage"][sequence],
+        sequence,
+        B,
+        reference_log_prob=rows["reference"][keep],
+        entropy=rows["entropy"][keep],
+    )
+    loss = policy_loss(tokens, method)
+    return loss.total / loss.count
+
+
+def agree(first: Tensor, second: Tensor, leaves: list[Tensor]) -> None:
+    torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-6)
+    for one, other in zip(
+        torch.autograd.grad(first, leaves, allow_unused=True, retain_graph=True),
+        torch.autograd.grad(second, leaves, allow_unused=True, retain_graph=True),
+        strict=True,
+    ):
+        zero = torch.zeros(())
+        torch.testing.assert_close(
+            *(zero if g is None or not g.any() else g for g in (one, other)), atol=1e-6, rtol=1e-5
+        )
+
+
+GRPO = replace(PRESETS["grpo"], clip_low=0.2, clip_high=0.2)
+POLICIES = [
+    ("grpo", GRPO),
+    ("grpo", replace(GRPO, dual_clip=1.3, kl_weight=0.0)),
+    ("dr_grpo", replace(PRESETS["dr_grpo"], constant=float(T))),
+    ("dr_grpo", replace(PRESETS["dr_grpo"], constant=float(T), kl_weight=0.5)),
+    ("dapo", replace(PRESETS["dapo"], entropy_weight=0.1)),
+    ("bnpo", replace(GRPO, average="token")),
+    ("grpo", replace(PRESETS["gspo"], clip_low=0.03, clip_high=0.04)),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "method"), POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_policies(loss_type: str, method: Method, seed: int) -> None:
+    rows = drawn(seed)
+    agree(ours(rows, method), trl_grpo(rows, method, loss_type), [rows["log_prob"], rows["entropy"]])
+
+
+def test_rows_without_tokens_are_counted_by_trl_and_not_by_us() -> None:
+    rows = drawn()
+    rows["mask"][0] = 0
+    theirs = trl_grpo(rows, GRPO, "grpo")
+    agree(ours(rows, GRPO) * (B - 1) / B, theirs, [rows["log_prob"]])
+    constant = replace(PRESETS["dr_grpo"], constant=float(T))
+    agree(ours(rows, constant), trl_grpo(rows, constant, "dr_grpo"), [rows["log_prob"]])
+
+
+def test_group_advantages() -> None:
+    from trl.trainer.grpo_trainer import nanstd
+
+    reward = torch.randn(12, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    grouped = reward.view(-1, 4)
+    theirs = (grouped - grouped.mean(1, keepdim=True)) / (nanstd(grouped, dim=1)[:, None] + 1e-4)
+    found = advantages(reward, torch.arange(12) // 4, deviation="unbiased", eps=1e-4).advantage
+    torch.testing.assert_close(found, theirs.flatten(), atol=1e-6, rtol=1e-6)
+
+
+def said(rows: dict[str, Tensor]) -> SimpleNamespace:
+    """What TRL's fused head returns: zeros where nothing is learnt."""
+    return SimpleNamespace(
+        log_probs=rows["log_prob"] * rows["mask"],
+        entropy=rows["entropy"],
+        mean_logits=rows["entropy"],
+        is_top1=rows["mask"].bool(),
+    )
+
+
+def a_preference(rows: dict[str, Tensor], **more: Any) -> tuple[SimpleNamespace, dict[str, Tensor], Tensor]:
+    """(fake trainer, inputs, summed log-probs of the reference [B])."""
+    reference = (rows["reference"] * rows["mask"]).sum(1)
+    fake = SimpleNamespace(
+        accelerator=ALONE,
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        beta=0.3,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+        **more,
+    )
+    ids = torch.zeros(B, T + 1, dtype=torch.int64)
+    mask = torch.cat([torch.zeros(B, 1), rows["mask"]], 1)
+    return fake, {"input_ids": ids, "attention_mask": ids, "completion_mask": mask}, reference
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "ipo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_dpo_and_ipo(kind: str, seed: int) -> None:
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    rows = drawn(seed)
+    fake, inputs, reference = a_preference(
+        rows,
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        loss_types=[kind],
+        loss_weights=[1.0],
+        use_weighting=False,
+    )
+    refs = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2), strict=True))
+    theirs = DPOTrainer._compute_loss(fake, lambda **_: said(rows), {**inputs, **refs}, False)
+    chosen, rejected = (rows["log_prob"] * rows["mask"]).sum(1).chunk(2)
+    pairs = Pairs(chosen, rejected, *reference.chunk(2), *rows["mask"].sum(1).chunk(2))
+    loss = dpo(pairs, beta=0.3) if kind == "sigmoid" else ipo(pairs, beta=0.3, per_token=True)
+    agree(loss.total / loss.count, theirs, [rows["log_prob"]])
+    if kind == "sigmoid":
+        for name, metric in (("accuracies", "accuracy"), ("margins", "margin"), ("chosen", "chosen_reward")):
+            told = fake._metrics["train"][f"rewards/{name}"][0]
+            assert float(loss.metrics[metric] / loss.count) == pytest.approx(told, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kto(seed: int) -> None:
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    rows, mismatched = drawn(seed), torch.randn(2, B, generator=torch.Generator().manual_seed(seed))
+    fake, inputs, reference = a_preference(
+        rows,
+        calculate_KL=True,
+        loss_type="kto",
+        desirable_weight=1.2,
+        undesirable_weight=0.7,
+        _compute_kl_logps=lambda *_: mismatched[0],
+    )
+    good = torch.tensor([True, False, True, True, False, False])
+    more = {"label": good, "ref_logps": reference, "ref_KL_logps": mismatched[1]}
+    theirs = KTOTrainer._compute_loss(fake, lambda **_: said(rows), {**inputs, **more}, False)
+    loss = kto(
+        (rows["log_prob"] * rows["mask"]).sum(1),
+        reference,
+        good,
+        kto_divergence(*mismatched),
+        beta=0.3,
+        good_weight=1.2,
+        bad_weight=0.7,
+    )
+    agree(loss.total / loss.count, theirs, [rows["log_prob"]])
+
+
+def test_orpos_odds_and_simpo() -> None:
+    from trl.experimental.cpo.cpo_trainer import CPOTrainer
+    from trl.experimental.orpo.orpo_trainer import ORPOTrainer
+
+    rows = drawn()
+    chosen, rejected = (rows["log_prob"] * rows["mask"]).sum(1).chunk(2)
+    lengths = rows["mask"].sum(1).chunk(2)
+    pairs = Pairs(chosen, rejected, None, None, *lengths)
+    means = chosen / lengths[0], rejected / lengths[1]
+    theirs = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.4, accelerator=ALONE), *means)[0]
+    loss = orpo(pairs, weight=0.4)
+    agree(loss.total + means[0].sum(), -theirs.sum(), [rows["log_prob"]])
+    fake = SimpleNamespace(
+        alpha=0.0, beta=2.0, simpo_gamma=0.7, loss_type="simpo", label_smoothing=0.0, accelerator=ALONE
+    )
+    agree(
+        simpo(pairs, beta=2.0, gamma=0.7).total,
+        CPOTrainer.cpo_loss(fake, *means)[0].sum(),
+        [rows["log_prob"]],
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_distillation(beta: float) -> None:
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
+
+    g = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 5, 7, generator=g).requires_grad_()
+    theirs = GKDTrainer.generalized_jsd_loss(student[None], teacher[None], beta=beta, reduction="sum")
+    kind: Any = {0.0: "forward", 1.0: "reverse"}.get(beta, "jensen")
+    found = divergence(teacher.log_softmax(-1), student.log_softmax(-1), kind, beta).sum()
+    agree(found, theirs, [student])
+
+
+def test_reward_model() -> None:
+    from trl.trainer.reward_trainer import RewardTrainer
+
+    g = torch.Generator().manual_seed(0)
+    scores, margin = torch.randn(8, generator=g).requires_grad_(), torch.rand(4, generator=g)
+    fake = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(center_rewards_coefficient=0.01),
+        accelerator=ALONE,
+        aux_loss_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    inputs = {"margin": margin, "attention_mask": torch.ones(8, 2)}
+    theirs = RewardTrainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
+    loss = bradley_terry(scores[:4], scores[4:], margin=margin, centring=0.01)
+    agree(loss.total / loss.count, theirs, [scores])
