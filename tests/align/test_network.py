@@ -15,6 +15,7 @@ from whorl.align.sft import learner_of
 from whorl.align.texts import joined
 from whorl.engine.lora import merge
 from whorl.errors import ConfigError
+from whorl.models import Decoder
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -33,6 +34,32 @@ def test_the_engines_word_for_a_token_is_the_trainers(temperature: float) -> Non
             scored[part["loss_mask"]], part["said"][part["loss_mask"]], rtol=0, atol=1e-4
         )
         assert not scored[~part["loss_mask"]].any()
+
+
+def test_rows_are_read_as_an_engine_with_that_room_reads_them() -> None:
+    """A decoder that was trained on short rows reads long ones by other tables, and short ones that may become long."""
+    plain = decoder()
+    model = Decoder(plain.config.model_copy(update={"trained_length": 16}), torch.Generator())
+    model.load_state_dict(plain.state_dict())
+    writer = scribe()
+    prompts = [writer.prompt(f"{n}") for n in range(6)]
+    for room in (12, 48):
+        model.room = room
+        engine = rollout_engine(model, writer, sequences=4, max_length=room)
+        found = answer(engine, prompts, policy_sampling(1.0), max_tokens=9, ends=writer.ends, seed=3)
+        texts = [joined(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
+        said = [
+            np.array([0.0] * len(p) + one.log_probs, np.float32)
+            for p, one in zip(prompts, found, strict=True)
+        ]
+        net = Network(model, forbidden=never(writer, VOCAB, len(writer.tokenizer.token_bytes)))
+        for part in (lay(texts, 0, {"said": said}), pack(texts, 24, 0, {"said": said})):
+            mask = part["loss_mask"]
+            torch.testing.assert_close(
+                net.score(part)["log_prob"][mask], part["said"][mask], rtol=0, atol=1e-4
+            )
+        model.room = 12 if room == 48 else 48
+        assert (net.score(part)["log_prob"][mask] - part["said"][mask]).abs().max() > 1e-3
 
 
 def test_what_is_never_sampled_has_no_share() -> None:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.train.config import OptimConfig, ScheduleConfig
 
 Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
+Preferring = Literal["dpo", "ipo", "kto", "simpo", "orpo"]
 Matrices = Literal["muon", "adamw"]
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -76,6 +77,35 @@ class SFTConfig(StageConfig):
         lt=1,
         description="share of a step's rows that are pretraining's, against forgetting",
     )
+
+
+class ChoiceConfig(StageConfig):
+    """What is learnt from answers of which one was preferred."""
+
+    epochs: float = Field(default=1.0, gt=0, description="times that the answers are gone through")
+    length: int = Field(default=512, ge=8, description="ids of prompt and answer; longer ones are left out")
+    batch: int = Field(default=32, ge=1, description="pairs a step; KTO: answers a step")
+    packing: bool = Field(default=False, description="several texts a row, apart by a document mask")
+
+
+class PreferenceConfig(ChoiceConfig):
+    """Preference optimisation; the equations stand in `objectives/preference.py`."""
+
+    share: float = Field(default=0.02, gt=0, description="of pretraining's learning rates")
+    objective: Preferring = "dpo"
+    beta: float | None = Field(
+        default=None, gt=0, description="the paper's beta (IPO: tau, ORPO: lambda); default: the objective's"
+    )
+    gamma: float = Field(default=1.0, ge=0, description="SimPO: the margin that is asked for")
+    smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="DPO: share of labels that are wrong")
+    per_token: bool = Field(default=False, description="IPO: means over tokens in place of sums")
+    weights: tuple[float, float] = Field(default=(1.0, 1.0), description="KTO: of good answers, and of bad")
+
+
+class RewardConfig(ChoiceConfig):
+    """A reward model; the equation stands in `objectives/reward.py`."""
+
+    centring: float = Field(default=0.01, ge=0, description="pull of the rewards' level to 0")
 
 
 class KLConfig(BaseModel):

@@ -191,6 +191,7 @@ def frozen(model: LanguageModel, like: Network, weights: Iterable[tuple[str, Ten
         for name, tensor in weights:
             own[name].copy_(tensor)
     model.requires_grad_(False)
+    model.room = like.model.room
     network = Network(model, temperature=like.temperature)
     network.forbidden = like.forbidden
     return network.eval()

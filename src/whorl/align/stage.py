@@ -60,10 +60,12 @@ def network_of(
     scribe: Scribe,
     config: StageConfig,
     *,
+    room: int,
     temperature: float = 1.0,
     critic: bool = False,
 ) -> Network:
-    """A model as a stage trains it: judged over what can be sampled."""
+    """A model as a stage trains it: judged over what can be sampled, its rows read as an engine of `room` positions does."""
+    model.room = room
     out = never(scribe, model.config.vocab_size, len(scribe.tokenizer.token_bytes))
     return Network(
         model, temperature=temperature, forbidden=out, lora=config.lora, critic=critic, seed=config.seed
@@ -86,7 +88,10 @@ def save_stage(network: Network, before: Path, out: Path) -> None:
 
 def write_tasks(folder: Path, split: str, found: Iterable[Task]) -> int:
     """JSON lines of tasks; -> how many."""
-    return _write(folder / f"tasks.{split}.jsonl", [asdict(task) for task in found])
+    records = [
+        {name: value for name, value in asdict(task).items() if value not in ("", ())} for task in found
+    ]
+    return _write(folder / f"tasks.{split}.jsonl", records)
 
 
 def write_pairs(folder: Path, split: str, found: Iterable[Pair]) -> int:

@@ -140,17 +140,25 @@ class Room:
             try:
                 text = make(thing)
             except DataError as error:
-                self._refuse(str(error).splitlines()[0])
+                self.refuse(error)
                 continue
-            if len(text) > self.length:
-                self._refuse(f"longer than {self.length:,} ids")
-            elif not text.mask.any():
-                self._refuse("nothing to learn in it")
-            else:
+            if self.admits(text):
                 found.append(text)
         return found
 
-    def _refuse(self, reason: str) -> None:
+    def admits(self, *texts: Text) -> bool:
+        """Whether all of them are taken in; if not, the reason is counted once, for they belong together."""
+        if max(len(text) for text in texts) > self.length:
+            self.refuse(f"longer than {self.length:,} ids")
+        elif not all(text.mask.any() for text in texts):
+            self.refuse("nothing to learn in it")
+        else:
+            return True
+        return False
+
+    def refuse(self, reason: str | DataError) -> None:
+        """Counts something that is left out."""
+        reason = str(reason).splitlines()[0]
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     @property

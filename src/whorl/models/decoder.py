@@ -202,10 +202,10 @@ class Decoder(LanguageModel):
             check_state(ids.shape[0], ids.shape[1], len(state.last_ids), state.length, state.capacity)
         if positions is None:
             start = 0 if state is None else state.length
-            room = ids.shape[1] if state is None else state.capacity
+            room = (self.room or ids.shape[1]) if state is None else state.capacity
             rotary = self.rotary_of(room).between(start, start + ids.shape[1], ids.device)
         else:
-            rotary = self.rotary.at(positions)
+            rotary = self.rotary_of(self.room or 0).at(positions)
         return self.embed(ids, segments, state), rotary
 
     def trunk(

@@ -46,7 +46,8 @@ class LanguageModel(nn.Module, ABC):
     row may have, or None where nothing bounds them; independent: whether what a position says depends on nothing but the
     positions before it in its row (not so where experts have a capacity, or choose: `nn/experts/router.py`); remade: blocks,
     from the first, whose activations the backward makes anew (`recompute.py`); scheme: in which bits the matrices are kept
-    (`quantised.py`), or None.
+    (`quantised.py`), or None; room: positions that rows without a state are read as having room for, so that they are
+    read as an engine with that room reads them (`decoder.py`), None: as many as they have.
     """
 
     config: Any
@@ -58,6 +59,7 @@ class LanguageModel(nn.Module, ABC):
     longest: int | None = None
     independent: bool = True
     remade: int = 0
+    room: int | None = None
     scheme: Any = None
 
     @property

@@ -193,7 +193,7 @@ def sft(ctx: StepContext, config: SFTConfig) -> None:
     folder, machine = model_folder(ctx), ctx.machine
     machine.apply()
     scribe = open_scribe(folder)
-    network = network_of(open_model(folder, config, machine), scribe, config)
+    network = network_of(open_model(folder, config, machine), scribe, config, room=config.length)
     room = Room(config.length + 1)
     texts = room.take(
         read_pairs(ctx.parents["tasks"].path, "train"),
@@ -240,10 +240,10 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
     folder, machine, place = model_folder(ctx), ctx.machine, ctx.parents["tasks"].path
     machine.apply()
     scribe = open_scribe(folder)
-    critic = config.algorithm == "ppo"
     network = network_of(
-        open_model(folder, config, machine), scribe, config, temperature=config.temperature, critic=critic
-    )
+        open_model(folder, config, machine), scribe, config,
+        room=config.length, temperature=config.temperature, critic=config.algorithm == "ppo",
+    )  # fmt: skip
     reference = frozen(open_model(folder, config, machine), network) if config.kl.weight else None
     train, left = with_room(scribe, read_tasks(place, "train"), config.length, config.max_tokens)
     test, _ = with_room(scribe, read_tasks(place, "test"), config.length, config.max_tokens)
@@ -328,8 +328,11 @@ def _measured(ctx: StepContext, model: LanguageModel, scribe: Scribe) -> float |
         n_bytes += len(scribe.tokenizer.decode(ids[1:-1]))
         if n_bytes >= HELD_OUT_BYTES:
             break
-    model.eval()
-    return bits_per_byte(sum(score(model, chosen, model.reads_well)), n_bytes)
+    room, model.room = model.room, None  # as `evaluate` reads
+    try:
+        return bits_per_byte(sum(score(model.eval(), chosen, model.reads_well)), n_bytes)
+    finally:
+        model.room = room
 
 
 def _bits(before: float | None, after: float | None) -> str:

@@ -1,0 +1,93 @@
+"""A stage that goes through a data set: what preference optimisation and reward models share beside their objectives.
+
+    batches   the micro-batches of each step, by its number alone
+    once      what is computed before the first step and kept: a reference's word on every text
+    resume    from the newest checkpoint, to the bits of a run that was not killed
+
+`once` is the subtle part. A reference is the network as it was before its first step, so after a kill nobody could ask it
+again without loading it anew; and what a checkpoint was trained against must be what goes on to be used, bit for bit. So
+what `once` made is part of every checkpoint, and is made only where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from whorl.align.config import StageConfig
+from whorl.align.network import Network
+from whorl.align.sft import Observer, learner_of
+from whorl.objectives import Loss
+from whorl.train.checkpoint import restore
+from whorl.train.keeper import Keeper
+from whorl.train.loop import Clock, learn
+from whorl.train.schedule import factor
+from whorl.train.update import Part
+
+ONCE = "once/"
+Once = Mapping[str, Tensor]
+
+
+def run_stage(
+    network: Network,
+    config: StageConfig,
+    objective: Callable[[Part], Loss],
+    batches: Callable[[int, Once], Iterator[Sequence[Part]]],
+    *,
+    identity: Mapping[str, Any],
+    steps: int,
+    positions: int,
+    once: Callable[[], dict[str, Tensor]] = dict,
+    observe: Observer = lambda step, metrics: None,
+    scratch: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Trains `network` for `steps` steps, from the newest checkpoint if there is one.
+
+    Args:
+        batches: from a step's number and what `once` made to the micro-batches of that step and all after it.
+        identity: JSON of what must be the same for a checkpoint to fit.
+        positions: of a step, at most.
+        once: called before the first step, with the weights as they were given.
+        observe: told after each step the means of all metrics, and seconds by what they were spent on.
+        scratch: folder for checkpoints; None keeps none.
+
+    Raises:
+        CheckpointError: the checkpoint is of another job.
+    """
+    seconds = config.checkpoint_seconds
+    keeper = Keeper(scratch, dict(identity), seconds=seconds, say=say) if scratch is not None else None
+    found = keeper.resume() if keeper is not None else None
+    first = found.step if found is not None else 0
+    if found is None:
+        network.eval()
+        kept = once()
+    else:
+        kept = {n[len(ONCE) :]: t.clone() for n, t in found.tensors.items() if n.startswith(ONCE)}
+    learner = learner_of(network, objective, config, positions=positions, steps_done=first)
+    if found is not None:
+        restore(learner.shared.tensors(), {n: t for n, t in found.tensors.items() if not n.startswith(ONCE)})
+        say(f"continues at step {first:,} of {steps:,}")
+
+    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+        spent = {f"seconds_{name}": s for name, s in clock.take().items()}
+        observe(done, {**metrics, **spent})
+        if keeper is not None and done < steps and keeper.due():
+            keeper.save(done, {**learner.shared.tensors(), **{ONCE + n: t for n, t in kept.items()}})
+
+    network.train()
+    with keeper or nullcontext():
+        learn(
+            learner,
+            batches(first, kept),
+            lambda parts: [parts],
+            first=first,
+            last=steps,
+            factor=lambda step: factor(step, steps, config.schedule),
+            after=after,
+        )
+    network.eval()

@@ -1,0 +1,40 @@
+"""Kills at a step that is known: checkpoints are whole when `save` returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from whorl.train.keeper import Keeper
+
+
+class Killed(Exception):
+    pass
+
+
+class Prompt(Keeper):
+    """A keeper that waits for its writer, a thread, after each checkpoint."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **{**options, "thread": True})
+
+    def due(self) -> bool:
+        super().due()
+        return True
+
+    def save(self, *given: Any, **options: Any) -> float:
+        waited = super().save(*given, **options)
+        self.finish()
+        return waited
+
+
+def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An observer that raises `Killed` at that step, when the one before has been kept."""
+    monkeypatch.setattr("whorl.align.training.Keeper", Prompt)
+
+    def observe(done: int, metrics: dict[str, float]) -> None:
+        if done == step:
+            raise Killed
+
+    return observe
