@@ -210,8 +210,11 @@ class Change(_Part):
 
 
 class StagePoint(_Part):
-    """One step of a stage. loss: nats a token; passed: share of the answers sampled in the step; length: their mean, and that
-    of the wrong ones, in tokens."""
+    """One step of a stage.
+
+    loss: nats a token; passed: share of the answers sampled in the step; length: mean of theirs, length_wrong: of the wrong
+    ones, in tokens.
+    """
 
     step: Count
     loss: Finite | None = None

@@ -26,7 +26,7 @@ from typing import Any
 from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score
 from whorl.report.fall import copying_fall, find_fall
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
-from whorl.report.stages import stage_charts, stage_rows, stage_samples
+from whorl.report.stages import stage_charts, stage_samples, stage_table
 from whorl.report.training import MOST_EVENTS, charts, events, fall_words, training_facts
 
 _SECTIONS = (
@@ -89,7 +89,7 @@ def to_html(data: ReportData) -> str:
         fall=fall_words(fall) if fall else "",
         training_facts=training_facts(data.training),
         events=events(data.training),
-        stages=stage_rows(data.stages),
+        stages=stage_table(data.stages),
         stage_charts=[(title, note, Markup(svg)) for title, note, svg in stage_charts(data.stages)],
         stage_samples=stage_samples(data.stages),
         unshown=max(0, len(data.training.events) - MOST_EVENTS) if data.training else 0,

@@ -20,27 +20,36 @@ from whorl.report.format import NBSP, duration, figure, share
 Chart = tuple[str, str, str]  # title, note, markup
 
 
-def stage_rows(stages: Sequence[StageSection]) -> list[dict[str, Any]]:
-    """One row of the table for each stage."""
-    return [
+def stage_table(stages: Sequence[StageSection]) -> dict[str, Any]:
+    """Headings of what was measured, and one row for each stage."""
+    columns = [
+        ("Passed, sampled", [_shares(stage.passed) for stage in stages]),
+        ("Passed, greedy", [_shares(stage.passed_greedily) for stage in stages]),
+        ("Bits per byte", [_bits(stage.bits_per_byte) for stage in stages]),
+    ]
+    columns = [(heading, cells) for heading, cells in columns if any(cells)]
+    rows = [
         {
             "name": stage.name,
             "learnt_from": stage.learnt_from,
-            "changes": [_shares(stage.passed), _shares(stage.passed_greedily), _bits(stage.bits_per_byte)],
+            "changes": [cells[i] for _, cells in columns],
             "time": duration(stage.seconds) if stage.seconds is not None else "–",
         }
-        for stage in stages
+        for i, stage in enumerate(stages)
     ]
+    return {"headings": [heading for heading, _ in columns], "rows": rows}
 
 
 def _shares(change: Change | None) -> dict[str, str] | None:
-    return None if change is None else {"before": share(change.before), "after": share(change.after)}
+    if change is None:
+        return None
+    return {"before": share(change.before), "after": share(change.after), "note": ""}
 
 
 def _bits(change: Change | None) -> dict[str, str] | None:
     if change is None:
         return None
-    told = {"before": f"{change.before:.3f}", "after": f"{change.after:.3f}"}
+    told = {"before": f"{change.before:.3f}", "after": f"{change.after:.3f}", "note": ""}
     if change.before:
         per_cent = f"{100 * (change.after / change.before - 1):+.1f}{NBSP}%"
         told["note"] = f"({per_cent})".replace("-", "\N{MINUS SIGN}")
@@ -111,7 +120,8 @@ def stage_samples(stages: Sequence[StageSection]) -> list[dict[str, Any]]:
     return [
         {
             "title": f"Before and after {stage.name}",
-            "note": f"The same held-out tasks. Of these {len(stage.samples)}, "
+            "note": f"The same held-out tasks, answered as sampled. Of the first {len(stage.samples)}"
+            f"{f' of {stage.tested:,}' if stage.tested else ''}, "
             f"{sum(task.before.passed for task in stage.samples)} passed before and "
             f"{sum(task.after.passed for task in stage.samples)} after.",
             "tasks": [
