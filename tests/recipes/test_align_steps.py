@@ -152,6 +152,10 @@ def test_it_ends_in_a_report_of_its_stages(store: Store, done: Outcome, tmp_path
     report(run="align-arithmetic", out=tmp_path / "again.html", store=str(store.root))
     again = (tmp_path / "again.html").read_text()
     assert again.count('<figure class="pair"') == 6 and "Bits per byte, beside" not in again
+    half = run(store, "rlvr.steps=3", until="sft")
+    report(run=str(half.run.dir), out=tmp_path / "half.html", store=str(store.root))
+    page = (tmp_path / "half.html").read_text()
+    assert "sft: loss</h3>" in page and "rlvr: " not in page and '<figure class="pair"' not in page
 
 
 def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: Outcome) -> None:

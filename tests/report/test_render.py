@@ -113,8 +113,8 @@ def test_stages_are_told_by_before_and_after() -> None:
     assert "sft1,500 texts––0.941 → 0.946 (+0.5 %)31 s" in text
     assert "25 % → 62 %50 % → 75 %0.946 → 0.951 (+0.5 %)1 min 28 s" in text
     assert "Of the first 2 of 128, 0 passed before and 1 after." in text
-    assert "✗ before: not passed (syntax: invalid syntax (line 2))" in text and "✓ after: passed" in text
-    assert "before: not passed, reward 0.250 (empty: adds nothing)" in text and "said nothing" in text
+    assert "✗ before: not passed syntax: invalid syntax (line 2)" in text and "✓ after: passed" in text
+    assert "before: not passed, reward 0.250 empty: adds nothing" in text and "said nothing" in text
     assert "Held-out tasks passed" in text and "25 % before rlvr" in text
     for title in ("sft: loss", "rlvr: share of answers that passed", "rlvr: length of answers"):
         assert f"<h3>{title}</h3>" in page

@@ -51,8 +51,8 @@ def _bits(change: Change | None) -> dict[str, str] | None:
         return None
     told = {"before": f"{change.before:.3f}", "after": f"{change.after:.3f}", "note": ""}
     if change.before:
-        per_cent = f"{100 * (change.after / change.before - 1):+.1f}{NBSP}%"
-        told["note"] = f"({per_cent})".replace("-", "\N{MINUS SIGN}")
+        per_cent = round(100 * (change.after / change.before - 1), 1) + 0.0  # no minus before a zero
+        told["note"] = f"({per_cent:+.1f}{NBSP}%)".replace("-", "\N{MINUS SIGN}")
     return told
 
 
@@ -138,11 +138,10 @@ def _side(when: str, answer: Answer) -> dict[str, str]:
     verdict = f"{when}: {'passed' if answer.passed else 'not passed'}"
     if answer.reward != float(answer.passed):
         verdict += f", reward {figure(answer.reward)}"
-    if answer.reason and answer.reason != "passed":
-        verdict += f" ({answer.reason})"
     return {
         "kind": "passed" if answer.passed else "failed",
         "sign": "✓" if answer.passed else "✗",
         "verdict": verdict,
+        "reason": answer.reason if answer.reason != "passed" else "",
         "text": answer.text.strip("\n"),
     }
