@@ -36,8 +36,9 @@ def report(
     opened = Store(store)
     folders = opened.root / "runs"
     choices = [Path(run), folders / run]
-    latest = sorted(folders.glob(f"{run}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
-    folder = next((p for p in [*choices, *latest] if (p / "steps.json").is_file()), None)
+    if Path(run).name == run:  # a recipe's name
+        choices += sorted(folders.glob(f"{run}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
+    folder = next((p for p in choices if (p / "steps.json").is_file()), None)
     if folder is None:
         known = sorted(p.name for p in folders.glob("*")) if folders.exists() else []
         raise ConfigError(
