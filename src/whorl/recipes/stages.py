@@ -48,8 +48,10 @@ def told(stage: Artifact) -> dict[str, Any]:
         "name": stage.name.split("/")[-1],
         "learnt_from": learnt_from,
         "tested": tasks.get("test"),
-        "passed": _change({when: figures["passed"] for when, figures in solved.items()}),
-        "passed_greedily": _change({when: figures["passed_greedily"] for when, figures in solved.items()}),
+        "passed": _change({when: figures.get("passed") for when, figures in solved.items()}),
+        "passed_greedily": _change(
+            {when: figures.get("passed_greedily") for when, figures in solved.items()}
+        ),
         "bits_per_byte": _change(summary.get("bits_per_byte", {})),
         "seconds": summary.get("seconds", stage.seconds),
         "points": _points(stage),
