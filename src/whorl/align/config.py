@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.train.config import OptimConfig, ScheduleConfig
 
 Algorithm = Literal["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"]
 Preferring = Literal["dpo", "ipo", "kto", "simpo", "orpo"]
 Matrices = Literal["muon", "adamw"]
+Divergence = Literal["forward", "reverse", "jensen"]
 DType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -106,6 +107,51 @@ class RewardConfig(ChoiceConfig):
     """A reward model; the equation stands in `objectives/reward.py`."""
 
     centring: float = Field(default=0.01, ge=0, description="pull of the rewards' level to 0")
+
+
+class DistilConfig(StageConfig):
+    """Distillation: what is learnt of a teacher, and on whose words."""
+
+    divergence: Divergence = Field(
+        default="forward",
+        description="forward covers what a teacher may say, reverse seeks what it says most",
+    )
+    beta: float = Field(default=0.5, gt=0, lt=1, description="of jensen: towards forward at 0, reverse at 1")
+    temperature: float = Field(default=1.0, gt=0, description="of both, in the divergence")
+    own: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="share of a step's texts whose answers the student samples itself",
+    )
+    max_tokens: int = Field(default=64, ge=1, description="of an answer of its own")
+    refresh: int = Field(default=1, ge=1, description="steps for which answers are sampled at once")
+    epochs: float = Field(default=1.0, gt=0, description="times that the texts (or prompts) are gone through")
+    length: int = Field(default=512, ge=8, description="positions of a row")
+    batch_texts: int = Field(default=32, ge=1, description="texts a step")
+    packing: bool = Field(default=True, description="several texts a row, apart by a document mask")
+
+
+class StudentConfig(BaseModel):
+    """How a student is made from its teacher: a narrower one, or one of its layers, or one that is pruned."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: float | None = Field(
+        default=None, gt=0, le=1, description="share of the teacher's width; such a student begins untaught"
+    )
+    layers: int | None = Field(
+        default=None, ge=1, description="layers, of the teacher's own, evenly, unless it is narrower"
+    )
+    heads: int | None = Field(default=None, ge=1, description="that pruning leaves in each layer")
+    kv_heads: int | None = Field(default=None, ge=1, description="that pruning leaves in each layer")
+    mlp_hidden: int | None = Field(default=None, ge=1, description="channels that pruning leaves")
+
+    @model_validator(mode="after")
+    def _possible(self) -> StudentConfig:
+        if self.width is not None and (self.heads or self.kv_heads or self.mlp_hidden):
+            raise ValueError("a student with a width of its own is drawn anew: there is nothing to prune")
+        return self
 
 
 class KLConfig(BaseModel):
