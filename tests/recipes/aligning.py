@@ -1,0 +1,54 @@
+"""A tiny model of bytes, and sets to align it with: what the tests of the stages' steps share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from whorl.recipes import parse_recipe, run_recipe
+from whorl.runs import Progress
+from whorl.store import Artifact, Store
+
+BEGIN = """
+name = "stages"
+[steps.begin]
+d_model = 32
+n_layers = 2
+n_heads = 2
+mlp_hidden = 32
+"""
+SUMS = """
+[steps.sums]
+uses = "tasks"
+source = "arithmetic"
+n = 40
+n_test = 6
+levels = {1 = 1.0}
+columns = false
+"""
+LIKES = """
+[steps.likes]
+uses = "preferences"
+source = "files"
+path = "likes.jsonl"
+test_share = 0.25
+"""
+
+
+def lines(path: Path, records: Iterable[Any]) -> Path:
+    """JSON lines; a text among the records is a line as it stands."""
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def likes(path: Path, n: int = 48) -> Path:
+    """Pairs with a known judge: a number is answered with `yes`, and not with `nay`, which is as long."""
+    return lines(path, [{"prompt": f"{i}?", "chosen": "yes", "rejected": "nay"} for i in range(n)])
+
+
+def made(text: str, store: Path, *sets: str) -> dict[str, Artifact]:
+    """Runs a recipe; -> its artifacts."""
+    recipe = parse_recipe(text, "stages.toml", sets=sets)
+    return dict(run_recipe(recipe, Store(store), Progress.silent()).artifacts)
