@@ -8,8 +8,8 @@ which it cannot: one digit by digit after another it can add, in the head it can
 at the end and 0 for all else. Told for each seed: the share of 300 held-out problems solved greedily after each stage, the
 seconds, and the largest difference between the engine and the trainer in the log-probability of a token.
 
-Two seeds run at a time, with one thread each. With several algorithms each goes on from the same SFT model, and the length of
-right and of wrong answers is told for the first and last tenth of its steps.
+Two seeds run at a time, with one thread each. With several algorithms each goes on from the same SFT model, and the length
+of right and of wrong answers is told for the first and last tenth of its steps.
 """
 
 from __future__ import annotations

@@ -131,3 +131,28 @@ def test_draws_are_spread_over_all_bits() -> None:
     bits = np.unpackbits(draws(0, np.arange(4096, dtype=np.uint64), 0, 4).view(np.uint8))
     assert abs(bits.mean() - 0.5) < 0.005
     assert len(np.unique(draws(0, np.arange(4096, dtype=np.uint64), 0, 4))) == 4 * 4096
+
+
+def test_columns_are_worked_out_as_at_school() -> None:
+    """Every column holds, and their last digits spell the value."""
+    source = Arithmetic(weights={1: 1, 2: 1, 3: 1, 5: 2, 7: 1}, columns=True)
+    carried = 0
+    for problem in source.problems(0, 2000):
+        *steps, last = source.solution(problem).split("\n")
+        assert last == f"#### {problem.answer}"
+        for step in steps:
+            if ":" not in step:
+                assert "*" in step
+                continue
+            asked, rest = step.split(":")
+            columns, value = rest.split(";")
+            assert eval(asked) == int(value)
+            digits = ""
+            for column in columns.split(","):
+                left, right = column.split("=")
+                assert eval(left) == int(right)
+                digits = f"{int(right) % 10}{digits}"
+                carried += "+1" in left or "-1" in left
+            lead = int(columns.rsplit("=", 1)[1]) // 10
+            assert abs(int(value)) == int(f"{lead or ''}{digits}"), step
+    assert carried > 500

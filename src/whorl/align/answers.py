@@ -3,6 +3,8 @@
 One function, `answer`, for all who sample: rollouts of reinforcement learning, evaluations, test-time scaling, a student
 whose own words a teacher judges. Ids in, ids out; the id that ends an answer is one of its ids: to stop is a choice too.
 
+Of prompts that are the same, as the K answers to a task have, one is read in first, and the others find it in the cache.
+
 The subtle part is the seeds. What an answer draws depends on its own seed and place alone, not on what else is in the batch
 or when it was let in, so the same call gives the same answers wherever the engine is (up to ties that rounding decides).
 """
@@ -21,6 +23,8 @@ from whorl.engine.sampling import Sampling
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel
 from whorl.runs.seeds import derive
+
+PAGE = 8  # positions
 
 
 @dataclass
@@ -48,11 +52,12 @@ def policy_sampling(temperature: float) -> Sampling:
 def rollout_engine(
     model: LanguageModel, scribe: Scribe, *, sequences: int, max_length: int, **options: Any
 ) -> Engine:
-    """An engine for throughput: nobody waits for a first token, so prompts are read in as fast as they can be."""
+    """An engine for throughput: prompts are read in as fast as they can be, and small pages let answers share them."""
     vocab = model.config.vocab_size
     words = len(scribe.tokenizer.token_bytes)
+    most = -(-max_length // PAGE) * PAGE
     config = EngineConfig(
-        max_sequences=sequences, max_length=max_length, cache_tokens=sequences * max_length,
+        max_sequences=sequences, max_length=max_length, cache_tokens=sequences * most, page_size=PAGE,
         token_budget=max(2048, 2 * sequences), stretch=1e9, **options,
     )  # fmt: skip
     return Engine(model, config, forbidden=never(scribe, vocab, words))
@@ -83,18 +88,26 @@ def answer(
         ConfigError: a prompt has no room; its place is named.
     """
     found = [Answer() for _ in prompts]
-    for n, ids in enumerate(prompts):
-        own = sampling if sampling.temperature == 0 else sampling.model_copy(update={"seed": derive(seed, n)})
-        room = engine.longest - len(ids)
-        if room < 1:
-            raise ConfigError(
-                f"prompt {n} has {len(ids):,} ids and there is room for {engine.longest:,}",
-                expected="shorter prompts", do="leave it out, or make max_length larger",
-            )  # fmt: skip
-        engine.add(
-            Request(id=str(n), ids=tuple(ids), sampling=own, max_tokens=min(max_tokens, room), stop_ids=ends)
-        )
-    while engine.busy:
+
+    def ask(numbers: Sequence[int]) -> None:
+        for n in numbers:
+            own = (
+                sampling
+                if sampling.temperature == 0
+                else sampling.model_copy(update={"seed": derive(seed, n)})
+            )
+            room = engine.longest - len(prompts[n])
+            if room < 1:
+                raise ConfigError(
+                    f"prompt {n} has {len(prompts[n]):,} ids and there is room for {engine.longest:,}",
+                    expected="shorter prompts", do="leave it out, or make max_length larger",
+                )  # fmt: skip
+            most = min(max_tokens, room)
+            engine.add(
+                Request(id=str(n), ids=tuple(prompts[n]), sampling=own, max_tokens=most, stop_ids=ends)
+            )
+
+    def step() -> None:
         ended = 0
         for delta in engine.step():
             one = found[int(delta.request_id)]
@@ -107,4 +120,16 @@ def answer(
                 ended += 1
         if ended:
             advance(ended)
+
+    first: dict[tuple[int, ...], int] = {}
+    for n, ids in enumerate(prompts):
+        first.setdefault(tuple(ids), n)
+    leaders = set(first.values())
+    ask(sorted(leaders))  # whoever asks the same later finds it computed
+    if len(leaders) < len(prompts):
+        while any(not found[n].ids for n in leaders):
+            step()
+        ask([n for n in range(len(prompts)) if n not in leaders])
+    while engine.busy:
+        step()
     return found

@@ -80,35 +80,6 @@ class SFTConfig(StageConfig):
     )
 
 
-class ChoiceConfig(StageConfig):
-    """What is learnt from answers of which one was preferred."""
-
-    epochs: float = Field(default=1.0, gt=0, description="times that the answers are gone through")
-    length: int = Field(default=512, ge=8, description="ids of prompt and answer; longer ones are left out")
-    batch: int = Field(default=32, ge=1, description="pairs a step; KTO: answers a step")
-    packing: bool = Field(default=False, description="several texts a row, apart by a document mask")
-
-
-class PreferenceConfig(ChoiceConfig):
-    """Preference optimisation; the equations stand in `objectives/preference.py`."""
-
-    share: float = Field(default=0.02, gt=0, description="of pretraining's learning rates")
-    objective: Preferring = "dpo"
-    beta: float | None = Field(
-        default=None, gt=0, description="the paper's beta (IPO: tau, ORPO: lambda); default: the objective's"
-    )
-    gamma: float = Field(default=1.0, ge=0, description="SimPO: the margin that is asked for")
-    smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="DPO: share of labels that are wrong")
-    per_token: bool = Field(default=False, description="IPO: means over tokens in place of sums")
-    weights: tuple[float, float] = Field(default=(1.0, 1.0), description="KTO: of good answers, and of bad")
-
-
-class RewardConfig(ChoiceConfig):
-    """A reward model; the equation stands in `objectives/reward.py`."""
-
-    centring: float = Field(default=0.01, ge=0, description="pull of the rewards' level to 0")
-
-
 class DistilConfig(StageConfig):
     """Distillation: what is learnt of a teacher, and on whose words."""
 
@@ -152,6 +123,35 @@ class StudentConfig(BaseModel):
         if self.width is not None and (self.heads or self.kv_heads or self.mlp_hidden):
             raise ValueError("a student with a width of its own is drawn anew: there is nothing to prune")
         return self
+
+
+class ChoiceConfig(StageConfig):
+    """What is learnt from answers of which one was preferred."""
+
+    epochs: float = Field(default=1.0, gt=0, description="times that the answers are gone through")
+    length: int = Field(default=512, ge=8, description="ids of prompt and answer; longer ones are left out")
+    batch: int = Field(default=32, ge=1, description="pairs a step; KTO: answers a step")
+    packing: bool = Field(default=False, description="several texts a row, apart by a document mask")
+
+
+class PreferenceConfig(ChoiceConfig):
+    """Preference optimisation; the equations stand in `objectives/preference.py`."""
+
+    share: float = Field(default=0.02, gt=0, description="of pretraining's learning rates")
+    objective: Preferring = "dpo"
+    beta: float | None = Field(
+        default=None, gt=0, description="the paper's beta (IPO: tau, ORPO: lambda); default: the objective's"
+    )
+    gamma: float = Field(default=1.0, ge=0, description="SimPO: the margin that is asked for")
+    smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="DPO: share of labels that are wrong")
+    per_token: bool = Field(default=False, description="IPO: means over tokens in place of sums")
+    weights: tuple[float, float] = Field(default=(1.0, 1.0), description="KTO: of good answers, and of bad")
+
+
+class RewardConfig(ChoiceConfig):
+    """A reward model; the equation stands in `objectives/reward.py`."""
+
+    centring: float = Field(default=0.01, ge=0, description="pull of the rewards' level to 0")
 
 
 class KLConfig(BaseModel):

@@ -112,7 +112,7 @@ class RolloutWorker:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
-    def begin(self) -> None:
+    def begin(self, rows: int = 64) -> None:
         """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
@@ -122,7 +122,7 @@ class RolloutWorker:
         tokenizer = open_tokenizer(self.tokenizer)
         self._scribe = Scribe(tokenizer, open_chat(self.tokenizer, tokenizer))
         self._engine = rollout_engine(
-            network, self._scribe, sequences=64, max_length=self.length, **self.engine_options
+            network, self._scribe, sequences=min(128, rows), max_length=self.length, **self.engine_options
         )
         self._engine.version = -1  # that of nobody: the first look at the board loads
         self._prompts: dict[int, list[int]] = {}
@@ -142,7 +142,7 @@ class RolloutWorker:
     def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
         """Writes one record; returns how many ids were sampled."""
         if not hasattr(self, "_engine"):
-            self.begin()
+            self.begin(len(slot.data.reward))
         data, k = slot.data, self.answers
         groups = len(data.reward) // k
         self._engine.catch_up(weights.board)

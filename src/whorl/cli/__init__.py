@@ -39,6 +39,7 @@ VERBS = (
     "export",
     "bench-serve",
     "quantise",
+    "eval-scaling",
 )
 GROUPS = {
     "rl": ("train", "environments"),

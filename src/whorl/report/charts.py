@@ -31,13 +31,14 @@ _MOST_POINTS = 420  # a curve has no more pixels than this to tell its points ap
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. `style` is a class of the page's style sheet: "main" or "faint"."""
+    """One curve. style: a class of the page's style sheet, "main" or "faint"; told: whether the pointer tells its values."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     style: str = "main"
     dots: bool = False
+    told: bool = True
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ def line_chart(
                 "y": [y_format(y) for y in s.y],
             }
             for s in series
+            if s.told
         ],
     }
     pictures = "".join(
@@ -187,4 +189,6 @@ def _thin(series: Series) -> Series:
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     # The last point keeps its place, or the curve would end before the run did.
     xs = [float(x[g].mean()) for g in groups[:-1]] + [float(x[-1])]
-    return Series(series.name, xs, [float(y[g].mean()) for g in groups], series.style, series.dots)
+    return Series(
+        series.name, xs, [float(y[g].mean()) for g in groups], series.style, series.dots, series.told
+    )

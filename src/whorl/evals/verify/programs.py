@@ -44,27 +44,31 @@ def source(task: Task, completion: str) -> str:
 def compiles(task: Task, completion: str) -> Verdict:
     """The program parses as Python, and the compiler takes it (no `return` outside of a function).
 
-    Where the prompt alone is a program already (a docstring is a body), the continuation must add to it: silence, or a
-    comment, is no answer.
+    Where the prompt alone is a program already (a docstring is a body), the continuation must add to it, and where it ends
+    in a function or a class, to that: silence is no answer, nor is a line behind the function that was to be written. (Both
+    were found by policies that were rewarded for them.)
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a stranger's escapes and comparisons
             whole = source(task, completion)
             compile(whole, "completion", "exec", dont_inherit=True)
-            if task.prompt and (before := _tree(task.prompt)) is not None and before == _tree(whole):
-                return Verdict(0.0, False, "empty: adds nothing")
+            if task.prompt and _adds_nothing(task.prompt, whole):
+                return Verdict(0.0, False, "empty: adds nothing to what was begun")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return Verdict(0.0, False, f"syntax: {error}"[:200])
     return Verdict(1.0, True, "passed")
 
 
-def _tree(text: str) -> str | None:
-    """What a program is, blind to its layout; None if it is none."""
+def _adds_nothing(prompt: str, whole: str) -> bool:
+    """Whether what `prompt` began stands in `whole` as it was, blind to layout; False if the prompt is no program yet."""
     try:
-        return ast.dump(ast.parse(text))
+        begun, made = ast.parse(prompt).body, ast.parse(whole).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return False
+    if begun and isinstance(begun[-1], ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        begun, made = begun[-1:], made[len(begun) - 1 : len(begun)]
+    return [ast.dump(s) for s in begun] == [ast.dump(s) for s in made]
 
 
 def examples(task: Task, completion: str) -> list[doctest.Example]:

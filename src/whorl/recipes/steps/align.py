@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from whorl.align.texts import Room, Scribe, Text
     from whorl.evals.verify.task import Verdict
     from whorl.models import LanguageModel
+    from whorl.tokens.shards import TokenSet
 
 HELD_OUT_BYTES = 60_000  # of the test split, for bits per byte before and after
 
@@ -245,10 +246,8 @@ def measured(ctx: StepContext, model: LanguageModel, scribe: Scribe) -> float | 
     if "tokens" not in ctx.parents:
         return None
     from whorl.evals.score import bits_per_byte, score
-    from whorl.tokens.shards import TokenSet
 
-    ctx.parents["tokens"].check()
-    split, chosen, n_bytes = TokenSet(ctx.parents["tokens"].path).split("test"), [], 0
+    split, chosen, n_bytes = token_set(ctx, scribe).split("test"), [], 0
     for ids in split.iter_documents():
         chosen.append(ids)
         n_bytes += len(scribe.tokenizer.decode(ids[1:-1]))
@@ -259,6 +258,25 @@ def measured(ctx: StepContext, model: LanguageModel, scribe: Scribe) -> float | 
         return bits_per_byte(sum(score(model.eval(), chosen, model.reads_well)), n_bytes)
     finally:
         model.room = room
+
+
+def token_set(ctx: StepContext, scribe: Scribe) -> TokenSet:
+    """The parent `tokens`, its ids those of the model.
+
+    Raises:
+        ConfigError: they were made with another tokenizer.
+    """
+    from whorl.align.teacher import same_words
+    from whorl.tokens.foreign import open_tokenizer
+    from whorl.tokens.shards import TokenSet
+
+    given = ctx.parents["tokens"]
+    given.check()
+    maker = ctx.store.find(given.parents.get("tokenizer", ""))
+    if maker is not None:
+        names = ctx.parents["model"].name, given.name
+        same_words(scribe.tokenizer, open_tokenizer(maker.path), names=names)
+    return TokenSet(given.path)
 
 
 def bits_line(before: float | None, after: float | None) -> str:

@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from whorl.align.config import DistilConfig, StudentConfig
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align import UNSEEN, bits_line, measured, pad_of, solutions
+from whorl.recipes.steps.align import UNSEEN, bits_line, measured, pad_of, solutions, token_set
 from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _texts(
                 f"{ctx.name}: documents of pretraining have no prompts to be answered",
                 expected='tasks as a parent, for given = "teacher" or own above 0',
             )
-        return _documents(ctx, config), {}
+        return _documents(ctx, config, scribe), {}
     if config.given == "teacher":
         texts, left = _said_by(ctx, config, scribe, teacher)
     else:
@@ -164,16 +164,14 @@ def _texts(
     return texts[: config.n], left
 
 
-def _documents(ctx: StepContext, config: DistilStepConfig) -> list[Text]:
+def _documents(ctx: StepContext, config: DistilStepConfig, scribe: Scribe) -> list[Text]:
     """The first documents of pretraining, each from its beginning on, as far as a row goes."""
     import numpy as np
 
     from whorl.align.texts import Text
-    from whorl.tokens.shards import TokenSet
 
-    ctx.parents["tokens"].check()
     found = []
-    for ids in islice(TokenSet(ctx.parents["tokens"].path).split("train").iter_documents(), config.n):
+    for ids in islice(token_set(ctx, scribe).split("train").iter_documents(), config.n):
         taken = np.asarray(ids[: config.length + 1], np.int64)
         mask = np.ones(len(taken), np.bool_)
         mask[0] = False
