@@ -37,6 +37,29 @@ test_share = 0.25
 """
 
 
+CORPUS = """
+[steps.ingest]
+sources = ["code"]
+[steps.curate]
+parents = ["ingest"]
+query = "SELECT row, '' AS reason FROM attributes"
+near_duplicate_similarity = 1.0
+validation_bytes = 2000
+test_bytes = 2000
+max_held_out_share = 0.3
+"""
+
+
+def code(folder: Path, n: int = 60) -> None:
+    """Python files of one function each, which says in words what it does."""
+    folder.mkdir(exist_ok=True)
+    for i in range(n):
+        body = f"    total = value + {i}\n    if total > {i * 7}:\n        return total - {i}\n"
+        doc = f'    """Work out the number that belongs to {i}, for the value."""\n'
+        text = f"def work_{i}(value):\n{doc}{body}    return total * {i + 2}\n"
+        (folder / f"m{i}.py").write_text(text + f"\n\nX{i} = {i}\n" * 3)
+
+
 def lines(path: Path, records: Iterable[Any]) -> Path:
     """JSON lines; a text among the records is a line as it stands."""
     path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))

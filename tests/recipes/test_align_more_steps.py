@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from aligning import BEGIN, LIKES, SUMS, likes, lines, made
+from aligning import BEGIN, CORPUS, LIKES, SUMS, code, likes, lines, made
 from safetensors.torch import load_file
 
 from whorl.align.data.formats import Conversation, Judged, Pair, Preference
@@ -46,28 +46,6 @@ length = 16
 batch = 12
 epochs = 6
 share = 0.5
-dtype = "float32"
-"""
-)
-DISTIL = (
-    BEGIN
-    + SUMS
-    + """
-[steps.taught]
-uses = "sft"
-parents = ["begin", "sums"]
-length = 64
-batch_rows = 4
-epochs = 20
-share = 1.0
-dtype = "float32"
-[steps.distil]
-parents = ["taught", "sums"]
-length = 64
-epochs = 4
-share = 0.5
-batch_texts = 8
-max_tokens = 4
 dtype = "float32"
 """
 )
@@ -124,32 +102,18 @@ def test_no_prompt_is_on_both_sides() -> None:
 
 def test_preferences_out_of_code(folder: Path) -> None:
     """Functions of training files to learn from, those of test files held out; what is rejected has one fault."""
-    (folder / "code").mkdir()
-    for i in range(60):
-        body = f"    total = value + {i}\n    if total > {i * 7}:\n        return total - {i}\n    return total * {i + 2}\n"
-        doc = f'    """Work out the number that belongs to {i}, for the value."""\n'
-        (folder / "code" / f"m{i}.py").write_text(
-            f"def work_{i}(value):\n{doc}{body}" + f"\n\nX{i} = {i}\n" * 3
-        )
-    found = made(
-        """
-        name = "code"
-        [steps.ingest]
-        sources = ["code"]
-        [steps.curate]
-        parents = ["ingest"]
-        query = "SELECT row, '' AS reason FROM attributes"
-        near_duplicate_similarity = 1.0
-        validation_bytes = 2000
-        test_bytes = 2000
-        max_held_out_share = 0.3
-        [steps.preferences]
-        parents = ["ingest", "curate"]
-        faults = ["operator", "return"]
-        n_test = 4
-        """,
-        folder / "store",
-    )["preferences"]
+    code(folder / "code")
+    text = (
+        'name = "stages"'
+        + CORPUS
+        + """
+[steps.preferences]
+parents = ["ingest", "curate"]
+faults = ["operator", "return"]
+n_test = 4
+"""
+    )
+    found = made(text, folder / "store")["preferences"]
     train, test = (read_preferences(found.path, split) for split in ("train", "test"))
     assert found.kind == "preferences" and len(train) > 20 and len(test) == 4
     assert found.summary["counts"] == {"train": len(train), "test": 4}
@@ -348,46 +312,6 @@ def test_tasks_of_a_file_are_for_rewards_and_pairs_for_sft(folder: Path) -> None
     pairs = own.replace("own.jsonl", "pairs.jsonl").replace('"tasks"\n', '"pairs"\n', 2)
     pairs = pairs.replace('uses = "pairs"', 'uses = "tasks"')
     assert made(BEGIN + pairs + learn, folder / "store")["sft"].summary["texts"] == 7
-
-
-@pytest.mark.parametrize(
-    "sets",
-    [
-        ("distil.student.layers=1",),
-        ("distil.student.width=0.5", "distil.own=0.5"),
-        ("distil.student.heads=1", "distil.student.kv_heads=1", "distil.top=8"),
-        ("distil.student.layers=1", "distil.given=teacher"),
-    ],
-)
-def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
-    found = made(DISTIL, folder / "store", *sets)["distil"]
-    sizes = found.summary["sizes"]
-    assert sizes["student"] < sizes["teacher"] and found.summary["params"]["total"] == sizes["student"]
-    assert found.summary["texts"] + sum(found.summary["left_out"].values()) == 40
-    assert found.summary["solved"]["teacher"]["tasks"] == 6
-    assert load_model(found.path).params()["total"] == sizes["student"]
-    curve = json.loads((found.path / "curve.json").read_text())
-    assert curve[-1]["kl"] < curve[0]["kl"]
-    if "distil.own=0.5" in sets:
-        assert curve[0]["parity"] < 1e-4
-    open_scribe(found.path)
-
-
-def test_a_student_of_its_own_and_what_distillation_refuses(folder: Path) -> None:
-    text = DISTIL.replace('["taught", "sums"]', '["taught", "other", "sums"]')
-    text += (
-        BEGIN.split("\n", 2)[2].replace("[steps.begin]", '[steps.other]\nuses = "begin"').replace("32", "16")
-    )
-    found = made(text, folder / "store")
-    assert found["distil"].summary["sizes"]["student"] == found["other"].summary["params"]["total"]
-    with pytest.raises(ConfigError, match="distil has two students"):
-        made(text, folder / "store", "distil.student.layers=1")
-    with pytest.raises(ConfigError, match="distil has no student"):
-        made(DISTIL, folder / "store")
-    with pytest.raises(ConfigError, match="distil has nothing to learn from"):
-        made(DISTIL.replace('["taught", "sums"]', '["taught"]'), folder / "store", "distil.student.layers=1")
-    with pytest.raises(ConfigError, match=r"what the teacher said before is of given texts alone"):
-        made(DISTIL, folder / "store", "distil.top=4", "distil.own=0.5")
 
 
 def test_align_code_is_a_whole_row() -> None:
