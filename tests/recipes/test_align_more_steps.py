@@ -227,7 +227,7 @@ dtype = "float32"
     figures = json.loads((reward.path / "report.json").read_text())
     assert reward.kind == "reward" and figures["accuracy"] == reward.summary["held_out"]["accuracy"] == 1.0
     assert {"calibration_error", "reliability", "length"} <= figures.keys()
-    assert "right in 100.0%" in reward.summary["headline"]
+    assert "right in 100.0%" in reward.summary["headline"] and "nan" not in reward.summary["headline"]
     task = Task("t", prompt="7?")
     yes, no = judged_by(reward.path, "float32")([task, task], ["yes", "nay"])
     assert yes.reward > no.reward and yes.reason.startswith("reward ")

@@ -141,7 +141,7 @@ def _tell(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
         for number, (split, n) in enumerate(counts.items())
     )
     aside = sum(n for reason, n in ctx.summary.get("quarantine", {}).items() if reason != "accepted")
-    headline += f"; {aside:,} records in quarantine" if aside else ""
+    headline += f"; {aside:,} record{'s' * (aside != 1)} in quarantine" if aside else ""
     ctx.summary.update(counts=counts, headline=headline)
 
 

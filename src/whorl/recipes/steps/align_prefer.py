@@ -129,15 +129,15 @@ def reward(ctx: StepContext, config: RewardConfig) -> None:
     save_reward(model, ctx.out, config=config, trained_on=trained_on, figures=figures, base=folder)
     (ctx.out / "report.json").write_text(json.dumps(figures, indent=1))
     (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
+    headline = f"{len(train):,} pairs; held out: right in {found.accuracy:.1%}, "
+    headline += f"calibration error {found.calibration.error:.3f}"
+    if found.length.n_longer + found.length.n_shorter:  # else all answers are as long as each other
+        headline += f", prefers the longer in {found.length.model:.0%} (the data in {found.length.data:.0%})"
     ctx.progress.say("    " + found.table().replace("\n", "\n    "))
     ctx.summary.update(
         items={"train": len(train), "test": len(test)}, left_out=room.refused, final=last, held_out=figures,
         seconds=time.monotonic() - began, params=model.model.params(),
-        headline=(
-            f"{len(train):,} pairs; held out: right in {found.accuracy:.1%}, calibration error "
-            f"{found.calibration.error:.3f}, prefers the longer in {found.length.model:.0%} (the data in "
-            f"{found.length.data:.0%})"
-        ),
+        headline=headline,
     )  # fmt: skip
 
 
