@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 from whorl.report.data import ReportData
 
@@ -31,6 +32,44 @@ def points(n: int = 2400, fall_at: int | None = 900) -> list[dict[str, float]]:
             }
         )
     return out
+
+
+def stages() -> list[dict[str, Any]]:
+    """An SFT without held-out tasks, and an RLVR with all there is, a task that was answered with nothing among it."""
+    wrong = {
+        "text": "    retrun self._items[-1]\n",
+        "passed": False,
+        "reason": "syntax: invalid syntax (line 2)",
+    }
+    right = {"text": "    return self._items[-1]\n", "passed": True, "reward": 1.0, "reason": "passed"}
+    half = {"text": "", "passed": False, "reward": 0.25, "reason": "empty: adds nothing"}
+    rising = [
+        {"step": s, "passed": 0.2 + 0.01 * s, "length": 40 - 0.3 * s, "length_wrong": 44 - 0.1 * s}
+        for s in range(1, 41)
+    ]
+    return [
+        {
+            "name": "sft",
+            "learnt_from": "1,500 texts",
+            "bits_per_byte": {"before": 0.941, "after": 0.946},
+            "seconds": 31.0,
+            "points": [{"step": s, "loss": 2 + 1 / s} for s in range(1, 60)],
+        },
+        {
+            "name": "rlvr",
+            "learnt_from": "rewards on 1,500 tasks",
+            "tested": 128,
+            "passed": {"before": 0.25, "after": 0.625},
+            "passed_greedily": {"before": 0.5, "after": 0.75},
+            "bits_per_byte": {"before": 0.946, "after": 0.951},
+            "seconds": 88.0,
+            "points": rising,
+            "samples": [
+                {"prompt": "def top(self):\n", "before": wrong, "after": right},
+                {"prompt": "def pop(self):\n", "before": half, "after": wrong},
+            ],
+        },
+    ]
 
 
 def example() -> ReportData:
@@ -165,6 +204,7 @@ def example() -> ReportData:
                     "note": "temperature 0.8, top-p 0.95, seed 0",
                 }
             ],
+            "stages": stages(),
             "time": {
                 "budget_seconds": 300,
                 "steps": [

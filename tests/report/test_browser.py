@@ -22,6 +22,20 @@ pytestmark = [
 ]
 
 
+# The contrast of a text with the nearest painted ground behind it (WCAG 2.1, relative luminance).
+READABLE = """element => {
+  const numbers = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (rgb) => [0.2126, 0.7152, 0.0722].reduce((sum, weight, i) => sum + weight * linear(rgb[i] / 255), 0);
+  let ground = element;
+  while (numbers(getComputedStyle(ground).backgroundColor)[3] === 0) ground = ground.parentElement;
+  const colour = getComputedStyle(element).color;
+  const both = [colour, getComputedStyle(ground).backgroundColor];
+  const [a, b] = both.map((c) => light(numbers(c))).sort((x, y) => y - x);
+  return { colour, contrast: (a + 0.05) / (b + 0.05) };
+}"""
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -112,6 +126,31 @@ def test_phone(browser: Any, report: Path, scheme: str) -> None:
     opened.check(report)
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_answers_stand_side_by_side_and_under_each_other_on_a_phone(
+    browser: Any, report: Path, scheme: str
+) -> None:
+    opened = Opened(browser, report, color_scheme=scheme)
+    page = opened.page
+    pair = page.get_by_role("figure", name="Task 1")
+    before, after = pair.locator(".side").all()
+    assert before.bounding_box()["y"] == after.bounding_box()["y"]
+    assert before.bounding_box()["x"] < after.bounding_box()["x"]
+    # Said in words, and coloured so that both words and colours can be read.
+    assert "not passed syntax" in before.inner_text() and "after: passed" in after.inner_text()
+    colours = [side.locator(".verdict").evaluate(READABLE) for side in (before, after)]
+    assert colours[0]["colour"] != colours[1]["colour"]
+    assert all(found["contrast"] >= 4.5 for found in colours), colours
+    page.locator("#stages .chart").nth(1).hover()
+    assert opened.tip().startswith("step ") and "smoothed" in opened.tip() and "%" in opened.tip()
+    page.locator("h1").hover()
+    page.set_viewport_size({"width": 360, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    assert after.bounding_box()["y"] >= before.bounding_box()["y"] + before.bounding_box()["height"]
+    assert after.bounding_box()["x"] == before.bounding_box()["x"]
+    opened.check(report)
+
+
 def test_without_script_all_figures_stand(browser: Any, report: Path) -> None:
     page = browser.new_context(java_script_enabled=False).new_page()
     page.goto(report.as_uri())
@@ -137,7 +176,7 @@ def test_markup_in_the_data_does_not_run(browser: Any, tmp_path: Path) -> None:
 def test_an_empty_report_opens(browser: Any, tmp_path: Path) -> None:
     path = render(ReportData(), tmp_path / "empty.html")
     opened = Opened(browser, path)
-    assert opened.page.locator(".missing").count() == 10
+    assert opened.page.locator(".missing").count() == 11
     opened.check(path)
 
 

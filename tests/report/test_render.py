@@ -12,10 +12,11 @@ from report_example import example, points
 
 from whorl.report import ReportData, render
 from whorl.report.charts import Series, line_chart, ticks
-from whorl.report.data import CurvePoint, SampleToken, visible
+from whorl.report.data import CurvePoint, SampleToken, StagePoint, StageSection, visible
 from whorl.report.fall import find_fall, smooth
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
 from whorl.report.render import to_html
+from whorl.report.stages import stage_charts
 
 EVIL = "<script>alert(1)</script>\"'&</style>"
 VOID = {"meta", "link", "br", "line", "circle", "polyline"}
@@ -88,10 +89,50 @@ def test_says_the_figures() -> None:
 
 def test_an_unfinished_run_says_what_is_missing() -> None:
     page = to_html(ReportData())
-    assert page.count('class="missing"') == 10
-    for step in ("evaluate", "pretrain", "plan", "curate", "tokenizer"):
+    assert page.count('class="missing"') == 11
+    for step in ("evaluate", "pretrain", "sft", "plan", "curate", "tokenizer"):
         assert f"has not reached <code>{step}</code>" in page
     assert "missing" not in re.sub(r"<style>.*</style>", "", to_html(example()), flags=re.S)
+
+
+def test_a_recipe_without_pretraining_says_nothing_of_it() -> None:
+    absent = ["scores", "samples", "training", "plan", "corpus", "tokenizer"]
+    full = example()
+    page = to_html(ReportData(absent=absent, stages=full.stages, model=full.model, time=full.time))
+    assert re.findall(r'<section id="(\w+)"', page) == [
+        "result", "stages", "plan", "time", "lineage", "environment",
+    ]  # fmt: skip
+    assert re.findall(r'href="#(\w+)"', page) == re.findall(r'<section id="(\w+)"', page)
+    assert "<h2>The model</h2>" in page and "There is no plan" not in page and ">Stages</h2>" in page
+    assert "<code>evaluate</code>" not in to_html(ReportData(absent=absent))
+
+
+def test_stages_are_told_by_before_and_after() -> None:
+    page = to_html(example()).replace(NBSP, " ")
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", page))
+    assert "sft1,500 texts––0.941 → 0.946 (+0.5 %)31 s" in text
+    assert "25 % → 62 %50 % → 75 %0.946 → 0.951 (+0.5 %)1 min 28 s" in text
+    assert "Of the first 2 of 128, 0 passed before and 1 after." in text
+    assert "✗ before: not passed syntax: invalid syntax (line 2)" in text and "✓ after: passed" in text
+    assert "before: not passed, reward 0.250 empty: adds nothing" in text and "said nothing" in text
+    assert "Held-out tasks passed" in text and "25 % before rlvr" in text
+    for title in ("sft: loss", "rlvr: share of answers that passed", "rlvr: length of answers"):
+        assert f"<h3>{title}</h3>" in page
+    # What no stage measured has no column.
+    alone = [stage.model_copy(update={"bits_per_byte": None}) for stage in example().stages]
+    assert (
+        "Passed, greedy" in (bare := to_html(ReportData(stages=alone))) and "Bits per byte</th>" not in bare
+    )
+
+
+def test_a_stage_of_one_step_and_one_without_a_wrong_answer_are_drawn() -> None:
+    points = [StagePoint(step=1, passed=1.0, length=7.0, length_wrong=0.0)]
+    drawn = list(stage_charts([StageSection(name="rlvr", points=points), StageSection(name="quantise")]))
+    assert [title for title, _, _ in drawn] == [
+        "rlvr: share of answers that passed", "rlvr: length of answers",
+    ]  # fmt: skip
+    assert "all answers" in drawn[1][2] and "wrong answers" not in drawn[1][2]
+    assert "not finite" not in drawn[0][2] and "nan" not in drawn[0][2]
 
 
 def _poisoned(value: object) -> object:

@@ -36,8 +36,9 @@ def report(
     opened = Store(store)
     folders = opened.root / "runs"
     choices = [Path(run), folders / run]
-    latest = sorted(folders.glob(f"{run}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
-    folder = next((p for p in [*choices, *latest] if (p / "steps.json").is_file()), None)
+    if Path(run).name == run:  # a recipe's name
+        choices += sorted(folders.glob(f"{run}-*"), key=lambda p: p.stat().st_mtime, reverse=True)
+    folder = next((p for p in choices if (p / "steps.json").is_file()), None)
     if folder is None:
         known = sorted(p.name for p in folders.glob("*")) if folders.exists() else []
         raise ConfigError(
@@ -46,10 +47,12 @@ def report(
             do="start one: whorl run quickstart",
         )
     steps = json.loads((folder / "steps.json").read_text())
-    artifacts = {}
-    for entry in steps.values():
-        found = opened.find(entry["address"])
-        if found is not None and found.kind != "report":
-            artifacts[found.kind] = found
-    render(report_data(artifacts, opened, ReportConfig(), run=folder.name), out)
+    made = {name: opened.find(entry["address"]) for name, entry in steps.items()}
+    artifacts = {found.kind: found for found in made.values() if found is not None and found.kind != "report"}
+    # The recipe's own report says which of several models is which, and what it will never have.
+    recipe = json.loads((folder / "config.json").read_text()).get("steps", {})
+    told = next((step["parents"] for step in recipe.values() if step.get("uses") == "report"), None)
+    if told is not None:
+        artifacts = {role: found for role, name in told.items() if (found := made.get(name)) is not None}
+    render(report_data(artifacts, opened, ReportConfig(), run=folder.name, roles=told), out)
     print(f"wrote {out} ({out.stat().st_size / 1e3:.0f} kB): open it in a browser")

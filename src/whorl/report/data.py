@@ -202,6 +202,61 @@ class Sample(_Part):
     note: str = ""
 
 
+class Change(_Part):
+    """A figure before a stage and after it."""
+
+    before: Positive
+    after: Positive
+
+
+class StagePoint(_Part):
+    """One step of a stage.
+
+    loss: nats a token; passed: share of the answers sampled in the step; length: mean of theirs, length_wrong: of the wrong
+    ones, in tokens.
+    """
+
+    step: Count
+    loss: Finite | None = None
+    passed: Probability | None = None
+    length: Positive | None = None
+    length_wrong: Positive | None = None
+
+
+class Answer(_Part):
+    """What a model said to a task, and what the verifier said of it."""
+
+    text: str
+    passed: bool
+    reward: Finite = 0.0
+    reason: str = ""
+
+
+class AnsweredTask(_Part):
+    """One held-out task, answered before a stage and after it."""
+
+    prompt: str
+    before: Answer
+    after: Answer
+
+
+class StageSection(_Part):
+    """A stage after pretraining: it takes a model and leaves a model.
+
+    tested: held-out tasks, of which the shares passed are told, with answers sampled and with the likeliest tokens.
+    """
+
+    name: str
+    learnt_from: str = ""
+    tested: Count | None = None
+    passed: Change | None = None
+    passed_greedily: Change | None = None
+    bits_per_byte: Change | None = None
+    seconds: Positive | None = None
+    points: list[StagePoint] = []
+    samples: list[AnsweredTask] = []
+
+
 class StepTime(_Part):
     """One step of the recipe; `looked_up` when a former run had made it already (its time is that run's)."""
 
@@ -237,7 +292,8 @@ class LineageNode(BaseModel):
 
 
 class ReportData(_Part):
-    """The whole page. `created` is shown as it is; `next_commands` are for the reader to type."""
+    """The whole page. `created` is shown as it is; `next_commands` are for the reader to type; `absent` are sections (by the
+    name of their link) for which the recipe has no step, and of which the page therefore says nothing."""
 
     title: str = "A small language model"
     about: str = ""
@@ -251,10 +307,12 @@ class ReportData(_Part):
     scores: ScoresSection | None = None
     completions: CompletionsSection | None = None
     samples: list[Sample] = []
+    stages: list[StageSection] = []
     time: TimeSection | None = None
     lineage: LineageNode | None = None
     environment: dict[str, str] = {}
     next_commands: list[str] = []
+    absent: list[str] = []
 
 
 def visible(token: bytes) -> str:

@@ -28,7 +28,8 @@
     tip.style.top = `${(above > 4 ? above : bottom + 8) + window.scrollY}px`;
     tip.style.visibility = "visible";
   };
-  const hide = () => { tip.style.visibility = "hidden"; };
+  // Out of sight it still takes room: left where it was it would widen a page that is turned or made narrower.
+  const hide = () => Object.assign(tip.style, { visibility: "hidden", left: "0", top: "0" });
 
   for (const chart of document.querySelectorAll("[data-chart]")) {
     const data = JSON.parse(chart.dataset.chart);

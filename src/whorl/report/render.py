@@ -26,6 +26,7 @@ from typing import Any
 from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score
 from whorl.report.fall import copying_fall, find_fall
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
+from whorl.report.stages import stage_charts, stage_samples, stage_table
 from whorl.report.training import MOST_EVENTS, charts, events, fall_words, training_facts
 
 _SECTIONS = (
@@ -33,6 +34,7 @@ _SECTIONS = (
     ("scores", "Bits per byte"),
     ("samples", "Samples"),
     ("training", "Training"),
+    ("stages", "After pretraining"),
     ("plan", "Plan"),
     ("corpus", "Corpus"),
     ("tokenizer", "Tokenizer"),
@@ -76,7 +78,7 @@ def to_html(data: ReportData) -> str:
         data=data,
         style=Markup((here / "style.css").read_text("utf-8")),
         script=Markup((here / "page.js").read_text("utf-8")),
-        sections=_SECTIONS,
+        sections=_sections(data),
         stamp=" · ".join(part for part in (data.run, data.created) if part),
         cards=list(_cards(data)),
         scores=_scores(data.scores.scores) if data.scores else [],
@@ -87,6 +89,9 @@ def to_html(data: ReportData) -> str:
         fall=fall_words(fall) if fall else "",
         training_facts=training_facts(data.training),
         events=events(data.training),
+        stages=stage_table(data.stages),
+        stage_charts=[(title, note, Markup(svg)) for title, note, svg in stage_charts(data.stages)],
+        stage_samples=stage_samples(data.stages),
         unshown=max(0, len(data.training.events) - MOST_EVENTS) if data.training else 0,
         plan_rows=_plan_rows(data),
         funnel=_funnel(data),
@@ -98,6 +103,16 @@ def to_html(data: ReportData) -> str:
         scaled=scaled,
         duration=duration,
     )
+
+
+def _sections(data: ReportData) -> dict[str, str]:
+    """Id -> name of the sections that this page has."""
+    kept = {id: name for id, name in _SECTIONS if id not in data.absent or (id == "plan" and data.model)}
+    if "plan" in data.absent and data.model:
+        kept["plan"] = "Model"
+    if "training" in data.absent and "stages" in kept:
+        kept["stages"] = "Stages"
+    return kept
 
 
 def _of(count: int, total: int) -> str:
@@ -143,6 +158,10 @@ def _cards(data: ReportData) -> Iterator[dict[str, str]]:
         yield card(
             "Completions that parse", rate, more=f"real code: {share(real / data.completions.prompts)}"
         )
+    tested = [stage for stage in data.stages if stage.passed is not None]
+    if tested and (passed := tested[-1].passed):
+        more = f"{share(passed.before)} before {tested[-1].name}"
+        yield card("Held-out tasks passed", share(passed.after), more=more)
 
 
 def _split(text: str) -> tuple[str, str]:

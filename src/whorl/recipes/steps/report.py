@@ -1,5 +1,11 @@
 """The page that explains a run: the step `report`, and what `whorl report` calls for a run at any stage.
 
+    [steps.report]                      # by role: more than one parent makes a model
+    parents = { model = "pretrain", sft = "sft", rlvr = "rlvr" }
+
+A parent that is a model made of another model is told as a stage after pretraining, whichever role it has. Sections for
+which a recipe has no parent are left off the page; those whose parent is not made yet say so.
+
 Everything on the page comes from the artifacts themselves (their summaries, the training curve, the evaluation), so a
 report can be made again years later from the store alone.
 """
@@ -8,23 +14,39 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
+from whorl.recipes.stages import next_commands, stages_of, told, with_ancestors
 from whorl.report import ReportData, render
 from whorl.store import Artifact, Store
 
 ROLES = {
-    "documents": "documents",
+    "documents?": "documents",
     "selection?": "selection",
     "plan?": "plan",
     "tokenizer?": "tokenizer",
     "tokens?": "tokens",
     "model?": "model",
     "evaluation?": "evaluation",
+    "tasks?": "tasks",
+    "base?": "model",
+    "sft?": "model",
+    "preference?": "model",
+    "rlvr?": "model",
+    "distil?": "model",
+}
+SECTIONS = {  # of the page, and the roles of which it needs one
+    "scores": {"evaluation"},
+    "samples": {"evaluation"},
+    "training": {"model"},
+    "stages": {"base", "sft", "preference", "rlvr", "distil"},
+    "plan": {"plan"},
+    "corpus": {"selection"},
+    "tokenizer": {"tokenizer"},
 }
 
 
@@ -40,28 +62,41 @@ class ReportConfig(BaseModel):
     currency: str = "USD"
 
 
-@step("report", config=ReportConfig, parents=ROLES)
+@step("report", config=ReportConfig, parents=ROLES, version=2)
 def report(ctx: StepContext, config: ReportConfig) -> None:
     """Write the page: what went in, what was planned, what came out."""
     for artifact in ctx.parents.values():
         artifact.check()
-    data = report_data(ctx.parents, ctx.store, config, run=str(ctx.run.name))
+    data = report_data(ctx.parents, ctx.store, config, run=str(ctx.run.name), roles=ctx.parents)
     render(data, ctx.out / "report.html")
     size = (ctx.out / "report.html").stat().st_size
     ctx.summary.update(bytes=size, headline=f"report.html, {size / 1e3:.0f} kB, opens offline")
 
 
 def report_data(
-    artifacts: Mapping[str, Artifact], store: Store, config: ReportConfig, *, run: str = ""
+    artifacts: Mapping[str, Artifact],
+    store: Store,
+    config: ReportConfig,
+    *,
+    run: str = "",
+    roles: Collection[str] | None = None,
 ) -> ReportData:
-    """What can be said about `artifacts` (role -> artifact; any may be missing)."""
+    """What can be said about `artifacts` (role -> artifact; any may be missing).
+
+    roles: those that the recipe has or will have; None, all of them.
+    """
+    stages = stages_of(artifacts.values())
+    pretrained = artifacts.get("model")
+    if pretrained is not None and (pretrained in stages or "curve.json" not in pretrained.files):
+        artifacts = {role: artifact for role, artifact in artifacts.items() if role != "model"}
+        roles = [role for role in roles if role != "model"] if roles is not None else None
     found: dict[str, Any] = {
         "title": config.title,
         "run": run,
         "created": time.strftime("%Y-%m-%d %H:%M"),
         "about": "Trained, measured and explained by `whorl run`. Every figure below was measured by its steps.",
     }
-    if "selection" in artifacts:
+    if "selection" in artifacts and "documents" in artifacts:
         found["corpus"] = _corpus(artifacts)
     if "tokenizer" in artifacts:
         tokenizer = artifacts["tokenizer"]
@@ -82,20 +117,25 @@ def report_data(
         ]
     if "evaluation" in artifacts:
         found.update(_evaluation(artifacts["evaluation"]))
+    if stages:
+        found.setdefault("model", _model(stages[-1]))
+        found["stages"] = [told(stage) for stage in stages]
+        found["next_commands"] = [*next_commands(stages[-1]), *found.get("next_commands", [])[-1:]]
+    if roles is not None:
+        has = {name for name, needed in SECTIONS.items() if not needed.isdisjoint(roles) or found.get(name)}
+        found["absent"] = [name for name in SECTIONS if name not in has]
     found["time"] = {
         "steps": [
             {"step": a.name.split("/")[-1], "seconds": a.seconds, "bytes": a.manifest.size}
-            for a in sorted(artifacts.values(), key=lambda a: a.created)
+            for a in with_ancestors([*artifacts.values(), *stages], store)
         ],
         "budget_seconds": _budget_seconds(artifacts),
         "cost_per_hour": config.cost_per_hour,
         "currency": config.currency,
     }
-    last = next(
-        (artifacts[r] for r in ("evaluation", "model", "tokens", "documents") if r in artifacts), None
-    )
-    if last is not None:
-        found["lineage"] = store.lineage(last)
+    ends = (*(artifacts[r] for r in ("evaluation", "model", "tokens", "documents") if r in artifacts),)
+    if last := (*reversed(stages), *ends)[:1]:
+        found["lineage"] = store.lineage(last[0])
     found["environment"] = _environment()
     return ReportData.model_validate(found)
 

@@ -1,0 +1,101 @@
+"""What the artifacts of stages tell the report: figures before and after, curves, answers to the same tasks.
+
+A stage is known by what it is, not by its name or its role: a model that was made of a model. Its summary holds what was
+measured (`solved`, `bits_per_byte`), its `curve.json` the metrics of each step, its `samples.json` the answers; each may be
+missing, since no stage must measure everything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from whorl.store import Artifact, Store
+
+CURVES = {"loss": "nll", "passed": "passed", "length": "length", "length_wrong": "length_wrong"}
+ASKED = 60  # characters of a prompt that is short enough to be typed
+
+
+def stages_of(artifacts: Iterable[Artifact]) -> list[Artifact]:
+    """Those that are models made of a model, each once, in the order in which they were made."""
+    found = {a.address: a for a in artifacts if a.kind == "model" and "model" in a.parents}
+    return sorted(found.values(), key=lambda a: a.created)
+
+
+def with_ancestors(artifacts: Iterable[Artifact], store: Store) -> list[Artifact]:
+    """These and all that they were made from, as far as the store still has it, in the order in which they were made."""
+    found = {a.address: a for a in artifacts}
+    waiting = list(found.values())
+    while waiting:
+        for address in waiting.pop().parents.values():
+            if address not in found and (parent := store.find(address)) is not None:
+                found[address] = parent
+                waiting.append(parent)
+    return sorted(found.values(), key=lambda a: a.created)
+
+
+def told(stage: Artifact) -> dict[str, Any]:
+    """A stage as `report/data.py` has it."""
+    summary = stage.summary
+    solved, tasks = summary.get("solved", {}), summary.get("tasks", {})
+    learnt_from = ""
+    if "texts" in summary:
+        learnt_from = f"{summary['texts']:,} texts"
+    elif "train" in tasks:
+        learnt_from = f"rewards on {tasks['train']:,} tasks"
+    return {
+        "name": stage.name.split("/")[-1],
+        "learnt_from": learnt_from,
+        "tested": tasks.get("test"),
+        "passed": _change({when: figures.get("passed") for when, figures in solved.items()}),
+        "passed_greedily": _change(
+            {when: figures.get("passed_greedily") for when, figures in solved.items()}
+        ),
+        "bits_per_byte": _change(summary.get("bits_per_byte", {})),
+        "seconds": summary.get("seconds", stage.seconds),
+        "points": _points(stage),
+        "samples": _samples(stage),
+    }
+
+
+def next_commands(stage: Artifact) -> list[str]:
+    """What to type to ask the last stage's model, and to see where it came from."""
+    asked = next((s["prompt"] for s in _samples(stage) if len(s["prompt"]) <= ASKED), "def ")
+    return [f"whorl sample {stage.name} {_quoted(asked)}", f"whorl lineage {stage.name}"]
+
+
+def _quoted(text: str) -> str:
+    """As a shell reads it; line ends as $'...' has them."""
+    inside = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\t", "\\t")
+    return f'"{text}"' if text == inside and not set('"$`!') & set(text) else f"$'{inside}'"
+
+
+def _change(told: dict[str, float | None]) -> dict[str, float] | None:
+    before, after = told.get("before"), told.get("after")
+    return None if before is None or after is None else {"before": before, "after": after}
+
+
+def _points(stage: Artifact) -> list[dict[str, float]]:
+    """By step; a step that was taken again after an interruption counts once, as it was the last time."""
+    if "curve.json" not in stage.files:
+        return []
+    records = {record["step"]: record for record in json.loads(stage.file("curve.json").read_text())}
+    return [
+        {"step": step, **{name: record[key] for name, key in CURVES.items() if key in record}}
+        for step, record in sorted(records.items())
+    ]
+
+
+def _samples(stage: Artifact) -> list[dict[str, Any]]:
+    if "samples.json" not in stage.files:
+        return []
+    kept = json.loads(stage.file("samples.json").read_text())
+
+    def answer(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"text": sample["answer"], **{key: sample[key] for key in ("passed", "reward", "reason")}}
+
+    return [
+        {"prompt": before["prompt"], "before": answer(before), "after": answer(after)}
+        for before, after in zip(kept["before"], kept["after"], strict=True)
+    ]

@@ -1,0 +1,147 @@
+"""The chapter after pretraining: what each stage changed, in figures, in curves, and in answers to the same tasks.
+
+A stage is told by what was there before it and what is there after it, since neither says anything alone: a share of tasks
+passed that rose, and the bits per byte that were paid for it. Answers stand side by side, task by task.
+
+The subtle part is who reads it. Whether an answer passed is said in words and by a sign before it is said by a colour, so
+that it is there for those who tell no colours apart, on paper, and for those who listen to the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from whorl.report.charts import Series, line_chart
+from whorl.report.data import Answer, Change, StageSection
+from whorl.report.fall import smooth
+from whorl.report.format import NBSP, duration, figure, share
+
+Chart = tuple[str, str, str]  # title, note, markup
+
+
+def stage_table(stages: Sequence[StageSection]) -> dict[str, Any]:
+    """Headings of what was measured, and one row for each stage."""
+    columns = [
+        ("Passed, sampled", [_shares(stage.passed) for stage in stages]),
+        ("Passed, greedy", [_shares(stage.passed_greedily) for stage in stages]),
+        ("Bits per byte", [_bits(stage.bits_per_byte) for stage in stages]),
+    ]
+    columns = [(heading, cells) for heading, cells in columns if any(cells)]
+    rows = [
+        {
+            "name": stage.name,
+            "learnt_from": stage.learnt_from,
+            "changes": [cells[i] for _, cells in columns],
+            "time": duration(stage.seconds) if stage.seconds is not None else "–",
+        }
+        for i, stage in enumerate(stages)
+    ]
+    return {"headings": [heading for heading, _ in columns], "rows": rows}
+
+
+def _shares(change: Change | None) -> dict[str, str] | None:
+    if change is None:
+        return None
+    return {"before": share(change.before), "after": share(change.after), "note": ""}
+
+
+def _bits(change: Change | None) -> dict[str, str] | None:
+    if change is None:
+        return None
+    told = {"before": f"{change.before:.3f}", "after": f"{change.after:.3f}", "note": ""}
+    if change.before:
+        per_cent = round(100 * (change.after / change.before - 1), 1) + 0.0  # no minus before a zero
+        told["note"] = f"({per_cent:+.1f}{NBSP}%)".replace("-", "\N{MINUS SIGN}")
+    return told
+
+
+def stage_charts(stages: Sequence[StageSection]) -> Iterator[Chart]:
+    """Of each stage what it recorded by step: the loss, or the share passed and the length of answers."""
+    for stage in stages:
+        points = stage.points
+        whole = (0.0, float(max((p.step for p in points), default=0)))
+        passed = [(p.step, p.passed) for p in points if p.passed is not None]
+        if not passed:
+            losses = [(p.step, p.loss) for p in points if p.loss is not None]
+            if losses:
+                yield _curve(
+                    f"{stage.name}: loss", "Nats a token that was to be learnt: each step, and smoothed.",
+                    "loss", losses, whole, height=150,
+                )  # fmt: skip
+            continue
+        yield _curve(
+            f"{stage.name}: share of answers that passed",
+            "Of those sampled in a step, on tasks to learn from: each step, and smoothed.",
+            "share passed", passed, whole, y_range=(0.0, 1.0), y_format=share,
+        )  # fmt: skip
+        lengths = [(float(p.step), p.length) for p in points if p.length is not None]
+        wrong = [(float(p.step), p.length_wrong) for p in points if p.length_wrong]
+        if lengths:
+            series = [Series("wrong answers", [x for x, _ in wrong], [y for _, y in wrong], "faint")]
+            series = [*(series if wrong else []), Series("all answers", *_columns(lengths))]
+            yield (
+                f"{stage.name}: length of answers",
+                "Mean in tokens of all answers of a step; the faint line is that of the wrong ones.",
+                line_chart(
+                    series,
+                    label=f"Mean length of answers against step, from {figure(lengths[0][1])} to "
+                    f"{figure(lengths[-1][1])} tokens",
+                    height=190,
+                    x_range=whole,
+                ),
+            )
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [float(x) for x, _ in points], [y for _, y in points]
+
+
+def _curve(
+    title: str,
+    note: str,
+    what: str,
+    points: Sequence[tuple[float, float]],
+    whole: tuple[float, float],
+    *,
+    height: int = 220,
+    **how: Any,
+) -> Chart:
+    """Each step faint, and their smoothed course."""
+    steps, values = _columns(points)
+    course = [float(value) for value in smooth(values, max(1.0, len(values) / 30))]
+    series = [Series("each step", steps, values, "faint"), Series("smoothed", steps, course)]
+    label = f"{what[:1].upper()}{what[1:]} against step, from {figure(course[0])} to {figure(course[-1])}"
+    return title, note, line_chart(series, label=label, height=height, x_range=whole, **how)
+
+
+def stage_samples(stages: Sequence[StageSection]) -> list[dict[str, Any]]:
+    """The stages that kept answers, each with its tasks and their two sides."""
+    return [
+        {
+            "title": f"Before and after {stage.name}",
+            "note": f"The same held-out tasks, answered as sampled. Of the first {len(stage.samples)}"
+            f"{f' of {stage.tested:,}' if stage.tested else ''}, "
+            f"{sum(task.before.passed for task in stage.samples)} passed before and "
+            f"{sum(task.after.passed for task in stage.samples)} after.",
+            "tasks": [
+                {"prompt": task.prompt, "sides": [_side("before", task.before), _side("after", task.after)]}
+                for task in stage.samples
+            ],
+        }
+        for stage in stages
+        if stage.samples
+    ]
+
+
+def _side(when: str, answer: Answer) -> dict[str, str]:
+    verdict = f"{when}: {'passed' if answer.passed else 'not passed'}"
+    if answer.reward != float(answer.passed):
+        verdict += f", reward {figure(answer.reward)}"
+    return {
+        "kind": "passed" if answer.passed else "failed",
+        "sign": "✓" if answer.passed else "✗",
+        "verdict": verdict,
+        "reason": answer.reason if answer.reason != "passed" else "",
+        "text": answer.text.strip("\n"),
+    }
