@@ -118,7 +118,7 @@ def tasks(ctx: StepContext, config: TasksConfig) -> None:
     counts = {}
     for split, (found, solutions) in mined.items():
         if not found:
-            raise _nothing(f"{split} task")
+            raise _nothing(ctx, f"{split} task")
         counts[split] = write_set(ctx.out, "tasks", split, found)
         write_set(ctx.out, "pairs", split, solutions)
     _tell(ctx, counts)
@@ -145,10 +145,10 @@ def _tell(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
     ctx.summary.update(counts=counts, headline=headline)
 
 
-def _nothing(what: str) -> DataError:
+def _nothing(ctx: StepContext, what: str) -> DataError:
     return DataError(
         f"there is no {what}", expected="one at least",
-        do="give more text, or raise prompt_bytes and answer_bytes",
+        do=f"give more text, or raise {ctx.name}.prompt_bytes and {ctx.name}.answer_bytes",
     )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def _broken(ctx: StepContext, config: PreferencesConfig) -> dict[str, list[Any]]
         made[split] = broken(found, kinds=kinds, per_function=each, seed=config.seed, counts=counts)[:most]
         faults[split] = dict(sorted(counts.items()))
         if not made[split]:
-            raise _nothing(f"function to {split} with that offers a spot for a fault")
+            raise _nothing(ctx, f"function to {split} with that offers a spot for a fault")
     ctx.summary["faults"] = faults
     return made
 
