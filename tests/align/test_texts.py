@@ -50,6 +50,19 @@ def test_a_conversation_learns_every_turn_of_the_assistant_with_its_end() -> Non
     assert words.special_ids[END] in writer.ends
 
 
+def test_a_transcript_teaches_its_end_after_the_last_word() -> None:
+    """A vocabulary without marks for turns: nothing else would ever end an answer."""
+    writer = scribe()
+    said = ("user", "one"), ("assistant", "two"), ("user", "x")
+    asked = [{"role": role, "content": words} for role, words in said]
+    text = writer.answered(asked, " three\n\n")  # as a model samples it after the prompt
+    learnt = writer.tokenizer.decode(text.ids[text.mask][:-1].tolist()).decode()
+    assert learnt == " two\n\n three\n\n"
+    assert text.ids[-1] in writer.ends and text.mask[-1]
+    assert not set(text.ids[1:-1].tolist()) & writer.ends
+    assert not set(writer.conversation(asked).ids[1:].tolist()) & writer.ends  # a person spoke last
+
+
 def test_a_prompt_is_what_an_answer_is_learnt_after() -> None:
     words = Tokenizer([bytes([i]) for i in range(256)], specials=(START, END))
     writer = Scribe(words)

@@ -38,7 +38,7 @@ from whorl.align.config import LoRAConfig, RewardConfig
 from whorl.align.network import SCORED, Network
 from whorl.align.rows import by_length, cut, lay
 from whorl.align.sft import Observer, fingerprint
-from whorl.align.stage import CARRIED
+from whorl.align.stage import CARRIED, open_scribe
 from whorl.align.texts import Scribe, Text
 from whorl.align.training import Once, run_stage
 from whorl.errors import CheckpointError, DataError
@@ -204,6 +204,19 @@ def reward_all(
     for n, r in zip(texts, model.score_texts(list(texts.values())).tolist(), strict=True):
         found[n] = Verdict(float(torch.sigmoid(torch.tensor(r))), r > 0, f"reward {r:.3f}")
     return found
+
+
+def judged_by(folder: Path, dtype: str) -> Callable[[Sequence[Task], Sequence[str]], list[Verdict]]:
+    """A reward model as a judge: `reward_all` of the one in `folder`, computing in `dtype`.
+
+    It reads words, in its own tokenizer; so it may judge a policy that has another.
+
+    Raises:
+        CheckpointError: there is no reward model.
+    """
+    model, _ = load_reward(folder, getattr(torch, dtype))
+    scribe = open_scribe(folder)
+    return lambda tasks, completions: reward_all(model, scribe, tasks, completions)
 
 
 def save_reward(

@@ -7,7 +7,7 @@ it, and nothing here knows which (idea 2 of the house).
 
     tasks   drawn by a curriculum that remembers how often each was solved (`data/curriculum.py`)
     answers by the engine, at the policy's temperature, with nothing cut off its distribution
-    rewards by the verifiers, those of programs in a sandbox
+    rewards by the verifiers, those of programs in a sandbox; or by a reward model, the `judge`, in their place
 
 With `redraws` a group of which all answers got the same reward, from which a group-relative advantage learns nothing, is
 put aside and another task is drawn in its place (DAPO's dynamic sampling, arXiv:2503.14476, eq. 11).
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
 from whorl.align.data.curriculum import Curriculum, informative
+from whorl.align.reward_model import judged_by
 from whorl.align.texts import Scribe
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Task, Verdict
@@ -90,6 +91,7 @@ class RolloutWorker:
         curriculum: which are drawn.
         in_flight: take new weights between two steps of the engine.
         threads: of torch, in a process of its own; None leaves them.
+        judge: folder of a reward model, which is loaded where the worker runs; None asks the verifiers.
     """
 
     model: ModelConfig
@@ -105,6 +107,7 @@ class RolloutWorker:
     in_flight: bool = False
     threads: int | None = None
     engine_options: dict[str, Any] = field(default_factory=dict)
+    judge: Path | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -123,8 +126,11 @@ class RolloutWorker:
         )
         self._engine.version = -1  # that of nobody: the first look at the board loads
         self._prompts: dict[int, list[int]] = {}
+        self._judge = None if self.judge is None else judged_by(self.judge, self.dtype)
         self._sandbox: Sandbox | None = None
-        if any(name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX):
+        if self._judge is None and any(
+            name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX
+        ):
             self._sandbox = Sandbox()
 
     def close(self) -> None:
@@ -166,7 +172,7 @@ class RolloutWorker:
                 sampled += len(one.ids)
                 oldest = min(oldest, *one.versions) if one.versions else oldest
         data.broken[0] = sum(
-            v.reason.startswith(("raised", "timeout")) for group in kept for v in group.verdicts
+            v.reason.startswith(("raised", "timeout", "verifier")) for group in kept for v in group.verdicts
         )
         weights.version = oldest if sampled else self._engine.version
         return sampled
@@ -179,7 +185,8 @@ class RolloutWorker:
             max_tokens=self.max_tokens, ends=self._scribe.ends, seed=seed,
         )  # fmt: skip
         tasks = [self.tasks[task] for task in drawn for _ in range(k)]
-        verdicts = verify_all(tasks, [self._scribe.words(one.ids) for one in found], self._sandbox)
+        said = [self._scribe.words(one.ids) for one in found]
+        verdicts = verify_all(tasks, said, self._sandbox) if self._judge is None else self._judge(tasks, said)
         groups = []
         for g, task in enumerate(drawn):
             mine = slice(g * k, (g + 1) * k)

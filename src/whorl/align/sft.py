@@ -114,7 +114,8 @@ def fine_tune(
     batches = _Batches(texts, config, pad_id, replay)
     mixtures = Mixtures(network.model, RoutingConfig(), World())
     objective = LossOf(network.model, mixtures, z_loss=0.0, compile=False)
-    identity = {"stage": "sft", "config": config.model_dump(mode="json"), "texts": fingerprint(texts)}
+    settings = config.model_dump(mode="json", exclude={"checkpoint_seconds"})
+    identity = {"stage": "sft", "config": settings, "texts": fingerprint(texts)}
     seconds = config.checkpoint_seconds
     keeper = Keeper(scratch, identity, seconds=seconds, say=say) if scratch is not None else None
     found = keeper.resume() if keeper is not None else None

@@ -1,16 +1,14 @@
 """Folders in, folders out: what every stage reads and what it leaves behind.
 
 A stage is handed the folder of a model (weights, tokenizer, chat template) and leaves another like it, so that stages follow
-each other in any order, and each can be served, sampled from and measured. Tasks and texts are JSON lines, written by the
-step `tasks` and read by the readers of `data/`.
+each other in any order, and each can be served, sampled from and measured. What a stage learns from is a folder too: JSON
+lines, written by `sets.py`.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -86,32 +84,16 @@ def save_stage(network: Network, before: Path, out: Path) -> None:
             shutil.copyfile(before / name, out / name)
 
 
-def write_tasks(folder: Path, split: str, found: Iterable[Task]) -> int:
-    """JSON lines of tasks; -> how many."""
-    records = [
-        {name: value for name, value in asdict(task).items() if value not in ("", ())} for task in found
-    ]
-    return _write(folder / f"tasks.{split}.jsonl", records)
-
-
-def write_pairs(folder: Path, split: str, found: Iterable[Pair]) -> int:
-    """JSON lines of prompts and completions; -> how many."""
-    return _write(folder / f"pairs.{split}.jsonl", [asdict(pair) for pair in found])
-
-
 def read_tasks(folder: Path, split: str) -> list[Task]:
-    """Those of `write_tasks`."""
-    return list(tasks(folder / f"tasks.{split}.jsonl", Quarantine()))
+    """Those that a step wrote (`sets.py`); none where there is no file."""
+    path = folder / f"tasks.{split}.jsonl"
+    return list(tasks(path, Quarantine())) if path.is_file() else []
 
 
 def read_pairs(folder: Path, split: str) -> list[Pair]:
-    """Those of `write_pairs`."""
-    return list(pairs(folder / f"pairs.{split}.jsonl", Quarantine()))
-
-
-def _write(path: Path, records: Sequence[dict[str, object]]) -> int:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return len(records)
+    """As `read_tasks`."""
+    path = folder / f"pairs.{split}.jsonl"
+    return list(pairs(path, Quarantine())) if path.is_file() else []
 
 
 def solve(

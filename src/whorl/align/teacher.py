@@ -54,8 +54,11 @@ LOGITS = 1 << 22  # numbers of logits at once
 class Teacher(Protocol):
     """Who can be learnt from."""
 
-    vocab_size: int
-    words: str
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def words(self) -> str: ...
 
     def loss(
         self, part: Part, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig

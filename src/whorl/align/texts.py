@@ -94,17 +94,24 @@ class Scribe:
             DataError: the template cannot write it.
         """
         if not isinstance(prompt, str):
-            return self.conversation([*prompt, {"role": "assistant", "content": answer}])
+            said = (
+                answer if self.chat.trained else answer.strip()
+            )  # a transcript has its own white space around
+            return self.conversation([*prompt, {"role": "assistant", "content": said}])
         before = self.prompt(prompt)
         return joined(before, [*map(int, self.tokenizer.encode(answer)), self.tokenizer.end_ids[0]])
 
     def conversation(self, messages: Sequence[Message]) -> Text:
         """A conversation, of which every turn of the assistant is learnt.
 
+        A transcript has no id that ends a turn: after an assistant's last word the text ends, and that is learnt too.
+
         Raises:
             DataError: the template cannot write it, or does not only append.
         """
         ids, mask = self.chat.training(messages)
+        if not self.chat.trained and messages and messages[-1].get("role") == "assistant":
+            ids, mask = [*ids, self.tokenizer.end_ids[0]], [*mask, True]
         if mask and mask[0]:
             mask[0] = False
         return Text(np.array(ids, np.int64), np.array(mask, np.bool_))

@@ -42,6 +42,8 @@ def told(stage: Artifact) -> dict[str, Any]:
     learnt_from = ""
     if "texts" in summary:
         learnt_from = f"{summary['texts']:,} texts"
+    elif "held_out" in summary:
+        learnt_from = f"{summary['items']['train']:,} preferences"
     elif "train" in tasks:
         learnt_from = f"rewards on {tasks['train']:,} tasks"
     return {
