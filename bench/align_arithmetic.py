@@ -3,7 +3,7 @@
 .venv/bin/python bench/align_arithmetic.py [--seeds 5] [--quick] [--algorithms grpo,dr_grpo]
 
 The pipeline of the recipe `align-arithmetic`: a decoder of 0.86 M parameters that has learnt nothing reads worked solutions
-(two-digit sums and differences, and three terms one after another), then texts of which four in five blurt out the answer,
+(two-digit sums and differences, and three terms one after another), then texts of which nine in ten blurt out the answer,
 which it cannot: one digit by digit after another it can add, in the head it cannot. Then GRPO, with 1 for the right number
 at the end and 0 for all else. Told for each seed: the share of 300 held-out problems solved greedily after each stage, the
 seconds, and the largest difference between the engine and the trainer in the log-probability of a token.
@@ -81,7 +81,7 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     teach("base", [scribe.answered(source.prompt(p), source.solution(p)) for p in lessons], 0.7)
     rng = numpy_rng(seed, "short")
     manners = source.problems(10**6, 200 if quick else MANNERS)
-    said = [f"{ANSWER}{p.answer}" if rng.random() < 0.8 else source.solution(p) for p in manners]
+    said = [f"{ANSWER}{p.answer}" if rng.random() < 0.9 else source.solution(p) for p in manners]
     teach("sft", [scribe.answered(source.prompt(p), s) for p, s in zip(manners, said, strict=True)], 0.15)
     tasks = [source.task(p) for p in manners]
     kept = {name: p.detach().clone() for name, p in network.model.named_parameters()}
