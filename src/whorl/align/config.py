@@ -177,8 +177,9 @@ class AheadConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    workers: int = Field(
-        default=0, ge=0, description="processes that sample ahead; 0: in lock-step, in this one"
+    workers: int = Field(default=0, ge=0, description="that sample ahead; 0: in lock-step, in this process")
+    place: Literal["process", "ray"] = Field(
+        default="process", description="where workers live: processes here, or actors of a Ray cluster"
     )
     records: int = Field(default=1, ge=1, description="that a worker may be ahead")
     max_lag: int = Field(default=4, ge=0, description="versions of the weights; older records are made anew")

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.align.config import RLConfig
+from whorl.align.config import AheadConfig, RLConfig
 from whorl.align.experience import Experience, figures, read
 from whorl.align.network import Network
 from whorl.align.policy import Signals, advantages, objective_of, preset_of
@@ -102,7 +102,7 @@ def train_policy(
         rollout_spec(config.prompts, config.answers, worker.length),
         n * (1 + ahead.records if ahead.workers else 1),
     )
-    kind: Any = ProducerProcess if ahead.workers else SerialProducer
+    kind = _kind(ahead)
     producers = [kind(ring, worker, seed=config.seed, number=number, board=board) for number in range(n)]
     draining = Drain(
         ring, producers, start=first, order="ready" if ahead.workers else "sequence",
@@ -155,6 +155,18 @@ def train_policy(
     finally:
         worker.close()
     return network.eval()
+
+
+def _kind(ahead: AheadConfig) -> Any:
+    """What runs the workers."""
+    if not ahead.workers:
+        return SerialProducer
+    if ahead.place == "process":
+        return ProducerProcess
+    from whorl.slots.ray import RayProducer, start
+
+    start()
+    return RayProducer
 
 
 def passes_over(

@@ -112,6 +112,10 @@ class RolloutWorker:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.curriculum = self.curriculum.copy()  # arrays that came through Ray's object store are read-only
+
     def begin(self, rows: int = 64) -> None:
         """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
         if self.threads is not None:

@@ -28,6 +28,20 @@ from whorl.slots.producers import Producer, Work
 from whorl.slots.ring import FIELDS, SlotRing, State
 
 
+def start() -> None:
+    """Joins the cluster that RAY_ADDRESS names, or begins one of this machine, unless Ray is running.
+
+    Raises:
+        ConfigError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError("Ray is not installed", do="pip install ray") from error
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False)
+
+
 class _Remote:
     """What lives in the actor: one slot, and a board that holds what it was sent."""
 
@@ -36,12 +50,14 @@ class _Remote:
     ) -> None:
         self.ring: SlotRing[Any] = SlotRing(spec, 1, poison=poison)
         self.board = Board(layout) if layout else None
+        self.holds = -1  # the version on the board: nothing yet, though an empty board says 0
         self.work = Work(self.ring, producer, seed, number, self.board)
 
     def make(self, sequence: int, weights: Any, version: int) -> tuple[list[int], Any]:
         """(header, content as bytes) of record `sequence`, made with these weights."""
-        if self.board is not None and weights is not None and version != self.board.version:
+        if self.board is not None and weights is not None and version != self.holds:
             self.board.publish_flat(weights, version)
+            self.holds = version
         self.work.fill(0, sequence)
         slot = self.ring.slots[0]
         slot.step(State.READY, State.READING)
