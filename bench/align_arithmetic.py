@@ -69,9 +69,9 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
         _, verdicts = solve(network, scribe, held_out, max_tokens=80, length=112)
         told["solved"][stage] = sum(v.passed for v in verdicts) / len(verdicts)
 
-    def teach(stage: str, texts: list[Any], share: float) -> None:
+    def teach(stage: str, texts: list[Any], share: float, epochs: float = 1.0) -> None:
         began = time.perf_counter()
-        config = SFTConfig(share=share, length=256, batch_rows=4, seed=seed)
+        config = SFTConfig(share=share, epochs=epochs, length=256, batch_rows=4, seed=seed)
         fine_tune(network, texts, config, pad_id=pad)
         told["seconds"][stage] = time.perf_counter() - began
         look(stage)
@@ -82,7 +82,9 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     rng = numpy_rng(seed, "short")
     manners = source.problems(10**6, 200 if quick else MANNERS)
     said = [f"{ANSWER}{p.answer}" if rng.random() < 0.9 else source.solution(p) for p in manners]
-    teach("sft", [scribe.answered(source.prompt(p), s) for p, s in zip(manners, said, strict=True)], 0.15)
+    teach(
+        "sft", [scribe.answered(source.prompt(p), s) for p, s in zip(manners, said, strict=True)], 0.15, 3.0
+    )
     tasks = [source.task(p) for p in manners]
     kept = {name: p.detach().clone() for name, p in network.model.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:
