@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -12,7 +13,8 @@ from shared import network, sums, tokenizer
 from whorl.align.config import LoRAConfig, SFTConfig
 from whorl.align.network import Network
 from whorl.align.sft import fine_tune
-from whorl.errors import DataError
+from whorl.align.stage import open_model, save_stage
+from whorl.errors import ConfigError, DataError
 from whorl.tokens.shards import write_shards
 
 SETTINGS = SFTConfig(share=0.5, epochs=8, length=48, batch_rows=4, checkpoint_seconds=1e-9, micro_tokens=96)
@@ -79,3 +81,30 @@ def test_without_texts_or_tokens_it_says_so() -> None:
         fine_tune(network(), [], SETTINGS, pad_id=0)
     with pytest.raises(DataError, match="tokens of pretraining"):
         fine_tune(network(), sums(3), SETTINGS.model_copy(update={"replay": 0.5}), pad_id=0)
+
+
+def test_replay_has_a_row_at_least_and_leaves_one(tmp_path: Path) -> None:
+    words = tokenizer()
+    documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
+    write_shards(documents, words, tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
+    for share in (0.02, 0.97):
+        _, seen = train(SETTINGS.model_copy(update={"replay": share, "epochs": 1}), replay=tmp_path)
+        assert seen[0]["count"] > 48  # a row of pretraining is full
+    with pytest.raises(ConfigError, match="batch_rows"):
+        train(SETTINGS.model_copy(update={"replay": 0.5, "batch_rows": 1}), replay=tmp_path)
+
+
+def test_an_adapter_that_is_kept_beside_is_what_the_next_stage_reads(tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(
+        update={"lora": LoRAConfig(rank=2, merge=False), "dtype": "float32", "epochs": 1}
+    )
+    net, _ = train(settings)
+    policy = {name: p.clone() for name, p in net.policy().items()}
+    before = tmp_path / "before"
+    before.mkdir()
+    tokenizer(before)
+    save_stage(net, before, tmp_path / "out")
+    machine = SimpleNamespace(torch_dtype=torch.float32, device="cpu")
+    read = open_model(tmp_path / "out", settings, machine)  # type: ignore[arg-type]
+    for name, p in read.named_parameters():
+        torch.testing.assert_close(p, policy[name])

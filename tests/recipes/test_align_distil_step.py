@@ -56,7 +56,7 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("distil.student.layers=1",),
         ("distil.student.width=0.5", "distil.own=0.5"),
         ("distil.student.heads=1", "distil.student.kv_heads=1", "distil.top=8"),
-        ("distil.student.layers=1", "distil.given=teacher"),
+        ("distil.student.layers=1", "distil.given=teacher", "distil.max_tokens=24"),
     ],
 )
 def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:

@@ -89,6 +89,13 @@ def answer(
     """
     found = [Answer() for _ in prompts]
 
+    for n, ids in enumerate(prompts):
+        if len(ids) >= engine.longest:
+            raise ConfigError(
+                f"prompt {n} has {len(ids):,} ids and there is room for {engine.longest:,}",
+                expected="shorter prompts", do="leave it out, or make max_length larger",
+            )  # fmt: skip
+
     def ask(numbers: Sequence[int]) -> None:
         for n in numbers:
             own = (
@@ -96,13 +103,7 @@ def answer(
                 if sampling.temperature == 0
                 else sampling.model_copy(update={"seed": derive(seed, n)})
             )
-            room = engine.longest - len(prompts[n])
-            if room < 1:
-                raise ConfigError(
-                    f"prompt {n} has {len(prompts[n]):,} ids and there is room for {engine.longest:,}",
-                    expected="shorter prompts", do="leave it out, or make max_length larger",
-                )  # fmt: skip
-            most = min(max_tokens, room)
+            most = min(max_tokens, engine.longest - len(prompts[n]))
             engine.add(
                 Request(id=str(n), ids=tuple(prompts[n]), sampling=own, max_tokens=most, stop_ids=ends)
             )

@@ -210,14 +210,42 @@ class RLConfig(StageConfig):
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="PPO: 1 is Monte Carlo minus the critic")
     kl: KLConfig = KLConfig()
     ahead: AheadConfig = AheadConfig()
-    overlong: int = Field(
-        default=0, ge=0, description="last tokens of the limit over which the reward falls (DAPO)"
+    overlong: int | None = Field(
+        default=None,
+        ge=0,
+        description="last tokens of the limit over which the reward falls; default: a quarter in DAPO",
     )
-    redraws: int = Field(
-        default=0, ge=0, description="draws in place of groups whose rewards are all the same (DAPO)"
+    redraws: int | None = Field(
+        default=None,
+        ge=0,
+        description="draws in place of groups whose rewards are all the same; default: 2 in DAPO",
     )
-    curriculum: Literal["uniform", "variance", "easy_first"] = Field(
+    curriculum: Literal["uniform", "variance", "filter", "easy_first"] = Field(
         default="uniform", description="which tasks are drawn: any, those sometimes solved, easy before hard"
     )
-    evaluate_every: int = Field(default=20, ge=1, description="steps between looks at held-out tasks")
+    evaluate_every: int = Field(default=20, ge=1, description="steps between tables of rollouts")
     max_steps_seconds: float | None = Field(default=None, gt=0, description="of training; then it ends early")
+
+    @model_validator(mode="after")
+    def _possible(self) -> RLConfig:
+        if self.answers < 2 and self.algorithm not in ("reinforce", "ppo"):
+            raise ValueError(
+                f"answers is {self.answers}: {self.algorithm} compares the answers to one task, and needs 2 at least"
+            )
+        if (self.overlong or 0) > self.max_tokens:
+            raise ValueError(f"overlong ({self.overlong}) is beyond max_tokens ({self.max_tokens})")
+        return self
+
+    @property
+    def draws_again(self) -> int:
+        """`redraws`, or the algorithm's own."""
+        return (2 if self.algorithm == "dapo" else 0) if self.redraws is None else self.redraws
+
+    @property
+    def falls_over(self) -> int:
+        """`overlong`, or the algorithm's own."""
+        return (
+            (self.max_tokens // 4 if self.algorithm == "dapo" else 0)
+            if self.overlong is None
+            else self.overlong
+        )

@@ -93,7 +93,7 @@ def learn_from(
     )
     found = keeper.resume() if keeper is not None else None
     first = found.step if found is not None else 0
-    positions = config.batch_texts * config.length
+    positions = config.batch_texts * -(-config.length // 8) * 8  # rows are rounded up so (`rows.lay`)
     learner = learner_of(network, objective, config, positions=positions, steps_done=first)
     if found is not None:
         restore(learner.shared.tensors(), found.tensors)
@@ -199,7 +199,7 @@ class _Objective:
             forbidden=self.forbidden,
         )  # fmt: skip
         apart = (log_prob - part["behaviour_log_prob"][mask][sampled]).abs().max()
-        self.parity = max(self.parity, float(apart))
+        self.parity = max(self.parity, float(apart) if apart.isfinite() else float("inf"))
 
     def take(self) -> dict[str, float]:
         """What was seen since the last call."""

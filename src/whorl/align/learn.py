@@ -98,10 +98,10 @@ def train_policy(
     board.publish(network.policy(), first)
     ahead = config.ahead
     n = max(1, ahead.workers)
-    ring: SlotRing[Rollouts] = SlotRing(
-        rollout_spec(config.prompts, config.answers, worker.length),
-        n * (1 + ahead.records if ahead.workers else 1),
-    )
+    # Where no record may be older than the weights there is nothing to be asked for ahead: one slot keeps them in order.
+    each = 1 + ahead.records if ahead.workers and ahead.max_lag else 1
+    spec = rollout_spec(config.prompts, config.answers, worker.length)
+    ring: SlotRing[Rollouts] = SlotRing(spec, n * each)
     kind = _kind(ahead)
     producers = [kind(ring, worker, seed=config.seed, number=number, board=board) for number in range(n)]
     draining = Drain(

@@ -8,12 +8,13 @@ The algorithm is a `Method` (`objectives/text_policy.py`), of which the configur
 that is the baseline, and how far the engine's word for a token was from the trainer's.
 
 The subtle part is parity. The first forward of a record is by the very weights that sampled it, so there every token's
-log-probability must be the engine's but for rounding: 1e-4 in fp32. It costs nothing to look, and nothing is learnt from a
-batch where it fails without that being told.
+log-probability must be the engine's but for rounding: 1e-4 in fp32. It costs nothing to look, and every record that the
+newest weights sampled tells it; of one that is older there is nothing to compare.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -44,7 +45,7 @@ def method_of(config: RLConfig) -> Method:
         "kl_weight": config.kl.weight,
         "kl": config.kl.estimator or method.kl,
         "kl_in": config.kl.place or method.kl_in,
-        "overlong": config.overlong,
+        "overlong": config.falls_over,
     }
     if config.clip is not None:
         changed["clip_low"], changed["clip_high"] = config.clip
@@ -101,7 +102,8 @@ class Signals:
 
     def _look(self, difference: Tensor) -> None:
         if difference.numel():
-            self.parity = max(self.parity or 0.0, float(difference.abs().max()))
+            apart = float(difference.abs().max())
+            self.parity = max(self.parity or 0.0, apart if math.isfinite(apart) else math.inf)
 
     def moved(self, kl: float) -> None:
         """KL to the reference of a record, nats a token: the weight is adapted where a target is given."""

@@ -32,6 +32,7 @@ from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
 from whorl.align.data.curriculum import Curriculum, informative
 from whorl.align.reward_model import judged_by
 from whorl.align.texts import Scribe
+from whorl.errors import DataError
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Task, Verdict
 from whorl.models import ModelConfig, make_model
@@ -212,7 +213,12 @@ def with_room(
     found: list[Task] = []
     left: dict[str, int] = {}
     for task in tasks:
-        n = len(scribe.prompt(task.prompt or task.messages))
+        try:
+            n = len(scribe.prompt(task.prompt or task.messages))
+        except DataError as error:
+            reason = str(error).splitlines()[0]
+            left[reason] = left.get(reason, 0) + 1
+            continue
         if n + max_tokens <= length:
             found.append(task)
         else:

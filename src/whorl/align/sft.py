@@ -31,7 +31,7 @@ from whorl.align.config import SFTConfig, StageConfig
 from whorl.align.network import Network
 from whorl.align.rows import by_length, cut, lay, pack
 from whorl.align.texts import Text
-from whorl.errors import DataError
+from whorl.errors import ConfigError, DataError
 from whorl.objectives import Loss
 from whorl.runs.seeds import numpy_rng
 from whorl.tokens.loader import open_batches
@@ -173,7 +173,14 @@ class _Batches:
             pack(texts, config.length, pad_id) if config.packing else lay(texts, pad_id)
         )
         self.rows = len(self.part["tokens"])
-        self.replayed = round(config.batch_rows * config.replay)
+        self.replayed = 0
+        if config.replay:
+            if config.batch_rows < 2:
+                raise ConfigError(
+                    f"replay is {config.replay:g} and batch_rows {config.batch_rows}",
+                    expected="2 rows a step at least: one of each kind",
+                )
+            self.replayed = min(max(1, round(config.batch_rows * config.replay)), config.batch_rows - 1)
         self.own = min(config.batch_rows - self.replayed, self.rows)
         self.steps = max(1, math.ceil(config.epochs * self.rows / self.own))
         width = self.part["tokens"].shape[1]

@@ -20,7 +20,7 @@ from whorl.align.data.quarantine import Quarantine
 from whorl.align.data.read import pairs, tasks
 from whorl.align.network import Network
 from whorl.align.texts import Scribe
-from whorl.engine.lora import merge, save_lora
+from whorl.engine.lora import load_lora, merge, save_lora
 from whorl.engine.sampling import Sampling
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Task, Verdict
@@ -48,9 +48,16 @@ def open_scribe(folder: Path) -> Scribe:
 
 
 def open_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
-    """The model of a folder, to be trained, computing in what is fastest here (or what `config` says)."""
+    """The model of a folder, to be trained, computing in what is fastest here (or what `config` says).
+
+    An adapter that a stage before left beside its model (`lora.merge = false`) is merged. On the CPU, also where there is a
+    GPU: the rows of this room are not moved to one yet.
+    """
     dtype = machine.torch_dtype if config.dtype is None else getattr(torch, config.dtype)
-    return load_model(folder, dtype, machine.device, to_train=True)
+    model = load_model(folder, dtype, "cpu", to_train=True)
+    if (folder / ADAPTER).is_dir():
+        merge(model, load_lora(folder / ADAPTER, model))
+    return model
 
 
 def network_of(

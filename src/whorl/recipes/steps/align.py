@@ -146,7 +146,7 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
     worker = RolloutWorker(
         network.model.config, dtype, folder, train, config.answers, config.max_tokens, config.length,
         config.temperature, Curriculum([task.difficulty for task in train], rule=config.curriculum),
-        config.redraws, config.ahead.in_flight, threads=1 if config.ahead.workers else None, judge=judge,
+        config.draws_again, config.ahead.in_flight, threads=1 if config.ahead.workers else None, judge=judge,
     )  # fmt: skip
     began, bits = time.monotonic(), [measured(ctx, network.model, scribe)]
     kept: dict[str, Any] = {}
@@ -171,7 +171,8 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
 
         def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
             log.write(step, metrics)
-            note = f"passed {metrics['passed']:.0%}, length {metrics['length']:.0f}, parity {metrics.get('parity', 0):.0e}"
+            note = f"passed {metrics['passed']:.0%}, length {metrics['length']:.0f}"
+            note += f", parity {metrics['parity']:.0e}" if "parity" in metrics else ""
             bar.update(done=step, note=note)
             if step % config.evaluate_every == 0 and step < config.steps:
                 ctx.progress.say(
