@@ -290,7 +290,7 @@ dtype = "float32"
         made(text, folder / "store", "sft.lora.rank=many")
     with pytest.raises(DataError, match="has no tasks, only texts"):
         made(
-            text.replace("[steps.sft]", '[steps.sft]\nuses = "rlvr"').replace(
+            text.replace("[steps.sft]", '[steps.sft]\nuses = "rlvr"\nmax_tokens = 8').replace(
                 "batch_rows = 2\nepochs = 30\n", ""
             ),
             folder / "store",

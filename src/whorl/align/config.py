@@ -232,6 +232,10 @@ class RLConfig(StageConfig):
             raise ValueError(
                 f"answers is {self.answers}: {self.algorithm} compares the answers to one task, and needs 2 at least"
             )
+        if self.max_tokens >= self.length:
+            raise ValueError(
+                f"length is {self.length}: an answer of max_tokens ({self.max_tokens}) leaves no room for a prompt"
+            )
         if (self.overlong or 0) > self.max_tokens:
             raise ValueError(f"overlong ({self.overlong}) is beyond max_tokens ({self.max_tokens})")
         return self

@@ -116,7 +116,7 @@ def train_policy(
         if config.ahead.workers:
             tried = experience.task.view(-1, config.answers)[:, 0].tolist()
             for task, passed in zip(
-                tried, experience.passed.view(-1, config.answers).float().mean(1).tolist(), strict=True
+                tried, experience.reward.view(-1, config.answers).mean(1).clamp(0, 1).tolist(), strict=True
             ):
                 curriculum.record(task, passed, config.answers)
         return passes_over(config, network, reference, signals, experience, slot.sequence, board.version)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
-from whorl.align.data.curriculum import Curriculum, informative
+from whorl.align.data.curriculum import Curriculum, resample
 from whorl.align.reward_model import judged_by
 from whorl.align.texts import Scribe
 from whorl.errors import DataError
@@ -50,7 +51,7 @@ class Rollouts:
     """R rows of up to T ids. prompt: how many of `ids` were given; length: how many there are in all.
 
     behaviour_log_prob, version: of each id that was sampled; reward, passed: by the verifier; finished: ended by itself;
-    task: its number among the tasks; redrawn: groups that were put aside; broken: answers whose verifier failed.
+    task: its number among the tasks; redrawn: groups that others took the place of; broken: answers whose verifier failed.
     """
 
     ids: Annotated[NDArray[np.int64], "R", "T"]
@@ -152,17 +153,16 @@ class RolloutWorker:
         groups = len(data.reward) // k
         self._engine.catch_up(weights.board)
         self._engine.follow(weights.board if self.in_flight else None)
-        kept: list[Group] = []
-        aside: list[Group] = []
-        for attempt in range(1 + self.redraws):
-            drawn = self.curriculum.draw(groups - len(kept), rng)
-            for group in self._groups(drawn, derive(slot.seed, "answers", attempt)):
-                teaches = informative([v.reward for v in group.verdicts])
-                (kept if teaches or not self.redraws else aside).append(group)
-            if len(kept) == groups:
-                break
-        data.redrawn[0] = len(aside)
-        kept += aside[: groups - len(kept)]  # there was nothing better
+        attempts = count()
+
+        def roll(tasks: Sequence[int]) -> list[tuple[Group, list[float]]]:
+            made = self._groups(tasks, derive(slot.seed, "answers", next(attempts)))
+            return [(group, [v.reward for v in group.verdicts]) for group in made]
+
+        found = resample(self.curriculum, roll, groups, rng, most_rounds=1 + self.redraws)
+        again = found.aside[: groups - len(found.kept)]  # there was nothing better
+        kept = found.kept + again
+        data.redrawn[0] = len(found.aside) - len(again)
         sampled, oldest = 0, 1 << 62
         for g, group in enumerate(kept):
             prompt = self._prompt(group.task)
@@ -195,7 +195,6 @@ class RolloutWorker:
         groups = []
         for g, task in enumerate(drawn):
             mine = slice(g * k, (g + 1) * k)
-            self.curriculum.record(task, sum(v.passed for v in verdicts[mine]) / k, k)
             groups.append(Group(task, found[mine], verdicts[mine]))
         return groups
 
