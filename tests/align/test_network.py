@@ -11,8 +11,8 @@ from whorl.align.answers import answer, never, policy_sampling, rollout_engine
 from whorl.align.config import LoRAConfig, StageConfig
 from whorl.align.network import Network, frozen
 from whorl.align.rows import lay, pack
-from whorl.align.sft import learner_of
 from whorl.align.texts import joined
+from whorl.align.training import learner_of
 from whorl.engine.lora import merge
 from whorl.errors import ConfigError
 from whorl.models import Decoder

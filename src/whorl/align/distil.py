@@ -34,9 +34,9 @@ from whorl.align.answers import answer, never, policy_sampling, rollout_engine
 from whorl.align.config import DistilConfig
 from whorl.align.network import Network
 from whorl.align.rows import by_length, cut, lay, pack
-from whorl.align.sft import Observer, fingerprint, learner_of, micro_rows
 from whorl.align.teacher import Teacher, Told, fingerprint_of
 from whorl.align.texts import Scribe, Text, joined
+from whorl.align.training import Observer, fingerprint, learner_of, micro_rows
 from whorl.errors import ConfigError, DataError
 from whorl.models import make_model
 from whorl.objectives import Loss

@@ -32,7 +32,7 @@ from whorl.align.network import Network
 from whorl.align.policy import Signals, advantages, objective_of, preset_of
 from whorl.align.rollout import Rollouts, RolloutWorker, rollout_spec
 from whorl.align.rows import by_length, cut
-from whorl.align.sft import learner_of, micro_rows
+from whorl.align.training import learner_of, micro_rows
 from whorl.runs.seeds import generator
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.train.checkpoint import restore

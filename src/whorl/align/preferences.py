@@ -32,9 +32,8 @@ from torch import Tensor
 from whorl.align.choices import Choice, Opinion, Units, summed
 from whorl.align.config import PreferenceConfig
 from whorl.align.network import Network
-from whorl.align.sft import Observer, fingerprint
 from whorl.align.texts import Text
-from whorl.align.training import Once, run_stage
+from whorl.align.training import Observer, Once, fingerprint, run_stage
 from whorl.errors import DataError
 from whorl.objectives import Loss
 from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo

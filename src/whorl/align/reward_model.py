@@ -37,10 +37,9 @@ from whorl.align.choices import Choice, Units
 from whorl.align.config import LoRAConfig, RewardConfig
 from whorl.align.network import SCORED, Network
 from whorl.align.rows import by_length, cut, lay
-from whorl.align.sft import Observer, fingerprint
 from whorl.align.stage import CARRIED, open_scribe
 from whorl.align.texts import Scribe, Text
-from whorl.align.training import Once, run_stage
+from whorl.align.training import Observer, Once, fingerprint, run_stage
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.verify.task import Task, Verdict
 from whorl.models import LanguageModel, load_model, make_model, save_model

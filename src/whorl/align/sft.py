@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,57 +26,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.align.config import SFTConfig, StageConfig
+from whorl.align.config import SFTConfig
 from whorl.align.network import Network
 from whorl.align.rows import by_length, cut, lay, pack
 from whorl.align.texts import Text
+from whorl.align.training import Observer, Once, fingerprint, micro_rows, run_stage
 from whorl.errors import ConfigError, DataError
-from whorl.objectives import Loss
 from whorl.runs.seeds import numpy_rng
 from whorl.tokens.loader import open_batches
-from whorl.train.checkpoint import restore
 from whorl.train.config import RoutingConfig
-from whorl.train.keeper import Keeper
 from whorl.train.language import LossOf
-from whorl.train.learner import Learner, Shared
-from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
-from whorl.train.precision import orthogonalisation
-from whorl.train.scaling import LossScaling
-from whorl.train.schedule import factor
-from whorl.train.update import Part, Update
+from whorl.train.update import Part
 from whorl.train.world import World
-
-Observer = Callable[[int, dict[str, float]], None]
-
-
-def learner_of(
-    network: Network,
-    objective: Callable[[Part], Loss],
-    config: StageConfig,
-    *,
-    positions: int,
-    steps_done: int = 0,
-) -> Learner:
-    """One update of all that `network` trains, by pretraining's optimisers at a share of their rates.
-
-    positions: of a step, at most: how often a table may be looked into.
-    """
-    optim = config.optim()
-    treatments = network.treatments(optim)
-    update = Update(
-        objective,
-        treatments,
-        clip_norm=optim.clip_norm,
-        momentum=optim.momentum,
-        matrix_every=optim.matrix_every,
-        betas=(0.8, 0.95),
-        eps=1e-10,
-        scaling=LossScaling() if network.model.dtype == torch.float16 else None,
-    )
-    kind = orthogonalisation(network.model.dtype)
-    shared = Shared.of(network, treatments, rows=positions, together=True)
-    return Learner(network, [update], shared, dtype=kind, steps_done=steps_done)
 
 
 def fine_tune(
@@ -116,52 +77,20 @@ def fine_tune(
     objective = LossOf(network.model, mixtures, z_loss=0.0, compile=False)
     settings = config.model_dump(mode="json", exclude={"checkpoint_seconds"})
     identity = {"stage": "sft", "config": settings, "texts": fingerprint(texts)}
-    seconds = config.checkpoint_seconds
-    keeper = Keeper(scratch, identity, seconds=seconds, say=say) if scratch is not None else None
-    found = keeper.resume() if keeper is not None else None
-    first = found.step if found is not None else 0
-    learner = learner_of(network, objective, config, positions=batches.positions, steps_done=first)
-    if found is not None:
-        restore(learner.shared.tensors(), found.tensors)
-        say(f"continues at step {first:,} of {batches.steps:,}")
 
-    def passes(rows: list[dict[str, Tensor]]) -> list[list[Part]]:
-        return [[piece for part in rows for piece in cut(part, micro_rows(config, part))]]
-
-    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+    def told(step: int, metrics: dict[str, float]) -> None:
         mixtures.end_step()
-        spent = {f"seconds_{name}": s for name, s in clock.take().items()}
-        observe(done, {**metrics, **spent, "epoch": done / batches.steps * config.epochs})
-        if keeper is not None and done < batches.steps and keeper.due():
-            keeper.save(done, learner.shared.tensors())
+        observe(step, {**metrics, "epoch": step / batches.steps * config.epochs})
 
-    network.train()
-    with keeper or nullcontext():
-        learn(
-            learner,
-            batches.after(first),
-            passes,
-            first=first,
-            last=batches.steps,
-            factor=lambda step: factor(step, batches.steps, config.schedule),
-            after=after,
-        )
+    def parts(first: int, _: Once) -> Iterator[list[Part]]:
+        for rows in batches.after(first):
+            yield [piece for part in rows for piece in cut(part, micro_rows(config, part))]
+
+    run_stage(
+        network, config, objective, parts,
+        identity=identity, steps=batches.steps, positions=batches.positions, observe=told, scratch=scratch, say=say,
+    )  # fmt: skip
     return network.eval()
-
-
-def micro_rows(config: StageConfig, part: Part) -> int:
-    """Rows of a forward with gradients."""
-    return max(1, config.micro_tokens // part["tokens"].shape[1])
-
-
-def fingerprint(texts: Sequence[Text]) -> str:
-    """Of ids and masks, in their order."""
-    import hashlib
-
-    digest = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        digest.update(text.ids.tobytes() + text.mask.tobytes() + b"|")
-    return digest.hexdigest()
 
 
 class _Batches:

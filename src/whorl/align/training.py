@@ -1,4 +1,4 @@
-"""A stage that goes through a data set: what preference optimisation and reward models share beside their objectives.
+"""A stage that goes through a data set: what fine-tuning, preferences and reward models share beside their objectives.
 
     batches   the micro-batches of each step, by its number alone
     once      what is computed before the first step and kept: a reference's word on every text
@@ -11,25 +11,73 @@ what `once` made is part of every checkpoint, and is made only where there is no
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whorl.align.config import StageConfig
 from whorl.align.network import Network
-from whorl.align.sft import Observer, learner_of
+from whorl.align.texts import Text
 from whorl.objectives import Loss
 from whorl.train.checkpoint import restore
 from whorl.train.keeper import Keeper
+from whorl.train.learner import Learner, Shared
 from whorl.train.loop import Clock, learn
+from whorl.train.precision import orthogonalisation
+from whorl.train.scaling import LossScaling
 from whorl.train.schedule import factor
-from whorl.train.update import Part
+from whorl.train.update import Part, Update
 
+Observer = Callable[[int, dict[str, float]], None]
 ONCE = "once/"
 Once = Mapping[str, Tensor]
+
+
+def learner_of(
+    network: Network,
+    objective: Callable[[Part], Loss],
+    config: StageConfig,
+    *,
+    positions: int,
+    steps_done: int = 0,
+) -> Learner:
+    """One update of all that `network` trains, by pretraining's optimisers at a share of their rates.
+
+    positions: of a step, at most: how often a table may be looked into.
+    """
+    optim = config.optim()
+    treatments = network.treatments(optim)
+    update = Update(
+        objective,
+        treatments,
+        clip_norm=optim.clip_norm,
+        momentum=optim.momentum,
+        matrix_every=optim.matrix_every,
+        betas=(0.8, 0.95),
+        eps=1e-10,
+        scaling=LossScaling() if network.model.dtype == torch.float16 else None,
+    )
+    kind = orthogonalisation(network.model.dtype)
+    shared = Shared.of(network, treatments, rows=positions, together=True)
+    return Learner(network, [update], shared, dtype=kind, steps_done=steps_done)
+
+
+def micro_rows(config: StageConfig, part: Part) -> int:
+    """Rows of a forward with gradients."""
+    return max(1, config.micro_tokens // part["tokens"].shape[1])
+
+
+def fingerprint(texts: Sequence[Text]) -> str:
+    """Of ids and masks, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for text in texts:
+        digest.update(text.ids.tobytes() + text.mask.tobytes() + b"|")
+    return digest.hexdigest()
 
 
 def run_stage(

@@ -240,8 +240,8 @@ def _teacher(
     ctx: StepContext, config: DistilStepConfig, scribe: Scribe, model: LanguageModel, texts: list[Text]
 ) -> tuple[Teacher, list[Text]]:
     """(the teacher beside, or what it says now, or has said before the run was interrupted; the texts)."""
-    from whorl.align.sft import fingerprint
     from whorl.align.teacher import MANIFEST, Beside, Told, fingerprint_of, tell
+    from whorl.align.training import fingerprint
 
     words = fingerprint_of(scribe.tokenizer)
     if not config.top:
