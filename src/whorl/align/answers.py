@@ -76,12 +76,13 @@ def answer(
     max_tokens: int,
     ends: frozenset[int],
     seed: int,
+    first: int = 0,
     advance: Callable[[int], None] = lambda _: None,
 ) -> list[Answer]:
     """Answers to `prompts`, in their order.
 
     Args:
-        seed: of the draws; each answer has a seed of its own, by its place.
+        seed: of the draws; each answer has a seed of its own, by its place; first: the place of the first.
         advance: told how many answers have come to an end.
 
     Raises:
@@ -101,7 +102,7 @@ def answer(
             own = (
                 sampling
                 if sampling.temperature == 0
-                else sampling.model_copy(update={"seed": derive(seed, n)})
+                else sampling.model_copy(update={"seed": derive(seed, first + n)})
             )
             most = min(max_tokens, engine.longest - len(prompts[n]))
             engine.add(

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
 from whorl.align.data.curriculum import Curriculum, resample
+from whorl.align.peers import Peers
 from whorl.align.reward_model import judged_by
 from whorl.align.texts import Scribe
 from whorl.errors import DataError
@@ -81,6 +82,12 @@ def rollout_spec(groups: int, answers: int, length: int) -> Spec[Rollouts]:
     return Spec.from_dataclass(Rollouts, R=groups * answers, T=length)
 
 
+def rollout_columns(rows: int, length: int) -> dict[str, Field]:
+    """Those fields of a record that have a row for each answer."""
+    fields = rollout_spec(rows, 1, length).fields
+    return {name: field for name, field in fields.items() if field.shape[0] == rows}
+
+
 @dataclass
 class RolloutWorker:
     """Answers tasks with the board's newest weights. It pickles small: engine and sandbox are made where it runs.
@@ -117,6 +124,15 @@ class RolloutWorker:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.curriculum = self.curriculum.copy()  # arrays that came through Ray's object store are read-only
+
+    def join(self, peers: Peers) -> None:
+        """From now on it answers its share of each record's tasks, and has the other answers from its peers."""
+        self._peers = peers
+
+    @property
+    def peers(self) -> Peers:
+        """Those it shares records with: by default nobody."""
+        return getattr(self, "_peers", None) or Peers()
 
     def begin(self, rows: int = 64) -> None:
         """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
@@ -163,8 +179,11 @@ class RolloutWorker:
         again = found.aside[: groups - len(found.kept)]  # there was nothing better
         kept = found.kept + again
         data.redrawn[0] = len(found.aside) - len(again)
-        sampled, oldest = 0, 1 << 62
+        sampled, oldest, mine = 0, 1 << 62, []
         for g, group in enumerate(kept):
+            if not group.answers:  # a peer's
+                continue
+            mine += range(g * k, (g + 1) * k)
             prompt = self._prompt(group.task)
             for i, (one, verdict) in enumerate(zip(group.answers, group.verdicts, strict=True)):
                 row, start, stop = g * k + i, len(prompt), len(prompt) + len(one.ids)
@@ -180,22 +199,33 @@ class RolloutWorker:
             v.reason.startswith(("raised", "timeout", "verifier")) for group in kept for v in group.verdicts
         )
         weights.version = oldest if sampled else self._engine.version
+        if not self.peers.alone:
+            views = slot.tensors()
+            shared = {name: views[name] for name in rollout_columns(len(data.reward), self.length)}
+            self.peers.gather(shared, torch.tensor(mine, dtype=torch.int64))
         return sampled
 
     def _groups(self, drawn: Sequence[int], seed: int) -> list[Group]:
-        k = self.answers
-        prompts = [self._prompt(task) for task in drawn for _ in range(k)]
+        """Of the tasks drawn; those that peers answered without their answers."""
+        k, share = self.answers, self.peers.share(len(drawn))
+        mine = [drawn[g] for g in share]
+        prompts = [self._prompt(task) for task in mine for _ in range(k)]
         found = answer(
             self._engine, prompts, policy_sampling(self.temperature),
-            max_tokens=self.max_tokens, ends=self._scribe.ends, seed=seed,
+            max_tokens=self.max_tokens, ends=self._scribe.ends, seed=seed, first=share.start * k,
         )  # fmt: skip
-        tasks = [self.tasks[task] for task in drawn for _ in range(k)]
+        tasks = [self.tasks[task] for task in mine for _ in range(k)]
         said = [self._scribe.words(one.ids) for one in found]
         verdicts = verify_all(tasks, said, self._sandbox) if self._judge is None else self._judge(tasks, said)
+        own = [Group(t, found[i * k : i * k + k], verdicts[i * k : i * k + k]) for i, t in enumerate(mine)]
+        if self.peers.alone:
+            return own
+        told = self.peers.told([x for v in verdicts for x in (v.reward, float(v.broken))])
         groups = []
         for g, task in enumerate(drawn):
-            mine = slice(g * k, (g + 1) * k)
-            groups.append(Group(task, found[mine], verdicts[mine]))
+            pairs = zip(told[2 * g * k : 2 * (g + 1) * k : 2], told[2 * g * k + 1 : 2 * (g + 1) * k : 2], strict=True)
+            groups.append(Group(task, [], [Verdict(reward, False, BROKEN * bool(b)) for reward, b in pairs]))
+        groups[share.start : share.stop] = own
         return groups
 
     def _prompt(self, task: int) -> list[int]:
