@@ -61,7 +61,10 @@ def verify_custom(
                 )
             if verdict is None:
                 verdict = Verdict(
-                    0.0, False, f"timeout: {path} took longer than {seconds:g} s, or ended its process"
+                    0.0,
+                    False,
+                    f"timeout: {path} took longer than {seconds:g} s, or ended its process",
+                    failed=True,
                 )
                 _end(process)
                 process = None
@@ -118,12 +121,14 @@ def serve(parent: int) -> None:
                 "reward": float(verdict.reward),
                 "passed": bool(verdict.passed),
                 "reason": str(verdict.reason),
+                "failed": bool(verdict.failed),
             }
         except Exception as error:
             value = {
                 "reward": 0.0,
                 "passed": False,
                 "reason": f"raised: {type(error).__name__}: {error}"[:300],
+                "failed": True,
             }
         send(answers, value)
 
