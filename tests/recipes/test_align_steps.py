@@ -186,6 +186,19 @@ def test_a_stage_needs_its_parents() -> None:
         load_recipe("align-arithmetic", sets=["rlvr.algorithm=grop"])
 
 
+@pytest.mark.parametrize(
+    ("recipe", "setting", "said"),
+    [
+        ("quickstart", "plan.d_model=16", r"plan.d_model cannot be '16'.*32.*heads"),
+        ("align-arithmetic", "begin.n_heads=128", r"d_model \(128\) over n_heads \(128\) gives heads of 1"),
+        ("align-arithmetic", "begin.d_model=60", r"d_model \(60\) over n_heads \(4\) gives heads of 15"),
+    ],
+)
+def test_an_impossible_shape_is_refused_when_the_recipe_is_read(recipe: str, setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        load_recipe(recipe, sets=[setting])
+
+
 PYTHON = """\
 name = "mined"
 [steps.ingest]

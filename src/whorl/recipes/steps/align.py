@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.align.config import RLConfig, SFTConfig
 from whorl.errors import DataError
@@ -45,6 +45,20 @@ class BeginConfig(BaseModel):
     mlp_hidden: int = Field(default=384, ge=8)
     seed: int = 0
 
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.d_model // self.n_heads
+
+    @model_validator(mode="after")
+    def _possible(self) -> BeginConfig:
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(
+                f"d_model ({self.d_model}) over n_heads ({self.n_heads}) gives heads of {self.head_dim}: an even "
+                "number is needed, since rotary turns pairs of features"
+            )
+        return self
+
 
 @step("model", config=BeginConfig)
 def begin(ctx: StepContext, config: BeginConfig) -> None:
@@ -56,7 +70,7 @@ def begin(ctx: StepContext, config: BeginConfig) -> None:
     words = Tokenizer([bytes([i]) for i in range(256)])
     shape = DecoderConfig(
         vocab_size=-(-words.vocab_size // 8) * 8, d_model=config.d_model, n_layers=config.n_layers,
-        n_heads=config.n_heads, n_kv_heads=config.n_heads, head_dim=config.d_model // config.n_heads,
+        n_heads=config.n_heads, n_kv_heads=config.n_heads, head_dim=config.head_dim,
         mlp_hidden=config.mlp_hidden, ngram_buckets=512,
     )  # fmt: skip
     model = make_model(shape, generator(config.seed, "weights"))
