@@ -123,10 +123,10 @@ def answer(
         if ended:
             advance(ended)
 
-    first: dict[tuple[int, ...], int] = {}
+    leading: dict[tuple[int, ...], int] = {}
     for n, ids in enumerate(prompts):
-        first.setdefault(tuple(ids), n)
-    leaders = set(first.values())
+        leading.setdefault(tuple(ids), n)
+    leaders = set(leading.values())
     ask(sorted(leaders))  # whoever asks the same later finds it computed
     if len(leaders) < len(prompts):
         while any(not found[n].ids for n in leaders):

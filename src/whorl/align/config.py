@@ -220,6 +220,11 @@ class RLConfig(StageConfig):
         ge=0,
         description="draws in place of groups whose rewards are all the same; default: 2 in DAPO",
     )
+    replicas: int | None = Field(
+        default=None,
+        ge=1,
+        description="processes that each sample and learn a share of a record; default: one a core where that pays",
+    )
     curriculum: Literal["uniform", "variance", "filter", "easy_first"] = Field(
         default="uniform", description="which tasks are drawn: any, those sometimes solved, easy before hard"
     )
@@ -235,6 +240,11 @@ class RLConfig(StageConfig):
         if self.max_tokens >= self.length:
             raise ValueError(
                 f"length is {self.length}: an answer of max_tokens ({self.max_tokens}) leaves no room for a prompt"
+            )
+        if (self.replicas or 1) > 1 and self.ahead.workers:
+            raise ValueError(
+                f"replicas is {self.replicas} and ahead.workers {self.ahead.workers}: "
+                "records are shared out, or sampled ahead"
             )
         if (self.overlong or 0) > self.max_tokens:
             raise ValueError(f"overlong ({self.overlong}) is beyond max_tokens ({self.max_tokens})")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,20 @@ from torch import Tensor
 from whorl.align.config import AheadConfig, RLConfig
 from whorl.align.experience import Experience, figures, read
 from whorl.align.network import Network
+from whorl.align.peers import Peers, replicas_of
 from whorl.align.policy import Signals, advantages, objective_of, preset_of
-from whorl.align.rollout import Rollouts, RolloutWorker, rollout_spec
+from whorl.align.rollout import Rollouts, RolloutWorker, rollout_spec, shared_columns
 from whorl.align.rows import by_length, cut
-from whorl.align.training import learner_of, micro_rows
+from whorl.align.training import learner_of, memory_of, micro_rows
 from whorl.runs.seeds import generator
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.train.checkpoint import restore
 from whorl.train.keeper import Keeper
+from whorl.train.learner import Shared
 from whorl.train.loop import Clock, learn
 from whorl.train.schedule import factor
 from whorl.train.update import Part
+from whorl.train.world import World, start_replicas
 
 Observer = Callable[[int, dict[str, float], Experience], None]
 
@@ -73,7 +77,9 @@ def train_policy(
     preset_of(config, network, reference)
     identity = {
         "stage": "rl",
-        "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "max_steps_seconds"}),
+        "config": config.model_dump(
+            mode="json", exclude={"checkpoint_seconds", "max_steps_seconds", "replicas"}
+        ),
         "tasks": len(worker.tasks),
     }
     keeper = (
@@ -87,11 +93,73 @@ def train_policy(
         worker.curriculum.load_state_dict(found.record["curriculum"])
         signals.load_state_dict(found.record["signals"])
         say(f"continues at step {first:,} of {config.steps:,}")
-    rows = config.prompts * config.answers
-    objective = objective_of(config, network, signals)
-    learner = learner_of(network, objective, config, positions=rows * worker.length, steps_done=rounds)
+    positions, threads = config.prompts * config.answers * worker.length, torch.get_num_threads()
+    replicas = replicas_of(config, network, worker.length)
+    shared = memory_of(network, config, positions=positions, replicas=replicas)
     if found is not None:
-        restore(learner.shared.tensors(), found.tensors)
+        restore(shared.tensors(), found.tensors)
+    start = Start(first, rounds, seconds, signals)
+    peers = Peers()
+    if replicas > 1:
+        peers = Peers(columns=shared_columns(config.prompts * config.answers, worker.length))
+        each = max(1, threads // replicas)
+        say(f"{replicas} replicas sample and learn, {each} {'thread' if each == 1 else 'threads'} each")
+        given = (peers.columns, each, network, worker, config, reference, shared, start)
+        peers.world = start_replicas(replicas, _replica, *given)
+        torch.set_num_threads(each)
+    try:
+        _train(peers, network, worker, config, reference, shared, start, observe, keeper, say)
+    finally:
+        worker.close()
+        peers.world.close()
+        torch.set_num_threads(threads)
+    return network.eval()
+
+
+@dataclass
+class Start:
+    """Where a run begins, or goes on: records and updates that were, seconds that they took, what goes on beside weights."""
+
+    step: int
+    rounds: int
+    seconds: float
+    signals: Signals
+
+
+def _replica(world: World, columns: dict[str, Tensor], threads: int, *given: Any) -> None:
+    """What the replicas beside the first do: the same, and nobody watches."""
+    torch.set_num_threads(threads)
+    worker: RolloutWorker = given[1]
+    try:
+        _train(Peers(world, columns), *given)
+    finally:
+        worker.close()
+
+
+def _train(
+    peers: Peers,
+    network: Network,
+    worker: RolloutWorker,
+    config: RLConfig,
+    reference: Network | None,
+    shared: Shared,
+    start: Start,
+    observe: Observer = lambda step, metrics, experience: None,
+    keeper: Keeper | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """One replica's part of `train_policy`; alone, all of it."""
+    worker.join(peers)
+    first, signals, rows = start.step, start.signals, config.prompts * config.answers
+    learner = learner_of(
+        network,
+        objective_of(config, network, signals),
+        config,
+        positions=rows * worker.length,
+        steps_done=start.rounds,
+        shared=shared,
+        world=peers.world,
+    )
     # Of the records that were read: in lock-step the worker's own; with workers ahead, what they have recorded so far.
     curriculum = worker.curriculum.copy() if config.ahead.workers else worker.curriculum
     board = Board.of(network.policy())
@@ -108,7 +176,7 @@ def train_policy(
         ring, producers, start=first, order="ready" if ahead.workers else "sequence",
         board=board, max_lag=ahead.max_lag if ahead.workers else None,
     )  # fmt: skip
-    began, newest = time.monotonic() - seconds, list[Experience]()
+    began, newest = time.monotonic() - start.seconds, list[Experience]()
 
     def passes(slot: Slot[Rollouts]) -> Iterator[list[Part]]:
         experience = read(slot)
@@ -119,11 +187,17 @@ def train_policy(
                 tried, experience.reward.view(-1, config.answers).mean(1).clamp(0, 1).tolist(), strict=True
             ):
                 curriculum.record(task, passed, config.answers)
-        return passes_over(config, network, reference, signals, experience, slot.sequence, board.version)
+        return passes_over(
+            config, network, reference, signals, experience, slot.sequence, board.version, peers
+        )
 
     def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
         spent = {f"seconds_{name}": s for name, s in clock.take().items()}
-        told = {**figures(newest[0], config.answers), **metrics, **signals.take(), **spent}
+        seen = signals.take()
+        if not peers.alone:  # each has seen its own rows
+            largest = max(peers.told([seen.get("parity", -1.0)]))
+            seen |= {"parity": largest} if largest >= 0 else {}
+        told = {**figures(newest[0], config.answers), **metrics, **seen, **spent}
         told |= {name: value for name, value in draining.take().words().items() if ahead.workers}
         told["seconds"] = time.monotonic() - began
         if keeper is not None and step < config.steps and keeper.due():
@@ -140,21 +214,17 @@ def train_policy(
             raise Stop
 
     network.train()
-    try:
-        with keeper or nullcontext(), draining as records, suppress(Stop):
-            learn(
-                learner,
-                records,
-                passes,
-                first=first,
-                last=config.steps,
-                factor=lambda step: factor(step, config.steps, config.schedule),
-                publish=lambda step: board.publish(network.policy(), step),
-                after=after,
-            )
-    finally:
-        worker.close()
-    return network.eval()
+    with keeper or nullcontext(), draining as records, suppress(Stop):
+        learn(
+            learner,
+            records,
+            passes,
+            first=first,
+            last=config.steps,
+            factor=lambda step: factor(step, config.steps, config.schedule),
+            publish=lambda step: board.publish(network.policy(), step),
+            after=after,
+        )
 
 
 def _kind(ahead: AheadConfig) -> Any:
@@ -177,17 +247,19 @@ def passes_over(
     experience: Experience,
     number: int,
     version: int,
+    peers: Peers,
 ) -> Iterator[list[Part]]:
     """From a record to minibatches, each a list of micro-batches whose gradients are summed before a step.
 
     Args:
         number: of the record: what is random follows from it.
         version: of the weights that are about to learn.
+        peers: with whom the rows of each minibatch are shared.
     """
     part = experience.part
     stale = bool((part["version"][part["loss_mask"]] != version).any())
     if network.value is not None or stale or config.epochs * config.minibatches > 1:
-        scored = network.score(part)
+        scored = _scored(network, part, peers, "")
         part["proximal_log_prob"] = scored["log_prob"]
         signals.compare(part, scored["log_prob"], version)
         if "value" in scored:
@@ -195,11 +267,25 @@ def passes_over(
     else:  # one step: the log-probability that learns is the one before it
         signals.expect(version)
     if reference is not None:
-        part["reference_log_prob"] = reference.score(part)["log_prob"]
+        part["reference_log_prob"] = _scored(reference, part, peers, "reference_")["log_prob"]
     part |= advantages(config, experience, signals)
     rng = generator(config.seed, "minibatches", number)
     for _ in range(config.epochs):
         order = torch.randperm(experience.rows, generator=rng)
         for chosen in order.tensor_split(config.minibatches):
-            rows: dict[str, Tensor] = by_length({name: t[chosen] for name, t in part.items()})
+            rows = peers.every(by_length({name: t[chosen] for name, t in part.items()}))
             yield list(cut(rows, micro_rows(config, rows)))
+
+
+def _scored(network: Network, part: Part, peers: Peers, called: str) -> dict[str, Tensor]:
+    """`network.score`, each replica of its rows."""
+    if peers.alone:
+        return network.score(part)
+    n = len(part["tokens"])
+    mine = torch.arange(peers.world.rank, n, peers.world.size)
+    own = network.score({name: t[mine] for name, t in part.items()})
+    found = {name: torch.zeros(n, *t.shape[1:]) for name, t in own.items()}
+    for name, t in own.items():
+        found[name][mine] = t
+    peers.gather({called + name: t for name, t in found.items()}, mine)
+    return found

@@ -26,7 +26,9 @@ from whorl.align.network import Network
 from whorl.train.world import World
 
 WORTH = 1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
-SMALL = 5e7  # parameters: above, operations are long enough to be split, and each replica's engine costs memory
+SMALL = (
+    5e7  # parameters: above, operations are long enough to be split, and each replica's engine costs memory
+)
 
 
 def replicas_of(config: RLConfig, network: Network, length: int) -> int:

@@ -28,6 +28,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
 from whorl.align.data.curriculum import Curriculum, resample
@@ -82,10 +83,15 @@ def rollout_spec(groups: int, answers: int, length: int) -> Spec[Rollouts]:
     return Spec.from_dataclass(Rollouts, R=groups * answers, T=length)
 
 
-def rollout_columns(rows: int, length: int) -> dict[str, Field]:
-    """Those fields of a record that have a row for each answer."""
-    fields = rollout_spec(rows, 1, length).fields
-    return {name: field for name, field in fields.items() if field.shape[0] == rows}
+def shared_columns(rows: int, length: int) -> dict[str, Tensor]:
+    """What replicas gather a record through (`peers.py`): its fields with a row an answer, and what is asked of weights."""
+    fields = {
+        name: torch.from_numpy(np.zeros(field.shape, field.dtype))
+        for name, field in rollout_spec(rows, 1, length).fields.items()
+        if field.shape[0] == rows
+    }
+    asked = {name: torch.zeros(rows, length) for name in ("log_prob", "value", "reference_log_prob")}
+    return {name: t.share_memory_() for name, t in {**fields, **asked}.items()}  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -164,7 +170,7 @@ class RolloutWorker:
     def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
         """Writes one record; returns how many ids were sampled."""
         if not hasattr(self, "_engine"):
-            self.begin(len(slot.data.reward))
+            self.begin(len(slot.data.reward) // self.peers.world.size)
         data, k = slot.data, self.answers
         groups = len(data.reward) // k
         self._engine.catch_up(weights.board)
@@ -199,7 +205,7 @@ class RolloutWorker:
         weights.version = oldest if sampled else self._engine.version
         if not self.peers.alone:
             views = slot.tensors()
-            shared = {name: views[name] for name in rollout_columns(len(data.reward), self.length)}
+            shared = {name: view for name, view in views.items() if len(view) == len(data.reward)}
             self.peers.gather(shared, torch.tensor(mine, dtype=torch.int64))
         return sampled
 
@@ -218,11 +224,15 @@ class RolloutWorker:
         own = [Group(t, found[i * k : i * k + k], verdicts[i * k : i * k + k]) for i, t in enumerate(mine)]
         if self.peers.alone:
             return own
-        told = self.peers.told([x for v in verdicts for x in (v.reward, float(v.broken))])
+        told = self.peers.told([x for v in verdicts for x in (v.reward, float(v.failed))])
         groups = []
         for g, task in enumerate(drawn):
-            pairs = zip(told[2 * g * k : 2 * (g + 1) * k : 2], told[2 * g * k + 1 : 2 * (g + 1) * k : 2], strict=True)
-            groups.append(Group(task, [], [Verdict(reward, False, BROKEN * bool(b)) for reward, b in pairs]))
+            pairs = zip(
+                told[2 * g * k : 2 * (g + 1) * k : 2], told[2 * g * k + 1 : 2 * (g + 1) * k : 2], strict=True
+            )
+            groups.append(
+                Group(task, [], [Verdict(reward, False, failed=bool(failed)) for reward, failed in pairs])
+            )
         groups[share.start : share.stop] = own
         return groups
 

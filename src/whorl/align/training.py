@@ -32,6 +32,7 @@ from whorl.train.precision import orthogonalisation
 from whorl.train.scaling import LossScaling
 from whorl.train.schedule import factor
 from whorl.train.update import Part, Update
+from whorl.train.world import World
 
 Observer = Callable[[int, dict[str, float]], None]
 ONCE = "once/"
@@ -45,10 +46,12 @@ def learner_of(
     *,
     positions: int,
     steps_done: int = 0,
+    shared: Shared | None = None,
+    world: World | None = None,
 ) -> Learner:
     """One update of all that `network` trains, by pretraining's optimisers at a share of their rates.
 
-    positions: of a step, at most: how often a table may be looked into.
+    positions: of a step, at most: how often a table may be looked into; shared, world: of replicas.
     """
     optim = config.optim()
     treatments = network.treatments(optim)
@@ -63,8 +66,14 @@ def learner_of(
         scaling=LossScaling() if network.model.dtype == torch.float16 else None,
     )
     kind = orthogonalisation(network.model.dtype)
-    shared = Shared.of(network, treatments, rows=positions, together=True)
-    return Learner(network, [update], shared, dtype=kind, steps_done=steps_done)
+    shared = shared or memory_of(network, config, positions=positions)
+    return Learner(network, [update], shared, world, dtype=kind, steps_done=steps_done)
+
+
+def memory_of(network: Network, config: StageConfig, *, positions: int, replicas: int = 1) -> Shared:
+    """Weights, gradients and moments of a stage's learner, of any number of replicas."""
+    treatments = network.treatments(config.optim())
+    return Shared.of(network, treatments, replicas, rows=positions, together=replicas == 1)
 
 
 def micro_rows(config: StageConfig, part: Part) -> int:
