@@ -92,6 +92,8 @@ class Pretend(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self.stack.close()
+        for number in [n for n, storage in _there.items() if storage.expired()]:
+            del _there[number]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
