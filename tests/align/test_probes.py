@@ -10,7 +10,7 @@ from shared import VOCAB, decoder, network, scribe, sums, tokenizer
 from whorl.align.answers import answer, never, policy_sampling, rollout_engine
 from whorl.align.config import LoRAConfig, SFTConfig
 from whorl.align.network import Network, frozen
-from whorl.align.probes.ask import Asker, copied
+from whorl.align.probes.ask import Asker
 from whorl.align.probes.exposure import exposure
 from whorl.align.probes.forgetting import forgetting, held_out_bits
 from whorl.align.sft import fine_tune
@@ -26,7 +26,7 @@ def stage(net: Network) -> None:
 
 
 def sampled(net: Network, prompts: list[list[int]], seed: int, temperature: float = 1.0) -> list[list[int]]:
-    engine = rollout_engine(copied(net), scribe(), sequences=64, max_length=64)
+    engine = rollout_engine(net.copied(), scribe(), sequences=64, max_length=64)
     found = answer(
         engine, prompts, policy_sampling(temperature), max_tokens=PLACES, ends=scribe().ends, seed=seed
     )
@@ -54,7 +54,7 @@ def test_bits_are_those_of_the_loss_and_an_adapter_counts_before_it_is_merged() 
     net.train()
     bits = held_out_bits(net, tokenizer(), PROSE)
     assert net.training
-    assert bits == pytest.approx(held_out_bits(Network(copied(net)), tokenizer(), PROSE), rel=1e-5)
+    assert bits == pytest.approx(held_out_bits(Network(net.copied()), tokenizer(), PROSE), rel=1e-5)
     assert abs(bits / held_out_bits(network(), tokenizer(), PROSE) - 1) > 0.01
     nats = 0.0
     for text in PROSE:

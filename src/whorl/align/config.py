@@ -183,6 +183,10 @@ class AheadConfig(BaseModel):
     )
     records: int = Field(default=1, ge=1, description="that a worker may be ahead")
     max_lag: int = Field(default=4, ge=0, description="versions of the weights; older records are made anew")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto",
+        description="where workers ahead sample; auto: on GPUs that the learner leaves free, in turn, else on CPUs",
+    )
     in_flight: bool = Field(default=False, description="new weights between two tokens of an answer")
     correct: Literal["none", "truncate", "mask", "trace"] = Field(
         default="truncate", description="importance weights of what older weights sampled"

@@ -38,7 +38,6 @@ from whorl.align.teacher import Teacher, Told, fingerprint_of
 from whorl.align.texts import Scribe, Text, joined
 from whorl.align.training import Observer, fingerprint, learner_of, micro_rows
 from whorl.errors import ConfigError, DataError
-from whorl.models import make_model
 from whorl.objectives import Loss
 from whorl.objectives.log_probs import token_log_probs
 from whorl.runs.seeds import derive, numpy_rng
@@ -238,14 +237,12 @@ class _Batches:
         self.steps = max(1, math.ceil(config.epochs * len(texts) / self.size))
         vocab = int(network.model.config.vocab_size)
         forbidden = never(scribe, vocab, len(scribe.tokenizer.token_bytes))
-        self.forbidden = torch.zeros(vocab, dtype=torch.bool)
-        self.forbidden[forbidden] = True
+        out = torch.zeros(vocab, dtype=torch.bool)
+        out[forbidden] = True
+        self.forbidden = out.to(network.device)
         self.newest = _Record({}, False)
         if self.own:
-            shape = make_model(network.model.config, torch.Generator(), network.model.dtype)
-            self.engine = rollout_engine(
-                shape.requires_grad_(False).eval(), scribe, sequences=64, max_length=config.length + 1
-            )
+            self.engine = rollout_engine(network.copied(), scribe, sequences=64, max_length=config.length + 1)
 
     def after(self, first: int) -> Iterator[_Record]:
         """Records from number `first` on, which with answers of its own is a multiple of `refresh`."""

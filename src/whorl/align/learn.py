@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from whorl.align.experience import Experience, figures, read
 from whorl.align.network import Network
 from whorl.align.peers import Peers, replicas_of
 from whorl.align.policy import Signals, advantages, objective_of, preset_of
-from whorl.align.rollout import Rollouts, RolloutWorker, rollout_spec, shared_columns
+from whorl.align.rollout import Rollouts, RolloutWorker, placed, rollout_spec, shared_columns
 from whorl.align.rows import by_length, cut
 from whorl.align.training import learner_of, memory_of, micro_rows
 from whorl.runs.seeds import generator
@@ -171,7 +172,8 @@ def _train(
     spec = rollout_spec(config.prompts, config.answers, worker.length)
     ring: SlotRing[Rollouts] = SlotRing(spec, n * each)
     kind = _kind(ahead)
-    producers = [kind(ring, worker, seed=config.seed, number=number, board=board) for number in range(n)]
+    workers = enumerate(placed(worker, ahead, network.device))
+    producers = [kind(ring, one, seed=config.seed, number=number, board=board) for number, one in workers]
     draining = Drain(
         ring, producers, start=first, order="ready" if ahead.workers else "sequence",
         board=board, max_lag=ahead.max_lag if ahead.workers else None,
@@ -236,7 +238,7 @@ def _kind(ahead: AheadConfig) -> Any:
     from whorl.slots.ray import RayProducer, start
 
     start()
-    return RayProducer
+    return partial(RayProducer, options={"num_gpus": 1}) if ahead.device == "cuda" else RayProducer
 
 
 def passes_over(

@@ -12,6 +12,10 @@ merged: what an engine is handed. With a critic (PPO) a linear read-out of the l
 
 The subtle part is rows of padding. Only the targets that count are judged, gathered before the head's product, which is by
 far the largest where a vocabulary is.
+
+Rows, and every stream beside them, lie on the host, where they are sorted and cut; the network may lie on a GPU. What it
+is asked goes there a micro-batch at a time (`here`), and what it says of rows (`score`) comes back to lie beside them. So
+only what has gone through `here` ever meets a weight, and no algorithm says where anything is.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from torch import Tensor, nn
 from whorl.align.config import LoRAConfig
 from whorl.align.rows import by_length, cut
 from whorl.engine.lora import Factors, LoRA, adaptable, new_lora
-from whorl.models import LanguageModel
+from whorl.models import LanguageModel, make_model
 from whorl.objectives.log_probs import token_log_probs
 from whorl.runs.seeds import generator
 from whorl.train.config import OptimConfig
@@ -50,7 +54,7 @@ class Network(nn.Module):
     """See the top of this file.
 
     Args:
-        model: to be trained, in its compute type.
+        model: to be trained, in its compute type, on its device: all that is added to it lies there too.
         temperature: that texts are sampled at; 1 where nothing is sampled.
         forbidden: ids that are never sampled.
         lora: train an adapter; None trains all.
@@ -71,8 +75,9 @@ class Network(nn.Module):
         self.model, self.temperature, self.lora = model, temperature, lora
         self.forbidden: Tensor | None = None
         if forbidden:
-            self.forbidden = torch.zeros(model.config.vocab_size, dtype=torch.bool)
-            self.forbidden[sorted(forbidden)] = True
+            out = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+            out[sorted(forbidden)] = True
+            self.forbidden = out.to(self.device)
         self.factors = nn.ParameterDict()
         self.scale = 1.0
         if lora is not None:
@@ -84,10 +89,23 @@ class Network(nn.Module):
                 self.factors[_flat(name) + "/a"] = nn.Parameter(part.a)
                 self.factors[_flat(name) + "/b"] = nn.Parameter(part.b)
                 layers[name].register_forward_hook(_Added(self, name))
-        self.value = nn.Linear(model.config.d_model, 1) if critic else None
+        self.value = nn.Linear(model.config.d_model, 1, device=self.device) if critic else None
         if self.value is not None:
             nn.init.zeros_(self.value.weight)
             nn.init.zeros_(self.value.bias)
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+        return self.model.embedding.device
+
+    def here(self, part: Part) -> dict[str, Tensor]:
+        """The rows where the weights lie; on a CPU the same tensors.
+
+        The loop reads each micro-batch's loss before it takes the next one, so that a copy which runs by itself, from pinned
+        memory, would have nothing to hide behind.
+        """
+        return {name: t.to(self.device) for name, t in part.items()}
 
     def treatments(self, optim: OptimConfig) -> dict[str, Treatment]:
         """How each parameter that is trained is optimised; an adapter's factors and the critic by AdamW."""
@@ -109,7 +127,7 @@ class Network(nn.Module):
         return found
 
     def judge(self, part: Part, *, entropy: bool = False) -> Judged:
-        """What it says of the targets that count; N of them."""
+        """What it says of the targets that count; N of them. The part lies where the weights do (`here`)."""
         mask = part["loss_mask"]
         hidden = self.hidden(part)[mask]  # [N, d_model]
         log_prob, spread = token_log_probs(
@@ -126,20 +144,19 @@ class Network(nn.Module):
 
     @torch.no_grad()
     def score(self, part: Part) -> dict[str, Tensor]:
-        """log_prob (and value, with a critic) of all targets that count, [B, T] fp32, 0 elsewhere."""
+        """log_prob (and value, with a critic) of all targets that count, [B, T] fp32, 0 elsewhere; beside the rows."""
         places = torch.arange(len(part["tokens"]))
         rows = by_length({**part, "place": places[:, None].expand_as(part["tokens"])})
         size = max(1, SCORED // rows["tokens"].shape[1])
-        found = {"log_prob": torch.zeros(part["tokens"].shape)}
-        if self.value is not None:
-            found["value"] = torch.zeros(part["tokens"].shape)
-        for piece in cut(rows, size):
+        names = ["log_prob"] if self.value is None else ["log_prob", "value"]
+        found = {name: torch.zeros(part["tokens"].shape, device=self.device) for name in names}
+        for piece in map(self.here, cut(rows, size)):
             judged, mask = self.judge(piece), piece["loss_mask"]
             row, column = piece["place"][mask], mask.nonzero()[:, 1]
             found["log_prob"][row, column] = judged.log_prob
             if judged.value is not None:
                 found["value"][row, column] = judged.value
-        return found
+        return {name: t.to(part["tokens"].device) for name, t in found.items()}
 
     def adapter(self) -> LoRA:
         """The adapter as it is now."""
@@ -160,6 +177,16 @@ class Network(nn.Module):
                 weight = own[f"{name}.weight"]
                 own[f"{name}.weight"] = weight.float() + part.delta
         return own
+
+    def copied(self) -> LanguageModel:
+        """A model of the same shape, type and device with these weights as they are now, to be asked and not trained."""
+        own = self.model
+        twin = make_model(own.config, torch.Generator(), own.dtype).to(self.device)
+        weights = dict(twin.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self.policy().items():
+                weights[name].copy_(tensor)
+        return twin.requires_grad_(False).eval()
 
 
 class _Added:

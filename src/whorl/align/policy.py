@@ -131,7 +131,8 @@ class Signals:
 
 @torch.no_grad()
 def advantages(config: RLConfig, experience: Experience, signals: Signals) -> dict[str, Tensor]:
-    """advantage [R, T] beside the targets of a record; with a critic value_target too; with workers weight."""
+    """advantage [R, T] beside the targets of a record, on the host as all its streams are; with a critic value_target too;
+    with workers weight."""
     method, part = method_of(config), experience.part
     mask, reward = part["loss_mask"], experience.reward.clone()
     if method.overlong:
@@ -190,7 +191,7 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
         signals.saw(part, judged.log_prob)
         mask = part["loss_mask"]
         n = len(mask)  # every row is one text
-        rows = torch.arange(n)[:, None].expand_as(mask)[mask]
+        rows = torch.arange(n, device=mask.device)[:, None].expand_as(mask)[mask]
         streams = {
             name: part[name][mask]
             for name in (

@@ -106,7 +106,8 @@ def measure(
     data = _Data(items, config, pad_id)
     objective = objective_of(config, network)
     losses = [
-        objective(part) for part in data.step(list(range(data.units.n)), network, data.words(reference))
+        objective(network.here(part))
+        for part in data.step(list(range(data.units.n)), network, data.words(reference))
     ]
     count = sum(float(loss.count) for loss in losses)
     names = losses[0].metrics

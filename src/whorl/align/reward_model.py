@@ -42,7 +42,7 @@ from whorl.align.texts import Scribe, Text
 from whorl.align.training import Observer, Once, fingerprint, run_stage
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.verify.task import Task, Verdict
-from whorl.models import LanguageModel, load_model, make_model, save_model
+from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives import Loss
 from whorl.objectives.reward import bradley_terry
 from whorl.runs.seeds import generator
@@ -66,8 +66,9 @@ class RewardModel(Network):
         super().__init__(model, lora=lora, seed=seed)
         width = model.config.d_model
         self.value = nn.Linear(width, 1, bias=False)
-        with torch.no_grad():
+        with torch.no_grad():  # drawn on the host: the same numbers on every device
             self.value.weight.normal_(0.0, (width + 1) ** -0.5, generator=generator(seed, "reward"))
+        self.value.to(self.device)
         if model.head is not None:
             model.head.requires_grad_(False)
 
@@ -79,11 +80,12 @@ class RewardModel(Network):
         """[S] fp32, with gradients: of the S texts of a part, each with one target that counts (`readable`)."""
         mask = part["loss_mask"]
         read = self.value(self.hidden(part)[mask].float()).squeeze(-1)
-        return torch.zeros(len(read)).index_add(0, part["sequence"][mask], read)
+        rewards: Tensor = torch.zeros_like(read).index_add(0, part["sequence"][mask], read)
+        return rewards
 
     @torch.no_grad()
     def score_texts(self, texts: Sequence[Text]) -> Tensor:
-        """[S] rewards of S texts, whatever is marked in them; for best of n, reports and reinforcement learning."""
+        """[S] rewards of S texts, on the host, whatever is marked in them; for best of n, reports, judging rollouts."""
         found = torch.zeros(len(texts))
         for i in range(0, len(texts), SCORED_TEXTS):
             some = texts[i : i + SCORED_TEXTS]
@@ -91,7 +93,7 @@ class RewardModel(Network):
             for piece in cut(part, max(1, SCORED // part["tokens"].shape[1])):
                 number = piece["sequence"][:, 0]
                 own = {**piece, "sequence": torch.arange(len(number))[:, None].expand_as(piece["sequence"])}
-                found[i + number] = self.rewards(own)
+                found[i + number] = self.rewards(self.here(own)).cpu()
         return found
 
     def best_of(self, groups: Sequence[Sequence[Text]]) -> list[int]:
@@ -205,15 +207,17 @@ def reward_all(
     return found
 
 
-def judged_by(folder: Path, dtype: str) -> Callable[[Sequence[Task], Sequence[str]], list[Verdict]]:
-    """A reward model as a judge: `reward_all` of the one in `folder`, computing in `dtype`.
+def judged_by(
+    folder: Path, dtype: str, device: str = "cpu"
+) -> Callable[[Sequence[Task], Sequence[str]], list[Verdict]]:
+    """A reward model as a judge: `reward_all` of the one in `folder`, computing in `dtype` on `device`.
 
     It reads words, in its own tokenizer; so it may judge a policy that has another.
 
     Raises:
         CheckpointError: there is no reward model.
     """
-    model, _ = load_reward(folder, getattr(torch, dtype))
+    model, _ = load_reward(folder, getattr(torch, dtype), device)
     scribe = open_scribe(folder)
     return lambda tasks, completions: reward_all(model, scribe, tasks, completions)
 
@@ -234,17 +238,12 @@ def save_reward(
         trained_on: what its pairs were, as JSON: their source, how many, what was left out.
         figures: of `reward_report.py`.
     """
-    trunk = make_model(model.model.config, dtype=model.model.dtype)
-    with torch.no_grad():
-        own = dict(trunk.named_parameters())
-        for name, tensor in model.policy().items():
-            own[name].copy_(tensor)
-    save_model(trunk, folder)
+    save_model(model.copied(), folder)
     if base is not None:
         for name in CARRIED:
             if (base / name).is_file() and not (folder / name).exists():
                 shutil.copyfile(base / name, folder / name)
-    save_file({"value.weight": model.value.weight.detach().clone()}, folder / WEIGHTS)
+    save_file({"value.weight": model.value.weight.detach().cpu().clone()}, folder / WEIGHTS)
     record = {
         "kind": "reward",
         "trained_on": dict(trained_on),
@@ -254,8 +253,10 @@ def save_reward(
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def load_reward(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[RewardModel, dict[str, Any]]:
-    """(the reward model of `folder`, to be asked; its record).
+def load_reward(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[RewardModel, dict[str, Any]]:
+    """(the reward model of `folder`, to be asked, on `device`; its record).
 
     Raises:
         CheckpointError: a file is missing or damaged, or the read-out does not fit the trunk.
@@ -269,7 +270,7 @@ def load_reward(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Rewar
             expected=f"a model's files, {RECORD} and {WEIGHTS}",
             do="name a folder that `save_reward` wrote",
         ) from error
-    model = RewardModel(load_model(folder, dtype))
+    model = RewardModel(load_model(folder, dtype, device))
     given = weights.get("value.weight")
     if given is None or given.shape != model.value.weight.shape:
         raise CheckpointError(

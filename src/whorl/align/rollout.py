@@ -20,7 +20,7 @@ own version is the oldest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,11 +31,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.align.answers import Answer, answer, policy_sampling, rollout_engine
+from whorl.align.config import AheadConfig
 from whorl.align.data.curriculum import Curriculum, resample
 from whorl.align.peers import Peers
 from whorl.align.reward_model import judged_by
 from whorl.align.texts import Scribe
-from whorl.errors import DataError
+from whorl.errors import ConfigError, DataError
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Task, Verdict
 from whorl.models import ModelConfig, make_model
@@ -107,6 +108,7 @@ class RolloutWorker:
         in_flight: take new weights between two steps of the engine.
         threads: of torch, in a process of its own; None leaves them.
         judge: folder of a reward model, which is loaded where the worker runs; None asks the verifiers.
+        device: of the engine, and of the judge (`placed` says which).
     """
 
     model: ModelConfig
@@ -123,6 +125,7 @@ class RolloutWorker:
     threads: int | None = None
     engine_options: dict[str, Any] = field(default_factory=dict)
     judge: Path | None = None
+    device: str = "cpu"
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -144,9 +147,8 @@ class RolloutWorker:
         """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        network = (
-            make_model(self.model, torch.Generator(), getattr(torch, self.dtype)).requires_grad_(False).eval()
-        )
+        network = make_model(self.model, torch.Generator(), getattr(torch, self.dtype))
+        network.requires_grad_(False).eval().to(self.device)
         tokenizer = open_tokenizer(self.tokenizer)
         self._scribe = Scribe(tokenizer, open_chat(self.tokenizer, tokenizer))
         self._engine = rollout_engine(
@@ -154,7 +156,7 @@ class RolloutWorker:
         )
         self._engine.version = -1  # that of nobody: the first look at the board loads
         self._prompts: dict[int, list[int]] = {}
-        self._judge = None if self.judge is None else judged_by(self.judge, self.dtype)
+        self._judge = None if self.judge is None else judged_by(self.judge, self.dtype, self.device)
         self._sandbox: Sandbox | None = None
         if self._judge is None and any(
             name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX
@@ -241,6 +243,33 @@ class RolloutWorker:
             one = self.tasks[task]
             self._prompts[task] = self._scribe.prompt(one.prompt or one.messages)
         return self._prompts[task]
+
+
+def placed(worker: RolloutWorker, ahead: AheadConfig, learner: torch.device) -> list[RolloutWorker]:
+    """The workers of a run, each with its device: in lock-step, where each waits for the other anyway, the learner's; ahead
+    of it what `ahead.device` says. A process of its own is a fresh interpreter (`slots/producers.py`), as CUDA wants it.
+
+    auto: never on the learner's GPU, whose time and memory it would take. cuda: there too, if there is no other. Ray gives
+    an actor a GPU of its own, if it is asked for one, and what a cluster has cannot be seen from here: auto means CPUs.
+
+    Raises:
+        ConfigError: GPUs are asked for, and there are none.
+    """
+    if not ahead.workers:
+        worker.device = str(learner)
+        return [worker]
+    devices, gpus = ["cpu"], torch.cuda.device_count()
+    if ahead.place == "ray":
+        devices = ["cuda"] if ahead.device == "cuda" else ["cpu"]
+    elif ahead.device == "cuda" or (ahead.device == "auto" and learner.type == "cuda"):
+        others = [f"cuda:{n}" for n in range(gpus) if learner.type != "cuda" or n != (learner.index or 0)]
+        devices = others or ([str(learner)] if ahead.device == "cuda" and gpus else ["cpu"])
+        if ahead.device == "cuda" and not gpus:
+            raise ConfigError(
+                "ahead.device is cuda, and torch sees no GPU here", expected="a machine with one",
+                do="take auto, or cpu",
+            )  # fmt: skip
+    return [replace(worker, device=devices[n % len(devices)]) for n in range(ahead.workers)]
 
 
 def with_room(

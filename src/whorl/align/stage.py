@@ -24,7 +24,7 @@ from whorl.engine.lora import load_lora, merge, save_lora
 from whorl.engine.sampling import Sampling
 from whorl.evals.verify import verify_all
 from whorl.evals.verify.task import Task, Verdict
-from whorl.models import LanguageModel, load_model, make_model, save_model
+from whorl.models import LanguageModel, load_model, save_model
 from whorl.runs import Machine
 from whorl.sandbox import Sandbox
 from whorl.tokens.chat import open_chat
@@ -48,13 +48,13 @@ def open_scribe(folder: Path) -> Scribe:
 
 
 def open_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
-    """The model of a folder, to be trained, computing in what is fastest here (or what `config` says).
+    """The model of a folder, to be trained: on the machine's device, computing in what is fastest there (or in what
+    `config` says). What a stage adds to it (an adapter, a critic, moments, an engine that samples) lies there too.
 
-    An adapter that a stage before left beside its model (`lora.merge = false`) is merged. On the CPU, also where there is a
-    GPU: the rows of this room are not moved to one yet.
+    An adapter that a stage before left beside its model (`lora.merge = false`) is merged.
     """
     dtype = machine.torch_dtype if config.dtype is None else getattr(torch, config.dtype)
-    model = load_model(folder, dtype, "cpu", to_train=True)
+    model = load_model(folder, dtype, machine.device, to_train=True)
     if (folder / ADAPTER).is_dir():
         merge(model, load_lora(folder / ADAPTER, model))
     return model
@@ -119,13 +119,7 @@ def solve(
 
     temperature: None takes the likeliest tokens.
     """
-    own = network.model
-    model = make_model(own.config, torch.Generator(), own.dtype).to(own.embedding.device)
-    with torch.no_grad():
-        parameters = dict(model.named_parameters())
-        for name, weight in network.policy().items():
-            parameters[name].copy_(weight)
-    engine = rollout_engine(model.requires_grad_(False).eval(), scribe, sequences=64, max_length=length)
+    engine = rollout_engine(network.copied(), scribe, sequences=64, max_length=length)
     prompts = [scribe.prompt(task.prompt or task.messages) for task in given for _ in range(samples)]
     sampling = (
         Sampling(temperature=0)

@@ -36,7 +36,7 @@ def make_student(
     generator: torch.Generator | None = None,
     rows: Sequence[Tensor] = (),
 ) -> LanguageModel:
-    """A student of `teacher`, which stays as it is.
+    """A student of `teacher`, on its device; the teacher stays as it is.
 
     Args:
         generator: draws the weights of a narrow one.
@@ -49,7 +49,7 @@ def make_student(
         shape = narrower(teacher.config, config.width)
         if config.layers is not None:
             shape = with_layers(shape, evenly(shape.n_layers, config.layers))
-        return make_model(shape, generator, teacher.dtype)
+        return make_model(shape, generator, teacher.dtype).to(teacher.embedding.device)
     student = teacher if config.layers is None else shallower(teacher, config.layers)
     fewer = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp_hidden": config.mlp_hidden}
     if any(fewer.values()):
@@ -58,6 +58,7 @@ def make_student(
                 "a student is to be pruned, and there are no rows of ids to measure with",
                 expected="some of the texts that it will learn from",
             )
+        rows = [ids.to(teacher.embedding.device) for ids in rows]
         student = prune(student, rows, **fewer)  # type: ignore[arg-type]
     if student is teacher:
         raise ConfigError("the student is its teacher", expected="width, layers, heads or mlp_hidden")
@@ -81,6 +82,7 @@ def shallower(teacher: LanguageModel, layers: int) -> LanguageModel:
         raise ConfigError("the teacher is quantised", expected="one in full precision to take layers from")
     chosen = evenly(len(teacher.blocks), layers)
     student = make_model(with_layers(teacher.config, chosen), None, teacher.dtype)
+    student.to(teacher.embedding.device)
     new = {old: number for number, old in enumerate(chosen)}
     state: dict[str, Tensor] = {}
     for name, tensor in teacher.state_dict().items():

@@ -125,7 +125,7 @@ class Beside:
         with torch.no_grad():
             said = self.model(part["tokens"], None if segments is None else part["positions"], segments)
         return distil_whole(
-            hidden, head, said[part["loss_mask"]], self.model.head_weight, torch.ones(len(hidden)),
+            hidden, head, said[part["loss_mask"]], self.model.head_weight, hidden.new_ones(len(hidden)),
             softcap=softcap, teacher_softcap=self.model.logit_softcap,
             kind=config.divergence, beta=config.beta, temperature=config.temperature,
         )  # fmt: skip
@@ -152,9 +152,10 @@ class Told:
         self, part: Part, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
         """Over the K ids and one outcome for all others.  `part` carries `told`: which row of M, for each target."""
-        rows = part["told"][part["loss_mask"]]
+        rows = part["told"][part["loss_mask"]].cpu()  # all that was said stays on the host; these N go over
+        log_probs, tops = self.log_probs[rows].to(hidden.device), self.tops[rows].to(hidden.device).long()
         return distil(
-            hidden, head, self.log_probs[rows], self.tops[rows].long(), torch.ones(len(hidden)), softcap,
+            hidden, head, log_probs, tops, hidden.new_ones(len(hidden)), softcap,
             kind=config.divergence, beta=config.beta, temperature=config.temperature,
         )  # fmt: skip
 
@@ -234,7 +235,7 @@ def _unreadable(path: Path, what: str, expected: str) -> DataError:
 def _hash_of(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -278,11 +279,12 @@ def tell(
         now, order = order[: (n := max(1, min(64, SCORED // longest)))], order[n:]
         part = lay([texts[n] for n in now], pad_id)
         rows = told.rows_of(part, torch.tensor(now))[part["loss_mask"]]
-        hidden = model(part["tokens"])[part["loss_mask"]]
+        device = model.embedding.device
+        hidden = model(part["tokens"].to(device))[part["loss_mask"].to(device)]
         size = max(1, LOGITS // vocab)
         for at, some in zip(torch.split(rows, size), torch.split(hidden, size), strict=True):
             found = (model.logits(some) / temperature).log_softmax(-1).topk(top)
-            log_probs[at], tops[at] = found.values, found.indices.int()
+            log_probs[at], tops[at] = found.values.cpu(), found.indices.int().cpu()
         advance(len(now))
     return told
 

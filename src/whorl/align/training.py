@@ -51,12 +51,13 @@ def learner_of(
 ) -> Learner:
     """One update of all that `network` trains, by pretraining's optimisers at a share of their rates.
 
+    objective: of a micro-batch that lies where the network does; here it is brought there (`Network.here`).
     positions: of a step, at most: how often a table may be looked into; shared, world: of replicas.
     """
     optim = config.optim()
     treatments = network.treatments(optim)
     update = Update(
-        objective,
+        lambda part: objective(network.here(part)),
         treatments,
         clip_norm=optim.clip_norm,
         momentum=optim.momentum,

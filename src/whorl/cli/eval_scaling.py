@@ -157,7 +157,7 @@ def _scorer(reward: str, store: str | None, model: LanguageModel) -> Scorer:
 
     found = Store(store).open(reward)
     found.check()
-    judge, _ = load_reward(found.path)
+    judge, _ = load_reward(found.path, device=str(model.embedding.device))
     rows, own = judge.model.config.vocab_size, model.config.vocab_size
     if rows != own:
         raise ConfigError(

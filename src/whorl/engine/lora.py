@@ -95,7 +95,7 @@ def new_lora(
     layers: Collection[str] = (),
     generator: torch.Generator | None = None,
 ) -> LoRA:
-    """An adapter that changes nothing yet. layers: ends of names, as "mixer.q"; by default all.
+    """An adapter that changes nothing yet, on the model's device. layers: ends of names, as "mixer.q"; by default all.
 
     Raises:
         ConfigError: no layer has such a name; a rank below 1.
@@ -107,7 +107,9 @@ def new_lora(
         if not layers or name.endswith(tuple(f".{end}" for end in layers)):
             d_out, d_in = layer.weight.shape
             a = torch.randn(rank, d_in, generator=generator) * d_in**-0.5
-            parts[name] = Factors(a, torch.zeros(d_out, rank), alpha / rank)
+            b = torch.zeros(d_out, rank)
+            device = layer.weight.device
+            parts[name] = Factors(a.to(device), b.to(device), alpha / rank)
     if not parts:
         raise ConfigError(f"layers: none ends with {sorted(layers)}", expected=_some(model))
     return LoRA(parts)

@@ -287,7 +287,7 @@ class _Cutter:
         if self.measure == "activation":
             inside = self.moments[groups[:, :, None], groups[:, None, :]]
             score = ((w @ inside) * w).sum((1, 2))
-        return score.topk(n).indices.sort().values
+        return score.topk(n).indices.sort().values.cpu()
 
 
 def _config(model: LanguageModel, target: _Shape) -> Any:

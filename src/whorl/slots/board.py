@@ -6,7 +6,8 @@ when they differ or are odd. So a reader never sees half of an update, and the w
 "Effective synchronization on Linux/NUMA systems", section on seqlocks. Stores of one process are seen in their
 order on x86; elsewhere the kernel calls between two records order them.)
 
-Weights are copied as bytes, field by field, through a `Spec`-like layout: no pickle, no allocation.
+Weights are copied as bytes, field by field, through a `Spec`-like layout: no pickle, no allocation. They may come from any
+device, and go to any: the board is host memory, and a copy returns when the bytes are there, so that the order holds.
 """
 
 from __future__ import annotations

@@ -8,24 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from whorl.align.answers import answer, rollout_engine
 from whorl.align.network import Network
 from whorl.align.texts import Message, Scribe
 from whorl.engine.sampling import Sampling
-from whorl.models import LanguageModel, make_model
-
-
-def copied(network: Network) -> LanguageModel:
-    """A model of the same shape and compute type with the network's weights as they are now, its adapter merged in."""
-    model = network.model
-    twin = make_model(model.config, torch.Generator(), model.dtype).requires_grad_(False).eval()
-    own = dict(twin.named_parameters())
-    with torch.no_grad():
-        for name, tensor in network.policy().items():
-            own[name].copy_(tensor)
-    return twin
 
 
 class Asker:
@@ -48,7 +34,7 @@ class Asker:
         self.scribe, self.max_tokens = scribe, max_tokens
         self._prompts = [scribe.prompt(question) for question in questions]
         longest = max(map(len, self._prompts), default=1) + max_tokens + 1
-        self._engine = rollout_engine(copied(network), scribe, sequences=sequences, max_length=longest)
+        self._engine = rollout_engine(network.copied(), scribe, sequences=sequences, max_length=longest)
 
     def __call__(self, network: Network) -> list[str]:
         """What the network says to each as it is now."""

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 
 from whorl.align.answers import answer, policy_sampling, rollout_engine
 from whorl.align.network import Network
-from whorl.align.probes.ask import copied
 from whorl.align.rows import lay
 from whorl.align.texts import Scribe, Text, joined
 from whorl.errors import DataError
@@ -96,7 +95,7 @@ def exposure(
             expected="networks of one tokenizer",
         )
     longest = max(map(len, prompts)) + places + 1
-    engine = rollout_engine(copied(network), scribe, sequences=64, max_length=longest)
+    engine = rollout_engine(network.copied(), scribe, sequences=64, max_length=longest)
     found = answer(engine, prompts, policy_sampling(1.0), max_tokens=places, ends=scribe.ends, seed=seed)
     own = [joined(p, a.ids) for p, a in zip(prompts, found, strict=True)]
     data = [joined(p, list(c)[:places]) for p, c in zip(prompts, continuations, strict=True)]

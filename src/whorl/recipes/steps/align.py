@@ -173,7 +173,7 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
         kept[name] = samples(test, *drawn)
         found = {**_told(*drawn), "passed_greedily": _told(*best)["passed"]}
         if judge is not None:  # the verifiers still say whether what it likes is right
-            said = judged_by(judge, dtype)(test, drawn[0])
+            said = judged_by(judge, dtype, machine.device)(test, drawn[0])
             found["judged"] = sum(verdict.reward for verdict in said) / len(said)
         return found
 

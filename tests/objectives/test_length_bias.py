@@ -1,0 +1,47 @@
+"""What an average over an answer's length does to its length: the expected push of a loss, taken exactly.
+
+A policy of one number: after a wrong answer it goes on with chance 1 - h, or ends with chance h. Length earns nothing, so an
+unbiased objective must not move h (arXiv:2503.20783, section 3.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from whorl.objectives.text_policy import PRESETS, Tokens, policy_loss
+
+LONGEST = 120
+
+
+def push(algorithm: str, advantage: float) -> float:
+    """How the expected loss moves the logit of ending, by a step downhill; all lengths, each by its chance."""
+    logit = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
+    end, go_on = torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)
+    method = replace(PRESETS[algorithm], kl_weight=0.0, constant=float(LONGEST))
+    total = torch.zeros((), dtype=torch.float64)
+    for length in range(1, LONGEST):
+        log_prob = torch.cat([go_on.expand(length - 1), end[None]])
+        chance = log_prob.detach().sum().exp()
+        tokens = Tokens(
+            log_prob,
+            sequence=torch.zeros(length, dtype=torch.int64),
+            behaviour_log_prob=log_prob.detach(),
+            advantage=torch.full((length,), advantage, dtype=torch.float64),
+        )
+        loss = policy_loss(tokens, method)
+        total = total + chance * loss.total / loss.count
+    (gradient,) = torch.autograd.grad(total, logit)
+    return -float(gradient)
+
+
+def test_grpo_lengthens_wrong_answers_and_shortens_right_ones() -> None:
+    assert push("grpo", -1.0) < -0.01
+    assert push("grpo", 1.0) > 0.01
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_dr_grpo_leaves_length_alone(advantage: float) -> None:
+    assert abs(push("dr_grpo", advantage)) < 1e-9
