@@ -40,6 +40,9 @@ class _ToTheEnd(RolloutWorker):
     """A worker whose answers all run to the limit: the id that would end one is an id like others."""
 
     def begin(self, rows: int = 64) -> None:
+        VERIFIERS["spaces"] = lambda task, said: Verdict(
+            work.reward(said), False
+        )  # here: replicas have registers of their own
         super().begin(rows)
         self._scribe.ends = frozenset()
 
@@ -48,7 +51,6 @@ def grpo(
     gate: Gate, folder: Path, kind: str, prompts: list[str], group: int, n_new: int, beta: float
 ) -> None:
     """Steps of `train_policy` in lock-step, halted behind each; the average over tokens and the clip are TRL's."""
-    VERIFIERS["spaces"] = lambda task, said: Verdict(work.reward(said), False)
     tokenizer = open_tokenizer(folder)
     never = set(tokenizer.control_ids) - set(tokenizer.end_ids)
     tasks = [Task(id=str(n), prompt=text, verifier="spaces") for n, text in enumerate(prompts)]

@@ -187,7 +187,7 @@ class RolloutWorker:
         again = found.aside[: groups - len(found.kept)]  # there was nothing better
         kept = found.kept + again
         data.redrawn[0] = len(found.aside) - len(again)
-        sampled, oldest, mine = 0, 1 << 62, []
+        sampled, oldest, mine = 0, 1 << 62, list[int]()
         for g, group in enumerate(kept):
             if not group.answers:  # a peer's
                 continue
