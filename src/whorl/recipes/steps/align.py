@@ -166,7 +166,7 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
     scribe = open_scribe(folder)
     network = network_of(
         open_model(folder, config, machine), scribe, config,
-        room=config.length, temperature=config.temperature, critic=config.algorithm == "ppo",
+        room=config.length, temperature=config.temperature, critic=config.critic,
     )  # fmt: skip
     reference = frozen(open_model(folder, config, machine), network) if config.kl.weight else None
     train, left = with_room(scribe, read_tasks(place, "train"), config.length, config.max_tokens)
