@@ -70,6 +70,7 @@ def steps(folder: Path, kind: str, n: int, threads: int, ahead: AheadConfig) -> 
     names = (
         "reward",
         "seconds_wait",
+        "seconds_score",
         "seconds_gradients",
         "seconds_step",
         "lag_mean",

@@ -15,7 +15,7 @@ from whorl.align.answers import Answer, rollout_engine
 from whorl.align.scaling import Scaling, ScalingConfig, measure_scaling, vote
 from whorl.align.texts import Text
 from whorl.errors import ConfigError, DataError
-from whorl.evals.verify import Task, verify_all
+from whorl.evals.verify import Task, Verdict, verify_all
 
 EOS = 257
 
@@ -105,6 +105,15 @@ def test_votes_are_numbers_where_numbers_are_asked_for() -> None:
     assert vote(text, " yes \n") == "yes" != vote(text, "no")
 
 
+def test_verifiers_that_fail_are_counted_at_every_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = Task("t", prompt="2+3+4\n", verifier="numeric", answer="what?")
+    got, _ = run(monkeypatch, THINKS, fails, budgets=(6, 9), continuations=0)
+    assert got.failed == 1 + 2 * 2  # the sample, then both budgets of both curves
+    assert got.why.startswith("raised: DataError")
+    raises = Task("t", prompt="2+3+4\n", verifier="numeric", answer="9")
+    assert (run(monkeypatch, THINKS, raises)[0].failed, run(monkeypatch, THINKS, raises)[0].why) == (0, "")
+
+
 @pytest.fixture(scope="module")
 def drawn() -> Scaling:
     """A real engine and a judge whose right answer is the commonest first byte class."""
@@ -113,8 +122,8 @@ def drawn() -> Scaling:
     told: list[int] = []
     config = ScalingConfig(samples=4, max_tokens=12, budgets=(0, 4, 12), answer_tokens=3, marker="Q", seed=3)
 
-    def judge(some: Sequence[Task], texts: Sequence[str]) -> list[SimpleNamespace]:
-        return [SimpleNamespace(passed=len(text) % 2 == 0, reason="") for text in texts]
+    def judge(some: Sequence[Task], texts: Sequence[str]) -> list[Verdict]:
+        return [Verdict(float(len(text) % 2 == 0), len(text) % 2 == 0) for text in texts]
 
     def short(texts: Sequence[Text]) -> list[float]:
         return [-float(len(text)) for text in texts]

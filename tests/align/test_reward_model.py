@@ -202,6 +202,9 @@ def test_a_report_finds_who_only_counts_and_who_is_too_sure() -> None:
     same = report_of(torch.zeros(3, 2), torch.ones(3, 2))
     assert same.accuracy == 0.5 and np.isnan(same.length.model) and np.isnan(same.length.reward)
     json.dumps(same.figures(), allow_nan=False)
+    assert "nan" not in same.table() and "no pair has answers of different length" in same.table()
+    one_way = report_of(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3, 2], [2, 1]])).table()
+    assert "nan" not in one_way and "50.0% of 2, where the shorter one was - of 0" in one_way
     assert np.isnan(correlation(torch.ones(3), torch.arange(3.0)))
     with pytest.raises(DataError, match="no pair"):
         report(RewardModel(decoder()), [])

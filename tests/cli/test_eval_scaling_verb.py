@@ -110,3 +110,17 @@ def test_what_is_refused_says_why(home: Path, words: list[object], said: str) ->
     done = whorl(home, *words)
     assert done.exit_code != 0 and isinstance(done.exception, SystemExit), done.output
     assert said in done.output + str(done.stderr)
+
+
+def test_a_verifier_that_fails_is_told_with_its_words(home: Path) -> None:
+    line = {"id": "t", "prompt": "1+1=", "verifier": "custom:no_such_module:f"}
+    (home / "failing.jsonl").write_text(json.dumps(line) + "\n")
+    done = whorl(
+        home, "pretrain", "--tasks", "failing.jsonl", "--samples", 2, "--max-tokens", 4, "--dtype", "float32",
+        "--out", "failing.html",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert "2 verifications failed, and count as wrong" in done.output
+    assert (
+        "ModuleNotFoundError" in done.output and "ModuleNotFoundError" in (home / "failing.html").read_text()
+    )

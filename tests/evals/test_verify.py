@@ -183,6 +183,9 @@ def test_doctest_is_not_to_be_cheated(sandbox: Sandbox, cheat: str) -> None:
 def test_unittest(sandbox: Sandbox) -> None:
     tests = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(1, 2), 3)\n"
     assert one(code("unittest", tests), "    return a + b\n", sandbox).passed
+    raising = one(code("unittest", tests), "    return a + b\nraise ValueError\n", sandbox)
+    assert raising.reason.startswith("raised: ValueError")
+    assert not raising.failed  # a wrong answer; the verifier did its work
     wrong = one(code("unittest", tests), "    return a - b\n", sandbox)
     assert wrong.reward == 0 and "AssertionError: -1 != 3" in wrong.reason
     assert one(code("unittest"), "    return a\n", sandbox).reason.startswith("raised: DataError")
@@ -211,6 +214,7 @@ def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
         "passed",
     ]
     assert [v.reward for v in verdicts] == [0, 0, 0, 0, 1, 1]
+    assert [v.failed for v in verdicts] == [True, True, False, True, False, False]
     counted = tally(verdicts)
     assert counted == {
         "reward": 2 / 6,
@@ -273,5 +277,8 @@ def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
         "raised",
     ]
     assert [v.reason.split(":")[0] for v in verdicts] == kinds
+    assert [v.failed for v in verdicts] == [kind in ("raised", "timeout") for kind in kinds]
     weighed = asked("0.5 custom:verify_functions:length + 0.5 exact", "x")
     assert verify_all([weighed], ["0123456789"])[0].reward == 0.5
+    hidden = verify_all([asked("exact + custom:verify_functions:raises", "x")], ["y"])[0]
+    assert hidden.failed and hidden.reason == "raised: ValueError: no"  # and not that it is another answer

@@ -24,8 +24,51 @@ FUNCTION = 'def f(x):\n    """Doc."""\n'
         ("import os\n", "\n", False),
         ("def f(x):\n", "    return x\n", True),
         ("def f(x):\n", "", False),
+        # A body counts where it does something; one line is enough.
+        (FUNCTION, f"    return {'x + ' * 900}x\n", True),  # deep
+        (FUNCTION, "    # as told\n    x\n", False),
+        (FUNCTION, "    x.y\n", False),
+        (FUNCTION, "    x == 1, 2\n", False),
+        (FUNCTION, '    """More."""\n', False),
+        (FUNCTION, "    pass\n", False),
+        (FUNCTION, "    ...\n", False),
+        (FUNCTION, "    return\n", False),
+        (FUNCTION, "    if x:\n        pass\n", False),
+        (FUNCTION, "    raise NotImplementedError('later')\n", False),
+        (FUNCTION, "    global y\n    y\n", False),
+        (FUNCTION, "    pass\nprint(1)\n", False),
+        (FUNCTION, "    print(x)\n", True),
+        (FUNCTION, "    return None\n", True),
+        (FUNCTION, "    x.y = 1\n", True),
+        (FUNCTION, "    yield\n", True),
+        (FUNCTION, "    await_ = x\n", True),
+        (FUNCTION, "    raise ValueError\n", True),
+        (FUNCTION, "    del x[0]\n", True),
+        (FUNCTION, "    with x:\n        return 1\n", True),
+        (FUNCTION, "    for y in x:\n        y.z()\n", True),
+        ("def f(x):\n", '    """Doc."""\n', False),
+        ("def f(x):\n", "    x\n", False),
+        ("def f(x): ", "return x\n", True),
+        ("def f(x):\n    ret", "urn x\n", True),
+        ("x = g", "(1)\n", True),
+        ("import os\n", "os\n", False),
+        ("import os\n", "class E(Exception):\n    pass\n", True),
+        ("class A:\n    def f(self):\n", "        self\n    x = 1\n", False),
+        ("class A:\n    def f(self):\n", "        self.x()\n", True),
+        ('class A:\n    def f(self):\n        """Doc."""\n', "    x = 1\n", False),
+        ("class A:\n    def f(self):\n        return 1\n", "    def g(self):\n        return 2\n", True),
+        ("class A:\n    é = 1; ", "è = 2\n", True),
     ],
 )
 def test_the_continuation_adds_to_what_was_begun(prompt: str, completion: str, passed: bool) -> None:
     verdict = verify_all([Task(id="a", prompt=prompt, verifier="compiles")], [completion], None)[0]
     assert verdict.passed is passed, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("said", "passed"),
+    [("", False), ("Yes", False), ("```python\npass\n```", False), ("```python\nx = 1\n```", True)],
+)
+def test_an_answer_in_a_conversation_does_something_too(said: str, passed: bool) -> None:
+    task = Task(id="a", messages=({"role": "user", "content": "Write it."},), verifier="compiles")
+    assert verify_all([task], [said], None)[0].passed is passed

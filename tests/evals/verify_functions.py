@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 from typing import Any
 
 from whorl.evals.verify import Task, Verdict
@@ -28,6 +30,12 @@ def raises(task: Task, completion: str) -> float:
 def hangs(task: Task, completion: str) -> float:
     while True:
         pass
+
+
+def tells_and_hangs(task: Task, completion: str) -> float:
+    Path(task.answer).write_text(f"{os.getpid()}\n")
+    while True:
+        time.sleep(1)
 
 
 def leaves(task: Task, completion: str) -> float:

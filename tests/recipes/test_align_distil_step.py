@@ -12,6 +12,9 @@ from aligning import BEGIN, CORPUS, SUMS, code, made
 from whorl.align.stage import open_scribe
 from whorl.errors import ConfigError
 from whorl.models import load_model
+from whorl.recipes.stages import told
+from whorl.report.data import StageSection
+from whorl.report.stages import stage_charts
 
 DISTIL = (
     BEGIN
@@ -68,6 +71,9 @@ def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
     assert load_model(found.path).params()["total"] == sizes["student"]
     curve = json.loads((found.path / "curve.json").read_text())
     assert curve[-1]["kl"] < curve[0]["kl"]
+    section = StageSection.model_validate(told(found))
+    assert [p.loss for p in section.points] == [record["kl"] for record in curve]
+    assert next(stage_charts([section]))[1].startswith("Divergence from the teacher")
     if "distil.own=0.5" in sets:
         assert curve[0]["parity"] < 1e-4
     open_scribe(found.path)

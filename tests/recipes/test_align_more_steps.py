@@ -21,6 +21,9 @@ from whorl.errors import ConfigError, DataError
 from whorl.evals.verify.task import Task
 from whorl.models import load_model
 from whorl.recipes import load_recipe
+from whorl.recipes.stages import told
+from whorl.report.data import StageSection
+from whorl.report.stages import stage_charts
 from whorl.store import Artifact
 
 PREFER = (
@@ -152,6 +155,9 @@ def test_what_is_preferred_becomes_the_likelier(folder: Path, objective: str) ->
     load_model(found.path)
     open_scribe(found.path)
     assert json.loads((found.path / "curve.json").read_text())[0]["step"] == 1
+    section = StageSection.model_validate(told(found))
+    title, note, _ = next(stage_charts([section]))
+    assert title == "prefer: loss" and note.startswith(f"The loss of {objective.upper()}, a")
 
 
 def test_single_answers_are_for_kto_alone(folder: Path) -> None:

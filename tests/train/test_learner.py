@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_each_update_trains_its_own_parameters_as_often_as_it_says() -> None:
     history = []
 
     def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
-        assert set(clock.take()) == {"wait", "gradients", "step"}
+        assert set(clock.take()) == {"wait", "score", "gradients", "step"}
         history.append({n: w.clone() for n, w in learner.weights.items()})
 
     learn(learner, itertools.repeat(part()), lambda p: [[p]], last=6, after=after)
@@ -59,6 +60,24 @@ def test_each_update_trains_its_own_parameters_as_often_as_it_says() -> None:
     assert moved == [
         {"a.weight", "a.bias"} | ({"b.weight", "b.bias"} if r % 3 == 0 else set()) for r in range(1, 6)
     ]
+
+
+def test_what_is_asked_before_each_pass_is_counted_as_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("whorl.train.loop.time.perf_counter", lambda: now)
+
+    def passes(given: Part) -> Iterator[list[Part]]:
+        nonlocal now
+        for seconds in (3.0, 0.5):  # a reference's word, then another cut
+            now += seconds
+            yield [given]
+
+    nets, spent = networks(), list[dict[str, float]]()
+    learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.05, "a."))])
+    learn(
+        learner, iter([part()]), passes, last=1, after=lambda step, metrics, clock: spent.append(clock.take())
+    )
+    assert spent == [{"wait": 0.0, "score": 3.5, "gradients": 0.0, "step": 0.0}]
 
 
 def test_adamw_is_torchs() -> None:

@@ -185,7 +185,7 @@ def reward_all(
     outweigh a batch, and what cannot be judged gets 0, the least there is. passed: r is above 0.
 
     Returns:
-        a verdict for each answer; for one that cannot be judged (no room, no text) the reason begins with "verifier".
+        a verdict for each answer; for one that cannot be judged (no room, no text) it is marked as failed.
     """
     if len(tasks) != len(completions):
         raise DataError(f"{len(completions):,} answers to {len(tasks):,} tasks", expected="as many of both")
@@ -196,10 +196,10 @@ def reward_all(
         try:
             text = scribe.answered(task.prompt or task.messages, completion)
         except DataError as error:
-            found[n] = Verdict(0.0, False, f"verifier: {str(error).splitlines()[0]}")
+            found[n] = Verdict(0.0, False, f"verifier: {str(error).splitlines()[0]}", failed=True)
             continue
         if longest is not None and len(text) > longest:
-            found[n] = Verdict(0.0, False, f"verifier: longer than {longest:,} ids")
+            found[n] = Verdict(0.0, False, f"verifier: longer than {longest:,} ids", failed=True)
         else:
             texts[n] = text
     for n, r in zip(texts, model.score_texts(list(texts.values())).tolist(), strict=True):

@@ -87,12 +87,17 @@ class RewardReport:
                 lines.append(
                     f"  {between:12} {float(curve.said[i]):6.1%}  {float(curve.seen[i]):6.1%}  {n:7,.0f}"
                 )
-        lines += [
-            f"  length: correlation with reward {bias.reward:+.2f}, of the differences in a pair {bias.margin:+.2f}",
-            f"  right where the longer one was chosen {bias.longer_chosen:.1%} of {bias.n_longer:,}, where the shorter "
-            f"one was {bias.shorter_chosen:.1%} of {bias.n_shorter:,}",
-            f"  the longer one is preferred by the data in {bias.data:.1%}, by the model in {bias.model:.1%}",
-        ]
+        differ = bias.n_longer + bias.n_shorter
+        lines.append(
+            f"  length: correlation with reward {_told(bias.reward, '+.2f')}, of the differences in a pair "
+            f"{_told(bias.margin, '+.2f')}" + ("" if differ else "; no pair has answers of different length")
+        )
+        if differ:
+            lines += [
+                f"  right where the longer one was chosen {_told(bias.longer_chosen, '.1%')} of {bias.n_longer:,}, where "
+                f"the shorter one was {_told(bias.shorter_chosen, '.1%')} of {bias.n_shorter:,}",
+                f"  the longer one is preferred by the data in {bias.data:.1%}, by the model in {bias.model:.1%}",
+            ]
         return "\n".join(lines)
 
 
@@ -135,6 +140,11 @@ def correlation(a: Tensor, b: Tensor) -> float:
     a, b = a.double() - a.double().mean(), b.double() - b.double().mean()
     scale = float(a.norm() * b.norm())
     return float(a @ b) / scale if scale > 0 else float("nan")
+
+
+def _told(value: float, form: str) -> str:
+    """A dash where there is nothing to say."""
+    return "-" if value != value else format(value, form)
 
 
 def _mean(x: Tensor) -> float:

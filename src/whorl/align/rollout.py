@@ -178,9 +178,7 @@ class RolloutWorker:
                 data.passed[row], data.finished[row] = verdict.passed, one.finished
                 sampled += len(one.ids)
                 oldest = min(oldest, *one.versions) if one.versions else oldest
-        data.broken[0] = sum(
-            v.reason.startswith(("raised", "timeout", "verifier")) for group in kept for v in group.verdicts
-        )
+        data.broken[0] = sum(v.failed for group in kept for v in group.verdicts)
         weights.version = oldest if sampled else self._engine.version
         return sampled
 

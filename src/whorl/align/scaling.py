@@ -92,12 +92,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """curves: by name (`CURVES`, or a scorer's). failed: verifiers that raised or hung. cut_off: share of samples."""
+    """curves: by name (`CURVES`, or a scorer's). failed: verifications that raised or hung, which count as wrong, of
+    samples and of cut ones; why: what the first of them said. cut_off: share of samples."""
 
     tasks: int
     samples: int
     curves: Mapping[str, tuple[Point, ...]]
     failed: int
+    why: str
     cut_off: float
 
     def best(self) -> tuple[str, Point]:
@@ -155,14 +157,21 @@ def measure_scaling(
         seed=derive(config.seed, "samples"), advance=advance,
     )  # fmt: skip
     texts = [scribe.words(one.ids) for one in drawn]
-    verdicts = judge([task for task, _ in each], texts)
+    failures = list[str]()
+
+    def judged(some: Sequence[Task], said: Sequence[str]) -> Sequence[Verdict]:
+        verdicts = judge(some, said)
+        failures.extend(v.reason for v in verdicts if v.failed)
+        return verdicts
+
+    verdicts = judged([task for task, _ in each], texts)
     right = np.array([v.passed for v in verdicts], np.bool_)
     curves = _breadth(config, tasks, [p for _, p in each], drawn, texts, right, scorers or {})
     if config.budgets:
-        walker = _Walker(engine, scribe, config, sampling, judge, advance)
+        walker = _Walker(engine, scribe, config, sampling, judged, advance)
         curves = walker.depth(each, drawn, again) | curves
-    failed = sum(v.reason.startswith(("raised", "timeout")) for v in verdicts)
-    return Scaling(len(tasks), n, curves, failed, float(np.mean([not one.finished for one in drawn])))
+    cut_off = float(np.mean([not one.finished for one in drawn]))
+    return Scaling(len(tasks), n, curves, len(failures), "".join(failures[:1]), cut_off)
 
 
 def vote(task: Task, text: str) -> str:

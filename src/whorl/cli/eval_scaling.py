@@ -180,7 +180,9 @@ def _about(scaling: Scaling, tasks: str, name: str) -> list[str]:
     if scaling.cut_off:
         said.append(f"{scaling.cut_off:.1%} of the samples were cut off by max_tokens.")
     if scaling.failed:
-        said.append(f"{scaling.failed:,} verifications failed, and count as wrong.")
+        said.append(
+            f"{scaling.failed:,} verifications failed, and count as wrong. The first said {scaling.why}"
+        )
     return said
 
 

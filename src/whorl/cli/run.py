@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from whorl.cli.options import StoreOption
+
+if TYPE_CHECKING:
+    from whorl.store import Artifact
 
 
 def run(
@@ -67,14 +71,23 @@ def run(
     if Dashboard.wanted(progress, live):
         sinks.append(Dashboard(progress))
     outcome = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
-    lines = [f"done in {duration(outcome.seconds)}"]
     place = f" --store {store}" if store else ""
-    for artifact in outcome.artifacts.values():
+    lines = [f"done in {duration(outcome.seconds)}", *closing([*outcome.artifacts.values()], place)]
+    progress.say("\n".join(lines))
+
+
+def closing(artifacts: Sequence[Artifact], place: str) -> list[str]:
+    """Where the pages and models of a run lie, and what to type next: for the last model, which is what the run was for.
+
+    place: the option that names the store, or nothing.
+    """
+    lines, models = list[str](), list[str]()
+    for artifact in artifacts:
         if artifact.kind == "report" and "report.html" in artifact.files:
             lines.append(f"report: {artifact.file('report.html')}")
         elif artifact.kind == "model":
             lines.append(f"model:  {artifact.path}")
-            lines.append(f'next:   whorl sample {artifact.name} "def "{place}')
-    if len(lines) == 1:
-        lines.append(f"next:   whorl show {list(outcome.artifacts.values())[-1].name}{place}")
-    progress.say("\n".join(lines))
+            models.append(artifact.name)
+    if models:
+        lines.append(f'next:   whorl sample {models[-1]} "def "{place}')
+    return lines or [f"next:   whorl show {artifacts[-1].name}{place}"]

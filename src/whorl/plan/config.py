@@ -16,7 +16,7 @@ class PlanConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     budget: BudgetText = Field(default="300s", description="training time (90s, 5m, 2h) or FLOPs (1e15flops)")
-    d_model: int | None = Field(default=None, ge=16)
+    d_model: int | None = Field(default=None, ge=32, description="heads are 32 wide, or 64")
     n_layers: int | None = Field(default=None, ge=1)
     vocab_size: int | None = Field(default=None, ge=300, le=65_536)
     model: dict[str, Any] | None = Field(

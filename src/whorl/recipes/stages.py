@@ -13,7 +13,7 @@ from typing import Any
 
 from whorl.store import Artifact, Store
 
-CURVES = {"loss": "nll", "passed": "passed", "length": "length", "length_wrong": "length_wrong"}
+CURVES = {"passed": "passed", "length": "length", "length_wrong": "length_wrong"}
 ASKED = 60  # characters of a prompt that is short enough to be typed
 
 
@@ -39,7 +39,7 @@ def told(stage: Artifact) -> dict[str, Any]:
     """A stage as `report/data.py` has it."""
     summary = stage.summary
     solved, tasks = summary.get("solved", {}), summary.get("tasks", {})
-    learnt_from = ""
+    learnt_from, (loss, loss_is) = "", _loss(summary)
     if "texts" in summary:
         learnt_from = f"{summary['texts']:,} texts"
     elif "held_out" in summary:
@@ -56,7 +56,8 @@ def told(stage: Artifact) -> dict[str, Any]:
         ),
         "bits_per_byte": _change(summary.get("bits_per_byte", {})),
         "seconds": summary.get("seconds", stage.seconds),
-        "points": _points(stage),
+        "loss_is": loss_is,
+        "points": _points(stage, {"loss": loss, **CURVES}),
         "samples": _samples(stage),
     }
 
@@ -78,13 +79,22 @@ def _change(told: dict[str, float | None]) -> dict[str, float] | None:
     return None if before is None or after is None else {"before": before, "after": after}
 
 
-def _points(stage: Artifact) -> list[dict[str, float]]:
+def _loss(summary: dict[str, Any]) -> tuple[str, str]:
+    """(the metric of a stage's steps that is its loss, what that is in words)."""
+    if objective := summary.get("objective"):  # of preferences
+        return "loss", f"The loss of {objective.upper()}, {'an answer' if objective == 'kto' else 'a pair'}"
+    if "teacher" in summary.get("sizes", {}):
+        return "kl", "Divergence from the teacher, in nats a token that was to be learnt"
+    return "nll", "Nats a token that was to be learnt"
+
+
+def _points(stage: Artifact, curves: dict[str, str]) -> list[dict[str, float]]:
     """By step; a step that was taken again after an interruption counts once, as it was the last time."""
     if "curve.json" not in stage.files:
         return []
     records = {record["step"]: record for record in json.loads(stage.file("curve.json").read_text())}
     return [
-        {"step": step, **{name: record[key] for name, key in CURVES.items() if key in record}}
+        {"step": step, **{name: record[key] for name, key in curves.items() if key in record}}
         for step, record in sorted(records.items())
     ]
 

@@ -212,8 +212,8 @@ class Change(_Part):
 class StagePoint(_Part):
     """One step of a stage.
 
-    loss: nats a token; passed: share of the answers sampled in the step; length: mean of theirs, length_wrong: of the wrong
-    ones, in tokens.
+    loss: as the stage's `loss_is` has it; passed: share of the answers sampled in the step; length: mean of theirs,
+    length_wrong: of the wrong ones, in tokens.
     """
 
     step: Count
@@ -244,6 +244,7 @@ class StageSection(_Part):
     """A stage after pretraining: it takes a model and leaves a model.
 
     tested: held-out tasks, of which the shares passed are told, with answers sampled and with the likeliest tokens.
+    loss_is: what the points' loss is, in words.
     """
 
     name: str
@@ -253,6 +254,7 @@ class StageSection(_Part):
     passed_greedily: Change | None = None
     bits_per_byte: Change | None = None
     seconds: Positive | None = None
+    loss_is: str = "Nats a token that was to be learnt"
     points: list[StagePoint] = []
     samples: list[AnsweredTask] = []
 

@@ -66,7 +66,7 @@ def stage_charts(stages: Sequence[StageSection]) -> Iterator[Chart]:
             losses = [(p.step, p.loss) for p in points if p.loss is not None]
             if losses:
                 yield _curve(
-                    f"{stage.name}: loss", "Nats a token that was to be learnt: each step, and smoothed.",
+                    f"{stage.name}: loss", f"{stage.loss_is}: each step, and smoothed.",
                     "loss", losses, whole, height=150,
                 )  # fmt: skip
             continue

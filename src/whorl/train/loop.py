@@ -60,7 +60,8 @@ def learn(
         factor: of a step number, on every learning rate.
         publish: called when the weights of that many steps are in place.
         after: called behind each record with how many there were, the means of all metrics, and where time went:
-            "wait" for records, "gradients", "step".
+            "wait" for records, "score" (all that `passes` asks between one pass and the next: what older weights, a
+            reference or a critic say of a record), "gradients", "step".
         clock: counts that time.
     """
     clock = clock or Clock()
@@ -69,7 +70,11 @@ def learn(
             record = next(records)
             work = iter(passes(record))
         found: list[dict[str, float]] = []
-        for parts in work:
+        while True:
+            with clock("score"):
+                parts = next(work, None)
+            if parts is None:
+                break
             for update in learner.updates:
                 if learner.rounds % update.every == 0:
                     with clock("gradients"):

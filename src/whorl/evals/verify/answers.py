@@ -93,7 +93,7 @@ def form(task: Task, completion: str) -> Verdict:
     try:
         fits = regex.fullmatch(pattern, completion.strip(), flags=regex.DOTALL, timeout=PATTERN_SECONDS)
     except TimeoutError:
-        return Verdict(0.0, False, "timeout: the pattern takes too long on this text")
+        return Verdict(0.0, False, "timeout: the pattern takes too long on this text", failed=True)
     except regex.error as error:
         raise DataError(f"task {task.id!r}: {task.answer!r} is no pattern: {error}") from error
     return _verdict(fits is not None, "another form")

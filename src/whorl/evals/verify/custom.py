@@ -5,13 +5,18 @@
 The function is trusted (it may read files, load a model), its patience is not: it may raise, hang, or exit, and a thread
 that hangs cannot be ended. So one process serves all calls of a batch, one after the other, keeps what it imported, and is
 ended and started again when a call takes longer than its time. What the function prints goes to standard error.
+
+The subtle part is who ends it when its parent cannot: a rollout worker that is killed closes the pipe, but a function that
+hangs reads no pipe. So the kernel is asked to kill this process with its parent (Linux; elsewhere it ends with its call).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +29,13 @@ from whorl.sandbox.frames import receive, receive_before, send
 
 SECONDS = 10.0
 START_SECONDS = 120.0  # to import what the function needs
-_START = "import sys; sys.path[:0] = sys.argv[1:]; from whorl.evals.verify.custom import serve; serve()"
+_PR_SET_PDEATHSIG = 1
+_START = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from whorl.evals.verify.custom import serve
+serve(int(sys.argv[1]))
+"""
 
 
 def verify_custom(
@@ -50,7 +61,10 @@ def verify_custom(
                 )
             if verdict is None:
                 verdict = Verdict(
-                    0.0, False, f"timeout: {path} took longer than {seconds:g} s, or ended its process"
+                    0.0,
+                    False,
+                    f"timeout: {path} took longer than {seconds:g} s, or ended its process",
+                    failed=True,
                 )
                 _end(process)
                 process = None
@@ -63,7 +77,7 @@ def verify_custom(
 
 def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", _START, *(p or "." for p in sys.path)],
+        [sys.executable, "-c", _START, str(os.getpid()), *(p or "." for p in sys.path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
     )  # fmt: skip
 
@@ -84,8 +98,12 @@ def _ask(process: subprocess.Popen[bytes], value: dict[str, Any], seconds: float
     return None if said is None else Verdict(**said)
 
 
-def serve() -> None:
-    """What the process does until nobody asks any more."""
+def serve(parent: int) -> None:
+    """What the process does until nobody asks any more, or the process `parent` is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        return
     answers = os.dup(1)
     os.dup2(2, 1)
     while True:
@@ -103,12 +121,14 @@ def serve() -> None:
                 "reward": float(verdict.reward),
                 "passed": bool(verdict.passed),
                 "reason": str(verdict.reason),
+                "failed": bool(verdict.failed),
             }
         except Exception as error:
             value = {
                 "reward": 0.0,
                 "passed": False,
                 "reason": f"raised: {type(error).__name__}: {error}"[:300],
+                "failed": True,
             }
         send(answers, value)
 

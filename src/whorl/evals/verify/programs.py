@@ -15,7 +15,7 @@ import ast
 import doctest
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from whorl.errors import DataError
@@ -44,31 +44,55 @@ def source(task: Task, completion: str) -> str:
 def compiles(task: Task, completion: str) -> Verdict:
     """The program parses as Python, and the compiler takes it (no `return` outside of a function).
 
-    Where the prompt alone is a program already (a docstring is a body), the continuation must add to it, and where it ends
-    in a function or a class, to that: silence is no answer, nor is a line behind the function that was to be written. (Both
-    were found by policies that were rewarded for them.)
+    And what was written does something: in the function or class that the prompt ends in, if it ends in one, a value is
+    returned, something called, bound, raised or yielded. Silence is no answer (a docstring is a body already), nor is a line
+    behind the function that was to be written, a comment, a bare name: all were found by policies that were rewarded for
+    them, or are the next to be found. Nor is a body that is put off, by `pass`, `...` or NotImplementedError: it parses for
+    every function alike. Whether what is done is what was asked for, this verifier cannot know.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a stranger's escapes and comparisons
             whole = source(task, completion)
             compile(whole, "completion", "exec", dont_inherit=True)
-            if task.prompt and _adds_nothing(task.prompt, whole):
-                return Verdict(0.0, False, "empty: adds nothing to what was begun")
+            if not _does_something(task.prompt, ast.parse(whole)):
+                return Verdict(0.0, False, "empty: nothing is done in what was begun")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return Verdict(0.0, False, f"syntax: {error}"[:200])
     return Verdict(1.0, True, "passed")
 
 
-def _adds_nothing(prompt: str, whole: str) -> bool:
-    """Whether what `prompt` began stands in `whole` as it was, blind to layout; False if the prompt is no program yet."""
-    try:
-        begun, made = ast.parse(prompt).body, ast.parse(whole).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+_OPENS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DOES = (
+    *(ast.Return, ast.Raise, ast.Assert, ast.Delete, ast.Import, ast.ImportFrom, ast.ClassDef),
+    *(ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.Call, ast.Await, ast.Yield, ast.YieldFrom),
+)
+
+
+def _does_something(prompt: str, whole: ast.Module) -> bool:
+    """Whether anything is done in `whole` behind the end of `prompt`, in what that ends in."""
+    end = prompt.count("\n") + 1, len(prompt.rpartition("\n")[2].encode())  # line, byte: as nodes have them
+
+    def does(statements: Sequence[ast.AST], *, before: bool = False) -> bool:
+        waiting = [*statements]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
+                continue
+            done = isinstance(node, _DOES) and not (isinstance(node, ast.Return) and node.value is None)
+            if done and before == ((node.end_lineno or 0, node.end_col_offset or 0) <= end):  # type: ignore[attr-defined]
+                return True
+            waiting += ast.iter_child_nodes(node)
         return False
-    if begun and isinstance(begun[-1], ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        begun, made = begun[-1:], made[len(begun) - 1 : len(begun)]
-    return [ast.dump(s) for s in begun] == [ast.dump(s) for s in made]
+
+    place: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef = whole
+    while begun := [s for s in place.body if (s.lineno, s.col_offset) < end]:
+        inner = begun[-1]
+        # A method that was whole in the prompt may be followed by another; at the top the last function is meant.
+        if not isinstance(inner, _OPENS) or (place is not whole and does(inner.body, before=True)):
+            break
+        place = inner
+    return does(place.body)
 
 
 def examples(task: Task, completion: str) -> list[doctest.Example]:

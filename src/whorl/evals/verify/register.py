@@ -9,8 +9,8 @@ A task names its verifier. It may weigh several: "0.1 format(<answer>) + 0.9 num
 number; in brackets stands what a part compares with, where that is not the task's answer. The whole has passed when every
 part has.
 
-Nothing stops a batch. A verifier that raises, hangs or judges NaN gives 0 and a reason, and `tally` counts the reasons. All
-programs of a batch run together, over the sandbox's workers.
+Nothing stops a batch. A verifier that raises, hangs or judges NaN gives 0, a reason and the mark `failed`; `tally` counts
+reasons. All programs of a batch run together, over the sandbox's workers.
 """
 
 from __future__ import annotations
@@ -153,17 +153,21 @@ def _guarded(verifier: Callable[[Task, str], Verdict], task: Task, text: str) ->
 
 
 def _raised(error: Exception) -> Verdict:
-    return Verdict(0.0, False, f"raised: {type(error).__name__}: {error}".splitlines()[0][:300])
+    return Verdict(0.0, False, f"raised: {type(error).__name__}: {error}".splitlines()[0][:300], failed=True)
 
 
 def _together(found: Sequence[tuple[Part, Verdict]]) -> Verdict:
-    found = [
-        (p, v if math.isfinite(v.reward) else Verdict(0.0, False, f"raised: a reward of {v.reward}"))
-        for p, v in found
-    ]
+    found = [(part, _finite(verdict)) for part, verdict in found]
     if len(found) == 1:
         part, verdict = found[0]
         return replace(verdict, reward=part.weight * verdict.reward)
+    found.sort(key=lambda pair: not pair[1].failed)  # a failure is told before a wrong part
     wrong = [v.reason if ":" in v.reason else f"{v.reason}: {p.name}" for p, v in found if not v.passed]
     reward = sum(p.weight * v.reward for p, v in found)
-    return Verdict(reward, not wrong, wrong[0] if wrong else "passed")
+    return Verdict(reward, not wrong, wrong[0] if wrong else "passed", found[0][1].failed)
+
+
+def _finite(verdict: Verdict) -> Verdict:
+    if math.isfinite(verdict.reward):
+        return verdict
+    return Verdict(0.0, False, f"raised: a reward of {verdict.reward}", failed=True)

@@ -42,8 +42,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Verdict:
-    """reward: what the answer is worth, 1 for a right one as a rule; passed: whether it is right; reason: in a few words."""
+    """reward: what the answer is worth, 1 for a right one as a rule; passed: whether it is right; reason: in a few words;
+    failed: the verifier itself raised or hung, so that the 0 says nothing of the answer (a program of the model's own that
+    raises is a wrong answer, and no failure)."""
 
     reward: float
     passed: bool
     reason: str = ""
+    failed: bool = False

@@ -1,0 +1,30 @@
+"""What `whorl run` says at its end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from whorl.cli.run import closing
+
+
+def artifact(kind: str, name: str, *files: str) -> Any:
+    return SimpleNamespace(kind=kind, name=name, path=Path("store", name), files=files, file=Path)
+
+
+def test_one_command_comes_next_that_of_the_last_model() -> None:
+    made = [
+        artifact("tokens", "r/tokens"),
+        artifact("model", "r/pretrain"),
+        artifact("model", "r/sft"),
+        artifact("report", "r/report", "report.html"),
+    ]
+    assert closing(made, " --store s") == [
+        "model:  store/r/pretrain",
+        "model:  store/r/sft",
+        "report: report.html",
+        'next:   whorl sample r/sft "def " --store s',
+    ]
+    assert closing([made[3]], "") == ["report: report.html"]
+    assert closing(made[:1], "") == ["next:   whorl show r/tokens"]
