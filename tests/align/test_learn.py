@@ -11,13 +11,15 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from pydantic import ValidationError
 from shared import decoder, network, scribe, tokenizer
 
-from whorl.align.config import AheadConfig, KLConfig, LoRAConfig, RLConfig
+from whorl.align.config import AheadConfig, KLConfig, LoRAConfig, MethodConfig, RLConfig
 from whorl.align.data.curriculum import Curriculum
 from whorl.align.experience import Experience
 from whorl.align.learn import train_policy
 from whorl.align.network import Network, frozen
+from whorl.align.policy import method_of
 from whorl.align.rollout import RolloutWorker, with_room
 from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import Task
@@ -64,7 +66,7 @@ def train(
     verifier: str = "format([0-9].*)",
     **rest: Any,
 ):  # type: ignore[no-untyped-def]
-    net = network(temperature=config.temperature, lora=config.lora, critic=config.algorithm == "ppo")
+    net = network(temperature=config.temperature, lora=config.lora, critic=config.critic)
     told: list[dict[str, float]] = []
     seen: list[Experience] = []
     given = tasks(verifier=verifier)
@@ -180,6 +182,40 @@ def test_nothing_is_learnt_from_groups_that_are_all_alike(folder: Path) -> None:
     assert same(net, network())
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "becomes"),
+    [
+        ("grpo", {"method": {"deviation": "none", "average": "constant"}}, "dr_grpo"),
+        ("grpo", {"method": {"ratio": "sequence"}, "clip": (3e-4, 4e-4)}, "gspo"),
+        ("reinforce", {"method": {"baseline": "leave_one_out"}}, "rloo"),
+        ("ppo", {"method": {"baseline": "group", "deviation": "unbiased", "average": "sequence"}}, "grpo"),
+        (
+            "gspo",
+            {"method": {"ratio": "none", "average": "token", "baseline": "batch", "deviation": "none"}},
+            "reinforce",
+        ),
+    ],
+)
+def test_an_algorithm_becomes_another_by_what_differs(
+    algorithm: str, changes: dict[str, Any], becomes: str, folder: Path
+) -> None:
+    given = {**SMALL.model_dump(exclude_unset=True), "epochs": 2, "steps": 2}
+    net, _, _ = train(folder, RLConfig.model_validate({**given, **changes, "algorithm": algorithm}))
+    assert same(net, train(folder, RLConfig.model_validate({**given, "algorithm": becomes}))[0])
+    assert not same(net, train(folder, RLConfig.model_validate({**given, "algorithm": algorithm}))[0])
+
+
+def test_a_dual_clip_reaches_the_objective() -> None:
+    assert method_of(SMALL.model_copy(update={"method": MethodConfig(dual_clip=3.0)})).dual_clip == 3.0
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
+def test_an_entropy_bonus_spreads_what_is_said(lora: LoRAConfig | None, folder: Path) -> None:
+    config = SMALL.model_copy(update={"method": MethodConfig(entropy=0.1), "lora": lora})
+    _, told, _ = train(folder, config, verifier="exact")  # rewards that teach nothing
+    assert told[-1]["entropy"] > told[0]["entropy"]
+
+
 def test_a_verifier_that_raises_is_counted_and_training_goes_on(folder: Path) -> None:
     _, told, _ = train(folder, verifier="custom:json:loads")
     assert len(told) == SMALL.steps
@@ -210,6 +246,16 @@ def test_what_does_not_go_together_is_refused(folder: Path) -> None:
         train_policy(network(), worker, SMALL.model_copy(update={"algorithm": "ppo"}))
     with pytest.raises(ConfigError, match="no use for a critic"):
         train_policy(network(critic=True), worker, SMALL)
+    given = SMALL.model_dump(exclude_unset=True)
+    for wrong, said in (
+        ({"answers": 1, "algorithm": "ppo", "method": {"baseline": "group"}}, "group compares the answers"),
+        ({"algorithm": "rloo", "clip": (0.2, 0.2)}, "clip is given, and rloo has no ratio"),
+        ({"method": {"ratio": "none", "dual_clip": 3}}, "method.dual_clip is given"),
+        ({"ahead": {"correct": "trace", "level": "mean"}}, "a trace weighs token by token"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            RLConfig.model_validate(given | wrong)
+    assert RLConfig.model_validate(given | {"answers": 1, "method": {"baseline": "none"}}).answers == 1
 
 
 def test_tasks_without_room_are_left_out_and_counted() -> None:

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
-from whorl.objectives.group_estimators import Baseline, Deviation, Running, advantages
+from whorl.objectives.group_estimators import Baseline, Deviation, advantages
 
 
 def by_loops(
-    reward: list[float], group: list[int], baseline: Baseline, deviation: Deviation, eps: float, before: float
+    reward: list[float], group: list[int], baseline: Baseline, deviation: Deviation, eps: float
 ) -> list[float]:
     out = []
     for i, r in enumerate(reward):
@@ -31,9 +31,9 @@ def by_loops(
         elif baseline == "leave_one_out":
             a = r - sum(others) / len(others) if others else 0.0
         else:
-            a = r - (before if baseline == "running" else 0.0)
+            a = r
         if len(set(compared)) == 1:
-            out.append(0.0 if baseline not in ("none", "running") else a)
+            out.append(a if baseline == "none" else 0.0)
             continue
         if deviation != "none":
             n = len(compared) - (deviation == "unbiased")
@@ -45,7 +45,7 @@ def by_loops(
 @settings(max_examples=150, deadline=None)
 @given(
     answers=st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 3)), min_size=1, max_size=16),
-    baseline=st.sampled_from(["none", "batch", "running", "group", "leave_one_out"]),
+    baseline=st.sampled_from(["none", "batch", "group", "leave_one_out"]),
     deviation=st.sampled_from(["none", "biased", "unbiased"]),
     eps=st.sampled_from([0.0, 1e-4]),
 )
@@ -59,9 +59,8 @@ def test_they_are_their_definitions(
         baseline=baseline,
         deviation=deviation,
         eps=eps,
-        running=Running(0.3, 5),
     )
-    wanted = by_loops(reward, group, baseline, deviation, eps, 0.3)
+    wanted = by_loops(reward, group, baseline, deviation, eps)
     assert found.advantage.tolist() == pytest.approx(wanted, abs=1e-9)
     even = [len({r for r, h in zip(reward, group, strict=True) if h == g}) == 1 for g in group]
     assert found.all_equal.tolist() == even
@@ -96,16 +95,6 @@ def test_leaving_oneself_out_is_the_group_mean_scaled() -> None:
     torch.testing.assert_close(out, mean * 4 / 3)
 
 
-def test_the_running_mean_is_that_of_the_batches_before() -> None:
-    running = Running(decay=0.5)
-    running = running.after(torch.tensor([2.0, 4.0]))
-    assert running.mean == 3.0
-    running = running.after(torch.tensor([5.0])).after(torch.tensor([]))
-    assert (running.mean, running.count) == (4.0, 2)
-    told = advantages(torch.tensor([5.0]), torch.tensor([0]), baseline="running", running=running)
-    assert told.advantage.tolist() == [1.0]
-
-
 def test_no_answers_are_no_groups() -> None:
     for baseline in ("none", "batch", "group", "leave_one_out"):
         empty = torch.zeros(0)
@@ -113,7 +102,7 @@ def test_no_answers_are_no_groups() -> None:
         assert found.advantage.shape == (0,) and (found.groups, found.even) == (0, 0)
 
 
-@pytest.mark.parametrize("wrong", [{"baseline": "critic"}, {"baseline": "running"}])
+@pytest.mark.parametrize("wrong", [{"baseline": "critic"}])
 def test_baselines_that_cannot_be_had_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), **wrong)

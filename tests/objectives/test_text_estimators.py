@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.objectives.text_estimators import text_gae, text_v_trace, whitened
+from whorl.objectives.text_estimators import text_gae, whitened
 
 LENGTHS = (3, 0, 5, 1)
 
 
-def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(reward, value, log_ratio, sequence), each [9] in fp64, the texts' tokens mixed but in their order."""
+def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(reward, value, sequence), each [9] in fp64, the texts' tokens mixed but in their order."""
     g = torch.Generator().manual_seed(seed)
     sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
     sequence = sequence[torch.randperm(len(sequence), generator=g)]
-    reward, value, log_ratio = torch.randn(3, len(sequence), generator=g, dtype=torch.float64)
-    return reward, value, log_ratio, sequence
+    reward, value = torch.randn(2, len(sequence), generator=g, dtype=torch.float64)
+    return reward, value, sequence
 
 
 def gae_by_loops(
@@ -35,7 +35,7 @@ def gae_by_loops(
 @pytest.mark.parametrize("bootstrapped", [False, True])
 @pytest.mark.parametrize(("discount", "decay"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0)])
 def test_gae_runs_over_each_text_alone(bootstrapped: bool, discount: float, decay: float) -> None:
-    reward, value, _, sequence = drawn()
+    reward, value, sequence = drawn()
     beyond = torch.tensor([0.3, 9.0, 0.0, -1.0], dtype=torch.float64) if bootstrapped else None
     advantage, target = text_gae(reward, value, sequence, discount=discount, lambda_=decay, beyond=beyond)
     for s in range(4):
@@ -57,39 +57,10 @@ def test_with_a_reward_at_the_end_and_no_critic_every_token_has_it() -> None:
     assert advantage.tolist() == [1, 1, 1, -1, -1]
 
 
-@pytest.mark.parametrize(("rho", "c", "decay"), [(1.0, 1.0, 1.0), (2.0, 0.7, 0.9)])
-def test_v_trace_is_its_sum_over_what_follows(rho: float, c: float, decay: float) -> None:
-    reward, value, log_ratio, sequence = drawn(1)
-    found = text_v_trace(reward, value, log_ratio, sequence, discount=0.9, lambda_=decay, rho=rho, c=c)
-    for s in range(4):
-        here = sequence == s
-        r, v, w = (x[here].tolist() for x in (reward, value, log_ratio.exp()))
-        n = len(r)
-        v = [*v, 0.0]
-        target = []
-        for t in range(n):  # arXiv:1802.01561, eq. 1, as it is printed
-            total, product = v[t], 1.0
-            for k in range(t, n):
-                total += 0.9 ** (k - t) * product * min(rho, w[k]) * (r[k] + 0.9 * v[k + 1] - v[k])
-                product *= decay * min(c, w[k])
-            target.append(total)
-        assert found.target[here].tolist() == pytest.approx(target)
-        after = [*target[1:], 0.0]
-        wanted = [min(rho, w[t]) * (r[t] + 0.9 * after[t] - v[t]) for t in range(n)]
-        assert found.advantage[here].tolist() == pytest.approx(wanted)
-
-
-def test_fresh_samples_make_it_gae_with_lambda_1() -> None:
-    reward, value, _, sequence = drawn(2)
-    traced = text_v_trace(reward, value, torch.zeros_like(reward), sequence)
-    torch.testing.assert_close(traced.target, text_gae(reward, value, sequence, lambda_=1.0)[1])
-
-
 def test_no_tokens_have_no_advantages() -> None:
     empty = torch.zeros(0)
     for beyond in (None, torch.ones(3)):
         assert text_gae(empty, empty, empty.long(), beyond=beyond)[0].shape == (0,)
-        assert text_v_trace(empty, empty, empty, empty.long(), beyond=beyond).target.shape == (0,)
 
 
 def test_whitening() -> None:
@@ -101,7 +72,7 @@ def test_whitening() -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    reward, value, _, sequence = drawn()
+    reward, value, sequence = drawn()
     with pytest.raises(ConfigError):
         text_gae(reward[:2], value, sequence)
     with pytest.raises(ConfigError, match="beyond"):

@@ -266,7 +266,7 @@ def test_presets_differ_where_their_papers_do() -> None:
     grpo, dapo, dr, gspo = (PRESETS[name] for name in ("grpo", "dapo", "dr_grpo", "gspo"))
     assert (grpo.average, grpo.deviation, grpo.kl_weight) == ("sequence", "unbiased", 0.04)
     assert (dr.average, dr.deviation) == ("constant", "none")
-    assert (dapo.clip_low, dapo.clip_high, dapo.average, dapo.resample) == (0.2, 0.28, "token", True)
+    assert (dapo.clip_low, dapo.clip_high, dapo.average) == (0.2, 0.28, "token")
     assert gspo.ratio == "sequence"
     for one, other in itertools.combinations(PRESETS.values(), 2):
         assert one != other

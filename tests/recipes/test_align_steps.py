@@ -12,6 +12,7 @@ from whorl.align.stage import read_pairs, read_tasks
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify import verify_all
 from whorl.recipes import Outcome, load_recipe, parse_recipe, run_recipe
+from whorl.recipes.stages import told
 from whorl.recipes.steps.report import ReportConfig, report_data
 from whorl.runs import Progress
 from whorl.sandbox import Sandbox
@@ -98,6 +99,25 @@ def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: Outcome)
     assert (
         summary["texts"] == 300 and not summary["left_out"] and summary["final"]["nll"] < 1.5
     )  # untrained: 5.5
+
+
+def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: Outcome) -> None:
+    assert (
+        "solved" not in done.artifacts["sft"].summary
+    )  # 96 ids have no room for a prompt and an answer of 96
+    assert "no held-out task has room for its prompt and sft.max_tokens: 96" in log_of(done)
+    found = run(store, "base.max_tokens=12", "base.tested=4", until="base").artifacts["base"]
+    before, after = (found.summary["solved"][when] for when in ("before", "after"))
+    assert found.summary["tasks"] == {"test": 4} and before == {"tasks": 4.0, "passed_greedily": 0.0}
+    assert after["tasks"] == 4 and 0 <= after["passed_greedily"] <= 1
+    assert (
+        f"held-out tasks passed: 0%, then {after['passed_greedily']:.0%}, greedily"
+        in found.summary["headline"]
+    )
+    section = told(found)
+    assert section["tested"] == 4 and section["passed"] is None
+    assert section["passed_greedily"] == {"before": 0.0, "after": after["passed_greedily"]}
+    assert "solved" not in run(store, "base.tested=0", until="base").artifacts["base"].summary
 
 
 def test_rlvr_tells_before_and_after(done: Outcome) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -18,34 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from store_notes import child, make
 
-from whorl.errors import CorruptArtifactError, DiskFullError, StoreError
-from whorl.store import Artifact, Store
+from whorl.errors import CorruptArtifactError, StoreError
+from whorl.store import Store
 from whorl.store.address import address_of, canonical_json
-from whorl.store.lock import FileLock, HeartbeatLock
-from whorl.store.remote import Remote
-
-
-def make(
-    store: Store, name: str = "a/one", text: str = "hello", parents: dict[str, Artifact] | None = None
-) -> Artifact:
-    with store.build(
-        kind="note", name=name, parents=parents or {}, config={"text": text}, version=1
-    ) as build:
-        if build.done is None:
-            (build.path / "note.txt").write_text(text)
-            (build.path / "deep").mkdir()
-            (build.path / "deep" / "part.bin").write_bytes(bytes(1000))
-            build.summary["letters"] = len(text)
-    assert build.artifact is not None
-    return build.artifact
-
-
-def child(code: str, *args: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)], stdout=subprocess.PIPE, text=True
-    )
-
+from whorl.store.lock import FileLock
 
 json_leaves = (
     st.none()
@@ -299,161 +273,3 @@ def test_gc_spares_the_parents_of_a_build_under_way(tmp_path: Path) -> None:
         assert store.gc(dry_run=False, recent_seconds=0) == []
         assert build.path.exists() and parent.path.exists()
         (build.path / "x").write_text("x")
-
-
-class FullDisk(RuntimeError):
-    """As libraries do it: an error of their own around the system's words."""
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), FullDisk("write: No space left on device")]
-)
-def test_disk_full_in_a_step(tmp_path: Path, error: Exception) -> None:
-    store = Store(tmp_path)
-    whole = make(store)
-    with (
-        pytest.raises(DiskFullError, match="whorl gc"),
-        store.build(kind="note", name="n", parents={}, config={}, version=1) as build,
-    ):
-        (build.path / "half").write_text("half")
-        raise error
-    assert [artifact.address for artifact in store.artifacts()] == [whole.address]
-    assert list((tmp_path / "staging").iterdir()) == []
-
-
-def _mount(folder: Path, options: str) -> None:
-    folder.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True)
-    if done.returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-
-
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    _mount(disk, "size=300k")
-    try:
-        store = Store(disk)
-        make(store)
-        with (
-            pytest.raises(DiskFullError, match="is full"),
-            store.build(kind="note", name="n", parents={}, config={}, version=1) as build,
-        ):
-            (build.path / "big").write_bytes(bytes(1_000_000))
-        assert store.verify() == [] and len(store.artifacts()) == 1
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-def test_a_really_read_only_store_reads_and_says_what_to_do(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    _mount(disk, "size=1m")
-    try:
-        first = make(Store(disk))
-        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        store = Store(disk)
-        assert make(store).address == first.address  # done: looked up, nothing written
-        assert store.open("a/one").file("note.txt").read_text() == "hello" and store.verify() == []
-        with pytest.raises(StoreError, match=r"(?s)cannot be written.*--store"):
-            make(store, text="new")
-    finally:
-        subprocess.run(["umount", disk], check=True)
-
-
-def test_a_store_that_cannot_be_written_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: Path, *_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(self))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(StoreError, match=r"(?s)cannot be written.*--store"):
-        make(Store(tmp_path / "store"))
-
-
-def test_a_store_on_a_plain_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(StoreError, match="cannot be written"):
-        make(Store(tmp_path / "file"))
-
-
-def test_a_store_where_nothing_can_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Path, *_: object, **__: object) -> None:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))  # as /proc does
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(StoreError, match=r"(?s)cannot be made.*--store"):
-        make(Store(tmp_path / "store"))
-
-
-def test_the_location_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WHORL_HOME", str(tmp_path / "home"))
-    assert Store().root == tmp_path / "home"
-    monkeypatch.delenv("WHORL_HOME")
-    monkeypatch.chdir(tmp_path)
-    assert Store().root == tmp_path / ".whorl"
-
-
-# Stores under a URL
-
-
-@pytest.fixture
-def url() -> Any:
-    import fsspec
-
-    fsspec.filesystem("memory").store.clear()
-    return "memory://store"
-
-
-def test_a_url_store_makes_finds_and_downloads(tmp_path: Path, url: str) -> None:
-    here, there = Store(url, cache=tmp_path / "here"), Store(url, cache=tmp_path / "there")
-    root = make(here, "a/root", "root")
-    leaf = make(here, "a/leaf", "leaf", {"from": root})
-    with there.build(kind="note", name="a/root", parents={}, config={"text": "root"}, version=1) as build:
-        assert build.done is not None
-    assert not there.has_local(root.address)  # a look-up downloads no files
-    assert there.open("leaf").file("note.txt").read_text() == "leaf"
-    assert there.lineage(leaf)["parents"]["from"]["name"] == "a/root"
-    assert there.verify() == [] and len(there.artifacts()) == 2
-
-
-def test_a_url_store_mends_a_damaged_local_copy_from_afar(tmp_path: Path, url: str) -> None:
-    store = Store(url, cache=tmp_path)
-    artifact = make(store)
-    artifact.file("note.txt").write_text("damaged")
-    with pytest.raises(CorruptArtifactError):
-        artifact.file("note.txt")
-    with store.build(kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1) as build:
-        assert build.done is not None
-    assert store.open("a/one").file("note.txt").read_text() == "hello"
-
-
-def test_a_url_store_publishes_nothing_half_and_collects_garbage(tmp_path: Path, url: str) -> None:
-    store = Store(url, cache=tmp_path)
-    with pytest.raises(ZeroDivisionError), store.build(kind="n", name="n", parents={}, config={}, version=1):
-        raise ZeroDivisionError
-    assert store.artifacts() == []
-    make(store, "a/one", "1")
-    make(store, "a/one", "2")
-    assert len(store.gc(dry_run=False, recent_seconds=0)) == 1
-    assert [artifact.config["text"] for artifact in Store(url, cache=tmp_path / "new").artifacts()] == ["2"]
-
-
-def test_an_unknown_url_is_refused() -> None:
-    with pytest.raises(StoreError, match="nosuch"):
-        Store("nosuch://bucket/store")
-
-
-def test_a_heartbeat_lock_excludes_and_a_dead_owner_is_taken_over(url: str) -> None:
-    remote = Remote(url)
-    first = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
-    first.wait()
-    second = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
-    waiter = threading.Thread(target=second.wait)
-    waiter.start()
-    waiter.join(timeout=1.0)
-    assert waiter.is_alive()  # a living owner is waited for, beyond dead_after
-    first._stop.set()  # dies without releasing
-    waiter.join(timeout=5)
-    assert not waiter.is_alive()
-    second.release()
-    assert remote.read("locks/x") is None

@@ -172,6 +172,29 @@ class KLConfig(BaseModel):
     )
 
 
+class MethodConfig(BaseModel):
+    """What is changed of the algorithm, each as one argument of `objectives/text_policy.py`; None leaves the algorithm's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ratio: Literal["none", "token", "sequence"] | None = Field(
+        default=None, description="of whom the ratio is that weighs an answer: of each token, or of all of it"
+    )
+    dual_clip: float | None = Field(
+        default=None, gt=1, description="times the advantage: the most that a bad answer may weigh"
+    )
+    average: Literal["token", "sequence", "constant"] | None = Field(
+        default=None, description="who weighs the same: all tokens, all answers, or max_tokens of any"
+    )
+    baseline: Literal["none", "batch", "group", "leave_one_out"] | None = Field(
+        default=None, description="what is taken off a reward: nothing, or a mean"
+    )
+    deviation: Literal["none", "biased", "unbiased"] | None = Field(
+        default=None, description="what it is divided by then"
+    )
+    entropy: float = Field(default=0.0, ge=0, description="weight of an entropy bonus")
+
+
 class AheadConfig(BaseModel):
     """Whether answers are sampled ahead of the learner, and what is done about their age."""
 
@@ -191,7 +214,16 @@ class AheadConfig(BaseModel):
     correct: Literal["none", "truncate", "mask", "trace"] = Field(
         default="truncate", description="importance weights of what older weights sampled"
     )
+    level: Literal["token", "sequence", "mean"] = Field(
+        default="token", description="whose weight it is: a token's, an answer's, or its tokens' mean"
+    )
     bound: float = Field(default=2.0, gt=1, description="of these weights")
+
+    @model_validator(mode="after")
+    def _possible(self) -> AheadConfig:
+        if self.correct == "trace" and self.level != "token":
+            raise ValueError(f"level is {self.level}: a trace weighs token by token")
+        return self
 
 
 class RLConfig(StageConfig):
@@ -211,6 +243,7 @@ class RLConfig(StageConfig):
     clip: tuple[float, float] | None = Field(
         default=None, description="how far below and above 1 a ratio may go; default: the algorithm's"
     )
+    method: MethodConfig = MethodConfig()
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="PPO: 1 is Monte Carlo minus the critic")
     kl: KLConfig = KLConfig()
     ahead: AheadConfig = AheadConfig()
@@ -237,9 +270,21 @@ class RLConfig(StageConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> RLConfig:
-        if self.answers < 2 and self.algorithm not in ("reinforce", "ppo"):
+        alone = (
+            self.algorithm in ("reinforce", "ppo")
+            if self.method.baseline is None
+            else self.method.baseline in ("none", "batch")
+        )
+        if self.answers < 2 and not alone:
             raise ValueError(
-                f"answers is {self.answers}: {self.algorithm} compares the answers to one task, and needs 2 at least"
+                f"answers is {self.answers}: {self.method.baseline or self.algorithm} compares the answers to one task, "
+                "and needs 2 at least"
+            )
+        ratio = self.method.ratio or ("none" if self.algorithm in ("reinforce", "rloo") else "token")
+        if ratio == "none" and (self.clip or self.method.dual_clip):
+            raise ValueError(
+                f"{'clip' if self.clip else 'method.dual_clip'} is given, and {self.algorithm} has no ratio to clip: "
+                "set method.ratio to token or sequence"
             )
         if self.max_tokens >= self.length:
             raise ValueError(
@@ -253,6 +298,11 @@ class RLConfig(StageConfig):
         if (self.overlong or 0) > self.max_tokens:
             raise ValueError(f"overlong ({self.overlong}) is beyond max_tokens ({self.max_tokens})")
         return self
+
+    @property
+    def critic(self) -> bool:
+        """Whether a critic's word is the baseline."""
+        return self.algorithm == "ppo" and self.method.baseline is None
 
     @property
     def draws_again(self) -> int:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,17 +35,13 @@ from whorl.align.network import Network
 from whorl.align.rows import by_length, cut, lay, pack
 from whorl.align.teacher import Teacher, Told, fingerprint_of
 from whorl.align.texts import Scribe, Text, joined
-from whorl.align.training import Observer, fingerprint, learner_of, micro_rows
+from whorl.align.training import Observer, Once, fingerprint, micro_rows, run_stage
 from whorl.errors import ConfigError, DataError
 from whorl.objectives import Loss
 from whorl.objectives.log_probs import token_log_probs
 from whorl.runs.seeds import derive, numpy_rng
-from whorl.train.checkpoint import restore
 from whorl.train.config import RoutingConfig
-from whorl.train.keeper import Keeper
-from whorl.train.loop import Clock, learn
 from whorl.train.mixtures import Mixtures
-from whorl.train.schedule import factor
 from whorl.train.update import Part
 from whorl.train.world import World
 
@@ -87,44 +82,23 @@ def learn_from(
         "texts": fingerprint(texts),
         "teacher": teacher.identity(),
     }
-    keeper = (
-        Keeper(scratch, identity, seconds=config.checkpoint_seconds, say=say) if scratch is not None else None
-    )
-    found = keeper.resume() if keeper is not None else None
-    first = found.step if found is not None else 0
-    positions = config.batch_texts * -(-config.length // 8) * 8  # rows are rounded up so (`rows.lay`)
-    learner = learner_of(network, objective, config, positions=positions, steps_done=first)
-    if found is not None:
-        restore(learner.shared.tensors(), found.tensors)
-        say(f"continues at step {first:,} of {batches.steps:,}")
 
-    def passes(record: _Record) -> list[list[Part]]:
-        objective.fresh = record.fresh
-        parts: list[Part] = list(cut(record.part, micro_rows(config, record.part)))
-        record.figures["positions"] = float(sum(part["tokens"].numel() for part in parts))
-        batches.newest = record
-        return [parts]
+    def parts(first: int, _: Once) -> Iterator[list[Part]]:
+        for record in batches.after(first):
+            objective.fresh, batches.newest = record.fresh, record
+            pieces: list[Part] = list(cut(record.part, micro_rows(config, record.part)))
+            record.figures["positions"] = float(sum(piece["tokens"].numel() for piece in pieces))
+            yield pieces
 
-    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+    def told(step: int, metrics: dict[str, float]) -> None:
         mixtures.end_step()
-        told = {**metrics, **batches.newest.figures, **objective.take()}
-        told |= {f"seconds_{name}": s for name, s in clock.take().items()}
-        observe(done, told)
-        border = done % config.refresh == 0 or not batches.own
-        if keeper is not None and done < batches.steps and border and keeper.due():
-            keeper.save(done, learner.shared.tensors())
+        observe(step, {**metrics, **batches.newest.figures, **objective.take()})
 
-    network.train()
-    with keeper or nullcontext():
-        learn(
-            learner,
-            batches.after(first),
-            passes,
-            first=first,
-            last=batches.steps,
-            factor=lambda step: factor(step, batches.steps, config.schedule),
-            after=after,
-        )
+    run_stage(
+        network, config, objective, parts, identity=identity, steps=batches.steps,
+        positions=config.batch_texts * -(-config.length // 8) * 8,  # rows are rounded up so (`rows.lay`)
+        observe=told, may_save=lambda step: step % config.refresh == 0 or not batches.own, scratch=scratch, say=say,
+    )  # fmt: skip
     return network.eval()
 
 

@@ -3,9 +3,9 @@
     advantages(config, experience)     [R] rewards -> [R, T] advantages, by the algorithm's baseline
     objective_of(config, network)      micro-batch -> Loss, by the algorithm's surrogate, clip and average
 
-The algorithm is a `Method` (`objectives/text_policy.py`), of which the configuration may change the clip and the KL.
-`Signals` is what goes on from record to record beside weights: the KL's weight where it is adapted, the mean reward where
-that is the baseline, and how far the engine's word for a token was from the trainer's.
+The algorithm is a `Method` (`objectives/text_policy.py`), of which the configuration may change any argument. `Signals` is
+what goes on from record to record beside weights: the KL's weight where it is adapted, and how far the engine's word for a
+token was from the trainer's.
 
 The subtle part is parity. The first forward of a record is by the very weights that sampled it, so there every token's
 log-probability must be the engine's but for rounding: 1e-4 in fp32. It costs nothing to look, and every record that the
@@ -28,7 +28,6 @@ from whorl.align.network import Network
 from whorl.errors import ConfigError
 from whorl.objectives import Loss
 from whorl.objectives.divergences import adapted_kl_weight, kl_reward
-from whorl.objectives.group_estimators import Running
 from whorl.objectives.group_estimators import advantages as group_advantages
 from whorl.objectives.importance import importance_weights
 from whorl.objectives.text_estimators import text_gae, whitened
@@ -45,11 +44,16 @@ def method_of(config: RLConfig) -> Method:
         "kl_weight": config.kl.weight,
         "kl": config.kl.estimator or method.kl,
         "kl_in": config.kl.place or method.kl_in,
-        "overlong": config.falls_over,
+        "entropy_weight": config.method.entropy,
     }
+    if config.method.ratio == "none":
+        changed["clip_low"] = changed["clip_high"] = None
+    for name in ("ratio", "dual_clip", "average", "baseline", "deviation"):
+        if (given := getattr(config.method, name)) is not None:
+            changed[name] = given
     if config.clip is not None:
         changed["clip_low"], changed["clip_high"] = config.clip
-    if method.average == "constant":
+    if changed.get("average", method.average) == "constant":
         changed["constant"] = float(config.max_tokens)
     return replace(method, **changed)
 
@@ -79,7 +83,6 @@ class Signals:
 
     def __init__(self, config: RLConfig) -> None:
         self.kl_weight, self.target = config.kl.weight, config.kl.target
-        self.running = Running()
         self.parity: float | None = None
         self.figures: dict[str, float] = {}
         self._expected: int | None = None
@@ -121,12 +124,11 @@ class Signals:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"kl_weight": self.kl_weight, "mean": self.running.mean, "count": self.running.count}
+        return {"kl_weight": self.kl_weight}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another one was."""
         self.kl_weight = state["kl_weight"]
-        self.running = Running(state["mean"], state["count"])
 
 
 @torch.no_grad()
@@ -135,8 +137,8 @@ def advantages(config: RLConfig, experience: Experience, signals: Signals) -> di
     with workers weight."""
     method, part = method_of(config), experience.part
     mask, reward = part["loss_mask"], experience.reward.clone()
-    if method.overlong:
-        reward += overlong_reward(experience.length, config.max_tokens, method.overlong)
+    if config.falls_over:
+        reward += overlong_reward(experience.length, config.max_tokens, config.falls_over)
     current = part.get("proximal_log_prob", part["behaviour_log_prob"])
     kl: Tensor | None = None
     if "reference_log_prob" in part:
@@ -162,10 +164,7 @@ def advantages(config: RLConfig, experience: Experience, signals: Signals) -> di
         if penalty is not None:
             reward += penalty.sum(1)
         group = torch.arange(experience.rows) // config.answers
-        told = group_advantages(
-            reward, group, baseline=method.baseline, deviation=method.deviation, running=signals.running
-        )
-        signals.running = signals.running.after(reward)
+        told = group_advantages(reward, group, baseline=method.baseline, deviation=method.deviation)
         found["advantage"] = told.advantage[:, None] * mask
     if config.ahead.workers and config.ahead.correct != "none":
         weight, ratios = importance_weights(
@@ -173,6 +172,7 @@ def advantages(config: RLConfig, experience: Experience, signals: Signals) -> di
             part["behaviour_log_prob"][mask],
             rows,
             rule=config.ahead.correct,
+            level=config.ahead.level,
             high=config.ahead.bound,
         )
         found["weight"] = spread(weight)
@@ -185,9 +185,9 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
     method = method_of(config)
 
     def objective(part: Part) -> Loss:
-        judged = network.judge(
-            part, entropy=network.lora is None
-        )  # with a frozen head its gradient is cheaper
+        bonus = method.entropy_weight > 0
+        # Of adapters only where it counts: with a frozen head the gradient without it is cheaper.
+        judged = network.judge(part, entropy=bonus or network.lora is None)
         signals.saw(part, judged.log_prob)
         mask = part["loss_mask"]
         n = len(mask)  # every row is one text
@@ -203,7 +203,7 @@ def objective_of(config: RLConfig, network: Network, signals: Signals) -> Callab
             )
             if name in part
         }
-        entropy = None if judged.entropy is None else judged.entropy.detach()
+        entropy = judged.entropy if bonus or judged.entropy is None else judged.entropy.detach()
         tokens = Tokens(judged.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
         now = replace(method, kl_weight=signals.kl_weight)
         loss = policy_loss(tokens, now)

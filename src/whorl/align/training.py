@@ -101,6 +101,7 @@ def run_stage(
     positions: int,
     once: Callable[[], dict[str, Tensor]] = dict,
     observe: Observer = lambda step, metrics: None,
+    may_save: Callable[[int], bool] = lambda step: True,
     scratch: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -112,6 +113,7 @@ def run_stage(
         positions: of a step, at most.
         once: called before the first step, with the weights as they were given.
         observe: told after each step the means of all metrics, and seconds by what they were spent on.
+        may_save: whether a run may go on from behind that many steps.
         scratch: folder for checkpoints; None keeps none.
 
     Raises:
@@ -134,7 +136,7 @@ def run_stage(
     def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
         spent = {f"seconds_{name}": s for name, s in clock.take().items()}
         observe(done, {**metrics, **spent})
-        if keeper is not None and done < steps and keeper.due():
+        if keeper is not None and done < steps and may_save(done) and keeper.due():
             keeper.save(done, {**learner.shared.tensors(), **{ONCE + n: t for n, t in kept.items()}})
 
     network.train()

@@ -4,7 +4,6 @@ Of S answers with rewards r, those with the same number in `group` answer one pr
 
     none            A = r
     batch           A = r - mean of all                                     (Williams 1992: any baseline, less variance)
-    running         A = r - mean of the batches before                      `Running`
     group           A = r - mean of the group                               GRPO, arXiv:2402.03300, section 4.1
     leave_one_out   A = r - mean of the group's others = n / (n - 1) (r - mean)          RLOO, arXiv:2402.14740, eq. 8
     critic          not here: `text_estimators.py`
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from whorl.errors import ConfigError, DataError
 
-Baseline = Literal["none", "batch", "running", "group", "leave_one_out", "critic"]
+Baseline = Literal["none", "batch", "group", "leave_one_out", "critic"]
 Deviation = Literal["none", "biased", "unbiased"]
 
 
@@ -44,22 +43,6 @@ class Advantages:
     all_equal: Tensor
 
 
-@dataclass(frozen=True)
-class Running:
-    """The mean of all rewards so far, newer ones weighing more.  mean: of `count` batches; decay: of the old mean."""
-
-    mean: float = 0.0
-    count: int = 0
-    decay: float = 0.9
-
-    def after(self, reward: Tensor) -> Running:
-        """With one more batch of rewards [S]. The first is taken whole; S = 0 changes nothing."""
-        if not reward.numel():
-            return self
-        keep = self.decay if self.count else 0.0
-        return Running(keep * self.mean + (1 - keep) * float(reward.mean()), self.count + 1, self.decay)
-
-
 @torch.no_grad()
 def advantages(
     reward: Tensor,
@@ -68,13 +51,12 @@ def advantages(
     baseline: Baseline = "group",
     deviation: Deviation = "none",
     eps: float = 1e-4,
-    running: Running | None = None,
 ) -> Advantages:
     """Advantages of S answers by the baseline named.
 
     Args:
         reward: [S]; group: [S] int64, any numbers from 0; groups may differ in size and lie anyhow.
-        eps: added to the deviation. running: of the batches before, where that is the baseline; it is not changed here.
+        eps: added to the deviation.
 
     Raises:
         ConfigError: shapes that do not fit, or a baseline that cannot be had here.
@@ -91,8 +73,6 @@ def advantages(
         )
     if baseline == "critic":
         raise ConfigError("a critic's baseline is not one of rewards alone", do="see text_estimators.py")
-    if baseline == "running" and running is None:
-        raise ConfigError("a running baseline without the rewards before", do="give `running`")
     names, where = torch.unique(group, return_inverse=True)
     own = _compare(reward, where, len(names))
     told = own if baseline in ("group", "leave_one_out") else _compare(reward, torch.zeros_like(where), 1)
@@ -100,7 +80,6 @@ def advantages(
     subtracted: dict[Baseline, Tensor | float] = {
         "none": 0.0,
         "batch": told.mean,
-        "running": running.mean if running is not None else 0.0,
         "group": told.mean,
         "leave_one_out": others,
     }
@@ -109,7 +88,7 @@ def advantages(
         divisor = told.n if deviation == "biased" else (told.n - 1).clamp(min=1)
         scale = (told.squares / divisor).sqrt() + eps
         found = torch.where(told.even, found, found / scale)  # no deviation, no division
-    if baseline not in ("none", "running"):
+    if baseline != "none":
         found = found.masked_fill(told.even, 0.0)
     even = torch.zeros(len(names), dtype=torch.bool, device=reward.device).scatter(0, where, own.even)
     return Advantages(found, len(names), int(even.sum()), own.even)

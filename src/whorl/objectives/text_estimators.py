@@ -2,7 +2,7 @@
 
 Each token that was sampled is a step: the state is the text before it, the action the token, the reward mostly 0 but at
 the last (plus a KL penalty at each, `divergences.kl_reward`). N tokens of S sequences are laid out [T, S], as long as the
-longest, and `gae` and `v_trace` do the rest. Texts end: behind the last token nothing follows, so its next value is 0,
+longest, and `gae` does the rest. Texts end: behind the last token nothing follows, so its next value is 0,
 unless it was cut off at the limit and is to be bootstrapped (`beyond`).
 
 The subtle part is what a step is. Tokens that nobody chose (a prompt, a tool's answer, an id that was forced) are no steps:
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.objectives.estimators import Steps, VTrace, gae, v_trace
+from whorl.objectives.estimators import Steps, gae
 from whorl.objectives.group_estimators import Deviation
 
 
@@ -45,32 +45,6 @@ def text_gae(
     place, steps = _lay(reward, value, sequence, beyond)
     advantage = gae(steps, discount, lambda_)[place] if len(reward) else torch.zeros_like(reward)
     return advantage, advantage + value
-
-
-@torch.no_grad()
-def text_v_trace(
-    reward: Tensor,
-    value: Tensor,
-    log_ratio: Tensor,
-    sequence: Tensor,
-    *,
-    discount: float = 1.0,
-    lambda_: float = 1.0,
-    rho: float = 1.0,
-    c: float = 1.0,
-    beyond: Tensor | None = None,
-) -> VTrace:
-    """The same for stale samples (`estimators.v_trace`): its target and advantage, each [N].
-
-    log_ratio: [N] log of the policy that learns over the one that sampled; the rest as in `text_gae`.
-    """
-    place, steps = _lay(reward, value, sequence, beyond)
-    if not len(reward):
-        return VTrace(value, reward)
-    spread = torch.zeros_like(steps.reward)
-    spread[place] = log_ratio
-    found = v_trace(steps, spread, discount, lambda_=lambda_, rho=rho, c=c)
-    return VTrace(found.target[place], found.advantage[place])
 
 
 @torch.no_grad()

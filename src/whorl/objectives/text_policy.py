@@ -80,8 +80,8 @@ class Method:
     no clip; dual_clip: c above; average, constant: as above; kl_weight, kl, kl_in: the penalty, its estimator, and whether
     it is a term of the loss or of the reward; entropy_weight.
 
-    baseline, deviation: `group_estimators.py`; resample: draw other prompts for groups whose rewards are all equal (DAPO,
-    section 3.2); overlong: tokens before the limit over which `overlong_reward` falls, 0 for none.
+    baseline, deviation: `group_estimators.py`. DAPO's two other parts, groups that are drawn again and a reward that falls
+    before the limit (`overlong_reward`), are its rollouts' (`align/config.py`).
     """
 
     ratio: Ratio = "none"
@@ -96,8 +96,6 @@ class Method:
     entropy_weight: float = 0.0
     baseline: Baseline = "batch"
     deviation: Deviation = "none"
-    resample: bool = False
-    overlong: int = 0
 
     def __post_init__(self) -> None:
         for name, kind in (
@@ -137,7 +135,7 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
         "ppo": _PPO,
         "grpo": _GRPO,
         "dr_grpo": replace(_GRPO, deviation="none", average="constant", kl_weight=0.0),
-        "dapo": replace(_GRPO, clip_high=0.28, average="token", kl_weight=0.0, resample=True, overlong=4096),
+        "dapo": replace(_GRPO, clip_high=0.28, average="token", kl_weight=0.0),
         "gspo": replace(_GRPO, ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_weight=0.0),
     }
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,9 @@ from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
     from whorl.align.experience import Experience
+    from whorl.align.network import Network
     from whorl.align.texts import Room, Scribe, Text
-    from whorl.evals.verify.task import Verdict
+    from whorl.evals.verify.task import Task, Verdict
     from whorl.models import LanguageModel
     from whorl.tokens.shards import TokenSet
 
@@ -85,17 +87,37 @@ STAGE = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
 UNSEEN = ("checkpoint_seconds",)
 
 
-@step("model", config=SFTConfig, parents=STAGE, unseen=UNSEEN)
-def sft(ctx: StepContext, config: SFTConfig) -> None:
+class SFTStepConfig(SFTConfig):
+    """What it is tested with, where the tasks have a verifier."""
+
+    tested: int = Field(default=64, ge=0, description="held-out tasks answered before and after, at most")
+    max_tokens: int = Field(default=96, ge=1, description="of an answer to one of them")
+
+
+@step("model", config=SFTStepConfig, parents=STAGE, unseen=UNSEEN)
+def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     """Learn from solutions: only what answers is trained, its end included."""
     from whorl.align.sft import fine_tune
-    from whorl.align.stage import network_of, open_model, open_scribe, save_stage
+    from whorl.align.stage import network_of, open_model, open_scribe, read_tasks, save_stage
 
     folder, machine = model_folder(ctx), ctx.machine
     machine.apply()
     scribe = open_scribe(folder)
     network = network_of(open_model(folder, config, machine), scribe, config, room=config.length)
     texts, room = solutions(ctx, scribe, config.length + 1)
+    tests = read_tasks(ctx.parents["tasks"].path, "test")
+
+    def look() -> dict[str, float]:
+        return held_out(
+            network, scribe, tests, {"passed_greedily": None}, most=config.tested, max_tokens=config.max_tokens,
+            length=config.length, seed=config.seed,
+        )  # fmt: skip
+
+    solved = {"before": look()}
+    if tests and config.tested and not solved["before"]:
+        ctx.progress.say(
+            f"    no held-out task has room for its prompt and {ctx.name}.max_tokens: {config.max_tokens}"
+        )
     before = measured(ctx, network.model, scribe)
     began, last = time.monotonic(), dict[str, float]()
     replay = ctx.parents["tokens"].path if "tokens" in ctx.parents else None
@@ -110,13 +132,19 @@ def sft(ctx: StepContext, config: SFTConfig) -> None:
             network, texts, config, pad_id=pad_of(scribe), replay=replay, observe=observe,
             scratch=ctx.scratch, say=ctx.progress.say,
         )  # fmt: skip
+    solved["after"] = look()
     after = measured(ctx, network.model, scribe)
     save_stage(network, folder, ctx.out)
     (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
-    headline = f"{len(texts):,} texts; loss {last.get('nll', 0.0):.3f}{bits_line(before, after)}"
+    headline, summary = f"{len(texts):,} texts; loss {last.get('nll', 0.0):.3f}", dict[str, Any]()
+    if solved["after"]:
+        summary.update(solved=solved, tasks={"test": int(solved["after"]["tasks"])})
+        passed = [f"{solved[when]['passed_greedily']:.0%}" for when in ("before", "after")]
+        headline += f"; held-out tasks passed: {passed[0]}, then {passed[1]}, greedily"
     ctx.summary.update(
-        texts=len(texts), left_out=room.refused, final=last, seconds=time.monotonic() - began,
-        params=network.model.params(), bits_per_byte={"before": before, "after": after}, headline=headline,
+        summary, texts=len(texts), left_out=room.refused, final=last, seconds=time.monotonic() - began,
+        params=network.model.params(), bits_per_byte={"before": before, "after": after},
+        headline=headline + bits_line(before, after),
     )  # fmt: skip
 
 
@@ -138,7 +166,7 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
     scribe = open_scribe(folder)
     network = network_of(
         open_model(folder, config, machine), scribe, config,
-        room=config.length, temperature=config.temperature, critic=config.algorithm == "ppo",
+        room=config.length, temperature=config.temperature, critic=config.critic,
     )  # fmt: skip
     reference = frozen(open_model(folder, config, machine), network) if config.kl.weight else None
     train, left = with_room(scribe, read_tasks(place, "train"), config.length, config.max_tokens)
@@ -211,6 +239,39 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
         tasks={"train": len(train), "test": len(test)}, left_out=left, seconds=time.monotonic() - began,
         params=network.model.params(), headline=headline + bits_line(*bits),
     )  # fmt: skip
+
+
+def held_out(
+    network: Network,
+    scribe: Scribe,
+    tests: Sequence[Task],
+    ways: Mapping[str, float | None],
+    *,
+    most: int | None = None,
+    max_tokens: int,
+    length: int,
+    seed: int,
+) -> dict[str, float]:
+    """How many held-out tasks there are that have room, and the share passed in each way; nothing where there are none.
+
+    ways: name -> temperature; None takes the likeliest tokens. most: tasks that are answered.
+    """
+    from whorl.align.rollout import with_room
+    from whorl.align.stage import solve
+    from whorl.sandbox import Sandbox
+
+    given = with_room(scribe, tests, length, max_tokens)[0][:most]
+    if not given:
+        return {}
+    found = {"tasks": float(len(given))}
+    with Sandbox() as sandbox:
+        for name, temperature in ways.items():
+            _, verdicts = solve(
+                network, scribe, given, max_tokens=max_tokens, length=length, temperature=temperature, seed=seed,
+                sandbox=sandbox,
+            )  # fmt: skip
+            found[name] = sum(v.passed for v in verdicts) / len(verdicts)
+    return found
 
 
 def judge_of(ctx: StepContext) -> Path | None:

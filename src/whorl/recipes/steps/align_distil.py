@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from whorl.align.config import DistilConfig, StudentConfig
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align import UNSEEN, bits_line, measured, pad_of, solutions, token_set
+from whorl.recipes.steps.align import UNSEEN, bits_line, held_out, measured, pad_of, solutions, token_set
 from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
@@ -90,9 +90,16 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
         tests = read_tasks(ctx.parents["tasks"].path, "test")
     teacher, texts = _teacher(ctx, config, scribe, model, texts)
     as_taught = network_of(model, scribe, config.model_copy(update={"lora": None}), room=config.length + 1)
-    solved = {"teacher": _passed(as_taught, scribe, tests, config)}
+
+    def look(at: Network) -> dict[str, float]:
+        return held_out(
+            at, scribe, tests, {"passed": config.temperature, "passed_greedily": None},
+            max_tokens=config.max_tokens, length=config.length + 1, seed=config.seed,
+        )  # fmt: skip
+
+    solved = {"teacher": look(as_taught)}
     model.requires_grad_(False)
-    solved["before"] = _passed(network, scribe, tests, config)
+    solved["before"] = look(network)
     bits = [measured(ctx, network.model, scribe)]
     last, began = dict[str, float](), time.monotonic()
     with ctx.progress.task("Distilling", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
@@ -109,7 +116,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
             network, teacher, texts, config, scribe=scribe, pad_id=pad_of(scribe), observe=observe,
             scratch=ctx.scratch, say=ctx.progress.say,
         )  # fmt: skip
-    solved["after"] = _passed(network, scribe, tests, config)
+    solved["after"] = look(network)
     bits.append(measured(ctx, network.model, scribe))
     save_stage(network, origin, ctx.out)
     (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
@@ -258,25 +265,3 @@ def _teacher(
         )  # fmt: skip
     told.save(place)
     return told, list(told.texts)
-
-
-def _passed(
-    network: Network, scribe: Scribe, tests: Sequence[Task], config: DistilStepConfig
-) -> dict[str, float]:
-    """How a network does on held-out tasks; nothing where there are none."""
-    from whorl.align.rollout import with_room
-    from whorl.align.stage import solve
-    from whorl.sandbox import Sandbox
-
-    given, _ = with_room(scribe, tests, config.length + 1, config.max_tokens)
-    if not given:
-        return {}
-    found = {"tasks": float(len(given))}
-    with Sandbox() as sandbox:
-        for name, temperature in (("passed", config.temperature), ("passed_greedily", None)):
-            _, verdicts = solve(
-                network, scribe, given, max_tokens=config.max_tokens, length=config.length + 1,
-                temperature=temperature, seed=config.seed, sandbox=sandbox,
-            )  # fmt: skip
-            found[name] = sum(v.passed for v in verdicts) / len(verdicts)
-    return found

@@ -1,0 +1,78 @@
+"""Stores under a URL: found, downloaded, mended from afar, and locked by a heartbeat."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_notes import make
+
+from whorl.errors import CorruptArtifactError, StoreError
+from whorl.store import Store
+from whorl.store.lock import HeartbeatLock
+from whorl.store.remote import Remote
+
+
+@pytest.fixture
+def url() -> Any:
+    import fsspec
+
+    fsspec.filesystem("memory").store.clear()
+    return "memory://store"
+
+
+def test_a_url_store_makes_finds_and_downloads(tmp_path: Path, url: str) -> None:
+    here, there = Store(url, cache=tmp_path / "here"), Store(url, cache=tmp_path / "there")
+    root = make(here, "a/root", "root")
+    leaf = make(here, "a/leaf", "leaf", {"from": root})
+    with there.build(kind="note", name="a/root", parents={}, config={"text": "root"}, version=1) as build:
+        assert build.done is not None
+    assert not there.has_local(root.address)  # a look-up downloads no files
+    assert there.open("leaf").file("note.txt").read_text() == "leaf"
+    assert there.lineage(leaf)["parents"]["from"]["name"] == "a/root"
+    assert there.verify() == [] and len(there.artifacts()) == 2
+
+
+def test_a_url_store_mends_a_damaged_local_copy_from_afar(tmp_path: Path, url: str) -> None:
+    store = Store(url, cache=tmp_path)
+    artifact = make(store)
+    artifact.file("note.txt").write_text("damaged")
+    with pytest.raises(CorruptArtifactError):
+        artifact.file("note.txt")
+    with store.build(kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1) as build:
+        assert build.done is not None
+    assert store.open("a/one").file("note.txt").read_text() == "hello"
+
+
+def test_a_url_store_publishes_nothing_half_and_collects_garbage(tmp_path: Path, url: str) -> None:
+    store = Store(url, cache=tmp_path)
+    with pytest.raises(ZeroDivisionError), store.build(kind="n", name="n", parents={}, config={}, version=1):
+        raise ZeroDivisionError
+    assert store.artifacts() == []
+    make(store, "a/one", "1")
+    make(store, "a/one", "2")
+    assert len(store.gc(dry_run=False, recent_seconds=0)) == 1
+    assert [artifact.config["text"] for artifact in Store(url, cache=tmp_path / "new").artifacts()] == ["2"]
+
+
+def test_an_unknown_url_is_refused() -> None:
+    with pytest.raises(StoreError, match="nosuch"):
+        Store("nosuch://bucket/store")
+
+
+def test_a_heartbeat_lock_excludes_and_a_dead_owner_is_taken_over(url: str) -> None:
+    remote = Remote(url)
+    first = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
+    first.wait()
+    second = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
+    waiter = threading.Thread(target=second.wait)
+    waiter.start()
+    waiter.join(timeout=1.0)
+    assert waiter.is_alive()  # a living owner is waited for, beyond dead_after
+    first._stop.set()  # dies without releasing
+    waiter.join(timeout=5)
+    assert not waiter.is_alive()
+    second.release()
+    assert remote.read("locks/x") is None
