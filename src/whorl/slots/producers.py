@@ -197,7 +197,7 @@ class ProducerProcess:
         try:
             ready = wait(self._signs, self.timeout)
             if not ready:
-                self._process.kill()
+                self._kill()
                 raise ProducerError(
                     f"producer {self.number} ({self.name}) wrote nothing for {self.timeout:g} s and was ended"
                     f"{self._last_slot()}",
@@ -224,7 +224,7 @@ class ProducerProcess:
         try:
             self._process.wait(1.0)  # its next read sees the closed socket
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
 
     def _send(self, message: bytes) -> None:
@@ -253,6 +253,12 @@ class ProducerProcess:
         for asked in self._asked:
             self._send(_ASK.pack(*asked))
 
+    def _kill(self) -> None:
+        """It, if it lives, and what it started."""
+        if self._process.returncode is None:  # nobody has waited for it: the number is still its own
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+
     def _last_slot(self) -> str:
         """Where it was: the slot that it left half written, if there is one."""
         mine = (s for s in self.ring.slots if s.state == State.WRITING and s.producer == self.number)
@@ -260,9 +266,7 @@ class ProducerProcess:
         return "" if slot is None else f" in slot {slot.index}, record {slot.sequence}"
 
     def _death(self) -> ProducerError:
-        if self._process.returncode is None:  # not waited for, so the number of its session is still its own
-            with suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
+        self._kill()
         code = self._process.wait()
         how = (
             f"was killed by signal {signal.Signals(-code).name}"
