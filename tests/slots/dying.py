@@ -34,7 +34,8 @@ class Dies(Draws):
     """Is killed once at each of `records`, at a moment `when`; marks in `folder` that it was.
 
     when: "begun" (half of the record is written), "whole" (the slot is READY, and nobody knows), "forked" (a child holds all
-    that the process held, its socket among it), "unpickled" (before it was asked for anything), "always" (each time).
+    that the process held, its socket among it), "never" (it forks so, and hangs), "unpickled" (before it was asked for
+    anything), "always" (each time).
     """
 
     folder: Path = Path()
@@ -53,11 +54,13 @@ class Dies(Draws):
             if self.when == "whole":
                 super().fill(slot, weights, rng)
                 slot.step(State.WRITING, State.READY, length=5)
-            if self.when == "forked":
+            if self.when in ("forked", "never"):
                 child = os.fork()
                 if not child:
                     time.sleep(600)
                 (self.folder / "child").write_text(str(child))
+            if self.when == "never":
+                time.sleep(600)
             die()
         return super().fill(slot, weights, rng)
 

@@ -149,6 +149,21 @@ def test_one_that_ends_by_itself_is_not_started_again(producer: Draws, words: st
     assert not said
 
 
+@pytest.mark.parametrize("ends", ["hung", "closed"])
+def test_one_that_is_ended_takes_with_it_what_it_forked(ends: str, tmp_path: Path) -> None:
+    ring = SlotRing(SPEC, 1)
+    dies, place = Dies(folder=tmp_path, records=(1,), when="never"), tmp_path / "child"
+    with Drain(ring, [ProducerProcess(ring, dies, restarts=3, timeout=60)]) as drain:
+        read(drain, 1)
+        drain._return(drain._reading, 1)  # type: ignore[arg-type]  # asked for the next, and not waited for
+        until(lambda: place.exists() and place.read_text())
+        if ends == "hung":
+            drain.producers[0].timeout = 0.1
+            with pytest.raises(ProducerError, match="wrote nothing for"):
+                drain.producers[0].receive()
+    until(lambda: gone(int(place.read_text())))
+
+
 def test_where_no_process_can_be_started_the_death_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws(), restarts=3)
