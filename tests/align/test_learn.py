@@ -222,19 +222,56 @@ def test_a_verifier_that_raises_is_counted_and_training_goes_on(folder: Path) ->
     assert all(t["verifier_failed"] > 0 and np.isfinite(t["policy_loss"]) for t in told)
 
 
-def test_a_worker_that_is_killed_is_told_and_the_run_goes_on(folder: Path, tmp_path: Path) -> None:
-    ahead = AheadConfig(workers=1)
-    config = SMALL.model_copy(update={"ahead": ahead, "steps": 9})
+def kill_worker() -> None:
+    workers = [p for p in psutil.Process().children() if "slots.producers" in " ".join(p.cmdline())]
+    assert len(workers) == 1
+    workers[0].kill()
 
-    def kill(step: int) -> None:
-        if step == 4:
-            workers = [p for p in psutil.Process().children() if "slots.producers" in " ".join(p.cmdline())]
-            assert len(workers) == 1
-            workers[0].kill()
 
+def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
+    """While it samples ahead, in the middle of an answer or between two: training goes on."""
+    said = list[str]()
+    _, told, seen = train(
+        folder, SMALL.model_copy(update={"ahead": AheadConfig(workers=1), "steps": 6}), say=said.append,
+        at=lambda step: kill_worker() if step == 2 else None,
+    )  # fmt: skip
+    assert len(told) == 6 and sum(t["restarts"] for t in told) == 1 and len(said) == 1
+    assert "(RolloutWorker, process" in said[0] and "SIGKILL" in said[0]
+    assert all(np.isfinite(t["policy_loss"]) for t in told)
+    for step, experience in enumerate(seen):
+        versions = experience.part["version"][experience.part["loss_mask"]]
+        assert (versions <= step).all() and (versions >= 0).all()
+
+
+def test_in_lock_step_a_worker_killed_in_mid_episode_changes_no_bit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies while its answers are judged; the next one draws tasks by what the learner remembers of the first three."""
+    monkeypatch.setenv("WHORL_TEST_STRIKES", str(tmp_path))
+    config, verifier = LEARNING.model_copy(update={"prompts": 4}), "custom:striking:verify"
+    serial, told, _ = train(folder, config, verifier=verifier)
+    assert sum(t["gradient_norm"] > 0 for t in told) >= 3
+    ahead = AheadConfig(workers=1, max_lag=0, correct="none")
+    other, told, _ = train(
+        folder, config.model_copy(update={"ahead": ahead}), verifier=verifier,
+        at=lambda step: (tmp_path / "armed").touch() if step == 3 else None,
+    )  # fmt: skip
+    assert [t["restarts"] for t in told] == [0, 0, 0, 1, 0, 0]
+    assert same(serial, other)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(n) for n in [int((tmp_path / "struck").read_text())] if psutil.pid_exists(n)],
+        timeout=30,
+    )
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]  # what it had begun ended with it
+
+
+def test_a_worker_that_may_not_be_started_again_is_told_and_the_same_command_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = SMALL.model_copy(update={"ahead": AheadConfig(workers=1), "steps": 9, "restarts": 0})
     with pytest.raises(ProducerError, match="SIGKILL"):
-        train(folder, config, scratch=tmp_path, at=kill)
-    _, told, _ = train(folder, config, scratch=tmp_path)
+        train(folder, config, scratch=tmp_path, at=lambda step: kill_worker() if step == 4 else None)
+    _, told, _ = train(folder, config.model_copy(update={"restarts": 1}), scratch=tmp_path)
     assert 0 < len(told) < 9
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -102,6 +103,10 @@ def test_the_pace_keeps_a_step_within_what_was_promised() -> None:
     assert never.prefill_budget(4, 512) == 0  # decoding alone is to be measured again
     never.took(4, 0, 0.010)
     assert never.prefill_budget(4, 512) == 1
+    unheld = Pace(math.inf)  # whatever is known, and nothing yet
+    for _ in range(LOOK + 1):
+        assert unheld.prefill_budget(4, 512) == 512
+        unheld.took(4, 100, 0.010)
 
 
 def test_an_aborted_request_ends_and_leaves_nothing() -> None:

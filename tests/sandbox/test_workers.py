@@ -134,6 +134,16 @@ def test_nothing_is_left_when_the_parent_ends(source: str) -> None:
 
 
 @linux
+def test_nothing_is_left_when_the_parent_ends_before_the_answer() -> None:
+    with Sandbox(PATIENT, workers=1) as sandbox:
+        worker = sandbox._workers[0]
+        assert worker is not None and worker.process.stdout is not None
+        worker.process.stdout.close()
+        worker.ask(Program("print(1)"), sandbox.limits, 0)
+        assert worker.process.wait(60) == 0 and not worker.root.exists()
+
+
+@linux
 def test_many_threads_may_share_a_sandbox() -> None:
     with Sandbox(PATIENT, workers=2) as sandbox:
         said: dict[int, list[str]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from dying import CannotBegin, Dies
 from slot_examples import Acts, Draws, Fails, Numbers
 
 from whorl.errors import ConfigError, ProducerError
@@ -104,3 +105,36 @@ def test_an_actor_that_raises_hangs_or_dies_is_heard(cluster: Any) -> None:
     with pytest.raises(ProducerError, match="died"), Drain(ring, [producer]) as d:
         ray.kill(producer._actor)
         read(d, 1)
+
+
+def test_an_actor_that_is_lost_is_started_again(cluster: Any, tmp_path: Path) -> None:
+    """Killed in the middle of a record, and told to go by Ray itself: every record comes once, with the same bits."""
+    ring, said = SlotRing(SPEC, 3), list[str]()
+    with Drain(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
+        expected = read(drain, 12)
+    ring = SlotRing(SPEC, 3, poison=True)
+    producer = RayProducer(ring, Dies(folder=tmp_path), seed=7, restarts=1, say=said.append)
+    with Drain(ring, [producer]) as drain:
+        got = read(drain, 6)
+        ray.kill(producer._actor)
+        assert got + read(drain, 6) == expected
+        assert drain.take().restarts == 2 == len(said) and "is started again" in said[0]
+
+
+def test_an_actor_is_not_started_for_ever(cluster: Any, tmp_path: Path) -> None:
+    ring, said = SlotRing(SPEC, 1), list[str]()
+    dies = Dies(folder=tmp_path, when="always")
+    with (
+        pytest.raises(ProducerError, match="died"),
+        Drain(ring, [RayProducer(ring, dies, restarts=1, say=said.append)]) as d,
+    ):
+        read(d, 5)
+    assert len(said) == 1
+    for producer in (Fails(), CannotBegin()):  # these end by themselves
+        ring, said = SlotRing(SPEC, 1), []
+        with (
+            pytest.raises(ProducerError, match=r"cannot be made|cannot begin"),
+            Drain(ring, [RayProducer(ring, producer, restarts=3, say=said.append)]) as d,
+        ):
+            read(d, 5)
+        assert not said

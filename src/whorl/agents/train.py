@@ -152,6 +152,8 @@ def _train(
     spec = rollout_spec(environment, config.length)
     environment.close()
     ring: SlotRing[Any] = SlotRing(spec, n_actors * (1 + config.ahead if config.actors else 1))
+    # A killed actor ends the run: its environments go with it, and one that is started again would begin other episodes
+    # without saying that the old ones were cut, whose returns would run on into theirs. (So no `restarts` here.)
     producers: Any = [
         (ProducerProcess if config.actors else SerialProducer)(
             ring, actor, seed=config.seed, number=number, board=board

@@ -11,6 +11,7 @@ or when it was let in, so the same call gives the same answers wherever the engi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,13 +53,16 @@ def policy_sampling(temperature: float) -> Sampling:
 def rollout_engine(
     model: LanguageModel, scribe: Scribe, *, sequences: int, max_length: int, **options: Any
 ) -> Engine:
-    """An engine for throughput: prompts are read in as fast as they can be, and small pages let answers share them."""
+    """An engine for throughput: prompts are read in as fast as they can be, and small pages let answers share them.
+
+    Nothing in it goes by the clock, so its answers have the same bits whoever else it answered before.
+    """
     vocab = model.config.vocab_size
     words = len(scribe.tokenizer.token_bytes)
     most = -(-max_length // PAGE) * PAGE
     config = EngineConfig(
         max_sequences=sequences, max_length=max_length, cache_tokens=sequences * most, page_size=PAGE,
-        token_budget=max(2048, 2 * sequences), stretch=1e9, **options,
+        token_budget=max(2048, 2 * sequences), stretch=math.inf, **options,
     )  # fmt: skip
     return Engine(model, config, forbidden=never(scribe, vocab, words))
 

@@ -247,6 +247,9 @@ class RLConfig(StageConfig):
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="PPO: 1 is Monte Carlo minus the critic")
     kl: KLConfig = KLConfig()
     ahead: AheadConfig = AheadConfig()
+    restarts: int = Field(
+        default=3, ge=0, description="of a worker ahead that was killed, before it brings another record"
+    )
     overlong: int | None = Field(
         default=None,
         ge=0,

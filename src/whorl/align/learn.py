@@ -7,7 +7,9 @@ who samples, who is compared with whom, which weights are asked again (a referen
 
 In lock-step a record is sampled when the learner asks, with the weights that it has just published. With workers it is
 sampled ahead, in processes of their own, by the same code: each id carries the version of the weights that drew it, what is
-too old is made anew, and what is a little old is weighed by `objectives/importance.py`.
+too old is made anew, and what is a little old is weighed by `objectives/importance.py`. A worker that is killed is started
+again, with the board's newest weights and the learner's curriculum, and makes what it was at under the same number: a record
+of rollouts follows from these, so in lock-step its bits are those of an undisturbed run.
 
 Three log-probabilities have three names: `behaviour_log_prob`, of whoever sampled; `proximal_log_prob`, of the learner's
 weights before the record's first step, from which a clipped ratio is measured; `log_prob`, of the weights that are learning.
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.align.config import AheadConfig, RLConfig
+from whorl.align.config import RLConfig
 from whorl.align.experience import Experience, figures, read
 from whorl.align.network import Network
 from whorl.align.peers import Peers, replicas_of
@@ -79,7 +81,7 @@ def train_policy(
     identity = {
         "stage": "rl",
         "config": config.model_dump(
-            mode="json", exclude={"checkpoint_seconds", "max_steps_seconds", "replicas"}
+            mode="json", exclude={"checkpoint_seconds", "max_steps_seconds", "restarts", "replicas"}
         ),
         "tasks": len(worker.tasks),
     }
@@ -161,8 +163,10 @@ def _train(
         shared=shared,
         world=peers.world,
     )
-    # Of the records that were read: in lock-step the worker's own; with workers ahead, what they have recorded so far.
-    curriculum = worker.curriculum.copy() if config.ahead.workers else worker.curriculum
+    # In lock-step the worker records into it. Workers ahead have copies of their own, and this one is of the records that
+    # were read: what a checkpoint keeps, and what a worker that is started again begins with. It knows less than the copy
+    # that died: nothing of the groups that others took the place of, nor of the records that were on their way.
+    curriculum = worker.curriculum
     board = Board.of(network.policy())
     board.publish(network.policy(), first)
     ahead = config.ahead
@@ -171,7 +175,7 @@ def _train(
     each = 1 + ahead.records if ahead.workers and ahead.max_lag else 1
     spec = rollout_spec(config.prompts, config.answers, worker.length)
     ring: SlotRing[Rollouts] = SlotRing(spec, n * each)
-    kind = _kind(ahead)
+    kind = _kind(config, say)
     workers = enumerate(placed(worker, ahead, network.device))
     producers = [kind(ring, one, seed=config.seed, number=number, board=board) for number, one in workers]
     draining = Drain(
@@ -229,16 +233,17 @@ def _train(
         )
 
 
-def _kind(ahead: AheadConfig) -> Any:
+def _kind(config: RLConfig, say: Callable[[str], None]) -> Any:
     """What runs the workers."""
-    if not ahead.workers:
+    if not config.ahead.workers:
         return SerialProducer
-    if ahead.place == "process":
-        return ProducerProcess
+    if config.ahead.place == "process":
+        return partial(ProducerProcess, restarts=config.restarts, say=say)
     from whorl.slots.ray import RayProducer, start
 
     start()
-    return partial(RayProducer, options={"num_gpus": 1}) if ahead.device == "cuda" else RayProducer
+    options = {"num_gpus": 1} if config.ahead.device == "cuda" else None
+    return partial(RayProducer, restarts=config.restarts, say=say, options=options)
 
 
 def passes_over(

@@ -7,7 +7,9 @@ A step that reads n positions in beside decoding rows takes about
 and every decoding sequence waits for all of it: that is its time per output token. So the piece is chosen to keep the step
 within `stretch` times a step that decodes alone, or within the time per token that was promised (`slo_tpot`), whichever
 is longer. Both terms are learnt from the steps themselves, since they depend on model, machine and load; the first for
-each number of rows, up to a power of 2. Where nobody decodes, nobody waits, and the whole budget is spent.
+each number of rows, up to a power of 2. Where nobody decodes, nobody waits, and the whole budget is spent. With an infinite
+`stretch` it always is: then no step depends on how long another took, and the same requests make the same steps, in a new
+engine as in an old one.
 
 The subtle part is that both terms move and are noisy. A machine that does something else for a moment makes single steps
 many times longer; texts grow, and what decoding costs grows with them. So each is the median of the newest `KEPT`
@@ -17,6 +19,7 @@ decoding alone, to be measured. One position goes in at least, however slow the 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from statistics import median
 
@@ -52,7 +55,7 @@ class Pace:
 
     def prefill_budget(self, n_decode: int, most: int) -> int:
         """Positions of prompts that the next step may read in beside `n_decode` decoding rows, `most` at most."""
-        if not n_decode:
+        if not n_decode or self.stretch == math.inf:
             return most
         if self._mixed >= LOOK:
             return 0

@@ -149,12 +149,11 @@ class Zygote:
 
     def serve(self) -> None:
         gc.freeze()  # a collection in a fork shall not touch, and so copy, what is ours
-        while True:
-            try:
-                head = receive(0)
-            except EOFError:
-                self.leave()
-            send(1, self.one(head))
+        with contextlib.suppress(EOFError, BrokenPipeError):  # a parent that was killed may go at any moment
+            send(1, {"ready": os.getpid()})
+            while True:
+                send(1, self.one(receive(0)))
+        self.leave()
 
     def leave(self) -> NoReturn:
         """The parent is gone: nobody else would remove the folder."""
@@ -184,10 +183,7 @@ class Zygote:
             os.set_blocking(ends[name], False)
         prefix = len(tail).to_bytes(4, "little") + tail if head["asked"] else b""
         watch = Watch(pid, ends, limits, self.folder, prefix + secret)
-        try:
-            status, used = watch.until_the_end()
-        except EOFError:
-            self.leave()
+        status, used = watch.until_the_end()
         for end in ends.values():
             os.close(end)
         folder.clear(self.folder)
@@ -269,5 +265,4 @@ def main() -> None:
     except Unavailable as missing:
         send(1, {"missing": missing.name, "why": missing.why})
         return
-    send(1, {"ready": os.getpid()})
     zygote.serve()

@@ -20,6 +20,14 @@ only integers travel: (slot, sequence) there, the slot number back. It runs on o
 Death is loud. A producer that raises sends its traceback; one that is killed closes its socket by dying;
 one that hangs runs into `timeout`. Each becomes a `ProducerError` in the parent. A producer whose parent
 dies ends itself.
+
+One that is killed, by the kernel for its memory or by anybody, may be started again (`restarts`); one that raises would
+raise again, and is not. What it was asked for and has not told of is taken back, half written or whole, and asked for
+again under the same numbers: no record is lost, none comes twice. That is right where a record follows from its number,
+the weights and the producer as the caller has it now (it is pickled anew), and wrong where it goes on from the one before,
+as an environment's does: hence the default of none. Nothing that a dead producer held is waited for. It shares no lock
+with its reader (ring and board have none), and its end is seen by a descriptor of the process too, as a process that it
+forked may hold the socket open; these are in its session, and are killed before a slot is taken back.
 """
 
 from __future__ import annotations
@@ -34,7 +42,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -61,7 +69,7 @@ class Source(Protocol):
     timeout: float
 
     def ask(self, slot: int, sequence: int) -> None: ...
-    def receive(self) -> int: ...
+    def receive(self) -> int | None: ...
     def close(self) -> None: ...
     @staticmethod
     def first_ready(producers: Any, timeout: float) -> Any: ...
@@ -119,6 +127,8 @@ class ProducerProcess:
         number: which producer this is, where there are several.
         board: where it finds the weights that it acts with.
         timeout: seconds that a record may take before the producer counts as hung.
+        restarts: how often it is started again, having been killed, before it brings another record.
+        say: is told of each.
     """
 
     def __init__(
@@ -130,8 +140,22 @@ class ProducerProcess:
         number: int = 0,
         board: Board | None = None,
         timeout: float = 300.0,
+        restarts: int = 0,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.ring, self.number, self.timeout, self.name = ring, number, timeout, type(producer).__name__
+        self.restarts, self.say = restarts, say
+        self._producer, self._seed, self._board = producer, seed, board
+        self._asked: deque[tuple[int, int]] = deque()  # what it has not told of
+        self._deaths = 0  # since it last told of a record
+        self._start()
+
+    def _start(self) -> None:
+        ring, board = self.ring, self._board
+        weights = (board.layout, board.fd) if board else None
+        work = pickle.dumps(
+            (ring.spec, len(ring), ring.poison, ring.fd, self._producer, self._seed, self.number, weights)
+        )
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -139,69 +163,101 @@ class ProducerProcess:
                 pass_fds=(theirs.fileno(), ring.fd, *([board.fd] if board else [])),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **dict.fromkeys(_THREAD_COUNTS, "1")},
+                start_new_session=True,  # what it starts can be ended with it
             )
-        weights = (board.layout, board.fd) if board else None
-        work = pickle.dumps((ring.spec, len(ring), ring.poison, ring.fd, producer, seed, number, weights))
+        self._signs = [self._connection]  # of a record, or of its end
+        with suppress(AttributeError, OSError):  # Linux has it; elsewhere the socket alone tells
+            self._signs.append(Connection(os.pidfd_open(self.pid), writable=False))
         self._send(pickle.dumps((sys.path, work)))
 
     @staticmethod
     def first_ready(producers: Sequence[ProducerProcess], timeout: float) -> list[ProducerProcess]:
         """Those whose next record is there (or that died), waiting for one at most `timeout` seconds."""
-        by_connection = {p._connection: p for p in producers}
-        return [by_connection[c] for c in wait(list(by_connection), timeout) if isinstance(c, Connection)]
+        whose = {sign: p for p in producers for sign in p._signs}
+        ready = wait(list(whose), timeout)
+        return list(dict.fromkeys(whose[sign] for sign in ready if isinstance(sign, Connection)))
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def ask(self, slot: int, sequence: int) -> None:
-        """Have record `sequence` written into a free slot.
-
-        Raises:
-            ProducerError: the producer is dead.
-        """
+        """Have record `sequence` written into a free slot. (If it is dead, `receive` will tell.)"""
+        self._asked.append((slot, sequence))
         self._send(_ASK.pack(slot, sequence))
 
-    def receive(self) -> int:
+    def receive(self) -> int | None:
         """Number of the slot with the record asked for longest ago; waits for it.
+
+        None: it was killed and is started again; the record is still to come.
 
         Raises:
             ProducerError: the producer raised (its traceback is in the message), died, or hung.
         """
         try:
-            if not self._connection.poll(self.timeout):
-                self._process.kill()
+            ready = wait(self._signs, self.timeout)
+            if not ready:
+                self._kill()
                 raise ProducerError(
                     f"producer {self.number} ({self.name}) wrote nothing for {self.timeout:g} s and was ended"
                     f"{self._last_slot()}",
                     do="look for what it waits for, or raise its timeout",
                 )
+            if self._connection not in ready and not self._connection.poll(0):
+                raise EOFError  # it ended, and whoever it forked holds its end of the socket
             answer = self._connection.recv_bytes()
         except (EOFError, ConnectionError):
-            raise self._death() from None
+            self._start_again()
+            return None
         slot: int = _DONE.unpack_from(answer)[0]
         if slot == _FAILED:
             told = answer[_DONE.size :].decode(errors="replace")
             raise ProducerError(f"producer {self.number} ({self.name}) raised{self._last_slot()}:\n{told}")
+        self._asked.popleft()
+        self._deaths = 0
         return slot
 
     def close(self) -> None:
         """End the process; returns when it is gone."""
-        self._connection.close()
+        for sign in self._signs:
+            sign.close()
         try:
             self._process.wait(1.0)  # its next read sees the closed socket
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self._process.wait()
 
     def _send(self, message: bytes) -> None:
-        try:
+        with suppress(ConnectionError):  # it is dead; what it told before it went is still to be read
             self._connection.send_bytes(message)
-        except (BrokenPipeError, ConnectionError):
-            # It may have told why before it went.
-            while self._connection.poll(0):
-                self.receive()
-            raise self._death() from None
+
+    def _start_again(self) -> None:
+        """Another process in the place of one that was killed, with all that it had not told of to do.
+
+        Raises:
+            ProducerError: how it died, where another would not help: it ended by itself, or too many were killed.
+        """
+        death = self._death()
+        self._deaths += 1
+        if self._process.returncode >= 0 or self._deaths > self.restarts:
+            raise death from None
+        self.say(f"{death.what}; it is started again ({self._deaths} of at most {self.restarts} in a row)")
+        for sign in self._signs:
+            sign.close()
+        for index, _ in self._asked:
+            self.ring.take_back(self.ring.slots[index])
+        try:
+            self._start()
+        except OSError as error:  # no memory, no process number
+            raise ProducerError(f"{death.what}, and cannot be started again: {error}", do=_MEND) from error
+        for asked in self._asked:
+            self._send(_ASK.pack(*asked))
+
+    def _kill(self) -> None:
+        """It, if it lives, and what it started."""
+        if self._process.returncode is None:  # nobody has waited for it: the number is still its own
+            with suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def _last_slot(self) -> str:
         """Where it was: the slot that it left half written, if there is one."""
@@ -210,16 +266,18 @@ class ProducerProcess:
         return "" if slot is None else f" in slot {slot.index}, record {slot.sequence}"
 
     def _death(self) -> ProducerError:
+        self._kill()
         code = self._process.wait()
         how = (
             f"was killed by signal {signal.Signals(-code).name}"
             if code < 0
             else f"ended with exit code {code}"
         )
+        again = f", after {self._deaths} restarts that brought no record" if self._deaths else ""
         return ProducerError(
-            f"producer {self.number} ({self.name}, process {self.pid}) {how}{self._last_slot()}",
+            f"producer {self.number} ({self.name}, process {self.pid}) {how}{self._last_slot()}{again}",
             expected="it to run as long as its reader",
-            do="if nobody killed it, see whether the machine ran out of memory; the same command continues",
+            do=_MEND,
         )
 
 
@@ -265,6 +323,7 @@ class Work:
         )
 
 
+_MEND = "if nobody killed it, see whether the machine ran out of memory; the same command continues"
 _CHILD = "from whorl.slots.producers import _child; _child()"
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 

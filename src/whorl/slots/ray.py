@@ -10,13 +10,16 @@ newest are put into the object store once for each version, however many actors 
     producers = [RayProducer(ring, Actor(...), number=n, board=board) for n in range(64)]
     with Drain(ring, producers, order="ready", board=board) as records: ...
 
-On Ray's failures: an actor that raises, dies or hangs is a `ProducerError`, as everywhere.
+On Ray's failures: an actor that raises, dies or hangs is a `ProducerError`, as everywhere. One that is lost with its
+process or its node, or whose record is, may be started again (`restarts`, as in `producers.py`), wherever Ray finds room.
+Nothing needs to be taken back then: its slot was its own, and the ring's is written when a whole record has come.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -66,6 +69,13 @@ class _Remote:
         return header, content
 
 
+def _lost() -> tuple[type[Exception], ...]:
+    """What Ray raises for an actor that went without raising, or for a record that went with its node."""
+    from ray import exceptions
+
+    return exceptions.RayActorError, exceptions.OutOfMemoryError, exceptions.ObjectLostError
+
+
 class RayProducer:
     """A producer in a Ray actor. The arguments are those of `ProducerProcess`.
 
@@ -88,6 +98,8 @@ class RayProducer:
         number: int = 0,
         board: Board | None = None,
         timeout: float = 300.0,
+        restarts: int = 0,
+        say: Callable[[str], None] = lambda text: None,
         options: dict[str, Any] | None = None,
     ) -> None:
         try:
@@ -99,16 +111,20 @@ class RayProducer:
                 "Ray is not initialised", do="call ray.init() here, or ray.init(address='auto') in a cluster"
             )
         self.ring, self.number, self.board, self.timeout = ring, number, board, timeout
-        self.name = type(producer).__name__
+        self.restarts, self.say, self.name = restarts, say, type(producer).__name__
         actor: Any = ray.remote(_Remote).options(**({"num_cpus": 1} | (options or {})))
         layout = board.layout if board else None
-        self._actor: Any = actor.remote(ring.spec, ring.poison, producer, seed, number, layout)
-        self._asked: deque[tuple[int, Any]] = deque()
+        self._start: Callable[[], Any] = lambda: actor.remote(
+            ring.spec, ring.poison, producer, seed, number, layout
+        )
+        self._actor: Any = self._start()
+        self._asked: deque[tuple[int, int, Any]] = deque()  # slot, sequence, what it will be
+        self._deaths = 0  # since the last record
 
     def ask(self, slot: int, sequence: int) -> None:
         """Have record `sequence` made for a free slot."""
         weights, version = self._weights()
-        self._asked.append((slot, self._actor.make.remote(sequence, weights, version)))
+        self._asked.append((slot, sequence, self._actor.make.remote(sequence, weights, version)))
 
     def _weights(self) -> tuple[Any, int]:
         """A reference to the newest weights, put into the object store once a version."""
@@ -128,19 +144,21 @@ class RayProducer:
         """Those whose next record is there, waiting for one at most `timeout` seconds."""
         import ray
 
-        waiting = {p._asked[0][1]: p for p in producers if p._asked}
+        waiting = {p._asked[0][2]: p for p in producers if p._asked}
         found, _ = ray.wait(list(waiting), timeout=timeout)
         return [waiting[reference] for reference in found]
 
-    def receive(self) -> int:
+    def receive(self) -> int | None:
         """Number of the slot with the record asked for longest ago; waits for it.
+
+        None: the actor was lost and is started again; the record is still to come.
 
         Raises:
             ProducerError: the actor raised (its traceback is in the message), died, or hung.
         """
         import ray
 
-        index, reference = self._asked.popleft()
+        index, _, reference = self._asked[0]
         where = f"producer {self.number} ({self.name}, a Ray actor)"
         try:
             header, content = ray.get(reference, timeout=self.timeout)
@@ -152,16 +170,37 @@ class RayProducer:
             ) from None
         except ray.exceptions.RayTaskError as error:
             raise ProducerError(f"{where} raised:\n{error}") from None
-        except ray.exceptions.RayActorError as error:
-            raise ProducerError(
-                f"{where} died: {error}", do="look at its node; the same command continues"
-            ) from None
+        except _lost() as error:
+            self._deaths += 1
+            if getattr(error, "actor_init_failed", False) or self._deaths > self.restarts:
+                raise ProducerError(
+                    f"{where} died: {error}", do="look at its node; the same command continues"
+                ) from None
+            first = str(error).partition("\n")[0]
+            self.say(
+                f"{where} died: {first}; it is started again ({self._deaths} of at most {self.restarts} in a row)"
+            )
+            self._start_again()
+            return None
+        self._asked.popleft()
+        self._deaths = 0
         slot, told = self.ring.slots[index], dict(zip(FIELDS, header, strict=True))
         told.pop("state")
         slot.step(State.FREE, State.WRITING)
         np.copyto(slot.content, content)
         slot.step(State.WRITING, State.READY, **told)
         return index
+
+    def _start_again(self) -> None:
+        """Another actor, with all that was not received to do, by the newest weights."""
+        import ray
+
+        with suppress(ray.exceptions.RayError, ValueError):  # it may be out of reach and alive
+            ray.kill(self._actor)
+        asked, self._asked = self._asked, deque()
+        self._actor = self._start()
+        for slot, sequence, _ in asked:
+            self.ask(slot, sequence)
 
     def close(self) -> None:
         """End the actor."""

@@ -31,7 +31,7 @@ class Figures:
 
     idle, busy: seconds, of all producers together, without anything to do (back-pressure) and filling; waited:
     seconds of the reader for records; lag_sum, lag_max: by how many versions the weights that made the records were behind;
-    stale: how many records were given back unread because of that.
+    stale: how many records were given back unread because of that; restarts: how many producers were started again.
     """
 
     records: int = 0
@@ -39,6 +39,7 @@ class Figures:
     busy: float = 0.0
     waited: float = 0.0
     stale: int = 0
+    restarts: int = 0
     lag_sum: int = 0
     lag_max: int = 0
 
@@ -55,7 +56,7 @@ class Figures:
         return {
             "records": float(self.records), "producer_idle": self.idle, "producer_busy": self.busy,
             "reader_waited": self.waited, "stale": float(self.stale), "lag_mean": self.lag_sum / max(1, self.records),
-            "lag_max": float(self.lag_max),
+            "lag_max": float(self.lag_max), "restarts": float(self.restarts),
         }  # fmt: skip
 
 
@@ -111,7 +112,11 @@ class Drain(Generic[Record]):
             self._return(old, old.sequence + self._stride[old.index])
         began = time.perf_counter()
         while True:
-            slot = self.ring.slots[self._next_producer().receive()]
+            index = self._next_producer().receive()
+            if index is None:
+                self.figures.restarts += 1
+                continue
+            slot = self.ring.slots[index]
             slot.step(State.READY, State.READING)
             lag = self.board.version - slot.policy_version if self.board is not None else 0
             if self.max_lag is None or lag <= self.max_lag:

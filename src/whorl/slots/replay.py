@@ -96,7 +96,8 @@ class Sample(Generic[Record]):
     def _take_in(self) -> None:
         """Receives the next record, in order, and has another made in the place of the oldest."""
         turn = (self.sequence - len(self.producers)) % len(self.producers)
-        index = self.producers[turn].receive()
+        while (index := self.producers[turn].receive()) is None:
+            pass  # it was killed, and is started again
         self.pool.append(index)
         self.priority[index] = self.highest
         if not self._free:

@@ -5,7 +5,8 @@
 The header holds the state and where the content came from: policy version, producer, seed, sequence number, length,
 and how long its producer had nothing to do before it (idle) and took to fill it (busy). Every step of a slot's life
 checks the state it expects, so a slot half written is never read, and one that is being read is never overwritten:
-a producer that died while writing leaves WRITING behind, which nobody accepts.
+a producer that died while writing leaves WRITING behind, which nobody accepts. Only who knows that it is dead, and starts
+another, takes the slot back.
 
 The memory is anonymous (`memfd_create`, or an unlinked temporary file where that is missing): it has no
 name in the system, so it cannot clash with another run's, does not count against the size of /dev/shm, and
@@ -157,6 +158,16 @@ class SlotRing(Generic[Record]):
         if self.poison:
             slot.poison()
         slot.step(State.READING, State.FREE)
+
+    def take_back(self, slot: Slot[Record]) -> None:
+        """Free a slot that a dead producer was asked to fill and has not told of, however far it came.
+
+        Raises:
+            ProducerError: it is being read.
+        """
+        if self.poison:
+            slot.poison()
+        slot.step(min(slot.state, State.READY), State.FREE)
 
 
 def anonymous(n_bytes: int, label: str = "whorl-slots") -> int:

@@ -148,7 +148,12 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     )  # fmt: skip
 
 
-@step("model", config=RLConfig, parents={**STAGE, "judge?": "reward"}, unseen=(*UNSEEN, "max_steps_seconds"))
+@step(
+    "model",
+    config=RLConfig,
+    parents={**STAGE, "judge?": "reward"},
+    unseen=(*UNSEEN, "max_steps_seconds", "restarts", "replicas"),
+)
 def rlvr(ctx: StepContext, config: RLConfig) -> None:
     """Learn from rewards that a program gives: sample, verify, reinforce."""
     from whorl.align.data.curriculum import Curriculum

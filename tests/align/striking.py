@@ -1,0 +1,21 @@
+"""A verifier that kills the worker that asks it, in the middle of a record, once it is told to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+
+def verify(task: object, completion: str) -> float:
+    """1 where the answer begins with a digit. The first call that finds a file "armed" strikes, and never returns."""
+    place = Path(os.environ["WHORL_TEST_STRIKES"])
+    try:
+        (place / "armed").rename(place / "struck")
+    except FileNotFoundError:
+        return float(completion[:1].isdigit())
+    (place / "struck").write_text(str(os.getpid()))
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(600)
+    return 0.0
