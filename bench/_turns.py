@@ -91,9 +91,7 @@ class Turn:
         before = os.environ.get("OMP_NUM_THREADS")
         os.environ["OMP_NUM_THREADS"] = str(threads)
         try:
-            self._process = context.Process(
-                target=_child, args=(theirs, threads, keep_memory, work, args), daemon=True
-            )
+            self._process = context.Process(target=_child, args=(theirs, threads, keep_memory, work, args))
             self._process.start()
         finally:
             os.environ.pop("OMP_NUM_THREADS")
