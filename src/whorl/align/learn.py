@@ -36,7 +36,7 @@ from whorl.align.network import Network
 from whorl.align.peers import Peers, replicas_of
 from whorl.align.policy import Signals, advantages, objective_of, preset_of
 from whorl.align.rollout import Rollouts, RolloutWorker, placed, rollout_spec, shared_columns
-from whorl.align.rows import by_length, cut
+from whorl.align.rows import by_group, cut
 from whorl.align.training import learner_of, memory_of, micro_rows
 from whorl.runs.seeds import generator
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, Slot, SlotRing
@@ -276,11 +276,13 @@ def passes_over(
     if reference is not None:
         part["reference_log_prob"] = _scored(reference, part, peers, "reference_")["log_prob"]
     part |= advantages(config, experience, signals)
+    groups = torch.arange(experience.rows) // config.answers
+    part["group"] = groups[:, None].expand_as(part["tokens"])
     rng = generator(config.seed, "minibatches", number)
     for _ in range(config.epochs):
         order = torch.randperm(experience.rows, generator=rng)
         for chosen in order.tensor_split(config.minibatches):
-            rows = peers.every(by_length({name: t[chosen] for name, t in part.items()}))
+            rows = peers.every(by_group({name: t[chosen] for name, t in part.items()}))
             yield list(cut(rows, micro_rows(config, rows)))
 
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from whorl.align.config import LoRAConfig
+from whorl.align.families import can_share, families, hidden_of
 from whorl.align.rows import by_length, cut
 from whorl.engine.lora import Factors, LoRA, adaptable, new_lora
 from whorl.models import LanguageModel, make_model
@@ -126,10 +127,18 @@ class Network(nn.Module):
         found: Tensor = self.model(part["tokens"], positions, segments)
         return found
 
+    def of_targets(self, part: Part) -> Tensor:
+        """[N, d_model] hidden states before the targets that count, row by row; what rows share is read once."""
+        if "segment_ids" not in part and can_share(self.model):
+            found = families(part)
+            if found is not None:
+                return hidden_of(self.model, part, found)
+        return self.hidden(part)[part["loss_mask"]]
+
     def judge(self, part: Part, *, entropy: bool = False) -> Judged:
         """What it says of the targets that count; N of them. The part lies where the weights do (`here`)."""
         mask = part["loss_mask"]
-        hidden = self.hidden(part)[mask]  # [N, d_model]
+        hidden = self.of_targets(part)
         log_prob, spread = token_log_probs(
             hidden,
             self.model.head_weight,

@@ -65,8 +65,13 @@ class Peers:
         return range(n * rank // size, n * (rank + 1) // size)
 
     def every(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This replica's rows of sorted ones: each takes every size-th, so that all have short and long ones."""
-        return {name: t[self.world.rank :: self.world.size] for name, t in rows.items()}
+        """This replica's rows of sorted ones: each takes every size-th group, so that all have short and long ones."""
+        group = rows["group"][:, 0]
+        number = torch.cat([group.new_zeros(1), (group[1:] != group[:-1]).long()]).cumsum(0)
+        if int(number.max()) + 1 < self.world.size:  # too few to go round
+            number = torch.arange(len(number))
+        mine = number % self.world.size == self.world.rank
+        return {name: t[mine] for name, t in rows.items()}
 
     def told(self, values: Sequence[float]) -> list[float]:
         """What all replicas have to say of their shares, one behind the other."""

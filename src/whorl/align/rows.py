@@ -104,3 +104,12 @@ def by_length(part: Part) -> dict[str, Tensor]:
     """The same rows from the shortest to the longest, so that `cut` finds padding to cut off."""
     order = torch.argsort((part["sequence"] >= 0).sum(1), stable=True)
     return {name: t[order] for name, t in part.items()}
+
+
+def by_group(part: Part) -> dict[str, Tensor]:
+    """The same rows, those of a `group` one behind another, groups in the order of their longest rows: what a group has in
+    common is read once where its rows lie together (`families.py`)."""
+    group, length = part["group"][:, 0], (part["sequence"] >= 0).sum(1)
+    longest = torch.zeros(int(group.max()) + 1, dtype=length.dtype).scatter_reduce(0, group, length, "amax")
+    order = torch.argsort(longest[group] * len(longest) + group, stable=True)
+    return {name: t[order] for name, t in part.items()}

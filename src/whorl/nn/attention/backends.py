@@ -105,7 +105,8 @@ def attend(
     if backend == "blocked":
         if bias is not None or softcap is not None or sink is not None or not _can_be_blocked(q, k, mask):
             raise ConfigError(
-                'backend is "blocked"', expected="a causal row over itself, without bias, softcap and sink"
+                'backend is "blocked"',
+                expected="causal queries that stand last in their row, without bias, softcap and sink",
             )
         return _blocked(q, k, v, mask, scale)
     return _reference(q, k, v, mask, scale, bias, softcap, sink)
@@ -122,8 +123,8 @@ def _choice(
 
 
 def _can_be_blocked(q: Tensor, k: Tensor, mask: Mask) -> bool:
-    square = q.shape[2] == k.shape[2] and mask.offset == 0
-    return square and mask.causal and replace(mask, query_segments=None, key_segments=None).only_causal
+    last = mask.offset == k.shape[2] - q.shape[2]  # the queries are the newest of the positions
+    return last and mask.causal and replace(mask, query_segments=None, key_segments=None).only_causal
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

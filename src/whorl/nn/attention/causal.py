@@ -42,19 +42,20 @@ QUERY_BLOCK = 256  # queries a block: 128 skips more masked products, but ran a 
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
     """The definition: softmax over allowed keys of q k^T, in fp32, times v.
 
-    q, k, v: [B, H, T, d] (any scale is already in q); segments: [B, T] or None -> [B, H, T, d].
-    Position i may attend to j when j <= i and both lie in the same segment.
+    q: [B, H, T, d] (any scale is already in it); k, v: [B, H, Tk, d], of which the last T positions are the queries' own;
+    segments: [B, Tk] or None -> [B, H, T, d]. Position i may attend to j when j <= i and both lie in the same segment.
     """
-    length = q.shape[2]
-    allowed = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    length, n_keys = q.shape[2], k.shape[2]
+    allowed = torch.ones(length, n_keys, dtype=torch.bool, device=q.device).tril(n_keys - length)
     if segments is not None:
-        allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
+        ours = segments[:, n_keys - length :]
+        allowed = allowed & (ours[:, None, :, None] == segments[:, None, None, :])
     scores = (q.float() @ k.float().transpose(-1, -2)).masked_fill(~allowed, float("-inf"))
     return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)
 
 
 def _block_bias(start: int, stop: int, segments: Tensor | None, like: Tensor, heads: int) -> Tensor:
-    """What is added to the scores of queries start..stop against keys 0..stop: 0 or -inf.
+    """What is added to the scores of the queries at the positions start..stop against keys 0..stop: 0 or -inf.
 
     -> [stop-start, stop] or, with segments, [B * heads, stop-start, stop].
     """
@@ -70,16 +71,17 @@ def _block_bias(start: int, stop: int, segments: Tensor | None, like: Tensor, he
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Attention over query blocks; keeps the probabilities for the backward.  q, k, v: [N, T, d], N = B * H."""
+    """Attention over query blocks; keeps the probabilities for the backward.  q: [N, T, d]; k, v: [N, Tk, d], N = B * H."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, heads: int) -> Tensor:
-        length = q.shape[1]
+        length, before = q.shape[1], k.shape[1] - q.shape[1]
         out, probabilities = [], []
         for start in range(0, length, QUERY_BLOCK):
-            stop = min(start + QUERY_BLOCK, length)
-            scores = torch.bmm(q[:, start:stop], k[:, :stop].transpose(1, 2))
-            scores = scores + _block_bias(start, stop, segments, scores, heads)
+            end = min(start + QUERY_BLOCK, length)
+            stop = before + end
+            scores = torch.bmm(q[:, start:end], k[:, :stop].transpose(1, 2))
+            scores = scores + _block_bias(before + start, stop, segments, scores, heads)
             p = torch.softmax(scores, dim=-1)
             probabilities.append(p)
             out.append(torch.bmm(p, v[:, :stop]))
@@ -90,45 +92,49 @@ class _BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (d_out,) = gradients
         q, k, v, *probabilities = ctx.saved_tensors
-        length = q.shape[1]
+        length, before = q.shape[1], k.shape[1] - q.shape[1]
         d_q, d_k, d_v = [], torch.zeros_like(k), torch.zeros_like(v)
         for block, p in enumerate(probabilities):
             start = block * QUERY_BLOCK
-            stop = min(start + QUERY_BLOCK, length)
-            d_o = d_out[:, start:stop]
+            end = min(start + QUERY_BLOCK, length)
+            stop = before + end
+            d_o = d_out[:, start:end]
             d_p = torch.bmm(d_o, v[:, :stop].transpose(1, 2))
             d_s = torch._softmax_backward_data(d_p, p, -1, p.dtype)
             d_q.append(torch.bmm(d_s, k[:, :stop]))
             d_v[:, :stop] += torch.bmm(p.transpose(1, 2), d_o)
-            d_k[:, :stop] += torch.bmm(d_s.transpose(1, 2), q[:, start:stop])
+            d_k[:, :stop] += torch.bmm(d_s.transpose(1, 2), q[:, start:end])
         return torch.cat(d_q, dim=1), d_k, d_v, None, None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
     """Causal attention by the fastest path for the device; equals `causal_attention_reference`.
 
-    q, k: [B, H, T, d], scale already in q; v: [B, H, T, dv]; segments: [B, T] or None (each row is one segment)
-    -> [B, H, T, dv].
+    q: [B, H, T, d], scale already in it; k: [B, H, Tk, d] and v: [B, H, Tk, dv], of which the last T positions are the
+    queries' own; segments: [B, Tk] or None (each row is one segment) -> [B, H, T, dv].
     """
     if q.is_cuda and not torch.compiler.is_compiling():
-        seen = Mask(query_segments=segments, key_segments=segments)
+        before = k.shape[2] - q.shape[2]
+        ours = None if segments is None else segments[:, before:]
+        seen = Mask(query_segments=ours, key_segments=segments, offset=before)
         return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _fused_by_torch(q, k, v, segments))
     if q.is_cuda:
         return _fused_by_torch(q, k, v, segments)
     batch, heads, length, _ = q.shape
-    flat = (t.reshape(batch * heads, length, t.shape[-1]) for t in (q, k, v))
+    flat = (t.reshape(batch * heads, *t.shape[2:]) for t in (q, k, v))
     out: Tensor = _BlockedAttention.apply(*flat, segments, heads)  # type: ignore[no-untyped-call]
     return out.view(batch, heads, length, v.shape[-1])
 
 
 def _fused_by_torch(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
     """torch's attention: without documents it needs no mask, with them a dense one."""
-    mask = None
+    length, n_keys = q.shape[2], k.shape[2]
+    if segments is None and length == n_keys:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
+    mask = torch.ones(length, n_keys, dtype=torch.bool, device=q.device).tril(n_keys - length)
     if segments is not None:
-        length = q.shape[2]
-        mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-        mask = mask & (segments[:, None, :, None] == segments[:, None, None, :])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=1.0)
+        mask = mask & (segments[:, None, n_keys - length :, None] == segments[:, None, None, :])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
 
 
 @dataclass
