@@ -7,7 +7,7 @@ mistake in one column is one in the answer. The teacher (0.66 M weights in its b
 7,900 texts, once for all seeds. The student has half its width, so a quarter of the products, and knows what 280 steps of
 fine-tuning on the 300 texts of its seed taught it. From there
 
-    on-policy      Jensen-Shannon on its own answers to other problems, for which nobody has written a solution
+    on-policy      forward KL on its own answers to other problems, for which nobody has written a solution
     off-policy     forward KL on the 300 texts
     with --controls:
     same prompts   on-policy as above, on the prompts of the 300 texts alone
@@ -21,8 +21,8 @@ command goes on. `--quick` walks through a few steps, in which nothing is learnt
 
 Read with the controls, or be misled: what helps is problems that are new. On-policy distillation has them for nothing,
 since a prompt needs no solution; on the same prompts it was behind, and a teacher that writes the solutions to the new
-ones brought its student as far (two seeds of controls). `ok` asks for every seed to be ahead, which one in five was not,
-and for parity below 1e-4, which the largest of 180,000 ids a seed may miss where logits are large.
+ones brought its student as far. `ok` asks for every seed to be ahead, and for parity below 1e-4, which the largest of
+200,000 ids a seed may miss where logits are large.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ SHAPE = DecoderConfig(
 )
 BASE = "on-policy"
 ARMS: dict[str, tuple[float, str, str]] = {  # share of its own, divergence, whose texts or prompts
-    BASE: (1.0, "jensen", "others"),
+    BASE: (1.0, "forward", "others"),
     "off-policy": (0.0, "forward", "given"),
 }
 CONTROLS: dict[str, tuple[float, str, str]] = {
-    "on-policy, same prompts": (1.0, "jensen", "given"),
+    "on-policy, same prompts": (1.0, "forward", "given"),
     "off-policy, teacher's answers": (0.0, "forward", "teacher"),
 }
 

@@ -1,8 +1,8 @@
 """DPO on a task with a known judge: how often do its answers win against those of the model it began as? Beside it IPO, KTO,
 SimPO, ORPO and a reward model's best of four.
 
-    .venv/bin/python bench/align_preferences.py            # DPO with 5 seeds, the others with one
-    .venv/bin/python bench/align_preferences.py --quick    # 1 seed each
+    .venv/bin/python bench/align_preferences.py [--seeds 5]
+    .venv/bin/python bench/align_preferences.py --quick    # 1 seed
 
 The task: close what is open. A prompt opens 4 to 6 brackets of four kinds, `([<{`; the judge counts the faults of an
 answer: a bracket closed by one of another kind, one too many, one that is left open. The model to begin with is
@@ -210,12 +210,24 @@ def main() -> None:
         contest = Contest(seed)
         if seed == 0:
             print(f"left out of the pairs: {contest.left}; {contest.seconds}", flush=True)
-        for objective in OBJECTIVES if seed == 0 else ["dpo"]:
+        for objective in OBJECTIVES:
             rows.append(contest.learn(objective))
             print(rows[-1], flush=True)
-        if seed == 0:
-            rows.append(contest.reward())
-            print(rows[-1], flush=True)
+        rows.append(contest.reward())
+        print(rows[-1], flush=True)
+    print(
+        "| objective | win rate, each seed | mean | log-probability of the chosen a token, before and after |"
+    )
+    print("|---" * 4 + "|")
+    for objective in OBJECTIVES:
+        mine = [row for row in rows if row["objective"] == objective]
+        each = ", ".join(f"{row['win']:.1%}" for row in mine)
+        before, after = (
+            float(np.mean([row[k] for row in mine])) for k in ("chosen_log_prob_before", "chosen_log_prob")
+        )
+        print(
+            f"| {objective} | {each} | {np.mean([r['win'] for r in mine]):.1%} | {before:.2f}, {after:.2f} |"
+        )
     wins = [row["win"] for row in rows if row["objective"] == "dpo"]
     itself = [row["itself"] for row in rows if row["objective"] == "dpo"]
     claim(
