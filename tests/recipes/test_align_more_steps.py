@@ -322,6 +322,6 @@ def test_tasks_of_a_file_are_for_rewards_and_pairs_for_sft(folder: Path) -> None
 
 def test_align_code_is_a_whole_row() -> None:
     recipe = load_recipe("align-code", sets=["sft.lora.rank=8", "distil.student.layers=3"])
-    row = ["pretrain", "sft", "prefer", "rlvr", "distil"]
+    row = ["pretrain", "midtrain", "sft", "prefer", "rlvr", "distil"]
     assert [recipe.steps[b].parents["model"] for b in row[1:]] == row[:-1]
     assert recipe.steps["sft"].config.lora.rank == 8  # type: ignore[attr-defined]
