@@ -82,7 +82,9 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     rng = numpy_rng(seed, "short")
     manners = source.problems(10**6, 200 if quick else MANNERS)
     said = [f"{ANSWER}{p.answer}" if rng.random() < 0.9 else source.solution(p) for p in manners]
-    teach("sft", [scribe.answered(source.prompt(p), s) for p, s in zip(manners, said, strict=True)], 0.15)
+    teach(
+        "sft", [scribe.answered(source.prompt(p), s) for p, s in zip(manners, said, strict=True)], 0.15, 3.0
+    )
     tasks = [source.task(p) for p in manners]
     kept = {name: p.detach().clone() for name, p in network.model.named_parameters()}
     with tempfile.TemporaryDirectory() as folder:

@@ -136,6 +136,33 @@ def test_equals_row_by_row_where_prompts_are_of_one_length(
     holds(network(MODELS[name]), part(prompts, said), monkeypatch)
 
 
+def test_rows_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets with a gap (a conversation), a row without any, a row of padding alone, two rows that are the same."""
+    rows = ragged(5, groups=3, answers=4)
+    rows = {name: torch.cat([t, t[:1]]) for name, t in rows.items()}
+    some = rows["loss_mask"].sum(1).argmax()
+    rows["loss_mask"][some, rows["loss_mask"][some].nonzero()[1]] = False
+    rows["loss_mask"][2] = False
+    for name, nothing in (("loss_mask", False), ("sequence", -1), ("tokens", 0)):
+        rows[name][3] = nothing
+    holds(network(MODELS["decoder"]), rows, monkeypatch)
+
+
+def test_gradients_are_the_same_bits_on_several_threads() -> None:
+    """Eight answers stand behind each prompt's last position: what flows into it is summed in one order."""
+    config = MODELS["llama"].model_copy(update={"d_model": 256})
+    net, rows = network(config), ragged(7, groups=16, answers=16)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first = outcome(net, rows)[1]
+        for _ in range(4):
+            for name, gradient in outcome(net, rows)[1].items():
+                assert torch.equal(gradient, first[name]), name
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_an_adapter_too(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network(MODELS["llama"], lora=LoRAConfig(rank=2))
     with torch.no_grad():

@@ -15,6 +15,7 @@ from test_learn import SMALL, folder, one_runner, train  # noqa: F401
 
 from whorl.align.config import KLConfig, LoRAConfig, RLConfig
 from whorl.align.peers import Peers, replicas_of
+from whorl.align.rollout import RolloutWorker
 from whorl.train.world import ReplicaError, World
 
 FOUR = SMALL.model_copy(update={"prompts": 4})
@@ -66,6 +67,20 @@ def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(
         assert torch.equal(p, q)
 
 
+def test_three_share_four_tasks_and_one_clock_ends_them(folder: Path) -> None:  # noqa: F811
+    config = FOUR.model_copy(update={"replicas": 3, "steps": 10**6, "max_steps_seconds": 0.5, "redraws": 1})
+    _, told, _ = train(folder, config)
+    assert 1 <= len(told) < 10**5
+
+
+def test_what_a_replica_raises_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(
+        RolloutWorker, "__getstate__", lambda self: {**vars(self), "tokenizer": Path("/nowhere")}
+    )
+    with pytest.raises(ReplicaError, match=r"replica 1 failed:(.|\n)*nowhere"):
+        train(folder, FOUR.model_copy(update={"replicas": 2}))
+
+
 def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
@@ -73,6 +88,9 @@ def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     long = SMALL.model_copy(update={"steps": 10**9})
     assert replicas_of(long, net, 24) == SMALL.prompts
     assert replicas_of(long.model_copy(update={"replicas": 2}), net, 24) == 2
+    assert replicas_of(long, net, 24, judged=True) == 1
+    many = long.model_copy(update={"prompts": 12})
+    assert replicas_of(many, net, 24) == 6  # two turns, as with eight
     ahead = long.ahead.model_copy(update={"workers": 1})
     assert replicas_of(long.model_copy(update={"ahead": ahead}), net, 24) == 1
     with pytest.raises(ValueError, match="shared out, or sampled ahead"):

@@ -263,7 +263,8 @@ class RLConfig(StageConfig):
     replicas: int | None = Field(
         default=None,
         ge=1,
-        description="processes that each sample and learn a share of a record; default: one a core where that pays",
+        description="processes on a CPU that each sample and learn a share of a record, no more than prompts; "
+        "default: one a core where that pays",
     )
     curriculum: Literal["uniform", "variance", "filter", "easy_first"] = Field(
         default="uniform", description="which tasks are drawn: any, those sometimes solved, easy before hard"

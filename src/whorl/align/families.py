@@ -110,7 +110,8 @@ def hidden_of(model: LanguageModel, part: Part, found: Families) -> Tensor:
     else:
         x = model.embed(ids, positions)  # type: ignore[operator]
     hidden: Tensor = model.trunk(x, where, None, state)
-    return hidden[0, found.at]
+    # Not hidden[0, found.at]: its gradient is summed in the order of threads, where a place stands for several rows.
+    return hidden[0].index_select(0, found.at)
 
 
 @dataclass

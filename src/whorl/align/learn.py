@@ -70,12 +70,16 @@ def train_policy(
     Args:
         worker: of the same shape as the network's model.
         reference: that the policy is kept near; needed where `config.kl.weight` is above 0.
-        observe: called after each record with the metrics and what was learnt from; may raise `Stop`.
+        observe: called after each record with the metrics and what was learnt from; may raise `Stop`. Replicas wait for it,
+            ten minutes at most.
         scratch: folder for checkpoints; None keeps none.
 
     Raises:
         ConfigError: a KL without a reference, PPO without a critic. ProducerError: a worker failed.
-        DivergedError: what is not finite. CheckpointError: the checkpoint is of other settings.
+        ReplicaError: another replica failed. DivergedError: what is not finite. CheckpointError: the checkpoint is of other
+        settings.
+
+    A long stage on several cores starts replicas (`peers.py`): a script that calls this wants `if __name__ == "__main__":`.
     """
     preset_of(config, network, reference)
     identity = {
@@ -97,7 +101,7 @@ def train_policy(
         signals.load_state_dict(found.record["signals"])
         say(f"continues at step {first:,} of {config.steps:,}")
     positions, threads = config.prompts * config.answers * worker.length, torch.get_num_threads()
-    replicas = replicas_of(config, network, worker.length)
+    replicas = replicas_of(config, network, worker.length, judged=worker.judge is not None)
     shared = memory_of(network, config, positions=positions, replicas=replicas)
     if found is not None:
         restore(shared.tensors(), found.tensors)
@@ -114,6 +118,7 @@ def train_policy(
         _train(peers, network, worker, config, reference, shared, start, observe, keeper, say)
     finally:
         worker.close()
+        worker.join(Peers())
         peers.world.close()
         torch.set_num_threads(threads)
     return network.eval()
@@ -215,7 +220,9 @@ def _train(
             }
             keeper.save(step, learner.shared.tensors(), record)
         observe(step, told, newest[0])
-        if config.max_steps_seconds is not None and told["seconds"] > config.max_steps_seconds:
+        if peers.world.rank or config.max_steps_seconds is None:
+            return  # one clock decides; the others hear of it when their links close
+        if told["seconds"] > config.max_steps_seconds:
             say(f"ends after {step:,} of {config.steps:,} steps: the time is up")
             raise Stop
 
@@ -264,6 +271,8 @@ def passes_over(
         peers: with whom the rows of each minibatch are shared.
     """
     part = experience.part
+    groups = torch.arange(experience.rows) // config.answers
+    part["group"] = groups[:, None].expand_as(part["tokens"])
     stale = bool((part["version"][part["loss_mask"]] != version).any())
     if network.value is not None or stale or config.epochs * config.minibatches > 1:
         scored = _scored(network, part, peers, "")
@@ -276,8 +285,6 @@ def passes_over(
     if reference is not None:
         part["reference_log_prob"] = _scored(reference, part, peers, "reference_")["log_prob"]
     part |= advantages(config, experience, signals)
-    groups = torch.arange(experience.rows) // config.answers
-    part["group"] = groups[:, None].expand_as(part["tokens"])
     rng = generator(config.seed, "minibatches", number)
     for _ in range(config.epochs):
         order = torch.randperm(experience.rows, generator=rng)
@@ -291,7 +298,7 @@ def _scored(network: Network, part: Part, peers: Peers, called: str) -> dict[str
     if peers.alone:
         return network.score(part)
     n = len(part["tokens"])
-    mine = torch.arange(peers.world.rank, n, peers.world.size)
+    mine = (part["group"][:, 0] % peers.world.size == peers.world.rank).nonzero()[:, 0]
     own = network.score({name: t[mine] for name, t in part.items()})
     found = {name: torch.zeros(n, *t.shape[1:]) for name, t in own.items()}
     for name, t in own.items():

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from whorl.align.config import LoRAConfig
 from whorl.align.families import can_share, families, hidden_of
-from whorl.align.rows import by_length, cut
+from whorl.align.rows import by_group, by_length, cut
 from whorl.engine.lora import Factors, LoRA, adaptable, new_lora
 from whorl.models import LanguageModel, make_model
 from whorl.objectives.log_probs import token_log_probs
@@ -155,7 +155,8 @@ class Network(nn.Module):
     def score(self, part: Part) -> dict[str, Tensor]:
         """log_prob (and value, with a critic) of all targets that count, [B, T] fp32, 0 elsewhere; beside the rows."""
         places = torch.arange(len(part["tokens"]))
-        rows = by_length({**part, "place": places[:, None].expand_as(part["tokens"])})
+        together = by_group if "group" in part else by_length
+        rows = together({**part, "place": places[:, None].expand_as(part["tokens"])})
         size = max(1, SCORED // rows["tokens"].shape[1])
         names = ["log_prob"] if self.value is None else ["log_prob", "value"]
         found = {name: torch.zeros(part["tokens"].shape, device=self.device) for name in names}

@@ -26,15 +26,15 @@ from whorl.align.network import Network
 from whorl.train.world import World
 
 WORTH = 1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
-SMALL = (
-    5e7  # parameters: above, operations are long enough to be split, and each replica's engine costs memory
-)
+SMALL = 5e7  # parameters: above, operations are long enough to be split, and engines of their own cost memory
 
 
-def replicas_of(config: RLConfig, network: Network, length: int) -> int:
-    """How many replicas a stage takes: what is asked for, or one a thread where that pays; no more than there are tasks.
+def replicas_of(config: RLConfig, network: Network, length: int, *, judged: bool = False) -> int:
+    """How many replicas a stage takes: what is asked for, no more than there are tasks; or, by default, one a thread where
+    that pays, or as many fewer as take the same turns.
 
-    length: ids of a row. One where workers sample ahead, or the model is not on the CPU.
+    length: ids of a row; judged: by a reward model, of which each replica would have its own. Always one where workers sample
+    ahead, or the model is not on the CPU.
     """
     if config.ahead.workers or network.model.embedding.device.type != "cpu":
         return 1
@@ -44,7 +44,10 @@ def replicas_of(config: RLConfig, network: Network, length: int) -> int:
         return min(config.replicas, most)
     work = network.model.flops_per_token(length) * rows * length * config.steps
     small = sum(p.numel() for p in network.model.parameters()) <= SMALL
-    return max(1, min(torch.get_num_threads(), most)) if small and work >= WORTH else 1
+    if judged or not small or work < WORTH:
+        return 1
+    n = max(1, min(torch.get_num_threads(), most))
+    return -(-config.prompts // -(-config.prompts // n))
 
 
 @dataclass

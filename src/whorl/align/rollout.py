@@ -161,7 +161,7 @@ class RolloutWorker:
         if self._judge is None and any(
             name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX
         ):
-            self._sandbox = Sandbox()
+            self._sandbox = Sandbox() if self.peers.alone else Sandbox(workers=1)  # a core each
 
     def close(self) -> None:
         """Ends the sandbox."""
@@ -172,7 +172,8 @@ class RolloutWorker:
     def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
         """Writes one record; returns how many ids were sampled."""
         if not hasattr(self, "_engine"):
-            self.begin(len(slot.data.reward) // self.peers.world.size)
+            most = -(-(len(slot.data.reward) // self.answers) // self.peers.world.size)
+            self.begin(most * self.answers)
         data, k = slot.data, self.answers
         groups = len(data.reward) // k
         self._engine.catch_up(weights.board)

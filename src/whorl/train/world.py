@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import signal
 import struct
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +30,7 @@ import torch.multiprocessing
 from whorl.errors import WhorlError
 from whorl.runs.machine import keep_freed_memory
 
+LEAVING_SECONDS = 15.0  # a replica that samples hears of the end at its next meeting
 PATIENCE_SECONDS = 600.0  # a first step compiles; nothing that is alive takes longer
 
 
@@ -115,8 +117,9 @@ class World:
         for link in self.links:
             if link is not None:
                 link.close()
+        deadline = time.monotonic() + LEAVING_SECONDS
         for child in self.children:
-            child.join(timeout=5)
+            child.join(timeout=max(0.0, deadline - time.monotonic()))
             if child.is_alive():
                 child.kill()
                 child.join()

@@ -118,7 +118,9 @@ def _choice(
     """The fastest that was measured to be: flex, which no GPU has shown yet, has to be asked for."""
     if softcap is not None or sink is not None:
         return "reference"
-    short = 1 < q.shape[2] <= BLOCKED_UPTO and q.device.type == "cpu" and torch.is_grad_enabled()
+    short = (
+        q.shape[2] > 1 and k.shape[2] <= BLOCKED_UPTO and q.device.type == "cpu" and torch.is_grad_enabled()
+    )
     return "blocked" if short and bias is None and _can_be_blocked(q, k, mask) else "sdpa"
 
 
