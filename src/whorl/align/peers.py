@@ -33,8 +33,8 @@ def replicas_of(config: RLConfig, network: Network, length: int, *, judged: bool
     """How many replicas a stage takes: what is asked for, no more than there are tasks; or, by default, one a thread where
     that pays, or as many fewer as take the same turns.
 
-    length: ids of a row; judged: by a reward model, of which each replica would have its own. Always one where workers sample
-    ahead, or the model is not on the CPU.
+    length: ids of a row; judged: by a reward model, of which each replica would have its own. Always one where workers
+    sample ahead, or the model is not on the CPU.
     """
     if config.ahead.workers or network.model.embedding.device.type != "cpu":
         return 1
