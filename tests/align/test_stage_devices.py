@@ -92,8 +92,9 @@ def test_what_is_pretended_refuses_what_a_gpu_would(pretended: None) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_nothing_of_a_stage_stays_on_the_cpu(stage: str, folder: Path) -> None:
-    """One mixture anywhere would be an error. The numbers are the CPU's, which computes them, up to rounding: what is sampled
-    is drawn in another way there, and where texts share a prompt the gradients that meet in it are summed in another order."""
+    """One mixture anywhere would be an error. The numbers are the CPU's, which computes them, up to rounding: what is
+    sampled is drawn in another way there, and where texts share a prompt the gradients that meet in it are summed in
+    another order."""
     plain, lesson = Lesson(folder, "cpu"), Lesson(folder, HERE)
     wanted = weights(STAGES[stage](plain))
     with Pretend():
