@@ -91,18 +91,20 @@ def test_what_is_pretended_refuses_what_a_gpu_would(pretended: None) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_nothing_of_a_stage_stays_on_the_cpu(stage: str, folder: Path) -> None:
-    """One mixture anywhere would be an error. The numbers are the CPU's, which computes them, up to rounding: what is
-    sampled is drawn in another way there, and where texts share a prompt the gradients that meet in it are summed in
-    another order."""
+def test_nothing_of_a_stage_stays_on_the_cpu(
+    stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mixture anywhere would be an error. The numbers are the CPU's, which computes them, to the bit; but what is
+    sampled is drawn in another way there, whose rounding differs."""
+    # Which kernel is the fastest is a matter of the device, and kernels round differently: here both sides take one.
+    monkeypatch.setattr("whorl.nn.attention.backends._choice", lambda *_: "sdpa")
     plain, lesson = Lesson(folder, "cpu"), Lesson(folder, HERE)
     wanted = weights(STAGES[stage](plain))
     with Pretend():
         learnt = STAGES[stage](lesson)
         assert all(there(t) for t in (*learnt.parameters(), *learnt.buffers()))
         found = weights(learnt)
-    sampled = any("parity" in told for told in plain.told)
-    within = 1e-3 if sampled else 1e-4 if stage in ("dpo", "orpo", "kto") else 0.0
+    within = 1e-3 if any("parity" in told for told in plain.told) else 0.0
     alike(lesson.told, plain.told, within)
     assert apart(found, wanted) <= within
 
