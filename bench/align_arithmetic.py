@@ -3,10 +3,10 @@
 .venv/bin/python bench/align_arithmetic.py [--seeds 5] [--quick] [--algorithms grpo,dr_grpo]
 
 The pipeline of the recipe `align-arithmetic`: a decoder of 0.86 M parameters that has learnt nothing reads worked solutions
-(two-digit sums and differences, and three terms one after another), then texts of which nine in ten blurt out the answer,
-which it cannot: one digit by digit after another it can add, in the head it cannot. Then GRPO, with 1 for the right number
-at the end and 0 for all else. Told for each seed: the share of 300 held-out problems solved greedily after each stage, the
-seconds, and the largest difference between the engine and the trainer in the log-probability of a token.
+(two-digit sums and differences, and three terms one after another), then three times over texts of which nine in ten blurt
+out the answer, which it cannot: one digit by digit after another it can add, in the head it cannot. Then GRPO, with 1 for
+the right number at the end and 0 for all else. Told for each seed: the share of 300 held-out problems solved greedily after
+each stage, the seconds, and the largest difference between the engine and the trainer in the log-probability of a token.
 
 Two seeds run at a time, with one thread each. With several algorithms each goes on from the same SFT model, and the length
 of right and of wrong answers is told for the first and last tenth of its steps.

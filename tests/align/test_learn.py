@@ -11,37 +11,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from policies import SMALL, Killed, tasks, train
 from pydantic import ValidationError
-from shared import decoder, network, scribe, tokenizer
+from shared import network, scribe, tokenizer
 
 from whorl.align.config import AheadConfig, KLConfig, LoRAConfig, MethodConfig, RLConfig
-from whorl.align.data.curriculum import Curriculum
-from whorl.align.experience import Experience
 from whorl.align.learn import train_policy
-from whorl.align.network import Network, frozen
+from whorl.align.network import Network
 from whorl.align.policy import method_of
-from whorl.align.rollout import RolloutWorker, with_room
+from whorl.align.rollout import with_room
 from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import Task
 
-SMALL = RLConfig(
-    steps=4,
-    prompts=3,
-    answers=4,
-    max_tokens=5,
-    length=24,
-    share=0.2,
-    matrices="adamw",
-    checkpoint_seconds=1e-9,
-)
-
-
-class Killed(Exception):
-    pass
-
-
-def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[Task]:
-    return [Task(id=str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)]
+pytestmark = pytest.mark.usefixtures("one_runner")
 
 
 @pytest.fixture(scope="module")
@@ -49,44 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("tokenizer")
     tokenizer(place)
     return place
-
-
-@pytest.fixture(autouse=True)
-def one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of the engine's runners is faster is measured, and they differ in last bits: here it is not left to that."""
-    monkeypatch.setenv("WHORL_NATIVE", "0")
-
-
-def train(
-    folder: Path,
-    config: RLConfig = SMALL,
-    *,
-    kill: int = 0,
-    at: Any = lambda step: None,
-    verifier: str = "format([0-9].*)",
-    **rest: Any,
-):  # type: ignore[no-untyped-def]
-    net = network(temperature=config.temperature, lora=config.lora, critic=config.critic)
-    told: list[dict[str, float]] = []
-    seen: list[Experience] = []
-    given = tasks(verifier=verifier)
-    worker = RolloutWorker(
-        net.model.config, "float32", folder, given, config.answers, config.max_tokens, config.length,
-        config.temperature, Curriculum([0.0] * len(given), rule=config.curriculum), config.draws_again,
-        config.ahead.in_flight,
-        threads=1 if config.ahead.workers else None,
-    )  # fmt: skip
-
-    def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
-        told.append(metrics)
-        seen.append(experience)
-        at(step)
-        if step == kill:
-            raise Killed
-
-    reference = frozen(decoder(), net) if config.kl.weight else None
-    train_policy(net, worker, config, reference=reference, observe=observe, **rest)
-    return net, told, seen
 
 
 def same(a: Network, b: Network) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from shared import network
-from test_learn import SMALL, folder, one_runner, train  # noqa: F401
+from policies import SMALL, train
+from shared import network, tokenizer
 
 from whorl.align.config import KLConfig, LoRAConfig, RLConfig
 from whorl.align.peers import Peers, replicas_of
@@ -19,6 +19,14 @@ from whorl.align.rollout import RolloutWorker
 from whorl.train.world import ReplicaError, World
 
 FOUR = SMALL.model_copy(update={"prompts": 4})
+pytestmark = pytest.mark.usefixtures("one_runner")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("tokenizer")
+    tokenizer(place)
+    return place
 
 
 @pytest.mark.parametrize(
@@ -30,7 +38,7 @@ FOUR = SMALL.model_copy(update={"prompts": 4})
         {"algorithm": "rloo", "kl": KLConfig(weight=0.1, target=0.01), "lora": LoRAConfig(rank=2)},
     ],
 )
-def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) -> None:  # noqa: F811
+def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) -> None:
     one, told, seen = train(folder, FOUR.model_copy(update={**change, "replicas": 1}))
     two, told_two, seen_two = train(folder, FOUR.model_copy(update={**change, "replicas": 2}))
     assert torch.get_num_threads() == 1
@@ -47,7 +55,7 @@ def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) ->
 
 
 def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(
-    folder: Path,  # noqa: F811
+    folder: Path,
     tmp_path: Path,
 ) -> None:
     config = FOUR.model_copy(update={"replicas": 2})
@@ -67,13 +75,13 @@ def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(
         assert torch.equal(p, q)
 
 
-def test_three_share_four_tasks_and_one_clock_ends_them(folder: Path) -> None:  # noqa: F811
+def test_three_share_four_tasks_and_one_clock_ends_them(folder: Path) -> None:
     config = FOUR.model_copy(update={"replicas": 3, "steps": 10**6, "max_steps_seconds": 0.5, "redraws": 1})
     _, told, _ = train(folder, config)
     assert 1 <= len(told) < 10**5
 
 
-def test_what_a_replica_raises_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_what_a_replica_raises_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         RolloutWorker, "__getstate__", lambda self: {**vars(self), "tokenizer": Path("/nowhere")}
     )

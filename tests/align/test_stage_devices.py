@@ -26,17 +26,12 @@ from whorl.runs.seeds import generator
 from whorl.store import Store
 
 HERE = str(DEVICE)
+pytestmark = pytest.mark.usefixtures("one_runner")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return begin(tmp_path_factory.mktemp("model") / "begun")
-
-
-@pytest.fixture(autouse=True)
-def one_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which of the engine's runners is faster is measured, and they differ in last bits: here it is not left to that."""
-    monkeypatch.setenv("WHORL_NATIVE", "0")
 
 
 @pytest.fixture

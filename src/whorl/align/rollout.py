@@ -228,14 +228,10 @@ class RolloutWorker:
         if self.peers.alone:
             return own
         told = self.peers.told([x for v in verdicts for x in (v.reward, float(v.failed))])
-        groups = []
-        for g, task in enumerate(drawn):
-            pairs = zip(
-                told[2 * g * k : 2 * (g + 1) * k : 2], told[2 * g * k + 1 : 2 * (g + 1) * k : 2], strict=True
-            )
-            groups.append(
-                Group(task, [], [Verdict(reward, False, failed=bool(failed)) for reward, failed in pairs])
-            )
+        heard = [
+            Verdict(reward, False, failed=bool(f)) for reward, f in zip(told[::2], told[1::2], strict=True)
+        ]
+        groups = [Group(task, [], heard[g * k : g * k + k]) for g, task in enumerate(drawn)]
         groups[share.start : share.stop] = own
         return groups
 
