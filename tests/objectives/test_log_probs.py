@@ -21,6 +21,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["whorl.objectives.log_probs"]
     monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
     monkeypatch.setattr(module, "LEAST_CHUNK", 5)
+    monkeypatch.setattr(module, "KEPT_LOGITS", 200)  # so that both ways are taken
 
 
 def drawn(n: int, vocab: int, d: int = 6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -144,6 +145,23 @@ def test_no_tensor_of_all_logits_is_kept_for_the_backward() -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         log_prob, _ = token_log_probs(hidden, head, targets, entropy=True)
     assert log_prob.shape == (40,) and max(kept) < 40 * 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_that_are_kept_give_the_bits_of_those_made_anew(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, head, forbidden, targets = drawn(40, 50)
+    found = []
+    for kept in (0, 40 * 50):
+        monkeypatch.setattr(sys.modules["whorl.objectives.log_probs"], "KEPT_LOGITS", kept)
+        leaves = [hidden.detach().to(dtype).requires_grad_(), head.detach().float().requires_grad_()]
+        log_prob, entropy = token_log_probs(
+            *leaves, targets, forbidden=forbidden, entropy=True, temperature=0.9
+        )
+        assert entropy is not None
+        found.append([log_prob, entropy, *torch.autograd.grad(log_prob.sum() + entropy.sum(), leaves)])
+    assert all(map(torch.equal, *found))
 
 
 def test_bf16_gives_fp32_within_its_noise() -> None:

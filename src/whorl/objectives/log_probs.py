@@ -9,8 +9,9 @@ what came of it, and clips by the ratio to what it was, so here each is handed o
     d z_n = g_n (onehot_n - p_n) - e_n p_n (log p_n + entropy_n)           g, e: gradients of log_prob and entropy
     d W h_n = d z_n (1 - tanh^2) / temperature,     d_h = d W h @ W,    d_W = (d W h)^T @ h
 
-As there, no [N, V] tensor is ever held: the logits are made chunk by chunk, and made anew in the backward, which costs
-one product in four. Only where the head learns nothing (adapters) and no entropy is asked is there a cheaper way: the
+As there, a large [N, V] tensor is never held: the logits are made chunk by chunk, and made anew in the backward, which costs
+one product in four. Up to `KEPT_LOGITS` they are kept instead, in the type that their product has, so that the gradient is
+the same to the bit. Where the head learns nothing (adapters) and no entropy is asked there is a way cheaper still: the
 gradient of h is then linear in g_n, row by row, so it is finished in the forward and only scaled later.
 
 The subtle part is that a number is right only under the distribution that was sampled from. A sampler at temperature 0.9
@@ -30,6 +31,8 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError, DataError
 from whorl.objectives.next_token import CHUNK_LOGITS, LEAST_CHUNK
+
+KEPT_LOGITS = 1 << 24  # 32 MB in bf16
 
 
 def token_log_probs(
@@ -59,9 +62,10 @@ def token_log_probs(
         DataError: a target that is forbidden.
     """
     _check(hidden, head, targets, temperature, softcap, forbidden)
-    early = torch.is_grad_enabled() and hidden.requires_grad and not head.requires_grad and not entropy
+    learning = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    early = learning and not head.requires_grad and not entropy
     out: tuple[Tensor, Tensor | None] = _Tokens.apply(  # type: ignore[no-untyped-call]
-        hidden, head, targets, temperature, softcap, forbidden, entropy, early
+        hidden, head, targets, temperature, softcap, forbidden, entropy, early, learning
     )
     return out
 
@@ -78,10 +82,12 @@ def token_log_probs_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, with all logits. Arguments and results as in `token_log_probs`."""
     dtype = wide(hidden)
-    z = _tempered(F.linear(hidden.to(dtype), head.to(dtype)), temperature, softcap, forbidden)
-    log_p = z.log_softmax(dim=-1)  # [N, V]
+    z = F.linear(hidden.to(dtype), head.to(dtype))
+    z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
+    never = torch.zeros_like(head[:, 0], dtype=torch.bool) if forbidden is None else forbidden
+    log_p = z.masked_fill(never, float("-inf")).log_softmax(dim=-1)  # [N, V]
     log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
-    return log_prob, -(log_p.exp() * _finite(log_p, forbidden)).sum(dim=-1) if entropy else None
+    return log_prob, -(log_p.exp() * log_p.masked_fill(never, 0.0)).sum(dim=-1) if entropy else None
 
 
 def _check(
@@ -126,43 +132,46 @@ def wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _tempered(raw: Tensor, temperature: float, softcap: float | None, forbidden: Tensor | None) -> Tensor:
-    """What is sampled from, before the softmax: z [n, V] of raw logits [n, V], both in the wide type."""
-    z = raw if softcap is None else softcap * torch.tanh(raw / softcap)
-    z = z if temperature == 1.0 else z / temperature
-    return z if forbidden is None else z.masked_fill(forbidden, float("-inf"))
+def _tempered(
+    logits: Tensor, room: Tensor, temperature: float, softcap: float | None, out: Tensor | None
+) -> Tensor:
+    """What is sampled from, before the softmax: z [n, V] of logits [n, V], written into `room`; out: ids."""
+    z = room[: len(logits)].copy_(logits)
+    if softcap is not None:
+        z.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        z.div_(temperature)
+    return z if out is None else z.index_fill_(1, out, float("-inf"))
 
 
-def _finite(log_p: Tensor, forbidden: Tensor | None) -> Tensor:
-    """log_p [n, V] with 0 for -inf, so that p log p is 0 where p is."""
-    return log_p if forbidden is None else log_p.masked_fill(forbidden, 0.0)
-
-
-def _d_raw(
+def _d_logits(
     z: Tensor,
     log_normaliser: Tensor,
+    room: Tensor,
     targets: Tensor,
     g: Tensor,
     e: tuple[Tensor, Tensor] | None,
     temperature: float,
     softcap: float | None,
-    forbidden: Tensor | None,
+    out: Tensor | None,
 ) -> Tensor:
-    """[n, V] gradient of the raw logits, in few passes over them.
+    """[n, V] gradient of the logits, in few passes over them, written into `room`.
 
     log_normaliser: [n, 1] of z; g: [n] gradient of log_prob; e: [n] that of the entropy, and the entropy itself.
     """
-    log_p = z - log_normaliser
+    log_p = torch.sub(z, log_normaliser, out=room[: len(z)])
     pull = g[:, None]  # on p, and the target's onehot pulls the other way
     if e is not None:
-        pull = pull + e[0][:, None] * (_finite(log_p, forbidden) + e[1][:, None])
-    d = log_p.exp_().mul_(-pull)
-    d.scatter_add_(1, targets[:, None], g[:, None])
+        pull = pull + e[0][:, None] * (_finite_(log_p.clone(), out) + e[1][:, None])
+    d = log_p.exp_().mul_(-pull).scatter_add_(1, targets[:, None], g[:, None])
     if softcap is not None:
-        d *= 1.0 - (z * (temperature / softcap)).square()
-        if forbidden is not None:
-            d.masked_fill_(forbidden, 0.0)  # 0 times -inf, above
+        d = _finite_(d.mul_(1.0 - (z * (temperature / softcap)).square()), out)  # 0 times -inf
     return d if temperature == 1.0 else d.div_(temperature)
+
+
+def _finite_(x: Tensor, out: Tensor | None) -> Tensor:
+    """x [n, V], in place, with 0 at the ids that are never drawn: p log p is 0 where p is, not 0 times -inf."""
+    return x if out is None else x.index_fill_(1, out, 0.0)
 
 
 class _Tokens(torch.autograd.Function):
@@ -179,34 +188,47 @@ class _Tokens(torch.autograd.Function):
         forbidden: Tensor | None,
         entropy: bool,
         early: bool,
+        learning: bool,
     ) -> tuple[Tensor, Tensor | None]:
         weight = head.to(hidden.dtype)
-        ctx.how = temperature, softcap, forbidden
+        # Not masked_fill: on a CPU it costs as much as the exponentials.
+        out = None if forbidden is None else forbidden.nonzero()[:, 0]
+        ctx.how = temperature, softcap, out
         ctx.chunk = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
-        log_probs, normalisers, entropies, d_hidden = [], [], [], []
+        keep = learning and not early and len(hidden) * len(head) <= KEPT_LOGITS
+        log_probs, normalisers, entropies, d_hidden, kept = [], [], [], [], []
+        room, spare = _rooms(hidden, head, ctx.chunk)
         for h, target in zip(torch.split(hidden, ctx.chunk), torch.split(targets, ctx.chunk), strict=True):
-            z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
-            log_normaliser = z.logsumexp(dim=-1, keepdim=True)
-            log_probs.append((z.gather(1, target[:, None]) - log_normaliser).squeeze(1))
-            normalisers.append(log_normaliser)
+            logits = F.linear(h, weight)
+            if keep:
+                kept.append(logits)
+            z = _tempered(logits, room, *ctx.how)
+            top = z.amax(dim=-1, keepdim=True)
+            below = torch.sub(z, top, out=spare[: len(z)])
+            said = below.gather(1, target[:, None])
+            p = torch.exp(below, out=z) if entropy else below.exp_()  # times the sum behind it
+            total = p.sum(dim=-1, keepdim=True)
+            log_probs.append((said - total.log()).squeeze(1))
+            normalisers.append(top + total.log())
             if entropy:
-                log_p = z - log_normaliser
-                entropies.append(-(log_p.exp() * _finite(log_p, forbidden)).sum(dim=-1))
+                mean = _finite_(below, out).mul_(p).sum(dim=-1, keepdim=True) / total
+                entropies.append((total.log() - mean).squeeze(1))
             if early:
                 ones = torch.ones_like(log_probs[-1])
-                d_hidden.append(_d_raw(z, log_normaliser, target, ones, None, *ctx.how).to(h.dtype) @ weight)
+                d = _d_logits(z, normalisers[-1], spare, target, ones, None, *ctx.how)
+                d_hidden.append(d.to(h.dtype) @ weight)
         entropies_ = torch.cat(entropies) if entropy else None
-        ctx.early, ctx.entropy = early, entropy
+        ctx.early = early
         first = torch.cat(d_hidden) if early else hidden
-        ctx.save_for_backward(first, head, targets, torch.cat(normalisers), entropies_)
+        ctx.save_for_backward(first, head, targets, torch.cat(normalisers), entropies_, *kept)
         ctx.set_materialize_grads(False)
         return torch.cat(log_probs), entropies_
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         g, e = gradients
-        first, head, targets, normaliser, entropies = ctx.saved_tensors
-        nothing = (None,) * 7
+        first, head, targets, normaliser, entropies, *kept = ctx.saved_tensors
+        nothing = (None,) * 8
         if g is None and e is None:
             return None, *nothing
         if ctx.early:
@@ -217,15 +239,22 @@ class _Tokens(torch.autograd.Function):
         hidden, weight = first, head.to(first.dtype)
         to_hidden, to_head = ctx.needs_input_grad[:2]
         d_hidden, d_head = [], torch.zeros_like(head) if to_head else None
-        for begin in range(0, len(hidden), ctx.chunk):
+        room, spare = _rooms(hidden, head, ctx.chunk)
+        for n, begin in enumerate(range(0, len(hidden), ctx.chunk)):
             part = slice(begin, begin + ctx.chunk)
-            h, target = hidden[part], targets[part]
-            z = _tempered(F.linear(h, weight).to(wide(h)), *ctx.how)
+            h = hidden[part]
+            z = _tempered(kept[n] if kept else F.linear(h, weight), room, *ctx.how)
             both = None if e is None else (e[part], entropies[part])
-            d = _d_raw(z, normaliser[part], target, g[part], both, *ctx.how).to(h.dtype)
+            d = _d_logits(z, normaliser[part], spare, targets[part], g[part], both, *ctx.how).to(h.dtype)
             if to_hidden:
                 d_hidden.append(d @ weight)
             if d_head is not None:
-                d_head += (d.t() @ h).to(d_head.dtype)
+                d_head += d.t() @ h
         given = (torch.cat(d_hidden) if d_hidden else torch.zeros_like(hidden)) if to_hidden else None
         return given, d_head, *nothing[1:]
+
+
+def _rooms(hidden: Tensor, head: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Two of [chunk, V] in the wide type, that all chunks are worked out in: memory that is new costs more than the work."""
+    shape = min(chunk, len(hidden)), len(head)
+    return hidden.new_empty(shape, dtype=wide(hidden)), hidden.new_empty(shape, dtype=wide(hidden))
