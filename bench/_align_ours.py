@@ -6,6 +6,8 @@ is AdamW on both sides, though the house's own would be Muon; the loss's average
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import _align_work as work
@@ -18,11 +20,12 @@ from whorl.align.data.curriculum import Curriculum
 from whorl.align.experience import Experience
 from whorl.align.learn import train_policy
 from whorl.align.network import Network, frozen
-from whorl.align.rollout import RolloutWorker
+from whorl.align.rollout import Rollouts, RolloutWorker
 from whorl.align.sft import fine_tune
 from whorl.align.texts import Scribe, Text
 from whorl.evals.verify.register import VERIFIERS
 from whorl.evals.verify.task import Task, Verdict
+from whorl.slots import Slot, Weights
 from whorl.tokens.foreign import open_tokenizer
 from whorl.train.config import OptimConfig, ScheduleConfig
 
@@ -45,6 +48,18 @@ class _ToTheEnd(RolloutWorker):
         )  # here: replicas have registers of their own
         super().begin(rows)
         self._scribe.ends = frozenset()
+
+
+@dataclass
+class Waiting(RolloutWorker):
+    """A worker whose verdicts take a while to come."""
+
+    wait: float = 0.0
+
+    def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
+        sampled = super().fill(slot, weights, rng)
+        time.sleep(self.wait)
+        return sampled
 
 
 def grpo(

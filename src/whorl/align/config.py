@@ -78,6 +78,9 @@ class SFTConfig(StageConfig):
         lt=1,
         description="share of a step's rows that are pretraining's, against forgetting",
     )
+    replicas: int | None = Field(
+        default=None, ge=1, description="processes that learn together; default: one a core where that pays"
+    )
 
 
 class DistilConfig(StageConfig):

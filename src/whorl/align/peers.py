@@ -23,10 +23,8 @@ from torch import Tensor
 
 from whorl.align.config import RLConfig
 from whorl.align.network import Network
+from whorl.align.training import replicas_for
 from whorl.train.world import World
-
-WORTH = 1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
-SMALL = 5e7  # parameters: above, operations are long enough to be split, and engines of their own cost memory
 
 
 def replicas_of(config: RLConfig, network: Network, length: int, *, judged: bool = False) -> int:
@@ -36,18 +34,16 @@ def replicas_of(config: RLConfig, network: Network, length: int, *, judged: bool
     length: ids of a row; judged: by a reward model, of which each replica would have its own. Always one where workers
     sample ahead, or the model is not on the CPU.
     """
-    if config.ahead.workers or network.model.embedding.device.type != "cpu":
+    if config.ahead.workers:
         return 1
     rows = config.prompts * config.answers
     most = min(config.prompts, rows // config.minibatches)
-    if config.replicas is not None:
-        return min(config.replicas, most)
-    work = network.model.flops_per_token(length) * rows * length * config.steps
-    small = sum(p.numel() for p in network.model.parameters()) <= SMALL
-    if judged or not small or work < WORTH:
+    if judged and config.replicas is None:
         return 1
-    n = max(1, min(torch.get_num_threads(), most))
-    return -(-config.prompts // -(-config.prompts // n))
+    n = replicas_for(
+        network, config.replicas, positions=rows * length * config.steps, length=length, most=most
+    )
+    return n if config.replicas is not None else -(-config.prompts // -(-config.prompts // n))
 
 
 @dataclass

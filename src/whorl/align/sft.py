@@ -11,14 +11,18 @@ same as if every text had a row of its own (a test).
 With `replay`, a share of each step's rows are pretraining's: against forgetting, and, with most of a step, the way in which
 instructions are mixed into late pretraining.
 
-Everything that decides a weight is in the configuration and the step's number, so a run that was killed goes on to the bits
-of one that was not.
+A long stage on several cores starts replicas, each of which takes its rows of every step (`training.py`): the same steps up
+to the rounding of sums. A script that calls this wants `if __name__ == "__main__":`.
+
+Everything else that decides a weight is in the configuration and the step's number, so a run that was killed goes on to the
+bits of one that was not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +34,13 @@ from whorl.align.config import SFTConfig
 from whorl.align.network import Network
 from whorl.align.rows import by_length, cut, lay, pack
 from whorl.align.texts import Text
-from whorl.align.training import Observer, Once, fingerprint, micro_rows, run_stage
+from whorl.align.training import Observer, fingerprint, micro_rows, replicas_for, run_stage, take_part
 from whorl.errors import ConfigError, DataError
 from whorl.runs.seeds import numpy_rng
 from whorl.tokens.loader import open_batches
 from whorl.train.config import RoutingConfig
 from whorl.train.language import LossOf
+from whorl.train.learner import Shared
 from whorl.train.mixtures import Mixtures
 from whorl.train.update import Part
 from whorl.train.world import World
@@ -73,24 +78,42 @@ def fine_tune(
             expected="the token set as a parent", do="name it, or set replay to 0",
         )  # fmt: skip
     batches = _Batches(texts, config, pad_id, replay)
-    mixtures = Mixtures(network.model, RoutingConfig(), World())
-    objective = LossOf(network.model, mixtures, z_loss=0.0, compile=False)
-    settings = config.model_dump(mode="json", exclude={"checkpoint_seconds"})
+    settings = config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"})
     identity = {"stage": "sft", "config": settings, "texts": fingerprint(texts)}
+    world = World()
+    mixtures, objective = _objective(network, world)
 
     def told(step: int, metrics: dict[str, float]) -> None:
         mixtures.end_step()
         observe(step, {**metrics, "epoch": step / batches.steps * config.epochs})
 
-    def parts(first: int, _: Once) -> Iterator[list[Part]]:
-        for rows in batches.after(first):
-            yield [piece for part in rows for piece in cut(part, micro_rows(config, part))]
-
+    replicas = replicas_for(
+        network, config.replicas, positions=batches.steps * batches.positions, length=config.length, most=batches.own
+    )  # fmt: skip
     run_stage(
-        network, config, objective, parts,
+        network, config, objective, lambda first, _: batches.parts(first, world),
         identity=identity, steps=batches.steps, positions=batches.positions, observe=told, scratch=scratch, say=say,
+        replicas=replicas, replica=partial(_replica, network, batches), world=world,
     )  # fmt: skip
     return network.eval()
+
+
+def _objective(network: Network, world: World) -> tuple[Mixtures, LossOf]:
+    """What is learnt, and the books of experts beside it."""
+    mixtures = Mixtures(network.model, RoutingConfig(), world)
+    return mixtures, LossOf(network.model, mixtures, z_loss=0.0, compile=False)
+
+
+def _replica(
+    network: Network, batches: _Batches, world: World, threads: int, first: int, shared: Shared
+) -> None:
+    """What the replicas beside the first do: the same, and nobody watches."""
+    torch.set_num_threads(threads)
+    mixtures, objective = _objective(network, world)
+    take_part(
+        world, network, batches.config, objective, batches.parts(first, world), shared,
+        positions=batches.positions, first=first, steps=batches.steps, after=lambda *_: mixtures.end_step(),
+    )  # fmt: skip
 
 
 class _Batches:
@@ -114,6 +137,17 @@ class _Batches:
         self.steps = max(1, math.ceil(config.epochs * self.rows / self.own))
         width = self.part["tokens"].shape[1]
         self.positions = self.own * width + self.replayed * config.length  # of a step, at most
+
+    def parts(self, first: int, world: World) -> Iterator[list[Part]]:
+        """The micro-batches of the steps from number `first` on: of each batch every `world.size`-th row."""
+        for rows in self.after(first):
+            mine = [
+                {name: t[world.rank :: world.size] for name, t in part.items()} if world.size > 1 else part
+                for part in rows
+            ]
+            yield [
+                p for part in mine if len(part["tokens"]) for p in cut(part, micro_rows(self.config, part))
+            ]
 
     def after(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
         """The batches from number `first` on: each is one part, or two with that of pretraining."""

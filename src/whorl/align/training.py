@@ -4,6 +4,10 @@
     once      what is computed before the first step and kept: a reference's word on every text
     resume    from the newest checkpoint, to the bits of a run that was not killed
 
+Replicas, where a stage can start them, take every step's batch together, each its rows of it: a small model's operations are
+too short to be split over cores (`train/world.py`). What is in a batch follows from the step's number, so all make the same
+one, and nobody sends rows.
+
 `once` is the subtle part. A reference is the network as it was before its first step, so after a kill nobody could ask it
 again without loading it anew; and what a checkpoint was trained against must be what goes on to be used, bit for bit. So
 what `once` made is part of every checkpoint, and is made only where there is none.
@@ -32,11 +36,28 @@ from whorl.train.precision import orthogonalisation
 from whorl.train.scaling import LossScaling
 from whorl.train.schedule import factor
 from whorl.train.update import Part, Update
-from whorl.train.world import World
+from whorl.train.world import World, start_replicas
 
 Observer = Callable[[int, dict[str, float]], None]
 ONCE = "once/"
 Once = Mapping[str, Tensor]
+WORTH = 1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
+SMALL = 5e7  # parameters: above, operations are long enough to be split, and engines of their own cost memory
+
+
+def replicas_for(network: Network, asked: int | None, *, positions: float, length: int, most: int) -> int:
+    """How many replicas a stage takes: what is asked for, or by default one a thread where that pays; `most` at most.
+
+    positions: that the whole stage learns from, in rows of `length`. Always one where the model is not on the CPU.
+    """
+    if network.device.type != "cpu":
+        return 1
+    if asked is not None:
+        return min(asked, most)
+    small = sum(p.numel() for p in network.model.parameters()) <= SMALL
+    if not small or network.model.flops_per_token(length) * positions < WORTH:
+        return 1
+    return max(1, min(torch.get_num_threads(), most))
 
 
 def learner_of(
@@ -104,6 +125,9 @@ def run_stage(
     may_save: Callable[[int], bool] = lambda step: True,
     scratch: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
+    replicas: int = 1,
+    replica: Callable[..., None] | None = None,
+    world: World | None = None,
 ) -> None:
     """Trains `network` for `steps` steps, from the newest checkpoint if there is one.
 
@@ -115,9 +139,12 @@ def run_stage(
         observe: told after each step the means of all metrics, and seconds by what they were spent on.
         may_save: whether a run may go on from behind that many steps.
         scratch: folder for checkpoints; None keeps none.
+        replicas: processes that learn, this one among them; each asks its own `batches` for its part of a step.
+        replica: what the others do, called as `replica(world, threads, first, shared)`: it ends in `take_part`. Pickled.
+        world: this process's place among them, which is filled in here.
 
     Raises:
-        CheckpointError: the checkpoint is of another job.
+        CheckpointError: the checkpoint is of another job. ReplicaError: another replica failed.
     """
     seconds = config.checkpoint_seconds
     keeper = Keeper(scratch, dict(identity), seconds=seconds, say=say) if scratch is not None else None
@@ -128,26 +155,60 @@ def run_stage(
         kept = once()
     else:
         kept = {n[len(ONCE) :]: t.clone() for n, t in found.tensors.items() if n.startswith(ONCE)}
-    learner = learner_of(network, objective, config, positions=positions, steps_done=first)
+    shared = memory_of(network, config, positions=positions, replicas=replicas)
     if found is not None:
-        restore(learner.shared.tensors(), {n: t for n, t in found.tensors.items() if not n.startswith(ONCE)})
+        restore(shared.tensors(), {n: t for n, t in found.tensors.items() if not n.startswith(ONCE)})
         say(f"continues at step {first:,} of {steps:,}")
 
     def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
         spent = {f"seconds_{name}": s for name, s in clock.take().items()}
         observe(done, {**metrics, **spent})
         if keeper is not None and done < steps and may_save(done) and keeper.due():
-            keeper.save(done, {**learner.shared.tensors(), **{ONCE + n: t for n, t in kept.items()}})
+            keeper.save(done, {**shared.tensors(), **{ONCE + n: t for n, t in kept.items()}})
 
-    network.train()
-    with keeper or nullcontext():
-        learn(
-            learner,
-            batches(first, kept),
-            lambda parts: [parts],
-            first=first,
-            last=steps,
-            factor=lambda step: factor(step, steps, config.schedule),
-            after=after,
-        )
+    threads, world = torch.get_num_threads(), world or World()
+    if replicas > 1 and replica is not None:
+        each = max(1, threads // replicas)
+        say(f"{replicas} replicas learn, {each} {'thread' if each == 1 else 'threads'} each")
+        started = start_replicas(replicas, replica, each, first, shared)
+        world.size, world.links, world.children = started.size, started.links, started.children
+        torch.set_num_threads(each)
+    try:
+        with keeper or nullcontext():
+            take_part(
+                world, network, config, objective, batches(first, kept), shared,
+                positions=positions, first=first, steps=steps, after=after,
+            )  # fmt: skip
+    finally:
+        world.close()
+        torch.set_num_threads(threads)
     network.eval()
+
+
+def take_part(
+    world: World,
+    network: Network,
+    config: StageConfig,
+    objective: Callable[[Part], Loss],
+    batches: Iterator[Sequence[Part]],
+    shared: Shared,
+    *,
+    positions: int,
+    first: int,
+    steps: int,
+    after: Callable[[int, dict[str, float], Clock], None] = lambda step, metrics, clock: None,
+) -> None:
+    """The steps from `first` on, by this replica; alone, all of them. Arguments as in `run_stage`."""
+    learner = learner_of(
+        network, objective, config, positions=positions, steps_done=first, shared=shared, world=world
+    )
+    network.train()
+    learn(
+        learner,
+        batches,
+        lambda parts: [parts],
+        first=first,
+        last=steps,
+        factor=lambda step: factor(step, steps, config.schedule),
+        after=after,
+    )
