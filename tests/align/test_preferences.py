@@ -22,6 +22,7 @@ from whorl.align.texts import Room, joined
 from whorl.errors import CheckpointError, DataError
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.train.world import World
 
 OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 PAD = 0
@@ -65,7 +66,7 @@ def gradients(net: Network, settings: PreferenceConfig) -> tuple[dict[str, float
     """Metrics and gradients of one step over all pairs, by its micro-batches."""
     data = _Data(pairs(), settings, PAD)
     words, objective = data.words(stranger()), objective_of(settings, net)
-    parts = data.step(list(range(data.units.n)), net, words)
+    parts = data.step(list(range(data.units.n)), net, words, World())
     total: dict[str, float] = {"parts": len(parts), "loss": 0.0}
     for part in parts:
         loss = objective(part)

@@ -32,6 +32,7 @@ from whorl.align.rows import lay, pack
 from whorl.align.texts import Room, Scribe, Text, joined
 from whorl.errors import DataError
 from whorl.runs.seeds import numpy_rng
+from whorl.train.world import World
 
 SCORED_TEXTS = 4096  # that are laid out at a time where nothing is learnt
 
@@ -149,6 +150,12 @@ class Units:
         return [
             int(self._order(int(epoch))[place]) for epoch, place in zip(*divmod(places, self.n), strict=True)
         ]
+
+    def share(self, units: Sequence[int], world: World) -> list[int]:
+        """Those of some units that fall to this replica: each has short ones and long ones."""
+        if world.size == 1:
+            return list(units)
+        return sorted(units, key=lambda unit: int(self.sizes[unit].max()))[world.rank :: world.size]
 
     def parts(self, units: Sequence[int], streams: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Micro-batches of some units. A part has the fields of `rows.py`, length [S] (targets of each of its S texts that

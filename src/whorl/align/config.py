@@ -135,6 +135,9 @@ class ChoiceConfig(StageConfig):
     length: int = Field(default=512, ge=8, description="ids of prompt and answer; longer ones are left out")
     batch: int = Field(default=32, ge=1, description="pairs a step; KTO: answers a step")
     packing: bool = Field(default=False, description="several texts a row, apart by a document mask")
+    replicas: int | None = Field(
+        default=None, ge=1, description="processes that learn together; default: one a core where that pays"
+    )
 
 
 class PreferenceConfig(ChoiceConfig):

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +34,14 @@ from whorl.align.choices import Choice, Opinion, Units, summed
 from whorl.align.config import PreferenceConfig
 from whorl.align.network import Network
 from whorl.align.texts import Text
-from whorl.align.training import Observer, Once, fingerprint, run_stage
+from whorl.align.training import Observer, Once, fingerprint, replicas_for, run_stage, take_part
 from whorl.errors import DataError
 from whorl.objectives import Loss
 from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo
 from whorl.runs.seeds import numpy_rng
+from whorl.train.learner import Shared
 from whorl.train.update import Part
+from whorl.train.world import World
 
 BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
 WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
@@ -68,7 +71,7 @@ def prefer(
     Raises:
         DataError: nothing to learn from, or answers without a partner where pairs are needed.
     """
-    data = _Data(items, config, pad_id)
+    data, world = _Data(items, config, pad_id), World()
 
     def tell(step: int, metrics: dict[str, float]) -> None:
         observe(step, told(metrics))
@@ -77,7 +80,7 @@ def prefer(
         network,
         config,
         objective_of(config, network),
-        lambda first, kept: data.after(first, network, kept),
+        lambda first, kept: data.after(first, network, kept, world),
         identity=data.identity,
         steps=data.units.steps,
         positions=data.units.positions,
@@ -85,8 +88,22 @@ def prefer(
         observe=tell,
         scratch=scratch,
         say=say,
-    )
+        replicas=replicas_for(
+            network, config.replicas, positions=data.units.steps * data.units.positions,
+            length=config.length, most=data.units.batch,
+        ),
+        replica=partial(_replica, network, data),
+        world=world,
+    )  # fmt: skip
     return network
+
+
+def _replica(network: Network, data: _Data, world: World, first: int, shared: Shared, kept: Once) -> None:
+    """What the replicas beside the first do: the same, and nobody watches."""
+    take_part(
+        world, network, data.config, objective_of(data.config, network), data.after(first, network, kept, world),
+        shared, positions=data.units.positions, first=first, steps=data.units.steps,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -107,7 +124,7 @@ def measure(
     objective = objective_of(config, network)
     losses = [
         objective(network.here(part))
-        for part in data.step(list(range(data.units.n)), network, data.words(reference))
+        for part in data.step(list(range(data.units.n)), network, data.words(reference), World())
     ]
     count = sum(float(loss.count) for loss in losses)
     names = losses[0].metrics
@@ -204,7 +221,7 @@ class _Data:
         self.units = Units(self.texts, each, config, pad_id, "prefer")
         self.identity = {
             "stage": "prefer",
-            "config": config.model_dump(mode="json", exclude={"checkpoint_seconds"}),
+            "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
             "texts": fingerprint(self.texts),
             "good": hashlib.blake2b(self.good.numpy().tobytes(), digest_size=16).hexdigest(),
         }
@@ -218,22 +235,31 @@ class _Data:
             found["crossed_log_prob"] = summed(reference, self.crossed, self.pad_id)
         return found
 
-    def after(self, first: int, network: Network, kept: Once) -> Iterator[list[dict[str, Tensor]]]:
+    def after(
+        self, first: int, network: Network, kept: Once, world: World
+    ) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of step `first` and of all after it."""
         for number in range(first, self.units.steps):
-            yield self.step(self.units.of(number), network, kept)
+            yield self.step(self.units.of(number), network, kept, world)
 
-    def step(self, units: Sequence[int], network: Network, kept: Once) -> list[dict[str, Tensor]]:
-        """Those of some units, with reference_log_prob [S]; for KTO also good [S] and divergence [], by the weights as they
-        are now."""
+    def step(
+        self, units: Sequence[int], network: Network, kept: Once, world: World
+    ) -> list[dict[str, Tensor]]:
+        """Those of some units that fall to this replica, with reference_log_prob [S]; for KTO also good [S] and divergence
+        [] of all units, by the weights as they are now."""
+        mine = self.units.share(units, world)
         streams = {name: kept[name] for name in ("reference_log_prob",) if name in kept}
         if self.config.objective != "kto":
-            return list(self.units.parts(units, streams))
-        parts = list(self.units.parts(units, {**streams, "good": self.good}))
+            return list(self.units.parts(mine, streams))
+        parts = list(self.units.parts(mine, {**streams, "good": self.good}))
         divergence = torch.zeros(())
         if self.crossed:
-            now = summed(network, [self.crossed[unit] for unit in units], self.pad_id)
-            divergence = kto_divergence(now, kept["crossed_log_prob"][torch.tensor(units)])
+            own = summed(network, [self.crossed[unit] for unit in mine], self.pad_id)
+            now = [x for each in world.exchange(*own.tolist()) for x in each]
+            all_units = [
+                u for rank in range(world.size) for u in self.units.share(units, World(rank, world.size))
+            ]
+            divergence = kto_divergence(torch.tensor(now), kept["crossed_log_prob"][torch.tensor(all_units)])
         return [{**part, "divergence": divergence} for part in parts]
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from whorl.align.network import SCORED, Network
 from whorl.align.rows import by_length, cut, lay
 from whorl.align.stage import CARRIED, open_scribe
 from whorl.align.texts import Scribe, Text
-from whorl.align.training import Observer, Once, fingerprint, run_stage
+from whorl.align.training import Observer, Once, fingerprint, replicas_for, run_stage, take_part
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.verify.task import Task, Verdict
 from whorl.models import LanguageModel, load_model, save_model
@@ -47,7 +48,9 @@ from whorl.objectives import Loss
 from whorl.objectives.reward import bradley_terry
 from whorl.runs.seeds import generator
 from whorl.train.config import OptimConfig
+from whorl.train.learner import Shared
 from whorl.train.update import Part, Treatment
+from whorl.train.world import World
 
 RECORD, WEIGHTS = "reward.json", "reward.safetensors"
 SCORED_TEXTS = 4096
@@ -142,19 +145,15 @@ def train_reward(
         )
     texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
     units = Units([readable(text) for text in texts], 2, config, pad_id, "reward")
-
-    def batches(first: int, kept: Once) -> Iterator[list[dict[str, Tensor]]]:
-        for number in range(first, units.steps):
-            yield list(units.parts(units.of(number), {}))
-
+    world = World()
     run_stage(
         model,
         config,
         objective_of(config, model),
-        batches,
+        lambda first, _: _batches(units, first, world),
         identity={
             "stage": "reward",
-            "config": config.model_dump(mode="json", exclude={"checkpoint_seconds"}),
+            "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
             "texts": fingerprint(texts),
         },
         steps=units.steps,
@@ -162,8 +161,29 @@ def train_reward(
         observe=observe,
         scratch=scratch,
         say=say,
-    )
+        replicas=replicas_for(
+            model, config.replicas, positions=units.steps * units.positions, length=config.length, most=units.batch
+        ),
+        replica=partial(_replica, model, config, units),
+        world=world,
+    )  # fmt: skip
     return model
+
+
+def _batches(units: Units, first: int, world: World) -> Iterator[list[dict[str, Tensor]]]:
+    """This replica's micro-batches of step `first` and of all after it."""
+    for number in range(first, units.steps):
+        yield list(units.parts(units.share(units.of(number), world), {}))
+
+
+def _replica(
+    model: RewardModel, config: RewardConfig, units: Units, world: World, first: int, shared: Shared, _: Once
+) -> None:
+    """What the replicas beside the first do: the same, and nobody watches."""
+    take_part(
+        world, model, config, objective_of(config, model), _batches(units, first, world), shared,
+        positions=units.positions, first=first, steps=units.steps,
+    )  # fmt: skip
 
 
 def objective_of(config: RewardConfig, model: RewardModel) -> Callable[[Part], Loss]:

@@ -34,7 +34,7 @@ from whorl.align.config import SFTConfig
 from whorl.align.network import Network
 from whorl.align.rows import by_length, cut, lay, pack
 from whorl.align.texts import Text
-from whorl.align.training import Observer, fingerprint, micro_rows, replicas_for, run_stage, take_part
+from whorl.align.training import Observer, Once, fingerprint, micro_rows, replicas_for, run_stage, take_part
 from whorl.errors import ConfigError, DataError
 from whorl.runs.seeds import numpy_rng
 from whorl.tokens.loader import open_batches
@@ -104,11 +104,8 @@ def _objective(network: Network, world: World) -> tuple[Mixtures, LossOf]:
     return mixtures, LossOf(network.model, mixtures, z_loss=0.0, compile=False)
 
 
-def _replica(
-    network: Network, batches: _Batches, world: World, threads: int, first: int, shared: Shared
-) -> None:
+def _replica(network: Network, batches: _Batches, world: World, first: int, shared: Shared, _: Once) -> None:
     """What the replicas beside the first do: the same, and nobody watches."""
-    torch.set_num_threads(threads)
     mixtures, objective = _objective(network, world)
     take_part(
         world, network, batches.config, objective, batches.parts(first, world), shared,

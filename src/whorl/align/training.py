@@ -140,7 +140,7 @@ def run_stage(
         may_save: whether a run may go on from behind that many steps.
         scratch: folder for checkpoints; None keeps none.
         replicas: processes that learn, this one among them; each asks its own `batches` for its part of a step.
-        replica: what the others do, called as `replica(world, threads, first, shared)`: it ends in `take_part`. Pickled.
+        replica: what the others do, called as `replica(world, first, shared, kept)`: it ends in `take_part`. Pickled.
         world: this process's place among them, which is filled in here.
 
     Raises:
@@ -170,7 +170,7 @@ def run_stage(
     if replicas > 1 and replica is not None:
         each = max(1, threads // replicas)
         say(f"{replicas} replicas learn, {each} {'thread' if each == 1 else 'threads'} each")
-        started = start_replicas(replicas, replica, each, first, shared)
+        started = start_replicas(replicas, _others, replica, each, first, shared, kept)
         world.size, world.links, world.children = started.size, started.links, started.children
         torch.set_num_threads(each)
     try:
@@ -183,6 +183,11 @@ def run_stage(
         world.close()
         torch.set_num_threads(threads)
     network.eval()
+
+
+def _others(world: World, replica: Callable[..., None], threads: int, *given: Any) -> None:
+    torch.set_num_threads(threads)
+    replica(world, *given)
 
 
 def take_part(
