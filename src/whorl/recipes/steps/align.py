@@ -84,7 +84,7 @@ def begin(ctx: StepContext, config: BeginConfig) -> None:
 
 
 STAGE = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
-UNSEEN = ("checkpoint_seconds",)
+UNSEEN = ("checkpoint_seconds", "replicas")
 
 
 class SFTStepConfig(SFTConfig):
@@ -152,7 +152,7 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     "model",
     config=RLConfig,
     parents={**STAGE, "judge?": "reward"},
-    unseen=(*UNSEEN, "max_steps_seconds", "restarts", "replicas"),
+    unseen=(*UNSEEN, "max_steps_seconds", "restarts"),
 )
 def rlvr(ctx: StepContext, config: RLConfig) -> None:
     """Learn from rewards that a program gives: sample, verify, reinforce."""
