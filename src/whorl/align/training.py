@@ -41,7 +41,7 @@ from whorl.train.world import World, start_replicas
 Observer = Callable[[int, dict[str, float]], None]
 ONCE = "once/"
 Once = Mapping[str, Tensor]
-WORTH = 2e12  # operations of a whole stage, some 20 s of a small model: below, starting processes does not pay
+WORTH = 1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
 SMALL = 5e7  # parameters: above, operations are long enough to be split, and engines of their own cost memory
 
 
