@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,3 +29,11 @@ def test_one_command_comes_next_that_of_the_last_model() -> None:
     ]
     assert closing([made[3]], "") == ["report: report.html"]
     assert closing(made[:1], "") == ["next:   whorl show r/tokens"]
+
+
+def test_a_model_that_answered_tasks_is_asked_one_of_them(tmp_path: Path) -> None:
+    one = {"prompt": "1+2\n", "answer": "3", "passed": True, "reward": 1.0, "reason": ""}
+    (tmp_path / "samples.json").write_text(json.dumps({"before": [one], "after": [one]}))
+    made = artifact("model", "r/rlvr", "samples.json")
+    made.file = lambda name: tmp_path / name
+    assert closing([made], "")[-1] == r"next:   whorl sample r/rlvr $'1+2\n'"

@@ -81,13 +81,16 @@ def closing(artifacts: Sequence[Artifact], place: str) -> list[str]:
 
     place: the option that names the store, or nothing.
     """
-    lines, models = list[str](), list[str]()
+    from whorl.recipes.stages import next_commands
+
+    lines: list[str] = []
+    models: list[Artifact] = []
     for artifact in artifacts:
         if artifact.kind == "report" and "report.html" in artifact.files:
             lines.append(f"report: {artifact.file('report.html')}")
         elif artifact.kind == "model":
             lines.append(f"model:  {artifact.path}")
-            models.append(artifact.name)
+            models.append(artifact)
     if models:
-        lines.append(f'next:   whorl sample {models[-1]} "def "{place}')
+        lines.append(f"next:   {next_commands(models[-1])[0]}{place}")
     return lines or [f"next:   whorl show {artifacts[-1].name}{place}"]
