@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from shared import tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a tokenizer."""
+    place = tmp_path_factory.mktemp("tokenizer")
+    tokenizer(place)
+    return place
 
 
 @pytest.fixture

@@ -1,9 +1,13 @@
-"""Kills at a step that is known: checkpoints are whole when `save` returns."""
+"""Kills at a step that is known: of a run whose checkpoints are whole when `save` returns, or of the replicas of one."""
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from whorl.train.keeper import Keeper
@@ -27,6 +31,18 @@ class Prompt(Keeper):
         waited = super().save(*given, **options)
         self.finish()
         return waited
+
+
+def kill_replicas_at(step: int) -> Callable[[int], None]:
+    """An observer that kills -9 the replicas beside the first at that step."""
+
+    def observe(done: int) -> None:
+        if done == step:
+            for child in psutil.Process().children():
+                if "spawn_main" in " ".join(child.cmdline()):
+                    os.kill(child.pid, signal.SIGKILL)
+
+    return observe
 
 
 def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:

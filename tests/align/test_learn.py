@@ -13,7 +13,7 @@ import pytest
 import torch
 from policies import SMALL, Killed, tasks, train
 from pydantic import ValidationError
-from shared import network, scribe, tokenizer
+from shared import network, scribe
 
 from whorl.align.config import AheadConfig, KLConfig, LoRAConfig, MethodConfig, RLConfig
 from whorl.align.learn import train_policy
@@ -24,13 +24,6 @@ from whorl.errors import ConfigError, ProducerError
 from whorl.evals.verify.task import Task
 
 pytestmark = pytest.mark.usefixtures("one_runner")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tokenizer")
-    tokenizer(place)
-    return place
 
 
 def same(a: Network, b: Network) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
+from killing import kill_replicas_at
 from policies import SMALL, train
-from shared import network, tokenizer
+from shared import network
 
 from whorl.align.config import KLConfig, LoRAConfig, RLConfig
 from whorl.align.peers import Peers, replicas_of
@@ -20,13 +18,6 @@ from whorl.train.world import ReplicaError, World
 
 FOUR = SMALL.model_copy(update={"prompts": 4})
 pytestmark = pytest.mark.usefixtures("one_runner")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("tokenizer")
-    tokenizer(place)
-    return place
 
 
 @pytest.mark.parametrize(
@@ -61,15 +52,8 @@ def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(
 ) -> None:
     config = FOUR.model_copy(update={"replicas": 2})
     whole, _, _ = train(folder, config)
-
-    def kill(step: int) -> None:
-        if step == 2:
-            for child in psutil.Process().children():
-                if "spawn_main" in " ".join(child.cmdline()):
-                    os.kill(child.pid, signal.SIGKILL)
-
     with pytest.raises(ReplicaError, match="SIGKILL"):
-        train(folder, config, scratch=tmp_path, at=kill)
+        train(folder, config, scratch=tmp_path, at=kill_replicas_at(2))
     again, told, _ = train(folder, config, scratch=tmp_path)
     assert 0 < len(told) < config.steps
     for p, q in zip(whole.parameters(), again.parameters(), strict=True):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import test_preferences
 import test_reward_model
 import torch
+from killing import kill_replicas_at
 from shared import decoder, network, sums, tokenizer
 from test_sft import SETTINGS, Written
 
@@ -129,15 +127,8 @@ def test_a_reward_model_takes_the_steps_of_one() -> None:
 def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(tmp_path: Path) -> None:
     settings = SHORT.model_copy(update={"replicas": 2})
     whole, told = train(settings)
-
-    def kill(step: int) -> None:
-        if step == 3:
-            for child in psutil.Process().children():
-                if "spawn_main" in " ".join(child.cmdline()):
-                    os.kill(child.pid, signal.SIGKILL)
-
     with pytest.raises(ReplicaError, match="SIGKILL"):
-        train(settings, scratch=tmp_path, at=kill)
+        train(settings, scratch=tmp_path, at=kill_replicas_at(3))
     again, rest = train(settings, scratch=tmp_path)
     assert 0 < len(rest) < len(told)
     for p, q in zip(whole.parameters(), again.parameters(), strict=True):
