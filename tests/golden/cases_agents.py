@@ -1,0 +1,34 @@
+"""Golden cases of the agents: 20 records of CartPole for each algorithm, by our own environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from golden_case import Result, case, weight_hash
+
+from whorl.agents.config import preset
+from whorl.agents.networks import ActorCritic
+from whorl.agents.train import Progress, train
+
+CHANGES: dict[str, dict[str, object]] = {
+    "a2c": {"steps": 20 * 16 * 8},
+    "ppo": {"steps": 20 * 16 * 16, "length": 16, "passes": 2, "minibatches": 4},
+    "impala": {"steps": 20 * 16 * 8, "actors": 1, "ahead": 0},  # one actor process in lockstep
+}
+
+
+def _agent(algorithm: str) -> Callable[[], Result]:
+    def run() -> Result:
+        curve: list[float] = []
+
+        def observe(progress: Progress, networks: ActorCritic) -> None:
+            curve.append(progress.metrics["loss"])
+
+        networks = train(preset(algorithm, "CartPole-v1", hidden=(16,), **CHANGES[algorithm]), observe)
+        return Result(bits={"weights": weight_hash(networks)}, curve=curve)
+
+    return run
+
+
+for _name in CHANGES:
+    case(_name)(_agent(_name))

@@ -1,0 +1,121 @@
+"""Golden cases of the engine: the token ids of 100 seeded requests for each model family and runner.
+
+25 requests each sample plainly, under a grammar, with penalties, and with prompt-lookup speculation. Prompts share prefixes and
+are longer than a page. Fewer rows run at once than there are requests, and the cache is small enough for preemptions. Nothing
+in the engine depends on a clock here: `stretch` is infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from golden_case import Result, case, digest, fixed, text_hash
+from golden_inputs import HEADS, SHAPES, disturbed
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.grammar import GrammarCompiler
+from whorl.engine.native.runner import NativeRunner
+from whorl.engine.request import Grammar, Request
+from whorl.engine.sampling import Sampling
+from whorl.engine.speculate import Lookup
+from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
+
+KINDS = ("plain", "grammar", "penalties", "speculation")
+N = 25  # requests of each kind
+NATIVE = ("decoder", "llama")  # families that the native runner supports
+# Of 50 ids the last two have no text: 48 is never drawn, 49 ends an output.
+WORDS = [bytes([n]) for n in b'abcdefghijklmnopqrstuvwxyz0123456789{}:," '] + [b"ab", b"12", b"xyz", b"cde"]
+WORDS += [b"\n", b"-", b"", b""]
+PATTERNS = ("[0-9]{3,9}", "[a-e]{2,12}", r'\{"a":(12|ab)+\}', "(ab|cd)*x")
+CONFIG = EngineConfig(
+    page_size=4, max_sequences=8, max_length=80, cache_tokens=128, token_budget=24, stretch=math.inf
+)
+PLAIN = (
+    Sampling(temperature=0),
+    Sampling(temperature=1, top_p=1),
+    Sampling(temperature=0.8, top_p=0.9),
+    Sampling(temperature=1, top_k=7, min_p=0.05),
+)
+PENALTIES = (
+    Sampling(temperature=1, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
+    Sampling(temperature=0.7, repetition_penalty=1.2, logit_bias={3: 4.0, 9: -50.0}),
+    Sampling(temperature=0, frequency_penalty=1.5),
+)
+
+
+def model_of(family: str) -> LanguageModel:
+    """The tiny model of a family, float32, vocabulary of 50 ids."""
+    small = {"vocab_size": 50, "d_model": 32, "n_layers": 2, "mlp_hidden": 40}
+    draw, changes = torch.Generator().manual_seed(0), SHAPES[family]
+    model: LanguageModel
+    if changes is None:
+        model = Decoder(DecoderConfig.model_validate({**small, **HEADS, "ngram_buckets": 64}), draw)
+    else:
+        model = Transformer(
+            TransformerConfig.model_validate({**small, "max_length": 80, **changes}), draw, torch.float32
+        )
+    disturbed(model)
+    return model
+
+
+def requests(kind: str) -> list[Request]:
+    """The 25 requests of a kind."""
+    draw = torch.Generator().manual_seed(KINDS.index(kind))
+    prefix = tuple(torch.randint(0, 48, (9,), generator=draw).tolist())
+    made = []
+    for n in range(N):
+        own = tuple(torch.randint(0, 48, (1 + n % 7,), generator=draw).tolist())
+        ids = prefix + own if n % 3 else own
+        settings, grammar = PLAIN[n % len(PLAIN)], None
+        if kind == "grammar":
+            settings, grammar = Sampling(temperature=1, top_p=1), Grammar(regex=PATTERNS[n % len(PATTERNS)])
+        elif kind == "penalties":
+            settings = PENALTIES[n % len(PENALTIES)]
+        elif kind == "speculation":  # cold enough that the text repeats itself
+            settings, ids = Sampling(temperature=(0, 0, 0.5)[n % 3], top_p=1), ids + ids
+        seeded = settings.model_copy(update={"seed": 100 * KINDS.index(kind) + n})
+        more: dict[str, Any] = {
+            "max_tokens": 32 if kind == "speculation" else 16,
+            "stop_ids": frozenset({49}),
+        }
+        if kind == "plain" and n % 5 == 0:
+            more["required"] = b"ab"
+        made.append(Request(id=str(n), ids=ids, sampling=seeded, grammar=grammar, **more))
+    return made
+
+
+def _family(family: str, native: bool) -> Callable[[], Result]:
+    def run() -> Result:
+        with fixed(WHORL_NATIVE=str(int(native))):
+            model, result, numbers = model_of(family), Result(), list[str]()
+            for kind in KINDS:
+                engine = Engine(
+                    model, CONFIG, token_bytes=WORDS, forbidden=(48,),
+                    compile_grammar=GrammarCompiler(WORDS, [49]).compile,
+                    proposer=Lookup() if kind == "speculation" else None,
+                )  # fmt: skip
+                assert isinstance(engine.runner, NativeRunner) == native
+                asked = requests(kind)
+                found: dict[str, list[int]] = {request.id: [] for request in asked}
+                for request in asked:
+                    engine.add(request)
+                while engine.busy:
+                    for delta in engine.step():
+                        found[delta.request_id] += [token.id for token in delta.tokens]
+                        numbers += [f"{token.log_prob!r} {token.raw_log_prob!r}" for token in delta.tokens]
+                assert kind != "speculation" or engine.stats.accepted > 0
+                result.ids[kind] = [digest(found[request.id]) for request in asked]
+            result.bits["log_probs"] = text_hash("\n".join(numbers))
+            return result
+
+    return run
+
+
+for _name in SHAPES:
+    case(f"engine/{_name}/torch")(_family(_name, native=False))
+for _name in NATIVE:
+    case(f"engine/{_name}/native")(_family(_name, native=True))

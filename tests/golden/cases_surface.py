@@ -1,0 +1,135 @@
+"""Golden cases of what users and files see: merges, parameter names, initial weights, help texts; and the quickstart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import typer
+from golden_case import Result, case, digest, tensor_hash, text_hash
+from golden_inputs import EXPERTS, HEADS, SHAPES, scratch
+from safetensors.torch import load_file
+from torch import nn
+
+from whorl.cli import application
+from whorl.models import DecoderConfig, TransformerConfig, make_model
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.resnet import ResNet
+from whorl.models.vision import ViT
+from whorl.recipes import load_recipe, run_recipe
+from whorl.runs import Progress
+from whorl.store import Store
+from whorl.tokens.shards import TokenSet
+from whorl.tokens.tokenizer import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 100  # columns of a help text
+
+
+@case("merges")
+def _merges() -> Result:
+    """A vocabulary of 512 ids from the text of the licence, and that text's ids."""
+    text = (ROOT / "LICENSE").read_text()
+    tokenizer = Tokenizer.train([text], 512, workers=1)
+    tokens = [token.hex() for token in tokenizer.token_bytes]
+    return Result(
+        exact={"merges": text_hash("\n".join(tokens))}, ids={"LICENSE": [digest(tokenizer.encode(text).tolist())]}
+    )  # fmt: skip
+
+
+LATENT = {"kind": "latent", "n_heads": 2, "kv_rank": 8, "q_rank": 8, "nope_dim": 8, "rope_dim": 8, "v_dim": 8}
+ROUTED = {**EXPERTS, "shared_hidden": 16, "shared_gate": True}
+
+
+def _language(changes: dict[str, Any] | None, draw: torch.Generator) -> nn.Module:
+    small = {"vocab_size": 50, "d_model": 32, "n_layers": 2, "mlp_hidden": 64}
+    if changes is None:
+        return make_model(DecoderConfig.model_validate({**small, **HEADS, "ngram_buckets": 16}), draw)
+    return make_model(TransformerConfig.model_validate({**small, **changes}), draw)
+
+
+NETWORKS: dict[str, Callable[[torch.Generator], nn.Module]] = {
+    "decoder": lambda draw: _language(None, draw),
+    "llama": lambda draw: _language(SHAPES["llama"], draw),
+    "mamba": lambda draw: _language(SHAPES["mamba"], draw),
+    "experts": lambda draw: _language({"mixers": {"m": HEADS}, "experts": ROUTED}, draw),
+    "latent": lambda draw: _language({"mixers": {"m": LATENT, "n": {"kind": "gru"}}}, draw),
+    "encoder": lambda draw: Encoder(
+        EncoderConfig(vocab_size=50, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64, max_length=24, n_classes=3), draw
+    ),
+    "vit": lambda draw: ViT(
+        image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64, generator=draw
+    ),
+    "resnet": lambda draw: ResNet(1, 8, widths=(8, 16), depths=(1, 1), generator=draw),
+}  # fmt: skip
+
+
+def network(name: str) -> nn.Module:
+    """One of the eight networks, untrained."""
+    return NETWORKS[name](torch.Generator().manual_seed(0))
+
+
+def names() -> dict[str, list[str]]:
+    """Keys of each network's `state_dict`, in their order."""
+    return {name: list(network(name).state_dict()) for name in NETWORKS}
+
+
+@case("names")
+def _names() -> Result:
+    return Result(exact={name: text_hash("\n".join(keys)) for name, keys in names().items()})
+
+
+@case("initial-weights")
+def _initial() -> Result:
+    """Initial weights depend on the order in which a constructor draws from its generator."""
+    return Result(bits={name: tensor_hash(network(name).state_dict()) for name in NETWORKS})
+
+
+def help_texts() -> dict[str, str]:
+    """`whorl VERB --help` of every verb, by the verb."""
+    texts: dict[str, str] = {}
+
+    def add(command: click.Command, path: tuple[str, ...], parent: click.Context | None) -> None:
+        context = type_of(command)(command, info_name=path[-1], parent=parent, terminal_width=WIDTH)
+        texts[" ".join(path)] = command.get_help(context)
+        for name, inner in getattr(command, "commands", {}).items():
+            add(inner, (*path, name), context)
+
+    root = typer.main.get_command(application())
+    add(root, ("whorl",), None)
+    return texts
+
+
+def type_of(command: click.Command) -> type[click.Context]:
+    """The context class of a command: Typer may carry its own copy of click."""
+    return command.context_class
+
+
+@case("help")
+def _help() -> Result:
+    return Result(exact={verb: text_hash(text) for verb, text in help_texts().items()})
+
+
+# Label of a result -> step of the recipe. Labels never change; steps may be renamed.
+QUICKSTART = {"tokens": "tokens", "pretrain": "pretrain", "sft": "sft", "rl": "rlvr"}
+
+
+@case("quickstart", slow=True)
+def _quickstart() -> Result:
+    """The weights of each model of a deterministic quickstart of 1e12 operations."""
+    recipe = load_recipe("quickstart", sets=["rlvr.steps=6"], budget="1e12flops", deterministic=True)
+    with scratch() as folder:
+        made = run_recipe(recipe, Store(folder), Progress.silent(), until=QUICKSTART["rl"]).artifacts
+        result = Result()
+        for label, step in QUICKSTART.items():
+            artifact = made[step]
+            if label == "tokens":
+                ids = TokenSet(artifact.path).split("train")
+                result.bits[label] = text_hash(json.dumps(ids[0 : len(ids)].tolist()))
+            else:
+                result.bits[label] = tensor_hash(load_file(artifact.file("model.safetensors")))
+        return result
