@@ -2,10 +2,9 @@
 
     python tools/compare_golden.py BASE [--cases REGEX] [--fast]
 
-BASE is checked out into a temporary worktree. Each tree runs its own `tests/golden/write.py` in this interpreter, with its own
-`src` first on the path. The base's cases use the base's names, and only results are compared. Prints one row per hash. Help
-texts and parameter names are listed separately. Exits with 1 if a hash differs; differences of help texts count only with
-`--help-too`.
+BASE is checked out into a temporary worktree. Each tree runs its own `tests/golden/write.py` in this interpreter, with its
+own `src` first on the path. The base's cases use the base's names, and only results are compared. Prints one row per hash.
+Help texts and parameter names are listed separately. Exits with 1 if a hash differs; help texts count with `--help-too`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def start(tree: Path, dump: Path, options: list[str], log: Path) -> subprocess.P
         sys.exit(f"{tree} has no {WRITE}: choose a BASE that has the golden cases")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WHORL_")}
     environment |= {
-        "PYTHONPATH": os.pathsep.join([str(tree / "src"), str(tree / "tests")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (tree / "src", tree / "tests", tree))),
         "OMP_NUM_THREADS": "1",
     }
     command = [

@@ -1,8 +1,8 @@
 """Golden cases of the engine: the token ids of 100 seeded requests for each model family and runner.
 
-25 requests each sample plainly, under a grammar, with penalties, and with prompt-lookup speculation. Prompts share prefixes and
-are longer than a page. Fewer rows run at once than there are requests, and the cache is small enough for preemptions. Nothing
-in the engine depends on a clock here: `stretch` is infinite.
+25 requests each sample plainly, under a grammar, with penalties, and with prompt-lookup speculation. Prompts share prefixes
+and are longer than a page. Fewer rows run at once than there are requests, and the cache is small enough for preemptions.
+Nothing in the engine depends on a clock here: `stretch` is infinite.
 """
 
 from __future__ import annotations
