@@ -59,7 +59,7 @@ def _child(
     try:
         import torch
 
-        from whorl.runs.machine import keep_freed_memory
+        from whorl.machine.device_probe import keep_freed_memory
 
         torch.set_num_threads(threads)
         if keep_memory:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whorl.agents import BATCHED, make
-from whorl.agents.classic import GridWorld
+from whorl.agents.classic_control import GridWorld
 from whorl.errors import ConfigError
 
 gymnasium = pytest.importorskip("gymnasium")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from whorl.agents.summary import inter_quartile_mean, summarise
+from whorl.agents.seed_statistics import inter_quartile_mean, summarise
 
 
 def test_the_middle_half_by_hand() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from shared import tokenizer
+from tests.support.align.byte_model import tokenizer
 
 
 @pytest.fixture(scope="module")

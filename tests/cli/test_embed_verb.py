@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from whorl.cli import application
-from whorl.engine.embed import Embedder
+from whorl.embedding.embedder import Embedder
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.runs.seeds import generator
 from whorl.store import Store
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.seeds import generator
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from whorl.align.config import RewardConfig
-from whorl.align.reward_model import RewardModel, save_reward
+from whorl.align.preference.reward_model import RewardModel, save_reward
 from whorl.cli import application
 from whorl.models import Decoder, DecoderConfig, save_model
 from whorl.store import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from whorl.cli.run import closing
+from whorl.cli.jobs.run import closing
 
 
 def artifact(kind: str, name: str, *files: str) -> Any:

@@ -19,7 +19,7 @@ from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, d
 from whorl.corpus.attributes import measure
 from whorl.corpus.config import DEFAULT_QUERY
 from whorl.errors import ConfigError, DataError
-from whorl.runs import Progress
+from whorl.tracking.progress import Progress
 
 WORD = re.compile(rb"[A-Za-z0-9_\x80-\xff]+")
 

@@ -21,7 +21,7 @@ from whorl.corpus import IngestConfig, fingerprint, ingest
 from whorl.corpus.documents import REASONS, document_id
 from whorl.corpus.sources import matches
 from whorl.errors import ConfigError, DataError
-from whorl.runs import Progress
+from whorl.tracking.progress import Progress
 
 Rows = list[dict[str, Any]]
 

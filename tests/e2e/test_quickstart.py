@@ -85,7 +85,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_weights(
     code: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """Five kills, of the trainer alone or of all its processes: one anywhere, the others while it trains. The long form,
-    with fifty, is bench/train_chaos.py. Of the checkpoints that a life took, all but the last are whole, so a kill costs
+    with fifty, is bench/train/chaos.py. Of the checkpoints that a life took, all but the last are whole, so a kill costs
     at most the interval before that one and what came after it; `test_keeper.py` holds that to the clock."""
     rng, shared = random.Random(7), ["--set", "pretrain.checkpoint_seconds=0.05", "--until", "pretrain"]
 

@@ -12,9 +12,9 @@ import torch
 
 from whorl.engine import Sampling, Token, complete, fastest_dtype, generate, load_for_sampling
 from whorl.engine.step import DecodeStep
+from whorl.machine.device_probe import probe
 from whorl.models import Decoder, DecoderConfig, save_model
 from whorl.nn.mlp import Activation
-from whorl.runs import probe
 
 
 def model(**changes: object) -> Decoder:

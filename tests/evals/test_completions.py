@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import DataError
-from whorl.evals.completions import END_OF_DOCUMENT, Prompt, parse_rate, prompts, real_code, trim
+from whorl.evals.parse_rate import END_OF_DOCUMENT, Prompt, parse_rate, prompts, real_code, trim
 
 MODULE = b'''import os
 

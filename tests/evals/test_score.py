@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from whorl.evals.score import bits_per_byte, score, windows
+from whorl.evals.likelihood import bits_per_byte, score, windows
 from whorl.models import Decoder, DecoderConfig
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from golden_case import Result, case, weight_hash
 from golden_inputs import BYTES_VOCAB, bytes_tokenizer, decoder, scratch, scribe, sums
 
-from whorl.align.answers import never
-from whorl.align.choices import Choice
 from whorl.align.config import (
     AheadConfig,
     DistilConfig,
@@ -22,15 +20,17 @@ from whorl.align.config import (
     StudentConfig,
 )
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.distil import learn_from
-from whorl.align.learn import train_policy
-from whorl.align.network import Network, frozen
-from whorl.align.preferences import prefer
-from whorl.align.reward_model import RewardModel, train_reward
-from whorl.align.rollout import RolloutWorker
-from whorl.align.sft import fine_tune
-from whorl.align.students import make_student
-from whorl.align.teacher import Beside
+from whorl.align.distillation.student import make_student
+from whorl.align.distillation.teacher import Beside
+from whorl.align.distillation.train import learn_from
+from whorl.align.model.policy_model import Network, frozen
+from whorl.align.model.sampling import never
+from whorl.align.preference.dpo import prefer
+from whorl.align.preference.pairs import Choice
+from whorl.align.preference.reward_model import RewardModel, train_reward
+from whorl.align.rl.rollout import RolloutWorker
+from whorl.align.rl.train import train_policy
+from whorl.align.stage.sft import fine_tune
 from whorl.evals.verify.task import Task
 from whorl.models import LanguageModel
 

@@ -13,13 +13,13 @@ from typing import Any
 from golden_case import Result, case, weight_hash
 from golden_inputs import HEADS, SHAPES, make_tokens, scratch
 
+from whorl.embedding.train import EmbedJob, train_embedder
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.tokens.shards import TokenSet
-from whorl.train import branches
-from whorl.train.embed import EmbedJob, train_embedder
 from whorl.train.job import Job
-from whorl.train.pretrain import pretrain
+from whorl.train.lm import decay_branches as branches
+from whorl.train.lm.pretrain import pretrain
 
 STEPS = 20
 

@@ -18,13 +18,13 @@ from torch import nn
 from whorl.cli import application
 from whorl.models import DecoderConfig, TransformerConfig, make_model
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.models.resnet import ResNet
-from whorl.models.vision import ViT
+from whorl.models.vision.resnet import ResNet
+from whorl.models.vision.vit import ViT
 from whorl.recipes import load_recipe, run_recipe
-from whorl.runs import Progress
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 100  # columns of a help text

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from whorl.align.texts import Scribe, Text
+from whorl.align.model.example import Scribe, Text
 from whorl.models import Decoder, DecoderConfig
-from whorl.runs import Progress
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.progress import Progress
 
 BYTES_VOCAB = 264  # 256 bytes, three special tokens, rounded up
 

@@ -7,13 +7,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.models import Decoder, DecoderConfig
-from whorl.models.bridges import Captioner, DualEncoder
 from whorl.models.cost import Costed
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.models.language import saved_bytes
+from whorl.models.language_model import saved_bytes
 from whorl.models.multi_token import MultiToken
-from whorl.models.resnet import ResNet
-from whorl.models.vision import MLPMixer, ViT
+from whorl.models.vision.clip import DualEncoder
+from whorl.models.vision.flamingo import Captioner
+from whorl.models.vision.resnet import ResNet
+from whorl.models.vision.vit import MLPMixer, ViT
 
 
 def gen() -> torch.Generator:

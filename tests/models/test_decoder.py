@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import CheckpointError
 from whorl.models import Decoder, DecoderConfig, load_model, save_model
-from whorl.nn.rotary import rotary_frequencies
+from whorl.nn.positions.rotary import rotary_frequencies
 from whorl.objectives import next_token_reference
 
 

@@ -10,9 +10,9 @@ from whorl.errors import ConfigError
 from whorl.models.encoder import Block, Encoder, EncoderConfig, mean_pool
 from whorl.nn.norm import LayerNorm
 from whorl.objectives.classify import classification
-from whorl.train.learner import Learner
-from whorl.train.loop import learn
-from whorl.train.update import Update, all_adamw
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.loop import learn
+from whorl.train.learner.update import Update, all_adamw
 
 
 def gen(seed: int = 0) -> torch.Generator:

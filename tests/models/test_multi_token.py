@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.models import Decoder, DecoderConfig
 from whorl.models.multi_token import MultiToken, multi_token, targets_ahead
-from whorl.train.learner import Learner
-from whorl.train.loop import learn
-from whorl.train.update import Update, all_adamw
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.loop import learn
+from whorl.train.learner.update import Update, all_adamw
 
 
 def gen(seed: int = 0) -> torch.Generator:

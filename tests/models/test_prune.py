@@ -20,7 +20,7 @@ from whorl.models import (
     make_model,
     save_model,
 )
-from whorl.models.prune import Surgeon, prune, teacher_log_probs
+from whorl.models.pruning.prune import Surgeon, prune, teacher_log_probs
 from whorl.models.transformer_config import Experts, Heads
 
 SIZE = {"vocab_size": 48, "d_model": 32, "n_layers": 2}

@@ -22,7 +22,7 @@ from whorl.models.transformer_config import (
     TransformerConfig,
 )
 from whorl.models.transformer_cost import keys_seen
-from whorl.nn.rotary import Scaling
+from whorl.nn.positions.rotary import Scaling
 
 HEADS = Heads(n_heads=4, n_kv_heads=2, head_dim=8)
 LOCAL = HEADS.model_copy(update={"window": 3, "rope": Rope(base=500.0)})

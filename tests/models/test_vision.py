@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.errors import ConfigError
-from whorl.models.resnet import ResNet
-from whorl.models.vision import MLPMixer, ViT
+from whorl.models.vision.resnet import ResNet
+from whorl.models.vision.vit import MLPMixer, ViT
 
 Build = Callable[[], nn.Module]
 
@@ -291,7 +291,7 @@ def test_digits_are_learnt(name: str, passes: int, bar: float) -> None:
     pytest.importorskip("sklearn")
     sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
     try:
-        from models_digits import PLANS, accuracy, digits, train
+        from bench.models.digits import PLANS, accuracy, digits, train
     finally:
         sys.path.pop(0)
     from dataclasses import replace

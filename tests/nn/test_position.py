@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from whorl.errors import ConfigError
-from whorl.nn.position import Learned, Sinusoidal, alibi_slopes
+from whorl.nn.positions.absolute import Learned, Sinusoidal, alibi_slopes
 
 
 def test_learned_positions_are_rows_of_the_table_and_receive_gradients() -> None:

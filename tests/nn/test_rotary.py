@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.nn.rotary import (
+from whorl.nn.positions.rotary import (
     Layout,
     Rotary,
     Scaling,

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from whorl.objectives.text_policy import PRESETS, Tokens, policy_loss
+from whorl.objectives.llm_policy import PRESETS, Tokens, policy_loss
 
 LONGEST = 120
 

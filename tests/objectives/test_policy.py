@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from whorl.objectives.policy import a2c, ppo
+from whorl.objectives.actor_critic import a2c, ppo
 
 
 @dataclass

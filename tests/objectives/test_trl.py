@@ -26,11 +26,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from whorl.objectives.advantages.group_advantages import advantages
 from whorl.objectives.distil import divergence
-from whorl.objectives.group_estimators import advantages
+from whorl.objectives.llm_policy import PRESETS, Method, Tokens, policy_loss
 from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo
 from whorl.objectives.reward import bradley_terry
-from whorl.objectives.text_policy import PRESETS, Method, Tokens, policy_loss
 
 pytest.importorskip("trl", minversion="1.16")
 

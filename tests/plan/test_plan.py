@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 from whorl.errors import BudgetError
+from whorl.machine.device_probe import Machine
 from whorl.models import TransformerConfig
 from whorl.plan import planner
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import cost_of, memory_bytes, shape
-from whorl.plan.law import expected_bits_per_byte, fitted
-from whorl.runs import Machine, Progress
+from whorl.plan.scaling_law import expected_bits_per_byte, fitted
+from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
-from whorl.train.timing import StepTiming, time_steps
+from whorl.train.profiling.step_timer import StepTiming, time_steps
 
 MACHINE = Machine(
     device="cpu", dtype="float32", threads=2, flops={"float32": 2e11, "bfloat16": 1e11}, memory_bandwidth=1e10,

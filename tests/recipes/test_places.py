@@ -7,7 +7,7 @@ import tomllib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.recipes.places import key_lines, line_of
+from whorl.recipes.toml_lines import key_lines, line_of
 
 TEXT = '''\
 name = "x"

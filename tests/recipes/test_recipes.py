@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, DataError
+from whorl.machine.budget import BudgetText
 from whorl.recipes import (
     Outcome,
     Recipe,
@@ -24,8 +25,8 @@ from whorl.recipes import (
     registry,
     run_recipe,
 )
-from whorl.runs import BudgetText, Progress
 from whorl.store import Store
+from whorl.tracking.progress import Progress
 
 
 class Noun(BaseModel):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_example import example
+from tests.support.report.report_example import example
 
 from whorl.report import ReportData, render
 from whorl.report.charts import Series

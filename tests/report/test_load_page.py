@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from whorl.report.load import load_page
+from whorl.report.load_test import load_page
 
 
 def entries(rates: list[float], n: int = 40, broken: bool = False) -> list[dict[str, Any]]:

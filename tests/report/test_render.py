@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
-from report_example import example, points
+from tests.support.report.report_example import example, points
 
 from whorl.report import ReportData, render
 from whorl.report.charts import Series, line_chart, ticks
 from whorl.report.data import CurvePoint, SampleToken, StagePoint, StageSection, visible
-from whorl.report.fall import find_fall, smooth
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
+from whorl.report.induction_onset import find_fall, smooth
 from whorl.report.render import to_html
 from whorl.report.stages import stage_charts
 
@@ -275,7 +275,7 @@ def test_figures(text: str, expected: str) -> None:
 
 def test_copying_that_was_learnt_marks_the_fall_and_copying_that_was_not_does_not() -> None:
     from whorl.report.data import CopyPoint, CurvePoint
-    from whorl.report.fall import copying_fall
+    from whorl.report.induction_onset import copying_fall
 
     points = [CurvePoint(step=s, loss=3.0, seconds=s / 10) for s in range(0, 1001, 10)]
     learnt = [CopyPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.sandbox import calls
+from whorl.sandbox import seccomp as calls
 
 PID = 4242
 REFUSED = calls.ERROR | errno.EPERM

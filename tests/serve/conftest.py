@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from browser_pages import browser, fake, visit  # noqa: F401  (fixtures of the pages' tests)
-from live_server import Running, api_of, running
+from tests.support.serve.browser_pages import browser, fake, visit  # noqa: F401  (fixtures of the pages' tests)
+from tests.support.serve.live_server import Running, api_of, running
 
 
 @pytest.fixture(scope="session")

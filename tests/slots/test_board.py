@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from slot_examples import Acts, Draws, Numbers
+from tests.support.slots.examples import Acts, Draws, Numbers
 
 from whorl.errors import ConfigError, ProducerError
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, SlotRing, Spec, Weights

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from dying import CannotBegin, Dies
-from slot_examples import Acts, Draws, Fails, Numbers
+from tests.support.slots.dying_producers import CannotBegin, Dies
+from tests.support.slots.examples import Acts, Draws, Fails, Numbers
 
 from whorl.errors import ConfigError, ProducerError
 from whorl.slots import Board, Drain, Sample, SerialProducer, SlotRing, Spec

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slot_examples import Draws, Numbers
+from tests.support.slots.examples import Draws, Numbers
 
 from whorl.errors import ConfigError
 from whorl.slots import ProducerProcess, Sample, SerialProducer, SlotRing, Spec, State

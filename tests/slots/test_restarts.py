@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from dying import CannotBegin, Dies, DiesReading, Leaves
-from slot_examples import Draws, Fails, Numbers
+from tests.support.slots.dying_producers import CannotBegin, Dies, DiesReading, Leaves
+from tests.support.slots.examples import Draws, Fails, Numbers
 
 from whorl.errors import ProducerError
 from whorl.slots import Board, Drain, ProducerProcess, Sample, SerialProducer, SlotRing, Spec, State

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from slot_examples import Draws, Fails, Numbers, WrongShape, WrongType
+from tests.support.slots.examples import Draws, Fails, Numbers, WrongShape, WrongType
 
 from whorl.errors import ConfigError, ProducerError
 from whorl.slots import Drain, ProducerProcess, SerialProducer, SlotRing, Spec, State

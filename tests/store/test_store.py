@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from store_notes import child, make
+from tests.support.store.step_examples import child, make
 
 from whorl.errors import CorruptArtifactError, StoreError
 from whorl.store import Store

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from store_notes import make
+from tests.support.store.step_examples import make
 
 from whorl.errors import DiskFullError, StoreError
 from whorl.store import Store

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_notes import make
+from tests.support.store.step_examples import make
 
 from whorl.errors import CorruptArtifactError, StoreError
 from whorl.store import Store

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Core
 
 from whorl.errors import DataError
 from whorl.tokens.chat import END, START, ChatTemplate, open_chat
-from whorl.tokens.foreign import ForeignTokenizer
+from whorl.tokens.hf_tokenizer import ForeignTokenizer
 from whorl.tokens.tokenizer import BOS, EOS, Tokenizer
 
 BYTES = [bytes([i]) for i in range(256)]

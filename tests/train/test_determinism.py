@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_members import EXPERTS, HEADS, shape
-from test_pretrain import train, weights
-from tiny import job, make_tokens
+from tests.support.train.tiny import job, make_tokens
+from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
+from tests.train.lm.test_pretrain import train, weights
 
 from whorl.nn.experts import experts
 from whorl.objectives import Loss
 from whorl.train.determinism import deterministic
-from whorl.train.language import LossOf
-from whorl.train.update import Part
+from whorl.train.learner.update import Part
+from whorl.train.lm.objective import LossOf
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whorl.agents.catalogue import make
 from whorl.agents.environments import Environment
 from whorl.agents.networks import ActorCritic
+from whorl.agents.registration import make
 from whorl.slots import Slot, Spec, Weights
 
 STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "final_observation")

@@ -1,4 +1,4 @@
-"""Training an agent: the loop of `train/loop.py` over records of experience.
+"""Training an agent: the loop of `train/learner/loop.py` over records of experience.
 
 Everything specific to actor-critics is `passes_over`: from a record to what is learnt from it. It judges the
 record's states with the newest values, estimates advantages (GAE, or V-trace where the record may be older than the
@@ -23,20 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.agents.catalogue import make
 from whorl.agents.config import AgentConfig
 from whorl.agents.networks import ActorCritic
+from whorl.agents.registration import make
 from whorl.agents.rollout import Actor, rollout_spec
 from whorl.objectives import Loss
-from whorl.objectives.estimators import Steps, gae, v_trace
-from whorl.objectives.policy import a2c, ppo
-from whorl.runs.seeds import derive, generator
+from whorl.objectives.actor_critic import a2c, ppo
+from whorl.objectives.advantages.estimators import Steps, gae, v_trace
 from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, Slot, SlotRing
-from whorl.train.checkpoint import restore
-from whorl.train.keeper import Keeper
-from whorl.train.learner import Learner
-from whorl.train.loop import Clock, learn
-from whorl.train.update import Part, Update, all_adamw
+from whorl.tracking.seeds import derive, generator
+from whorl.train.checkpoint.format import restore
+from whorl.train.checkpoint.manager import Keeper
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.loop import Clock, learn
+from whorl.train.learner.update import Part, Update, all_adamw
 
 LEAST_CLIP = 0.05  # of what the clip begins with
 LAST_EPISODES = 100  # what the return while training is averaged over

@@ -1,7 +1,7 @@
 """The settings of every stage after pretraining, apart from them so that a recipe can be checked without importing torch.
 
 Rates are a share of pretraining's (`train/config.py`): a stage goes on with the same optimisers on the same parameters, more
-gently. What an algorithm of policy optimisation is, as a choice of arguments, stands in `objectives/text_policy.py`.
+gently. What an algorithm of policy optimisation is, as a choice of arguments, stands in `objectives/llm_policy.py`.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class KLConfig(BaseModel):
 
 
 class MethodConfig(BaseModel):
-    """What is changed of the algorithm, each as one argument of `objectives/text_policy.py`; None leaves the algorithm's."""
+    """What is changed of the algorithm, each as one argument of `objectives/llm_policy.py`; None leaves the algorithm's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

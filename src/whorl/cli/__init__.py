@@ -21,29 +21,29 @@ import typer
 
 from whorl.errors import WhorlError
 
-VERBS = (
-    "run",
-    "profile",
-    "sample",
-    "serve",
-    "route",
-    "embed",
-    "report",
-    "recipes",
-    "ls",
-    "show",
-    "lineage",
-    "verify",
-    "gc",
-    "import",
-    "export",
-    "bench-serve",
-    "quantise",
-    "eval-scaling",
-)
+VERBS = {
+    "run": "jobs",
+    "profile": "jobs",
+    "sample": "models",
+    "serve": "serving",
+    "route": "serving",
+    "embed": "models",
+    "report": "jobs",
+    "recipes": "jobs",
+    "ls": "artifacts",
+    "show": "artifacts",
+    "lineage": "artifacts",
+    "verify": "artifacts",
+    "gc": "artifacts",
+    "import": "models",
+    "export": "models",
+    "bench-serve": "serving",
+    "quantize": "models",
+    "eval-scaling": "models",
+}  # verb -> the folder of its module
 GROUPS = {
-    "rl": ("train", "environments"),
-    "keys": ("add", "list", "revoke"),
+    "rl": ("jobs", ("train", "environments")),
+    "keys": ("serving", ("add", "list", "revoke")),
 }  # verbs of one subject: `whorl rl train`
 
 HELP = """From a folder of raw bytes to a language model that is trained, measured and explained.
@@ -87,12 +87,12 @@ def application() -> typer.Typer:
         rich_markup_mode=None,
     )
     app.callback()(_version)
-    for name in VERBS:
+    for name, folder in VERBS.items():
         inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` is no name for a module
-        module = importlib.import_module(f"whorl.cli.{inside}")
+        module = importlib.import_module(f"whorl.cli.{folder}.{inside}")
         app.command(name)(guarded(getattr(module, inside)))
-    for group, verbs in GROUPS.items():
-        module = importlib.import_module(f"whorl.cli.{group}")
+    for group, (folder, verbs) in GROUPS.items():
+        module = importlib.import_module(f"whorl.cli.{folder}.{group}")
         inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
         for name in verbs:
             inner.command(name)(guarded(getattr(module, name)))

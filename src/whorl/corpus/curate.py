@@ -30,7 +30,7 @@ from whorl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from whorl.runs import Progress
+    from whorl.tracking.progress import Progress
 
 BLOCK_BYTES = 2_000_000
 # A longer document is compared by its beginning: the sums over a block take some 60 bytes a byte of text.

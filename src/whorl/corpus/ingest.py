@@ -24,7 +24,7 @@ from whorl.corpus.sources import SourceFile, fingerprint, list_files
 from whorl.errors import DataError
 
 if TYPE_CHECKING:
-    from whorl.runs import Progress
+    from whorl.tracking.progress import Progress
 
 ROW_GROUP_BYTES = 4_000_000
 ROW_GROUP_ROWS = 4096

@@ -29,26 +29,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from whorl.engine.adapters import Adapters
-from whorl.engine.assemble import assemble, scores_prompt
-from whorl.engine.cache import Cache, Group
+from whorl.engine.cache.block_pool import BlockPool
+from whorl.engine.cache.cache_manager import Cache, Group
 from whorl.engine.config import EngineConfig
+from whorl.engine.model.batch_builder import assemble, scores_prompt
+from whorl.engine.model.multi_lora import Adapters
+from whorl.engine.model.runner import windows_of
 from whorl.engine.native.runner import make_runner
-from whorl.engine.outcome import score_prompt, take
-from whorl.engine.pace import Pace
-from whorl.engine.pool import BlockPool
+from whorl.engine.postprocess import score_prompt, take
 from whorl.engine.request import Delta, Finish, Request, Token
-from whorl.engine.required import Required, Then, Vocabulary
-from whorl.engine.runner import windows_of
-from whorl.engine.sampler import Sampler
-from whorl.engine.scheduler import Schedule, Scheduler
+from whorl.engine.sampling.forced_prefix import Required, Then, Vocabulary
+from whorl.engine.sampling.sampler import Sampler
+from whorl.engine.sampling.stop_strings import StopTexts
+from whorl.engine.scheduling.prefill_budget import Pace
+from whorl.engine.scheduling.scheduler import Schedule, Scheduler
 from whorl.engine.sequence import Sequence, Status
 from whorl.engine.stats import Stats
-from whorl.engine.stops import StopTexts
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel
-from whorl.runs.seeds import derive
 from whorl.slots.board import Board
+from whorl.tracking.seeds import derive
 
 
 class Proposer(Protocol):

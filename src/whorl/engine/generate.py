@@ -1,7 +1,7 @@
 """Generation, token by token, with a state: `generate` streams one sequence, `complete` finishes many.
 
 With the state (keys and values, or whatever a model keeps of the past) a new token costs one position's products; without
-it the whole text is run again for every token (bench/engine_cache.py measures both). Token ids in, token ids out: text is
+it the whole text is run again for every token (bench/engine/kv_cache.py measures both). Token ids in, token ids out: text is
 the caller's business.
 """
 
@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from whorl.engine.request import Token
-from whorl.engine.required import Required, Vocabulary
-from whorl.engine.sampler import Row, Sampler
-from whorl.engine.sampling import Sampling
+from whorl.engine.sampling.forced_prefix import Required, Vocabulary
+from whorl.engine.sampling.sampler import Row, Sampler
+from whorl.engine.sampling_params import Sampling
 from whorl.engine.step import DecodeStep
 from whorl.models import Decoder, DecoderState, LanguageModel
-from whorl.models.language import ModelState
+from whorl.models.language_model import ModelState
 
 
 @torch.inference_mode()

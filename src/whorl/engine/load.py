@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
 from whorl.nn import Linear
-from whorl.runs import Machine
 
 MOST_TIMED_BYTES = 256e6  # of fp32 weights: beyond that none stay in a cache, and fewer layers tell the same
 ROUNDS = 5

@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.engine.sampling import Sampling
+from whorl.engine.sampling_params import Sampling
 
 Finish = Literal["stop", "length", "abort"]
 

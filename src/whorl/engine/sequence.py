@@ -13,7 +13,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from whorl.engine.pool import Hash, chain
+from whorl.engine.prefix_hash import Hash, chain
 from whorl.engine.request import Finish, Request
 
 

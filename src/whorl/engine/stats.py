@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from whorl.engine.scheduler import Schedule
+from whorl.engine.scheduling.scheduler import Schedule
 
 RECENT = 512
 

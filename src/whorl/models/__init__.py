@@ -9,8 +9,8 @@ exchange/         folders of `transformers`, in and out
 """
 
 from whorl.models.decoder import Decoder, DecoderConfig, DecoderState
-from whorl.models.files import ModelConfig, load_model, make_model, read_config, save_model
-from whorl.models.language import LanguageModel
+from whorl.models.language_model import LanguageModel
+from whorl.models.serialization import ModelConfig, load_model, make_model, read_config, save_model
 from whorl.models.transformer import Transformer, TransformerConfig
 
 __all__ = [

@@ -1,6 +1,6 @@
 """What a network costs, asked of the network: the answers of those that have no formula of their own.
 
-A `LanguageModel` reckons its arithmetic from its shape (`models/language.py`), and pictures' models theirs (`flops`). The
+A `LanguageModel` reckons its arithmetic from its shape (`models/language_model.py`), and pictures' models theirs (`flops`). The
 others, an encoder, two towers, a captioner, further heads, are asked in another way: their forward is run once on an
 example, and the products are counted as they pass. That is exact and needs no formula to be kept true. Activations are
 measured: what autograd keeps of two rows, less what it keeps of one.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from whorl.models.language import saved_bytes
+from whorl.models.language_model import saved_bytes
 
 
 class Costed(nn.Module, ABC):

@@ -11,7 +11,7 @@ needs all of them at once, or to `logits`, for the sampler.
 Rows longer than those it was trained on. A network that met distances up to 255 reads rows of 512 worse than it could and
 rows of 1,024 badly: slow waves reach angles it has never seen, and a softmax over more keys is flatter. Given
 `trained_length`, longer rows have their slow waves slowed down and their scores sharpened (YaRN, Peng et al. 2023,
-arXiv:2309.00071; `nn/rotary.py`), fixed for rows of up to `FAR` times that length. Which tables a row takes depends on the
+arXiv:2309.00071; `nn/positions/rotary.py`), fixed for rows of up to `FAR` times that length. Which tables a row takes depends on the
 room it was given and not on how far it has come, since keys are kept turned; training never sees them.
 
 What it has in common with other language models, and what may be asked of it, is in `language.py`.
@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.language import LanguageModel, check_ids, saved_bytes
-from whorl.models.recompute import remade
+from whorl.models.activation_checkpointing import remade
+from whorl.models.language_model import LanguageModel, check_ids, saved_bytes
 from whorl.nn import MLP, Attention, LayerState, NGramMemory, RMSNorm, Rotary
 from whorl.nn.mixer import check_state
 from whorl.nn.mlp import GATED, Activation
-from whorl.nn.rotary import Scaling
+from whorl.nn.positions.rotary import Scaling
 
 FAR = 4.0  # a row may be so many times longer than those of training
 

@@ -26,13 +26,13 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.models.cost import CostedText
-from whorl.models.language import check_ids
+from whorl.models.language_model import check_ids
 from whorl.nn.attention import KeyValueState, MultiHead
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
 from whorl.nn.norm import LayerNorm
-from whorl.nn.position import Learned
-from whorl.nn.rotary import Rotary
+from whorl.nn.positions.absolute import Learned
+from whorl.nn.positions.rotary import Rotary
 
 
 class EncoderConfig(BaseModel):

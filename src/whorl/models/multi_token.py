@@ -29,7 +29,7 @@ from whorl.nn.attention import KeyValueState
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.mlp import Activation
 from whorl.nn.norm import RMSNorm
-from whorl.nn.rotary import Rotary
+from whorl.nn.positions.rotary import Rotary
 from whorl.objectives.next_token import Loss, next_token
 
 

@@ -30,25 +30,18 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.models import transformer_cost
-from whorl.models.language import LanguageModel, check_ids
-from whorl.models.recompute import remade
-from whorl.models.transformer_config import (
-    MEMBERS,
-    Heads,
-    LatentHeads,
-    Member,
-    Rope,
-    TransformerConfig,
-)
-from whorl.nn.attention.heads import MultiHead
-from whorl.nn.attention.latent import Latent
+from whorl.models.activation_checkpointing import remade
+from whorl.models.language_model import LanguageModel, check_ids
+from whorl.models.transformer_config import MEMBERS, Heads, LatentHeads, Member, Rope, TransformerConfig
+from whorl.nn.attention.mla import Latent
+from whorl.nn.attention.multi_head import MultiHead
 from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.state import KeyValues
 from whorl.nn.experts import MixtureOfExperts
 from whorl.nn.mixer import Slots, State
 from whorl.nn.mlp import MLP
 from whorl.nn.norm import LayerNorm, RMSNorm
-from whorl.nn.rotary import Rotary
+from whorl.nn.positions.rotary import Rotary
 
 __all__ = ["Block", "Transformer", "TransformerConfig", "TransformerState"]
 

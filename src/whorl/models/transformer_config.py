@@ -18,12 +18,12 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from whorl.errors import one_of
 from whorl.nn.mlp import Activation
-from whorl.nn.rotary import Layout, Scaling
+from whorl.nn.positions.rotary import Layout, Scaling
 
 # Mixers by name, besides "heads" and "latent": where they live. Each is called as Class(d_model, **options, generator=...).
 MEMBERS: dict[str, str] = {
     "linear": "whorl.nn.attention.linear:LinearAttention",
-    "pointwise": "whorl.nn.attention.pointwise:Pointwise",
+    "pointwise": "whorl.nn.attention.hstu:Pointwise",
     "rnn": "whorl.nn.recurrent:RNN",
     "lstm": "whorl.nn.recurrent:LSTM",
     "gru": "whorl.nn.recurrent:GRU",
@@ -36,7 +36,7 @@ class _Shape(BaseModel):
 
 
 class Rope(_Shape):
-    """Rotary positions (`nn/rotary.py`)."""
+    """Rotary positions (`nn/positions/rotary.py`)."""
 
     base: float = Field(default=10_000.0, gt=1)
     scaling: Scaling | None = None
@@ -45,7 +45,7 @@ class Rope(_Shape):
 
 
 class Heads(_Shape):
-    """Attention with heads (`nn/attention/heads.py`). `qk_norm` takes its eps and offset from the model's norm."""
+    """Attention with heads (`nn/attention/multi_head.py`). `qk_norm` takes its eps and offset from the model's norm."""
 
     kind: Literal["heads"] = "heads"
     n_heads: int = Field(ge=1)
@@ -78,7 +78,7 @@ class Heads(_Shape):
 
 
 class LatentHeads(_Shape):
-    """Multi-head latent attention (`nn/attention/latent.py`). `eps` is of the norms of its latents."""
+    """Multi-head latent attention (`nn/attention/mla.py`). `eps` is of the norms of its latents."""
 
     kind: Literal["latent"] = "latent"
     n_heads: int = Field(ge=1)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from whorl.models.language import saved_bytes
+from whorl.models.language_model import saved_bytes
 from whorl.models.transformer_config import Heads, LatentHeads
 from whorl.nn.attention.backends import BLOCKED_UPTO
 from whorl.nn.attention.causal import QUERY_BLOCK

@@ -14,7 +14,7 @@ taps they have (4, 2, 2 and 1): a checkerboard. A kernel that is a multiple of t
 filters stay different (Odena et al. 2016, "Deconvolution and Checkerboard Artifacts", doi:10.23915/distill.00003).
 
 `ResizeConv` enlarges first and convolves then: one filter for all. `checkerboard` measures the difference: the share of
-the output's energy that is a pattern of period s, for an input that has none (a constant). bench/nn_checkerboard.py has
+the output's energy that is a pattern of period s, for an input that has none (a constant). bench/nn/checkerboard.py has
 figures.
 
 Shapes are [B, C, H, W]; weights [c_out, c_in / groups, k, k], and [c_in, c_out / groups, k, k] for the transpose, as in

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.nn.attention.short import ShortConvolution, ShortState
+from whorl.nn.attention.short_conv import ShortConvolution, ShortState
 from whorl.nn.linear import Linear
 from whorl.nn.recurrent import starts, wide
 

@@ -33,7 +33,7 @@ class State(Protocol):
 
 class Slots(ABC):
     """The past of several rows, one behind another in a batch of 1, for a layer whose state is of fixed size: it drives the
-    mixer itself, group by group of rows (`engine/pages.py`)."""
+    mixer itself, group by group of rows (`engine/cache/pages.py`)."""
 
     length = 0
 

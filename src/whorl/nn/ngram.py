@@ -6,7 +6,7 @@ Why. What follows two or three given tokens is mostly a matter of looking it up,
 a row read and, in the backward, a row written. A transformer that is given these rows need not spend its few
 layers on imitating an n-gram model, and reaches in minutes what its own products would take many times longer to
 learn. Sources: hash embeddings (Svenstrup et al. 2017, arXiv:1709.03933); over-encoding (Huang et al. 2025,
-Over-Tokenized Transformer, arXiv:2501.16975). What it buys here is measured in bench/plan_tricks.py.
+Over-Tokenized Transformer, arXiv:2501.16975). What it buys here is measured in bench/plan/ngram_token_shift.py.
 
 Subtle: the gradient of a table is sparse (a few thousand rows of hundreds of thousands), so look-ups use sparse
 gradients and stay outside of a compiled region, and the optimiser touches those rows only. An n-gram that

@@ -29,7 +29,7 @@ EPS = 1e-6
 def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
     """x: [..., d] -> [..., d], same dtype; gain: [d], [heads, 1] (x: [..., heads, d]) or None for 1.
 
-    On a GPU by a kernel where one was chosen (`nn/kernels/choice.py`), elsewhere `rms_norm_reference`.
+    On a GPU by a kernel where one was chosen (`nn/kernels/autotune.py`), elsewhere `rms_norm_reference`.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
         return dispatch.rms_norm(x, gain, eps, rms_norm_reference)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from whorl.runs import Budget, BudgetText
+from whorl.machine.budget import Budget, BudgetText
 from whorl.train.config import OptimConfig, RoutingConfig
 
 
@@ -45,8 +45,8 @@ class PlanConfig(BaseModel):
             )
         if self.model is not None:
             from whorl.models.transformer_config import (
-                TransformerConfig,
-            )  # imports torch: only where it is asked for
+                TransformerConfig,  # imports torch: only where it is asked for
+            )
 
             for name in ("d_model", "n_layers"):
                 if getattr(self, name) is not None:

@@ -22,17 +22,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from whorl.errors import BudgetError
+from whorl.machine.budget import Budget
+from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import DecoderConfig, ModelConfig, TransformerConfig
 from whorl.models.decoder import flops_per_token, matrix_params
 from whorl.models.transformer_config import Experts, Heads
 from whorl.plan.config import PlanConfig
 from whorl.plan.cost import cost_of, memory_bytes, shape
-from whorl.plan.law import bytes_per_token, expected_bits_per_byte
-from whorl.runs import Budget, Machine, Progress
-from whorl.runs.machine import usable_cores
+from whorl.plan.scaling_law import bytes_per_token, expected_bits_per_byte
+from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
-from whorl.train.timing import StepTiming, time_steps
+from whorl.train.profiling.step_timer import StepTiming, time_steps
 
 LADDER = (  # (width, depth)
     (64, 2), (96, 3), (128, 3), (128, 4), (192, 3), (192, 4), (256, 4), (256, 6), (384, 6), (512, 8), (768, 12),
@@ -331,7 +332,7 @@ def _plan(
         expected["bits_per_byte"] = expected_bits_per_byte(cost.blocks, worth, model.vocab_size)
         lines.append(
             f"expected: {expected['bits_per_byte']:.2f} bits per byte on held-out text "
-            "(law fitted on the sweep of bench/plan_sweep.py)"
+            "(law fitted on the sweep of bench/plan/scaling_sweep.py)"
         )
     ranked = sorted(candidates, key=lambda c: c.bits_per_byte)[:12]
     table = [

@@ -9,11 +9,11 @@ from whorl.errors import ConfigError, one_of
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
 from whorl.recipes.runner import run_recipe
-from whorl.runs import Progress
 from whorl.store import Store
+from whorl.tracking.progress import Progress
 
 if TYPE_CHECKING:
-    from whorl.train.profile import Profile
+    from whorl.train.profiling.profiler import Profile
 
 
 def training_step(recipe: Recipe, name: str | None = None) -> RecipeStep:
@@ -56,7 +56,7 @@ def profile_recipe(
     before = {n: s for n, s in recipe.up_to(wanted.name).steps.items() if n != wanted.name}
     outcome = run_recipe(Recipe(recipe.name, recipe.about, before), store, progress)
     from whorl.recipes.steps.model import PretrainConfig, job_of
-    from whorl.train.profile import profile
+    from whorl.train.profiling.profiler import profile
 
     config = wanted.kind.resolve(wanted.config) if wanted.kind.resolve is not None else wanted.config
     assert isinstance(config, PretrainConfig)

@@ -28,8 +28,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from whorl.errors import ConfigError, one_of
-from whorl.recipes.places import key_lines, line_of
 from whorl.recipes.registry import StepKind, step_kinds
+from whorl.recipes.toml_lines import key_lines, line_of
 
 STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 

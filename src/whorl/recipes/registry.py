@@ -28,11 +28,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
-from whorl.runs import Progress, Run
 from whorl.store import Artifact, Store
+from whorl.tracking.progress import Progress
+from whorl.tracking.run import Run
 
 if TYPE_CHECKING:
-    from whorl.runs import Machine
+    from whorl.machine.device_probe import Machine
 
 Config = TypeVar("Config", bound=BaseModel)
 
@@ -61,7 +62,7 @@ class StepContext:
     @cached_property
     def machine(self) -> Machine:
         """The machine, measured (or its cached measurement)."""
-        from whorl.runs import probe
+        from whorl.machine.device_probe import probe
 
         return probe()
 
@@ -127,6 +128,6 @@ def step_kinds() -> Mapping[str, StepKind]:
     """Every step of the house, by name."""
     from whorl.recipes import steps
 
-    for module in pkgutil.iter_modules(steps.__path__):
-        importlib.import_module(f"{steps.__name__}.{module.name}")
+    for module in pkgutil.walk_packages(steps.__path__, f"{steps.__name__}."):
+        importlib.import_module(module.name)
     return _registered

@@ -20,9 +20,11 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
-from whorl.runs import Guarded, Progress, Run, Sink, duration, write_json
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
+from whorl.tracking.progress import Progress, duration
+from whorl.tracking.run import Run, write_json
+from whorl.tracking.sinks import Guarded, Sink
 
 
 @dataclass(frozen=True)

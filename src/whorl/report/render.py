@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score
-from whorl.report.fall import copying_fall, find_fall
 from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
+from whorl.report.induction_onset import copying_fall, find_fall
 from whorl.report.stages import stage_charts, stage_samples, stage_table
 from whorl.report.training import MOST_EVENTS, charts, events, fall_words, training_facts
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from whorl.report.charts import Series, line_chart
 from whorl.report.data import Answer, Change, StageSection
-from whorl.report.fall import smooth
 from whorl.report.format import NBSP, duration, figure, share
+from whorl.report.induction_onset import smooth
 
 Chart = tuple[str, str, str]  # title, note, markup
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from whorl.report.charts import Mark, Series, line_chart
 from whorl.report.data import ExpertsLayer, TrainingSection
-from whorl.report.fall import Fall, smooth
 from whorl.report.format import duration, scaled
 from whorl.report.format import share as percent
+from whorl.report.induction_onset import Fall, smooth
 
 MOST_EVENTS = 50  # are shown
 

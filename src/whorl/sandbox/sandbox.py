@@ -41,9 +41,9 @@ from typing import Any
 
 import whorl
 from whorl.errors import ConfigError, WhorlError, one_of
-from whorl.sandbox.folder import clear
 from whorl.sandbox.frames import receive_before, send
 from whorl.sandbox.limits import Limits, Outcome, Printed, Program
+from whorl.sandbox.work_folder import clear
 
 ESSENTIAL = ("landlock", "seccomp")
 GRACE_SECONDS = 10.0  # what a worker may take beyond a program's own time before it counts as stuck

@@ -31,11 +31,11 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from whorl.sandbox import folder
-from whorl.sandbox.child import SECRET_BYTES, Child
-from whorl.sandbox.confine import Confinement, Unavailable, library
+from whorl.sandbox import work_folder as folder
+from whorl.sandbox.confinement import Confinement, Unavailable, library
 from whorl.sandbox.frames import receive, send
-from whorl.sandbox.pristine import Pristine
+from whorl.sandbox.library_snapshot import Pristine
+from whorl.sandbox.program_runner import SECRET_BYTES, Child
 
 WARM = """abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
 dataclasses datetime decimal difflib doctest enum fractions functools graphlib hashlib heapq html io itertools json keyword

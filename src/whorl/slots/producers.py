@@ -51,10 +51,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from whorl.errors import ProducerError
-from whorl.runs import seeds
 from whorl.slots.board import Board, Weights
 from whorl.slots.ring import Slot, SlotRing, State
 from whorl.slots.spec import WriteError
+from whorl.tracking import seeds
 
 _ASK = struct.Struct("<qq")  # slot, sequence
 _DONE = struct.Struct("<q")  # slot

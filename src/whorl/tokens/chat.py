@@ -41,8 +41,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whorl.errors import DataError
-from whorl.tokens.broken import Breaker, unused
-from whorl.tokens.foreign import ForeignTokenizer
+from whorl.tokens.hf_tokenizer import ForeignTokenizer
+from whorl.tokens.special_token_escape import Breaker, unused
 from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]

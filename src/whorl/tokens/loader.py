@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import BudgetError
-from whorl.runs import seeds
 from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import Rows, pack
 from whorl.tokens.shards import TokenSet, TokenSplit
+from whorl.tracking import seeds
 
 N_SLOTS = 4  # batches filled ahead
 _SETTINGS = ("folder", "split", "length", "batch_rows", "seed", "rank", "world")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from whorl.corpus.documents import Document
-    from whorl.runs import Progress
+    from whorl.tracking.progress import Progress
 
 INDEX = "tokens.json"
 _TOGETHER_BYTES = 4 << 20  # text that is encoded at a time, so that threads have something to share
@@ -75,7 +75,7 @@ def write_shards(
     Returns:
         documents, tokens, bytes, bytes_per_token, fingerprint.
     """
-    from whorl.runs import Progress
+    from whorl.tracking.progress import Progress
 
     config = config or TokensConfig()
     writer = _ShardWriter(out, split, config.shard_tokens)

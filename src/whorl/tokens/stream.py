@@ -10,7 +10,7 @@ A record holds as many rows as its text needs. Its slot has room for the worst c
 costs nothing: memory that is never touched is never there.
 
 How random is that? Blocks come from anywhere; documents of one block stay in one record, shuffled among those of its
-other blocks. `bench/tokens_stream.py` measures how far apart neighbours on disk are read. Smaller blocks mix better, larger
+other blocks. `bench/tokens/stream_loader.py` measures how far apart neighbours on disk are read. Smaller blocks mix better, larger
 ones suit files that are read from afar.
 """
 
@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from whorl.corpus.blocks import MOST_DOCUMENT_BYTES, RawFiles, SetAside, Source
 from whorl.errors import CheckpointError, ConfigError
-from whorl.runs import seeds
 from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import pack
 from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking import seeds
 
 _CHUNK = 4096  # records whose sources are drawn together
 FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from whorl.corpus.blocks import Source
+from whorl.machine.memory import MemoryText
 from whorl.models import DecoderConfig, TransformerConfig
-from whorl.runs.memory import MemoryText
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, WatchConfig
-from whorl.train.rounding import Kind
+from whorl.train.optim.stochastic_rounding import Kind
 
 PLACES = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", "activation_budget"}
 

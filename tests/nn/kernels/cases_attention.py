@@ -14,7 +14,7 @@ from whorl.errors import ConfigError
 from whorl.nn.attention import MultiHead, attend
 from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels.attention import attention, takes
-from whorl.nn.kernels.seen import NOBODY, reach
+from whorl.nn.kernels.mask_bounds import NOBODY, reach
 
 B, H, T, D, DV = 2, 4, 37, 24, 17
 SEGMENTS = torch.tensor(

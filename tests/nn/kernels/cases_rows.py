@@ -14,13 +14,14 @@ from torch import Tensor
 from whorl.errors import ConfigError
 from whorl.nn.attention.backends import attend
 from whorl.nn.attention.mask import Mask
-from whorl.nn.kernels import choice, dispatch
+from whorl.nn.kernels import autotune as choice
+from whorl.nn.kernels import dispatch
 from whorl.nn.kernels import rms_norm as norms
 from whorl.nn.kernels import rotary as turns
 from whorl.nn.kernels.cross_entropy import cross_entropy_
 from whorl.nn.kernels.softmax import softmax, softmax_reference
 from whorl.nn.norm import rms_norm_reference
-from whorl.nn.rotary import apply_rotary_reference, rotary_tables
+from whorl.nn.positions.rotary import apply_rotary_reference, rotary_tables
 from whorl.objectives import next_token, next_token_reference
 from whorl.objectives.next_token import logits_step
 

@@ -95,7 +95,7 @@ inline void normalise(const Norm& norm, const float* x, int64_t d, float* y) {
     }
 }
 
-// Turns the first rotary_dim features by the tables of a position, in place; see nn/rotary.py for the two layouts.
+// Turns the first rotary_dim features by the tables of a position, in place; see nn/positions/rotary.py for the two layouts.
 inline void turn(const Layer& layer, int64_t position, float* x) {
     if (!layer.cos) return;
     const int64_t dim = layer.rotary_dim, half = dim / 2;

@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whorl.engine.cache.pages import Batch
+from whorl.engine.model.runner import Runner
 from whorl.engine.native.step import NativeStep, supports
-from whorl.engine.pages import Batch
-from whorl.engine.runner import Runner
 from whorl.errors import ConfigError
+from whorl.machine.device_probe import usable_cores
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
-from whorl.runs.machine import usable_cores
 
 ROWS = (1, 8)  # of the steps that are timed
 ROUNDS = 3

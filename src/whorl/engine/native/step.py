@@ -3,7 +3,7 @@
     step = NativeStep(model, page_size=32, kind="bfloat16", threads=2)
     logits = step.run(batch, layers, group_of)          [W, vocab] fp32; the pages of `layers` then hold all N positions
 
-`engine/runner.py` is the reference, and a test holds the two together for each kind of weight and each thing that a model
+`engine/model/runner.py` is the reference, and a test holds the two together for each kind of weight and each thing that a model
 may have. Which of them is faster, with how many threads, is measured where the engine starts (`fastest`).
 
 What it costs beside its products. A step of a small model is tens of microseconds of arithmetic in some hundred pieces; by
@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whorl.engine.cache.pages import Batch, HeadPages
 from whorl.engine.native import build, layout
 from whorl.engine.native.weights import Weights, unsupported
-from whorl.engine.pages import Batch, HeadPages
 from whorl.errors import ConfigError
 from whorl.models import Decoder, LanguageModel
 

@@ -1,7 +1,7 @@
 """A model of the house as the native step takes it: its matrices packed, its vectors in fp32, its shape in structures.
 
 The native step knows dense decoders: `Decoder`, and a `Transformer` of attention with heads and dense MLPs, with all that
-`nn/attention/heads.py` and `nn/mlp.py` vary but what `unsupported` names. Those go on by torch.
+`nn/attention/multi_head.py` and `nn/mlp.py` vary but what `unsupported` names. Those go on by torch.
 
 Queries, keys and values are one matrix here, so one product makes all three. Vectors (gains, biases, shares) are copies in
 fp32; the embedding is not copied, it is read where the model has it. `refresh` packs anew, in place, after the weights of
@@ -23,7 +23,7 @@ from whorl.models.transformer_config import Heads
 from whorl.nn.linear import Linear
 from whorl.nn.ngram import NGramMemory
 from whorl.nn.norm import EPS, LayerNorm, RMSNorm
-from whorl.nn.rotary import Rotary
+from whorl.nn.positions.rotary import Rotary
 
 RMS, LAYER = 1, 2  # of NormKind in model.h
 WIDEST_HEAD, FURTHEST_NGRAM = 1024, 32  # sizes of arrays in step.h

@@ -11,8 +11,13 @@ says how a tensor of theirs becomes one of ours, `weights.py` moves them, `famil
 """
 
 from whorl.models.exchange.convert import FAMILIES, export_model, fitting_family, import_model, read_config
-from whorl.models.exchange.files import Shards
-from whorl.models.exchange.vision import VISION_FAMILIES, export_vision, import_vision, read_vision_config
+from whorl.models.exchange.families.vision import (
+    VISION_FAMILIES,
+    export_vision,
+    import_vision,
+    read_vision_config,
+)
+from whorl.models.exchange.safetensors_io import Shards
 
 __all__ = [
     "FAMILIES",

@@ -21,15 +21,15 @@ import torch
 from pydantic import ValidationError
 
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models.exchange.deepseek import DEEPSEEK
-from whorl.models.exchange.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from whorl.models.exchange.families.deepseek import DEEPSEEK
+from whorl.models.exchange.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from whorl.models.exchange.families.gemma import GEMMA2, GEMMA3
+from whorl.models.exchange.families.gpt2 import GPT2
+from whorl.models.exchange.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from whorl.models.exchange.family import NOT_POSSIBLE, Family, differences, not_possible
 from whorl.models.exchange.fields import Fields, impossible, model_type
-from whorl.models.exchange.files import SHARD_BYTES, Shards, read_json
-from whorl.models.exchange.gemma import GEMMA2, GEMMA3
-from whorl.models.exchange.gpt2 import GPT2
-from whorl.models.exchange.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from whorl.models.exchange.rules import Rule, same
+from whorl.models.exchange.safetensors_io import SHARD_BYTES, Shards, read_json
 from whorl.models.exchange.weights import (
     Shape,
     matrices,

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from whorl.errors import ConfigError, one_of
-from whorl.nn.rotary import Scaling
+from whorl.nn.positions.rotary import Scaling
 
 T = TypeVar("T")
 

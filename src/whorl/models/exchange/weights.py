@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import CheckpointError
-from whorl.models.exchange.files import TOKENIZER_FILES, Aside, Shards, carry, write_shards
 from whorl.models.exchange.rules import Rule
+from whorl.models.exchange.safetensors_io import TOKENIZER_FILES, Aside, Shards, carry, write_shards
 from whorl.nn.experts import Experts
 from whorl.nn.linear import Linear
 

@@ -10,12 +10,12 @@ mask.py, backends.py, state.py, short.py   who sees whom; how it is computed; wh
 
 from whorl.nn.attention.backends import BACKENDS, attend
 from whorl.nn.attention.causal import Attention, LayerState, causal_attention, causal_attention_reference
-from whorl.nn.attention.heads import MultiHead
-from whorl.nn.attention.latent import Latent, LatentState
+from whorl.nn.attention.hstu import Pointwise, PointwiseState
 from whorl.nn.attention.linear import LinearAttention, LinearState
 from whorl.nn.attention.mask import Mask
-from whorl.nn.attention.pointwise import Pointwise, PointwiseState
-from whorl.nn.attention.short import ShortConvolution, ShortState, Smear
+from whorl.nn.attention.mla import Latent, LatentState
+from whorl.nn.attention.multi_head import MultiHead
+from whorl.nn.attention.short_conv import ShortConvolution, ShortState, Smear
 from whorl.nn.attention.state import KeyValues, KeyValueState
 
 __all__ = [

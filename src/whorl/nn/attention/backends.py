@@ -8,7 +8,7 @@
   backward there.
 - "blocked": causal rows on a CPU, with gradients, as plain products over blocks of queries (`nn/attention/causal.py`).
 - "triton": FlashAttention-2 as a kernel of our own (`nn/kernels/attention.py`), on a GPU: causal, window, documents,
-  padding; neither bias, softcap nor sink. "auto" takes it where it was measured to beat "sdpa" (`nn/kernels/choice.py`).
+  padding; neither bias, softcap nor sink. "auto" takes it where it was measured to beat "sdpa" (`nn/kernels/autotune.py`).
 
 What each score goes through, in this order (capital letters are what the papers add to plain attention):
 

@@ -12,7 +12,7 @@ Told as differences from multi-head attention (Vaswani et al. 2017, arXiv:1706.0
 
 Why the fast path is written out. On a CPU, torch's fused attention computes all T^2 products and its backward
 runs far below the speed of matrix products; for the short rows that a small model trains on, plain batched
-products over blocks of queries, each against the keys up to its own end, are 3 times as fast (bench/nn_attention.py).
+products over blocks of queries, each against the keys up to its own end, are 3 times as fast (bench/nn/causal_attention.py).
 There scores leave their product in the compute type, and the softmax sums them in fp32: in bf16 a score of 64 is rounded
 by up to 0.25, where the definition would keep it (a test holds the difference).
 `causal_attention` does that with its own backward; `causal_attention_reference` is the definition in a few lines,
@@ -34,7 +34,7 @@ from whorl.nn.attention.paged import PagedState
 from whorl.nn.kernels import dispatch
 from whorl.nn.linear import Linear
 from whorl.nn.norm import rms_norm
-from whorl.nn.rotary import apply_rotary
+from whorl.nn.positions.rotary import apply_rotary
 
 QUERY_BLOCK = 256  # queries a block: 128 skips more masked products, but ran a fifth slower (many small ones)
 

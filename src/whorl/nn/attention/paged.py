@@ -4,7 +4,7 @@ A `KeyValueState` is of rows of one length, side by side. An engine that serves 
 they stand one behind another in a batch of one, [1, N, d_model], and each row's keys lie in pages of a cache that all rows
 share (Kwon et al. 2023, PagedAttention, arXiv:2309.06180). The products of a layer do not care. What does is few things,
 and those are asked of the state: who stood before, where keys go, and what a query may see. So a layer hands over its keys
-and queries in place of attending itself, and knows nothing of pages (`engine/pages.py` has the states there are).
+and queries in place of attending itself, and knows nothing of pages (`engine/cache/pages.py` has the states there are).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.nn.attention.short import ShortState
+from whorl.nn.attention.short_conv import ShortState
 from whorl.nn.mixer import check_state
 
 

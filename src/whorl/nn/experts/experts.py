@@ -14,7 +14,7 @@ the definition, a loop that autograd differentiates; `apply_experts` has its own
   this machine (`product`, timed on the spot). On an AMD one that halves their time; `Linear` does not do so yet.
 
 Why each expert has its own matrices, and not one stacked [E, ...] parameter. Products are per expert anyway, so a stack buys
-no speed, and `train/update.py` treats parameters by name: `experts.up.3` can have its own learning rate, be frozen, or
+no speed, and `train/learner/update.py` treats parameters by name: `experts.up.3` can have its own learning rate, be frozen, or
 go to Muon, which wants matrices. Scaling slices of a stacked gradient would not do that: Adam and Muon divide the
 scale out again. `stacked` and `load_stacked` convert to and from the layout of others.
 

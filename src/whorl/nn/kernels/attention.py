@@ -36,9 +36,9 @@ from torch import Tensor
 from whorl.errors import ConfigError
 from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels.attention_backward import gradients
-from whorl.nn.kernels.choice import power_of_2
-from whorl.nn.kernels.guard import INTERPRETED, dot, jit, on_device, precision, require, tl
-from whorl.nn.kernels.seen import allowed, keys_of, seen_through
+from whorl.nn.kernels.autotune import power_of_2
+from whorl.nn.kernels.mask_bounds import allowed, keys_of, seen_through
+from whorl.nn.kernels.triton_support import INTERPRETED, dot, jit, on_device, precision, require, tl
 
 WIDEST = 256  # features a head
 LOG2_E = math.log2(math.e)

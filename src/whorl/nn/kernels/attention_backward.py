@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.guard import dot, jit, tl
-from whorl.nn.kernels.seen import Seen, allowed, keys_of, queries_of
+from whorl.nn.kernels.mask_bounds import Seen, allowed, keys_of, queries_of
+from whorl.nn.kernels.triton_support import dot, jit, tl
 
 
 @jit

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.nn.kernels.choice import power_of_2
-from whorl.nn.kernels.guard import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require, tl
 
 WIDEST = 8192  # columns a program holds at a time
 

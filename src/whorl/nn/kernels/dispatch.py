@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.choice import both_ways, by_kernel, power_of_2
+from whorl.nn.kernels.autotune import both_ways, by_kernel, power_of_2
 
 if TYPE_CHECKING:
     from whorl.nn.attention.mask import Mask

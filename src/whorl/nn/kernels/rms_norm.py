@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.choice import power_of_2
-from whorl.nn.kernels.guard import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require, tl
 
 WIDEST = 16_384  # features: a row has to fit into the registers of a program
 TILE = 4096  # elements a tile

@@ -3,7 +3,7 @@
     y_i = x_i cos_i + x_p(i) sin_i
 
 p(i) is the other feature of i's pair: i +- dim / 2 in the layout "half", i xor 1 in "interleaved". The tables carry the
-signs (`nn/rotary.py`, which is the reference). As tensor operations this is a flip, two products and a sum, each
+signs (`nn/positions/rotary.py`, which is the reference). As tensor operations this is a flip, two products and a sum, each
 with a tensor of its own.
 
 The backward pass is the transposed map, dx_i = dy_i cos_i + dy_p(i) sin_p(i): the same kernel, which takes the sine at
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.choice import power_of_2
-from whorl.nn.kernels.guard import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require, tl
 
 TILE = 2048  # elements a tile
 
@@ -89,7 +89,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """`apply_rotary` of `nn/rotary.py`, with a gradient for x; the tables are constants.
+    """`apply_rotary` of `nn/positions/rotary.py`, with a gradient for x; the tables are constants.
 
     Raises:
         ConfigError: no Triton, or x is not on a GPU.

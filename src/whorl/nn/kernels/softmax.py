@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.choice import power_of_2
-from whorl.nn.kernels.guard import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require, tl
 
 WIDEST = 4096  # columns a program holds at a time
 

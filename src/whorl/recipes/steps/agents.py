@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from whorl.agents.config import AgentConfig
     from whorl.agents.networks import ActorCritic
     from whorl.agents.train import Progress as Training
-    from whorl.runs import MetricsLog, Task
+    from whorl.tracking.progress import Task
+    from whorl.tracking.run import MetricsLog
 
 CURVE_POINTS = 500
 
@@ -64,8 +65,8 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds, and measure it on episodes of their own."""
     import numpy as np
 
-    from whorl.agents.catalogue import make
-    from whorl.agents.summary import summarise
+    from whorl.agents.registration import make
+    from whorl.agents.seed_statistics import summarise
     from whorl.report.charts import Series
     from whorl.report.curve import write_curve_page
 
@@ -105,8 +106,8 @@ def _one_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, An
     from safetensors.torch import save_file
 
     from whorl.agents.train import evaluate, train
-    from whorl.runs.run import write_json
-    from whorl.runs.seeds import derive
+    from whorl.tracking.run import write_json
+    from whorl.tracking.seeds import derive
 
     done = ctx.scratch / f"seed-{seed}.json"
     if done.exists():

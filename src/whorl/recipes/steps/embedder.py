@@ -1,6 +1,6 @@
 """A sentence embedder from a corpus without labels: the step `embedder`.
 
-The artifact is what `engine/embed.py` loads (shape, weights, tokenizer), with the curve beside it and a page that draws it.
+The artifact is what `embedding/embedder.py` loads (shape, weights, tokenizer), with the curve beside it and a page that draws it.
 `whorl embed` turns texts into vectors with it, and finds the nearest.
 """
 
@@ -15,15 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from whorl.recipes.registry import StepContext, step
 
 if TYPE_CHECKING:
+    from whorl.embedding.train import EmbedJob
     from whorl.models.encoder import Encoder
-    from whorl.runs import MetricsLog, Task
-    from whorl.train.embed import EmbedJob
+    from whorl.tracking.progress import Task
+    from whorl.tracking.run import MetricsLog
 
 CURVE_POINTS = 500
 
 
 class EmbedderConfig(BaseModel):
-    """The shape of the embedder and how it learns; `train/embed.py` says what from."""
+    """The shape of the embedder and how it learns; `embedding/train.py` says what from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -65,11 +66,11 @@ class EmbedderConfig(BaseModel):
 @step("embedder", config=EmbedderConfig, parents={"tokens": "tokens", "tokenizer": "tokenizer"}, version=2)
 def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     """Train an embedder: two spans of one document belong together."""
-    from whorl.engine.embed import Embedder
+    from whorl.embedding.embedder import Embedder
+    from whorl.embedding.train import open_pairs, train_embedder
     from whorl.report.charts import Series
     from whorl.report.curve import write_curve_page
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train.embed import open_pairs, train_embedder
 
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
@@ -121,9 +122,9 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
 
 
 def _job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
+    from whorl.embedding.train import EmbedJob
     from whorl.models.encoder import EncoderConfig
     from whorl.tokens.shards import TokenSet
-    from whorl.train.embed import EmbedJob
 
     folder = ctx.parents["tokens"].path
     shape = EncoderConfig(

@@ -56,7 +56,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     """Measure bits per byte beside compressors, completions that parse, and speed."""
     import torch
 
-    from whorl.evals.score import bits_per_byte, score
+    from whorl.evals.likelihood import bits_per_byte, score
     from whorl.models import load_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
@@ -177,9 +177,9 @@ def _completions(
     held_out: list[Document],
 ) -> dict[str, Any] | None:
     from whorl.engine import Sampling, complete
-    from whorl.evals.completions import END_OF_DOCUMENT, parse_rate, prompts, real_code
-    from whorl.runs.seeds import generator
+    from whorl.evals.parse_rate import END_OF_DOCUMENT, parse_rate, prompts, real_code
     from whorl.tokens.healing import heal
+    from whorl.tracking.seeds import generator
 
     try:
         chosen = prompts(((d.id, d.text.encode()) for d in held_out), config.completions, config.seed)
@@ -232,8 +232,8 @@ def _samples(
 ) -> list[dict[str, Any]]:
     """Continuations with the probability of every token: two free beginnings, then held-out files' own."""
     from whorl.engine import Sampling, generate, load_for_sampling
-    from whorl.runs.seeds import generator
     from whorl.tokens.healing import heal
+    from whorl.tracking.seeds import generator
 
     model = load_for_sampling(model_folder(ctx), ctx.machine)
     texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from whorl.corpus.blocks import RawFiles, Source, expanded
+from whorl.machine.memory import MemoryText
 from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.corpus import SOURCES, open_corpus
 from whorl.recipes.steps.tokens import read_plan
-from whorl.runs.memory import MemoryText
-from whorl.train.branches import check as check_branches
+from whorl.train.checkpoint.remote import Tiers
 from whorl.train.config import ScheduleConfig, WatchConfig
-from whorl.train.tiers import Tiers
+from whorl.train.lm.decay_branches import check as check_branches
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
-    from whorl.runs import MetricsLog, Task
     from whorl.tokens.tokenizer import Tokenizer
+    from whorl.tracking.progress import Task
+    from whorl.tracking.run import MetricsLog
     from whorl.train.job import Job
 
 SAMPLE_PROMPT = "def "
@@ -133,7 +134,7 @@ def _with_files(config: PretrainConfig) -> PretrainConfig:
 )
 def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
-    from whorl.train import branches
+    from whorl.train.lm import decay_branches as branches
 
     job = job_of(ctx, config)
     points = {share: branches.point(job, share) for share in config.branches}
@@ -161,9 +162,9 @@ def carry_out(
     from whorl.models import save_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.train import anatomy
-    from whorl.train.keeper import Account
-    from whorl.train.pretrain import pretrain as run_training
+    from whorl.train.checkpoint import size_report as anatomy
+    from whorl.train.checkpoint.manager import Account
+    from whorl.train.lm.pretrain import pretrain as run_training
 
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
@@ -317,8 +318,8 @@ class _Watch:
 
     def _sample(self, model: LanguageModel, step: int) -> str:
         from whorl.engine import Sampling, generate
-        from whorl.runs.seeds import generator
         from whorl.tokens.healing import heal
+        from whorl.tracking.seeds import generator
 
         t = self.tokenizer
         healed = heal(t, SAMPLE_PROMPT)

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.stages import next_commands, stages_of, told, with_ancestors
+from whorl.recipes.stage_report import next_commands, stages_of, told, with_ancestors
 from whorl.report import ReportData, render
 from whorl.store import Artifact, Store
 
@@ -153,7 +153,7 @@ def _corpus(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
 
 
 def _budget_seconds(artifacts: Mapping[str, Artifact]) -> float | None:
-    from whorl.runs import Budget
+    from whorl.machine.budget import Budget
 
     return Budget.parse(artifacts["plan"].summary["budget"]).seconds if "plan" in artifacts else None
 
@@ -328,7 +328,7 @@ def _evaluation(evaluation: Artifact) -> dict[str, Any]:
 
 
 def _environment() -> dict[str, str]:
-    from whorl.runs import environment
+    from whorl.tracking.run import environment
 
     flat: dict[str, str] = {}
     for key, value in environment().items():

@@ -1,0 +1,73 @@
+"""Steps a second of 1,024 copies: CartPole against gymnasium's own numpy vector version, and the other problems.
+
+    .venv/bin/python bench/agents/environments.py
+
+Random actions, one thread, both in turn in one process, the middle of five rounds. The other classic problems have no vector
+version in gymnasium: they are given beside its one-after-another vector.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench._run import claim
+
+from whorl.agents import BATCHED, make
+
+N, STEPS, ROUNDS = 1024, 400, 5
+
+
+def rate(step: Callable[[int], object], steps: int = STEPS) -> float:
+    """Steps of all copies a second."""
+    for i in range(20):
+        step(i)
+    began = time.perf_counter()
+    for i in range(steps):
+        step(i)
+    return N * steps / (time.perf_counter() - began)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rng = np.random.default_rng(0)
+    ours, actions = {}, {}
+    for name in BATCHED:
+        ours[name] = make(name, N)
+        ours[name].reset(0)
+        n = ours[name].n_actions
+        drawn = rng.integers(0, n, (50, N)) if n else rng.uniform(-2, 2, (50, N, 1)).astype(np.float32)
+        actions[name] = drawn
+    vector = gymnasium.make_vec("CartPole-v1", N, vectorization_mode="vector_entry_point")
+    vector.reset(seed=0)
+    pairs, poles = [], torch.from_numpy(actions["CartPole-v1"])
+    for _ in range(ROUNDS):
+        mine = rate(lambda i: ours["CartPole-v1"].step(poles[i % 50]))
+        theirs = rate(lambda i: vector.step(actions["CartPole-v1"][i % 50]))
+        pairs.append((mine, theirs))
+    others = {}
+    for name in BATCHED:
+        tensors = torch.from_numpy(actions[name])
+        others[name] = rate(lambda i, name=name, tensors=tensors: ours[name].step(tensors[i % 50]))
+        print(f"{name:16} {others[name] / 1e6:6.2f} M steps/s", flush=True)
+    sync = gymnasium.make_vec("Acrobot-v1", 64, vectorization_mode="sync")
+    sync.reset(seed=0)
+    one = rate(lambda i: sync.step(actions["Acrobot-v1"][i % 50][:64]), 20) * 64 / N
+    print(f"gymnasium's Acrobot-v1, one after another: {one / 1e6:.3f} M steps/s")
+    best = sorted(pairs, key=lambda p: p[0] / p[1])[ROUNDS // 2]
+    claim(
+        "stepping 1,024 CartPoles against gymnasium's numpy vector", ours=round(best[0]), peer=round(best[1]),
+        unit="steps/s", ratio=best[0] / best[1], bar=1.0, ok=best[0] >= best[1], samples=[{"pairs": [[round(a),
+        round(b)] for a, b in pairs], "others": {k: round(v) for k, v in others.items()}}],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Prefill and decode apart against together, on the same two cores: how evenly tokens come while long prompts enter.
+
+.venv/bin/python bench/engine/disaggregation.py [--quick]
+
+Eight requests write; beside them a prompt of 1,536 tokens enters now and then. The same requests at the same moments go to
+
+    mixed      one engine with both cores, chunked prefill as it comes
+    unpaced    the same, with pieces of prompts as large as the step's budget allows
+    apart      one prefill process and one decode process, a core each, pages handed over
+
+The bar is the mixed engine's 99th percentile of the time between two tokens of one request. What it costs stands beside it:
+the median, the long prompts' time to their first token, and the tokens written in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import torch
+from bench._run import claim
+
+from whorl.engine.engine import Engine, EngineConfig
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import Sampling
+from whorl.models import Decoder
+from whorl.plan.cost import shape
+from whorl.serve.worker.disaggregated import Disaggregated
+from whorl.tracking.seeds import generator
+
+WRITERS, LONG, BUDGET = 8, 1536, 256
+
+
+def make(role: str, stretch: float = 1.6) -> Engine:
+    """An engine of a model of about 10 M parameters; a prefill process has nobody to spare and takes large pieces."""
+    model = Decoder(shape(320, 6, 4096), generator(0, "bench")).eval()
+    sizes = EngineConfig(
+        max_sequences=16, max_length=2560, cache_tokens=40960, token_budget=512 if role == "prefill" else BUDGET,
+        stretch=stretch,
+    )  # fmt: skip
+    return Engine(model, sizes)
+
+
+def requests(tokens: int, prompts: int, turn: int) -> tuple[list[Request], list[Request]]:
+    """(those that write, those whose prompt is long); of each turn others, or every prompt would be found in the cache."""
+    draw = torch.Generator().manual_seed(turn)
+    ids = lambda n: tuple(torch.randint(0, 4000, (n,), generator=draw).tolist())  # noqa: E731
+    writers = [
+        Request(id=f"{turn} w{i}", ids=ids(48), max_tokens=tokens, sampling=Sampling(temperature=0))
+        for i in range(WRITERS)
+    ]
+    long = [
+        Request(id=f"{turn} l{i}", ids=ids(LONG), max_tokens=4, sampling=Sampling(temperature=0))
+        for i in range(prompts)
+    ]
+    return writers, long
+
+
+def play(engine: Any, tokens: int, prompts: int, turn: int) -> dict[str, float]:
+    """One run: a long prompt enters whenever the writers have written another share of their tokens."""
+    writers, waiting = requests(tokens, prompts, turn)
+    for r in writers:
+        engine.add(r)
+    began = time.perf_counter()
+    last: dict[str, float] = {}
+    gaps, first, asked, written = list[float](), list[float](), dict[str, float](), 0
+    every = WRITERS * tokens / (prompts + 1)
+    while engine.busy:
+        for delta in engine.step():
+            now = time.perf_counter()
+            name = delta.request_id
+            if " w" in name:
+                written += len(delta.tokens)
+                if name in last and delta.tokens:
+                    gaps.append((now - last[name]) / len(delta.tokens))
+                last[name] = now
+            elif delta.tokens and name in asked:
+                first.append(now - asked.pop(name))
+        if waiting and written >= every * (prompts - len(waiting) + 1):
+            asked[waiting[0].id] = time.perf_counter()
+            engine.add(waiting.pop(0))
+    gaps.sort()
+    return {
+        "p50": 1e3 * gaps[len(gaps) // 2],
+        "p99": 1e3 * gaps[int(0.99 * len(gaps))],
+        "worst": 1e3 * gaps[-1],
+        "ttft": 1e3 * sorted(first)[len(first) // 2],
+        "tokens/s": written / (max(last.values()) - began),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    tokens, prompts, rounds = (120, 3, 1) if quick else (240, 6, 3)
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    mixed, unpaced = make("both"), make("both", stretch=1e9)
+    found: dict[str, list[dict[str, float]]] = {"mixed": [], "unpaced": [], "apart": []}
+    from bench.engine import (
+        disaggregation as serve_disaggregate,  # by its name: the processes know no __main__ of ours
+    )
+
+    with Disaggregated(serve_disaggregate.make) as apart:
+        apart.wait_until_ready()
+        contenders: dict[str, Callable[[int], dict[str, float]]] = {
+            "mixed": lambda turn: play(mixed, tokens, prompts, turn),
+            "unpaced": lambda turn: play(unpaced, tokens, prompts, turn),
+            "apart": lambda turn: play(apart, tokens, prompts, turn),
+        }
+        for turn in range(rounds + 1):
+            for name, run in contenders.items():
+                got = run(turn)
+                if turn:  # the first is for warming up
+                    found[name].append(got)
+                    print(turn, name, {key: round(value, 1) for key, value in got.items()}, flush=True)
+    print(f"{'':10}" + "".join(f"{key:>10}" for key in found["apart"][0]))
+    middle = {
+        name: {key: sorted(run[key] for run in runs)[len(runs) // 2] for key in runs[0]}
+        for name, runs in found.items()
+    }
+    for name, run in middle.items():
+        print(f"{name:10}" + "".join(f"{value:10.1f}" for value in run.values()))
+    ours, peer = middle["apart"]["p99"], middle["mixed"]["p99"]
+    claim(
+        "99th percentile of the time between tokens while long prompts enter: prefill and decode apart against one engine",
+        ours=ours, peer=peer, unit="ms", ratio=ours / peer, bar=1.0, ok=ours < peer, quick=quick, samples=[found],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

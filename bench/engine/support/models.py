@@ -1,0 +1,90 @@
+"""The two models of the engine's benchmarks, of Llama's shape, with random weights, and their files for the peers.
+
+13.8 M and 109.5 M parameters, the embedding tied to the head, so that a decoded token reads every weight once. What a token
+costs does not depend on what the weights say, only on their shapes and types; greedy decoding of random weights is as much
+work as of trained ones, and no download is needed.
+
+    files = Files(folder, "109M")         files.huggingface, files.gguf("f16"): written when first asked for
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whorl.models.exchange.convert import export_model
+from whorl.models.exchange.gguf.file import export_gguf
+from whorl.models.transformer import Transformer
+from whorl.models.transformer_config import Heads, TransformerConfig
+
+GGUF_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+Q8_0 = 7  # llama.cpp's number of that file type
+Rows = list[list[int]]
+
+
+def config(name: str, max_length: int = 8192) -> TransformerConfig:
+    """The shape of "14M" or "109M"; "4M" is for what takes many runs."""
+    shapes = {"4M": (256, 4, 704, 4096), "14M": (384, 6, 1024, 8192), "109M": (768, 12, 2048, 32000)}
+    d_model, n_layers, hidden, vocab = shapes[name]
+    heads = Heads(n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64)
+    return TransformerConfig(
+        vocab_size=vocab, d_model=d_model, n_layers=n_layers, max_length=max_length, mixers={"full": heads},
+        mlp_hidden=hidden, tie_embeddings=True,
+    )  # fmt: skip
+
+
+def model(name: str, dtype: torch.dtype = torch.float32) -> Transformer:
+    """The network, the same weights each time, computing in `dtype`.
+
+    Matrices that training begins at 0 are drawn too: or every layer would add nothing, and any mistake with it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    network = Transformer(config(name), draw, dtype=dtype).eval().requires_grad_(False)
+    for parameter in network.parameters():
+        if not parameter.any():
+            parameter.normal_(0.0, 0.5 * parameter.shape[-1] ** -0.5, generator=draw)
+    return network
+
+
+def prompts(name: str, rows: int, length: int, seed: int = 1) -> list[list[int]]:
+    """`rows` prompts of random ids."""
+    draw = torch.Generator().manual_seed(seed)
+    found: list[list[int]] = torch.randint(
+        0, config(name).vocab_size, (rows, length), generator=draw
+    ).tolist()
+    return found
+
+
+class Files:
+    """One model as the peers read it, under `folder`."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder / name, name
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def huggingface(self) -> Path:
+        """A folder for `LlamaForCausalLM`, fp32."""
+        place = self.folder / "hf"
+        if not place.exists():
+            export_model(model(self.name), place, "llama")
+        return place
+
+    def gguf(self, kind: str) -> Path:
+        """A file in f32, bf16, f16 or q8_0 (8-bit integers, a scale for each 32; made by llama.cpp itself)."""
+        place = self.folder / f"{kind}.gguf"
+        if place.exists():
+            return place
+        if kind in GGUF_TYPES:
+            export_gguf(model(self.name), place, dtype=GGUF_TYPES[kind])
+            return place
+        import llama_cpp
+
+        library: Any = llama_cpp
+        options = library.llama_model_quantize_default_params()
+        options.ftype = Q8_0
+        if library.llama_model_quantize(str(self.gguf("f32")).encode(), str(place).encode(), options):
+            raise RuntimeError("llama.cpp could not write q8_0")
+        return place

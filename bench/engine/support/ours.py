@@ -1,0 +1,101 @@
+"""The engine as the benchmarks run it: one place that knows what kinds of weights and steps there are.
+
+    engine = made("109M", "int8", EngineConfig(...), threads=2)
+
+A kind is a type of torch's path, or of the packed weights of the native step where this machine can build it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+from bench.engine.support import models
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import Sampling
+from whorl.models.transformer import Transformer
+
+GREEDY = Sampling(temperature=0)
+# By name: the type of torch's path and of the cache; how the native step keeps the weights (None: torch's own path).
+KINDS: dict[str, tuple[torch.dtype, str | None]] = {
+    "torch float32": (torch.float32, None),
+    "torch bfloat16": (torch.bfloat16, None),
+    "float32": (torch.float32, "float32"),
+    "bfloat16": (torch.bfloat16, "bfloat16"),
+    "int8": (torch.bfloat16, "int8"),
+    "int4": (torch.bfloat16, "int4"),
+}
+STORED = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
+
+
+def kinds() -> list[str]:
+    """All that can run here, the exact ones first."""
+    native = "weights" in EngineConfig.model_fields and os.environ.get("WHORL_NATIVE") != "0"
+    if native:
+        from whorl.engine.native.build import library
+
+        native = library() is not None
+    return [name for name, (_, weights) in KINDS.items() if weights is None or native]
+
+
+def best_kind() -> str:
+    """What the benchmarks of one kind take where they are not told: 16 bits by the native step, else torch in fp32."""
+    return "bfloat16" if "bfloat16" in kinds() else "torch float32"
+
+
+def bytes_per_weight(kind: str) -> float:
+    """As stored."""
+    return STORED[kind.removeprefix("torch ")]
+
+
+def made(
+    name: str | Transformer, kind: str, config: EngineConfig, threads: int = 2, **options: object
+) -> Engine:
+    """An engine over "14M" or "109M" (or a network), in `kind`."""
+    dtype, weights = KINDS[kind]
+    torch.set_num_threads(threads)
+    network = models.model(name, dtype) if isinstance(name, str) else name
+    before = os.environ.get("WHORL_NATIVE")
+    os.environ["WHORL_NATIVE"] = "0" if weights is None else "1"
+    try:
+        if weights is not None:
+            config = config.model_copy(update={"weights": weights})
+        return Engine(network, config, **options)  # type: ignore[arg-type]
+    finally:
+        del os.environ["WHORL_NATIVE"]
+        if before is not None:
+            os.environ["WHORL_NATIVE"] = before
+
+
+def ask(number: int, ids: Sequence[int], max_tokens: int) -> Request:
+    """A greedy request."""
+    return Request(id=str(number), ids=tuple(ids), max_tokens=max_tokens, sampling=GREEDY)
+
+
+class Ours:
+    """The engine as a contender of `engine_throughput.py`."""
+
+    def __init__(self, name: str, kind: str, rows: int, length: int, threads: int) -> None:
+        self.threads, self.asked = threads, 0
+        config = EngineConfig(
+            max_sequences=rows, max_length=length, cache_tokens=rows * (length + 32), share_prefixes=False
+        )
+        self.engine = made(name, kind, config, threads)
+
+    def run(self, prompts: models.Rows, n_new: int) -> models.Rows:
+        """Greedy continuations of `n_new` ids each."""
+        torch.set_num_threads(self.threads)
+        out: dict[str, list[int]] = {}
+        for ids in prompts:
+            request = ask(self.asked, ids, n_new)
+            self.asked += 1
+            out[request.id] = []
+            self.engine.add(request)
+        while self.engine.busy:
+            for delta in self.engine.step():
+                out[delta.request_id] += [token.id for token in delta.tokens]
+        return list(out.values())

@@ -1,0 +1,185 @@
+"""The sweep that the planner's law is fitted on.
+
+    .venv/bin/python bench/plan/scaling_sweep.py --store .whorl --out sweep.jsonl     # runs, then fits (hours on two cores)
+    .venv/bin/python bench/plan/scaling_sweep.py --out sweep.jsonl --fit-only         # fits what is there, writes law.json
+
+Each run trains one shape with one vocabulary for a number of steps on the curated standard library of the store, through
+the same code as a recipe, and records bits per byte on the whole validation split. The fit minimises squared errors of
+log(bits per byte). Prints one JSON line: the worst relative error of the law over the runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench._run import claim
+
+from whorl.corpus import Corpus
+from whorl.evals.likelihood import bits_per_byte, score
+from whorl.machine.device_probe import probe
+from whorl.models import Decoder
+from whorl.models.decoder import matrix_params
+from whorl.plan.cost import shape
+from whorl.plan.scaling_law import Law, expected_bits_per_byte
+from whorl.store import Store
+from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
+from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.progress import Progress
+from whorl.train.job import Job
+from whorl.train.lm.pretrain import pretrain
+
+# (width, depth, vocabulary, steps of 8 x 256 tokens)
+RUNS = [
+    (96, 3, 512, 3000), (96, 3, 1024, 3000), (128, 3, 512, 2000), (128, 3, 1024, 1500), (128, 3, 2048, 3000),
+    (128, 3, 4096, 1500), (192, 3, 1024, 1500), (192, 3, 1024, 5000), (192, 3, 2048, 3000), (192, 4, 1024, 1500),
+    (192, 4, 4096, 1500), (256, 4, 1024, 3000), (256, 4, 2048, 1500),
+]  # fmt: skip
+
+
+class Quiet:
+    """An observer that keeps nothing."""
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: Decoder) -> None: ...
+
+    def on_checkpoint(self, step: int, seconds: float) -> None: ...
+
+    def on_event(self, step: int, event: dict[str, object]) -> None: ...
+
+
+def token_set(store: Store, vocabulary: int, cache: Path) -> Path:
+    """The quickstart corpus of `store`, encoded with a vocabulary of this size."""
+    folder = cache / f"tokens-{vocabulary}"
+    if not (folder / "done").exists():
+        corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)
+        tokenizer = Tokenizer.train((d.text for d in corpus.documents("train")), vocabulary)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(folder)
+        for split in ("train", "validation"):
+            write_shards(
+                corpus.documents(split),
+                tokenizer,
+                folder,
+                split,
+                TokensConfig(),
+                Progress.silent(),
+                corpus.bytes(split),
+            )
+        (folder / "done").touch()
+    return folder
+
+
+def run(
+    tokens: Path,
+    width: int,
+    depth: int,
+    vocabulary: int,
+    steps: int,
+    *,
+    replicas: int,
+    compile: bool = True,
+    **job,
+) -> dict:
+    """One run; bits per byte on the validation split."""
+    machine = probe()
+    model = shape(width, depth, vocabulary)
+    wanted = Job(
+        tokens=str(tokens), model=model, length=job.pop("length", 256), batch_rows=job.pop("batch_rows", 8), steps=steps,
+        replicas=replicas, dtype=machine.dtype, device=machine.device, compile=compile, evaluations=1, **job,
+    )  # fmt: skip
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        trained = pretrain(wanted, Path(scratch), Quiet(), checkpoint_seconds=1e9)
+    seconds = time.monotonic() - began
+    split = TokenSet(tokens).split("validation")
+    nats = score(trained, split.iter_documents(), 512)
+    return {
+        "width": width, "depth": depth, "vocabulary": vocabulary, "steps": steps, "length": wanted.length,
+        "batch_rows": wanted.batch_rows, "matrix_rate": wanted.optim.matrix_rate, "seed": wanted.seed,
+        "matrices": matrix_params(model) - vocabulary * width,
+        "bytes": steps * wanted.batch_rows * wanted.length * split.n_bytes / len(split),
+        "bits_per_byte": bits_per_byte(sum(nats), split.n_bytes), "seconds": seconds,
+    }  # fmt: skip
+
+
+def fit(runs: list[dict]) -> Law:
+    """Least squares in the logarithm, from many starts."""
+    best, best_error = None, math.inf
+    names = list(Law.__dataclass_fields__)
+    target = torch.tensor([math.log(r["bits_per_byte"]) for r in runs], dtype=torch.float64)
+    size = torch.tensor([r["matrices"] / 1e6 for r in runs], dtype=torch.float64)
+    data = torch.tensor([r["bytes"] / 1e6 for r in runs], dtype=torch.float64)
+    vocabulary = torch.tensor([float(r["vocabulary"]) for r in runs], dtype=torch.float64)
+    prior = torch.tensor([0.45, 0.15, 0.35, 1.2, 0.4, 0.008, 1000.0], dtype=torch.float64).log()
+    for start in range(20):
+        torch.manual_seed(start)
+        x = (prior + 0.3 * torch.randn(7, dtype=torch.float64)).requires_grad_()
+        optimiser = torch.optim.LBFGS([x], max_iter=500, line_search_fn="strong_wolfe")
+
+        def error(x=x) -> torch.Tensor:
+            e, a, alpha, b, beta, c, v = x.exp()
+            guess = e + a / size**alpha + b / data**beta + c * (vocabulary / (v * size**0.5)).log() ** 2
+            # A weak pull to the prior: there are hardly more runs than constants.
+            return (guess.log() - target).square().mean() + 3e-4 * (x - prior).square().mean()
+
+        optimiser.step(partial(_closure, optimiser, error))
+        if (value := float(error().detach())) < best_error:
+            best, best_error = dict(zip(names, x.exp().tolist(), strict=True)), value
+    assert best is not None
+    return Law(**best)
+
+
+def _closure(optimiser: torch.optim.Optimizer, error: Callable[[], torch.Tensor]) -> torch.Tensor:
+    optimiser.zero_grad()
+    loss = error()
+    loss.backward()
+    return loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--store", default=None)
+    parser.add_argument("--out", type=Path, default=Path("sweep.jsonl"))
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "whorl-sweep")
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--fit-only", action="store_true")
+    a = parser.parse_args()
+    done = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
+    if not a.fit_only:
+        store = Store(a.store)
+        for width, depth, vocabulary, steps in RUNS[len(done) :]:
+            found = run(
+                token_set(store, vocabulary, a.cache), width, depth, vocabulary, steps, replicas=a.replicas
+            )
+            print(json.dumps(found), flush=True)
+            with a.out.open("a") as out:
+                out.write(json.dumps(found) + "\n")
+            done.append(found)
+    law = fit(done)
+    errors = [
+        abs(expected_bits_per_byte(r["matrices"], r["bytes"], r["vocabulary"], law) / r["bits_per_byte"] - 1)
+        for r in done
+    ]
+    rounded = {name: round(value, 4) for name, value in vars(law).items()}
+    path = Path(__file__).parents[1] / "src/whorl/plan/scaling_law.json"
+    path.write_text(json.dumps({"law": rounded, "runs": done}, indent=1) + "\n")
+    claim(
+        "the planner's law describes its sweep", ours=max(errors), peer=0.0, unit="worst relative error",
+        ratio=max(errors), bar=0.05, ok=max(errors) <= 0.05, samples=[round(e, 4) for e in errors],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Is the planned shape the right one?  The plan against four neighbours at equal wall-clock.
+
+    .venv/bin/python bench/plan/shape_neighbors.py --store .whorl            # 5 runs of the whole budget
+    .venv/bin/python bench/plan/shape_neighbors.py --store .whorl --quick    # 5 runs of 90 s
+
+The store must hold a quickstart. Neighbours: half and double the vocabulary, the next narrower and the next wider rung of
+the planner's ladder. All are timed first, as the planner times its choice, so that the machine is equally quiet for each;
+then each trains for the steps that fit and is scored on the validation split. The claim holds when no neighbour is more
+than 1 % better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench._run import claim
+from bench.plan.scaling_sweep import run, token_set
+
+from whorl.machine.device_probe import probe
+from whorl.plan.cost import shape
+from whorl.plan.planner import LADDER, LOOKS
+from whorl.store import Store
+from whorl.train.job import Job
+from whorl.train.profiling.step_timer import time_steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--store", default=None)
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "whorl-sweep")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, default=None)
+    a = parser.parse_args()
+    store = Store(a.store)
+    plan = json.loads(store.open("quickstart/plan").file("plan.json").read_text())
+    job = Job.model_validate({**plan["job"], "tokens": "-"})
+    seconds = a.seconds or (90.0 if a.quick else 300.0)
+    width, depth, vocabulary = job.model.d_model, job.model.n_layers, job.model.vocab_size
+    rung = LADDER.index((width, depth))
+    shapes = {
+        "plan": (width, depth, vocabulary),
+        "half the vocabulary": (width, depth, vocabulary // 2),
+        "double the vocabulary": (width, depth, vocabulary * 2),
+        "narrower": (*LADDER[max(0, rung - 1)], vocabulary),
+        "wider": (*LADDER[min(len(LADDER) - 1, rung + 1)], vocabulary),
+    }
+    machine, steps, found = probe(), {}, {}
+    for name, (w, d, v) in shapes.items():
+        candidate = job.model_copy(update={"model": shape(w, d, v), "dtype": machine.dtype})
+        if job.compile:
+            time_steps(candidate, 0.0)
+        timing = time_steps(candidate, 2.0)
+        steps[name] = int((seconds - timing.startup) / (timing.step * (1 + LOOKS)))
+        print(f"{name:22} {d} x {w}, {v:6,}: {timing.step * 1e3:5.1f} ms a step", flush=True)
+    for name, (w, d, v) in shapes.items():
+        tokens = token_set(store, v, a.cache)
+        found[name] = run(tokens, w, d, v, steps[name], replicas=job.replicas, compile=job.compile)
+        print(
+            f"{name:22} {steps[name]:6,} steps, {found[name]['seconds']:5.0f} s, {found[name]['bits_per_byte']:.4f}",
+            flush=True,
+        )
+    best = min(r["bits_per_byte"] for n, r in found.items() if n != "plan")
+    ours = found["plan"]["bits_per_byte"]
+    claim(
+        "the planned shape is not beaten by a neighbour at equal wall-clock", ours=ours, peer=best, unit="bits per byte",
+        ratio=ours / best, bar=1.01, ok=ours <= 1.01 * best, quick=a.quick,
+        samples=[{"name": n, **r} for n, r in found.items()],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""A fleet in simulated time: the engine's own scheduler and page cache, a step's duration from a formula, requests that
+come as people's do. What decides where a request goes is the thing that is compared.
+
+Nothing of a model is computed: a sequence's ids are what its cache pages are named by, its tokens are zeros. A step lasts
+
+    base + prompt * (positions read in) + decode * (sequences that write)      seconds
+
+with constants of a small model on one core. So thousands of requests over eight replicas take seconds, and the same seed
+gives every policy the same requests at the same moments.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from whorl.engine.cache.block_pool import BlockPool
+from whorl.engine.cache.cache_manager import Cache, Group
+from whorl.engine.request import Request
+from whorl.engine.scheduling.prefill_budget import Pace
+from whorl.engine.scheduling.scheduler import Scheduler
+from whorl.engine.sequence import Sequence
+from whorl.router.prefix_index import Chain, chain
+from whorl.router.routing_policy import Policy, Ticket
+
+BASE, PROMPT, DECODE = 0.004, 0.00025, 0.0005
+PAGE = 32
+
+
+@dataclass
+class Job:
+    """One request. at: when it comes; follows: the turn of the same conversation behind it, `pause` after its end."""
+
+    number: int
+    ids: tuple[int, ...]
+    output: int
+    at: float = 0.0
+    follows: Job | None = None
+    pause: float = 0.0
+
+
+def conversations(n: int, rate: float, seed: int, prompts: int = 48, turns: int = 4) -> list[Job]:
+    """The first jobs of `n` conversations; each opens with one of `prompts` system prompts (Zipf).
+
+    rate: conversations that begin in a second (Poisson); turns: of one, at most.
+    """
+    rng = random.Random(seed)
+    systems = [tuple(rng.randrange(1000) for _ in range(rng.randrange(256, 1280))) for _ in range(prompts)]
+    weights = [1 / (k + 1) for k in range(prompts)]
+    numbers, now, first = itertools.count(), 0.0, list[Job]()
+    for _ in range(n):
+        now += rng.expovariate(rate)
+        ids, last = rng.choices(systems, weights)[0], None
+        for _ in range(rng.randint(1, turns)):
+            ids += tuple(rng.randrange(1000) for _ in range(rng.randrange(16, 192)))
+            output = 1 + min(255, int(rng.expovariate(1 / 64)))
+            job = Job(next(numbers), ids, output, now, pause=rng.expovariate(1 / 5))
+            ids += (0,) * output
+            if last is None:
+                first.append(job)
+            else:
+                last.follows = job
+            last = job
+    return first
+
+
+@dataclass
+class Replica:
+    """One server: its scheduler, its cache, and how long it was busy."""
+
+    cache_tokens: int
+    busy: float = 0.0
+    stepping: bool = False
+    scheduler: Scheduler = field(init=False)
+    cache: Cache = field(init=False)
+    pace: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        pool = BlockPool(self.cache_tokens // PAGE, PAGE)
+        self.cache = Cache([Group(None, pool)], 16, 4096, 256)
+        self.pace = Pace()
+        self.scheduler = Scheduler(self.cache, 16, 256, self.pace)
+
+
+@dataclass
+class Outcome:
+    """What came of it. hit: share of prompt positions found; imbalance: the busiest replica against the mean."""
+
+    hit: float
+    imbalance: float
+    first: list[float]  # seconds to the first token, sorted
+    load: float  # share of the time that a replica was busy
+
+    def percentile(self, p: float) -> float:
+        return self.first[min(len(self.first) - 1, int(p * len(self.first)))]
+
+
+Choose = Callable[[Policy, Chain, list[str], int], str]
+
+
+def simulate(
+    first: list[Job], choose: Choose, n: int = 8, cache_tokens: int = 16384, seed: int = 0
+) -> Outcome:
+    """Every request of `first` and of what follows, on `n` replicas."""
+    policy = Policy(random.Random(seed), capacity=cache_tokens // PAGE)
+    replicas = {f"r{i}": Replica(cache_tokens) for i in range(n)}
+    for name in replicas:
+        policy.add(name)
+    order = itertools.count()
+    events: list[tuple[float, int, Job | str]] = []
+    under_way: dict[int, tuple[Job, Ticket, float]] = {}
+    waits, sent, now = list[float](), 0, 0.0
+    names = sorted(replicas)
+
+    def push(at: float, what: Job | str) -> None:
+        heapq.heappush(events, (at, next(order), what))
+
+    def step(name: str) -> None:
+        """Runs one step of a replica from `now` on; what it gives is told at once, stamped with its end."""
+        replica = replicas[name]
+        schedule = replica.scheduler.schedule()
+        if not schedule.rows:
+            replica.stepping = False
+            return
+        took = BASE + PROMPT * (schedule.tokens - schedule.decode_tokens) + DECODE * schedule.decode_tokens
+        replica.busy += took
+        replica.pace.took(schedule.decode_tokens, schedule.tokens - schedule.decode_tokens, took)
+        replica.stepping = True
+        for sequence, count in schedule.rows:
+            sequence.computed += count
+            replica.cache.settle(sequence)
+            if sequence.computed < len(sequence.ids):
+                continue
+            job, ticket, came = under_way[int(sequence.request.id)]
+            if not sequence.n_output:
+                waits.append(now + took - came)
+                policy.answered(ticket)
+            sequence.ids.append(0)
+            if sequence.n_output == job.output:
+                replica.scheduler.remove(sequence)
+                policy.end(ticket)
+                del under_way[job.number]
+                if job.follows is not None:
+                    job.follows.at = now + took + job.pause
+                    push(job.follows.at, job.follows)
+        push(now + took, name)
+
+    for job in first:
+        push(job.at, job)
+    while events:
+        now, _, what = heapq.heappop(events)
+        if isinstance(what, str):
+            step(what)
+            continue
+        hashes = chain(what.ids)
+        name = choose(policy, hashes, names, sent)
+        sent += 1
+        under_way[what.number] = what, policy.begin(hashes, name), now
+        request = Request(id=str(what.number), ids=what.ids, max_tokens=what.output)
+        replicas[name].scheduler.add(Sequence(request, what.number, list(what.ids), 0))
+        if not replicas[name].stepping:
+            step(name)
+    found = sum(r.cache.found for r in replicas.values())
+    asked = sum(r.cache.asked for r in replicas.values())
+    busy = [r.busy for r in replicas.values()]
+    return Outcome(found / asked, max(busy) / (sum(busy) / n), sorted(waits), sum(busy) / n / now)
+
+
+def least(policy: Policy, names: list[str]) -> str:
+    """Where the fewest requests are; of equals any."""
+    return min(names, key=lambda r: (policy.loads[r].running, policy.rng.random()))
+
+
+POLICIES: dict[str, Choose] = {
+    "round robin": lambda policy, hashes, names, sent: names[sent % len(names)],
+    "random": lambda policy, hashes, names, sent: policy.rng.choice(names),
+    "least requests": lambda policy, hashes, names, sent: least(policy, names),
+    "two choices": lambda policy, hashes, names, sent: least(policy, policy.rng.sample(names, 2)),
+    "longest prefix": lambda policy, hashes, names, sent: max(
+        names, key=lambda r: (policy.indexes[r].hit(hashes), -policy.loads[r].running)
+    ),
+    "whorl": lambda policy, hashes, names, sent: policy.choose(hashes, names).replica,
+}

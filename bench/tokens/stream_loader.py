@@ -1,0 +1,221 @@
+"""From raw documents to batches: our workers against a PyTorch DataLoader with 2 workers, as people write it today.
+
+    .venv/bin/python bench/tokens/stream_loader.py --store .whorl
+
+The training split of the store's quickstart, written as JSONL, and its vocabulary. Theirs: an iterable dataset that
+parses lines, and Hugging Face `tokenizers` with packing in the collate function; ours: `StreamBatches` with 2
+workers. Both give rows of 256 tokens, 8 a batch. Beside them: what the bare encoder does with the same texts in 2
+processes. From ready shards: the loader's slots against a map-style dataset over the same token file. And the
+randomness of the order: how far from its place on disk a block is read, and how far apart documents that are
+neighbours on disk (those of one block stay in one record, shuffled among those of the record's other blocks).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from bench._run import claim
+
+from whorl.corpus import Corpus
+from whorl.corpus.blocks import SetAside, Source
+from whorl.store import Store
+from whorl.tokens.loader import open_batches
+from whorl.tokens.stream import StreamBatches, StreamConfig, StreamProducer, blocks_a_record
+from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.seeds import numpy_rng
+
+LENGTH, ROWS, ROUNDS = 256, 8, 3
+
+
+class Lines(torch.utils.data.IterableDataset[str]):
+    """Texts of a JSONL file, each worker its share of the lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __iter__(self) -> Iterator[str]:
+        worker = torch.utils.data.get_worker_info()
+        with self.path.open() as lines:
+            for number, line in enumerate(lines):
+                if number % worker.num_workers == worker.id:
+                    yield json.loads(line)["text"]
+
+
+class Collate:
+    """Texts to packed rows: concatenated, cut."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self, texts: list[str]) -> torch.Tensor:
+        if not hasattr(self, "tokenizer"):
+            from tokenizers import Tokenizer as Theirs
+
+            self.tokenizer = Theirs.from_file(str(self.path))
+        ids = [i for e in self.tokenizer.encode_batch(texts) for i in (*e.ids, 0)]
+        n = len(ids) // LENGTH
+        return torch.tensor(ids[: n * LENGTH]).view(n, LENGTH)
+
+
+def theirs(jsonl: Path, tokenizer: Path, seconds: float) -> float:
+    """Tokens a second of the DataLoader."""
+    loader = torch.utils.data.DataLoader(
+        Lines(jsonl), batch_size=8, num_workers=2, collate_fn=Collate(tokenizer), prefetch_factor=4
+    )
+    tokens, began = 0, None
+    while True:
+        for batch in loader:
+            if began is None:
+                began = time.perf_counter()  # workers are up
+                continue
+            tokens += batch.numel()
+            if time.perf_counter() - began > seconds:
+                return tokens / (time.perf_counter() - began)
+
+
+def ours(config: StreamConfig, seconds: float) -> float:
+    """Tokens a second of our stream."""
+    with StreamBatches(config, rows=ROWS, workers=2) as batches:
+        for _ in range(3 * 64):  # what was made ahead while the workers came up
+            next(batches)
+        before, began = batches.consumed, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            next(batches)
+        return (batches.consumed - before) / (time.perf_counter() - began)
+
+
+def encode(folder: Path, texts: list[str]) -> tuple[int, float]:
+    tokenizer = Tokenizer.load(folder)
+    began = time.perf_counter()
+    return sum(len(tokenizer.encode_document(t)) for t in texts), time.perf_counter() - began
+
+
+class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A map-style dataset over a memory-mapped token file, as in many training scripts."""
+
+    def __init__(self, ids: Any) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return (len(self.ids) - 1) // LENGTH
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = torch.from_numpy(np.asarray(self.ids[i * LENGTH : (i + 1) * LENGTH + 1]).astype(np.int64))
+        return row[:-1], row[1:]
+
+
+def shards(tokens: Path, seconds: float) -> tuple[float, float]:
+    """Tokens a second from ready shards: (ours, a map-style dataset's in the training process)."""
+    with open_batches(tokens, "train", length=LENGTH, batch_rows=ROWS) as batches:
+        for _ in range(10):
+            next(batches)
+        n, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            next(batches).tensors()
+            n += 1
+        mine = n * ROWS * LENGTH / (time.perf_counter() - began)
+    rows = Rows(np.memmap(next(iter(sorted(tokens.glob("train-*.bin")))), np.uint16, "r"))
+    loader = torch.utils.data.DataLoader(rows, batch_size=ROWS, shuffle=True, num_workers=2)
+    n, began = 0, None
+    for _ in loader:
+        began = began or time.perf_counter()
+        n += 1
+        if time.perf_counter() - began > seconds:
+            break
+    return mine, n * ROWS * LENGTH / (time.perf_counter() - began)
+
+
+def randomness(config: StreamConfig) -> dict[str, float]:
+    """How far one epoch's order is from the order on disk, against a full shuffle (where both means are a third of all).
+
+    blocks: mean distance of a block's place in the order from its place on disk. neighbours: documents between two that
+    are neighbours on disk, mean; of: what a full shuffle would give.
+    """
+    producer = StreamProducer(config)
+    producer.blocks_of(0)
+    files = producer._state["files"][0]
+    n, per_record = len(files.blocks), blocks_a_record(files, config.record_bytes)
+    blocks = [b for record in range(-(-n // per_record)) for b in producer.blocks_of(record)[1]][:n]
+    counts = np.array([sum(1 for _ in files.texts(b, SetAside())) for b in range(n)])
+    begins = np.cumsum(counts) - counts
+    order: list[int] = []
+    for record in range(-(-n // per_record)):
+        documents = [
+            int(begins[b]) + i for b in blocks[record * per_record :][:per_record] for i in range(counts[b])
+        ]
+        shuffled = numpy_rng(config.seed, "documents", record).permutation(len(documents))
+        order += [documents[i] for i in shuffled]
+    place = np.empty(len(order), np.int64)
+    place[order] = np.arange(len(order))
+    return {
+        "blocks": float(np.abs(np.array(blocks) - np.arange(n)).mean() / (n / 3)),
+        "neighbours": float(np.abs(np.diff(place)).mean()),
+        "of": len(order) / 3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--store", default=None)
+    parser.add_argument("--seconds", type=float, default=6.0)
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    store = Store(a.store)
+    corpus = Corpus(store.open("quickstart/ingest").path, store.open("quickstart/curate").path)
+    tokens, words = store.open("quickstart/tokens").path, store.open("quickstart/tokenizer").path
+    texts = [d.text for d in corpus.documents("train")]
+    with tempfile.TemporaryDirectory() as folder:
+        jsonl = Path(folder) / "train.jsonl"
+        jsonl.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+        config = StreamConfig(words, [Source([str(jsonl)])], LENGTH)
+        pairs = []
+        for _ in range(ROUNDS):
+            pairs.append((ours(config, a.seconds), theirs(jsonl, words / "tokenizer.json", a.seconds)))
+            print(
+                f"from raw text: ours {pairs[-1][0]:,.0f} tokens/s, DataLoader {pairs[-1][1]:,.0f}",
+                flush=True,
+            )
+        mine, peer = sorted(pairs, key=lambda p: p[0] / p[1])[ROUNDS // 2]
+        claim(
+            "raw text to batches against a DataLoader with 2 workers", ours=round(mine), peer=round(peer), unit="tokens/s",
+            ratio=mine / peer, bar=3.0, ok=mine / peer >= 3, samples=[[round(x) for x in p] for p in pairs],
+        )  # fmt: skip
+        with ProcessPoolExecutor(2) as pool:
+            list(pool.map(encode, [words] * 2, [texts[:20]] * 2))
+            made = list(pool.map(encode, [words] * 2, [texts[0::2], texts[1::2]]))
+        bare = sum(n for n, _ in made) / max(s for _, s in made)
+        claim(
+            "raw text to batches against the bare encoder in 2 processes", ours=round(mine), peer=round(bare),
+            unit="tokens/s", ratio=mine / bare, bar=0.8, ok=mine / bare >= 0.8,
+        )  # fmt: skip
+        for size in (1 << 17, 1 << 14):
+            found = randomness(replace(config, block_bytes=size))
+            apart, full = found["neighbours"], found["of"]
+            print(
+                f"half a megabyte a record in blocks of {size >> 10} kB: a block is read {found['blocks']:.2f} of a full "
+                f"shuffle's mean distance from its place on disk; neighbours on disk are {apart:.0f} documents "
+                f"apart (full shuffle: {full:.0f})"
+            )
+    both = [shards(tokens, a.seconds / 2) for _ in range(ROUNDS)]
+    mine, peer = sorted(both, key=lambda p: p[0] / p[1])[ROUNDS // 2]
+    claim(
+        "ready shards to batches against a map-style dataset with 2 workers", ours=round(mine), peer=round(peer),
+        unit="tokens/s", ratio=mine / peer, bar=10.0, ok=mine / peer >= 10, samples=[[round(x) for x in p] for p in both],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What `whorl run --deterministic` costs: a training step with it, beside the fastest way that a plan would choose.
+
+    .venv/bin/python bench/train/deterministic_cost.py            # the quickstart's shape, and a mixture of experts
+    .venv/bin/python bench/train/deterministic_cost.py --quick
+
+For each shape, in turn and in one run: the default (the faster of compiled and not, the measured type) and deterministic
+(not compiled, float32 on a CPU, MKL's products, torch's deterministic algorithms). Also deterministic but compiled, which
+gives the same bits twice as well. There is no bar: the figure is for docs/training.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from bench._run import claim
+
+from whorl.machine.device_probe import probe
+from whorl.models import TransformerConfig
+from whorl.plan.cost import shape
+from whorl.plan.planner import can_compile
+from whorl.train.job import Job
+from whorl.train.profiling.step_timer import time_steps
+
+ROUNDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    a = parser.parse_args()
+    machine = probe()
+    heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 32}
+    experts = {"n_experts": 8, "top_k": 2, "hidden": 128}
+    width, rounds, seconds = (64, 1, 0.5) if a.quick else (128, ROUNDS, 3.0)
+    shapes = {
+        "decoder": shape(width, 3, 1024, ngram_buckets=4096 if a.quick else 65_536),
+        "experts": TransformerConfig.model_validate(
+            {"vocab_size": 1024, "d_model": width, "n_layers": 3, "mlp_hidden": 4 * width, "mixers": {"m": heads},
+             "experts": experts}
+        ),
+    }  # fmt: skip
+    for name, model in shapes.items():
+        base = Job(
+            tokens="", model=model, length=256, batch_rows=8, steps=1, replicas=machine.threads, compile=False
+        )
+        ways = {
+            "plain": base.model_copy(update={"dtype": machine.dtype}),
+            "deterministic": base.model_copy(update={"deterministic": True}),
+        }
+        if can_compile() and not a.quick and name == "decoder":  # experts never are
+            ways["compiled"] = ways["plain"].model_copy(update={"compile": True})
+            ways["deterministic, compiled"] = ways["deterministic"].model_copy(update={"compile": True})
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds):
+            for way, job in ways.items():
+                times[way].append(time_steps(job, seconds=seconds).step)
+        middle = {way: sorted(found)[len(found) // 2] for way, found in times.items()}
+        print(name, ", ".join(f"{way} {seconds * 1e3:.1f} ms" for way, seconds in middle.items()))
+        best = min(middle[way] for way in ways if not way.startswith("deterministic"))
+        claim(
+            f"a deterministic step, {name}", ours=middle["deterministic"] * 1e3, peer=best * 1e3, unit="ms a step",
+            ratio=middle["deterministic"] / best, bar=0.0, ok=True, samples=[times], quick=a.quick,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,330 @@
+"""Which optimiser for the matrices of a small language model: AdamW, Muon, Adafactor, SOAP; at equal steps and seconds.
+
+    python bench/train/optim/optimizer_quality.py                  # all of it: some minutes on two quiet cores
+    python bench/train/optim/optimizer_quality.py --seconds 100    # as much as begins in that time; call again to go on
+    python bench/train/optim/optimizer_quality.py --quick          # few steps: only to see that it runs
+
+Three layers of the house's decoder, width 128, without n-gram memories, on characters of a play. The contenders train the
+matrices of the blocks; all else (embedding, head, gains) is AdamW's in every run, at the house's rates. Each contender has
+its own rate, found on one seed among powers of two (widened until the best is no end of the grid), then three other seeds.
+
+"equal seconds": the contenders' steps are timed in turns in one process (medians of CPU seconds), and each gets as many
+steps as AdamW's `--steps` last; the schedule is stretched or shortened with them.
+
+Adafactor and SOAP live here; into the house they come when this bench shows that one of them pays. Both are told below as
+the difference from Adam. Muon is the house's own, each matrix in every second step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from bench._run import claim
+from bench.models._synthetic_data import characters, stretches
+
+from whorl.machine.device_probe import probe
+from whorl.models import Decoder, DecoderConfig
+from whorl.objectives import next_token
+from whorl.tracking.seeds import generator, numpy_rng
+from whorl.train.config import OptimConfig
+from whorl.train.lm.objective import treatments
+from whorl.train.optim.lr_schedule import warmup_stable_decay
+from whorl.train.optim.optimizers import AdamW, Muon, Named
+
+LENGTH, ROWS, TUNING_SEED = 128, 8, 100
+BETAS = (0.9, 0.95)
+START = {
+    "AdamW": 0.004,
+    "Muon": 0.02,
+    "Adafactor": 0.004,
+    "SOAP": 0.004,
+}  # where the search for a rate begins
+
+Run = dict[str, Any]
+
+
+class Adafactor:
+    """Adam whose second moments are a row and a column a matrix (Shazeer & Stern 2018, arXiv:1804.04235, algorithm 4).
+
+    v_ij is taken as r_i c_j / mean(r): the best rank-one approximation in the I-divergence (section 3). The decay of the
+    means grows, 1 - t^-0.8 (section 7.2), and an update whose root mean square is above 1 is scaled down (section 6). Two
+    choices of the paper are left out, so that the second moments are all that differs: steps relative to the weight's own
+    size (matrices that begin at zero would crawl), and no momentum (with it, it is better).
+    """
+
+    def __init__(self, params: Named, rate: float) -> None:
+        self.params, self.rate, self.steps = params, rate, 0
+        self.rows = {n: torch.zeros(p.shape[0]) for n, p in params}
+        self.columns = {n: torch.zeros(p.shape[1]) for n, p in params}
+        self.mean = {n: torch.zeros_like(p) for n, p in params}
+
+    def step(self, gradients: dict[str, Tensor], factor: float) -> None:
+        self.steps += 1
+        share = self.steps**-0.8
+        for name, p in self.params:
+            square = gradients[name].square() + 1e-30
+            row = self.rows[name].lerp_(square.mean(dim=1), share)
+            column = self.columns[name].lerp_(square.mean(dim=0), share)
+            update = gradients[name] * (row / row.mean()).rsqrt()[:, None] * column.rsqrt()[None, :]
+            update /= max(1.0, float(update.norm()) / update.numel() ** 0.5)
+            self.mean[name].lerp_(update, 1 - BETAS[0])
+            p.add_(self.mean[name], alpha=-self.rate * factor)
+
+
+class SOAP:
+    """Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, arXiv:2409.11321, algorithm 3).
+
+    L and R are running means of G G^T and G^T G. Adam's second moments are those of the turned gradient Q_L^T G Q_R; the
+    step is turned back. Every `every` steps one power iteration with a QR decomposition brings Q_L and Q_R near to the
+    eigenvectors again (algorithm 4). The first gradient that is not zero sets the basis and takes no step.
+    """
+
+    def __init__(self, params: Named, rate: float, every: int = 10) -> None:
+        self.params, self.rate, self.every, self.steps = params, rate, every, 0
+        self.mean = {n: torch.zeros_like(p) for n, p in params}
+        self.square = {n: torch.zeros_like(p) for n, p in params}
+        self.products = {n: [torch.zeros(k, k) for k in p.shape] for n, p in params}
+        self.bases: dict[str, list[Tensor]] = {}
+        self.begun: dict[str, int] = {}
+
+    def step(self, gradients: dict[str, Tensor], factor: float) -> None:
+        self.steps += 1
+        first, second = BETAS
+        for name, p in self.params:
+            g, products = gradients[name], self.products[name]
+            if name not in self.bases:
+                if not g.any():  # behind a matrix that begins at zero
+                    continue
+                self._gather(products, g)
+                self.begun[name] = self.steps
+                self.bases[name] = [torch.linalg.eigh(each).eigenvectors.flip(1) for each in products]
+                continue
+            left, right = self.bases[name]
+            self.mean[name].lerp_(g, 1 - first)
+            turned = left.mT @ g @ right
+            self.square[name].mul_(second).addcmul_(turned, turned, value=1 - second)
+            t = self.steps - self.begun[name]
+            correction = (1 - second**t) ** 0.5 / (1 - first**t)
+            step = (left.mT @ self.mean[name] @ right) / (self.square[name].sqrt() + 1e-12)
+            p.add_(left @ step @ right.mT, alpha=-self.rate * factor * correction)
+            self._gather(products, g)
+            if self.steps % self.every == 0:
+                self._turn(name)
+
+    def _gather(self, products: list[Tensor], g: Tensor) -> None:
+        for each, new in zip(products, (g @ g.mT, g.mT @ g), strict=True):
+            each.lerp_(new, 1 - BETAS[1])
+
+    def _turn(self, name: str) -> None:
+        """One power iteration; the second moments follow their directions where the order of these changes."""
+        for axis, product in enumerate(self.products[name]):
+            basis = self.bases[name][axis]
+            order = torch.einsum("ik,ij,jk->k", basis, product, basis).argsort(descending=True)
+            self.square[name] = self.square[name].index_select(axis, order)
+            self.bases[name][axis] = torch.linalg.qr(product @ basis[:, order]).Q
+
+
+def _muon(params: Named, rate: float) -> Muon:
+    names = sorted(params, key=lambda item: item[0])
+    return Muon([names[::2], names[1::2]], rate, dtype=probe().torch_dtype)
+
+
+def _adamw(params: Named, rate: float) -> AdamW:
+    return AdamW(params, dict.fromkeys((n for n, _ in params), rate), betas=BETAS, eps=1e-10)
+
+
+MAKERS: dict[str, Callable[[Named, float], Any]] = {
+    "AdamW": _adamw, "Muon": _muon, "Adafactor": Adafactor, "SOAP": SOAP,
+}  # fmt: skip
+
+
+class Trainer:
+    """A model, its text, and one contender for its matrices."""
+
+    def __init__(self, kind: str, rate: float, seed: int, text: Path, dtype: str) -> None:
+        self.text, self.held_out, vocab = characters(text)
+        shape = DecoderConfig(
+            vocab_size=vocab, d_model=128, n_layers=3, n_heads=4, n_kv_heads=4, head_dim=32, mlp_hidden=512,
+            ngram_orders=(),
+        )  # fmt: skip
+        self.model = Decoder(shape, generator(seed, "weights"), getattr(torch, dtype))
+        self.rng = numpy_rng(seed, "optimisers", "batches")
+        self.params = dict(self.model.named_parameters())
+        data = {n: p.data for n, p in self.params.items()}
+        treated = treatments(self.model, OptimConfig())
+        self.matrices = MAKERS[kind]([(n, data[n]) for n, t in treated.items() if t.rule == "muon"], rate)
+        rest = {n: t.rate for n, t in treated.items() if t.rule == "adamw"}
+        self.rest = AdamW([(n, data[n]) for n in rest], rest, betas=(0.8, 0.95), eps=1e-10)
+
+    def step(self, factor: float) -> float:
+        part = stretches(self.text, self.rng, ROWS, LENGTH)
+        loss = self._loss(part["tokens"], part["targets"])
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients = {n: p.grad for n, p in self.params.items() if p.grad is not None}
+        with torch.no_grad():
+            torch.nn.utils.clip_grad_norm_(list(self.params.values()), 1.0)
+            self.matrices.step(gradients, factor)
+            self.rest.step(gradients, factor)
+        for p in self.params.values():
+            p.grad = None
+        return float(loss.detach())
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        due = targets.flatten()
+        loss = next_token(
+            self.model(tokens).flatten(0, 1),
+            self.model.head_weight,
+            due,
+            torch.ones_like(due, dtype=torch.bool),
+        )
+        return loss.total / loss.count
+
+    @torch.no_grad()
+    def judged(self) -> float:
+        """Nats a character of the first 128 rows of held-out text."""
+        n = 128
+        rows = self.held_out[: n * LENGTH].view(n, LENGTH)
+        return float(self._loss(rows, self.held_out[1 : n * LENGTH + 1].view(n, LENGTH)))
+
+
+def train(kind: str, rate: float, seed: int, steps: int, how: str, text: Path, dtype: str) -> Run:
+    torch.set_num_threads(1)
+    trainer, began, last = Trainer(kind, rate, seed, text, dtype), time.process_time(), 0.0
+    for step in range(steps):
+        last = trainer.step(warmup_stable_decay(step, steps, 0.05, 0.5))
+        if not last < 20.0:
+            break
+    loss = trainer.judged() if last < 20.0 else 99.0
+    return {
+        "kind": kind, "rate": rate, "seed": seed, "steps": steps, "how": how, "loss": round(loss, 4),
+        "cpu_seconds": round(time.process_time() - began, 1),
+    }  # fmt: skip
+
+
+def relative_seconds(text: Path, dtype: str, rounds: int) -> dict[str, float]:
+    """CPU seconds of a step over AdamW's, blocks of ten steps in turns (ten: SOAP turns its basis once in each)."""
+    torch.set_num_threads(1)
+    trainers = {kind: Trainer(kind, START[kind], 0, text, dtype) for kind in MAKERS}
+    times: dict[str, list[float]] = {kind: [] for kind in MAKERS}
+    for number in range(rounds + 1):
+        for kind, trainer in trainers.items():
+            began = time.process_time()
+            for _ in range(10):
+                trainer.step(1.0)
+            if number:
+                times[kind].append(time.process_time() - began)
+    return {kind: statistics.median(t) / statistics.median(times["AdamW"]) for kind, t in times.items()}
+
+
+class Results:
+    """What was found so far; written after every run."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        there = path is not None and path.exists()
+        kept = json.loads(path.read_text()) if there and path is not None else {}
+        self.seconds: dict[str, float] = kept.get("relative_seconds", {})
+        self.runs: list[Run] = kept.get("runs", [])
+
+    def find(self, **like: object) -> list[Run]:
+        return [r for r in self.runs if all(r[name] == value for name, value in like.items())]
+
+    def write(self) -> None:
+        if self.path is not None:
+            lines = ",\n".join(json.dumps(r) for r in self.runs)
+            self.path.write_text(
+                f'{{"relative_seconds": {json.dumps(self.seconds)},\n"runs": [\n{lines}\n]}}\n'
+            )
+
+
+def wanted(results: Results, a: argparse.Namespace) -> list[tuple[Any, ...]]:
+    """Runs that are still to be made, as far as one can tell from those that are there: first rates, then seeds."""
+    jobs = []
+    for kind in MAKERS:
+        tuned = {r["rate"]: r["loss"] for r in results.find(kind=kind, how="tuning", steps=a.steps)}
+        rates = [START[kind] * 2.0**k for k in (-1, 0, 1)]
+        if all(r in tuned for r in rates):
+            top = min(tuned, key=lambda r: tuned[r])
+            rates = [r for r in (top / 2, top, top * 2) if r not in tuned]
+            if not rates or a.quick:
+                more = {"steps": a.steps, "seconds": max(1, round(a.steps / results.seconds[kind]))}
+                jobs += [
+                    (kind, top, seed, steps, how)
+                    for how, steps in more.items()
+                    for seed in range(a.seeds)
+                    if not results.find(kind=kind, how=how, seed=seed, steps=steps)
+                ]
+                continue
+        jobs += [(kind, r, TUNING_SEED, a.steps, "tuning") for r in rates if r not in tuned]
+    return jobs
+
+
+def table(results: Results, a: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for kind in MAKERS:
+        each: dict[str, Any] = {"relative_seconds": round(results.seconds[kind], 3)}
+        for how in ("steps", "seconds"):
+            if runs := results.find(kind=kind, how=how):
+                losses = [r["loss"] for r in runs]
+                each |= {
+                    "rate": runs[0]["rate"],
+                    how: losses,
+                    f"mean_{how}": round(statistics.mean(losses), 4),
+                }
+        found[kind] = each
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--text", type=Path, default=Path("../shared/data/tinyshakespeare.txt"))
+    parser.add_argument("--results", type=Path, default=Path("train_optimisers.json"))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1e9, help="no run begins later than this")
+    parser.add_argument("--quick", action="store_true")
+    a = parser.parse_args()
+    if a.quick:
+        a.steps, a.seeds = 10, 1
+    began = time.monotonic()
+    results, dtype = Results(None if a.quick else a.results), probe().dtype
+    if not results.seconds:
+        results.seconds = relative_seconds(a.text, dtype, 2 if a.quick else 9)
+        results.write()
+    with multiprocessing.get_context("spawn").Pool(a.workers) as pool:
+        while (jobs := wanted(results, a)) and time.monotonic() - began < a.seconds:
+            for run in pool.starmap(
+                train, [(*job, a.text, dtype) for job in jobs[: 2 * a.workers]], chunksize=1
+            ):
+                results.runs.append(run)
+                print(json.dumps(run), flush=True)
+            results.write()
+    found = table(results, a)
+    for kind, each in found.items():
+        print(kind, json.dumps(each))
+    if jobs:
+        raise SystemExit("not all runs are there: call again")
+    ours = found["Muon"]["mean_seconds"]
+    peer = min(each["mean_seconds"] for kind, each in found.items() if kind != "Muon")
+    claim(
+        "Muon for the matrices ends no higher than AdamW, Adafactor and SOAP at equal seconds",
+        ours=ours, peer=peer, unit="nats/character, held out", ratio=peer / ours, bar=1.0, ok=ours <= peer,
+        samples=[found], quick=a.quick,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""What each precision costs: held-out bits per byte of one small text model, trained in each on the same batches.
+
+    python bench/train/precision.py --folder DIR [--seconds 110] [--steps 500] [--seeds 6] [--time] [--quick]
+
+A decoder of 3 layers and width 64 learns the standard library's source. For each seed every precision starts from the same
+weights and sees the same batches, so its difference to fp32 is taken seed by seed, and stated with its standard deviation
+over the seeds. What a difference is worth is told by the control: fp32 again, its first weights moved by as much as
+rounding them to bf16 would. A run amplifies such a nudge; a precision that differs by no more than the control costs nothing
+that these runs can see. (Another order of sums in fp32 is a far smaller nudge: it moved the result by less than 1e-6.)
+
+Runs are pieces of a minute or so; results and checkpoints are kept in DIR, and the same command goes on with what is
+missing, for `--seconds` (0: until all is done). `--time` times a step of each, all in turn, medians: on a quiet machine
+only. The table is written to DIR/precision.md. fp8 is an emulation on a CPU (rounding as on a GPU, sums in fp32), so its
+bits count and its time does not. The same for fp16: most CPUs multiply it many times slower than fp32, so here the layers'
+products are taken in fp32 of fp16 numbers and rounded to fp16, results and gradients, which is what a GPU computes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from bench._run import claim
+
+from whorl.evals.likelihood import bits_per_byte, score
+from whorl.models import DecoderConfig
+from whorl.nn import Linear
+from whorl.parallel.process_group import World
+from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
+from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.progress import Progress
+from whorl.train.job import Job
+from whorl.train.lm import pretrain as training
+from whorl.train.lm.pretrain import build_model, learner_of, pretrain, shared_of
+from whorl.train.profiling.step_timer import random_part
+
+WORDS = 512
+BASE = "fp32"
+CONTROL = "fp32, first weights 0.2 % off (control)"
+# name -> (what of the job differs, bytes a weight of the blocks' matrices, without gradients and moments)
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
+    BASE: ({}, 4),
+    CONTROL: ({}, 4),
+    "bf16, fp32 masters": ({"dtype": "bfloat16"}, 4),
+    "fp8, fp32 masters": ({"dtype": "float8"}, 4),
+    "bf16, bf16 weights, nearest": ({"dtype": "bfloat16", "rounding": "nearest"}, 2),
+    "bf16, bf16 weights, stochastic": ({"dtype": "bfloat16", "rounding": "stochastic"}, 2),
+    "fp16, loss scaled, fp32 masters": ({"dtype": "float16"}, 4),  # the slowest here, so last
+}
+
+
+class Document(NamedTuple):
+    id: str
+    source: str
+    path: str
+    offset: int
+    text: str
+
+
+class Silent:
+    """An observer of nothing."""
+
+    def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def on_evaluation(self, step: int, metrics: dict[str, float], model: Any) -> None: ...
+    def on_checkpoint(self, step: int, seconds: float) -> None: ...
+    def on_event(self, step: int, event: dict[str, Any]) -> None:
+        print(f"    event at step {step}: {event['words']}", flush=True)
+
+
+def token_set(folder: Path) -> Path:
+    """Some 4 MB of source to learn from and 150 kB to be measured on, by files."""
+    if (folder / "tokens.json").exists():
+        return folder
+    library = Path(statistics.__file__).parent
+    texts = [(p.name, p.read_text(errors="replace")) for p in sorted(library.glob("*.py"))]
+    made = [Document(name, "stdlib", name, 0, text) for name, text in texts if len(text) > 1000]
+    held = [document for number, document in enumerate(made) if number % 20 == 7]
+    train = [document for number, document in enumerate(made) if number % 20 != 7]
+    tokenizer = Tokenizer.train([d.text for d in train], WORDS)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    for split, part in (("train", train), ("validation", held)):
+        size = sum(len(d.text.encode()) for d in part)
+        write_shards(part, tokenizer, folder, split, TokensConfig(), Progress.silent(), size)
+    return folder
+
+
+def job_of(tokens: Path, steps: int, seed: int, change: dict[str, Any]) -> Job:
+    model = DecoderConfig(
+        vocab_size=WORDS, d_model=64, n_layers=3, n_heads=2, n_kv_heads=2, head_dim=32, mlp_hidden=256
+    )
+    base = {"tokens": str(tokens), "model": model, "length": 128, "batch_rows": 8, "steps": steps, "seed": seed,
+            "compile": False, "evaluations": 1, "serial_loader": True}  # fmt: skip
+    return Job.model_validate({**base, **change})
+
+
+@contextmanager
+def nudged(wanted: bool) -> Iterator[None]:
+    """Within it, models begin with other last digits of bf16."""
+
+    def build(job: Job) -> Any:
+        model, g = build_model(job), torch.Generator().manual_seed(job.seed)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + 2.0**-9 * torch.randn(p.shape, generator=g))
+        return model
+
+    training.build_model = build if wanted else build_model
+    try:
+        yield
+    finally:
+        training.build_model = build_model
+
+
+@contextmanager
+def fast_half(wanted: bool) -> Iterator[None]:
+    """Within it, fp16 products of layers as described above. The casts round gradients to fp16 on their way back."""
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = torch.nn.functional.linear(x.float(), weight.to(x.dtype).float()).to(x.dtype)
+        return y if bias is None else y + bias
+
+    Linear.product = staticmethod(product) if wanted else None
+    try:
+        yield
+    finally:
+        Linear.product = None
+
+
+def bits(tokens: Path, scratch: Path, job: Job, limit: int | None) -> float:
+    """Held-out bits per byte after training, computed in the precision that was trained in. Goes on from `scratch`."""
+    with fast_half(job.dtype == "float16"):
+        model = pretrain(job, scratch, Silent(), checkpoint_seconds=30.0).eval()
+        split = TokenSet(tokens).split("validation")
+        documents = list(split.iter_documents())[:limit]
+        sizes = [int(n) for n in split.documents["bytes"][: len(documents)].to_pylist()]
+        found = bits_per_byte(sum(score(model, documents, 512)), sum(sizes))
+    shutil.rmtree(scratch)
+    return found
+
+
+def step_times(tokens: Path, rounds: int) -> dict[str, float]:
+    """Milliseconds of a step of each kind, one block of steps of each in turn; medians."""
+    updates = {}
+    for name, (change, _) in KINDS.items():
+        job = job_of(tokens, 10**6, 0, change)
+        model = build_model(job)
+        (update,) = learner_of(model, job, shared_of(model, job), World()).updates
+        updates[name] = update, random_part(job, job.batch_rows)
+    times: dict[str, list[float]] = {name: [] for name in updates}
+    for turn in range(rounds + 1):
+        for name, (update, part) in updates.items():
+            began = time.perf_counter()
+            with fast_half(KINDS[name][0].get("dtype") == "float16"):
+                for _ in range(5):
+                    update.accumulate(update.objective(part))
+                    update.step(1e-3)
+            if turn:
+                times[name].append((time.perf_counter() - began) / 5 * 1e3)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def table(found: dict[str, dict[int, float]], times: dict[str, float]) -> list[str]:
+    """Markdown lines. Differences are paired by seed."""
+    lines = [
+        "| products, weights of the blocks | bytes a weight | held-out bits per byte | difference to fp32 | ms a step |",
+        "|---|---|---|---|---|",
+    ]
+    for name, (_, size) in KINDS.items():
+        values = found.get(name, {})
+        both = [seed for seed in values if seed in found.get(BASE, {})]
+        if not both:
+            continue
+        mean, spread = _spread([values[seed] for seed in both])
+        difference, apart = _spread([values[seed] - found[BASE][seed] for seed in both])
+        told = "-" if name == BASE else f"{difference:+.4f} ± {apart:.4f}"
+        took = f"{times[name]:.1f}" if name in times else "-"
+        lines.append(f"| {name} | {size} | {mean:.4f} ± {spread:.4f} | {told} | {took} |")
+    return lines
+
+
+def _spread(values: list[float]) -> tuple[float, float]:
+    """Mean and standard deviation; the latter NaN of a single value."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "whorl-precision")
+    parser.add_argument(
+        "--seconds", type=float, default=0.0, help="stop after the piece that passes this; 0: never"
+    )
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--time", action="store_true", help="time steps too (a quiet machine)")
+    parser.add_argument("--quick", action="store_true")
+    a = parser.parse_args()
+    began, steps = time.monotonic(), 20 if a.quick else a.steps
+    torch.set_num_threads(1)
+    tokens = token_set(a.folder / "tokens")
+    kept = a.folder / f"results-{steps}.jsonl"
+    records = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        found.setdefault(record["kind"], {})[record["seed"]] = record["bits"]
+    missing = 0
+    pieces = [(seed, name) for seed in range(1 if a.quick else a.seeds) for name in KINDS]
+    for seed, name in sorted(pieces, key=lambda piece: "fp16" in piece[1]):  # the slowest last
+        change, _ = KINDS[name]
+        if seed in found.get(name, {}):
+            continue
+        if a.seconds and time.monotonic() - began > a.seconds:
+            missing += 1
+            continue
+        start = time.monotonic()
+        scratch = a.folder / f"{steps}-{seed}-{list(KINDS).index(name)}"
+        with nudged(name == CONTROL):
+            value = bits(tokens, scratch, job_of(tokens, steps, seed, change), 1 if a.quick else None)
+        found.setdefault(name, {})[seed] = value
+        with kept.open("a") as file:
+            file.write(json.dumps({"kind": name, "seed": seed, "bits": value}) + "\n")
+        print(f"{name:40} seed {seed}: {value:.4f} ({time.monotonic() - start:.0f} s)", flush=True)
+    timed = a.folder / "times.json"
+    if a.time or a.quick:
+        timed.write_text(json.dumps(step_times(tokens, 1 if a.quick else 9)))
+    times = json.loads(timed.read_text()) if timed.exists() else {}
+    lines = table(found, times)
+    (a.folder / "precision.md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+    if missing:
+        print(f"{missing} runs are missing: the same command goes on with them")
+        return
+    base, ours = (statistics.mean(found[name].values()) for name in (BASE, "bf16, fp32 masters"))
+    nudges = [found[CONTROL][seed] - value for seed, value in found[BASE].items()]
+    noise = (sum(n * n for n in nudges) / len(nudges)) ** 0.5 / len(nudges) ** 0.5
+    bar = 1 + 2 * noise / base
+    claim(
+        "held-out bits per byte of products in bf16 with fp32 masters, against fp32; bar: twice the control's error",
+        ours=ours, peer=base,
+        unit=f"bits per byte after {steps} steps", ratio=ours / base, bar=round(bar, 4), ok=ours <= bar * base,
+        samples=[{"kind": name, "bits": list(each.values()), "ms": times.get(name)} for name, each in found.items()],
+        quick=a.quick,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""A training step against a plain GPT and a Hugging Face Llama of the same shape, each in its best setting on this machine.
+
+    .venv/bin/python bench/train/step_time.py                        # the quickstart's shape
+    .venv/bin/python bench/train/step_time.py --shape 3x128/1024/8x512   # layers x width / vocabulary / rows x tokens
+    .venv/bin/python bench/train/step_time.py --shape 6x384/8192/16x256
+
+Ours: n-gram memories, smeared keys, QK-norm, Muon and all, fp32 master weights, replicas over the cores, compiled. Theirs:
+LlamaForCausalLM, fused AdamW, all threads, the best of {fp32, bf16 autocast, pure bf16} x {eager, compiled}. Both with an
+untied head; MLPs of the same number of weights. The plain GPT is `_plain_gpt.py`, in the same choice of settings.
+Also: what share of our step its pure matrix products would take alone,
+timed in the same run, at all cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+from bench._run import claim
+from bench.train._plain_gpt import KINDS, PlainGPT, Setting, Training, heads_of, seconds_a_step
+
+from whorl.machine.device_probe import probe
+from whorl.models import DecoderConfig
+from whorl.plan.cost import shape
+from whorl.train.job import Job
+from whorl.train.profiling.step_timer import time_steps
+
+ROUNDS = 5
+
+
+def median(times: list[float]) -> float:
+    return sorted(times)[len(times) // 2]
+
+
+def llama(model: DecoderConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float) -> float:
+    """Seconds a step of the peer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=model.vocab_size, hidden_size=model.d_model, num_hidden_layers=model.n_layers,
+        intermediate_size=round(model.mlp_hidden * 2 / 3 / 32) * 32, num_attention_heads=model.n_heads,
+        num_key_value_heads=model.n_kv_heads, head_dim=model.head_dim, max_position_embeddings=length,
+        tie_word_embeddings=False, use_cache=False,
+    )  # fmt: skip
+    peer = LlamaForCausalLM(config).train()
+    if kind == "pure bf16":
+        peer = peer.to(torch.bfloat16)
+    optimiser = torch.optim.AdamW(peer.parameters(), lr=1e-3, fused=True)
+    run = torch.compile(peer) if compiled else peer
+    ids = torch.randint(0, model.vocab_size, (rows, length))
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = run(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad(set_to_none=True)
+
+    for _ in range(3):
+        step()
+    times: list[float] = []
+    while sum(times) < seconds or len(times) < 3:
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    torch._dynamo.reset()
+    return median(times)
+
+
+def plain(model: DecoderConfig, rows: int, length: int, kind: str, compiled: bool, seconds: float) -> float:
+    """Seconds a step of the plain GPT."""
+    torch.manual_seed(0)
+    peer = PlainGPT(model.vocab_size, model.d_model, model.n_layers, heads_of(model.d_model), length)
+    found = seconds_a_step(Training(peer, Setting(kind, compiled)), model.vocab_size, rows, length, seconds)
+    torch._dynamo.reset()
+    return found
+
+
+def products(model: DecoderConfig, rows: int, length: int, dtype: torch.dtype) -> float:
+    """Seconds of the step's matrix products alone: each layer's and the head's, forward and both backward ones."""
+    tokens, d, h = rows * length, model.d_model, model.mlp_hidden
+    width = (model.n_heads + 2 * model.n_kv_heads) * model.head_dim
+    shapes = [(d, width), (model.n_heads * model.head_dim, d), (d, h), (h, d)] * model.n_layers + [
+        (d, model.vocab_size)
+    ]
+    total = 0.0
+    for inner, outer in shapes:
+        x, w, y = (torch.randn(s, dtype=dtype) for s in ((tokens, inner), (outer, inner), (tokens, outer)))
+        for work in (lambda x=x, w=w: x @ w.t(), lambda y=y, w=w: y @ w, lambda x=x, y=y: y.t() @ x):
+            work()
+            times = []
+            for _ in range(5):
+                began = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - began)
+            total += min(times)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shape", default="3x192/1024/8x256")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    a = parser.parse_args()
+    layers, width, vocabulary, rows, length = map(
+        int, re.fullmatch(r"(\d+)x(\d+)/(\d+)/(\d+)x(\d+)", a.shape).groups()
+    )
+    machine = probe()
+    machine.apply()
+    model = shape(width, layers, vocabulary)
+    tokens = rows * length
+    job = Job(
+        tokens="", model=model, length=length, batch_rows=rows, steps=1, replicas=machine.cores, dtype=machine.dtype,
+        compile=True,
+    )  # fmt: skip
+    peers = {}
+    for kind in KINDS:
+        for compiled in (False, True):
+            for who, peer in (("Llama", llama), ("plain GPT", plain)):
+                name = f"{who}, {Setting(kind, compiled)}"
+                peers[name] = tokens / peer(model, rows, length, kind, compiled, a.seconds)
+                print(f"{name}: {peers[name]:,.0f} tokens/s", flush=True)
+    best = {
+        who: max((n for n in peers if n.startswith(who)), key=lambda n: peers[n])
+        for who in ("Llama", "plain GPT")
+    }
+    rounds = []  # a machine's speed drifts: all are timed in turn, and the middle ratio counts
+    for _ in range(a.rounds):
+        one = {}
+        for who, peer in (("Llama", llama), ("plain GPT", plain)):
+            _, kind, how = best[who].split(", ")
+            one[who] = tokens / peer(model, rows, length, kind, how == "compiled", a.seconds)
+        one["ours"] = tokens / time_steps(job, a.seconds).step
+        one["products"] = tokens / products(model, rows, length, machine.torch_dtype)
+        rounds.append(one)
+        print(", ".join(f"{who}: {speed:,.0f} tokens/s" for who, speed in one.items()), flush=True)
+
+    def middle(who: str) -> float:
+        return median([each["ours"] / each[who] for each in rounds])
+
+    ours, share = median([each["ours"] for each in rounds]), middle("products")
+    print(
+        f"ours in {machine.dtype} with {machine.cores} replicas; {share:.0%} of the products' speed",
+        flush=True,
+    )
+    small, fast_bf16 = width < 384, torch.cpu._is_amx_tile_supported()
+    bars = {"Llama": 2.0 if small else 1.8 if fast_bf16 else 1.05, "plain GPT": 2.5 if not small and fast_bf16 else 1.0,
+            "products": 0.65 if small else 0.6 if fast_bf16 else 0.9}  # fmt: skip
+    samples = [{"peers": {k: round(v) for k, v in peers.items()},
+                "rounds": [{k: round(v) for k, v in each.items()} for each in rounds]}]  # fmt: skip
+    for who, bar in bars.items():
+        what = f"training step at {a.shape} against {best.get(who, 'the matrix products alone')}"
+        theirs = median([each[who] for each in rounds])
+        claim(what, ours=round(ours), peer=round(theirs), unit="tokens/s", ratio=middle(who), bar=bar,
+              ok=middle(who) >= bar, samples=samples if who == "Llama" else [])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

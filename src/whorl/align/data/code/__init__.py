@@ -1,0 +1,1 @@
+"""Coding tasks from Python source: functions with doctests, injected bugs."""

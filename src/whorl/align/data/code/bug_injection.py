@@ -1,0 +1,207 @@
+"""Preference pairs out of Python source: the true body is chosen, the same body with one fault is rejected.
+
+    syntax     a bracket, a colon, a quote or a space of indentation is gone, so that Python refuses it
+    operator   == for !=, < for >=, + for -, and for or ...
+    variable   another of the function's own names
+    constant   a number off by one, True for False
+    return     the value is computed and not returned
+
+The judge is known, and needs no taste: a fault of the first kind is one that `ast.parse` refuses, and one of the others
+gives another tree. Each variant is checked to be what its kind says, so that chosen and rejected never mean the same
+(as they would if a comment or a space had been changed).
+
+The subtle part is to change one spot and nothing else. Printing a changed tree would also change quotes, comments and
+line breaks, and a model would learn to prefer people's layout to `ast.unparse`'s. So a fault is an edit of the text:
+where, tokens say; whether it is one, the parser says. Chosen and rejected differ by a few characters.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import token
+import tokenize
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from whorl.align.data.code.functions import Function, parsed, rank
+from whorl.align.data.formats import Judged, Preference
+from whorl.errors import ConfigError, one_of
+
+OPPOSITE = {
+    "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">",
+    "+": "-", "-": "+", "*": "+", "//": "*", "%": "//", "&": "|", "|": "&", "<<": ">>", ">>": "<<",
+    "+=": "-=", "-=": "+=", "and": "or", "or": "and",
+}  # fmt: skip
+BRACKETS = frozenset("()[]{}")
+MOST_TRIED = 20  # edits of a kind, before the function is given up for it
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Put `text` in the place of what stands from start to stop, in characters."""
+
+    start: int
+    stop: int
+    text: str
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A token of the body: its kind, its text, where it begins and ends in the whole function."""
+
+    kind: int
+    text: str
+    start: int
+    stop: int
+
+
+def broken(function: Function, kind: str, seed: int = 0) -> str | None:
+    """The body with one fault of a kind, or None where it offers no spot for one.
+
+    Raises:
+        ConfigError: there is no such kind.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"there is no fault {kind!r}", expected=one_of(kind, list(KINDS)))
+    whole = function.header + function.body
+    tree = parsed(whole)
+    pieces = _pieces(whole, len(function.header))
+    if tree is None or not pieces:
+        return None
+    edits = KINDS[kind](whole, tree, pieces, len(function.header))
+    edits.sort(key=lambda e: (rank(seed, function.id, kind, e.start, e.text), e.start, e.text))
+    before = ast.dump(tree)
+    for edit in edits[:MOST_TRIED]:
+        changed = whole[: edit.start] + edit.text + whole[edit.stop :]
+        after = parsed(changed)
+        fits = after is None if kind == "syntax" else after is not None and ast.dump(after) != before
+        if fits:
+            return changed[len(function.header) :]
+    return None
+
+
+def preferences(
+    functions: Iterable[Function],
+    *,
+    kinds: Sequence[str] = ("syntax", "operator", "variable", "constant", "return"),
+    per_function: int = 1,
+    seed: int = 0,
+    counts: Counter[str] | None = None,
+) -> list[Preference]:
+    """Pairs of bodies, in the functions' order; id ends in the fault's kind.
+
+    Args:
+        kinds: of faults. per_function: at most so many pairs of a function, each of another kind, chosen by the seed.
+        counts: pairs by kind, and under "none" the functions that offered no spot.
+    """
+    counts = Counter() if counts is None else counts
+    found: list[Preference] = []
+    for function in functions:
+        made = 0
+        for kind in sorted(kinds, key=lambda k: rank(seed, function.id, k)):
+            if made == per_function:
+                break
+            rejected = broken(function, kind, seed)
+            if rejected is not None:
+                made += 1
+                counts[kind] += 1
+                name = f"{function.id}:{kind}"
+                found.append(Preference(function.header, function.body, rejected, function.file, name))
+        counts["none"] += not made
+    return found
+
+
+def unpaired(pairs: Iterable[Preference]) -> list[Judged]:
+    """Both answers of every pair on their own, the good one first."""
+    sides = ((p, p.chosen, True) for p in pairs), ((p, p.rejected, False) for p in pairs)
+    return [
+        Judged(p.prompt, answer, good, p.source, f"{p.id}:{'good' if good else 'bad'}")
+        for both in zip(*sides, strict=True)
+        for p, answer, good in both
+    ]
+
+
+def _syntax(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+    edits = []
+    for piece in pieces:
+        if piece.kind == token.OP and (piece.text in BRACKETS or piece.text == ":"):
+            edits.append(Edit(piece.start, piece.stop, ""))
+        elif piece.kind == token.STRING:
+            edits.append(Edit(piece.stop - 1, piece.stop, ""))
+        elif piece.kind == token.INDENT and piece.start > begins:
+            edits.append(Edit(piece.start, piece.stop, ""))
+    return edits
+
+
+def _operator(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+    return [Edit(p.start, p.stop, OPPOSITE[p.text]) for p in pieces if p.text in OPPOSITE]
+
+
+def _variable(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+    own = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    starts = _line_starts(whole)
+    edits = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in own:
+            line = whole[starts[node.lineno - 1] :].split("\n", 1)[0]
+            start = starts[node.lineno - 1] + len(line.encode()[: node.col_offset].decode())
+            if start >= begins and whole.startswith(
+                node.id, start
+            ):  # in an f-string, Python 3.11 names no spot
+                edits += [Edit(start, start + len(node.id), other) for other in sorted(own - {node.id})]
+    return edits
+
+
+def _constant(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+    flip = {"True": "False", "False": "True"}
+    edits = []
+    for piece in pieces:
+        if piece.kind == token.NUMBER and piece.text.isdecimal() and len(piece.text) < 10:
+            edits.append(Edit(piece.start, piece.stop, str(int(piece.text) + 1)))
+        elif piece.text in flip and piece.kind == token.NAME:
+            edits.append(Edit(piece.start, piece.stop, flip[piece.text]))
+    return edits
+
+
+def _return(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+    return [
+        Edit(piece.start, after.start, "")
+        for piece, after in pairwise(pieces)
+        if piece.text == "return" and piece.kind == token.NAME and after.text != "None"
+    ]
+
+
+KINDS: dict[str, Callable[[str, ast.AST, list[_Piece], int], list[Edit]]] = {
+    "syntax": _syntax,
+    "operator": _operator,
+    "variable": _variable,
+    "constant": _constant,
+    "return": _return,
+}
+
+
+def _pieces(whole: str, begins: int) -> list[_Piece]:
+    """The body's tokens; none if Python's tokenizer and its parser disagree."""
+    starts = _line_starts(whole)
+    try:
+        found = list(tokenize.generate_tokens(io.StringIO(whole).readline))
+    except (tokenize.TokenError, SyntaxError):
+        return []
+    pieces = [
+        _Piece(t.type, t.string, starts[t.start[0] - 1] + t.start[1], starts[t.end[0] - 1] + t.end[1])
+        for t in found
+        if t.start[0] <= len(starts) and t.end[0] <= len(starts)
+    ]
+    return [p for p in pieces if p.start >= begins]
+
+
+def _line_starts(text: str) -> list[int]:
+    """Where each line begins, and where one would after the last."""
+    starts = [0]
+    for line in text.split("\n"):
+        starts.append(starts[-1] + len(line) + 1)
+    return starts

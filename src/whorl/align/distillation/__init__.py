@@ -1,0 +1,1 @@
+"""Distillation: a student learns a teacher's distribution, from given texts or from its own completions."""

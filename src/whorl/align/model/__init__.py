@@ -1,0 +1,1 @@
+"""Policy models for alignment: examples, batches, log-probabilities, sampled completions."""

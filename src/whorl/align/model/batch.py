@@ -1,0 +1,115 @@
+"""Rows of texts: what a forward pass is given, and every stream that goes with its tokens.
+
+A row [T] of a part, shifted by one, as in `tokens/packing.py`:
+
+    tokens       what the network reads               loss_mask    True where the target is to be learnt
+    targets      the id that follows                  sequence     the text's number, -1 for padding
+    segment_ids, positions                            only where several texts share a row
+
+Further streams [n] of a text lie beside its ids (log-probabilities of whoever sampled it, advantages, a teacher's word),
+and stream[t] says something about ids[t]; in a row they lie at that id's place as a target. So no algorithm ever shifts
+anything.
+
+`lay` gives every text a row, as long as the longest: causal attention alone then keeps texts from padding. `pack` puts
+several into a row of a given length (best fit, longest first), with a document mask: for texts of very different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from whorl.align.model.example import Text
+from whorl.errors import ConfigError
+from whorl.tokens.packing import best_fit
+from whorl.train.learner.update import Part
+
+Stream = Sequence[NDArray[np.float32]]
+
+
+def lay(
+    texts: Sequence[Text], pad_id: int, streams: Mapping[str, Stream] | None = None, multiple: int = 8
+) -> dict[str, Tensor]:
+    """One text a row, [B, T] with T a multiple of `multiple`."""
+    longest = max(len(text) for text in texts) - 1
+    length = max(1, -(-longest // multiple) * multiple)
+    part = _write(texts, [[n] for n in range(len(texts))], length, pad_id, streams or {})
+    del part["segment_ids"], part["positions"]
+    return part
+
+
+def pack(
+    texts: Sequence[Text], length: int, pad_id: int, streams: Mapping[str, Stream] | None = None
+) -> dict[str, Tensor]:
+    """Several texts a row of `length` inputs.
+
+    Raises:
+        ConfigError: a text is longer.
+    """
+    sizes = [len(text) - 1 for text in texts]
+    if max(sizes) > length:
+        raise ConfigError(f"a text of {max(sizes) + 1:,} ids for rows of {length:,}", expected="shorter ones")
+    order = sorted(range(len(texts)), key=lambda n: -sizes[n])
+    rows = [[order[i] for i in row] for row in best_fit([max(1, sizes[n]) for n in order], length)]
+    return _write(texts, rows, length, pad_id, streams or {})
+
+
+def _write(
+    texts: Sequence[Text],
+    rows: Sequence[Sequence[int]],
+    length: int,
+    pad_id: int,
+    streams: Mapping[str, Stream],
+) -> dict[str, Tensor]:
+    shape = (len(rows), length)
+    tokens, targets = np.full(shape, pad_id, np.int64), np.full(shape, pad_id, np.int64)
+    mask, sequence = np.zeros(shape, np.bool_), np.full(shape, -1, np.int64)
+    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    further = {name: np.zeros(shape, np.float32) for name in streams}
+    for r, members in enumerate(rows):
+        at = 0
+        for segment, number in enumerate(members, 1):
+            text = texts[number]
+            stop = at + len(text) - 1
+            tokens[r, at:stop] = text.ids[:-1]
+            targets[r, at:stop] = text.ids[1:]
+            mask[r, at:stop] = text.mask[1:]
+            sequence[r, at:stop] = number
+            segments[r, at:stop] = segment
+            positions[r, at:stop] = np.arange(stop - at)
+            for name, stream in streams.items():
+                further[name][r, at:stop] = stream[number][1:]
+            at = stop
+    found = {
+        "tokens": tokens, "targets": targets, "loss_mask": mask, "sequence": sequence,
+        "segment_ids": segments, "positions": positions, **further,
+    }  # fmt: skip
+    return {name: torch.from_numpy(array) for name, array in found.items()}
+
+
+def cut(part: Part, rows: int) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches of so many rows, the last of what is left; padding that all rows of one end in is cut off."""
+    for i in range(0, len(part["tokens"]), rows):
+        piece = {name: t[i : i + rows] for name, t in part.items()}
+        used = (piece["sequence"] >= 0).any(0).nonzero()
+        stop = min(piece["tokens"].shape[1], -(-(int(used.max()) + 1) // 8) * 8) if len(used) else 1
+        yield {name: t[:, :stop] for name, t in piece.items()}
+
+
+def by_length(part: Part) -> dict[str, Tensor]:
+    """The same rows from the shortest to the longest, so that `cut` finds padding to cut off."""
+    order = torch.argsort((part["sequence"] >= 0).sum(1), stable=True)
+    return {name: t[order] for name, t in part.items()}
+
+
+def by_group(part: Part) -> dict[str, Tensor]:
+    """The same rows, those of a `group` one behind another, groups in the order of their longest rows: what a group has in
+    common is read once where its rows lie together (`families.py`)."""
+    group, length = part["group"][:, 0], (part["sequence"] >= 0).sum(1)
+    longest = torch.zeros(int(group.max()) + 1, dtype=length.dtype).scatter_reduce(0, group, length, "amax")
+    order = torch.argsort(longest[group] * len(longest) + group, stable=True)
+    return {name: t[order] for name, t in part.items()}

@@ -1,0 +1,1 @@
+"""Preference optimisation (DPO, KTO, IPO, SimPO, ORPO) and reward models."""

@@ -1,0 +1,291 @@
+"""Preference optimisation as a stage: DPO, IPO, KTO, SimPO and ORPO, by an argument.
+
+It is told as the difference from SFT (`sft.py`): the texts are answers of which one was preferred (`choices.py`), the
+loss is one of `objectives/preference.py`, and what it weighs is not a token but a text:
+
+    log pi(y|x)  = sum over the targets of a text that are learnt of log p(target | all before it)
+    count        = pairs of the step (KTO: answers), so every pair weighs the same, however long
+
+The reference of DPO, IPO and KTO is the network as it was before the first step, or another that is given. It says its
+word on every text once, before training; the words lie beside the texts, and in every checkpoint.
+
+KTO's z, the divergence that good and bad are measured from, needs prompts with answers to other prompts. Which prompt
+gets which answer is drawn once; the reference scores these too, and the policy scores those of a step before its
+micro-batches, so that how a step is cut does not change z.
+
+The subtle part is what is *not* raised. These losses ask for a gap, and a gap also grows where the chosen answer becomes
+less likely, the rejected one still less (Pal et al. 2024, arXiv:2402.13228, section 3; Razin et al. 2024,
+arXiv:2410.08847). So besides rewards, margin and accuracy the metrics chosen_log_prob and rejected_log_prob are told,
+nats a token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl.align.config import PreferenceConfig
+from whorl.align.model.example import Text
+from whorl.align.model.policy_model import Network
+from whorl.align.preference.pairs import Choice, Opinion, Units, summed
+from whorl.align.stage.trainer import Observer, Once, fingerprint, replicas_for, run_stage, take_part
+from whorl.errors import DataError
+from whorl.objectives import Loss
+from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo
+from whorl.parallel.process_group import World
+from whorl.tracking.seeds import numpy_rng
+from whorl.train.learner.learner import Shared
+from whorl.train.learner.update import Part
+
+BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
+WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
+
+
+def prefer(
+    network: Network,
+    items: Sequence[Choice] | Sequence[Opinion],
+    config: PreferenceConfig,
+    *,
+    pad_id: int,
+    reference: Network | None = None,
+    observe: Observer = lambda step, metrics: None,
+    scratch: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> Network:
+    """Trains `network` on preferences, from the newest checkpoint if there is one.
+
+    Args:
+        items: pairs; for KTO answers with a label, or pairs, of which each is one good answer and one bad. None longer
+            than `config.length` ids (`choices` sees to that).
+        reference: by default the network as it is given.
+        observe: told after each step: loss, chosen_reward, rejected_reward, margin, accuracy (implicit rewards; KTO: of good
+            and bad answers, and divergence), chosen_log_prob, rejected_log_prob, count, gradient_norm, seconds_*.
+        scratch: folder for checkpoints; None keeps none.
+
+    Raises:
+        DataError: nothing to learn from, or answers without a partner where pairs are needed.
+    """
+    data, world = _Data(items, config, pad_id), World()
+
+    def tell(step: int, metrics: dict[str, float]) -> None:
+        observe(step, told(metrics))
+
+    run_stage(
+        network,
+        config,
+        objective_of(config, network),
+        lambda first, kept: data.after(first, network, kept, world),
+        identity=data.identity,
+        steps=data.units.steps,
+        positions=data.units.positions,
+        once=lambda: data.words(reference or network),
+        observe=tell,
+        scratch=scratch,
+        say=say,
+        replicas=replicas_for(
+            network, config.replicas, positions=data.units.steps * data.units.positions,
+            length=config.length, most=data.units.batch,
+        ),
+        replica=partial(_replica, network, data),
+        world=world,
+    )  # fmt: skip
+    return network
+
+
+def _replica(network: Network, data: _Data, world: World, first: int, shared: Shared, kept: Once) -> None:
+    """What the replicas beside the first do: the same, and nobody watches."""
+    take_part(
+        world, network, data.config, objective_of(data.config, network), data.after(first, network, kept, world),
+        shared, positions=data.units.positions, first=first, steps=data.units.steps,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def measure(
+    network: Network,
+    items: Sequence[Choice] | Sequence[Opinion],
+    config: PreferenceConfig,
+    *,
+    pad_id: int,
+    reference: Network,
+) -> dict[str, float]:
+    """What `prefer` would tell of these items, all at once, without learning: for pairs that are held out.
+
+    Raises:
+        DataError: as `prefer`.
+    """
+    data = _Data(items, config, pad_id)
+    objective = objective_of(config, network)
+    losses = [
+        objective(network.here(part))
+        for part in data.step(list(range(data.units.n)), network, data.words(reference), World())
+    ]
+    count = sum(float(loss.count) for loss in losses)
+    names = losses[0].metrics
+    means = {name: sum(float(loss.metrics[name]) for loss in losses) / count for name in names}
+    return told({"loss": sum(float(loss.total) for loss in losses) / count, **means, "count": count})
+
+
+def objective_of(config: PreferenceConfig, network: Network) -> Callable[[Part], Loss]:
+    """The loss of a micro-batch; see `Units.parts` for its fields, and `_Data.step` for those of its texts."""
+    name = config.objective
+    beta = BETA[name] if config.beta is None else config.beta
+
+    def objective(part: Part) -> Loss:
+        judged = network.judge(part)
+        length = part["length"]
+        log_prob = judged.log_prob.new_zeros(len(length)).index_add(
+            0, judged.sequence, judged.log_prob
+        )  # [S]
+        each = log_prob.detach() / length
+        if name == "kto":
+            good = part["good"]
+            loss = kto(
+                log_prob, part["reference_log_prob"], good, part["divergence"],
+                beta=beta, good_weight=config.weights[0], bad_weight=config.weights[1],
+            )  # fmt: skip
+            seen = {"chosen_log_prob": each[good].sum(), "rejected_log_prob": each[~good].sum()}
+            return Loss(loss.total, loss.count, {**loss.metrics, **seen})
+        reference = part.get("reference_log_prob")
+        pairs = Pairs(
+            log_prob[0::2],
+            log_prob[1::2],
+            None if reference is None else reference[0::2],
+            None if reference is None else reference[1::2],
+            length[0::2],
+            length[1::2],
+        )
+        if name == "dpo":
+            loss = dpo(pairs, beta=beta, smoothing=config.smoothing)
+        elif name == "ipo":
+            loss = ipo(pairs, beta=beta, per_token=config.per_token)
+        elif name == "simpo":
+            loss = simpo(pairs, beta=beta, gamma=config.gamma)
+        else:
+            loss = orpo(pairs, weight=beta)
+        seen = {"chosen_log_prob": each[0::2].sum(), "rejected_log_prob": each[1::2].sum()}
+        return Loss(loss.total, loss.count, {**loss.metrics, **seen})
+
+    return objective
+
+
+def told(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics under the same names for all objectives: KTO's rewards are means over the answers of their own kind."""
+    if "good_reward" not in metrics:
+        return metrics
+    found = {name: value for name, value in metrics.items() if name not in ("good_reward", "bad_reward")}
+    for kind, name in (("good", "chosen"), ("bad", "rejected")):
+        share = max(metrics[kind], 1e-9)
+        found[f"{name}_reward"] = metrics[f"{kind}_reward"] / share
+        found[f"{name}_log_prob"] = metrics[f"{name}_log_prob"] / share
+    found["margin"] = found["chosen_reward"] - found["rejected_reward"]
+    return found
+
+
+class _Data:
+    """Texts, what a reference says of them, and the micro-batches of each step."""
+
+    def __init__(
+        self, items: Sequence[Choice] | Sequence[Opinion], config: PreferenceConfig, pad_id: int
+    ) -> None:
+        if not items:
+            raise DataError(
+                "there is no preference to learn from",
+                expected="one at least",
+                do="see what was left out, and why",
+            )
+        self.config, self.pad_id = config, pad_id
+        self.texts: list[Text] = []
+        good: list[bool] = []
+        for item in items:
+            if isinstance(item, Choice):
+                self.texts += [item.chosen, item.rejected]
+                good += [True, False]
+            elif config.objective == "kto":
+                self.texts.append(item.text)
+                good.append(item.good)
+            else:
+                raise DataError(
+                    f"{config.objective} learns from pairs, and there are single answers",
+                    expected="chosen and rejected", do="take kto, or pair the answers",
+                )  # fmt: skip
+        self.good = torch.tensor(good)
+        self.crossed = crossed(self.texts, config) if config.objective == "kto" else []
+        each = 1 if config.objective == "kto" else 2
+        self.units = Units(self.texts, each, config, pad_id, "prefer")
+        self.identity = {
+            "stage": "prefer",
+            "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
+            "texts": fingerprint(self.texts),
+            "good": hashlib.blake2b(self.good.numpy().tobytes(), digest_size=16).hexdigest(),
+        }
+
+    def words(self, reference: Network) -> dict[str, Tensor]:
+        """What the reference says, if one is asked: of every text, and for KTO of every prompt with a stranger's answer."""
+        if self.config.objective not in WITH_REFERENCE:
+            return {}
+        found = {"reference_log_prob": summed(reference, self.texts, self.pad_id)}
+        if self.crossed:
+            found["crossed_log_prob"] = summed(reference, self.crossed, self.pad_id)
+        return found
+
+    def after(
+        self, first: int, network: Network, kept: Once, world: World
+    ) -> Iterator[list[dict[str, Tensor]]]:
+        """The micro-batches of step `first` and of all after it."""
+        for number in range(first, self.units.steps):
+            yield self.step(self.units.of(number), network, kept, world)
+
+    def step(
+        self, units: Sequence[int], network: Network, kept: Once, world: World
+    ) -> list[dict[str, Tensor]]:
+        """Those of some units that fall to this replica, with reference_log_prob [S]; for KTO also good [S] and divergence
+        [] of all units, by the weights as they are now."""
+        mine = self.units.share(units, world)
+        streams = {name: kept[name] for name in ("reference_log_prob",) if name in kept}
+        if self.config.objective != "kto":
+            return list(self.units.parts(mine, streams))
+        parts = list(self.units.parts(mine, {**streams, "good": self.good}))
+        divergence = torch.zeros(())
+        if self.crossed:
+            own = summed(network, [self.crossed[unit] for unit in mine], self.pad_id)
+            now = [x for each in world.exchange(*own.tolist()) for x in each]
+            all_units = [
+                u for rank in range(world.size) for u in self.units.share(units, World(rank, world.size))
+            ]
+            divergence = kto_divergence(torch.tensor(now), kept["crossed_log_prob"][torch.tensor(all_units)])
+        return [{**part, "divergence": divergence} for part in parts]
+
+
+def crossed(texts: Sequence[Text], config: PreferenceConfig) -> list[Text]:
+    """The prompt of each text with the answer of one that has another prompt, cut to the room; none, if all are alike.
+
+    The texts are put into a random circle, and each takes the answer of the next one in it whose prompt is another.
+    """
+    order = numpy_rng(config.seed, "prefer", "crossed").permutation(len(texts)).tolist()
+    prompts = [text.ids[: text.prompt_length].tobytes() for text in texts]
+    if len(set(prompts)) < 2:
+        return []
+    found = dict[int, Text]()
+    follows = stranger = order[
+        0
+    ]  # the next one in the circle, and the next one whose prompt is not the next one's
+    for n in [
+        *reversed(order),
+        *reversed(order),
+    ]:  # twice around: the first time nothing follows the last ones
+        giver = texts[stranger if prompts[n] == prompts[follows] else follows]
+        own, start = texts[n].prompt_length, giver.prompt_length
+        stop = start + max(1, config.length - own)
+        ids = np.concatenate([texts[n].ids[:own], giver.ids[start:stop]])
+        found[n] = Text(ids, np.concatenate([np.zeros(own, np.bool_), giver.mask[start:stop]]))
+        if prompts[n] != prompts[follows]:
+            stranger = follows
+        follows = n
+    return [found[n] for n in range(len(texts))]

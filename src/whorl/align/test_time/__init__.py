@@ -1,0 +1,1 @@
+"""Test-time scaling: pass@k, best of n and majority votes."""

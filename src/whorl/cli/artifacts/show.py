@@ -1,0 +1,51 @@
+"""`whorl show`: one artifact in full."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import RefArgument, StoreOption, size, when
+
+
+def show(
+    artifact: RefArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="The manifest, as JSON.")] = False,
+    store: StoreOption = None,
+) -> None:
+    """Show an artifact: what made it, from what, its files and figures.
+
+    Examples:
+
+        whorl show tokens
+
+        whorl show 3f2a --json
+    """
+    from whorl.store import Store
+    from whorl.tracking.progress import duration
+
+    opened = Store(store)
+    found = opened.open(artifact)
+    if as_json:
+        print(found.manifest.to_json())
+        return
+    print(f"{found.name}  ({found.kind})")
+    print(f"address  {found.address}")
+    maker = f"{found.step} version {found.version}"
+    print(f"made     {when(found.created)} in {duration(found.seconds)}, by {maker}")
+    print(f"folder   {found.path}")
+    for role, address in found.parents.items():
+        parent = opened.find(address)
+        print(f"from     {role}: {parent.label if parent is not None else address + ' (gone)'}")
+    print("configuration")
+    for key, value in found.config.items():
+        print(f"  {key} = {json.dumps(value)}")
+    print("figures")
+    for key, value in found.summary.items():
+        text = json.dumps(value)
+        print(f"  {key} = {text if len(text) <= 200 else text[:200] + ' ...'}")
+    print(f"files ({size(found.manifest.size)})")
+    for name, entry in found.files.items():
+        print(f"  {size(entry['size']):>9}  {entry['sha256'][:12]}  {name}")

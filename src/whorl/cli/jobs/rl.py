@@ -1,0 +1,86 @@
+"""`whorl rl`: agents that learn by acting."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import typer
+
+from whorl.cli.options import StoreOption
+
+
+def train(
+    algorithm: Annotated[str, typer.Argument(help="a2c, ppo or impala.")],
+    environment: Annotated[str, typer.Argument(help="A gymnasium name, as CartPole-v1.")],
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the environment for each seed; else the preset's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Independent runs.")] = 5,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes that each result is measured over.")] = 20,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Change a setting; may be repeated."),
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Train an agent over several seeds, and measure it on episodes of their own.
+
+    Stop it at any moment, with Ctrl-C or harder; the same command continues.
+
+    Examples:
+
+        whorl rl train ppo CartPole-v1
+
+        whorl rl train impala CartPole-v1 --seeds 3 --set actors=1
+
+        whorl rl train ppo Pendulum-v1 --steps 300000
+    """
+    from whorl.agents import make
+    from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
+    from whorl.recipes.steps.agents import AgentsConfig
+    from whorl.store import Store
+    from whorl.tracking.progress import Progress
+
+    config = AgentsConfig(
+        algorithm=algorithm, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
+        settings=dict(map(_setting, changes or ())),
+    )  # fmt: skip
+    config.agent(0)  # what cannot be is told before a store is made
+    make(environment, 1).close()
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{algorithm}-{environment}")
+    recipe = Recipe("rl", "agents", {name: RecipeStep(name, step_kinds()["agents"], {}, config)})
+    progress = Progress()
+    artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
+    if "curve.html" in artifact.files:
+        progress.say(f"curve: {artifact.file('curve.html')}")
+    else:
+        progress.say("no episode ended: there is no curve to draw")
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """ "field=value" as typed; values as in TOML, else text."""
+    import tomllib
+
+    from whorl.errors import ConfigError
+
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--set {text}: not understood", expected="--set FIELD=VALUE")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return name, value
+
+
+def environments() -> None:
+    """List the environments with dynamics of our own; any other gymnasium name works too.
+
+    Example:
+
+        whorl rl environments
+    """
+    from whorl.agents import BATCHED
+
+    for name, kind in BATCHED.items():
+        print(f"{name:<16} {(kind.__doc__ or '').strip().splitlines()[0]}")

@@ -1,0 +1,1 @@
+"""Verbs that use or convert one model."""

@@ -1,0 +1,230 @@
+"""`whorl eval-scaling`: how much better a model answers if it may think longer, or try more often."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from whorl.cli.options import RefArgument, StoreOption
+
+if TYPE_CHECKING:
+    from whorl.align.test_time.scaling import Scaling, Scorer
+    from whorl.evals.verify import Task
+    from whorl.models import LanguageModel
+
+NEEDS_SANDBOX = ("doctest", "unittest")
+
+
+def eval_scaling(
+    artifact: RefArgument,
+    tasks: Annotated[
+        str, typer.Option(metavar="arithmetic|gsm8k|FILE", help="What is asked; a file holds tasks as JSONL.")
+    ] = "arithmetic",
+    n: Annotated[int, typer.Option("-n", min=1, help="Tasks.")] = 100,
+    samples: Annotated[int, typer.Option(min=1, help="Samples of each task.")] = 16,
+    budgets: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Ids of thinking to allow; none: only more samples.")
+    ] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a sample.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of all sampling.")] = 1.0,
+    level: Annotated[int, typer.Option(min=0, help="Of arithmetic problems, from 0.")] = 1,
+    data: Annotated[Path, typer.Option(help="Folder that holds gsm8k_test.jsonl.")] = Path("../shared/data"),
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--text", help="As a conversation; default: if it was taught any.")
+    ] = None,
+    marker: Annotated[str, typer.Option(help="What stands before an answer.")] = "#### ",
+    again: Annotated[str, typer.Option(help="What replaces an end that comes too early.")] = "Wait, ",
+    reward: Annotated[
+        str | None, typer.Option(metavar="ARTIFACT", help="A reward model, for the best of n by its word.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="With the same type, the same seed gives the same figures.")] = 0,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Of products; default: what is fastest on this machine."),
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where the picture goes.")] = Path("scaling.html"),
+    figures: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="The figures, to be read on.")
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Measure accuracy against what an answer costs: thinking cut or made to last, votes, best of n.
+
+    All curves come from one set of samples. With --budgets, thinking is cut at each budget and the answer asked for, and
+    thinking that ends before it is made to go on. The picture has every curve, with 95 % intervals over the tasks.
+
+    Examples:
+
+        whorl eval-scaling align/sft --tasks arithmetic --level 5 --budgets 8,16,32
+
+        whorl eval-scaling imported/Qwen3-0.6B --tasks gsm8k -n 50 --samples 8 --max-tokens 512 --budgets 64,128,256,512
+
+        whorl eval-scaling pretrain --tasks tasks.jsonl --samples 32
+    """
+    import torch
+
+    from whorl.align.model.example import Scribe
+    from whorl.align.model.sampling import rollout_engine
+    from whorl.align.test_time.scaling import CURVES, ScalingConfig, measure_scaling
+    from whorl.cli.models.scaling_page import page, write
+    from whorl.engine import load_for_sampling
+    from whorl.errors import ConfigError
+    from whorl.evals.verify import verify_all
+    from whorl.machine.device_probe import probe
+    from whorl.models import load_model
+    from whorl.sandbox import Sandbox
+    from whorl.store import Store
+    from whorl.tokens.chat import open_chat
+    from whorl.tokens.hf_tokenizer import open_tokenizer
+    from whorl.tracking.progress import Progress
+
+    found = Store(store).open(artifact)
+    if found.kind != "model":
+        raise ConfigError(
+            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+        )
+    try:
+        config = ScalingConfig(
+            samples=samples, max_tokens=max_tokens, temperature=temperature, budgets=_budgets(budgets),
+            marker=marker, again=again, seed=seed,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"these settings do not fit: {_first(error)}") from error
+    found.check()
+    tokenizer = open_tokenizer(found.path)
+    scribe = Scribe(tokenizer, open_chat(found.path, tokenizer))
+    chosen = _tasks(tasks, n, level, data, scribe.chat.trained if chat is None else chat, seed)
+    machine = probe()
+    machine.apply()
+    if dtype is None:
+        model = load_for_sampling(found.path, machine, rows=64)
+    else:
+        model = load_model(found.path, getattr(torch, dtype), machine.device).eval()
+    longest = max(len(scribe.prompt(task.prompt or task.messages)) for task in chosen)
+    room = longest + config.longest + len(tokenizer.encode("\n" + marker)) + 1
+    if model.longest is not None and room > model.longest:
+        raise ConfigError(
+            f"the longest prompt has {longest:,} ids, and with its answer it needs {room:,}",
+            expected=f"at most {model.longest:,}, the longest row of {found.name}",
+            do="lower --max-tokens, or take shorter tasks",
+        )
+    engine = rollout_engine(model, scribe, sequences=64, max_length=room)
+    scorers = {} if reward is None else {f"best of n by {reward}": _scorer(reward, store, model)}
+    sandbox = Sandbox() if any(name in t.verifier for t in chosen for name in NEEDS_SANDBOX) else None
+    progress = Progress()
+    try:
+        with progress.task("Sampling", unit="answers") as bar:
+            bar.update(total=len(chosen) * samples)
+            scaling = measure_scaling(
+                engine, scribe, chosen, config, lambda some, texts: verify_all(some, texts, sandbox),
+                scorers=scorers,
+                advance=lambda k: bar.update(done=bar.done + k, total=max(bar.total or 0, bar.done + k)),
+            )  # fmt: skip
+    finally:
+        if sandbox is not None:
+            sandbox.close()
+    for name, points in scaling.curves.items():
+        print(f"\n{CURVES.get(name, name)}")
+        print(
+            f"  {'budget' if name in ('stopped', 'continued') else 'n':>8} {'ids':>9}  {'right':>7}  95 % interval"
+        )
+        for p in points:
+            print(f"  {p.at:8,} {p.tokens:9,.1f}  {p.accuracy:7.1%}  {p.low:.1%} to {p.high:.1%}")
+    about = _about(scaling, tasks, found.name)
+    print("\n" + "\n".join(about))
+    write(page(scaling, found.name, about), out)
+    if figures is not None:
+        told = {
+            "model": found.address,
+            "tasks": tasks,
+            "dtype": str(model.dtype),
+            "config": config.model_dump(mode="json"),
+            **asdict(scaling),
+        }
+        write(json.dumps(told, indent=1) + "\n", figures)
+    print(f"wrote {out}: open it in a browser")
+
+
+def _scorer(reward: str, store: str | None, model: LanguageModel) -> Scorer:
+    """What the reward model called `reward` says of texts of `model`."""
+    from whorl.align.preference.reward_model import load_reward
+    from whorl.errors import ConfigError
+    from whorl.store import Store
+
+    found = Store(store).open(reward)
+    found.check()
+    judge, _ = load_reward(found.path, device=str(model.embedding.device))
+    rows, own = judge.model.config.vocab_size, model.config.vocab_size
+    if rows != own:
+        raise ConfigError(
+            f"--reward {found.name} has {rows:,} ids, and the model has {own:,}",
+            expected="a reward model of the same tokenizer",
+        )
+    return lambda texts: judge.score_texts(texts).tolist()
+
+
+def _about(scaling: Scaling, tasks: str, name: str) -> list[str]:
+    """What was measured, in sentences."""
+    from whorl.align.test_time.scaling import CURVES
+
+    best, point = scaling.best()
+    said = [
+        f"{scaling.tasks:,} tasks ({tasks}), {scaling.samples} samples each.",
+        f"Best without a verifier: {CURVES.get(best, best)} at {point.at:,}, {point.accuracy:.1%} right "
+        f"({point.low:.1%} to {point.high:.1%}) for {point.tokens:,.0f} ids an answer.",
+    ]
+    if scaling.cut_off:
+        said.append(f"{scaling.cut_off:.1%} of the samples were cut off by max_tokens.")
+    if scaling.failed:
+        said.append(
+            f"{scaling.failed:,} verifications failed, and count as wrong. The first said {scaling.why}"
+        )
+    return said
+
+
+def _budgets(text: str) -> tuple[int, ...]:
+    from whorl.errors import ConfigError
+
+    try:
+        return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+    except ValueError:
+        raise ConfigError(f"--budgets is {text!r}", expected="numbers with commas: 16,32,64") from None
+
+
+def _first(error: Any) -> str:
+    """The first complaint of a validation, or any other error's words."""
+    return str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
+
+
+def _tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int) -> list[Task]:
+    from whorl.align.data.arithmetic import Arithmetic
+    from whorl.align.data.gsm8k import gsm8k
+    from whorl.align.data.quarantine import Quarantine
+    from whorl.align.data.read import tasks as read_tasks
+    from whorl.errors import ConfigError
+
+    if name == "arithmetic":
+        source = Arithmetic(seed=seed, weights={level: 1.0})
+        return [source.task(problem, chat=chat) for problem in source.distinct(n)]
+    quarantine = Quarantine()
+    path = data / "gsm8k_test.jsonl" if name == "gsm8k" else Path(name)
+    if not path.exists():
+        raise ConfigError(
+            f"--tasks {name}: there is no {path}",
+            expected="arithmetic, gsm8k, or a file of tasks",
+            do="name the folder of gsm8k_test.jsonl with --data" if name == "gsm8k" else "look at the name again",
+        )  # fmt: skip
+    if name == "gsm8k":
+        found = [
+            problem.task(chat=chat) for problem, _ in zip(gsm8k(path, quarantine), range(n), strict=False)
+        ]
+    else:
+        found = [task for task, _ in zip(read_tasks(path, quarantine), range(n), strict=False)]
+    for record in quarantine:
+        print(f"set aside: {record}", file=sys.stderr)
+    return found

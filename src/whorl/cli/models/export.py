@@ -1,0 +1,95 @@
+"""`whorl export`: a model of the store, written as others read it."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import RefArgument, StoreOption
+
+
+def export(
+    artifact: RefArgument,
+    target: Annotated[
+        Path, typer.Argument(help="The folder to make (gguf: the file); must be empty or absent.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="hf|gguf|FAMILY",
+            help="hf: the first family of transformers that fits; gguf: one file for llama.cpp; or a family by "
+            "name, as llama, qwen3, mixtral, clip.",
+        ),
+    ] = "hf",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; else as it is.")] = None,
+    store: StoreOption = None,
+) -> None:
+    """Write a model as a folder that transformers loads, or as a file that llama.cpp loads.
+
+    Examples:
+
+        whorl export llama/pretrain mine
+
+        whorl export imported/Qwen3-0.6B mine --to qwen3 --dtype bfloat16
+
+        whorl export llama/pretrain mine.gguf --to gguf
+    """
+    import torch
+
+    from whorl.errors import ConfigError, one_of
+    from whorl.models import Transformer, load_model
+    from whorl.models.exchange import (
+        FAMILIES,
+        VISION_FAMILIES,
+        export_model,
+        export_vision,
+        fitting_family,
+        import_vision,
+    )
+    from whorl.store import Store
+
+    kinds = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in kinds:
+        raise ConfigError(f"--dtype {dtype}", expected=one_of(dtype, list(kinds)))
+    known = ["hf", "gguf", *FAMILIES, *VISION_FAMILIES]
+    if to not in known:
+        raise ConfigError(f"--to {to}", expected=one_of(to, known))
+    found = Store(store).open(artifact)
+    if found.kind not in ("model", "vision"):
+        raise ConfigError(
+            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+        )
+    found.check()
+    weights = kinds[dtype] if dtype else None
+    if found.kind == "vision":
+        pictures = import_vision(found.path)
+        family = str(found.summary["family"]) if to == "hf" else to
+        if family not in VISION_FAMILIES:
+            raise ConfigError(f"--to {to}: {found.name} is a model of pictures", expected="hf, vit or clip")
+        export_vision(pictures, target, family, dtype=weights, source=found.path)
+        print(f"{family}: {target}")
+        return
+    model = load_model(found.path)
+    if not isinstance(model, Transformer):
+        raise ConfigError(
+            f"{found.name} is the house's own decoder: n-gram memories and smeared keys, for which {to} has no word",
+            expected="a model whose plan gave it a shape that others know",
+            do="train one with `whorl run llama`, or with [steps.plan.model] in a recipe (docs/models.md)",
+        )
+    if to == "gguf":
+        from whorl.models.exchange.gguf.file import export_gguf
+
+        words = found.path if (found.path / "tokenizer.json").is_file() else None
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always", UserWarning)
+            export_gguf(model, target, dtype=weights, source=words)
+        for note in notes:
+            print(f"note: {note.message}", file=sys.stderr)
+    else:
+        to = fitting_family(model.config) if to == "hf" else to
+        export_model(model, target, to, dtype=weights, source=found.path)
+    print(f"{to}: {target}")

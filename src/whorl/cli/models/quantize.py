@@ -1,0 +1,112 @@
+"""`whorl quantise`: a model of the store in fewer bits, as a model of its own."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import RefArgument, StoreOption
+
+
+def quantise(
+    artifact: RefArgument,
+    scheme: Annotated[str, typer.Option(metavar="int8|int4|fp8", help="What a weight becomes.")] = "int8",
+    group: Annotated[
+        int | None,
+        typer.Option(min=2, help="Columns that share a scale; default: 64 for int4, else a row's all."),
+    ] = None,
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic", help="Round activations too, row by row, and sum integers.")
+    ] = False,
+    calibrate: Annotated[
+        int, typer.Option(min=0, help="Rows of training text to round by (GPTQ); 0 rounds to the nearest.")
+    ] = 0,
+    head: Annotated[bool, typer.Option("--head", help="The output matrix too, in int8.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="N-gram tables too, in int8.")] = False,
+    tokens: Annotated[
+        str | None,
+        typer.Option(metavar="ARTIFACT", help="Token set to calibrate with; else the one it was trained on."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Its name in the store; else the model's and the scheme's.")
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Keep a model's matrices in few bits: a smaller model, which is sampled, scored and served as any other.
+
+    Examples:
+
+        whorl quantise quickstart/pretrain --scheme int8 --memory
+
+        whorl quantise quickstart/pretrain --scheme int4 --group 64 --calibrate 64
+
+        whorl quantise quickstart/pretrain --scheme int8 --dynamic --head
+    """
+    from pydantic import ValidationError
+
+    from whorl.errors import ConfigError
+    from whorl.models.quantization.weights import Scheme
+    from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
+    from whorl.recipes.steps.quantize import QuantiseConfig
+    from whorl.store import Store
+    from whorl.tracking.progress import Progress
+
+    opened = Store(store)
+    found = opened.open(artifact)
+    if found.kind != "model":
+        raise ConfigError(
+            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+        )
+    group = 64 if group is None and scheme == "int4" else group
+    rounding = "calibrated" if calibrate else "nearest"
+    fields = {
+        "format": scheme,
+        "group": group,
+        "dynamic": dynamic,
+        "rounding": rounding,
+        "head": head,
+        "memory": memory,
+    }
+    try:
+        made = Scheme.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        flag = (
+            {"format": "--scheme"}.get(str(first["loc"][0]), f"--{first['loc'][0]}")
+            if first["loc"]
+            else "--dynamic"
+        )
+        raise ConfigError(
+            f"{flag} {first['input'] if first['loc'] else ''}".strip(), expected=first["msg"]
+        ) from error
+    given = {"model": found}
+    if calibrate:
+        text = opened.open(tokens) if tokens else opened.find(found.parents.get("tokens", ""))
+        if text is None or text.kind != "tokens":
+            raise ConfigError(
+                f"--calibrate {calibrate}: {found.name} was not trained on a token set of this store"
+                if text is None
+                else f"--tokens {tokens} is a {text.kind}",
+                expected="a token set, encoded with the model's own tokenizer",
+                do="name one with --tokens, or leave --calibrate out",
+            )
+        given["tokens"] = text
+    parts = [
+        *found.name.split("/")[-2:],
+        scheme,
+        *([str(group)] if group else []),
+        *(["dynamic"] if dynamic else []),
+    ]
+    label = re.sub(r"[^A-Za-z0-9_-]+", "-", name or "-".join(parts))
+    config = QuantiseConfig(scheme=made.model_dump(), **({"calibrate": calibrate} if calibrate else {}))
+    recipe = Recipe(
+        "quantised",
+        "a model in few bits",
+        {label: RecipeStep(label, step_kinds()["quantise"], {role: role for role in given}, config)},
+    )
+    progress = Progress()
+    artifact_made = run_recipe(recipe, opened, progress, given=given).artifacts[label]
+    place = f" --store {store}" if store else ""
+    progress.say(f'model:  {artifact_made.path}\nnext:   whorl sample {artifact_made.name} "..."{place}')

@@ -1,0 +1,124 @@
+"""`whorl sample`: a model writes on, token by token, in the terminal."""
+
+from __future__ import annotations
+
+import codecs
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import RefArgument, StoreOption
+
+
+def sample(
+    artifact: RefArgument,
+    prompt: Annotated[str, typer.Argument(help="What the model continues; - reads standard input.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="Tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[
+        float, typer.Option(min=0.001, max=1, help="Keep the likeliest that reach this.")
+    ] = 0.95,
+    top_k: Annotated[int, typer.Option(min=0, help="Keep the k likeliest; 0 keeps all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Stop before this text; may be repeated.")
+    ] = None,
+    cache: Annotated[
+        bool, typer.Option(help="Keep keys and values, or whatever state (much faster).")
+    ] = True,
+    store: StoreOption = None,
+) -> None:
+    """Let a model continue a text, streaming.
+
+    Examples:
+
+        whorl sample quickstart/pretrain "def "
+
+        whorl sample pretrain "class Stack:" --temperature 0.5 --seed 1 --stop "class "
+
+        whorl sample imported/Qwen3-0.6B "The capital of France is"
+    """
+    import torch
+
+    from whorl.engine import Sampling, generate, load_for_sampling
+    from whorl.engine.sampling.stop_strings import StopTexts
+    from whorl.errors import ConfigError
+    from whorl.machine.device_probe import probe
+    from whorl.store import Store
+    from whorl.tokens.healing import heal
+    from whorl.tokens.hf_tokenizer import ForeignTokenizer, open_tokenizer
+    from whorl.tracking.seeds import generator
+
+    found = Store(store).open(artifact)
+    if found.kind != "model":
+        raise ConfigError(
+            f"{found.name} is a {found.kind}", expected="a model", do="list what there is with `whorl ls`"
+        )
+    found.check()
+    machine = probe()
+    torch.set_num_threads(1)  # one token's operations are too small to split over cores
+    model = load_for_sampling(found.path, machine)
+    tokenizer = open_tokenizer(found.path)
+    text = _text(prompt)
+    if isinstance(tokenizer, ForeignTokenizer):
+        healed, words = tokenizer.prompt(text), tokenizer.token_bytes
+    else:
+        healed, words = heal(tokenizer, text), tokenizer.token_bytes[: tokenizer.n_ordinary]
+    if model.longest is not None:
+        room = model.longest - len(healed.ids) + 1  # the last token is written, not read
+        if room < 1:
+            raise ConfigError(
+                f"the prompt is {len(healed.ids)} tokens long",
+                expected=f"at most {model.longest}, the longest row of {found.name}",
+                do="give less text before",
+            )
+        max_tokens = min(max_tokens, room)
+    rows = model.config.vocab_size
+    unspoken = range(tokenizer.vocab_size, rows)  # rows that only round the matrix up
+    silent = (i for i in tokenizer.control_ids if i < rows)  # a tokenizer of others may know more ids
+    seed = seed if seed is not None else time.time_ns() % (1 << 31)
+    stream = generate(
+        model,
+        healed.ids,
+        Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
+        generator(seed, "sample"),
+        max_tokens=max_tokens,
+        forbidden=(*silent, *unspoken),
+        required=healed.required,
+        token_bytes=words[:rows],
+        use_cache=cache,
+    )
+    # In bytes, since what is to be written anew may begin inside a character, whose beginning the decoder keeps.
+    given = text.encode()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    fits = given.endswith(healed.required)  # not if the tokenizer normalises text
+    sys.stdout.write(
+        decoder.decode(given.removesuffix(healed.required) if fits else tokenizer.decode(healed.ids))
+    )
+    stops, began, count = StopTexts([text.encode() for text in stop or [] if text]), time.perf_counter(), 0
+    for token in stream:
+        count += 1
+        if token.id in tokenizer.end_ids:
+            break
+        sys.stdout.write(decoder.decode(stops.add(tokenizer.decode([token.id]))))
+        sys.stdout.flush()
+        if stops.met is not None:
+            break
+    sys.stdout.write(decoder.decode(stops.flush()))
+    seconds = time.perf_counter() - began
+    sys.stdout.write("\n")
+    print(f"{count} tokens, {count / seconds:,.0f} tokens/s, seed {seed}", file=sys.stderr)
+
+
+def _text(prompt: str) -> str:
+    """The prompt, read where it is given; raises ConfigError if it is no UTF-8."""
+    from whorl.errors import ConfigError
+
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:  # bytes of another encoding come as errors or as lone surrogates
+        raise ConfigError(f"the prompt cannot be read: {error}", expected="text in UTF-8") from error
+    return text

@@ -1,0 +1,69 @@
+"""`whorl keys`: who may ask a server, and how much."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+File = Annotated[Path, typer.Option("--file", metavar="FILE", help="Where keys are kept, as hashes.")]
+DEFAULT = Path("whorl-keys.json")
+
+
+def add(
+    name: Annotated[str, typer.Argument(help="Whose it is.")],
+    file: File = DEFAULT,
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Else no limit.")] = None,
+    tokens_per_minute: Annotated[
+        int | None, typer.Option(min=1, help="Read and written together; else no limit.")
+    ] = None,
+) -> None:
+    """Make a key. It is shown once, now: only its hash is kept.
+
+    Examples:
+
+        whorl keys add alice
+
+        whorl keys add bob --requests-per-minute 60 --tokens-per-minute 100000
+    """
+    from whorl.serve.middleware.auth import KeyFile
+
+    key = KeyFile(file).add(name, requests_per_minute, tokens_per_minute)
+    print(f"the key of {name}, shown this once (serve with --api-key-file {file}):", file=sys.stderr)
+    print(key)
+
+
+def list(file: File = DEFAULT) -> None:
+    """List keys by id and name, with their limits.
+
+    Examples:
+
+        whorl keys list --file keys.json
+    """
+    from whorl.cli.options import when
+    from whorl.serve.middleware.auth import KeyFile
+
+    for key in KeyFile(file).read():
+        limits = [
+            f"{limit:,} {what}/min"
+            for limit, what in ((key.requests_per_minute, "requests"), (key.tokens_per_minute, "tokens"))
+            if limit is not None
+        ]
+        print(f"{key.id}  {when(key.created)}  {key.name}  {', '.join(limits) or 'no limit'}")
+
+
+def revoke(
+    which: Annotated[str, typer.Argument(metavar="NAME", help="Its name or id.")], file: File = DEFAULT
+) -> None:
+    """Take a key back; a running server hears of it within a second.
+
+    Examples:
+
+        whorl keys revoke alice
+    """
+    from whorl.serve.middleware.auth import KeyFile
+
+    key = KeyFile(file).revoke(which)
+    print(f"revoked {key.name} ({key.id})", file=sys.stderr)

@@ -1,0 +1,182 @@
+"""`whorl serve`: a model over HTTP, and a page to talk with it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from whorl.cli.options import StoreOption
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="An artifact (quickstart/pretrain), or a folder as transformers writes it."
+        ),
+    ],
+    host: Annotated[str, typer.Option(help="Address; others than this machine need keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ask for keys, as `whorl keys add` makes them.")
+    ] = None,
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="No keys, although others can reach it.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; else its own name.")] = None,
+    embedder: Annotated[
+        str | None, typer.Option(metavar="ARTIFACT", help="An embedder to be served beside the model.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer together; else the model's own.")
+    ] = None,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Answers that are written at once.")] = 32,
+    token_budget: Annotated[
+        int, typer.Option(min=1, help="Tokens a step; smaller keeps answers flowing while prompts come in.")
+    ] = 512,
+    cache_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GB", min=0.001, help="Of the cache; else a quarter of what is free."),
+    ] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Answers that may wait; more are told 503.")] = 512,
+    slo_ttft: Annotated[float, typer.Option(help="Promised seconds to the first token (/metrics).")] = 0.5,
+    slo_tpot: Annotated[float, typer.Option(help="Promised seconds a token after it.")] = 0.1,
+    drain: Annotated[float, typer.Option(min=0, help="Seconds for what runs, once told to stop.")] = 30.0,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16, int8 or int4: how a CPU keeps them; else as loaded."),
+    ] = None,
+    cache: Annotated[str, typer.Option(help="model or int8: the type of keys and values.")] = "model",
+    lookup: Annotated[
+        bool,
+        typer.Option(help="Guess tokens from the text itself (never changes one; helps where text repeats)."),
+    ] = False,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER", help="A LoRA adapter, served as a model of that name; may be repeated."
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; else what is faster here.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of the CPU; else what is faster here.")] = None,
+    seed: Annotated[int, typer.Option(help="Of answers whose request brings no seed.")] = 0,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Processes, each with cores of its own, behind one router.")
+    ] = 1,
+    manifest: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Print what kubernetes or ray must be told, and end.")
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Serve a model: a page to talk with it, and an API that OpenAI's clients speak.
+
+    The page stands at the address that is printed; what the engine does can be watched at /engine. Stop with Ctrl-C: what
+    runs is finished first.
+
+    Examples:
+
+        whorl serve quickstart/pretrain
+
+        whorl serve ./Qwen3-0.6B --context 8192 --cache-memory 4 --weights int8
+
+        whorl serve ./Qwen3-0.6B --adapter sql=./sql-lora
+
+        curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"model": "pretrain", "prompt": "def "}'
+
+        OPENAI_BASE_URL=http://localhost:8000/v1 OPENAI_API_KEY=none python -c "import openai; print(openai.models.list())"
+
+    For others, with keys and limits:
+
+        whorl keys add alice --file keys.json --requests-per-minute 60
+
+        whorl serve pretrain --host 0.0.0.0 --api-key-file keys.json
+
+    On more cores, or more machines:
+
+        whorl serve pretrain --replicas 4
+
+        whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
+    """
+    try:
+        from whorl.serve.server import check_open_to, listen
+    except ImportError as error:
+        from whorl.errors import ConfigError
+
+        raise ConfigError(
+            f"the server's parts are not installed ({error.name})",
+            expected="the extra 'serve'",
+            do="pip install 'whorl[serve]'",
+        ) from error
+    if manifest is not None:
+        from whorl.router.manifests import Manifest, manifest_of
+
+        own = ("--manifest", "--replicas", "--max-sequences", "--drain", "--host", "--port")
+        what = Manifest(
+            model=model, replicas=replicas, sequences=max_sequences, drain_seconds=max(1, int(drain))
+        )
+        print(manifest_of(manifest, what, sys.argv[1:], own), end="")
+        return
+    from whorl.engine.speculative import Lookup
+    from whorl.machine.device_probe import probe
+    from whorl.serve.app_state import Api
+    from whorl.serve.config import ServeConfig
+    from whorl.serve.server import serve as run
+    from whorl.serve.worker.model_entry import Served, ServedEmbedder
+    from whorl.serve.worker.model_loading import Place, engine_config, open_embedder, open_writer
+
+    config = ServeConfig(
+        host=host,
+        port=port,
+        key_file=api_key_file,
+        slo_ttft=slo_ttft,
+        slo_tpot=slo_tpot,
+        max_queue=max_queue,
+        drain_seconds=drain,
+    )
+    check_open_to(config, no_auth)
+    if replicas > 1:
+        from whorl.router.metrics import Promise
+        from whorl.router.replica_processes import serve_replicas, without
+
+        same = without(sys.argv[1:], ("--replicas", "--host", "--port"))
+        print(f"{replicas} replicas behind http://{host}:{port}", file=sys.stderr, flush=True)
+        command, promise = [sys.executable, "-m", "whorl.cli", *same], Promise(slo_ttft, slo_tpot)
+        serve_replicas(command, replicas, host, port, grace=drain + 10, promise=promise)
+        return
+    listening = listen(config)  # before the model is read: a port that is taken is known at once
+    machine = probe(dtype=dtype, threads=threads)
+    machine.apply()
+    place = Place(model, store, name)
+    models: list[Served | ServedEmbedder] = []
+    engine = None
+    if place.kind == "model":
+        sizes = engine_config(
+            {
+                "max_sequences": max_sequences, "token_budget": token_budget, "seed": seed, "slo_tpot": slo_tpot,
+                "weights": weights, "cache": cache,
+            }
+        )  # fmt: skip
+        memory = None if cache_memory is None else int(cache_memory * 1e9)
+        writers, engine = open_writer(
+            place, machine, sizes, context=context, cache_bytes=memory, adapters=adapter or (),
+            proposer=Lookup() if lookup else None,
+        )  # fmt: skip
+        models += writers
+    else:
+        models.append(open_embedder(place, machine))
+    if embedder is not None:
+        models.append(open_embedder(Place(embedder, store), machine))
+
+    def ready(url: str) -> None:
+        first = models[0]
+        print(f"serving {first.name}: context {first.context:,} tokens", file=sys.stderr)
+        if isinstance(first, Served) and not first.chat.trained:
+            print("nobody taught it to chat: the page lets it complete text", file=sys.stderr)
+        print(f"page    {url}/", file=sys.stderr)
+        print(f"engine  {url}/engine", file=sys.stderr)
+        print(f"API     {url}/v1", file=sys.stderr, flush=True)
+
+    run(Api(config, models, engine), listening, ready)

@@ -1,0 +1,1 @@
+"""Text embedders: contrastive training and inference."""

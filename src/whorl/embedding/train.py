@@ -1,0 +1,341 @@
+"""Training an embedder without labels: two stretches of one document belong together.
+
+    document d   ids[0 .. n)                       without bos and eos
+    pair         ids[s .. s + a),  ids[t .. t + b)   least <= a, b <= min(max_length, n / 2),  disjoint
+    loss         info_nce(encoder(first), encoder(second), 1 / temperature)          over the pairs of a batch
+
+Contriever (Izacard et al. 2021, arXiv:2112.09118, section 3.1): a text and another crop of the same text are a pair, and
+the crops of other texts are the negatives. Here the negatives are those of the batch (its section 3.2, first kind), each
+side's in turn. Two differences. Its crops may overlap; ours may not, since a shared sentence is matched by its words alone.
+And lengths are drawn evenly on a logarithmic scale, so that a few words, which is what people type, are as common as pages.
+
+The subtle part is what is no negative. Every pass over the documents has an order of its own, and where one ends inside of a
+batch, a document may be in it twice: its two pairs belong together as well, and `groups` keeps them apart. Copies of a
+document under other names would be wrong negatives too; curation removes them.
+
+Everything that decides the weights is in `EmbedJob` and the step number: batch s is made from (seed, s), so a run that was
+killed goes on with the same batches and ends with the same bits. The loss of a contrastive batch depends on which batch it
+is, so it does not say how good the embedder is. `Recall` does: for each span of N documents that were never trained on, the
+other span of the same document is sought among all N.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+
+from whorl.embedding.embedder import Vectors, embed_ids, padded
+from whorl.errors import DataError
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.objectives import Loss
+from whorl.objectives.contrastive import info_nce
+from whorl.tokens.shards import TokenSet, TokenSplit
+from whorl.tokens.tokenizer import Ids
+from whorl.tracking.seeds import generator, numpy_rng
+from whorl.train.checkpoint.format import restore
+from whorl.train.checkpoint.manager import Keeper
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.loop import Clock, learn
+from whorl.train.learner.update import Part, Rule, Treatment, Update
+from whorl.train.optim.decay_mask import multiplied
+from whorl.train.optim.lr_schedule import warmup_stable_decay
+
+BUNDLE = 32  # spans that are encoded together
+
+
+class EmbedJob(BaseModel):
+    """All that decides the weights of an embedder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokens: str = Field(description="folder of the token set")
+    encoder: EncoderConfig
+    least: int = Field(default=16, ge=1, description="ids of the shortest span")
+    batch: int = Field(
+        default=128, ge=2, description="pairs a step: one positive and batch - 1 negatives each"
+    )
+    steps: int = Field(default=2000, ge=1)
+    seed: int = 0
+    temperature: float = Field(default=0.05, gt=0)
+    optimiser: Literal["muon", "adamw"] = "muon"
+    muon_rate: float = Field(default=0.02, gt=0, description="peak, matrices of the blocks under Muon")
+    rate: float = Field(default=0.01, gt=0, description="peak, AdamW: all else, or all")
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=1.0, gt=0)
+    warmup: float = Field(default=0.02, ge=0, le=1)
+    decay: float = Field(default=0.5, gt=0, le=1)
+    held_out: int = Field(default=512, ge=2, description="documents among which recall is measured, at most")
+    evaluations: int = Field(default=10, ge=1, description="looks at them during the run")
+    threads: int = Field(default=1, ge=1)
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _possible(self) -> EmbedJob:
+        if self.least > self.encoder.max_length:
+            raise ValueError(f"least ({self.least}) is more than max_length ({self.encoder.max_length})")
+        return self
+
+
+class Spans(NamedTuple):
+    """Two disjoint spans of each of some documents, and the documents' numbers [n]."""
+
+    first: list[Ids]
+    second: list[Ids]
+    documents: NDArray[np.int64]
+
+
+class Pairs:
+    """The documents of a split that are long enough for two spans.
+
+    Args:
+        most: ids of the longest span.
+        least: of the shortest; documents of fewer than twice as many are passed over, and counted in `skipped`.
+    """
+
+    def __init__(self, split: TokenSplit, most: int, least: int) -> None:
+        self.split, self.most, self.least = split, most, least
+        self.usable = np.flatnonzero(split.lengths - 2 >= 2 * least)  # lengths count bos and eos
+        self.skipped = len(split.lengths) - len(self.usable)
+        self._shuffled, self._order = (-1, -1), self.usable
+
+    def __len__(self) -> int:
+        return len(self.usable)
+
+    def batch(self, seed: int, step: int, size: int) -> Spans:
+        """The pairs of a step, a function of the arguments; each pass over the documents has its own order."""
+        places = range(step * size, (step + 1) * size)
+        return self.spans(
+            np.array([self._place(seed, place) for place in places]), numpy_rng(seed, "spans", step)
+        )
+
+    def spans(self, documents: NDArray[np.int64], rng: np.random.Generator) -> Spans:
+        """Two spans of each of `documents`, drawn by `rng`."""
+        n = self.split.lengths[documents] - 2  # [N]
+        longest = np.minimum(self.most, n // 2)
+        # Log-uniform over [least, longest + 1), rounded down: each of the two lengths on its own.
+        sizes = self.least * ((longest + 1) / self.least) ** rng.random((2, len(n)))
+        a, b = np.minimum(sizes.astype(np.int64), longest)
+        low, high = np.sort(rng.integers(0, n - a - b + 1, (2, len(n))), axis=0)
+        begin = self.split.starts[documents] + 1
+        earlier, later = begin + low, begin + high + a
+        taken = [
+            (self.split[s : s + m], self.split[t : t + k])
+            for s, m, t, k in zip(earlier.tolist(), a.tolist(), later.tolist(), b.tolist(), strict=True)
+        ]
+        turned = rng.random(len(n)) < 0.5  # neither side is always the earlier one
+        first = [pair[int(turn)] for pair, turn in zip(taken, turned, strict=True)]
+        second = [pair[1 - int(turn)] for pair, turn in zip(taken, turned, strict=True)]
+        return Spans(first, second, documents)
+
+    def _place(self, seed: int, place: int) -> int:
+        epoch, within = divmod(place, len(self.usable))
+        if (seed, epoch) != self._shuffled:
+            self._shuffled = seed, epoch
+            self._order = numpy_rng(seed, "documents", epoch).permutation(self.usable)
+        return int(self._order[within])
+
+
+class Recall:
+    """How often the other span of a document that was not trained on is among the nearest of all N.
+
+    The spans are the same for every job with the same lengths, so that figures can be compared.
+    """
+
+    def __init__(self, pairs: Pairs, most: int) -> None:
+        step = max(1, -(-len(pairs) // most))  # spread over the split
+        self.spans = pairs.spans(pairs.usable[::step], numpy_rng(0, "held-out spans"))
+
+    def __len__(self) -> int:
+        return len(self.spans.documents)
+
+    def __call__(self, embed: Callable[[list[Ids]], Vectors]) -> dict[str, float]:
+        """recall_at_1 and recall_at_10, over both ways."""
+        x, y = embed(self.spans.first), embed(self.spans.second)
+        return {f"recall_at_{k}": recall(x, y, k) for k in (1, 10)}
+
+
+def recall(x: Vectors, y: Vectors, k: int) -> float:
+    """Share of rows of x whose own row of y is among the k nearest of all of y, and the other way round; averaged.
+
+    x, y: [N, d]. What is as near as the own row counts as nearer: vectors that are all alike have found nothing.
+    """
+    cosines = x @ y.T
+    found = []
+    for each in (cosines, cosines.T):
+        farther = (each < np.diagonal(each)[:, None]).sum(axis=1)  # a comparison with NaN is False
+        found.append(float(((len(each) - 1 - farther) < k).mean()))
+    return sum(found) / 2
+
+
+def build_encoder(job: EmbedJob) -> Encoder:
+    """The untrained encoder of `job`, the same bits for the same seed."""
+    return Encoder(job.encoder, generator(job.seed, "weights"), getattr(torch, job.dtype)).to(job.device)
+
+
+def train_embedder(
+    job: EmbedJob,
+    observe: Callable[[int, dict[str, float], Encoder], None] = lambda step, metrics, encoder: None,
+    *,
+    scratch: Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Encoder:
+    """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the encoder.
+
+    Args:
+        observe: called after every step with the number of steps that are done and their metrics: loss, correct (share of
+            pairs that were nearest in their batch), gradient_norm, pairs_per_second; and recall_at_1 and recall_at_10 where
+            held-out documents were looked at.
+        scratch: folder for checkpoints; None keeps none.
+
+    Raises:
+        DataError: no training split, or fewer documents than a batch that are long enough.
+        CheckpointError: the checkpoint in `scratch` is of another job.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(job.threads)
+    try:
+        return _train(job, observe, scratch, checkpoint_seconds, say)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(
+    job: EmbedJob,
+    observe: Callable[[int, dict[str, float], Encoder], None],
+    scratch: Path | None,
+    checkpoint_seconds: float,
+    say: Callable[[str], None],
+) -> Encoder:
+    pairs, held = open_pairs(job, say)
+    encoder = build_encoder(job)
+    identity = {
+        **job.model_dump(mode="json", exclude={"tokens", "threads", "device"}),
+        "data": pairs.split.fingerprint,
+    }
+    keeper = Keeper(scratch, identity, seconds=checkpoint_seconds, say=say) if scratch is not None else None
+    found, first = keeper.resume() if keeper is not None else None, 0
+    if found is not None:
+        first = found.step
+    learner = Learner(encoder, [update_of(encoder, job)], dtype=encoder.dtype, steps_done=first)
+    if found is not None:
+        restore(learner.shared.tensors(), found.tensors)
+        say(f"continues at step {first:,} of {job.steps:,}")
+    every = max(1, -(-job.steps // job.evaluations))
+
+    def records() -> Iterator[Part]:
+        step = first
+        while True:
+            yield part_of(pairs.batch(job.seed, step, job.batch), job.device)
+            step += 1
+
+    last = time.perf_counter()
+
+    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+        nonlocal last
+        now = time.perf_counter()
+        metrics = {**metrics, "pairs_per_second": job.batch / (now - last)}
+        if held is not None and (done % every == 0 or done == job.steps):
+            metrics |= held(lambda texts: embed_ids(encoder, texts))
+        if keeper is not None and done < job.steps and keeper.due():
+            keeper.save(done, learner.shared.tensors())
+        observe(done, metrics, encoder)
+        last = time.perf_counter()
+
+    with keeper or nullcontext():
+        learn(
+            learner,
+            records(),
+            lambda part: [[part]],
+            first=first,
+            last=job.steps,
+            factor=lambda step: warmup_stable_decay(step, job.steps, job.warmup, job.decay),
+            after=after,
+        )
+    return encoder
+
+
+def open_pairs(job: EmbedJob, say: Callable[[str], None] = lambda text: None) -> tuple[Pairs, Recall | None]:
+    """What is learnt from, and what recall is measured on: None with fewer than two held-out documents.
+
+    Raises:
+        DataError: as `train_embedder`.
+    """
+    tokens = TokenSet(Path(job.tokens))
+    if tokens.vocab_size > job.encoder.vocab_size:
+        raise DataError(
+            f"{job.tokens} has {tokens.vocab_size:,} ids and the encoder {job.encoder.vocab_size:,}",
+            expected="an encoder whose vocab_size is at least the token set's",
+        )
+    pairs = Pairs(tokens.split("train"), job.encoder.max_length, job.least)
+    if pairs.skipped:
+        say(
+            f"{pairs.skipped:,} of {pairs.split.n_documents:,} documents passed over: "
+            f"fewer than {2 * job.least} ids, too short for two spans"
+        )
+    if len(pairs) < job.batch:
+        raise DataError(
+            f"{len(pairs):,} documents are long enough for two spans of {job.least} ids",
+            expected=f"at least the {job.batch} of a batch",
+            do="lower batch or least, or give it more documents",
+        )
+    held = (
+        Pairs(tokens.split("validation"), job.encoder.max_length, job.least)
+        if "validation" in tokens.splits
+        else ()
+    )
+    if len(held) < 2:
+        say("there are no two held-out documents that are long enough: recall is not measured")
+    return pairs, Recall(held, job.held_out) if isinstance(held, Pairs) and len(held) > 1 else None
+
+
+def update_of(encoder: Encoder, job: EmbedJob) -> Update:
+    """The only line of the learner: InfoNCE, by Muon for the blocks' matrices (or not) and AdamW for the rest."""
+
+    def objective(part: Part) -> Loss:
+        x, y = in_bundles(encoder, part["ids"], part["mask"]).chunk(2)
+        return info_nce(x, y, 1 / job.temperature, part["documents"])
+
+    treatments, decaying = {}, multiplied(encoder)
+    for name, p in encoder.named_parameters():
+        matrix = name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1
+        muon = matrix and job.optimiser == "muon"
+        rule: Rule = "muon" if muon else "adamw"
+        treatments[name] = Treatment(rule, job.muon_rate if muon else job.rate, float(name in decaying))
+    return Update(
+        objective, treatments, clip_norm=job.clip_norm, weight_decay=job.weight_decay, betas=(0.9, 0.98)
+    )
+
+
+def part_of(spans: Spans, device: str = "cpu") -> dict[str, Tensor]:
+    """ids and mask [2 N, T], the first spans above the second; documents [N]."""
+    ids, mask = padded([*spans.first, *spans.second])
+    made = {"ids": ids, "mask": mask, "documents": torch.from_numpy(spans.documents)}
+    return {name: t.to(device) for name, t in made.items()}
+
+
+def in_bundles(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
+    """`encoder.embed` of rows [n, T] of very different lengths, in bundles of about one length: -> [n, d] fp32.
+
+    Spans fill not much more than half of the rectangle they are padded to. The negatives are those of the whole batch
+    all the same: only the encoder runs in bundles, and the loss sees every row.
+    """
+    lengths = mask.sum(dim=1)
+    order = lengths.argsort(stable=True)
+    bundles = torch.split(order, BUNDLE)
+    longest = [int(lengths[rows[-1]]) for rows in bundles]
+    parts = [
+        encoder.embed(ids[rows, :most], mask[rows, :most])
+        for rows, most in zip(bundles, longest, strict=True)
+    ]
+    return torch.cat(parts)[order.argsort()]

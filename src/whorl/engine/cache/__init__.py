@@ -1,0 +1,1 @@
+"""The paged KV cache: block pool, per-sequence page tables, memory layout."""

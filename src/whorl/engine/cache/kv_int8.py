@@ -1,0 +1,116 @@
+"""Keys and values in int8: a cache of half of bf16's size, a quarter of fp32's, and as much less to read a token.
+
+    k[p, h] ~ codes[p, h] * scale[p, h]          a scale for each position and head, over head_dim numbers
+
+A scale for each position is known when the position is, so nothing written before is ever touched again: pages can be
+shared, moved and evicted as they are. (Scales by channel fit keys better, whose outliers lie in channels: Liu et al. 2024,
+KIVI, arXiv:2402.02750; they need many positions at once. Keys that are normalised over head_dim, as in the house's own
+decoder, have no such channels.)
+
+Nothing has to be written out again to be attended to, for a scale is a factor of a whole row:
+
+    q . k[p] = (q . codes_k[p]) * scale_k[p]          sum_p w[p] v[p] = sum_p (w[p] * scale_v[p]) codes_v[p]
+
+`attend` does that, in the order of the second forms; `attend_reference` is the definition. `Int8Pages` are the engine's
+pages of such a cache (EngineConfig(cache="int8")); a step writes out what it attends to, since torch has no product of the
+one kind with the other. What it costs in bits per byte is in bench/models/quantization.py.
+
+Shapes: q [B, H, T, d]; codes [B, KV, S, d] int8; scales [B, KV, S] fp32; bias [.., T, S] added to the scores, or None.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.engine.cache.pages import HeadPages, Piece
+from whorl.nn.quantized_linear import quantise_rows
+
+
+class Int8(NamedTuple):
+    """codes: [..., d] int8; scale: [...] fp32."""
+
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def n_bytes(self) -> int:
+        return self.codes.nbytes + self.scale.nbytes
+
+
+def compress(t: Tensor) -> Int8:
+    """Keys or values [..., d], each position of each head by its own largest number."""
+    codes, scale = quantise_rows(t)
+    return Int8(codes, scale.squeeze(-1))
+
+
+def restore(kept: Int8, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[..., d] as `dtype`."""
+    return (kept.codes.float() * kept.scale[..., None]).to(dtype)
+
+
+def bytes_per_token(n_layers: int, n_kv_heads: int, head_dim: int) -> int:
+    """Of keys and values of all layers."""
+    return 2 * n_layers * n_kv_heads * (head_dim + 4)
+
+
+def attend_reference(q: Tensor, k: Int8, v: Int8, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """The definition: keys and values written out, then plain attention in fp32 -> [B, H, T, d] in the type of q."""
+    group = q.shape[1] // k.codes.shape[1]
+    keys, values = (restore(t).repeat_interleave(group, dim=1) for t in (k, v))
+    scores = scale * (q.float() @ keys.transpose(-1, -2))
+    weights = (scores if bias is None else scores + bias).softmax(-1)
+    return (weights @ values).to(q.dtype)
+
+
+def attend(q: Tensor, k: Int8, v: Int8, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """`attend_reference` with the scales behind the products; codes are cast to the type of q, which has room for them."""
+    batch, heads, length, d = q.shape
+    n_kv = k.codes.shape[1]
+    grouped = q.reshape(batch, n_kv, -1, d)  # [B, KV, group * T, d]
+    scores = (grouped @ k.codes.to(q.dtype).transpose(-1, -2)).float()
+    scores = (scores * (scale * k.scale)[:, :, None, :]).view(batch, heads, length, -1)
+    weights = (
+        (scores if bias is None else scores + bias).softmax(-1).view(batch, n_kv, heads // n_kv * length, -1)
+    )
+    mixed = (weights * v.scale[:, :, None, :]).to(q.dtype) @ v.codes.to(q.dtype)
+    return mixed.view(batch, heads, length, v.codes.shape[-1])
+
+
+class Int8Pages(HeadPages):
+    """Keys and values of one layer in int8, their scales beside them; arguments as of `HeadPages`.
+
+    dtype is that of the newest keys before they are smeared, which are kept as they are.
+    """
+
+    def __init__(
+        self,
+        n_pages: int,
+        n_kv_heads: int,
+        page_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+        raw: bool,
+    ) -> None:
+        super().__init__(n_pages, n_kv_heads, page_size, head_dim, torch.int8, device, False)
+        self.raw = torch.zeros(self.k.shape, dtype=dtype, device=device) if raw else None
+        self.k_scale, self.v_scale = (torch.zeros(*self.k.shape[:3], 1, device=device) for _ in "kv")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors, self.k_scale, self.v_scale]
+
+    def put(self, k: Tensor, v: Tensor) -> None:
+        p = self._places()
+        for codes, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            kept = compress(new[0].transpose(0, 1))  # [N, KV, d]
+            codes[p.page, :, p.place] = kept.codes
+            scales[p.page, :, p.place] = kept.scale[..., None]
+
+    def _read(self, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        pairs = (self.k, self.k_scale), (self.v, self.v_scale)
+        k, v = ((self._gathered(t, piece) * self._gathered(s, piece)).to(dtype) for t, s in pairs)
+        return k, v

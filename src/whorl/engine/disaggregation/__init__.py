@@ -1,0 +1,1 @@
+"""Transfer of KV pages between prefill and decode processes."""

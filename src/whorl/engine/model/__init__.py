@@ -1,0 +1,1 @@
+"""The model side of the engine: batch assembly, forward passes, LoRA adapters."""

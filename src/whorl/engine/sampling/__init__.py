@@ -1,0 +1,1 @@
+"""Token sampling: probabilities, penalties, grammars, stop strings."""

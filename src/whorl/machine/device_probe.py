@@ -1,0 +1,320 @@
+"""The machine, measured: which device, compute type and thread count to use.
+
+Flags mislead. A CPU with AMX multiplies bf16 matrices 5 to 9 times faster than fp32; one that advertises
+`avx512_bf16` but has no AMX does it at half the speed of fp32; and more threads than a shared host really
+gives make small products slower. So `probe` times a few matrix products on the spot, with shapes of small
+models as well as big ones, in both types and at several thread counts, and chooses by the geometric mean
+over the shapes (a mean of speeds would let the biggest product decide alone). bf16 must win by a fifth:
+casting fp32 master weights eats less than that.
+
+A GPU is asked what it has at all (`gpu_types`): bf16 from capability 8.0 on, before that fp16 in its place (training then
+scales its loss, `train/learner/loss_scaler.py`), fp8 from 8.9 on. fp8 costs quality, so it is timed with all that it needs beside the
+product (two maxima, two casts) and must win by more; and it is offered only if a product came out as it should. A CPU is
+never given fp16 or fp8 unless somebody asks: then both are computed (fp8 as an emulation), so that their numerics can be
+seen anywhere. None of the GPU's side has been run on a GPU yet.
+
+What is cached (under `~/.cache/whorl`, by CPU model, cores that we may use, GPU and torch version) is the
+measurement, not the choice: `choose` is a pure function of it, and every choice can be forced by argument
+or by `WHORL_DEVICE`, `WHORL_DTYPE`, `WHORL_THREADS`. A measurement that was taken while others had the cores is kept
+for ten minutes only: two threads that share one core look no faster than one, and a plan made of that would stay slow.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whorl.errors import ConfigError, one_of
+from whorl.machine.gemm_benchmark import SHAPES, copy_speed, cores_had, gpu_speeds, product_speed
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float16", "float8")  # all that can be asked for
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
+CPU_TYPES = ("float32", "bfloat16")  # what a CPU is timed in
+DEVICES = ("cpu", "cuda")
+BUSY_KEPT_SECONDS = 600.0  # how long a measurement is kept that was taken beside others
+HAD_WHEN_ALONE = 0.85
+BF16_MUST_WIN_BY = 1.2  # over fp32; fp16 too, where it stands in for it
+FP8_MUST_WIN_BY = 1.3  # over bf16
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was timed. `flops[dtype][threads]` is FLOP/s for each of SHAPES (threads as text, for JSON)."""
+
+    flops: dict[str, dict[str, list[float]]]
+    memory_bandwidth: float  # bytes/s of a copy, read and write both counted
+    gpu_flops: dict[str, list[float]] = field(default_factory=dict)
+    gpu_bandwidth: float = 0.0
+    alone: bool = True  # nobody else wanted the cores meanwhile
+    taken: float = 0.0  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What to compute with, and how fast it was seen to be.
+
+    `flops[dtype]` is the highest FLOP/s seen for a matrix product at the chosen device and thread count: the
+    peak against which utilisation is stated (of a type that was asked for but not timed, that of float32).
+    `memory_bandwidth` is in bytes/s.
+    """
+
+    device: str
+    dtype: str
+    threads: int
+    flops: dict[str, float]
+    memory_bandwidth: float
+    cpu: str
+    cores: int
+    ram_bytes: int
+    gpu: str
+    note: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Of activations: under float8, which is a type of certain products only, bfloat16."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, "bfloat16" if self.dtype == "float8" else self.dtype)
+        return dtype
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s at the chosen type."""
+        return self.flops[self.dtype]
+
+    def apply(self) -> None:
+        """Make torch use the chosen number of threads, in this process."""
+        import torch
+
+        torch.set_num_threads(self.threads)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def cpu_model() -> str:
+    """The CPU's name as its maker spells it, without importing anything heavy."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(errors="replace").splitlines():
+            if line.lower().startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: its affinity, cut to the container's CPU quota if any."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, _, period = quota.read_text().strip().partition(" ")
+        if limit.isdigit() and period.isdigit():
+            cores = min(cores, max(1, math.ceil(int(limit) / int(period))))
+    return cores
+
+
+def keep_freed_memory() -> None:
+    """Tell this process's allocator (glibc's; elsewhere nothing happens) to reuse what it frees.
+
+    By default it hands large blocks back to the kernel and fetches them anew, every page with a fault: a training step
+    allocates the same few hundred tensors each time, and a quickstart's step lost 4 of 52 ms to that.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
+    if mallopt is None:
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+    mallopt(mmap_threshold, 1 << 30)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 1 << 26)
+
+
+def give_back_freed_memory() -> None:
+    """Hand what this process has freed to the system after all: between jobs, where `keep_freed_memory` keeps too much."""
+    if platform.system() == "Linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
+        trim(0)
+
+
+def ram_bytes() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def probe(
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    threads: int | None = None,
+    cache_dir: Path | None = None,
+    refresh: bool = False,
+) -> Machine:
+    """Measure this machine (or read the cached measurement) and choose; under 2 s the first time.
+
+    Args:
+        device, dtype, threads: force a choice; the environment variables WHORL_DEVICE, WHORL_DTYPE and
+            WHORL_THREADS do the same for what is not given here.
+        cache_dir: where measurements are kept; `$XDG_CACHE_HOME/whorl` or `~/.cache/whorl` by default.
+        refresh: measure again even if there is a cached measurement.
+    Raises:
+        ConfigError: a forced choice that does not exist or cannot be had here.
+    """
+    device = device or os.environ.get("WHORL_DEVICE") or None
+    dtype = dtype or os.environ.get("WHORL_DTYPE") or None
+    if threads is None and (text := os.environ.get("WHORL_THREADS")):
+        if not text.isdigit():
+            raise ConfigError(f"WHORL_THREADS is {text!r}", expected="a whole number of threads, 1 or more")
+        threads = int(text)
+    import torch
+
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    cpu, cores = cpu_model(), usable_cores()
+    if cache_dir is None:
+        cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl"
+    identity = json.dumps([cpu, cores, gpu, torch.__version__, SHAPES, DTYPES])
+    cache = cache_dir / f"machine-{sha256(identity.encode()).hexdigest()[:16]}.json"
+    measured = None if refresh else _read_cache(cache)
+    if measured is None or (not measured.alone and time.time() - measured.taken > BUSY_KEPT_SECONDS):
+        measured = measure(cores, gpu=bool(gpu))
+        _write_cache(cache, measured)
+    return choose(
+        measured, cpu=cpu, cores=cores, gpu=gpu, ram=ram_bytes(), device=device, dtype=dtype, threads=threads
+    )
+
+
+def choose(
+    measured: Measurement,
+    *,
+    cpu: str = "",
+    cores: int = 1,
+    gpu: str = "",
+    ram: int = 0,
+    device: str | None = None,
+    dtype: str | None = None,
+    threads: int | None = None,
+) -> Machine:
+    """The choice that a measurement supports; what is given is forced. Pure; raises as `probe` does."""
+    forced = [name for name, value in (("device", device), ("type", dtype), ("threads", threads)) if value]
+    if device is None:
+        device = "cuda" if gpu else "cpu"
+    elif device not in DEVICES:
+        raise ConfigError(f"device {device!r} is unknown", expected=one_of(device, DEVICES))
+    elif device == "cuda" and not gpu:
+        raise ConfigError(
+            "device 'cuda' was asked for, but torch sees none here",
+            do="leave the device out, or install a CUDA build of torch",
+        )
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"compute type {dtype!r} is unknown", expected=one_of(dtype, DTYPES))
+    if threads is not None and threads < 1:
+        raise ConfigError(f"{threads} threads were asked for", expected="1 or more")
+
+    def score(kind: str, count: str) -> float:
+        speeds = measured.flops[kind][count]
+        return math.exp(sum(math.log(speed) for speed in speeds) / len(speeds))
+
+    timed = measured.gpu_flops if device == "cuda" else measured.flops
+    # Threads are chosen by the CPU's speed in the type asked for, or, where that was not timed, in float32.
+    kinds = CPU_TYPES if dtype is None else (dtype if dtype in measured.flops else "float32",)
+    counts = list(measured.flops["float32"])
+    if threads is not None:  # speeds at a count that was not timed: those of the nearest one
+        wanted = threads
+        counts = [min(counts, key=lambda count: abs(int(count) - wanted))]
+    best = {kind: max(counts, key=lambda count: score(kind, count)) for kind in kinds}
+    if dtype is None and device == "cuda":
+        dtype = _fastest_type({kind: max(speeds) for kind, speeds in measured.gpu_flops.items()})
+    elif dtype is None:
+        dtype = _fastest_type({kind: score(kind, best[kind]) for kind in kinds})
+    at = best.get(dtype, best[kinds[0]])
+    flops = measured.gpu_flops if device == "cuda" else {k: measured.flops[k][at] for k in measured.flops}
+    peak = {kind: max(values) for kind, values in flops.items()}
+    threads = threads or int(at)
+    where = gpu if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} of {cores}"
+    seen = [(SHORT[kind], f"{peak[kind] / 1e12:.2f}") for kind in reversed(DTYPES) if kind in peak]
+    (first, speed), rest = seen[0], [f"{name} at {value}" for name, value in seen[1:]]
+    note = f"{device}, {dtype}, {where}: {first} products ran at {speed} TFLOP/s and " + ", ".join(rest)
+    note += f" (forced: {', '.join(forced)})" if forced else ""
+    if dtype not in timed:
+        emulated = ", whose rounding is emulated" if dtype == "float8" else ""
+        note += f"; none was timed in {dtype}{emulated}: utilisation is a share of float32's peak"
+        peak[dtype] = peak["float32"]
+    bandwidth = measured.gpu_bandwidth if device == "cuda" else measured.memory_bandwidth
+    return Machine(device, dtype, threads, peak, bandwidth, cpu, cores, ram, gpu, note)
+
+
+def _fastest_type(speeds: dict[str, float]) -> str:
+    """Of the types whose FLOP/s are given, the one to train in; each narrower one must win by a margin."""
+    chosen = "float32"
+    half = "bfloat16" if "bfloat16" in speeds else "float16"
+    if speeds.get(half, 0.0) >= BF16_MUST_WIN_BY * speeds["float32"]:
+        chosen = half
+    if speeds.get("float8", 0.0) >= FP8_MUST_WIN_BY * speeds[chosen]:
+        chosen = "float8"
+    return chosen
+
+
+def measure(cores: int, *, gpu: bool = False) -> Measurement:
+    """Time the products. Leaves torch's thread count as it was."""
+    import torch
+
+    counts = sorted({1, cores, *(2**power for power in range(1, 12) if 2**power < cores)})
+    flops: dict[str, dict[str, list[float]]] = {kind: {} for kind in CPU_TYPES}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(cores)
+        alone = cores_had(cores) > HAD_WHEN_ALONE
+        for count in reversed(counts):
+            torch.set_num_threads(count)
+            for kind in CPU_TYPES:
+                flops[kind][str(count)] = [product_speed(shape, kind, "cpu") for shape in SHAPES]
+        torch.set_num_threads(cores)
+        bandwidth = copy_speed("cpu", 64 << 20)
+    finally:
+        torch.set_num_threads(before)
+    if not gpu:
+        return Measurement(flops, bandwidth, alone=alone, taken=time.time())
+    gpu_flops = {kind: [speed] for kind, speed in gpu_speeds().items()}
+    return Measurement(flops, bandwidth, gpu_flops, copy_speed("cuda", 1 << 30), alone, time.time())
+
+
+def peaks_now(device: str, dtype: str = "float32") -> tuple[dict[str, float], float]:
+    """What this process reaches at this moment with the threads it has: FLOP/s by type, and bytes/s of a copy.
+
+    Not cached and nothing is chosen by it: it is what a profile is held against, neighbours included. `dtype` is among the
+    types whatever it is: an emulated product is held against those of float32 that it consists of.
+    """
+    if device == "cuda":
+        flops = gpu_speeds()
+    else:
+        kinds = dict.fromkeys((*CPU_TYPES, *(("float16",) if dtype == "float16" else ())))
+        flops = {kind: max(product_speed(shape, kind, device) for shape in SHAPES) for kind in kinds}
+    flops.setdefault(dtype, flops["float32"])
+    return flops, copy_speed(device, 1 << 30 if device == "cuda" else 64 << 20)
+
+
+def _read_cache(path: Path) -> Measurement | None:
+    try:
+        return Measurement(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):  # absent, damaged or of another version: measure again
+        return None
+
+
+def _write_cache(path: Path, measured: Measurement) -> None:
+    """Best effort: a machine whose home cannot be written only measures again next time."""
+    aside = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(asdict(measured)))
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,84 @@
+"""An amount of memory as people type it: `2GB`, `1.5GiB`, `500MB`, a plain number of bytes, or a share, `25%`.
+
+`MemoryText` is the type of a configuration field that holds one. It keeps the text in one spelling (`2GB` becomes
+`2000000000B`), so that two ways to say the same thing have the same address. What a share is a share of is known only where
+it is used: of all memory of the device, or, on a CPU, of what the container may have, where that is less.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator
+
+from whorl.errors import ConfigError
+from whorl.machine.device_probe import ram_bytes
+
+UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+         "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+AMOUNT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:e[+]?[0-9]+)?)\s*([a-z]+|%)?\s*", re.IGNORECASE)
+LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An amount: exactly one of the two is set. share: above 0, at most 1."""
+
+    n_bytes: int | None = None
+    share: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Memory:
+        """Reads an amount. Raises ConfigError that says how to write one."""
+        match = AMOUNT.fullmatch(text)
+        amount, unit = (float(match[1]), (match[2] or "b").lower()) if match else (0.0, "")
+        if unit == "%" and 0 < amount <= 100:
+            return cls(share=amount / 100)
+        if unit in UNITS and math.isfinite(amount) and amount * UNITS[unit] >= 1:
+            return cls(n_bytes=int(amount * UNITS[unit]))
+        raise ConfigError(
+            f"{text!r} is no amount of memory",
+            expected="bytes (2GB, 500MB, 1.5GiB) or a share (25%, at most 100%), above zero",
+        )
+
+    def of(self, total: int) -> int:
+        """Bytes, where there are `total` in all."""
+        return self.n_bytes if self.n_bytes is not None else int((self.share or 0.0) * total)
+
+    def halved(self) -> Memory:
+        """Half of it, at least a byte."""
+        if self.n_bytes is not None:
+            return Memory(n_bytes=max(1, self.n_bytes // 2))
+        return Memory(share=(self.share or 0.0) / 2)
+
+    def __str__(self) -> str:
+        return f"{self.n_bytes}B" if self.n_bytes is not None else f"{100 * (self.share or 0.0):g}%"
+
+
+def memory_of(device: str) -> int:
+    """Bytes that the device has in all; a CPU's cut to the container's limit, if any."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    limit = LIMIT.read_text().strip() if LIMIT.exists() else ""
+    return min(ram_bytes(), int(limit)) if limit.isdigit() else ram_bytes()
+
+
+def _one_spelling(text: str) -> str:
+    try:
+        return str(Memory.parse(text))
+    except ConfigError as error:  # pydantic reports ValueErrors together with the field's name
+        raise ValueError(f"{error.what}; expected {error.expected}") from error
+
+
+def _as_text(value: object) -> object:
+    """A plain number is one of bytes."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+MemoryText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_one_spelling)]

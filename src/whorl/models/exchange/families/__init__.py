@@ -1,0 +1,1 @@
+"""Model families whose weights are exchanged with Hugging Face, one file each."""

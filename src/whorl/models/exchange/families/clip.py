@@ -1,0 +1,175 @@
+"""CLIP (Radford et al. 2021, arXiv:2103.00020) as `transformers` keeps it: a ViT, a text tower, one space.
+
+The image tower is `vit.py`'s with other names and three differences: no bias in the map of patches, a norm before the
+first block (its name, "pre_layrnorm", is misspelt in every file), and a head without bias. The text tower is an `Encoder`,
+causal, whose vector is that of the end-of-text token. Both have the perceptrons' quick GELU unless the fields say otherwise.
+
+Three subtle parts:
+
+- The end. Files of before 2023 say `eos_token_id` 2, which was never the id of anything: it means "where the
+  largest id stands", and in CLIP's vocabulary the largest is the end-of-text token. So 2 is read as that token's id, and a
+  model whose end really is 2 cannot be written.
+- The towers' fields. In some files `text_config_dict` and `vision_config_dict` stand beside `text_config` and
+  `vision_config`, and then what they do not name has its default, whatever the others say.
+- The scale. Theirs is not bounded when a model is only run. Ours is, at 100, as in the paper's training; a file with a
+  larger one (there are such) moves the bound to it (`vision.py`), so that scores are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from whorl.errors import ConfigError
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.exchange.families.vit import (
+    OLD_FIELDS,
+    VisionFamily,
+    pairs,
+    patch_rule,
+    read_blocks,
+    read_grid,
+    write_blocks,
+    write_grid,
+)
+from whorl.models.exchange.fields import Fields
+from whorl.models.exchange.rules import Rule, same
+from whorl.models.vision.clip import DualEncoder
+from whorl.models.vision.vit import ViT, ViTConfig
+
+OLD_END, LAST_OF_CLIP = 2, 49407
+
+
+class ClipConfig(BaseModel):
+    """The shape of a `DualEncoder` whose pictures go through a ViT; its head is as wide as the common space."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    image: ViTConfig
+    text: EncoderConfig
+
+
+def read_clip(fields: Fields, ignore: Collection[str] = ()) -> ClipConfig:
+    fields.must_be("architectures", ["CLIPModel"])
+    fields.skip("logit_scale_init_value", *OLD_FIELDS)  # the scale itself is among the tensors
+    image, text = _tower(fields, "vision"), _tower(fields, "text")
+    if (joint := fields.get("projection_dim", int, 512)) < 1:
+        raise fields.wrong("projection_dim", "at least 1")
+    pictures = ViTConfig(
+        **read_grid(image, 32),
+        **read_blocks(image, 768, 3072, 12, "quick_gelu"),
+        classes=joint,
+        eps=image.get("layer_norm_eps", float, 1e-5),
+        patch_bias=False,
+        first_norm=True,
+        head_bias=False,
+    )
+    config = ClipConfig(image=pictures, text=_read_text(text))
+    for part in (fields, image, text):
+        part.finish(ignore)
+    return config
+
+
+def _tower(fields: Fields, name: str) -> Fields:
+    """The fields of a tower; its own `projection_dim` is of a model that has this tower alone."""
+    outer = {key: fields.optional(key, dict) for key in (f"{name}_config_dict", f"{name}_config")}
+    key = next((key for key, value in outer.items() if value is not None), f"{name}_config")
+    tower = Fields(outer[key] or {}, f"{fields.where}: {key}")
+    tower.skip("projection_dim", *OLD_FIELDS)
+    return tower
+
+
+def _read_text(text: Fields) -> EncoderConfig:
+    vocab_size, end = text.get("vocab_size", int, 49408), text.get("eos_token_id", int, LAST_OF_CLIP)
+    return EncoderConfig(
+        **read_blocks(text, 512, 2048, 8, "quick_gelu"),
+        vocab_size=vocab_size,
+        max_length=text.get("max_position_embeddings", int, 77),
+        norm_eps=text.get("layer_norm_eps", float, 1e-5),
+        causal=True,
+        end_id=min(vocab_size - 1, LAST_OF_CLIP) if end == OLD_END else end,
+    )
+
+
+def write_clip(config: ClipConfig) -> dict[str, Any]:
+    i, t = config.image, config.text
+    if t.end_id is None:
+        raise ConfigError("this model cannot be written as 'clip': its text.end_id is None", expected="an id")
+    return {
+        "architectures": ["CLIPModel"],
+        "projection_dim": i.classes,
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "projection_dim": i.classes,
+            "layer_norm_eps": i.eps,
+            **write_grid(i),
+            **write_blocks(i.d_model, i.n_layers, i.n_heads, i.mlp, i.mlp_hidden),
+        },
+        "text_config": {
+            "model_type": "clip_text_model",
+            "projection_dim": i.classes,
+            "layer_norm_eps": t.norm_eps,
+            "vocab_size": t.vocab_size,
+            "max_position_embeddings": t.max_length,
+            "eos_token_id": t.end_id,
+            **write_blocks(t.d_model, t.n_layers, t.n_heads, t.mlp, t.mlp_hidden),
+        },
+    }
+
+
+_BLOCK = {
+    "layer_norm1": "attention_norm",
+    "self_attn.q_proj": "attention.q",
+    "self_attn.k_proj": "attention.k",
+    "self_attn.v_proj": "attention.v",
+    "self_attn.out_proj": "attention.out",
+    "layer_norm2": "mlp_norm",
+    "mlp.fc1": "mlp.up",
+    "mlp.fc2": "mlp.down",
+}
+
+
+def clip_rules(config: ClipConfig) -> list[Rule]:
+    v, t = "vision_model.", "text_model."
+    rules = [
+        same("logit_scale", "log_scale"),
+        same("visual_projection.weight", "image.head.weight"),
+        same("text_projection.weight", "projection.weight"),
+        same(f"{v}embeddings.class_embedding", "image.class_token"),
+        patch_rule(f"{v}embeddings.patch_embedding.weight", "image.embedding.linear.weight", config.image),
+        same(f"{v}embeddings.position_embedding.weight", "image.positions"),
+        *pairs(v, "image.", {"pre_layrnorm": "first_norm", "post_layernorm": "norm"}),
+        same(f"{t}embeddings.token_embedding.weight", "text.embedding"),
+        same(f"{t}embeddings.position_embedding.weight", "text.positions.weight"),
+        *pairs(t, "text.", {"final_layer_norm": "final_norm"}),
+    ]
+    for theirs, ours, n_layers in ((v, "image", config.image.n_layers), (t, "text", config.text.n_layers)):
+        for n in range(n_layers):
+            rules += pairs(f"{theirs}encoder.layers.{n}.", f"{ours}.blocks.{n}.", _BLOCK)
+    return rules
+
+
+def _build(config: ClipConfig, dtype: torch.dtype) -> DualEncoder:
+    return DualEncoder(ViT(**config.image.model_dump(), dtype=dtype), Encoder(config.text, dtype=dtype))
+
+
+def _describe(model: DualEncoder) -> ClipConfig:
+    if not isinstance(model.image, ViT):
+        raise ConfigError(f"the image tower is a {type(model.image).__name__}", expected="a ViT")
+    return ClipConfig(image=model.image.config, text=model.text.config)
+
+
+CLIP = VisionFamily(
+    "clip",
+    DualEncoder,
+    _describe,
+    _build,
+    read_clip,
+    write_clip,
+    clip_rules,
+    spare=r".*\.embeddings\.position_ids",  # 0, 1, 2, ... in old files
+    sub_fields=(("text_config", "bos_token_id"), ("text_config", "pad_token_id")),
+)

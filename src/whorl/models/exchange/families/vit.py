@@ -1,0 +1,205 @@
+"""ViT (Dosovitskiy et al. 2020, arXiv:2010.11929) as `transformers` keeps it, and what CLIP shares with it.
+
+A family of pictures' models is what one of texts is (`family.py`), a table of fields and a table of tensors, both ways,
+but of a network that is no `Transformer`. Two kinds of folders are of this one, and `architectures` tells them apart:
+
+    ViTForImageClassification    tensors "vit. ...", and "classifier"       -> a ViT with a head
+    ViTModel                     the same without the prefix, no classifier -> a ViT with classes = 0, to call `features` of
+
+The subtle part is what lies between a class token and its classifier. A `ViTModel` may hold a "pooler", a dense layer with
+tanh, which the classifier never sees; in most files it is random, and it is left unread, with a warning. And absent fields
+mean what the family's own programs take them for: an eps of 1e-12, where the paper's code has 1e-6.
+
+The first map is a convolution in their files, [d, C, p, p], and a matrix in ours, [d, C p p] (`nn/patches.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from pydantic import BaseModel
+from torch import nn
+
+from whorl.models.exchange.fields import Fields
+from whorl.models.exchange.rules import Rule, converted, same
+from whorl.models.vision.vit import ViT, ViTConfig
+from whorl.nn.mlp import Activation
+
+C = TypeVar("C", bound=BaseModel)
+N = TypeVar("N", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class VisionFamily(Generic[C, N]):
+    """One family of models of pictures.
+
+    model_type: what their `config.json` calls it; network: our class; describe: the configuration of one; build: one
+    of a configuration, computing in a type; spare: a pattern of tensors that may be left unread; lost: the same, with
+    a warning; sub_fields: (object in config.json, field) of what is carried over from a source besides labels.
+    """
+
+    model_type: str
+    network: type[N]
+    describe: Callable[[N], C]
+    build: Callable[[C, torch.dtype], N]
+    read: Callable[[Fields, Collection[str]], C]
+    write: Callable[[C], dict[str, Any]]
+    rules: Callable[[C], list[Rule]]
+    spare: str = ""
+    lost: str = ""
+    sub_fields: tuple[tuple[str, str], ...] = ()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+# Fields of old files, on in every one of them, about generating text or about training; and names of classes.
+OLD_FIELDS = (
+    *("id2label", "label2id", "initializer_factor", "length_penalty", "max_length", "num_beam_groups", "num_beams"),
+    *("num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tie_word_embeddings", "top_k", "top_p"),
+    *("typical_p", "tokenizer_class", "dropout", "output_attentions", "output_hidden_states"),
+)  # fmt: skip
+
+
+def read_blocks(fields: Fields, width: int, hidden: int, n_heads: int, act: str) -> dict[str, Any]:
+    """The arguments that all towers have. The others are what an absent field means."""
+    return {
+        "d_model": fields.get("hidden_size", int, width),
+        "n_layers": fields.get("num_hidden_layers", int, 12),
+        "n_heads": fields.get("num_attention_heads", int, n_heads),
+        "mlp": fields.choose("hidden_act", ACTIVATIONS, act),
+        "mlp_hidden": fields.get("intermediate_size", int, hidden),
+    }
+
+
+def read_grid(fields: Fields, patch: int) -> dict[str, Any]:
+    """Pixels of a picture and of a patch. patch: what an absent one means."""
+    return {
+        "image_size": _side(fields, "image_size", 224),
+        "patch": _side(fields, "patch_size", patch),
+        "channels": fields.get("num_channels", int, 3),
+    }
+
+
+def _side(fields: Fields, name: str, default: int) -> int:
+    """A number, or a pair of equal numbers."""
+    if not isinstance(pair := fields.data.get(name), list):
+        return fields.get(name, int, default)
+    fields.skip(name)
+    if len(pair) != 2 or pair[0] != pair[1] or not isinstance(pair[0], int):
+        raise fields.wrong(name, "a square")
+    return pair[0]
+
+
+def write_blocks(d_model: int, n_layers: int, n_heads: int, mlp: Activation, hidden: int) -> dict[str, Any]:
+    acts = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+    return {
+        "hidden_size": d_model,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
+        "hidden_act": acts.get(mlp, mlp),
+        "intermediate_size": hidden,
+    }
+
+
+def write_grid(config: ViTConfig) -> dict[str, Any]:
+    return {"image_size": config.image_size, "patch_size": config.patch, "num_channels": config.channels}
+
+
+def pairs(theirs: str, ours: str, names: dict[str, str]) -> list[Rule]:
+    """A weight and a bias for each pair of names, their prefixes before them."""
+    return [
+        same(f"{theirs}{a}.{kind}", f"{ours}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")
+    ]  # fmt: skip
+
+
+def patch_rule(theirs: str, ours: str, config: ViTConfig) -> Rule:
+    """A convolution's kernel as a matrix."""
+    kernel = (config.channels, config.patch, config.patch)
+    return converted(theirs, ours, lambda t: t.flatten(1), lambda t: t.reshape(len(t), *kernel))
+
+
+HEADS = {"ViTForImageClassification": True, "ViTModel": False}
+
+
+def read_vit(fields: Fields, ignore: Collection[str] = ()) -> ViTConfig:
+    named = fields.get("architectures", list)
+    if len(named) != 1 or named[0] not in HEADS:
+        raise fields.wrong("architectures", " or ".join(f"[{name!r}]" for name in HEADS))
+    classes = 0
+    if HEADS[named[0]]:
+        labels = fields.optional("id2label", dict)
+        classes = fields.get("num_labels", int, 2) if labels is None else len(labels)
+        if not classes:
+            raise fields.wrong("id2label", "at least one label")
+    fields.must_be("qkv_bias", True)
+    fields.skip("num_labels", "hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride")
+    fields.skip("pooler_act", "pooler_output_size", *OLD_FIELDS)
+    config = ViTConfig(
+        **read_grid(fields, 16),
+        **read_blocks(fields, 768, 3072, 12, "gelu"),
+        classes=classes,
+        eps=fields.get("layer_norm_eps", float, 1e-12),
+    )
+    fields.finish(ignore)
+    return config
+
+
+def write_vit(config: ViTConfig) -> dict[str, Any]:
+    c = config
+    fields = {
+        "architectures": [name for name, head in HEADS.items() if head == (c.classes > 0)],
+        "layer_norm_eps": c.eps,
+        "qkv_bias": True,
+        **write_grid(c),
+        **write_blocks(c.d_model, c.n_layers, c.n_heads, c.mlp, c.mlp_hidden),
+    }
+    if not c.classes:
+        return fields
+    labels = [f"LABEL_{n}" for n in range(c.classes)]  # how many there are is said by nothing else
+    return fields | {
+        "id2label": {str(n): label for n, label in enumerate(labels)},
+        "label2id": {label: n for n, label in enumerate(labels)},
+    }
+
+
+_BLOCK = {
+    "layernorm_before": "attention_norm",
+    "attention.attention.query": "attention.q",
+    "attention.attention.key": "attention.k",
+    "attention.attention.value": "attention.v",
+    "attention.output.dense": "attention.out",
+    "layernorm_after": "mlp_norm",
+    "intermediate.dense": "mlp.up",
+    "output.dense": "mlp.down",
+}
+
+
+def vit_rules(config: ViTConfig) -> list[Rule]:
+    p = "vit." if config.classes else ""
+    patches = f"{p}embeddings.patch_embeddings.projection"
+    rules = [
+        patch_rule(f"{patches}.weight", "embedding.linear.weight", config),
+        same(f"{patches}.bias", "embedding.linear.bias"),
+        converted(f"{p}embeddings.cls_token", "class_token", lambda t: t[0, 0], lambda t: t[None, None]),
+        converted(f"{p}embeddings.position_embeddings", "positions", lambda t: t[0], lambda t: t[None]),
+        *pairs(p, "", {"layernorm": "norm"}),
+    ]
+    for n in range(config.n_layers):
+        rules += pairs(f"{p}encoder.layer.{n}.", f"blocks.{n}.", _BLOCK)
+    return rules + (pairs("", "", {"classifier": "head"}) if config.classes else [])
+
+
+def _build(config: ViTConfig, dtype: torch.dtype) -> ViT:
+    return ViT(**config.model_dump(), dtype=dtype)
+
+
+VIT = VisionFamily(
+    "vit", ViT, lambda model: model.config, _build, read_vit, write_vit, vit_rules, lost=r"pooler\.dense\..*"
+)

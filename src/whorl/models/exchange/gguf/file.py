@@ -1,0 +1,215 @@
+"""GGUF: one file with shape, weights and vocabulary, as llama.cpp and the programs over it read it.
+
+    export_gguf(model, Path("mine.gguf"), source=Path("folder-with-tokenizer"), dtype=torch.float16)
+
+`gguf_shape.py` finds the architecture and writes its numbers, `gguf_tokens.py` the vocabulary. Here are the tensors: the
+rules of the families give them by Hugging Face's names, the `gguf` package maps the names, and what remains is this.
+
+- llama turns neighbouring features (2 i, 2 i + 1), so rows of queries and keys change places; the other architectures turn
+  halves, as we do. DeepSeek's are neighbours on both sides.
+- Norms of Gemma hold 1 + weight. GPT-2's matrices are [d_out, d_in] here. Experts are one tensor a layer, [E, d_out, d_in].
+- DeepSeek's `kv_b` is cut, a head at a time, into the part of the keys, transposed, and that of the values: llama.cpp works
+  on the latent itself, as `nn/attention/mla.py` does in decoding.
+- Llama 3's stretched positions are a tensor of divisors, one for each wave.
+
+Norms and all vectors are fp32, as llama.cpp wants them; the router's matrix and learned positions too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.models.exchange.gguf.architecture import Shape, all_heads, write_fields
+from whorl.models.exchange.gguf.vocabulary import read_vocabulary
+from whorl.models.exchange.rules import Rule
+from whorl.models.transformer import Transformer
+from whorl.models.transformer_config import Heads, LatentHeads
+from whorl.nn.positions.rotary import rotary_frequencies, to_interleaved
+
+State = Mapping[str, Tensor]
+Make = Callable[[State], Tensor]
+FULL = ("ffn_gate_inp.", "position_embd.", "rope_freqs.")
+FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
+
+
+def export_gguf(
+    model: Transformer, file: Path, *, source: Path | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Writes a model as one GGUF file. Memory: one tensor beyond the model.
+
+    Args:
+        source: a folder with `tokenizer.json`; special ids are looked for in `tokenizer_config.json`,
+            `generation_config.json` and `config.json` beside it. None for a file without a vocabulary.
+        dtype: of the matrices: float32, float16 or bfloat16; None keeps each as it is.
+
+    Raises:
+        ConfigError: llama.cpp has no such network (the field is named); the tokenizer has no GGUF form; `file` is there;
+            a weight is too large for float16; the `gguf` package is missing.
+        CheckpointError: a file of the tokenizer is missing or damaged.
+    """
+    gguf = _library()
+    if not isinstance(model, Transformer):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}",
+            expected="a Transformer",
+            do="our own small models have n-gram memories and smeared keys, which llama.cpp lacks",
+        )
+    if file.exists():
+        raise ConfigError(f"{file} exists", expected="a new file", do="name another, or remove it first")
+    known = " or ".join(map(str, FILE_TYPES))
+    if dtype is not None and dtype not in FILE_TYPES:
+        raise ConfigError(f"dtype is {dtype}", expected=known)
+    shape = Shape.of(model.config)
+    vocabulary = read_vocabulary(source, model.config.vocab_size)
+    own = model.state_dict()
+    makes = dict(_Tensors(gguf, shape).all())
+    empty = {name: torch.empty(t.shape, device="meta", dtype=t.dtype) for name, t in own.items()}
+    sizes = {name: make(empty) for name, make in makes.items()}
+    kinds = {name: _kind(name, t, dtype) for name, t in sizes.items()}
+    if strange := set(kinds.values()) - FILE_TYPES.keys():
+        raise ConfigError(f"weights are {strange.pop()}", expected=known, do="pass `dtype`")
+
+    draft = file.with_name(f".{file.name}.{os.getpid()}.partial")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(draft, shape.architecture)
+    try:
+        writer.add_name(file.stem)
+        writer.add_file_type(FILE_TYPES[dtype or own["embedding"].dtype])
+        write_fields(writer, shape)
+        vocabulary.add_to(writer)
+        names = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+        for name, kind in kinds.items():
+            raw = gguf.GGMLQuantizationType[names[kind]]
+            bytes_ = sizes[name].numel() * kind.itemsize
+            writer.add_tensor_info(name, list(sizes[name].shape), np.dtype("f4"), bytes_, raw_dtype=raw)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, make in makes.items():
+            tensor = _cast(name, make(own).detach().cpu(), kinds[name])
+            writer.write_tensor_data(tensor.contiguous().view(torch.uint8).numpy())
+        writer.close()
+        draft.rename(file)
+    finally:
+        writer.close()
+        draft.unlink(missing_ok=True)
+
+
+def _library() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError(
+            "the package `gguf` is not installed",
+            expected="the writer of GGUF files",
+            do="pip install gguf",
+        ) from error
+    return gguf
+
+
+def _kind(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The type that a tensor is written in."""
+    full = tensor.dim() == 1 or any(part in name for part in FULL)
+    return torch.float32 if full else dtype or tensor.dtype
+
+
+def _cast(name: str, tensor: Tensor, kind: torch.dtype) -> Tensor:
+    cast = tensor.to(kind)
+    if kind == torch.float16 and not cast.isfinite().all():
+        raise ConfigError(
+            f"tensor {name!r} holds {tensor.abs().max():.4g}", expected="at most 65504", do="choose bfloat16"
+        )
+    return cast
+
+
+class _Tensors:
+    """GGUF's tensors: name -> how it is made of ours."""
+
+    def __init__(self, gguf: Any, shape: Shape) -> None:
+        self.shape, self.config = shape, shape.config
+        arch = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[shape.architecture]
+        self._names = gguf.get_tensor_name_map(arch, shape.config.n_layers)
+
+    def all(self) -> Iterator[tuple[str, Make]]:
+        """(name, how) of each, in the order in which they are written."""
+        parts: dict[str, list[Make]] = {}
+        for rule in self.shape.family.rules(self.config):
+            for n, theirs in enumerate(rule.theirs):
+                merged = re.sub(r"\.experts\.\d+\.", ".experts.", theirs)
+                parts.setdefault(merged, []).append(self._pushed(rule, n, theirs))
+        for theirs, makes in parts.items():
+            if theirs.endswith("kv_b_proj.weight"):
+                layer = int(theirs.split(".")[2])
+                yield f"blk.{layer}.attn_k_b.weight", lambda own, make=makes[0]: self._kv(make(own))[0].mT  # type: ignore[misc]
+                yield f"blk.{layer}.attn_v_b.weight", lambda own, make=makes[0]: self._kv(make(own))[1]  # type: ignore[misc]
+            elif len(makes) > 1 or ".experts." in theirs:
+                yield self._name(theirs), lambda own, makes=makes: torch.stack([m(own) for m in makes])  # type: ignore[misc]
+            else:
+                yield self._name(theirs), makes[0]
+        if self.config.tie_embeddings and self.shape.architecture == "qwen2moe":
+            yield "output.weight", lambda own: own["embedding"]
+        heads = all_heads(self.config)
+        rope = heads[0].rope if heads else None
+        if rope is not None and rope.scaling is not None and rope.scaling.kind == "llama3":
+            plain, stretched = (
+                rotary_frequencies(heads[0].head_dim, rope.base, s) for s in (None, rope.scaling)
+            )
+            yield "rope_freqs.weight", lambda own: plain / stretched
+
+    def _name(self, theirs: str) -> str:
+        stem, _, suffix = theirs.rpartition(".")
+        if theirs.endswith("e_score_correction_bias"):
+            stem, suffix = theirs.removesuffix("_bias"), "bias"
+        name = self._names.get_name(stem)
+        assert name is not None, theirs  # every family in ARCHITECTURES is tested
+        return f"{name}.{suffix}"
+
+    def _pushed(self, rule: Rule, n: int, theirs: str) -> Make:
+        """Tensor `n` of a rule, in GGUF's form."""
+        finish = self._finish(theirs)
+
+        def make(own: State) -> Tensor:
+            ours = [own[name] for name in rule.ours]
+            out: Tensor = finish(rule.push([t.float() for t in ours])[n])
+            return out if out.dim() == 1 else out.to(ours[0].dtype)
+
+        return make
+
+    def _finish(self, theirs: str) -> Callable[[Tensor], Tensor]:
+        c, architecture = self.config, self.shape.architecture
+        found = re.search(r"(?:layers|h)\.(\d+)\..*?(\w+)\.(weight|bias)$", theirs)
+        layer, part = (int(found[1]), found[2]) if found else (0, "")
+        mixer = c.layer_mixers()[layer]
+        gain = self.shape.gain[layer] if isinstance(mixer, Heads) else 1.0
+        scaled = "q_norm" if isinstance(mixer, Heads) and mixer.qk_norm else "q_proj"
+
+        def finish(t: Tensor) -> Tensor:
+            if theirs.endswith("norm.weight") and c.norm_offset:
+                t = t + c.norm_offset
+            if architecture == "gpt2" and t.dim() == 2 and found:
+                t = t.t()
+            if part == scaled and gain != 1.0:
+                t = t * gain
+            if architecture == "llama" and part in ("q_proj", "k_proj") and not self.shape.turned:
+                assert isinstance(mixer, Heads)
+                n_heads = mixer.n_heads if part == "q_proj" else mixer.n_kv_heads
+                t = to_interleaved(t, n_heads, mixer.head_dim)
+            return t.squeeze(0) if part == "shared_expert_gate" else t
+
+        return finish
+
+    def _kv(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """[H (nope + v), rank] -> keys' part [H, nope, rank], values' part [H, v, rank]."""
+        mixer = self.config.layer_mixers()[0]
+        assert isinstance(mixer, LatentHeads)
+        heads = t.view(mixer.n_heads, -1, t.shape[-1])
+        return heads[:, : mixer.nope_dim], heads[:, mixer.nope_dim :]

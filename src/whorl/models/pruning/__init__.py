@@ -1,0 +1,1 @@
+"""Pruning: structured, and by the optimal brain surgeon."""

@@ -1,0 +1,1 @@
+"""Weight quantisation of trained models: round to nearest and GPTQ."""

@@ -1,0 +1,215 @@
+"""A language model whose matrices are kept in few bits: which of them, and how such a model lies on disk.
+
+The folder is that of any model (`files.py`) with two differences: config.json also says `quantisation`, the scheme; and in
+model.safetensors a quantised matrix NAME.weight is NAME.codes and NAME.scales (`nn/quantized_linear.py`), the n-gram tables
+memory.codes_N and memory.scales_N, and the head head_product.codes and .scales. `load_model` reads both.
+
+What stays as it was: the embedding, norms, routers, mixtures' experts, matrices that a layer reads otherwise than through
+`Linear.forward` (a latent's kv_b, which is absorbed; recurrences'), and those with fewer than 16 rows or columns, the gates.
+
+The subtle part is a tied model: its head product is quantised, the embedding that it is tied to is not, and both are kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from whorl.errors import CheckpointError, ConfigError
+from whorl.nn.attention import Latent
+from whorl.nn.linear import Linear
+from whorl.nn.mamba import Mamba
+from whorl.nn.ngram import NGramMemory
+from whorl.nn.quantized_linear import Format, QuantisedLinear, QuantisedMemory
+from whorl.nn.recurrent import Recurrent
+
+if TYPE_CHECKING:
+    from whorl.models.language_model import LanguageModel
+
+FIELD = "quantisation"  # of config.json
+HEAD = "head_product"
+LEAST_EXTENT = 16
+
+
+class Scheme(BaseModel):
+    """In which bits a model's matrices are kept."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Format = "int8"
+    group: int | None = Field(
+        default=None, ge=2, description="columns that share a scale; default: a row's all"
+    )
+    dynamic: bool = Field(default=False, description="activations are rounded too, row by row")
+    rounding: str = Field(
+        default="nearest", pattern="^(nearest|calibrated)$", description="how the codes were found"
+    )
+    head: bool = Field(default=False, description="the output matrix too: int8, a scale for each row")
+    memory: bool = Field(default=False, description="n-gram tables too: int8, a scale for each row")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Scheme:
+        if self.dynamic and (self.group is not None or self.format == "int4"):
+            raise ValueError("dynamic needs one scale a row: int8 or fp8, without a group")
+        if self.group is not None and self.group % 2:
+            raise ValueError(f"group ({self.group}) must be even")
+        return self
+
+    def __str__(self) -> str:
+        parts = [self.format, *(["dynamic"] if self.dynamic else [])]
+        parts += [f"groups of {self.group}"] if self.group else []
+        parts += [self.rounding] if self.rounding != "nearest" else []
+        return ", ".join(parts)
+
+
+def read_apart(model: nn.Module) -> set[str]:
+    """Names of the layers whose weight is read otherwise than through `Linear.forward`."""
+    inside = {Latent: ("kv_b",), Mamba: ("delta",), Recurrent: ("inward", "recurrent")}
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for kind, names in inside.items()
+        if isinstance(module, kind)
+        for name in names
+    }
+
+
+def matrices_of(model: nn.Module) -> list[str]:
+    """Names of the layers of the blocks whose matrices may be kept in few bits (see the top of this file)."""
+    apart = read_apart(model)
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, Linear) and name.startswith("blocks.") and name not in apart
+        and min(module.weight.shape) >= LEAST_EXTENT
+    ]  # fmt: skip
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of the one called `name`."""
+    owner, _, last = name.rpartition(".")
+    setattr(model.get_submodule(owner), last, module)
+
+
+def head_layer(model: LanguageModel) -> Linear:
+    """The output matrix as a layer."""
+    with torch.device("meta"):
+        layer = Linear(*reversed(model.head_weight.shape), std=0.0)
+    layer.weight = nn.Parameter(model.head_weight.detach(), requires_grad=False)
+    return layer
+
+
+def put_head(model: LanguageModel, layer: QuantisedLinear) -> None:
+    """Lets `layer` make the logits; an output matrix of the model's own is given up."""
+    model.head = None
+    setattr(model, HEAD, layer)
+
+
+def save_quantised(model: LanguageModel, folder: Path) -> None:
+    """Writes `config.json` and `model.safetensors`; the rest of the weights as they are (fp32 unless they were cast)."""
+    scheme = model.scheme
+    assert isinstance(scheme, Scheme)
+    config = model.config.model_dump(mode="json")
+    if type(model).__name__ == "Transformer":
+        config = {"architectures": ["Transformer"], "model_type": "whorl", "transformer": config}
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**config, FIELD: scheme.model_dump(mode="json")}, indent=2)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+    state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_quantised(
+    folder: Path,
+    scheme_data: Any,
+    make: Callable[[], LanguageModel],
+    dtype: torch.dtype,
+    device: str,
+) -> LanguageModel:
+    """The model that `save_quantised` wrote.
+
+    Args:
+        scheme_data: what config.json says under `quantisation`.
+        make: gives an untrained model of its shape.
+
+    Raises:
+        CheckpointError: a file is damaged, or a tensor is missing, unknown, or of another shape or type.
+    """
+    where = folder / "model.safetensors"
+    try:
+        scheme = Scheme.model_validate(scheme_data)
+        found: Mapping[str, Tensor] = load_file(where, device=device)
+    except (OSError, ValueError, SafetensorError, ValidationError) as error:
+        raise CheckpointError(
+            f"no model could be read from {folder}: {error}",
+            expected="config.json and model.safetensors as `whorl quantise` writes them",
+        ) from error
+    with torch.device("meta"):
+        model = make()
+    if any(name not in model.state_dict() for name, _ in model.named_buffers()):
+        model = make()  # buffers that are not stored must be made
+    with torch.device("meta"):
+        _shape_like(model, scheme, [n.removesuffix(".codes") for n in found if n.endswith(".codes")], where)
+    wanted = {name: (tuple(t.shape), _kind(t)) for name, t in model.state_dict().items()}
+    given = {name: (tuple(t.shape), _kind(t)) for name, t in found.items()}
+    if wanted != given:
+        name = min(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
+        raise CheckpointError(
+            f"{where}: tensor {name!r} is {given.get(name, 'missing')}",
+            expected=f"{wanted.get(name, 'no such tensor')} by config.json",
+        )
+    # Copied: a file's tensors begin anywhere, and kernels read whole lines of memory.
+    model.load_state_dict({name: t.clone() for name, t in found.items()}, assign=True)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for layer in model.modules():
+        if isinstance(layer, Linear) and not isinstance(layer, QuantisedLinear):
+            layer.weight.data = layer.weight.data.to(dtype)
+    if model.head is not None:
+        model.head.data = model.head.data.to(dtype)
+    return model.to(device).eval()
+
+
+def _kind(t: Tensor) -> str:
+    """Floating point is floating point: the type in which it is kept may be chosen."""
+    return "float" if t.dtype in (torch.float32, torch.bfloat16, torch.float16) else str(t.dtype)
+
+
+def _shape_like(model: LanguageModel, scheme: Scheme, names: list[str], where: Path) -> None:
+    """Empty quantised layers in the places that a file names."""
+    for name in names:
+        if name == HEAD:
+            vocab, d = model.head_weight.shape
+            put_head(model, QuantisedLinear(d, vocab, "int8"))
+            continue
+        try:
+            layer = model.get_submodule(name)
+        except AttributeError:
+            layer = None
+        if not isinstance(layer, Linear):
+            raise CheckpointError(
+                f"{where}: tensor '{name}.codes' is of no matrix",
+                expected="layers of the model in config.json",
+            )
+        d_out, d_in = layer.weight.shape
+        bias = layer.bias is not None
+        try:
+            put(
+                model,
+                name,
+                QuantisedLinear(d_in, d_out, scheme.format, scheme.group, dynamic=scheme.dynamic, bias=bias),
+            )
+        except ConfigError as error:
+            raise CheckpointError(f"{where}: {name}: {error.what}", expected=error.expected) from error
+    memory = getattr(model, "memory", None)
+    if scheme.memory and isinstance(memory, NGramMemory):
+        model.memory = QuantisedMemory(memory.orders, memory.buckets, memory.tables[0].shape[1])
+    model.scheme = scheme

@@ -1,0 +1,1 @@
+"""Vision models: ViT, ResNet, and vision-language models."""

@@ -1,0 +1,125 @@
+"""Bridges between pictures and words: one that compares them, one that puts them into words.
+
+`DualEncoder`, CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3). Two towers that never meet but in a product:
+
+    x = unit(image tower(pictures))      y = unit(text tower(ids))      scores = exp(t) x y^T        [N, M]
+
+It is trained by `objectives.contrastive.info_nce`. The temperature is learned, as t = log of the scale, from 1 / 0.07 and
+bounded at 100 (section 2.5). The subtle part is the bound: past a plain clamp there is no gradient, and a t that Adam's
+momentum once carried over it would stay there for good. `bounded` stops only the gradient that pushes further out.
+
+`Captioner`, Flamingo (Alayrac et al. 2022, arXiv:2204.14198, section 2.2 and figure 4). Both parts exist already and are
+frozen; between the language model's blocks come new layers that look at the picture:
+
+    h += tanh(a) attention(norm(h), picture);   h += tanh(b) mlp(norm(h))       a = b = 0 at first
+
+So at first the language model is unchanged, to the bit (a test), and what it knows is not undone by random layers. The
+subtle part: everywhere else in this house the last matrix of a branch starts at 0. Together with a gate of 0 that is a dead
+start: the gate's gradient is the branch (0), and the branch's gradient carries the gate (0). Here the gate alone is 0, and
+the last matrices are drawn.
+
+Shapes: pictures [B, C, H, W]; their tokens [B, N, d_image]; ids [B, T]; h [B, T, d_model].
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.models.cost import Costed
+from whorl.models.encoder import Encoder
+from whorl.models.vision.resnet import ResNet
+from whorl.models.vision.vit import MLPMixer, ViT
+from whorl.nn.linear import Linear
+
+FIRST_SCALE, LARGEST_SCALE = 1 / 0.07, 100.0
+
+
+def bounded(raw: Tensor, largest: float) -> Tensor:
+    """min(raw, largest), through which a gradient that would lower raw still passes.  raw: any shape."""
+    value = raw + (raw.clamp(max=largest) - raw).detach()
+    if value.requires_grad:
+        over = raw.detach() > largest
+        value.register_hook(lambda g: g.masked_fill(over & (g < 0), 0.0))  # type: ignore[no-untyped-call]
+    return value
+
+
+class DualEncoder(Costed):
+    """A picture tower and a text tower with one space of unit vectors (see the top of this file).
+
+    Args:
+        image: its `classes` are the width of the common space. Its head becomes the projection and is drawn anew, for it
+            starts at 0, and a vector of 0 has no direction.
+        text: projected to the same width here; its classifier, if any, is not used.
+        generator: of both projections.
+        largest_scale: the bound of the inverse temperature.
+
+    Raises:
+        ConfigError: the picture tower has no head.
+    """
+
+    def __init__(
+        self,
+        image: ViT | ResNet | MLPMixer,
+        text: Encoder,
+        generator: torch.Generator | None = None,
+        largest_scale: float = LARGEST_SCALE,
+    ) -> None:
+        super().__init__()
+        if image.head is None:
+            raise ConfigError("classes of the image tower is 0", expected="the width of the common space")
+        self.image, self.text, self.largest_scale = image, text, largest_scale
+        d_joint, d_image = image.head.weight.shape
+        nn.init.normal_(image.head.weight, std=d_image**-0.5, generator=generator)
+        d_text = text.config.d_model
+        self.projection = Linear(d_text, d_joint, std=d_text**-0.5, generator=generator)
+        self.log_scale = nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
+
+    @property
+    def scale(self) -> Tensor:
+        """[] the inverse temperature, at most `largest_scale`."""
+        return bounded(self.log_scale, math.log(self.largest_scale)).exp()
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """[B, C, H, W] -> [B, d_joint] unit vectors, fp32."""
+        return F.normalize(self.image(images), dim=-1)
+
+    def embed_texts(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """ids [B, T], mask [B, T] True = a real token -> [B, d_joint] unit vectors, fp32; 0 for a row without tokens.
+
+        A tower with an `end_id` refuses such a row (ConfigError).
+        """
+        return F.normalize(self.projection(self.text.pool(ids, mask)), dim=-1)
+
+    def forward(
+        self, images: Tensor, ids: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """N pairs -> what `info_nce` takes: x [N, d_joint], y [N, d_joint], scale []."""
+        return self.embed_images(images), self.embed_texts(ids, mask), self.scale
+
+    def scores(self, images: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        """N pictures, M texts -> [N, M] fp32 logits of which text belongs to a picture (and of the reverse, transposed).
+
+        With texts that name classes this is a classifier that was trained on none of them (section 3.1.2).
+        """
+        x, y, scale = self(images, ids, mask)
+        return cast(Tensor, scale * (x @ y.T))
+
+    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Pairs of a picture of the side `size` and the longest text."""
+        pictures = torch.zeros(batch, self.image.channels, size, size, device=device)
+        return pictures, *self.text.example(batch, self.text.config.max_length, device)
+
+    def params(self) -> dict[str, int]:
+        """Parameters: total (with the scale), all of them active; image; text (with its projection); embedding."""
+        image, text, projection = (
+            sum(p.numel() for p in part.parameters()) for part in (self.image, self.text, self.projection)
+        )
+        total = image + text + projection + 1
+        sizes = {"image": image, "text": text + projection, "embedding": self.text.embedding.numel()}
+        return {"total": total, "active": total, **sizes}

@@ -1,0 +1,392 @@
+"""Multi-head attention with everything that published decoders and encoders vary, and its state for decoding.
+
+Told as differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), each an argument of `MultiHead`:
+
+- n_kv_heads: fewer key heads than query heads; 1 is multi-query (Shazeer 2019, arXiv:1911.02150), in between is
+  grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)
+- rotary, alibi: positions that turn (arXiv:2104.09864), or that are a bias (arXiv:2108.12409)
+- qk_norm: RMS norm of queries and keys over head_dim, with gains (arXiv:2010.04245; as in Qwen 3, Gemma 3)
+- softcap, sink: what the scores go through (`nn/attention/backends.py`)
+- window, stride, block, causal: who is seen (`nn/attention/mask.py`)
+- smear: each key mixed with the one before it (`nn/attention/short_conv.py`)
+- context_dim: keys and values are made of another sequence, `context` (cross-attention, sec. 3.2.3)
+- own_keys=False: keys and values of another layer are used (Brandon et al. 2024, arXiv:2405.12981)
+
+Order: project, smear keys, norm, rotate, attend, project. The keys of the state are ready for use: smeared, normed, rotated.
+
+Sharing keys between layers. The lending layer's forward comes in two halves, and the borrower is given the same keys:
+
+    lent = first.keys_values(x, positions=p, segments=s, state=state)     # extends the state of `first`
+    y = first(x, positions=p, segments=s, keys_from=lent)
+    z = second(y, positions=p, segments=s, keys_from=lent)                # made with own_keys=False: no k, no v
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError, one_of
+from whorl.nn.attention.backends import BACKENDS, attend
+from whorl.nn.attention.mask import Mask
+from whorl.nn.attention.paged import PagedState
+from whorl.nn.attention.short_conv import Smear
+from whorl.nn.attention.state import KeyValues, KeyValueState
+from whorl.nn.linear import Linear
+from whorl.nn.norm import RMSNorm
+from whorl.nn.positions.absolute import alibi_slopes
+from whorl.nn.positions.rotary import Rotary
+
+
+class MultiHead(nn.Module):
+    """x: [B, T, d_model] -> [B, T, d_model].  Weights: `q`, `k`, `v`, `out`; `out` starts at 0.
+
+    Args:
+        d_model: width of x.
+        n_heads: query heads.
+        n_kv_heads: key and value heads, a divisor of n_heads; None is n_heads.
+        head_dim: width of a head; None is d_model / n_heads.
+        rotary: turns queries and keys, by `positions`.
+        bias, out_bias: of q, k and v; of out.
+        qk_norm: eps of the norm of queries and keys, gains `q_norm`, `k_norm`; None is no norm.
+        norm_offset: 1.0 for gains 1 + w, as in Gemma.
+        scale: of the products; None is head_dim^-0.5.
+        softcap: bound of the scores.
+        window, stride, block: which keys are seen, in positions (`Mask`).
+        sink: a learned logit a head, 0 at first, in the denominator alone.
+        alibi: distances as a bias, with fixed slopes.
+        smear: keys are mixed with their predecessors.
+        causal: no key after the query; of no effect in cross-attention.
+        context_dim: width of `context`, of which keys and values are made; None is attention to x itself.
+        backend: of `attend`.
+        generator: of the initial weights.
+        own_keys: False for a layer that has no k and v, and is given `keys_from` another.
+
+    Raises:
+        ConfigError: sizes that do not fit; options that have no meaning together.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        rotary: Rotary | None = None,
+        bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: float | None = None,
+        norm_offset: float = 0.0,
+        scale: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+        stride: int | None = None,
+        block: int | None = None,
+        sink: bool = False,
+        alibi: bool = False,
+        smear: bool = False,
+        causal: bool = True,
+        context_dim: int | None = None,
+        backend: str = "auto",
+        generator: torch.Generator | None = None,
+        own_keys: bool = True,
+    ) -> None:
+        super().__init__()
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        if n_heads < 1 or n_kv_heads < 1 or n_heads % n_kv_heads:
+            raise ConfigError(
+                f"n_heads is {n_heads} and n_kv_heads is {n_kv_heads}",
+                expected="n_heads a multiple of n_kv_heads, both at least 1",
+            )
+        if head_dim is None:
+            if d_model % n_heads:
+                raise ConfigError(
+                    f"d_model is {d_model} and n_heads is {n_heads}",
+                    expected="d_model a multiple of n_heads",
+                    do="or give head_dim",
+                )
+            head_dim = d_model // n_heads
+        if rotary is not None and rotary.head_dim != head_dim:
+            raise ConfigError(
+                f"head_dim is {head_dim}, and that of rotary {rotary.head_dim}", expected="the same head_dim"
+            )
+        if backend not in BACKENDS:
+            raise ConfigError(f"backend is {backend!r}", expected=one_of(backend, BACKENDS))
+        if context_dim is not None:
+            given = {"rotary": rotary, "window": window, "stride": stride, "block": block}
+            given |= {"alibi": alibi or None, "smear": smear or None}
+            for name, value in given.items():
+                if value is not None:
+                    raise ConfigError(
+                        f"{name} and context_dim are both given",
+                        expected="one of them: positions of x and of another sequence have no distance",
+                    )
+        if not own_keys and (smear or context_dim is not None):
+            raise ConfigError(
+                "own_keys is False, with smear or context_dim",
+                expected="a layer that makes keys, to use those",
+            )
+        self.d_model, self.n_heads, self.n_kv_heads, self.head_dim = d_model, n_heads, n_kv_heads, head_dim
+        self.rotary, self.scale, self.softcap = rotary, scale, softcap
+        self.backend, self.own_keys, self.context_dim = backend, own_keys, context_dim
+        self.mask = Mask(causal=causal and context_dim is None, window=window, stride=stride, block=block)
+        source = d_model if context_dim is None else context_dim
+        width, kv_width, std = n_heads * head_dim, n_kv_heads * head_dim, 0.6 * source**-0.5
+        self.q = Linear(d_model, width, std=0.6 * d_model**-0.5, bias=bias, generator=generator)
+        self.k = Linear(source, kv_width, std=std, bias=bias, generator=generator) if own_keys else None
+        self.v = Linear(source, kv_width, std=std, bias=bias, generator=generator) if own_keys else None
+        self.out = Linear(width, d_model, std=0.0, bias=out_bias)
+        normed = qk_norm is not None
+        eps = qk_norm or 0.0
+        self.q_norm = RMSNorm(head_dim, eps, norm_offset) if normed else None
+        self.k_norm = RMSNorm(head_dim, eps, norm_offset) if normed and own_keys else None
+        self.sink = nn.Parameter(torch.zeros(n_heads)) if sink else None
+        self.smear = Smear(n_kv_heads) if smear else None
+        slopes = alibi_slopes(n_heads) if alibi else None
+        self.slopes: Tensor | None
+        self.register_buffer("slopes", slopes, persistent=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: KeyValueState | PagedState | None = None,
+        *,
+        key_allowed: Tensor | None = None,
+        context: Tensor | None = None,
+        context_allowed: Tensor | None = None,
+        context_segments: Tensor | None = None,
+        keys_from: KeyValues | PagedState | tuple[Tensor, Tensor] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """x: [B, T, d_model] -> [B, T, d_model].
+
+        Args:
+            positions: [T] or [B, T], for `rotary`; by default those behind the state's.
+            segments: [B, T] documents of a packed row; a state goes on in its last one by default.
+            state: read, and extended by x.
+            key_allowed: [B, T] bool, False where x is padding; without a state (there, give padding a segment).
+            context: [B, Tc, context_dim] of cross-attention; with a state, needed at its first call only.
+            context_allowed: [B, Tc] bool, False where the context is padding.
+            context_segments: [B, Tc] documents of the context, to go with `segments`; without them, all is seen.
+            keys_from: keys and values from another layer's `keys_values` (or a pair of tensors), instead of x's.
+            bias: [H, T, Tk] or [B, H, T, Tk], added to the scores.
+
+        Raises:
+            ConfigError: arguments that do not belong to this layer, or do not fit it; a state that is full.
+        """
+        batch, length = self._check(x)
+        if bias is not None and self.slopes is not None:
+            raise ConfigError("bias is given to a layer with alibi", expected="one bias")
+        if isinstance(state, PagedState) or isinstance(keys_from, PagedState):
+            return self._paged(
+                x, positions, self.keys_values(x, positions, state=state) if keys_from is None else keys_from
+            )
+        if self.context_dim is not None:
+            keys = self._of_context(batch, length, state, context, context_allowed, context_segments)
+        elif context is not None or context_allowed is not None or context_segments is not None:
+            raise ConfigError(
+                "context is given, and context_dim is not", expected="a layer made with context_dim"
+            )
+        elif keys_from is not None:
+            keys = KeyValues(*keys_from)
+            self._check_lent(keys, batch, length)
+            if state is not None and not self.own_keys:
+                state.check(batch, length)
+                state.length += (
+                    length  # it counts, so that the layers of a model agree; the keys are the lender's
+                )
+        else:
+            keys = self.keys_values(x, positions, segments, state, key_allowed=key_allowed)  # type: ignore[assignment]
+        offset = 0 if self.context_dim is not None else keys.k.shape[2] - length
+        q = self._queries(x, positions, keys.start + offset)
+        mask = self._mask(keys, segments, offset, length)
+        y = attend(
+            q.transpose(1, 2),
+            keys.k.to(q.dtype),
+            keys.v.to(q.dtype),
+            mask,
+            scale=self.scale,
+            bias=self.slopes if bias is None else bias,
+            softcap=self.softcap,
+            sink=self.sink,
+            backend=self.backend,
+        )
+        out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
+        return out
+
+    def _queries(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
+        """[B, T, n_heads, head_dim], normed and turned."""
+        q = self.q(x).view(*x.shape[:2], self.n_heads, self.head_dim)
+        return self._turned(q if self.q_norm is None else self.q_norm(q), positions, start)
+
+    def _paged(self, x: Tensor, positions: Tensor | None, keys: object) -> Tensor:
+        """The rest of the forward for rows one behind another, whose past is in pages.  x: [1, N, d_model]."""
+        assert isinstance(keys, PagedState)
+        q = self._queries(x, positions, 0).transpose(1, 2)
+        y = keys.attend(q, self.mask, self.scale, self.slopes, self.softcap, self.sink, self.backend)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return out
+
+    def keys_values(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        segments: Tensor | None = None,
+        state: KeyValueState | PagedState | None = None,
+        *,
+        key_allowed: Tensor | None = None,
+    ) -> KeyValues | PagedState:
+        """What the queries of x attend to: the state's keys, which is extended, and those of x.  Arguments as in `forward`.
+
+        Raises:
+            ConfigError: as `forward`; the layer has no keys of its own.
+        """
+        batch, length = self._check(x)
+        if self.k is None or self.v is None:
+            raise ConfigError("keys_from is missing", expected="another layer's keys: own_keys is False")
+        if segments is not None and segments.shape != (batch, length):
+            raise ConfigError(
+                f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
+            )
+        start = 0
+        short = state if isinstance(state, PagedState) or state is None else state.short
+        if isinstance(state, KeyValueState):
+            if key_allowed is not None:
+                raise ConfigError(
+                    "key_allowed is given with a state",
+                    expected="segments: padding as a document of its own, which no other sees",
+                )
+            state.check(batch, length)
+            segments = state.named(segments, batch, length)
+            start = state.length
+        k = self.k(x).view(batch, length, self.n_kv_heads, self.head_dim)
+        v = self.v(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
+        if self.smear is not None:
+            k = self.smear(k, segments, short)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        k = self._turned(k, positions, start).transpose(1, 2)
+        if state is None:
+            return KeyValues(k, v, segments, key_allowed)
+        if isinstance(state, PagedState):
+            state.put(k, v)
+            return state
+        return state.extend(k, v, segments)
+
+    def new_state(
+        self,
+        batch: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> KeyValueState:
+        """Empty, for `batch` rows of up to `capacity` positions; a window keeps its own length of them.
+
+        Raises:
+            ConfigError: `batch` or `capacity` below 1; the layer is not causal, so later positions change earlier ones.
+        """
+        if self.context_dim is None and not self.mask.causal:
+            raise ConfigError(
+                "causal is False", expected="a causal layer: decoding has no later positions to see"
+            )
+        for name, value in (("batch", batch), ("capacity", capacity)):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}", expected="at least 1")
+        room = capacity
+        if self.context_dim is not None or not self.own_keys:
+            room = 0
+        elif self.mask.window is not None and self.mask.block is None and self.mask.causal:
+            room = min(capacity, self.mask.window - 1)
+        k, v = (
+            torch.zeros(batch, self.n_kv_heads, room, self.head_dim, dtype=dtype, device=device) for _ in "kv"
+        )
+        short = None
+        if self.smear is not None:
+            short = self.smear.new_state(batch, self.head_dim, dtype=dtype, device=device)
+        return KeyValueState(k, v, capacity, short=short)
+
+    def _turned(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
+        """x: [B, T, heads, head_dim], by its positions, or those from `start` on -> the same shape and type."""
+        if self.rotary is None:
+            return x
+        stop = start + x.shape[1]
+        tables = (
+            self.rotary.between(start, stop, x.device) if positions is None else self.rotary.at(positions)
+        )
+        return self.rotary.turn(x, tables).to(x.dtype)
+
+    def _mask(self, keys: KeyValues, segments: Tensor | None, offset: int, length: int) -> Mask:
+        """The layer's mask, with what is known of these queries and keys."""
+        ours, theirs = segments, keys.segments
+        if self.context_dim is not None:
+            if theirs is not None and ours is None:
+                raise ConfigError(
+                    "the context has segments and x has none", expected="segments: which belong to which"
+                )
+            ours = None if theirs is None else ours
+        elif theirs is not None and ours is None:
+            ours = theirs[:, offset : offset + length]  # the state's: each row went on in its last document
+        elif theirs is None and ours is not None:
+            if offset > 0:
+                raise ConfigError(
+                    "segments are given, and keys_from has none of its earlier positions",
+                    expected="keys_from as a KeyValues with segments",
+                )
+            theirs = ours
+        return replace(
+            self.mask, query_segments=ours, key_segments=theirs, key_allowed=keys.allowed, offset=offset
+        )
+
+    def _of_context(
+        self,
+        batch: int,
+        length: int,
+        state: KeyValueState | None,
+        context: Tensor | None,
+        allowed: Tensor | None,
+        segments: Tensor | None,
+    ) -> KeyValues:
+        """Keys and values of the context, or those that the state has of it."""
+        assert self.k is not None and self.v is not None
+        if state is not None:
+            state.check(batch, length)
+            state.length += length
+        if context is None:
+            if state is None or state.context is None:
+                raise ConfigError(
+                    "context is missing", expected="[B, Tc, context_dim]: the layer attends to it"
+                )
+            return state.context
+        if context.dim() != 3 or context.shape[0] != batch or context.shape[2] != self.context_dim:
+            raise ConfigError(
+                f"context has the shape {list(context.shape)}", expected=f"[{batch}, Tc, {self.context_dim}]"
+            )
+        k, v = (made(context).view(batch, -1, self.n_kv_heads, self.head_dim) for made in (self.k, self.v))
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        keys = KeyValues(k.transpose(1, 2), v.transpose(1, 2), segments, allowed)
+        if state is not None:
+            state.context = keys
+        return keys
+
+    def _check(self, x: Tensor) -> tuple[int, int]:
+        """-> (B, T)."""
+        if x.dim() != 3 or x.shape[-1] != self.d_model:
+            raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
+        return x.shape[0], x.shape[1]
+
+    def _check_lent(self, keys: KeyValues, batch: int, length: int) -> None:
+        have = keys.k.shape
+        want = (batch, self.n_kv_heads, self.head_dim)
+        if len(have) != 4 or (have[0], have[1], have[3]) != want or have[2] < length:
+            raise ConfigError(
+                f"keys_from has keys of the shape {list(have)}",
+                expected=f"[{batch}, {self.n_kv_heads}, at least {length}, {self.head_dim}]",
+                do="lend between layers of equal n_kv_heads and head_dim",
+            )

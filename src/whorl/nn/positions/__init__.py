@@ -1,0 +1,1 @@
+"""Position encodings: rotary, learned, sinusoidal and ALiBi."""

@@ -1,0 +1,302 @@
+"""Rotary positions (Su et al. 2021, RoFormer, arXiv:2104.09864, eq. 34).
+
+Feature pairs of queries and keys are turned by an angle proportional to the position, so that their product
+depends on the distance alone. Angles are computed in fp32: at position 10,000 bf16 could not even tell neighbours
+apart.
+
+Layouts: "half" pairs feature i with i + head_dim / 2, as in the Llama family's exchange format; "interleaved" pairs
+2 i with 2 i + 1, as in the paper. They are the same function up to an order of the features, so weights can be
+converted (`to_half_split`, `to_interleaved`); a checkpoint read in the wrong layout runs, and is wrong.
+
+With `rotary_dim` below `head_dim` only the first `rotary_dim` features turn and the rest carry no position (GPT-J,
+GPT-NeoX, Phi). The tables are then `rotary_dim` wide, and `apply_rotary` sees it from that.
+
+`Scaling` slows the angles down so that a model reads rows longer than those it was trained on.
+
+`Rotary` keeps the tables: made inside of a compiled region they would be fused into every kernel that turns
+something, cosines and all, in each layer, forward and backward (2 ms of a 50 ms step of the quickstart's model).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError, one_of
+from whorl.nn.kernels import dispatch
+
+Layout = Literal["half", "interleaved"]
+ScalingKind = Literal["linear", "ntk", "yarn", "llama3"]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How frequencies change when a row may be `factor` times longer than in training.
+
+    - `linear`: every frequency divided by `factor` (Chen et al. 2023, arXiv:2306.15595): positions are squeezed into
+      the old range. Neighbours become hard to tell apart.
+    - `ntk`: a larger base, base * factor^(d / (d - 2)) (Peng et al. 2023, arXiv:2309.00071, sec. 3.1): the slowest wave
+      is divided by `factor`, the fastest stays.
+    - `llama3`: by parts (ibid., sec. 3.2, eq. 17 to 20, by the letter). r = original_length / wavelength counts how often
+      a wave turned in training; waves with r > `high` stay, waves with r < `low` are divided by `factor`, and between
+      them the share that stays rises linearly with r. Defaults low = 1, high = 4 as Llama 3.1 (arXiv:2407.21783).
+    - `yarn`: by parts, low = 1 and high = 32, and scores grow by 1 / t, sqrt(1 / t) = 0.1 ln(factor) + 1 (ibid., sec. 3.4),
+      one root in the tables of the queries and one in those of the keys. The ramp is the one that its authors' program
+      and all its checkpoints have, not the paper's: linear in the index of the wave, between the (rounded) indices
+      where r = high and r = low. In the middle of the ramp it keeps up to 0.4 more of a wave than eq. 18 does.
+
+    Args:
+        kind, factor: above; factor >= 1.
+        original_length: longest row of training; needed by `yarn` and `llama3`.
+        low, high: bounds of the ramp in turns (the papers' alpha and beta; `beta_slow` and `beta_fast`; `low_freq_factor`
+            and `high_freq_factor`); None for the kind's own.
+        attention: what cos and sin are multiplied by; None for the kind's own (1 but for `yarn`). Scores grow by its
+            square, as far as they come from features that turn.
+        truncate: `yarn` only: round the ramp's ends outwards to whole indices.
+
+    Raises:
+        ConfigError: a field is out of its range or missing.
+    """
+
+    kind: ScalingKind
+    factor: float
+    original_length: int | None = None
+    low: float | None = None
+    high: float | None = None
+    attention: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ScalingKind):
+            raise ConfigError(
+                f"scaling kind is {self.kind!r}", expected=one_of(self.kind, get_args(ScalingKind))
+            )
+        if not self.factor >= 1.0:
+            raise ConfigError(f"scaling factor is {self.factor}", expected="at least 1")
+        if self.kind in ("yarn", "llama3"):
+            if self.original_length is None or self.original_length < 1:
+                raise ConfigError(
+                    f"original_length is {self.original_length}",
+                    expected=f"the longest row of training, which {self.kind} scaling depends on",
+                )
+            low, high = self.ramp
+            if not 0.0 < low < high:
+                raise ConfigError(f"low is {low} and high is {high}", expected="0 < low < high")
+
+    @property
+    def ramp(self) -> tuple[float, float]:
+        """(low, high) in turns, defaults filled in."""
+        low = 1.0 if self.low is None else self.low
+        high = (32.0 if self.kind == "yarn" else 4.0) if self.high is None else self.high
+        return low, high
+
+    @property
+    def gain(self) -> float:
+        """What cos and sin are multiplied by: sqrt(1 / t) for `yarn`."""
+        if self.attention is not None:
+            return self.attention
+        return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
+
+
+def rotary_frequencies(
+    dim: int, base: float = 10_000.0, scaling: Scaling | None = None, device: torch.device | None = None
+) -> Tensor:
+    """Radians a position for each pair of features, [dim / 2] fp32, fastest first.
+
+    Raises:
+        ConfigError: `dim` is odd, or too small for `ntk` scaling.
+    """
+    if dim % 2:
+        raise ConfigError(f"head_dim is {dim}", expected="an even number: rotary turns pairs of features")
+    if scaling is not None and scaling.kind == "ntk":
+        if dim < 4:
+            raise ConfigError(f"head_dim is {dim}", expected="at least 4 turning features for ntk scaling")
+        base = base * scaling.factor ** (dim / (dim - 2))
+    frequency = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+    if scaling is None or scaling.kind == "ntk":
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    assert scaling.original_length is not None  # the dataclass saw to it
+    low, high = scaling.ramp
+    if scaling.kind == "llama3":
+        turns = scaling.original_length * frequency / (2 * math.pi)
+        stays = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    else:
+        # The (real) index of the wave that turns that often in training: r inverted.
+        first, last = (
+            dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (high, low)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        # The last bound is the authors' dim - 1 and not the last index, dim / 2 - 1: checkpoints depend on it.
+        first, last = max(first, 0), min(last, dim - 1)
+        index = torch.arange(dim // 2, device=device, dtype=torch.float32)
+        stays = 1.0 - ((index - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
+    return frequency * stays + frequency / scaling.factor * (1.0 - stays)
+
+
+def rotary_tables(
+    positions: Tensor,
+    head_dim: int,
+    base: float = 10_000.0,
+    dtype: torch.dtype = torch.float32,
+    scaling: Scaling | None = None,
+    layout: Layout = "half",
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """positions: [..., T] integers -> (cos, sin), each [..., T, 1, rotary_dim] in `dtype`.
+
+    `sin` carries the signs of the half-turn (minus at the first feature of each pair), so that `apply_rotary` needs
+    no negation.
+
+    Args:
+        scaling: see `Scaling`; None leaves the frequencies as they are.
+        layout: which features make a pair; `apply_rotary` must be told the same.
+        rotary_dim: how many of the first features turn; None for all of `head_dim`.
+
+    Raises:
+        ConfigError: `head_dim` or `rotary_dim` is odd, `rotary_dim` is out of range, or `layout` is unknown.
+    """
+    _check_layout(layout)
+    dim = _check_dim(head_dim, rotary_dim)
+    frequency = rotary_frequencies(dim, base, scaling, positions.device)
+    angle = positions[..., None].float() * frequency  # [..., T, dim / 2]
+    cos, sin = angle.cos(), angle.sin()
+    if scaling is not None and scaling.gain != 1.0:
+        cos, sin = cos * scaling.gain, sin * scaling.gain
+    if layout == "half":
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    else:
+        cos, sin = (torch.stack(pair, dim=-1).flatten(-2) for pair in ((cos, cos), (-sin, sin)))
+    return cos.unsqueeze(-2).to(dtype), sin.unsqueeze(-2).to(dtype)
+
+
+class Rotary:
+    """The tables of all positions that were asked for so far, computed once.
+
+    Args:
+        head_dim, base, dtype, scaling, layout, rotary_dim: as in `rotary_tables`.
+
+    Raises:
+        ConfigError: as `rotary_tables`.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        base: float,
+        dtype: torch.dtype,
+        scaling: Scaling | None = None,
+        layout: Layout = "half",
+        rotary_dim: int | None = None,
+    ) -> None:
+        _check_layout(layout)
+        self.rotary_dim = _check_dim(head_dim, rotary_dim)
+        self.head_dim, self.base, self.dtype = head_dim, base, dtype
+        self.scaling, self.layout = scaling, layout
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def upto(self, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions 0 .. at least `stop` - 1, each [>= stop, 1, rotary_dim]."""
+        kept = self._tables
+        if kept is None or kept[0].shape[0] < stop or kept[0].device != device:
+            room = 1 << (stop - 1).bit_length()
+            # Tables made while sampling must also serve a training step, which may not save inference tensors.
+            with torch.inference_mode(False):
+                kept = self._tables = self.at(torch.arange(room, device=device))
+        return kept
+
+    def between(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions start .. stop - 1, each [stop - start, 1, rotary_dim]."""
+        cos, sin = self.upto(stop, device)
+        return cos[start:stop], sin[start:stop]
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of `positions` [..., T], each [..., T, 1, rotary_dim]."""
+        return rotary_tables(
+            positions, self.head_dim, self.base, self.dtype, self.scaling, self.layout, self.rotary_dim
+        )
+
+    def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """`apply_rotary` in this layout.  x: [B, T, H, head_dim]; tables: from `between` or `at` -> same shape."""
+        return apply_rotary(x, *tables, layout=self.layout)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> Tensor:
+    """x: [B, T, H, head_dim]; cos, sin: [(B,) T, 1, rotary_dim] -> turned x, same shape and dtype.
+
+    Features beyond `rotary_dim` pass through. `layout` must be the one that the tables were made for. On a GPU by a
+    kernel where one was chosen (`nn/kernels/autotune.py`), elsewhere `apply_rotary_reference`.
+    """
+    if x.is_cuda and not torch.compiler.is_compiling():
+        plain = functools.partial(apply_rotary_reference, layout=layout)
+        return dispatch.rotary(x, cos, sin, layout, plain)
+    return apply_rotary_reference(x, cos, sin, layout)
+
+
+def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> Tensor:
+    """The definition. Shapes as in `apply_rotary`."""
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat([apply_rotary_reference(x[..., :dim], cos, sin, layout), x[..., dim:]], dim=-1)
+    pairs, member = ((2, dim // 2), -2) if layout == "half" else ((dim // 2, 2), -1)
+    x, cos, sin = (t.view(*t.shape[:-1], *pairs) for t in (x, cos, sin))
+    # A flip, not two slices and a cat: a compiler turns it into plain loads, where a cat needs a mask for every element.
+    return (x * cos + x.flip(member) * sin).flatten(-2)
+
+
+def to_half_split(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
+    """Rows of a query or key projection from the interleaved order to the half-split one; a copy.
+
+    Args:
+        weight: [n_heads * head_dim, ...]: a matrix, a bias, or (n_heads = 1) the gain of a norm over a head's features.
+        n_heads: of this matrix (for keys, the number of key heads).
+        rotary_dim: as in `rotary_tables`; features beyond it keep their place.
+
+    Raises:
+        ConfigError: the rows are not n_heads * head_dim, or the dimensions are odd.
+    """
+    return _reordered(weight, n_heads, head_dim, rotary_dim, interleaved=True)
+
+
+def to_interleaved(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
+    """The inverse of `to_half_split`, with the same arguments."""
+    return _reordered(weight, n_heads, head_dim, rotary_dim, interleaved=False)
+
+
+def _reordered(
+    weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None, interleaved: bool
+) -> Tensor:
+    dim = _check_dim(head_dim, rotary_dim)
+    if weight.shape[0] != n_heads * head_dim:
+        raise ConfigError(
+            f"weight has {weight.shape[0]} rows",
+            expected=f"n_heads * head_dim = {n_heads} * {head_dim} = {n_heads * head_dim}",
+        )
+    heads = weight.view(n_heads, head_dim, *weight.shape[1:])
+    pairs = (dim // 2, 2) if interleaved else (2, dim // 2)
+    turning = heads[:, :dim].reshape(n_heads, *pairs, *weight.shape[1:]).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turning, heads[:, dim:]], dim=1).reshape(weight.shape)
+
+
+def _check_layout(layout: str) -> None:
+    if layout not in get_args(Layout):
+        raise ConfigError(f"layout is {layout!r}", expected=one_of(layout, get_args(Layout)))
+
+
+def _check_dim(head_dim: int, rotary_dim: int | None) -> int:
+    """How many features turn."""
+    dim = head_dim if rotary_dim is None else rotary_dim
+    if dim % 2:
+        name = "head_dim" if rotary_dim is None else "rotary_dim"
+        raise ConfigError(f"{name} is {dim}", expected="an even number: rotary turns pairs of features")
+    if not 0 < dim <= head_dim:
+        raise ConfigError(f"rotary_dim is {dim}", expected=f"between 2 and head_dim = {head_dim}")
+    return dim

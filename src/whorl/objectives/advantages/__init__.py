@@ -1,0 +1,1 @@
+"""Advantage and return estimators, and importance weights: pure functions, no gradient."""

@@ -1,0 +1,297 @@
+"""Policy objectives over tokens: REINFORCE, and all others told as differences from it.
+
+    total = - sum over tokens t of  w_t surrogate_t  +  kl_weight sum_t w_t kl_t  -  entropy_weight sum_t w_t H_t
+
+    surrogate   REINFORCE   A log pi                                   (Williams 1992, doi:10.1007/BF00992696)
+                PPO         min(r A, clip(r, 1 - low, 1 + high) A)     r = pi / pi_old (arXiv:1707.06347, eq. 7)
+                DAPO        the same, high > low                       (arXiv:2503.14476, eq. 8)
+                dual clip   max(the above, c A) where A < 0            (Ye et al. 2020, arXiv:1912.09729, eq. 5)
+                GSPO        r of the sequence, (prod_t r_t)^(1/|y|)    (arXiv:2507.18071, eq. 5 to 7)
+
+    average     token       w = 1,             count = tokens          DAPO, eq. 8
+                sequence    w = 1 / |y|,       count = sequences that have a token        GRPO, arXiv:2402.03300, eq. 3
+                constant    w = 1 / constant,  count = sequences       Dr. GRPO, arXiv:2503.20783: no bias by length
+
+N tokens of S sequences lie one behind the other, prompts and padding left out, so no mask can be wrong here. Three policies
+have three names: `behaviour`, whose weights sampled; `proximal`, which the ratio is taken to (the behaviour if not given;
+another if those were stale, Hilton et al. 2021, arXiv:2110.00641); and the one that learns.
+
+The subtle part is the average. A mean of micro-batches' means weighs a token by the company it was in. Here totals are
+summed and divided once, by the count of all micro-batches, so how a batch is cut (never through a sequence) changes
+nothing: a test.
+
+`PRESETS` says which arguments make which method. Metrics are sums that go by the same count: over tokens if the average is
+by tokens, else over sequences of the mean over each one's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError, one_of
+from whorl.objectives.advantages.group_advantages import Baseline, Deviation
+from whorl.objectives.divergences import LARGEST, Estimator, kl_estimate
+from whorl.objectives.next_token import Loss
+
+Ratio = Literal["none", "token", "sequence"]
+Average = Literal["token", "sequence", "constant"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """N tokens of S sequences, as a learner is given them; fields are [N] unless they say otherwise.
+
+    log_prob: of the policy that learns, with gradient; behaviour_log_prob: of the one that sampled; advantage: no gradient;
+    sequence: int64, which of the S each belongs to, 0 to S - 1; n_sequences: S, where some may have no token (else those
+    that do are counted); proximal_log_prob: what ratios are taken to, else behaviour_log_prob; reference_log_prob: what the
+    KL is taken to; entropy: with gradient; weight: from `importance.py`.
+    """
+
+    log_prob: Tensor
+    behaviour_log_prob: Tensor
+    advantage: Tensor
+    sequence: Tensor
+    n_sequences: int | None = None
+    proximal_log_prob: Tensor | None = None
+    reference_log_prob: Tensor | None = None
+    entropy: Tensor | None = None
+    weight: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and value.shape != self.log_prob.shape[:1]:
+                raise ConfigError(
+                    f"{name} is {list(value.shape)} beside log_prob {list(self.log_prob.shape)}",
+                    expected="[N], one a token",
+                )
+
+
+@dataclass(frozen=True)
+class Method:
+    """A policy objective as its arguments; the first half is read by `policy_loss`, the second by whoever makes advantages.
+
+    ratio: "none" for log pi itself; clip_low, clip_high: how far a ratio may leave 1 and still be drawn further, None for
+    no clip; dual_clip: c above; average, constant: as above; kl_weight, kl, kl_in: the penalty, its estimator, and whether
+    it is a term of the loss or of the reward; entropy_weight.
+
+    baseline, deviation: `group_estimators.py`. DAPO's two other parts, groups that are drawn again and a reward that falls
+    before the limit (`overlong_reward`), are its rollouts' (`align/config.py`).
+    """
+
+    ratio: Ratio = "none"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    average: Average = "token"
+    constant: float | None = None
+    kl_weight: float = 0.0
+    kl: Estimator = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    entropy_weight: float = 0.0
+    baseline: Baseline = "batch"
+    deviation: Deviation = "none"
+
+    def __post_init__(self) -> None:
+        for name, kind in (
+            ("ratio", Ratio),
+            ("average", Average),
+            ("kl", Estimator),
+            ("baseline", Baseline),
+            ("deviation", Deviation),
+        ):
+            if getattr(self, name) not in get_args(kind):
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}",
+                    expected=one_of(str(getattr(self, name)), get_args(kind)),
+                )
+        if self.ratio == "none" and not (self.clip_low is self.clip_high is self.dual_clip is None):
+            raise ConfigError("a clip without a ratio", do='set ratio to "token" or "sequence"')
+        if self.clip_low is not None and not 0 <= self.clip_low <= 1:
+            raise ConfigError(f"clip_low is {self.clip_low}", expected="0 to 1: ratios are not negative")
+        if self.clip_high is not None and not self.clip_high >= 0:
+            raise ConfigError(f"clip_high is {self.clip_high}", expected="0 or more")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ConfigError(f"dual_clip is {self.dual_clip}", expected="above 1")
+
+
+# REINFORCE and RLOO as printed sum over an answer and take the mean of answers: by all tokens it is the same direction.
+_REINFORCE = Method()
+_PPO = replace(
+    _REINFORCE, ratio="token", clip_low=0.2, clip_high=0.2, baseline="critic", kl="k1", kl_in="reward"
+)
+_GRPO = replace(
+    _PPO, baseline="group", deviation="unbiased", average="sequence", kl="k3", kl_in="loss", kl_weight=0.04
+)
+PRESETS: Mapping[str, Method] = MappingProxyType(
+    {
+        "reinforce": _REINFORCE,
+        "rloo": replace(_REINFORCE, baseline="leave_one_out", kl="k1", kl_in="reward"),  # arXiv:2402.14740
+        "ppo": _PPO,
+        "grpo": _GRPO,
+        "dr_grpo": replace(_GRPO, deviation="none", average="constant", kl_weight=0.0),
+        "dapo": replace(_GRPO, clip_high=0.28, average="token", kl_weight=0.0),
+        "gspo": replace(_GRPO, ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_weight=0.0),
+    }
+)
+
+
+def policy_loss(tokens: Tokens, method: Method) -> Loss:
+    """The objective at the top of this file.
+
+    Returns:
+        Loss: `total` [] and `count` [], metrics (sums, see there): policy_loss, entropy (if given), kl (to the reference, if
+        given), behaviour_kl (k3, of the policy that sampled from this one), ratio, ratio_max (the largest of its
+        sequence), clipped (tokens that the clip keeps from drawing further); and tokens, their number.
+
+    Raises:
+        ConfigError: a constant average without its constant, or a KL in the loss without a reference.
+    """
+    lengths = _lengths(tokens.sequence, tokens.n_sequences, tokens.log_prob.dtype)
+    weight, by, count = _weights(
+        tokens.sequence, lengths, tokens.n_sequences, method.average, method.constant
+    )
+    surrogate, ratio, clipped = _surrogate(tokens, lengths, method)
+    if tokens.weight is not None:
+        surrogate = surrogate * tokens.weight
+    policy = -(weight * surrogate).sum()
+    total = policy
+    behaviour_kl = kl_estimate(tokens.behaviour_log_prob, tokens.log_prob.detach(), "k3")
+    largest = torch.zeros_like(lengths).scatter_reduce(0, tokens.sequence, ratio, "amax")
+    metrics = {
+        "behaviour_kl": (by * behaviour_kl).sum(),
+        "ratio": (by * ratio).sum(),
+        "ratio_max": (by * largest[tokens.sequence]).sum(),
+        "clipped": (by * clipped).sum(),
+        "tokens": lengths.sum(),
+    }
+    if tokens.reference_log_prob is not None:
+        kl = kl_estimate(tokens.log_prob, tokens.reference_log_prob, method.kl)
+        metrics["kl"] = (by * kl.detach()).sum()
+        if method.kl_in == "loss" and method.kl_weight:
+            total = total + method.kl_weight * (weight * kl).sum()
+    elif method.kl_in == "loss" and method.kl_weight:
+        raise ConfigError(
+            f"a KL weighing {method.kl_weight} without a reference",
+            do="give reference_log_prob, or set kl_weight to 0",
+        )
+    if tokens.entropy is not None:
+        metrics["entropy"] = (by * tokens.entropy.detach()).sum()
+        if method.entropy_weight:
+            total = total - method.entropy_weight * (weight * tokens.entropy).sum()
+    elif method.entropy_weight:
+        raise ConfigError(f"an entropy weighing {method.entropy_weight} that is not given", do="ask for it")
+    return Loss(total, count, {"policy_loss": policy.detach(), **metrics})
+
+
+def value_loss(
+    value: Tensor,
+    old_value: Tensor,
+    target: Tensor,
+    sequence: Tensor,
+    *,
+    clip: float | None = 0.2,
+    average: Average = "token",
+    constant: float | None = None,
+    n_sequences: int | None = None,
+) -> Loss:
+    """A critic's loss: squares, and those of values that moved too far taken where they were cut off.
+
+    total = sum_t w_t max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2) / 2     (the code of arXiv:1707.06347)
+
+    Args:
+        value: [N] with gradient; old_value: [N] when the tokens were sampled; target: [N] R; the rest as in `policy_loss`.
+
+    Returns:
+        Loss, with the metrics value_loss and value_clipped (tokens whose gradient the clip took).
+    """
+    for name, given in (("old_value", old_value), ("target", target), ("sequence", sequence)):
+        if given.shape != value.shape:
+            raise ConfigError(
+                f"{name} is {list(given.shape)} beside value {list(value.shape)}", expected="[N]"
+            )
+    lengths = _lengths(sequence, n_sequences, value.dtype)
+    weight, by, count = _weights(sequence, lengths, n_sequences, average, constant)
+    squares = (value - target).square()
+    cut = torch.zeros_like(squares)
+    if clip is not None:
+        kept = (old_value + (value - old_value).clamp(-clip, clip) - target).square()
+        cut = (kept > squares).to(squares.dtype)
+        squares = torch.maximum(squares, kept)
+    total = 0.5 * (weight * squares).sum()
+    return Loss(total, count, {"value_loss": total.detach(), "value_clipped": (by * cut).sum()})
+
+
+def overlong_reward(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+    """[S] what is added to the rewards of answers that come near the limit (DAPO, arXiv:2503.14476, eq. 13).
+
+    0 up to longest - buffer tokens, then falling evenly to -1 at `longest`, and -1 beyond.
+
+    Args:
+        lengths: [S] tokens of each answer.
+
+    Raises:
+        ConfigError: a buffer that is not within 1 to longest.
+    """
+    if not 1 <= buffer <= longest:
+        raise ConfigError(f"a buffer of {buffer} before a limit of {longest}", expected=f"1 to {longest}")
+    return ((longest - buffer - lengths.float()) / buffer).clamp(-1, 0)
+
+
+def _lengths(sequence: Tensor, n_sequences: int | None, dtype: torch.dtype) -> Tensor:
+    """[S] tokens of each sequence; S at least 1, so that there is something to index."""
+    least = max(1, n_sequences or 0)
+    found = torch.bincount(sequence, minlength=least)
+    if n_sequences is not None and len(found) > least:
+        raise ConfigError(
+            f"a token is of sequence {len(found) - 1}", expected=f"below {n_sequences}, which there are"
+        )
+    return found.to(dtype)
+
+
+def _weights(
+    sequence: Tensor, lengths: Tensor, n_sequences: int | None, average: Average, constant: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(w [N], what metrics are weighed by [N], count [])."""
+    ones = torch.ones_like(lengths[sequence])
+    if average == "token":
+        return ones, ones, lengths.sum()
+    each = 1 / lengths[sequence]
+    some = (lengths > 0).sum().to(lengths.dtype)
+    if average == "sequence":
+        return each, each, some
+    if constant is None or not constant > 0:
+        raise ConfigError(
+            f'average is "constant" and the constant {constant}',
+            expected="above 0",
+            do="set it to the tokens that an answer may have",
+        )
+    every = some if n_sequences is None else torch.full_like(some, float(n_sequences))
+    return ones / constant, each, every
+
+
+def _surrogate(tokens: Tokens, lengths: Tensor, method: Method) -> tuple[Tensor, Tensor, Tensor]:
+    """(surrogate [N] with gradient, ratio [N], clipped [N] 0 or 1)."""
+    old = tokens.behaviour_log_prob if tokens.proximal_log_prob is None else tokens.proximal_log_prob
+    log_ratio = tokens.log_prob - old
+    if method.ratio == "sequence":
+        mean = torch.zeros_like(lengths).index_add(0, tokens.sequence, log_ratio) / lengths.clamp(min=1)
+        log_ratio = mean[tokens.sequence]
+    ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
+    advantage = tokens.advantage
+    if method.ratio == "none":
+        return tokens.log_prob * advantage, ratio.detach(), torch.zeros_like(advantage)
+    low = 0.0 if method.clip_low is None else 1 - method.clip_low
+    high = float("inf") if method.clip_high is None else 1 + method.clip_high
+    surrogate = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+    if method.dual_clip is not None:
+        worst = method.dual_clip * advantage
+        clipped |= (advantage < 0) & (surrogate < worst)
+        surrogate = torch.where(advantage < 0, torch.maximum(surrogate, worst), surrogate)
+    return surrogate, ratio.detach(), clipped.to(advantage.dtype)

@@ -1,0 +1,1 @@
+"""Process groups of replicas on one machine."""

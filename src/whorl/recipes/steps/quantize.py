@@ -1,0 +1,95 @@
+"""A model in few bits as an artifact: the step `quantise`, which `whorl quantise` runs.
+
+Its parents are the model and, to calibrate with, the token set that the model was trained on. The text is drawn from the
+training split: what the model is measured on must not have shaped it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from whorl.errors import ConfigError
+from whorl.recipes.registry import StepContext, step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+ROWS_TOGETHER = 8
+
+
+class QuantiseConfig(BaseModel):
+    """Into which bits, and how they are found."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # A `Scheme`, as data: its home imports torch, and a recipe is read without.
+    scheme: dict[str, Any] = Field(default={}, description="format, group, dynamic, rounding, head, memory")
+    calibrate: int = Field(default=64, ge=1, description="rows of training text, for rounding = 'calibrated'")
+    length: int = Field(default=512, ge=2, description="tokens a row")
+    seed: int = 0
+
+    @field_validator("scheme")
+    @classmethod
+    def _possible(cls, value: dict[str, Any]) -> dict[str, Any]:
+        from whorl.models.quantization.weights import Scheme
+
+        return Scheme.model_validate(value).model_dump()
+
+
+@step("model", config=QuantiseConfig, parents={"model": "model", "tokens?": "tokens"})
+def quantise(ctx: StepContext, config: QuantiseConfig) -> None:
+    """Keep a model's matrices in few bits."""
+    from whorl.models import load_model, save_model
+    from whorl.models.exchange.safetensors_io import TOKENIZER_FILES
+    from whorl.models.quantization.gptq import quantise_model
+    from whorl.models.quantization.weights import Scheme
+
+    source, scheme = ctx.parents["model"], Scheme.model_validate(config.scheme)
+    source.check()
+    model = load_model(source.path)
+    sizes = model.params()
+    rows: list[Tensor] = []
+    if scheme.rounding == "calibrated":
+        if "tokens" not in ctx.parents:
+            raise ConfigError(
+                "rounding 'calibrated' needs text, and the step has no token set",
+                expected="a parent that makes tokens, encoded with the model's own tokenizer",
+            )
+        length = config.length if model.longest is None else min(config.length, model.longest)
+        rows = calibration_rows(ctx.parents["tokens"].path, config.calibrate, length, config.seed)
+    with ctx.progress.task("Rounding", total=None, unit="matrices") as task:
+        quantise_model(model, scheme, rows, task.advance)
+    save_model(model, ctx.out)
+    for name in TOKENIZER_FILES:
+        if (source.path / name).is_file():
+            shutil.copyfile(source.path / name, ctx.out / name)
+    before = source.files["model.safetensors"]["size"] if "model.safetensors" in source.files else None
+    after = (ctx.out / "model.safetensors").stat().st_size
+    headline = f"{scheme}: {after / 1e6:.1f} MB" + (f" instead of {before / 1e6:.1f}" if before else "")
+    ctx.summary.update(params=sizes, scheme=scheme.model_dump(), bytes=after, headline=headline)
+
+
+def calibration_rows(folder: Path, n: int, length: int, seed: int) -> list[Tensor]:
+    """`n` rows of `length` ids (fewer, if there are no more) from places of a token set's training split that `seed` draws,
+    a few rows a tensor.
+
+    Raises:
+        DataError: no token set, or one without a training split. ConfigError: that is empty.
+    """
+    import numpy as np
+    import torch
+
+    from whorl.tokens.shards import TokenSet
+
+    train = TokenSet(folder).split("train")
+    if not len(train):
+        raise ConfigError(f"the training split of {folder} is empty", expected="text to calibrate with")
+    length = min(length, len(train))
+    starts = np.random.default_rng(seed).integers(0, len(train) - length + 1, n).tolist()
+    rows = [torch.from_numpy(train[start : start + length].astype(np.int64)) for start in starts]
+    return [torch.stack(rows[at : at + ROWS_TOGETHER]) for at in range(0, n, ROWS_TOGETHER)]

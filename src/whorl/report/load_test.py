@@ -1,0 +1,186 @@
+"""The page of a load test: one file that holds its figures, its distributions and its curve.
+
+What is drawn comes as plain data (the JSON lines that a load test writes): this room knows no server. Distributions are
+drawn as the share of requests that were served within a time, read from below: where the curve crosses 0.99 stands the 99th
+percentile. With several rates the curve of latency over load says where the server's limit lies: what it answers stops
+growing with what is asked, and the time to the first token turns upwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from whorl.report.charts import Series, line_chart
+from whorl.report.format import figure
+
+Entry = Mapping[str, Any]
+_POINTS = 200
+SPREADS = (
+    ("ttft", "Time to first token"),
+    ("tpot", "Time a token after it"),
+    ("itl", "Gap between pieces of text"),
+    ("e2e", "Whole answer"),
+    ("lag", "Client's own delay"),
+)
+
+
+def load_page(entries: Sequence[Entry], title: str, about: str = "", stamp: str = "") -> str:
+    """The HTML of a test.
+
+    Args:
+        entries: the lines of kind "request" and "load", in order.
+        title, about, stamp: what stands above.
+    """
+    loads: list[dict[str, Any]] = []
+    requests: list[Entry] = []
+    for entry in entries:
+        if entry["kind"] == "request":
+            requests.append(entry)
+            continue
+        times = {"ttft": _ttft(requests), "tpot": _tpot(requests)}
+        loads.append({"entry": entry, "times": times, "rows": _rows(entry)})
+        requests = []
+    import jinja2
+    from markupsafe import Markup
+
+    here = files("whorl.report")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string((here / "load_test.html").read_text("utf-8")).render(
+        title=title,
+        about=about,
+        stamp=stamp,
+        style=Markup((here / "style.css").read_text("utf-8")),
+        script=Markup((here / "page.js").read_text("utf-8")),
+        loads=loads,
+        table=[_line(load["entry"]) for load in loads],
+        good=any(load["entry"]["good"] is not None for load in loads),
+        cost=any(load["entry"]["output_cost"] is not None for load in loads),
+        charts=[(name, words, Markup(chart)) for name, words, chart in _charts(loads)],
+    )
+
+
+def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
+    """(title, words, markup) of each picture."""
+    if (
+        len(curve := [load["entry"] for load in loads if load["entry"]["offered"] and load["entry"]["ttft"]])
+        > 1
+    ):
+        curve.sort(key=lambda entry: float(entry["offered"]))
+        yield from _curve(curve)
+    for name, title in (("ttft", "Time to first token"), ("tpot", "Time a token after the first")):
+        shown = [
+            (load["entry"]["load"], sorted(load["times"][name])) for load in loads if load["times"][name]
+        ]
+        for which, values in shown:
+            series = _cumulative(which, values)
+            yield (
+                title if len(shown) == 1 else f"{title}, {which}",
+                f"Share of {len(values):,} requests that had it within so many milliseconds.",
+                line_chart(
+                    [series],
+                    label=f"{title}: half within {series.x[len(series.x) // 2]:.0f} ms",
+                    x_label="milliseconds",
+                    height=190,
+                    x_range=(0.0, series.x[-1]),
+                    y_range=(0.0, 1.0),
+                ),
+            )
+
+
+def _curve(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str]]:
+    rates = [float(entry["offered"]) for entry in entries]
+
+    def of(name: str, which: str) -> list[float]:
+        return [1e3 * entry[name][which] if entry[name] else 0.0 for entry in entries]
+
+    for name, title in (("ttft", "Time to first token by load"), ("tpot", "Time a token by load")):
+        yield (
+            title,
+            "Milliseconds over requests that arrive a second: half of the requests (bold), and 99 of 100.",
+            line_chart(
+                [
+                    Series("half within", rates, of(name, "p50"), "main", dots=True),
+                    Series("99 % within", rates, of(name, "p99"), "faint", dots=True),
+                ],
+                label=f"{title}, in milliseconds",
+                x_label="requests/s that arrive",
+                y_range=(0.0, max(of(name, "p99"))),
+            ),
+        )
+    written = [float(entry["output_rate"]) for entry in entries]
+    yield (
+        "Throughput by load",
+        "Output tokens a second over requests that arrive a second: flat where the server is full.",
+        line_chart(
+            [Series("tokens/s", rates, written, "main", dots=True)],
+            label=f"Output tokens a second by load, at most {max(written):.0f}",
+            x_label="requests/s that arrive",
+            height=190,
+            y_range=(0.0, max(written)),
+        ),
+    )
+    if all(entry["goodput"] is not None for entry in entries):
+        kept = [float(entry["goodput"]) for entry in entries]
+        yield (
+            "Goodput by load",
+            "Requests a second that were served as promised.",
+            line_chart(
+                [Series("requests/s", rates, kept, "main", dots=True)],
+                label=f"Requests a second that kept the promise, at most {max(kept):.2f}",
+                x_label="requests/s that arrive",
+                height=190,
+                y_range=(0.0, max(*kept, 1e-9)),
+            ),
+        )
+
+
+def _cumulative(name: str, values: Sequence[float]) -> Series:
+    """values: seconds, ascending -> share of them below, over milliseconds."""
+    n = len(values)
+    at = (
+        sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
+        if n > _POINTS
+        else list(range(n))
+    )
+    return Series(name, [0.0, *(1e3 * values[i] for i in at)], [0.0, *((i + 1) / n for i in at)])
+
+
+def _ttft(requests: Sequence[Entry]) -> list[float]:
+    return [r["arrivals"][0] - r["scheduled"] for r in requests if r["error"] is None and r["arrivals"]]
+
+
+def _tpot(requests: Sequence[Entry]) -> list[float]:
+    return [
+        (r["arrivals"][-1] - r["arrivals"][0]) / (r["output_tokens"] - 1)
+        for r in requests
+        if r["error"] is None and r["arrivals"] and r["output_tokens"] > 1
+    ]
+
+
+def _rows(entry: Entry) -> list[list[str]]:
+    """Name, mean, percentiles and largest, in milliseconds."""
+    found = []
+    for name, words in SPREADS:
+        if (spread := entry[name]) is not None:
+            columns = ("mean", "p50", "p90", "p95", "p99", "most")
+            found.append([words, *(figure(1e3 * spread[column]) for column in columns)])
+    return found
+
+
+def _line(entry: Entry) -> dict[str, str]:
+    """A load as a row of the table of all loads."""
+    share, cost, ttft, tpot = entry["good"], entry["output_cost"], entry["ttft"], entry["tpot"]
+    errors = ", ".join(f"{n} {kind}" for kind, n in entry["errors"].items())
+    return {
+        "load": entry["load"],
+        "requests": f"{entry['finished']:,} of {entry['requests']:,}",
+        "errors": errors or "none",
+        "rate": figure(entry["request_rate"]),
+        "tokens": f"{entry['output_rate']:,.0f}",
+        "ttft": "–" if ttft is None else f"{figure(1e3 * ttft['p50'])} / {figure(1e3 * ttft['p99'])}",
+        "tpot": "–" if tpot is None else f"{figure(1e3 * tpot['p50'])} / {figure(1e3 * tpot['p99'])}",
+        "good": "–" if share is None else f"{100 * share:.0f} %, {figure(entry['goodput'])}/s",
+        "cost": "–" if cost is None else figure(cost),
+    }

@@ -1,0 +1,1 @@
+"""The HTTP API: request parsing, completions, chat, responses, embeddings, server-sent events."""

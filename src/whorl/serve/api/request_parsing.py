@@ -1,0 +1,337 @@
+"""From what was asked for to what the engine is given: prompts as ids, bounds checked, parameters under the engine's names.
+
+One request may be many sequences: `n` answers to each of several prompts. The first answer's seed is the one given, the next
+that plus one, and so on: the same request with the same seed gives the same answers.
+
+Defaults are OpenAI's: temperature 1, top_p 1; max_tokens 16 for completions and what fits for chat.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import orjson
+from pydantic import ValidationError
+
+from whorl.engine.request import Grammar, Request
+from whorl.engine.sampling_params import Sampling
+from whorl.serve.api.protocol import ChatRequest, Common, CompletionRequest, Message
+from whorl.serve.api.tools import forced
+from whorl.serve.config import ServeConfig
+from whorl.serve.errors import ApiError
+from whorl.serve.worker.model_entry import Served
+
+MOST_PROMPTS = 2048
+COMPLETION_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids: what the model reads; required: what its output then begins with, part of `text`, which is what was given."""
+
+    ids: list[int]
+    text: bytes = b""
+    required: bytes = b""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """requests: `each` to a prompt, in the prompts' order; of `each` the best `n` are told."""
+
+    prompts: list[Prompt]
+    requests: list[Request]
+    each: int
+    n: int
+
+    @property
+    def n_prompt(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+
+def completion(body: CompletionRequest, served: Served, config: ServeConfig, client: str = "") -> Asked:
+    """The sequences of a completion.
+
+    Raises:
+        ApiError: what does not fit, naming the parameter.
+    """
+    n, best = body.n or 1, body.best_of or body.n or 1
+    if best < n:
+        raise ApiError(400, f"best_of is {best} and n {n}: the best n are of best_of", param="best_of")
+    if best > n and body.stream:
+        raise ApiError(
+            400, "best_of: which is best is only known at the end; not with stream", param="best_of"
+        )
+    scoring = bool(body.echo and body.logprobs is not None)
+    plain = not scoring and body.grammar is None and body.regex is None
+    prompts = [_prompt(p, served, plain and body.heal is not False) for p in _several(body.prompt)]
+    _bound(best * len(prompts), config, "best_of" if body.best_of else "n")
+    wanted = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    if wanted == 0 and not body.echo:
+        raise ApiError(400, "max_tokens is 0: nothing would be written (only with echo)", param="max_tokens")
+    requests = []
+    for prompt in prompts:
+        room = _room(prompt.ids, max(1, wanted), served, "max_tokens", "prompt")
+        for i in range(best):
+            requests.append(
+                _request(
+                    body,
+                    served,
+                    prompt.ids,
+                    client=client,
+                    max_tokens=room,
+                    index=i,
+                    stop=(),
+                    stop_ids=frozenset(served.tokenizer.end_ids),
+                    grammar=_guided(body),
+                    required=prompt.required,
+                    top_log_probs=body.logprobs or 0,
+                    prompt_log_probs=scoring,
+                )
+            )
+    return Asked(prompts, requests, best, n)
+
+
+def chat(body: ChatRequest, served: Served, config: ServeConfig, client: str = "") -> Asked:
+    """The sequences of a chat's next turn.
+
+    Raises:
+        ApiError: what does not fit, naming the parameter; DataError: the template refuses the messages.
+    """
+    n = body.n or 1
+    _bound(n, config, "n")
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise ApiError(400, "give max_completion_tokens or max_tokens, not both", param="max_tokens")
+    choice = body.tool_choice
+    grammar = _guided(body)
+    made = forced(body.tools or [], choice)
+    if made is not None:
+        if grammar is not None:
+            raise ApiError(
+                400, "tool_choice forces the output's form, and so does another field", param="tool_choice"
+            )
+        grammar = made
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if choice != "none" else []
+    variables = _variables(body.chat_template_kwargs)
+    ids = served.chat.prompt(conversation(body.messages), tools, variables=variables)
+    which = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
+    room = _room(ids, body.max_tokens or body.max_completion_tokens, served, which, "messages")
+    requests = [
+        _request(
+            body,
+            served,
+            ids,
+            client=client,
+            max_tokens=room,
+            index=i,
+            stop=served.chat.stop,
+            stop_ids=served.chat.stop_ids,
+            grammar=grammar,
+            top_log_probs=body.top_logprobs or 0,
+        )
+        for i in range(n)
+    ]
+    return Asked([Prompt(ids)], requests, n, n)
+
+
+def conversation(messages: Iterable[Message]) -> list[dict[str, object]]:
+    """Messages as templates read them: content is text, a call's arguments an object."""
+    out = []
+    for message in messages:
+        one: dict[str, object] = {"role": message.role, "content": message.text}
+        if message.name is not None:
+            one["name"] = message.name
+        if message.tool_call_id is not None:
+            one["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            one["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        out.append(one)
+    return out
+
+
+def check_length(ids: Sequence[int], served_context: int, param: str) -> None:
+    """Raises ApiError if `ids` alone are more than the context."""
+    if len(ids) > served_context:
+        raise ApiError(
+            400,
+            f"This model's context is {served_context:,} tokens; {param} has {len(ids):,}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises ApiError if there are none, or one is outside of the vocabulary."""
+    if not ids:
+        raise ApiError(400, f"{param} is empty", param=param, code="invalid_value")
+    if max(ids) >= vocab_size:
+        raise ApiError(
+            400, f"{param}: the id {max(ids)} is outside of the vocabulary of {vocab_size:,}", param=param
+        )
+
+
+def _request(
+    body: Common,
+    served: Served,
+    ids: Sequence[int],
+    *,
+    client: str,
+    max_tokens: int,
+    index: int,
+    stop: tuple[bytes, ...],
+    stop_ids: frozenset[int],
+    grammar: Grammar | None,
+    required: bytes = b"",
+    top_log_probs: int = 0,
+    prompt_log_probs: bool = False,
+) -> Request:
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return Request(
+        id=f"{secrets.token_hex(12)}-{index}",
+        ids=tuple(ids),
+        sampling=_sampling(body, served, index),
+        max_tokens=max_tokens,
+        stop=(*stop, *(s.encode() for s in stops)),
+        stop_ids=frozenset() if body.ignore_eos else stop_ids,
+        required=required,
+        grammar=grammar,
+        priority=body.priority or 0,
+        client=client,
+        adapter=served.adapter,
+        top_log_probs=top_log_probs,
+        prompt_log_probs=prompt_log_probs,
+    )
+
+
+def _sampling(body: Common, served: Served, index: int) -> Sampling:
+    given: dict[str, object] = {
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+    }
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)
+    for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        if (value := getattr(body, name)) is not None:
+            given[name] = value
+    if body.seed is not None:
+        given["seed"] = (body.seed + index) % (1 << 63)
+    if body.logit_bias:
+        given["logit_bias"] = _bias(body.logit_bias, served.vocab_size)
+    try:
+        return Sampling(**given)  # type: ignore[arg-type]
+    except ValidationError as error:
+        problem = error.errors()[0]
+        param = str(problem["loc"][0])
+        raise ApiError(400, f"{param}: {problem['msg']}", param=param, code="invalid_value") from error
+
+
+def _bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    out = {}
+    for text, value in given.items():
+        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+        if not 0 <= number < vocab_size:
+            raise ApiError(
+                400,
+                f"logit_bias: {text!r} is no token id of this model (0 to {vocab_size - 1})",
+                param="logit_bias",
+            )
+        out[number] = value
+    return out
+
+
+def _guided(body: Common) -> Grammar | None:
+    """What the output must be.
+
+    Raises:
+        ApiError: two fields say so.
+    """
+    said: dict[str, Grammar] = {}
+    if body.regex is not None:
+        said["regex"] = Grammar(regex=body.regex)
+    if body.grammar is not None:
+        said["grammar"] = Grammar(lark=body.grammar)
+    form = body.response_format if isinstance(body, ChatRequest) else None
+    if form is not None and form.type == "json_object":
+        said["response_format"] = Grammar(json_schema='{"type":"object"}')
+    if form is not None and form.json_schema is not None:
+        said["response_format"] = Grammar(json_schema=orjson.dumps(form.json_schema.schema_).decode())
+    if len(said) > 1:
+        raise ApiError(400, f"{' and '.join(said)}: give one of them", param=next(iter(said)))
+    return next(iter(said.values()), None)
+
+
+def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
+    """The prompts of a request, which has four ways to say one or many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt is empty", param="prompt", code="invalid_value")
+    if isinstance(prompt[0], int):
+        return [[i for i in prompt if isinstance(i, int)]]
+    if len(prompt) > MOST_PROMPTS:
+        raise ApiError(400, f"prompt: {len(prompt):,} prompts; {MOST_PROMPTS} at most", param="prompt")
+    return [p if isinstance(p, str) else [int(i) for i in p] for p in prompt if not isinstance(p, int)]
+
+
+def _prompt(given: str | list[int], served: Served, heal: bool) -> Prompt:
+    if isinstance(given, str):
+        if heal:
+            ids, required = served.healed(given)
+            return Prompt(ids, given.encode(), required)
+        return Prompt(served.whole(given), given.encode())
+    check_ids(given, served.vocab_size, "prompt")
+    known = (i for i in given if i < served.tokenizer.vocab_size)
+    return Prompt(given, served.tokenizer.decode(known))
+
+
+def _room(ids: Sequence[int], wanted: int | None, served: Served, param: str, source: str) -> int:
+    """Tokens that may be written: what was asked for, or all that fits.
+
+    Raises:
+        ApiError: the prompt leaves no room, or not as much as was asked for.
+    """
+    room = served.context - len(ids)
+    if room < (wanted or 1):
+        asked = f" and {wanted:,} for the answer ({param})" if wanted else ""
+        raise ApiError(
+            400,
+            f"This model's context is {served.context:,} tokens; you asked for {len(ids):,} in {source}{asked}.",
+            param=source if room < 1 else param,
+            code="context_length_exceeded",
+        )
+    return wanted or room
+
+
+def _bound(count: int, config: ServeConfig, param: str) -> None:
+    if count > config.max_choices:
+        raise ApiError(
+            400,
+            f"{param}: this asks for {count:,} sequences; {config.max_choices} at most",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def _variables(given: dict[str, object] | None) -> dict[str, object]:
+    """What a template may be told beside the conversation; not what the conversation is."""
+    taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & (given or {}).keys()
+    if taken:
+        name = sorted(taken)[0]
+        raise ApiError(400, f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
+    return given or {}
+
+
+def _object(arguments: str) -> object:
+    try:
+        return orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments

@@ -1,0 +1,191 @@
+"""/v1/responses, its plain part: text or messages in, one message out; nothing is stored.
+
+A streamed answer is a sequence of typed events, each with its number:
+
+    response.created  response.in_progress
+      response.output_item.added  response.content_part.added
+        response.output_text.delta  ...                          the text, as it comes
+        response.output_text.done
+      response.content_part.done  response.output_item.done
+    response.completed, or response.incomplete where the tokens ran out; response.failed where the engine did
+
+It goes the way of a chat: the request is turned into one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fastapi import Request as HttpRequest
+from pydantic import ValidationError
+from starlette.responses import Response
+
+from whorl.serve.api import request_parsing as requests
+from whorl.serve.api.protocol import (
+    ChatRequest,
+    InputItem,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    ResponsesRequest,
+    TextFormat,
+)
+from whorl.serve.api.response_formatting import Reader, together, usage
+from whorl.serve.api.sse import EventStream, event, while_there
+from whorl.serve.app_state import Api, aside, client, headers
+from whorl.serve.errors import ApiError, Json, first_problem, refusal
+from whorl.serve.worker.worker import Stream
+
+
+async def respond(api: Api, body: ResponsesRequest, http: HttpRequest) -> Response:
+    """One answer."""
+    served = api.writer(body.model)
+    asked_as = _as_chat(body)
+    size = sum(len(message.text) for message in asked_as.messages)
+    try:
+        asked = await aside(size, lambda: requests.chat(asked_as, served, api.config, client(http)))
+    except ApiError as error:
+        renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
+        error.param = renamed.get(error.param or "", error.param)
+        raise
+    streams = await api.begin(asked.requests, http, asked.n_prompt)
+    answer = _Answer(body, served.name, streams[0], asked.n_prompt)
+    reader = Reader(streams[0], served.tokenizer)
+    if body.stream:
+        return EventStream(_events(answer, reader), streams[0].close, api.config.stall_seconds, headers(http))
+
+    async def work() -> dict[str, Any]:
+        piece = await reader.rest()
+        answer.text, answer.finish = piece.text, piece.finish
+        return answer.whole
+
+    return Json(await while_there(http, work(), streams[0].close), headers=headers(http))
+
+
+class _Answer:
+    """A response as it grows."""
+
+    def __init__(self, body: ResponsesRequest, model: str, stream: Stream, n_prompt: int) -> None:
+        self.body, self.model, self.stream, self.n_prompt = body, model, stream, n_prompt
+        self.id, self.item_id = f"resp_{secrets.token_hex(16)}", f"msg_{secrets.token_hex(16)}"
+        self.created = int(time.time())
+        self.text, self.finish, self.error = "", None, None  # type: str, str | None, dict[str, Any] | None
+
+    @property
+    def status(self) -> str:
+        if self.error is not None:
+            return "failed"
+        return {"stop": "completed", "length": "incomplete"}.get(self.finish or "", "in_progress")
+
+    @property
+    def part(self) -> dict[str, Any]:
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+
+    @property
+    def item(self) -> dict[str, Any]:
+        content = [self.part] if self.finish else []
+        return {
+            "id": self.item_id,
+            "type": "message",
+            "role": "assistant",
+            "status": self.status,
+            "content": content,
+        }
+
+    @property
+    def whole(self) -> dict[str, Any]:
+        body, ended = self.body, self.finish is not None
+        form = body.text.format if body.text and body.text.format else TextFormat(type="text")
+        told = usage([self.stream], self.n_prompt, 1)
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": self.status,
+            "error": self.error,
+            "incomplete_details": {"reason": "max_output_tokens"} if self.finish == "length" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "model": self.model,
+            "output": [self.item] if ended else [],
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": {"format": form.model_dump(by_alias=True, exclude_none=True)},
+            "tool_choice": "none",
+            "tools": [],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": {
+                "input_tokens": told["prompt_tokens"],
+                "input_tokens_details": told["prompt_tokens_details"],
+                "output_tokens": told["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": told["total_tokens"],
+            }
+            if ended
+            else None,
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+
+async def _events(answer: _Answer, reader: Reader) -> AsyncIterator[bytes]:
+    numbers = iter(range(1 << 31))
+    at = {"item_id": answer.item_id, "output_index": 0, "content_index": 0}
+
+    def typed(name: str, **fields: Any) -> bytes:
+        return event({"type": name, "sequence_number": next(numbers), **fields}, name)
+
+    yield typed("response.created", response=answer.whole)
+    yield typed("response.in_progress", response=answer.whole)
+    yield typed("response.output_item.added", output_index=0, item=answer.item)
+    yield typed("response.content_part.added", **at, part=answer.part)
+    try:
+        async for _, piece in together([reader]):
+            if piece.text:
+                answer.text += piece.text
+                yield typed("response.output_text.delta", **at, delta=piece.text, logprobs=[])
+            answer.finish = piece.finish
+    except Exception as error:
+        told = refusal(error)
+        answer.error = {"code": "server_error", "message": told.message}
+        yield typed("response.failed", response=answer.whole)
+        return
+    yield typed("response.output_text.done", **at, text=answer.text, logprobs=[])
+    yield typed("response.content_part.done", **at, part=answer.part)
+    yield typed("response.output_item.done", output_index=0, item=answer.item)
+    yield typed(f"response.{answer.status}", response=answer.whole)
+
+
+def _as_chat(body: ResponsesRequest) -> ChatRequest:
+    form = body.text.format if body.text else None
+    schema = None
+    if form is not None and form.type == "json_schema":
+        if form.schema_ is None:
+            raise ApiError(400, "text.format: json_schema without a schema", param="text.format.schema")
+        schema = JsonSchema(name=form.name or "answer", schema=form.schema_)
+    try:
+        return ChatRequest(
+            model=body.model,
+            messages=list(_messages(body)),
+            temperature=body.temperature,
+            top_p=body.top_p,
+            max_completion_tokens=body.max_output_tokens,
+            response_format=ResponseFormat(type=form.type, json_schema=schema) if form else None,
+        )
+    except ValidationError as error:
+        raise first_problem(error.errors()) from error
+
+
+def _messages(body: ResponsesRequest) -> Iterator[Message]:
+    if body.instructions is not None:
+        yield Message(role="system", content=body.instructions)
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for item in items:
+        yield Message(role=item.role, content=item.content)

@@ -1,0 +1,1 @@
+"""Authentication, rate limits, admission, metrics."""

@@ -1,0 +1,1 @@
+"""The engine thread behind the API: model loading, state, requests in flight."""

@@ -1,0 +1,278 @@
+"""Prompts are read in some processes and answers written in others: prefill and decode apart, with pages handed over.
+
+    add(request) -> prefill process: reads the prompt in, exports its pages      (engine/disaggregation/kv_transfer.py)
+                 -> decode process: imports them, decodes from a full prefix hit
+    step() -> deltas
+
+One engine that does both makes every token of everybody wait whenever somebody's prompt takes part in a step; chunks make
+the wait short and frequent. Apart, the time between tokens depends on the decoders' own batch alone, and the time to the
+first token on the prefill queue alone: each side is sized for its own promise (Zhong et al. 2024, DistServe, arXiv
+2401.09670). The price: the cores are split for good, so that one side may idle while the other is behind, and every prompt's
+pages are copied twice. What it comes to on two cores, `bench/engine/disaggregation.py` says.
+
+The coordinator has the shape of an engine (`add`, `step`, `abort`, `busy`), so what drives the one can drive the other. It
+holds no model. Which process is asked is the router's policy, over ids: a prompt goes where its beginning was read before.
+A prompt that has fewer than `shortest` positions to be computed is not worth the way: it goes to a decoder at once.
+
+- A block of pages travels as a file descriptor (`channel.py`): no byte of it passes through here, and a process that dies
+  takes nothing with it, since the last descriptor closed frees the memory.
+- A prefill process that dies loses nothing: what it was reading is read elsewhere, by a decoder if need be. A decoder that
+  dies ends those of its answers that had begun (`finish` is "abort", `lost` says why); the others start anew. Either is
+  started again, `LIVES` times in all.
+- Pages that are read and not yet imported are memory that nobody's cache counts: at most `ahead` prompts for each decoder
+  are on their way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from whorl.engine.disaggregation.channel import WorkerProcess
+from whorl.engine.disaggregation.workers import Make, Role
+from whorl.engine.request import Delta, Request
+from whorl.errors import DataError, ProducerError
+from whorl.router.prefix_index import IDS, chain
+from whorl.router.replica_processes import cores_of
+from whorl.router.routing_policy import Policy, Ticket
+
+LOG = logging.getLogger("whorl.serve")
+LIVES = 3
+
+
+@dataclass(eq=False)
+class _Way:
+    """A request on its way."""
+
+    request: Request
+    stage: Literal["queued", "reading", "importing", "writing"] = "queued"
+    process: WorkerProcess | None = None
+    ticket: Ticket | None = None
+    cached: int | None = None  # what the reader had found: what the importer finds is no news
+    begun: bool = False
+
+
+class Disaggregated:
+    """`n_prefill` + `n_decode` processes of one model.
+
+    Args:
+        make: (role) -> engine, in the process itself; must pickle, and come from a module that can be imported.
+        shortest: positions to be computed from which on a prompt is read by a prefill process.
+        ahead: prompts on their way, a decoder.
+
+    Raises:
+        ProducerError: from `add`, `step`: no decoder is left, and none can be started any more.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        n_prefill: int = 1,
+        n_decode: int = 1,
+        *,
+        shortest: int = 128,
+        ahead: int = 4,
+        seed: int = 0,
+    ) -> None:
+        self.make, self.shortest, self.most = make, shortest, ahead * n_decode
+        self.lost: dict[str, Exception] = {}  # why a request was ended that nobody aborted
+        self.handed = self.unusable = 0
+        self._ways: dict[str, _Way] = {}
+        self._queue: deque[_Way] = deque()
+        self._told: list[Delta] = []
+        self._lives = LIVES
+        self._policies = {role: Policy(random.Random(seed)) for role in ("prefill", "decode")}
+        names: list[tuple[str, Role]] = [(f"prefill{i}", "prefill") for i in range(n_prefill)]
+        names += [(f"decode{i}", "decode") for i in range(n_decode)]
+        self._processes: dict[str, WorkerProcess] = {}
+        self._roles = dict(names)
+        for (name, role), cores in zip(names, cores_of(len(names)), strict=True):
+            self._start(name, role, cores)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to wait for."""
+        return bool(self._ways or self._told)
+
+    def add(self, request: Request) -> None:
+        """Takes a request in; its id is never used again. One that is refused ends as "abort", and `lost` says why."""
+        if request.id in self._ways:
+            raise DataError(f"id {request.id!r} is that of a request on its way", expected="a new one")
+        self._ways[request.id] = way = _Way(request)
+        self._queue.append(way)
+        self._pump()
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request where it is; the next step says so. False if it is not on its way."""
+        way = self._ways.get(request_id)
+        if way is None:
+            return False
+        if way.process is not None:
+            way.process.tell(("abort", request_id))
+        self._end(way, Delta(request_id, finish="abort"))
+        return True
+
+    def step(self, seconds: float = 0.02) -> list[Delta]:
+        """What has come from the processes; waits at most so long for something."""
+        self._pump()
+        ends = {p.channel.end: p for p in self._processes.values()}
+        waiting = 0.0 if self._told else seconds
+        for end in select.select(list(ends), [], [], waiting)[0]:
+            process = ends[end]
+            try:
+                while process.channel.ready(0):
+                    self._heard(process, *process.channel.receive())
+            except EOFError:
+                self._died(process)
+        self._pump()
+        told, self._told = self._told, []
+        return told
+
+    def wait_until_ready(self) -> None:
+        """Returns when every process has its model. Raises ProducerError: one ended instead."""
+        while not all(p.ready for p in self._processes.values()):
+            self._told += self.step(1.0)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes.values():
+            process.close()
+        self._processes = {}
+
+    def __enter__(self) -> Disaggregated:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # -- what moves requests -------------------------------------------------------------------------------------------
+
+    def _ready(self, role: Role) -> list[str]:
+        return [p.name for p in self._processes.values() if self._roles[p.name] == role and p.ready]
+
+    def _pump(self) -> None:
+        """Starts those that wait, as far as there may be pages on their way."""
+        while self._queue and self._ready("decode"):
+            way = self._queue[0]
+            hashes = chain(way.request.ids, str(way.request.adapter).encode())
+            decoders = self._policies["decode"]
+            known = max(decoders.indexes[n].hit(hashes) for n in self._ready("decode")) * IDS
+            # The prompt's own log-probabilities are told by whoever computes the prompt; no adapter's pages are handed over
+            whole = way.request.prompt_log_probs or way.request.adapter is not None
+            short = len(way.request.ids) - known < self.shortest
+            readers = self._ready("prefill")
+            if short or whole or not readers:
+                self._queue.popleft()
+                self._write(way, None)
+                continue
+            if sum(w.stage in ("reading", "importing") for w in self._ways.values()) >= self.most:
+                return
+            self._queue.popleft()
+            self._send(way, "prefill", "reading", ("read", way.request), None)
+
+    def _write(self, way: _Way, fd: int | None) -> None:
+        self._send(way, "decode", "writing" if fd is None else "importing", ("write", way.request), fd)
+
+    def _send(self, way: _Way, role: Role, stage: Any, message: Any, fd: int | None) -> None:
+        policy = self._policies[role]
+        hashes = chain(way.request.ids, str(way.request.adapter).encode())
+        name = policy.choose(hashes, self._ready(role)).replica
+        self._leave(way)
+        way.stage, way.process, way.ticket = stage, self._processes[name], policy.begin(hashes, name)
+        way.process.tell(message, fd)
+
+    def _heard(self, process: WorkerProcess, message: Any, fd: int | None) -> None:
+        verb, *what = message
+        if verb == "ready":
+            process.ready = True
+            self._policies[self._roles[process.name]].add(process.name, what[0] // IDS)
+            return
+        if verb == "deltas":
+            for delta in what[0]:
+                self._took(process, delta)
+            return
+        way = self._ways.get(what[0])
+        if way is None or way.process is not process:
+            if fd is not None:
+                os.close(fd)  # it was aborted, or started anew elsewhere
+        elif verb == "read":
+            assert fd is not None
+            way.cached = what[1]
+            self.handed += 1
+            if self._ready("decode"):
+                self._write(way, fd)
+            else:
+                os.close(fd)
+                self._again(way)
+        elif verb == "taken":
+            way.stage = "writing"
+        elif verb == "unusable":
+            self.unusable += 1
+            LOG.warning("request %s is computed anew: %s", *what)
+            way.stage, way.cached = "writing", None
+        elif verb == "refused":
+            self.lost[what[0]] = what[1]
+            self._end(way, Delta(what[0], finish="abort"))
+
+    def _took(self, process: WorkerProcess, delta: Delta) -> None:
+        way = self._ways.get(delta.request_id)
+        if way is None or way.process is not process:
+            return
+        if not way.begun and way.cached is not None:
+            delta = replace(delta, cached=way.cached)
+        way.begun = True
+        if way.ticket is not None:
+            self._policies["decode"].answered(way.ticket)
+        if delta.finish is None:
+            self._told.append(delta)
+        else:
+            self._end(way, delta)
+
+    def _end(self, way: _Way, delta: Delta) -> None:
+        del self._ways[way.request.id]
+        if way in self._queue:
+            self._queue.remove(way)
+        self._leave(way)
+        self._told.append(delta)
+
+    def _leave(self, way: _Way) -> None:
+        if way.ticket is not None:
+            self._policies["decode"].end(way.ticket)  # of whichever: a ticket knows its books
+
+    def _again(self, way: _Way) -> None:
+        self._leave(way)
+        way.stage, way.process, way.ticket, way.cached = "queued", None, None, None
+        self._queue.appendleft(way)
+
+    def _died(self, process: WorkerProcess) -> None:
+        how = process.how()
+        process.close()
+        del self._processes[process.name]
+        if process.ready:
+            self._policies[self._roles[process.name]].remove(process.name)
+        for way in [w for w in self._ways.values() if w.process is process]:
+            if way.begun:
+                self.lost[way.request.id] = ProducerError(f"{how} while it wrote the answer")
+                self._end(way, Delta(way.request.id, finish="abort"))
+            else:
+                self._again(way)
+        if not process.ready:
+            raise ProducerError(f"{how} before it had its model", do="what it wrote before it ended says why")
+        if self._lives > 0:
+            self._lives -= 1
+            self._start(process.name, self._roles[process.name], process.cores)
+        if not any(self._roles[name] == "decode" for name in self._processes):
+            raise ProducerError(
+                f"{how}, and no decoder is left", do="look at what it wrote before; start the server again"
+            )
+
+    def _start(self, name: str, role: Role, cores: tuple[int, ...]) -> None:
+        self._processes[name] = process = WorkerProcess(
+            name, "whorl.engine.disaggregation.workers:work", cores
+        )
+        process.tell((role, self.make, max(1, len(cores))))

@@ -1,0 +1,198 @@
+"""From a model's name to an engine that is ready: weights, words, chat template, cache.
+
+A model is an artifact of the store, or a plain folder as `transformers` writes it. The cache gets what was asked for, or a
+quarter of the memory that is free, and never more than all sequences at full length could use.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from pydantic import ValidationError
+
+from whorl.embedding.embedder import Embedder, embed_ids
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.load import load_for_sampling
+from whorl.engine.sampling.grammar import GrammarCompiler
+from whorl.errors import ConfigError
+from whorl.machine.device_probe import Machine
+from whorl.models import Decoder, LanguageModel
+from whorl.models.lora import load_lora
+from whorl.serve.worker.model_entry import Served, ServedEmbedder, Words, mean_pooled
+from whorl.store import Store
+from whorl.tokens.chat import ChatTemplate, open_chat
+from whorl.tokens.hf_tokenizer import open_tokenizer
+from whorl.tokens.tokenizer import Tokenizer
+
+CACHE_SHARE = 0.25  # of the memory that is free
+DEFAULT_CONTEXT = 4096  # of a model that has no bound of its own
+
+
+class Place:
+    """Where a model lies: folder, kind ("model" or "embedder"), and the names that mean it, the one to show first.
+
+    Raises:
+        ConfigError: neither.
+    """
+
+    def __init__(self, ref: str, store: str | None, name: str | None = None) -> None:
+        folder = Path(ref).expanduser()
+        if (folder / "config.json").is_file():
+            self.folder, self.kind = folder, "model"
+            names = [folder.resolve().name, ref]
+        else:
+            found = Store(store).open(ref)
+            if found.kind not in ("model", "embedder"):
+                raise ConfigError(
+                    f"{found.name} is a {found.kind}",
+                    expected="a model or an embedder",
+                    do="list what there is with `whorl ls`",
+                )
+            found.check()
+            self.folder, self.kind = found.path, found.kind
+            names = [found.name, found.name.rpartition("/")[2], ref]
+        self.names = list(dict.fromkeys(([name] if name else []) + names))
+
+
+def open_writer(
+    place: Place,
+    machine: Machine,
+    config: EngineConfig,
+    *,
+    context: int | None = None,
+    cache_bytes: int | None = None,
+    adapters: Sequence[str] = (),
+    **parts: Any,
+) -> tuple[list[Served], Engine]:
+    """A language model, itself and with each of its adapters, and the engine that runs all of them.
+
+    Args:
+        context: positions of a text at most; else the model's own bound.
+        cache_bytes: of the paged cache; else a share of the memory that is free.
+        adapters: NAME=FOLDER of each.
+        parts: further arguments of `Engine`.
+
+    Raises:
+        CheckpointError, DataError: a file is missing or damaged. ConfigError: a size is impossible.
+    """
+    loras = [text.partition("=") for text in adapters]  # looked at before the weights are read
+    for text, (name, _, folder) in zip(adapters, loras, strict=True):
+        if not name or not folder or name in place.names:
+            raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER, with a name of its own")
+    model = load_for_sampling(place.folder, machine, rows=min(8, config.max_sequences))
+    tokenizer = open_tokenizer(place.folder)
+    gc.collect()
+    bound = model.longest or _well_read(model)
+    if context is not None:
+        if model.longest is not None and context > model.longest:
+            raise ConfigError(
+                f"--context is {context:,}", expected=f"at most {model.longest:,}, the model's own"
+            )
+        bound = context
+    each = model.kv_bytes_per_token() or 1
+    memory = cache_bytes or int(psutil.virtual_memory().available * CACHE_SHARE)
+    tokens = min(config.max_sequences * bound, memory // each)
+    if tokens < config.page_size:
+        raise ConfigError(
+            f"the cache would hold {tokens:,} positions of {each:,} bytes",
+            expected=f"at least a page of {config.page_size}",
+            do="give it more with --cache-memory",
+        )
+    sizes = config.model_copy(update={"max_length": bound, "cache_tokens": tokens})
+    chat = open_chat(place.folder, tokenizer)
+    engine = make_engine(model, tokenizer, chat, sizes, **parts)
+    base = served(place.names, tokenizer, chat, engine)
+    models = [base]
+    for name, _, folder in loras:
+        engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
+        models.append(replace(base, name=name, aliases=frozenset(), adapter=name, vector=None))
+    return models, engine
+
+
+def engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """Settings of the engine, as a command line gives them.
+
+    Raises:
+        ConfigError: the first that is wrong.
+    """
+    try:
+        return EngineConfig(**given)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = "--" + str(problem["loc"][0]).replace("_", "-")
+        raise ConfigError(f"{name} is {problem['input']!r}", expected=str(problem["msg"]).lower()) from error
+
+
+def _well_read(model: LanguageModel) -> int:
+    """The context of a model that has no bound: as far as it reads well, where that is known."""
+    known = isinstance(model, Decoder) and model.config.trained_length is not None
+    return model.reads_well if known else DEFAULT_CONTEXT
+
+
+def make_engine(
+    model: LanguageModel, tokenizer: Words, chat: ChatTemplate, config: EngineConfig, **parts: Any
+) -> Engine:
+    """An engine that knows the model's words: what each id says, which must not be said, and how to follow a grammar."""
+    said = spoken(tokenizer, model)
+    ends = sorted(i for i in chat.stop_ids if i < len(said))
+    compiler = GrammarCompiler(said, ends, len(said)) if ends else None
+    return Engine(
+        model,
+        config,
+        token_bytes=said,
+        forbidden=unspoken(tokenizer, model),
+        compile_grammar=compiler.compile if compiler is not None else None,
+        **parts,
+    )
+
+
+def served(names: Sequence[str], tokenizer: Words, chat: ChatTemplate, engine: Engine) -> Served:
+    """What the API knows of an engine's model."""
+    return Served(
+        name=names[0],
+        aliases=frozenset(names[1:]),
+        tokenizer=tokenizer,
+        chat=chat,
+        vocab_size=engine.model.config.vocab_size,
+        context=engine.longest,
+        vector=lambda ids: mean_pooled(engine.model, ids),
+    )
+
+
+def open_embedder(place: Place, machine: Machine) -> ServedEmbedder:
+    """The house's sentence embedder.
+
+    Raises:
+        CheckpointError, DataError: a file is missing or damaged.
+    """
+    words = Tokenizer.load(place.folder)
+    embedder = Embedder.load(place.folder, words, machine.device)
+
+    def vector(ids: Sequence[int]) -> list[float]:
+        found: list[float] = embed_ids(embedder.encoder, [np.asarray(ids, words.dtype)])[0].tolist()
+        return found
+
+    return ServedEmbedder(place.names[0], words, embedder.window, vector, frozenset(place.names[1:]))
+
+
+def spoken(tokenizer: Words, model: LanguageModel) -> list[bytes]:
+    """The bytes of each of the model's rows; special tokens and rows that mean nothing have none."""
+    words = tokenizer.token_bytes
+    if isinstance(tokenizer, Tokenizer):
+        words = words[: tokenizer.n_ordinary]
+    rows = model.config.vocab_size
+    return [*words[:rows], *[b""] * (rows - len(words))]
+
+
+def unspoken(tokenizer: Words, model: LanguageModel) -> list[int]:
+    """Ids that are never written: control tokens, and rows that only round the matrix up."""
+    rows = model.config.vocab_size
+    silent = [i for i in tokenizer.control_ids if i < rows]
+    return [*silent, *range(tokenizer.vocab_size, rows)]

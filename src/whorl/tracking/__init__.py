@@ -1,0 +1,1 @@
+"""Run folders, metrics, progress, random seeds."""

@@ -1,0 +1,214 @@
+"""The run folder: what was asked, with which code, on what machine, and how it went.
+
+    RUN/config.json        the resolved recipe
+    RUN/environment.json   interpreter, versions, CPU, code version and commit
+    RUN/log.txt            what the terminal showed
+    RUN/metrics/STEP.jsonl one record a line: {"step_name", "step", "time", ...values}
+    RUN/tb/STEP/           the same numbers for TensorBoard
+
+The same recipe with the same settings has the same folder, so that a run which was killed continues its own
+curves: a step that resumes at optimiser step n drops the records from n on, since they will be written again.
+Each recipe step has its own metrics file because only the step's owner (the holder of the store's lock) may
+truncate it, while another process may be busy with another step of the same run.
+
+Run folders are records, not inputs: an artifact never depends on one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import whorl
+from whorl.machine.device_probe import cpu_model, ram_bytes, usable_cores
+from whorl.tracking.sinks import Guarded
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+PACKAGES = ("torch", "numpy", "pyarrow", "duckdb", "pydantic", "safetensors", "tiktoken", "regex")
+
+
+class MetricsLog:
+    """The metrics of one recipe step, appended to JSONL and TensorBoard.
+
+    Args:
+        path: the JSONL file.
+        step_name: the recipe step.
+        resume_at: records at or after this optimiser step are dropped first; 0 starts afresh.
+        tensorboard: where TensorBoard events go; None leaves them out.
+        sinks: others that hear each record.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        step_name: str,
+        *,
+        resume_at: int = 0,
+        tensorboard: Path | None = None,
+        sinks: Guarded | None = None,
+    ) -> None:
+        self.path, self.step_name, self._sinks = path, step_name, sinks
+        self._resume_at, self._tensorboard = resume_at, tensorboard
+        self._writer: SummaryWriter | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in read_metrics(path) if int(record["step"]) < resume_at]
+        aside = path.with_suffix(".aside")
+        aside.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        aside.replace(path)
+        self._file = path.open("a")
+
+    def write(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Append one record; numbers also go to TensorBoard under their own names."""
+        record: dict[str, Any] = {"step_name": self.step_name, "step": step, "time": time.time()}
+        if taken := record.keys() & values:
+            raise ValueError(f"a metric cannot be called {taken.pop()!r}")
+        record |= values
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._sinks is not None:
+            self._sinks.write(self.step_name, step, values)
+        if self._tensorboard is None:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._tensorboard), purge_step=self._resume_at)
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(name, value, step)
+            else:
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._sinks is not None:
+            self._sinks.end_step(self.step_name)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, none if absent. A line torn by a kill (the last) is left out."""
+    records = []
+    if path.exists():
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                break
+    return records
+
+
+class Run:
+    """A run folder, created (or continued) at `dir`."""
+
+    def __init__(
+        self,
+        dir: Path,
+        *,
+        config: Mapping[str, Any] | None = None,
+        tensorboard: bool = True,
+        sinks: Guarded | None = None,
+    ) -> None:
+        self.dir = dir
+        self.tensorboard, self.sinks = tensorboard, sinks
+        self.config = dict(config or {})
+        dir.mkdir(parents=True, exist_ok=True)
+        write_json(dir / "config.json", self.config)
+        if sinks is not None:
+            sinks.start(dir, self.config)
+
+    @property
+    def name(self) -> str:
+        return self.dir.name
+
+    def record_environment(self) -> dict[str, Any]:
+        """Write `environment.json`; returns what was written."""
+        found = environment()
+        write_json(self.dir / "environment.json", found)
+        return found
+
+    def log(self, text: str) -> None:
+        """Append to `log.txt`, with the time."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        with (self.dir / "log.txt").open("a") as file:
+            file.write("".join(f"{stamp}  {line}\n" for line in text.splitlines()))
+
+    def metrics(self, step_name: str, resume_at: int = 0) -> MetricsLog:
+        """The metrics log of a recipe step; records at or after `resume_at` are dropped."""
+        events = self.dir / "tb" / step_name if self.tensorboard else None
+        return MetricsLog(
+            self.dir / "metrics" / f"{step_name}.jsonl",
+            step_name,
+            resume_at=resume_at,
+            tensorboard=events,
+            sinks=self.sinks,
+        )
+
+    def read_metrics(self, step_name: str | None = None) -> Iterator[dict[str, Any]]:
+        """The records of one step, or of all."""
+        for path in sorted((self.dir / "metrics").glob("*.jsonl")):
+            if step_name in (None, path.stem):
+                yield from read_metrics(path)
+
+
+def environment() -> dict[str, Any]:
+    """Interpreter, libraries, CPU and code version: what a result depends on besides its inputs."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return {
+        "whorl": whorl.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "implementation": sys.implementation.name,
+        "platform": platform.platform(),
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "ram_bytes": ram_bytes(),
+        "versions": versions,
+        "settings": {name: value for name, value in os.environ.items() if name.startswith("WHORL_")},
+    }
+
+
+def _commit() -> str:
+    """The commit of the source checkout ("+" when edited since), or "" for an installed package."""
+    source = Path(whorl.__file__).parents[2]
+    if not (source / ".git").exists():
+        return ""
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(source), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return found.stdout.strip()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a record so that a reader, or a kill, never meets half of one."""
+    aside = path.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(value, indent=2, default=str) + "\n")
+    aside.replace(path)

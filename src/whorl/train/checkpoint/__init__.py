@@ -1,0 +1,1 @@
+"""Checkpoints: format, asynchronous writer, retention, remote copies."""

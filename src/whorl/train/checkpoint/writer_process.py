@@ -1,0 +1,240 @@
+"""The writer at work beside training: a process of its own, or a thread where memory cannot be shared with one.
+
+A process, because a thread shares the interpreter's lock with the training loop. The writer's own calls (hash, write,
+flush) run outside the lock, but it takes it between them; put at a low priority, so that it steals no core from
+training, it may lose its core *while it holds the lock*, and the loop waits for a thread that is not allowed to run.
+An upload in Python (TLS, retries) would hold it for longer. A process has no lock in common, and maps the staging
+area's pages.
+
+Its priority is nice 10: about a tenth of a core while all are busy, and all of it when training waits. The work is a
+tenth of a second of a core for each GB, so that is enough; at SCHED_IDLE a busy machine would never finish a
+checkpoint.
+
+It dies with its parent (SIGKILL at the parent's death, where the system offers that; else at the end of the pipe),
+leaving a `writing-` folder, so a run that starts anew never meets the writer of one that is dead. It ignores SIGTERM
+and SIGINT, which are sent to whole groups: what it has begun it ends, and goes when its parent closes the pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import platform
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from whorl.errors import CheckpointError, DiskFullError
+from whorl.train.checkpoint import writer
+
+if TYPE_CHECKING:
+    from whorl.train.checkpoint.remote import Uploads
+    from whorl.train.checkpoint.staging import Area
+
+NICE = 10
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Writer:
+    """What is done with each request, wherever it is done. `content` gives the bytes of the staging area."""
+
+    def __init__(self, content: Callable[[int], memoryview], tell: Tell) -> None:
+        self.content, self.tell = content, tell
+        self.uploads: Uploads | None = None
+        self.uploading: threading.Thread | None = None
+        self.busy: set[str] = set()
+
+    def handle(self, request: dict[str, Any]) -> None:
+        """Writes a checkpoint, tells how it went, and has it uploaded if that was asked for."""
+        began, used, step = time.monotonic(), time.thread_time(), int(request["index"]["step"])
+        try:
+            path = writer.write(
+                Path(request["folder"]),
+                request["index"],
+                self.content(int(request["size"])),
+                keep=request["tiers"]["keep"],
+                keep_seconds=request["tiers"]["keep_hours"] and request["tiers"]["keep_hours"] * 3600,
+                busy=self.busy,
+            )
+        except (DiskFullError, CheckpointError) as error:
+            self.tell({"tier": "local", "step": step, "error": error.what, "do": error.do,
+                       "full": isinstance(error, DiskFullError)})  # fmt: skip
+            return
+        except Exception as error:  # nobody would hear it in here
+            self.tell({"tier": "local", "step": step, "error": f"{type(error).__name__}: {error}",
+                       "do": "", "full": False})  # fmt: skip
+            return
+        self.tell({"tier": "local", "step": step, "seconds": time.monotonic() - began,
+                   "cpu": time.thread_time() - used, "bytes": request["index"]["bytes"]})  # fmt: skip
+        if request["durable"]:
+            self._upload(request, path, step)
+
+    def _upload(self, request: dict[str, Any], path: Path, step: int) -> None:
+        if request["forced"]:  # the last before the end: it waits for its turn
+            self.finish()
+        if self.uploading is not None and self.uploading.is_alive():
+            self.tell({"tier": "durable", "step": step, "late": True})
+            return
+        from whorl.train.checkpoint.remote import Tiers, Uploads
+
+        uploads = self.uploads = self.uploads or Uploads(
+            Tiers.model_validate(request["tiers"]), request["job"], self.tell
+        )
+        self.busy.add(path.name)
+
+        def run() -> None:
+            uploads.push(path, step)
+            self.busy.discard(path.name)
+
+        self.uploading = threading.Thread(target=run, daemon=True)
+        self.uploading.start()
+
+    def finish(self) -> None:
+        """Waits for the upload that is under way."""
+        if self.uploading is not None:
+            self.uploading.join()
+
+
+class Background:
+    """The parent's side: one request at a time, answers when they come.
+
+    Args:
+        area: where the bytes of each request lie; they may not change until its answer.
+        priority: "nice", "idle" (SCHED_IDLE) or "normal", of the process.
+    """
+
+    def __init__(self, area: Area, *, thread: bool = False, priority: str = "nice") -> None:
+        self.area, self.process, self.thread = area, None, None
+        if thread or area.fd < 0:
+            self._requests: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+            self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+            self.thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint writer")
+            self.thread.start()
+            return
+        self.link, theirs = Pipe()
+        words = [str(theirs.fileno()), str(area.fd), str(os.getpid()), priority, json.dumps(sys.path)]
+        code = "import json, sys; sys.path[:] = json.loads(sys.argv[-1]); from whorl.train.checkpoint.writer_process import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *words],
+            pass_fds=(theirs.fileno(), area.fd),
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+
+    def _serve(self) -> None:
+        worker = Writer(lambda size: self.area.view(0, size), self._answers.put)
+        while (request := self._requests.get()) is not None:
+            worker.handle(request)
+        worker.finish()
+
+    def submit(self, request: dict[str, Any]) -> None:
+        """Begins to write what lies in the area.
+
+        Raises:
+            CheckpointError: the writer is gone.
+        """
+        request = {**request, "size": self.area.size}
+        if self.thread is not None:
+            self._requests.put(request)
+            return
+        try:
+            self.link.send_bytes(json.dumps(request).encode())
+        except OSError as error:
+            raise self._gone() from error
+
+    def answer(self, patience: float | None = 0.0) -> dict[str, Any] | None:
+        """The next answer, if it comes in time; None waits for as long as it takes.
+
+        Raises:
+            CheckpointError: the writer is gone.
+        """
+        if self.thread is not None:
+            try:
+                return (
+                    self._answers.get(timeout=patience) if patience else self._answers.get(patience is None)
+                )
+            except queue.Empty:
+                return None
+        try:
+            if patience is None or self.link.poll(patience):
+                return dict(json.loads(self.link.recv_bytes()))
+        except (EOFError, OSError) as error:
+            raise self._gone() from error
+        return None
+
+    def _gone(self) -> CheckpointError:
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=5)
+        return CheckpointError(
+            f"the process that writes checkpoints went away (status {self.process.returncode})",
+            do="run the same command again: it continues from the last whole checkpoint",
+        )
+
+    def close(self, patience: float) -> bool:
+        """Lets it end what it has begun; after `patience` seconds it is stopped. Whether it ended by itself."""
+        if self.thread is not None:
+            self._requests.put(None)
+            self.thread.join(patience)
+            return not self.thread.is_alive()
+        assert self.process is not None
+        with contextlib.suppress(OSError):
+            self.link.send_bytes(b"")
+        try:
+            self.process.wait(timeout=patience)
+            return True
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            return False
+
+
+def main() -> None:
+    """The writer's process: descriptors of its pipe and of the area, its parent, its priority."""
+    link, area, parent, priority = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
+    if platform.system() == "Linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+    _step_back(priority)
+    connection, lock = Connection(link), threading.Lock()
+
+    def tell(answer: dict[str, Any]) -> None:
+        with lock, contextlib.suppress(OSError):
+            connection.send_bytes(json.dumps(answer).encode())
+
+    mapped: list[mmap.mmap] = []
+
+    def content(size: int) -> memoryview:
+        if not mapped or len(mapped[0]) != size:
+            mapped[:] = [mmap.mmap(area, size, prot=mmap.PROT_READ)]
+        return memoryview(mapped[0])
+
+    worker = Writer(content, tell)
+    try:
+        while request := connection.recv_bytes():
+            worker.handle(json.loads(request))
+    except (EOFError, OSError):
+        os._exit(1)  # the parent died
+    worker.finish()
+
+
+def _step_back(priority: str) -> None:
+    """Below training, where the system lets us."""
+    with contextlib.suppress(OSError, AttributeError):
+        if priority == "idle":
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        elif priority == "nice":
+            os.nice(NICE)

@@ -1,0 +1,1 @@
+"""The learner: micro-batches, gradient accumulation, updates, the training loop."""

@@ -1,0 +1,382 @@
+"""The learner: weights, gradients and optimiser state of some networks, updated together by all replicas.
+
+One step of an update, told once for 1 or N replicas:
+
+    each:     total, count, gradients of the *summed* loss of its share of the batch   (`accumulate`, any number of times)
+    exchange: the global count divides the gradients, once
+    each:     sums its share of the parameters over the replicas; exchange: the global gradient norm, for clipping
+    each:     updates its share in place
+    exchange: everybody sees the new weights
+
+So 1 x 8, 2 x 4 and 8 x 1 micro-batches and any number of replicas take the same step up to the rounding of sums (a test).
+Parameters are split by what their update costs; rows of look-up tables by row number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from whorl.errors import ConfigError
+from whorl.nn.norm import BatchNorm
+from whorl.objectives import Loss
+from whorl.parallel.process_group import World
+from whorl.train.learner.update import Average, Treatment, Update, check
+from whorl.train.learner.zero1 import shares, turns
+from whorl.train.optim.optimizers import AdamW, Muon, RowAdagrad, as_one
+
+
+@dataclass
+class Shared:
+    """What all replicas see: tensors in shared memory, by name.
+
+    weights and state: by parameter and by "parameter/moment"; gradients: [replicas, ...] for each dense parameter;
+    row_ids: [replicas, capacity] and row_gradients: [replicas, capacity, d] for each sparse one; buffers: what a network
+    keeps beside its weights (a router's balancing bias). Of those one rank writes, between two exchanges. averages: of
+    the weights, where they are kept (`average.py`).
+    """
+
+    weights: dict[str, Tensor]
+    state: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    row_ids: dict[str, Tensor]
+    row_gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    averages: dict[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        networks: nn.Module,
+        treatments: Mapping[str, Treatment],
+        replicas: int = 1,
+        rows: int = 0,
+        *,
+        together: bool = False,
+        narrow: bool = False,
+    ) -> Shared:
+        """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step.
+
+        together: lay all that AdamW trains end to end, so that its update is a few operations over everything and
+        not over each parameter, of which an agent has a dozen small ones. For a single replica.
+        narrow: keep Muon's matrices in bf16 (`rounding.py`).
+        """
+
+        device = next(networks.parameters()).device
+
+        def shared(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+            if replicas > 1:
+                tensor.share_memory_()  # type: ignore[no-untyped-call]
+            return tensor
+
+        weights, gradients, ids, values, state = {}, {}, {}, {}, {}
+        if together:
+            one = {
+                n: p
+                for n, p in networks.named_parameters()
+                if n in treatments and treatments[n].rule == "adamw"
+            }
+            laid = [_end_to_end(one) for _ in range(4)]
+            weights, gradients = laid[0], {n: t[None] for n, t in laid[1].items()}
+            state = {
+                f"{n}/{m}": t
+                for m, part in zip(("mean", "square"), laid[2:], strict=True)
+                for n, t in part.items()
+            }
+        for name, p in networks.named_parameters():
+            if name in weights:
+                weights[name].copy_(p.detach())
+                continue
+            halved = narrow and name in treatments and treatments[name].rule == "muon"
+            weights[name] = shared(*p.shape, dtype=torch.bfloat16 if halved else torch.float32)
+            weights[name].copy_(p.detach())
+            if name not in treatments:  # a target, or frozen
+                continue
+            rule = treatments[name].rule
+            if rule == "rows":
+                ids[name] = shared(replicas, rows, dtype=torch.int64)
+                values[name] = shared(replicas, rows, p.shape[1])
+                state[f"{name}/square"] = shared(p.shape[0])
+            else:
+                gradients[name] = shared(replicas, *p.shape)
+                for moment in ("momentum",) if rule == "muon" else ("mean", "square"):
+                    state[f"{name}/{moment}"] = shared(*p.shape)
+        buffers = {}
+        for name, module, _, buffer in stored_buffers(networks):
+            if replicas > 1 and isinstance(module, BatchNorm):
+                raise ConfigError(
+                    f"{name} moves with every forward, and {replicas} replicas would move it apart",
+                    expected="1 replica, or another norm (layer, group, RMS)",
+                )
+            buffers[name] = shared(*buffer.shape, dtype=buffer.dtype)
+            buffers[name].copy_(buffer)
+        return cls(weights, state, gradients, ids, values, buffers)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: weights, buffers, moments and averages."""
+        return {
+            **{f"weights/{n}": t for n, t in self.weights.items()},
+            **{f"buffers/{n}": t for n, t in self.buffers.items()},
+            **{f"state/{n}": t for n, t in self.state.items()},
+            **{f"averages/{n}": t for n, t in self.averages.items()},
+        }
+
+
+def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """(name, the module that has it, its name there, the buffer), of those that are stored with the weights."""
+    stored = networks.state_dict().keys()
+    for path, module in networks.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full = f"{path}.{name}" if path else name
+            if full in stored:
+                yield full, module, name, buffer
+
+
+def _end_to_end(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Zeros of the shapes of `like`, in one piece of memory."""
+    sizes = [p.numel() for p in like.values()]
+    flat = torch.zeros(sum(sizes), device=next((p.device for p in like.values()), None))
+    return {
+        n: part.view(p.shape) for (n, p), part in zip(like.items(), torch.split(flat, sizes), strict=True)
+    }
+
+
+class Learner:
+    """One replica's view of the learner.
+
+    Args:
+        networks: their parameters are re-bound to the shared weights.
+        updates: taken in this order in every round.
+        shared: made once by rank 0 with `Shared.of`; by default made here, for a single replica.
+        averages: target networks.
+        steps_done: rounds taken before (a resumed run), for Adam's bias correction and Muon's turns.
+
+    Raises:
+        ConfigError: a parameter that does not exist, or is trained twice.
+    """
+
+    def __init__(
+        self,
+        networks: nn.Module,
+        updates: Sequence[Update],
+        shared: Shared | None = None,
+        world: World | None = None,
+        *,
+        averages: Sequence[Average] = (),
+        dtype: torch.dtype = torch.float32,
+        steps_done: int = 0,
+    ) -> None:
+        check(networks, list(updates), list(averages))
+        treatments = {n: t for update in updates for n, t in update.treatments.items()}
+        self.networks, self.world = networks, world or World()
+        self.shared = shared or Shared.of(networks, treatments, together=True)
+        self.rounds = steps_done
+        for name, p in networks.named_parameters():
+            p.data = self.shared.weights[name]
+        for name, module, own, _ in list(stored_buffers(networks)):
+            setattr(module, own, self.shared.buffers[name])
+        self.parameters = dict(networks.named_parameters())
+        self.updates = [_Taken(update, self, dtype, steps_done) for update in updates]
+        self.averages = [
+            (name, average.source + name[len(average.target) :], average.decay)
+            for average in averages
+            for name in self.parameters
+            if name.startswith(average.target)
+        ]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The newest weights by name: the shared tensors themselves."""
+        return self.shared.weights
+
+    @torch.no_grad()
+    def end_round(self) -> None:
+        """After all updates of a round: target networks follow."""
+        if self.averages:
+            if self.world.rank == 0:
+                for target, source, decay in self.averages:
+                    self.shared.weights[target].lerp_(self.shared.weights[source], 1 - decay)
+            self.world.exchange()
+        self.rounds += 1
+
+
+class Watcher(Protocol):
+    """Looks at what an update is about to do with this rank's share. Changes nothing."""
+
+    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+        """Of a micro-batch of this rank: gradients of its summed loss times `scale`, dense parameters; its count."""
+
+    def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+        """Of the dense parameters, by name: means over the batch, times `clipped`."""
+
+    def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
+        """Of a look-up table: ids [n], with repeats; gradients [n, d]."""
+
+
+class _Taken:
+    """An `Update` at work: its optimisers over this rank's share, and what has been accumulated for its next step."""
+
+    def __init__(self, update: Update, learner: Learner, dtype: torch.dtype, steps_done: int) -> None:
+        self.update, self.objective, self.every = update, update.objective, update.every
+        self.shared, self.world = learner.shared, learner.world
+        self.named = {n: learner.parameters[n] for n in update.treatments}
+        self.strangers = [p for n, p in learner.parameters.items() if n not in self.named]
+        shapes = {n: p.shape for n, p in self.named.items()}
+        self.owned = shares(update, shapes, self.world.size)[self.world.rank]
+        self.dense = sorted(self.owned, key=list(self.named).index)
+        data = {n: p.data for n, p in self.named.items()}
+        self.sparse = [(n, data[n]) for n in update.names("rows")]
+
+        def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
+            return self.shared.state[name]
+
+        decay = {n: t.decay for n, t in update.treatments.items()}
+
+        def rate(rule: str) -> float:
+            found = {t.rate for t in update.treatments.values() if t.rule == rule}
+            return found.pop() if len(found) == 1 else 0.0
+
+        self.muon = Muon(
+            [[(n, data[n]) for n in data if n in turn and n in self.owned] for turn in turns(update, shapes)],
+            rate("muon"),
+            momentum=update.momentum,
+            weight_decay=update.weight_decay,
+            decay=decay,
+            dtype=dtype,
+            allocate=allocate,
+            rounding=update.rounding,
+        )
+        rest = [(n, data[n]) for n in update.names("adamw") if n in self.owned]
+        rates = {n: update.treatments[n].rate for n, _ in rest}
+        self.adamw = AdamW(
+            rest,
+            rates,
+            betas=update.betas,
+            eps=update.eps,
+            fused=update.fused,
+            weight_decay=update.weight_decay,
+            decay=decay,
+            allocate=allocate,
+        )
+        self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)
+        # The same memory in every step: a single replica's own gradients, or the sums over all.
+        parts = {name: self.shared.gradients[name] for name in self.dense}
+        one = self.world.size == 1
+        self.summed = {n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()}
+        self.flat = as_one(list(self.summed.values()))
+        self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
+        self.watch: Watcher | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """Forgets the gradients: the next ones overwrite them."""
+        self.empty = True
+        self.totals: dict[str, float] = {}
+        self.filled = {name: 0 for name, _ in self.sparse}
+
+    def accumulate(self, loss: Loss) -> None:
+        """Adds the gradients of a micro-batch's summed loss (times the scale, if there is one)."""
+        scaling = self.update.scaling
+        scale = None if scaling is None else torch.full_like(loss.total, scaling.scale)
+        loss.total.backward(scale)  # type: ignore[no-untyped-call]
+        mine, found = [], []
+        for name, p in self.named.items():
+            gradient, p.grad = p.grad, None
+            if name in self.shared.gradients:
+                if gradient is not None:
+                    mine.append(self.shared.gradients[name][self.world.rank])
+                    found.append(gradient)
+                elif self.empty:
+                    self.shared.gradients[name][self.world.rank].zero_()
+            elif gradient is not None:
+                rows, values = gradient._indices()[0], gradient._values()
+                begin, end = self.filled[name], self.filled[name] + len(rows)
+                self.shared.row_ids[name][self.world.rank, begin:end] = rows
+                self.shared.row_gradients[name][self.world.rank, begin:end] = values
+                self.filled[name] = end
+        if found:
+            if self.watch is not None:
+                self.watch.part(found, float(loss.count), 1.0 if scaling is None else scaling.scale)
+            torch._foreach_copy_(mine, found) if self.empty else torch._foreach_add_(mine, found)
+        for p in self.strangers:
+            p.grad = None
+        self.empty = False
+        for key, value in (("loss", loss.total), ("count", loss.count), *loss.metrics.items()):
+            self.totals[key] = self.totals.get(key, 0.0) + float(value.detach())
+
+    @torch.no_grad()
+    def step(self, factor: float) -> dict[str, float]:
+        """The update from all that was accumulated, on every replica together.
+
+        Returns:
+            loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping);
+            skipped, if the update's judge refused it: then no weight and no moment has moved, on any replica.
+        """
+        filled = float(max(self.filled.values(), default=0))
+        everybody = self.world.exchange(*self.totals.values(), filled)
+        sums = dict(zip(self.totals, (sum(column) for column in zip(*everybody, strict=True)), strict=False))
+        divisor = max(sums["count"], 1.0)
+        gradients, dense = self.summed, self.flat
+        if self.world.size > 1:
+            for name, into in gradients.items():
+                torch.sum(self.shared.gradients[name], dim=0, out=into)
+        square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
+        figures = {k: v / divisor for k, v in sums.items() if k != "count"}
+        scaling, infinite = self.update.scaling, 0.0
+        if scaling is not None:
+            divisor *= scaling.scale  # of gradients from here on
+            infinite = self._infinite_rows()
+        total, infinite = self.world.total(square, infinite)
+        norm = total**0.5 / divisor
+        figures |= {"count": sums["count"], "gradient_norm": norm}
+        if scaling is not None:
+            figures["loss_scale"] = scaling.scale
+            if scaling.overflowed(figures["loss"], norm, not infinite):
+                figures["overflow"] = 1.0  # the judge leaves the step out, and knows why
+        if not self.update.judge(figures):  # the same numbers on every replica, so the same answer
+            self.muon.steps += 1  # a step is a record, taken or not: nothing else is to be remembered
+            self.adamw.steps += 1
+            self._start()
+            return {**figures, "skipped": 1.0}
+        clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
+        torch._foreach_mul_(dense, clipped / divisor)
+        if self.watch is not None:
+            self.watch.gradients(gradients, clipped)
+        self.muon.step(gradients, factor)
+        self.adamw.step(gradients, factor)
+        sizes = [int(each[-1]) for each in everybody]
+        for name, table in self.sparse:
+            self._step_rows(name, table, sizes, divisor, factor)
+        self._start()
+        if scaling is not None:
+            scaling.passed()
+        self.world.exchange()
+        return figures
+
+    def _infinite_rows(self) -> float:
+        """How many of this rank's gradients of look-up tables are not finite."""
+        mine = (self.shared.row_gradients[n][self.world.rank, :filled] for n, filled in self.filled.items())
+        return float(sum((~values.isfinite()).sum() for values in mine))
+
+    def _step_rows(self, name: str, table: Tensor, sizes: list[int], divisor: float, factor: float) -> None:
+        ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(sizes)])
+        if self.world.size == 1:
+            values = self.shared.row_gradients[name][0, : sizes[0]]
+        else:
+            mine = (ids % self.world.size == self.world.rank).nonzero().squeeze(1)
+            parts, begin = [], 0
+            for rank, n in enumerate(sizes):
+                inside = mine[(mine >= begin) & (mine < begin + n)] - begin
+                parts.append(self.shared.row_gradients[name][rank][inside])
+                begin += n
+            ids, values = ids[mine], torch.cat(parts)
+        if len(ids):
+            values = values.div_(divisor)  # where they lie: the next step writes over them
+            if self.watch is not None:
+                self.watch.rows(name, table, ids, values)
+            self.rows.step(name, table, ids, values, factor)

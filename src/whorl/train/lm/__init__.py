@@ -1,0 +1,1 @@
+"""Language-model pretraining: the task, its precision, decay branches."""

@@ -1,0 +1,110 @@
+"""What a language model learns, and how each of its parameters is treated: the one update of pretraining.
+
+Every `LanguageModel` (`models/language_model.py`) is trained by this, whatever its layers are: the loss asks for `prepare`,
+`trunk` and the head, and nothing else. What of it is compiled is `trunk` with the loss, in rows of one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whorl.models import LanguageModel
+from whorl.nn import Linear
+from whorl.nn.experts import Experts
+from whorl.nn.kernels.dispatch import logits_step
+from whorl.objectives import Loss, next_token
+from whorl.train.config import OptimConfig
+from whorl.train.learner.update import Part, Treatment
+from whorl.train.metrics.moe_balance import Mixtures
+from whorl.train.optim.decay_mask import multiplied
+from whorl.train.optim.mup import narrowing
+
+
+def treatments(model: LanguageModel, optim: OptimConfig) -> dict[str, Treatment]:
+    """Muon (or AdamW: `optim.matrices`) for the matrices of the blocks, sparse rows for n-gram tables, AdamW for the rest.
+
+    A matrix of a block is what a layer makes features with: a router, a convolution's taps or a state space's decays are
+    none. What decays is a little more (`matrices.py`), and has rates by width if these are asked for (`mup.py`).
+    """
+    share, decaying = narrowing(model, optim), multiplied(model)
+
+    def adamw(name: str, rate: float) -> Treatment:
+        return Treatment("adamw", rate * share, 1 / share) if name in decaying else Treatment("adamw", rate)
+
+    matrices = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, Linear | Experts) and path.startswith("blocks.")
+        for name, p in module.named_parameters(recurse=isinstance(module, Experts))
+        if p.ndim == 2 and min(p.shape) > 1
+    }
+    found = {}
+    for name, _ in model.named_parameters():
+        if name.startswith("memory."):
+            found[name] = Treatment("rows", optim.memory_rate)
+        elif name in ("embedding", "head", "positions"):
+            found[name] = adamw(name, optim.embedding_rate)
+        elif name not in matrices:
+            found[name] = adamw(name, optim.scalar_rate)
+        elif optim.matrices == "adamw":
+            found[name] = adamw(name, optim.adamw_rate)
+        else:
+            found[name] = Treatment("muon", optim.matrix_rate, decay=1.0)
+    return found
+
+
+class LossOf:
+    """The objective over a micro-batch. Plain rows (one document each, the many) take the compiled path, without a
+    document mask; mixed rows (the few) run uncompiled with segments and positions.
+
+    Mixtures of experts are never compiled: the shapes of their products depend on the routing.
+    """
+
+    def __init__(self, model: LanguageModel, mixtures: Mixtures, *, z_loss: float, compile: bool) -> None:
+        self.model, self.z_loss, self.mixtures = model, z_loss, mixtures
+        self.fast: Callable[..., tuple[Tensor, ...]] = self._loss
+        if compile and not mixtures:
+            # Another job's graphs would count against the limit of variants, beyond which nothing is compiled.
+            torch.compiler.reset()
+            self.fast = torch.compile(self._loss, dynamic=False)
+
+    def _loss(
+        self,
+        x: Tensor,
+        where: Any,
+        targets: Tensor,
+        mask: Tensor,
+        segments: Tensor | None = None,
+        records: list[Any] | None = None,
+    ) -> tuple[Tensor, ...]:
+        model = self.model
+        hidden = model.trunk(x, where, segments, records=records)
+        loss = next_token(
+            hidden.flatten(0, 1),
+            model.head_weight,
+            targets.flatten(),
+            mask.flatten(),
+            self.z_loss,
+            model.logit_softcap,
+            choose=logits_step,
+        )
+        return loss.total, loss.count, loss.metrics["nll"]
+
+    def __call__(self, part: Part) -> Loss:
+        segments = part.get("segment_ids")
+        positions = None if segments is None else part["positions"]
+        x, where = self.model.prepare(part["tokens"], positions, segments)
+        rest = part["targets"], part["loss_mask"]
+        if self.mixtures:
+            records: list[Any] = []
+            total, count, nll = self._loss(x, where, *rest, segments, records)
+            return self.mixtures.loss(Loss(total, count, {"nll": nll}), records, part["loss_mask"])
+        if segments is None:
+            total, count, nll = self.fast(x, where, *rest)
+        else:
+            total, count, nll = self._loss(x, where, *rest, segments)
+        return Loss(total, count, {"nll": nll})

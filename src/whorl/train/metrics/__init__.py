@@ -1,0 +1,1 @@
+"""Metrics of a training run: throughput, layer statistics, noise scale, validation."""

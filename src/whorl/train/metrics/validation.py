@@ -1,0 +1,76 @@
+"""What is watched beside the training loss, on a few rows that stay the same.
+
+What is watched beside the loss: the held-out loss, and `copy_nll`, the loss on the second half of rows that repeat shuffled
+ids. No statistics help there; only heads that look up "what followed this before" do (Olsson et al. 2022, In-context
+Learning and Induction Heads, the repeated-sequence test), so the step at which it falls is the step at which copying was
+learnt.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from whorl.models import LanguageModel
+from whorl.nn.kernels.dispatch import logits_step
+from whorl.objectives import next_token
+from whorl.parallel.process_group import World
+from whorl.tokens.shards import TokenSet
+from whorl.tracking.seeds import generator
+
+if TYPE_CHECKING:
+    from whorl.train.job import Job
+
+HELD_OUT_ROWS = 16
+COPY_ROWS = 8
+
+
+class HeldOut:
+    """Loss on a fixed few rows of the validation split, and on rows that repeat shuffled ids; shared by the replicas."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        tokens = TokenSet(Path(job.tokens))
+        rows = []
+        for ids in tokens.split("validation").iter_documents() if "validation" in tokens.splits else ():
+            for start in range(0, len(ids) - job.length, job.length):
+                rows.append(torch.from_numpy(ids[start : start + job.length + 1].astype("int64")))
+        step = max(1, len(rows) // HELD_OUT_ROWS)  # spread over the split
+        rows = rows[::step][:HELD_OUT_ROWS]
+        shape = (COPY_ROWS, job.length // 2)
+        # Ids as frequent as in the text, in an order that no text has.
+        stream = torch.cat([row.flatten() for row in rows]) if rows else torch.arange(job.model.vocab_size)
+        half = stream[torch.randint(len(stream), shape, generator=generator(job.seed, "copy"))]
+        mine = slice(world.rank, None, world.size)
+        self.rows = torch.stack(rows)[mine].to(job.device) if rows else None
+        self.copies = torch.cat([half, half], dim=1)[mine].to(job.device)
+
+    def some_ids(self) -> Tensor:
+        """[n, T + 1] ids that stay the same, of this replica: held-out text, or what there is in its place; n may be 0."""
+        return self.copies if self.rows is None else self.rows
+
+    @torch.no_grad()
+    def __call__(self, model: LanguageModel, world: World) -> dict[str, float]:
+        """held_out_nll and copy_nll in nats a token."""
+        nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
+        copy_nll, copy_count = self._nll(model, self.copies, self.copies.shape[1] // 2)
+        sums = world.total(nll, count, copy_nll, copy_count)
+        figures = {"copy_nll": sums[2] / max(1.0, sums[3])}
+        if sums[1]:
+            figures["held_out_nll"] = sums[0] / sums[1]
+        return figures
+
+    def _nll(self, model: LanguageModel, rows: Tensor, skip: int) -> tuple[float, float]:
+        targets = rows[:, 1 + skip :]
+        hidden = model(rows[:, :-1])[:, skip:]
+        loss = next_token(
+            hidden.flatten(0, 1),
+            model.head_weight,
+            targets.flatten(),
+            torch.ones_like(targets).flatten(),
+            softcap=model.logit_softcap,
+            choose=logits_step,
+        )
+        return float(loss.metrics["nll"]), float(loss.count)

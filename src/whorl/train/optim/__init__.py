@@ -1,0 +1,1 @@
+"""Optimisers, learning-rate schedules, muP, stochastic rounding."""

@@ -1,0 +1,272 @@
+"""Three optimisers, each for the parameters it suits; every one keeps its state by parameter name.
+
+- `Muon` for the matrices of the blocks (Jordan et al. 2024, "Muon: An optimizer for hidden layers"): momentum, then
+  the nearest orthogonal matrix, so that every direction of the update has the same size. The iteration is the
+  Polar Express (Amsel et al. 2025, arXiv:2505.16932), whose coefficients are the best quintic of each round.
+  Matrices of one shape go through it as a batch.
+- `AdamW` (Loshchilov & Hutter 2019, arXiv:1711.05101) for embeddings, head, gains and scalars.
+- `RowAdagrad` for n-gram memories: only the rows that a batch touched, each with its own step size (Duchi et al.
+  2011, with one accumulator a row as in recommendation models). Dense Adam over such a table would move
+  hundreds of megabytes a step to change a few thousand rows.
+
+All take gradients of the *mean* loss and change weights in place. `state` holds tensors by "name/moment", which
+is what a checkpoint stores.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from whorl.train.optim.stochastic_rounding import Rounding
+
+Named = list[tuple[str, Tensor]]
+Allocate = Callable[[str, tuple[int, ...]], Tensor]
+
+# Polar Express with three rounds, for singular values from 1e-2 to 1 (arXiv:2505.16932, algorithm 1, with a margin of 1 %).
+# Five rounds reach down to 1e-3 and cost two thirds more; over three seeds they ended no lower (LOG.md). Directions weaker
+# than a hundredth of the strongest are mostly noise, and three rounds leave them small.
+POLAR_EXPRESS = ((7.9103, -22.0788, 15.8691), (3.6073, -2.6467, 0.5110), (2.6713, -1.9853, 0.4535))
+
+
+def zeros(_name: str, shape: tuple[int, ...]) -> Tensor:
+    """The default allocator of optimiser state."""
+    return torch.zeros(shape)
+
+
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrix (U V^T of the singular value decomposition), approximately.
+
+    matrices: [n, rows, columns], rows <= columns, in the type that the products are to run in; overwritten -> the same
+    shape; singular values above a hundredth of the norm come out between 0.7 and 1.3, weaker ones smaller.
+    """
+    x = matrices.div_(matrices.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-7)
+    gram, polynomial = x.new_empty(2, x.shape[0], x.shape[1], x.shape[1])
+    spare = torch.empty_like(x)
+    for a, b, c in POLAR_EXPRESS:
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(x, polynomial, x, beta=a, alpha=1.0, out=spare)
+        x, spare = spare, x
+    return x
+
+
+class Muon:
+    """Momentum and orthogonalisation for matrices [rows, columns].
+
+    Args:
+        params: matrices, in turns: those of turn i are updated in the steps s with s mod (number of turns) = i, with
+            that many times the learning rate.
+        learning_rate: peak; an update has spectral norm learning_rate * turns * sqrt(max(1, rows / columns)).
+        decay: by name, times weight_decay; 1 for those that are not named.
+        dtype: the type of the orthogonalisation's products.
+        rounding: how an update becomes the new weight, where weights are narrower than fp32.
+
+    Why turns. Momentum averages some twenty gradients, so the direction changes little from one step to the next, while
+    the orthogonalisation of all matrices in each step would be a seventh of a small model's training (LOG.md).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Named],
+        learning_rate: float,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        decay: Mapping[str, float] | None = None,
+        dtype: torch.dtype = torch.float32,
+        allocate: Allocate = zeros,
+        rounding: Rounding | None = None,
+    ) -> None:
+        self.rounding = rounding
+        self.learning_rate, self.momentum = learning_rate, momentum
+        self.dtype, self.steps = dtype, 0
+        self.decay: dict[str, float] = {}
+        self.moments: dict[str, Tensor] = {}
+        self.turns: list[list[tuple[tuple[int, int], Named]]] = []
+        for turn in params:
+            by_shape: dict[tuple[int, int], Named] = defaultdict(
+                list
+            )  # an MLP's way up and way down together
+            for name, p in turn:
+                self.moments[name] = allocate(f"{name}/momentum", tuple(p.shape))
+                self.decay[name] = weight_decay * (decay or {}).get(name, 1.0)
+                short, long = sorted(p.shape)
+                by_shape[short, long].append((name, p))
+            self.turns.append(list(by_shape.items()))
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        return {f"{name}/momentum": moment for name, moment in self.moments.items()}
+
+    def step(self, gradients: dict[str, Tensor], factor: float) -> None:
+        """One update; `factor` scales the peak learning rate."""
+        for name, moment in self.moments.items():
+            moment.lerp_(gradients[name], 1 - self.momentum)
+        turns = len(self.turns)
+        rate = self.learning_rate * factor * turns
+        for (short, long), group in self.turns[self.steps % turns]:
+            directions = torch.empty(len(group), short, long, dtype=self.dtype, device=group[0][1].device)
+            for (name, p), direction in zip(group, directions, strict=True):
+                nesterov = gradients[name].lerp(self.moments[name], self.momentum)
+                direction.copy_(nesterov if p.shape[0] == short else nesterov.mT)
+            for (name, p), update in zip(group, orthogonalise(directions), strict=True):
+                rows, columns = p.shape
+                wide = p if self.rounding is None else p.float()
+                if self.decay[name]:
+                    wide.mul_(1 - rate * self.decay[name])
+                scale = rate * max(1.0, rows / columns) ** 0.5
+                wide.add_(update if rows == short else update.mT, alpha=-scale)
+                if self.rounding is not None:
+                    self.rounding.write(p, wide, name, self.steps)
+        self.steps += 1
+
+
+class _Group(NamedTuple):
+    """Parameters of one peak learning rate and one weight decay."""
+
+    peak: float
+    decay: float
+    names: list[str]
+    weights: list[Tensor]
+    mean: list[Tensor]
+    square: list[Tensor]
+
+
+class AdamW:
+    """Adam with decoupled weight decay, fp32.  Bias-corrected as in Kingma & Ba 2015, algorithm 1; told plainly, one
+    parameter at a time, in `optim_reference.py`.
+
+    Most of its parameters are tiny, so each line of the algorithm runs over all those of one learning rate at once.
+
+    Args:
+        learning_rate: peaks by name.
+        decay: by name, times weight_decay; 1 for those that are not named.
+        fused: torch's kernel, which reads and writes every number once a step, in place of one pass for each line; its
+            last bits differ. By default on CUDA only (`bench/train/optim/adamw_step.py` compares).
+    """
+
+    def __init__(
+        self,
+        params: Named,
+        learning_rate: dict[str, float],
+        *,
+        betas: tuple[float, float] = (0.8, 0.95),
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        decay: Mapping[str, float] | None = None,
+        fused: bool | None = None,
+        allocate: Allocate = zeros,
+    ) -> None:
+        self.betas, self.eps = betas, eps
+        self.fused = any(p.is_cuda for _, p in params) if fused is None else fused
+        self.state = {
+            f"{name}/{moment}": allocate(f"{name}/{moment}", tuple(p.shape))
+            for name, p in params
+            for moment in ("mean", "square")
+        }
+        named: dict[tuple[float, float], Named] = defaultdict(list)
+        for name, p in params:
+            named[learning_rate[name], weight_decay * (decay or {}).get(name, 1.0)].append((name, p))
+        self.groups = [
+            _Group(
+                *peak_and_decay,
+                [name for name, _ in group],
+                as_one([p for _, p in group]),
+                as_one([self.state[f"{name}/mean"] for name, _ in group]),
+                as_one([self.state[f"{name}/square"] for name, _ in group]),
+            )
+            for peak_and_decay, group in named.items()
+        ]
+        self._seen: dict[str, Tensor] | None = None
+        self._laid: list[list[Tensor]] = []
+        self.steps = 0
+
+    def step(self, gradients: dict[str, Tensor], factor: float) -> None:
+        """One update; `factor` scales each parameter's peak learning rate."""
+        self.steps += 1
+        first, second = self.betas
+        correction = (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
+        if gradients is not self._seen:  # a single replica's are the same memory in every step
+            self._seen = gradients
+            self._laid = [as_one([gradients[name] for name in group.names]) for group in self.groups]
+        for (peak, decay, _, weights, mean, square), gradient in zip(self.groups, self._laid, strict=True):
+            rate = peak * factor
+            if not len(weights) == len(mean) == len(square) == len(gradient):
+                raise AssertionError("some of AdamW's tensors lie end to end and others do not")
+            if self.fused:
+                self._fused(weights, mean, square, gradient, rate, decay)
+                continue
+            torch._foreach_lerp_(mean, gradient, 1 - first)
+            torch._foreach_mul_(square, second)
+            torch._foreach_addcmul_(square, gradient, gradient, 1 - second)
+            if decay:
+                torch._foreach_mul_(weights, 1 - rate * decay)
+            divisor = torch._foreach_sqrt(square)
+            torch._foreach_add_(divisor, self.eps)
+            torch._foreach_addcdiv_(weights, mean, divisor, -rate * correction)
+
+    def _fused(
+        self,
+        weights: list[Tensor],
+        mean: list[Tensor],
+        square: list[Tensor],
+        gradient: list[Tensor],
+        rate: float,
+        decay: float,
+    ) -> None:
+        """The same step in one pass. Torch adds eps behind the bias correction, so it is told one that makes up for it."""
+        taken = torch.tensor(float(self.steps), device=weights[0].device)
+        torch._fused_adamw_(
+            weights,
+            gradient,
+            mean,
+            square,
+            [],
+            [taken] * len(weights),
+            lr=rate,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=decay,
+            eps=self.eps / (1 - self.betas[1] ** self.steps) ** 0.5,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+def as_one(tensors: list[Tensor]) -> list[Tensor]:
+    """The same memory as one flat tensor, where the tensors lie end to end; else the tensors."""
+    if len(tensors) < 2:
+        return [t.view(-1) for t in tensors]
+    first, end = tensors[0], tensors[0].data_ptr()
+    for t in tensors:
+        if t.data_ptr() != end or not t.is_contiguous():
+            return tensors
+        end += t.numel() * t.element_size()
+    if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
+        return tensors  # neighbours by chance
+    return [torch.as_strided(first, (sum(t.numel() for t in tensors),), (1,))]
+
+
+class RowAdagrad:
+    """Adagrad with one accumulator a row, for look-up tables [rows, d] with sparse gradients."""
+
+    def __init__(
+        self, params: Named, learning_rate: float, *, eps: float = 1e-8, allocate: Allocate = zeros
+    ) -> None:
+        self.params, self.learning_rate, self.eps = params, learning_rate, eps
+        self.state = {f"{name}/square": allocate(f"{name}/square", (p.shape[0],)) for name, p in params}
+
+    def step(self, name: str, table: Tensor, rows: Tensor, gradients: Tensor, factor: float) -> None:
+        """rows: [n] row numbers, repeats allowed; gradients: [n, d], summed over repeats here."""
+        touched, inverse = torch.unique(rows, return_inverse=True)
+        total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, inverse, gradients)
+        squares = self.state[f"{name}/square"]
+        square = squares[touched] + total.square().mean(dim=1)
+        squares[touched] = square
+        step = -self.learning_rate * factor / (square.sqrt() + self.eps)
+        table.index_add_(0, touched, total.mul_(step[:, None]))

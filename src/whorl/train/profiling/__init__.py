@@ -1,0 +1,1 @@
+"""Profiles of a training step: time by region, FLOPs, kernels."""

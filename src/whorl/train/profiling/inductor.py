@@ -1,0 +1,178 @@
+"""Looking into compiled code: a range around each of its kernels, with the part of the model that it computes.
+
+What `torch.compile` makes for a graph is a Python module whose `call` runs kernels in a fixed order, and the profiler sees
+nothing of those on a CPU. While this is entered, the compiler notes for every kernel which lines of the model it came from
+(inductor's provenance), and each module's kernels are replaced by callers that open a range. A kernel belongs to the part
+that most of its lines lie in: a fused kernel may have a line of the norm before it.
+
+This leans on the insides of one version of torch. Where they are not as expected, nothing is replaced: compiled code then
+counts as one piece, and `found` stays empty.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from whorl.train.profiling.trace import (
+    ATTENTION,
+    COPIES,
+    LOOKUPS,
+    POINTWISE,
+    PRODUCTS,
+    RANGE,
+    REDUCTIONS,
+    Kernel,
+)
+
+_HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+):(\d+)")
+_PLAIN = ("norm.py", "linear.py", "rotary.py", "position.py")  # used by several parts: the caller decides
+_MOVES = {
+    "clone", "transpose", "view", "unsafe", "cat", "slice", "copy", "to", "expand", "stack", "permute", "flip", "fused",
+    "cpp", "triton", "poi",
+}  # fmt: skip
+
+
+def part_of_lines(traces: Sequence[str]) -> str:
+    """The part of the model that most of these stack traces (outermost call first) lie in."""
+    votes: Counter[str] = Counter()
+    for trace in traces:
+        files = re.findall(r'File "([^"]+)"', trace)
+        votes[next(filter(None, map(_part_of_file, files)), "norms, residuals")] += 1
+    return votes.most_common(1)[0][0] if votes else "other"
+
+
+def _part_of_file(file: str) -> str:
+    path = Path(file)
+    if path.parent.name == "objectives":
+        return "head, loss"
+    if path.parent.name == "experts" or path.name == "mlp.py":
+        return "MLP, experts"
+    if "nn" in path.parts and "whorl" in path.parts and path.name not in _PLAIN:
+        return "attention"  # a mixer of whatever kind
+    return ""
+
+
+def kind_of_kernel(name: str, part: str) -> str:
+    """The class of a compiled kernel, from the operators that its name lists."""
+    if name.startswith("extern_kernels."):
+        bare = name.partition(".")[2]
+        if "mm" in bare or "linear" in bare:
+            return ATTENTION if part == "attention" and "bmm" in bare else PRODUCTS
+        if "attention" in bare:
+            return ATTENTION
+        return POINTWISE
+    words = {word for word in re.split(r"[_\d]+", name) if word}
+    if "softmax" in words and part == "attention":
+        return ATTENTION
+    if words & {"softmax", "logsumexp", "rsqrt", "mean", "var"} or {"sum", "div", "pow"} <= words:
+        return REDUCTIONS
+    if words & {"embedding", "gather", "scatter", "index"}:
+        return LOOKUPS
+    return COPIES if words <= _MOVES else POINTWISE
+
+
+class CompiledKernels:
+    """While entered, whatever is compiled has its kernels in ranges whenever `on` is true."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.found: dict[str, Kernel] = {}
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Compiles afresh (nothing from a cache), so that compile time is all of it and modules pass by here."""
+        try:
+            import torch._inductor.config as inductor
+            import torch._inductor.debug as debug
+            from torch._inductor.codecache import PyCodeCache
+
+            load = PyCodeCache.load_by_key_path.__func__  # type: ignore[attr-defined]
+            _ = debug._inductor_kernel_stack_trace
+            settings = {"force_disable_caches": True, "trace.provenance_tracking_level": 1}
+            patched = inductor.patch(settings)
+        except (ImportError, AttributeError):
+            yield
+            return
+
+        def watched(cls: type, key: str, path: str, *more: Any, **named: Any) -> ModuleType:
+            module: ModuleType = load(cls, key, path, *more, **named)
+            self._instrument(
+                module, Path(path), debug._inductor_kernel_stack_trace
+            )  # bound anew for each graph
+            return module
+
+        PyCodeCache.load_by_key_path = classmethod(watched)  # type: ignore[assignment]
+        try:
+            with patched, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*force disabled")
+                yield
+        finally:
+            PyCodeCache.load_by_key_path = classmethod(load)  # type: ignore[assignment]
+
+    def _instrument(self, module: ModuleType, path: Path, traces: dict[str, list[str]]) -> None:
+        order: dict[str, list[tuple[str, str, str]]] = {}  # kernel -> range, part, class of each of its calls
+        for name, handle in _HANDLE.findall(path.read_text()):
+            part = part_of_lines(traces.get(f"{name}:{handle}", ()))
+            call = (f"{RANGE}{part} | {name}:{handle} {path.stem[-4:]}", part, kind_of_kernel(name, part))
+            order.setdefault(name, []).append(call)
+        extern = {n.partition(".")[2]: calls for n, calls in order.items() if n.startswith("extern_kernels.")}
+        if extern and hasattr(module, "extern_kernels"):
+            held = module.extern_kernels
+            names = {
+                n: self._watched(getattr(held, n), calls, True)
+                for n, calls in extern.items()
+                if hasattr(held, n)
+            }
+            module.extern_kernels = _Instead(held, names)  # type: ignore[attr-defined]
+        for name, calls in order.items():
+            kernel = getattr(module, name, None)
+            if kernel is None:
+                continue
+            if callable(kernel):
+                setattr(module, name, self._watched(kernel, calls, False))
+            elif callable(getattr(kernel, "run", None)):  # Triton
+                setattr(module, name, _Instead(kernel, {"run": self._watched(kernel.run, calls, False)}))
+
+    def _watched(
+        self, kernel: Callable[..., Any], calls: list[tuple[str, str, str]], product: bool
+    ) -> Callable[..., Any]:
+        """The kernel in a range. `call` is straight: the n-th call of a run is the n-th of the source."""
+        turn = 0
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            nonlocal turn
+            label, part, kind = calls[turn % len(calls)]
+            turn += 1
+            if not self.on:
+                return kernel(*arguments, **named)
+            if (
+                label not in self.found and not product
+            ):  # the operators inside a product are seen by themselves
+                tensors = {t.data_ptr(): t for t in arguments if isinstance(t, torch.Tensor)}
+                moved = float(sum(t.numel() * t.element_size() for t in tensors.values()))
+                flops = float(max((t.numel() for t in tensors.values()), default=0))
+                self.found[label] = Kernel(part, kind, moved, flops)
+            with record_function(label):
+                return kernel(*arguments, **named)
+
+        return run
+
+
+class _Instead:
+    """An object, some of whose attributes are others."""
+
+    def __init__(self, held: Any, names: dict[str, Any]) -> None:
+        self.__dict__.update(names, _held=held)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._held, name)

@@ -1,0 +1,333 @@
+"""Where a training step's time goes: the very loop of `pretrain`, a few steps of it under torch's profiler.
+
+    3 steps        the first compiles; its excess over a later one is the compile time, told apart
+    N steps        timed as they are: what a step takes
+    N steps        traced: where it goes. Tracing itself costs time, mostly on small operators; how much is told
+
+Replicas run as in training, each over its share of the batch, and rank 0 is traced. Peaks are measured before the first
+step, by all replicas at once, so that they share the machine as the steps will.
+
+Ranges around the parts of a step are put on from outside, on this one learner's objects: the models and the loop know
+nothing of them, and nothing is paid when nobody profiles. Compiled code is looked into by `profile_compiled.py`; the trace
+is read by `profile_trace.py`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+
+from whorl.machine.device_probe import peaks_now
+from whorl.models import LanguageModel
+from whorl.parallel.process_group import World, start_replicas
+from whorl.train.job import Job
+from whorl.train.learner.learner import Learner, Shared
+from whorl.train.learner.loop import Clock, learn
+from whorl.train.lm import objective as language
+from whorl.train.lm.objective import LossOf
+from whorl.train.lm.pretrain import _records, _share, build_model, learner_of, shared_of
+from whorl.train.metrics.moe_balance import Mixtures
+from whorl.train.optim.lr_schedule import factor as schedule_factor
+from whorl.train.profiling.inductor import CompiledKernels
+from whorl.train.profiling.trace import ATTENTION, PARTS, PRODUCTS, RANGE, STEP, Cost, read
+
+WARMUP_STEPS = 3
+
+
+@dataclass
+class Profile:
+    """What was found. Times in seconds a step of rank 0, unless they say otherwise.
+
+    parts: part -> {"forward", "backward"}; classes: class -> `Cost`; peak_flops: by type, of this replica and, all replicas
+    together, `machine_flops`, in the job's type.
+    """
+
+    steps: int
+    replicas: int
+    threads: int
+    dtype: str
+    compiled: bool
+    step_seconds: float  # the median of the untraced steps
+    traced_seconds: float
+    compile_seconds: float
+    tokens_per_second: float  # all replicas
+    flops_per_second: float  # of the products of the model, all replicas
+    peak_flops: dict[str, float]
+    bandwidth: float
+    machine_flops: float
+    parts: dict[str, dict[str, float]] = field(default_factory=dict)
+    classes: dict[str, Cost] = field(default_factory=dict)
+    on_device: bool = False
+    trace: str = ""
+
+    @property
+    def utilisation(self) -> float:
+        """Of the peak of all replicas: the share of it that the model's own products would need."""
+        return self.flops_per_second / self.machine_flops
+
+    def bound(self, kind: str) -> float:
+        """Seconds that the roofline allows a class: the longer of its arithmetic and its traffic, each at its peak."""
+        cost = self.classes[kind]
+        return max(cost.flops / self.peak_flops[self.dtype], cost.bytes / self.bandwidth)
+
+    def to_json(self) -> dict[str, Any]:
+        classes = {
+            kind: {
+                **asdict(cost),
+                "bound_seconds": self.bound(kind),
+                "intensity": cost.flops / cost.bytes if cost.bytes else 0.0,
+            }
+            for kind, cost in self.classes.items()
+        }
+        return {**asdict(self), "classes": classes, "utilisation": self.utilisation}
+
+
+def profile(job: Job, trace: Path, *, steps: int = 8) -> Profile:
+    """Profiles `steps` steps of `job` from its untrained weights; the trace goes to `trace` (.json.gz).
+
+    Raises:
+        what `pretrain` raises.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the tracer tells of its own start and stop
+    model = build_model(job)
+    shared = shared_of(model, job)
+    threads = torch.get_num_threads()
+    world = start_replicas(job.replicas, _replica, job, shared, steps)
+    try:
+        found = _run(world, job, model, shared, steps, trace)
+    finally:
+        world.close()
+        torch.set_num_threads(threads)
+    assert found is not None
+    return found
+
+
+def _replica(world: World, job: Job, shared: Shared, steps: int) -> None:
+    _run(world, job, build_model(job), shared, steps, None)
+
+
+def _run(
+    world: World, job: Job, model: LanguageModel, shared: Shared, steps: int, trace: Path | None
+) -> Profile | None:
+    """What every replica runs; the one with `trace` is looked at."""
+    if job.device == "cpu":
+        torch.set_num_threads(job.threads)
+    world.exchange()  # all are here: their peaks are taken side by side
+    flops, bandwidth = peaks_now(job.device, job.dtype)
+    machine = world.total(flops[job.dtype])[0]
+    kernels = CompiledKernels()
+    watching = trace is not None and job.compile
+    times: list[float] = []
+    with kernels() if watching else nullcontext():
+        mixtures = Mixtures(model, job.routing, world)
+        learner = learner_of(model, job, shared, world, mixtures)
+        ranges = Ranges()
+        if trace is not None:
+            ranges.put_on(learner, model, world)
+        tracer = _Tracer(job, ranges, kernels, steps) if trace is not None else None
+
+        def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+            mixtures.end_step()
+            if job.device == "cuda":
+                torch.cuda.synchronize()
+            if tracer is not None:
+                tracer.after(done)
+            times.append(time.perf_counter())
+
+        def passes(record: Any) -> list[Any]:
+            with ranges("data wait"):
+                return [_share(record, job)]
+
+        def factor(step: int) -> float:
+            return schedule_factor(min(step, job.steps - 1), job.steps, job.schedule)
+
+        with _records(job, world, 0, None) as records:
+            times.append(time.perf_counter())
+            waiting = ranges.over(records)
+            learn(learner, waiting, passes, last=WARMUP_STEPS + 2 * steps, factor=factor, after=after)
+    if tracer is None or trace is None:
+        return None
+    lasted = [end - begin for begin, end in pairwise(times)]
+    untraced = sorted(lasted[WARMUP_STEPS : WARMUP_STEPS + steps])
+    step = untraced[len(untraced) // 2]
+    events = tracer.save(trace)
+    reading = read(events, kernels.found)
+    tokens = job.batch_rows * job.length / step
+    return Profile(
+        steps=steps,
+        replicas=world.size,
+        threads=job.threads,
+        dtype=job.dtype,
+        compiled=isinstance(learner.updates[0].objective, LossOf) and job.compile and not mixtures,
+        step_seconds=step,
+        traced_seconds=reading.seconds,
+        compile_seconds=max(0.0, sum(lasted[:WARMUP_STEPS]) - WARMUP_STEPS * step),
+        tokens_per_second=tokens,
+        flops_per_second=tokens * model.flops_per_token(job.length),
+        peak_flops=flops,
+        bandwidth=bandwidth,
+        machine_flops=machine,
+        parts={
+            part: {
+                name: reading.parts.get((part, back), 0.0)
+                for name, back in (("forward", False), ("backward", True))
+            }
+            for part in PARTS
+        },
+        classes=reading.classes,
+        on_device=reading.on_device,
+        trace=str(trace),
+    )
+
+
+class _Tracer:
+    """Starts and ends the profiler and the ranges of steps."""
+
+    def __init__(self, job: Job, ranges: Ranges, kernels: CompiledKernels, steps: int) -> None:
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (job.device == "cuda")
+        self.profiler = torch_profile(activities=activities, record_shapes=True)
+        self.ranges, self.kernels = ranges, kernels
+        self.first, self.last = WARMUP_STEPS + steps, WARMUP_STEPS + 2 * steps
+        self.step: AbstractContextManager[Any] | None = None
+
+    def after(self, done: int) -> None:
+        if self.step is not None:
+            self.step.__exit__(None, None, None)
+            self.step = None
+        if done == self.first:
+            self.ranges.on = self.kernels.on = True
+            self.profiler.start()
+        if self.first <= done < self.last:
+            self.step = record_function(RANGE + STEP)
+            self.step.__enter__()  # type: ignore[no-untyped-call]
+        elif done == self.last:
+            self.profiler.stop()
+            self.ranges.on = self.kernels.on = False
+
+    def save(self, path: Path) -> list[dict[str, Any]]:
+        """Writes the trace, and returns its events."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name("whole-" + path.name.removesuffix(".gz"))
+        self.profiler.export_chrome_trace(str(aside))
+        text = aside.read_bytes()
+        with gzip.open(path, "wb", compresslevel=5) as file:
+            file.write(text)
+        aside.unlink()
+        events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+        return events
+
+
+class Ranges:
+    """Ranges around the parts of a step, opened while `on` is true."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+    def __call__(self, part: str) -> AbstractContextManager[Any]:
+        return record_function(RANGE + part) if self.on else nullcontext()
+
+    def over(self, records: Iterator[Any]) -> Iterator[Any]:
+        """The records, each wait for one in a range."""
+        while True:
+            with self("data wait"):
+                record = next(records)
+            yield record
+
+    def put_on(self, learner: Learner, model: LanguageModel, world: World) -> None:
+        """On one replica's own objects."""
+        self._around(world, "exchange", "exchange")
+        self._around(model, "prepare", "embed")
+        for update in learner.updates:
+            self._around(update, "accumulate", "gradients summed")
+            self._around(update, "step", "optimiser")
+            objective = update.objective
+            if isinstance(objective, LossOf):  # what is compiled was taken hold of before, and is left alone
+                plain, compiled = objective._loss, objective.fast != objective._loss
+                looked_into = self._looked_into(plain, model)
+                objective._loss = looked_into  # type: ignore[method-assign]
+                objective.fast = objective.fast if compiled else looked_into
+
+    def _around(self, thing: Any, name: str, part: str) -> None:
+        inner = getattr(thing, name)
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            with self(part):
+                return inner(*arguments, **named)
+
+        object.__setattr__(thing, name, run)
+
+    def _looked_into(self, loss: Callable[..., Any], model: LanguageModel) -> Callable[..., Any]:
+        """The uncompiled loss, with ranges in it for as long as it runs (compiled code would see them otherwise)."""
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            if not self.on:
+                return loss(*arguments, **named)
+            with self._inside(model):
+                return loss(*arguments, **named)
+
+        return run
+
+    @contextmanager
+    def _inside(self, model: LanguageModel) -> Iterator[None]:
+        trunk, next_token = model.trunk, vars(language)["next_token"]
+
+        def ranged(function: Callable[..., Any], part: str) -> Callable[..., Any]:
+            def run(*arguments: Any, **named: Any) -> Any:
+                with self(part):
+                    return function(*arguments, **named)
+
+            return run
+
+        hooks: list[Any] = []
+        for module, part in _parts_of(model):
+            open_: list[Any] = []
+
+            def enter(*_: Any, part: str = part, open_: list[Any] = open_) -> None:
+                open_.append(self(part))
+                open_[-1].__enter__()
+
+            def leave(*_: Any, open_: list[Any] = open_) -> None:
+                open_.pop().__exit__(None, None, None)
+
+            hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        object.__setattr__(model, "trunk", ranged(trunk, "norms, residuals"))
+        vars(language)["next_token"] = ranged(next_token, "head, loss")
+        try:
+            yield
+        finally:
+            object.__delattr__(model, "trunk")
+            vars(language)["next_token"] = next_token
+            for hook in hooks:
+                hook.remove()
+
+
+def _parts_of(model: LanguageModel) -> Iterable[tuple[nn.Module, str]]:
+    for block in model.blocks:
+        for name, child in block.named_children():
+            if name in ("attention", "mixer"):
+                yield child, "attention"
+            elif name == "mlp":
+                yield child, "MLP, experts"
+
+
+def utilisation_by_class(found: Profile) -> dict[str, float]:
+    """The share of the peak of products that products and attention reach while they run."""
+    peak = found.peak_flops[found.dtype]
+    return {
+        kind: found.classes[kind].flops / found.classes[kind].seconds / peak
+        for kind in (PRODUCTS, ATTENTION)
+        if kind in found.classes and found.classes[kind].seconds
+    }

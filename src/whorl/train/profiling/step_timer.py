@@ -1,0 +1,88 @@
+"""Timing real training steps before there is anything to train on: what the planner asks.
+
+The very learner, replicas and objective of a run, over random ids (what the ids are does not change what a step costs).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from whorl.machine.device_probe import give_back_freed_memory
+from whorl.parallel.process_group import World, start_replicas
+from whorl.tracking.seeds import generator
+from whorl.train.determinism import deterministic
+from whorl.train.job import Job
+from whorl.train.learner.learner import Shared
+from whorl.train.learner.update import Part
+from whorl.train.lm.pretrain import build_model, learner_of, shared_of
+from whorl.train.resilience.oom_advice import advising
+
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """startup: seconds until the first steps were done (processes, compiling); step: the median of the rest."""
+
+    startup: float
+    step: float
+
+
+@advising
+def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
+    """Times steps of `job` for about `seconds` after the first few."""
+    began = time.perf_counter()
+    shared = shared_of(build_model(job), job)
+    world = start_replicas(job.replicas, _replica, job, shared, seconds)
+    try:
+        times, startup = _timed(world, job, shared, seconds)
+    finally:
+        world.close()
+        del shared
+        give_back_freed_memory()  # the next job is another shape
+    return StepTiming(startup - began, sorted(times)[len(times) // 2])
+
+
+def _replica(world: World, job: Job, shared: Shared, seconds: float) -> None:
+    _timed(world, job, shared, seconds)
+
+
+def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list[float], float]:
+    threads = torch.get_num_threads()
+    if job.device == "cpu":
+        torch.set_num_threads(job.threads)
+    try:
+        return _times(world, job, shared, seconds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _times(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list[float], float]:
+    with deterministic(job.deterministic):
+        (update,) = learner_of(build_model(job), job, shared, world).updates
+        rows = job.batch_rows // job.replicas
+        part = random_part(job, rows)
+        for _ in range(WARMUP_STEPS):
+            update.accumulate(update.objective(part))
+            update.step(1e-3)
+        started = time.perf_counter()
+        times: list[float] = []
+        # Rank 0 decides when to stop; its word travels with the exchange, so that all stop at the same step.
+        while world.exchange(time.perf_counter() - started)[0][0] < seconds or len(times) < 3:
+            begin = time.perf_counter()
+            update.accumulate(update.objective(part))
+            update.step(1e-3)
+            times.append(time.perf_counter() - begin)
+        return times, started
+
+
+def random_part(job: Job, rows: int) -> Part:
+    """A batch of random ids in the form the loop uses, all rows plain."""
+    ids = torch.randint(
+        0, job.model.vocab_size, (rows, job.length + 1), generator=generator(job.seed, "timing")
+    ).to(job.device)
+    mask = torch.ones(rows, job.length, dtype=torch.bool, device=job.device)
+    return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "loss_mask": mask}

@@ -1,0 +1,1 @@
+"""Fault tolerance of long runs: spike guard, rollback, heartbeat, preemption, memory budget."""

@@ -1,0 +1,106 @@
+"""Out of memory: which setting to change, and from what to what.
+
+The ways in which memory runs out are many (Python's MemoryError, torch's allocators, the kernel that kills the largest
+process, /dev/shm too small for what replicas share), the cure is nearly always one of four numbers.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from whorl.errors import WhorlError
+from whorl.machine.memory import Memory
+from whorl.parallel.process_group import ReplicaError
+from whorl.train.resilience.memory_budget import micro_rows
+
+if TYPE_CHECKING:
+    from whorl.train.job import Job
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# As torch's allocators on CPU and CUDA, C++ and the kernel say it.
+SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "MemoryError",
+         "unable to allocate", "CUBLAS_STATUS_ALLOC_FAILED")  # fmt: skip
+SHARED = ("unable to mmap", "shared memory", "/dev/shm", "torch_shm", "unable to open shared memory object")
+
+
+class MemoryFullError(WhorlError):
+    """There was not enough memory for what was asked."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says, in whatever words, that memory ran out."""
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    if isinstance(error, ReplicaError) and error.killed:
+        return True
+    if not isinstance(error, RuntimeError | OSError | ReplicaError):
+        return False
+    text = str(error).lower()
+    return any(sign.lower() in text for sign in (*SIGNS, *SHARED))
+
+
+def explained(error: BaseException, job: Job) -> MemoryFullError:
+    """What to change in `job` so that it fits."""
+    micro = micro_rows(job)
+    logits = micro * job.length * job.model.vocab_size * 4
+    text = str(error)
+    first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+    cures = []
+    if isinstance(error, ReplicaError) and error.killed:
+        what = f"{error.what.splitlines()[0]}; on a machine whose memory is full that is the system's doing"
+        first = ""
+    elif any(sign in text.lower() for sign in SHARED):
+        what = "there is no room for the memory that replicas share"
+        cures.append("make /dev/shm larger (docker run --shm-size=8g)")
+    else:
+        what = "the device has no memory left" if job.device != "cpu" else "memory ran out"
+    if micro > 1:
+        cures.append(
+            f"--set pretrain.micro_rows={micro // 2} (now {micro} rows a forward; the same steps up to rounding)"
+        )
+    if job.activation_budget is None:
+        cures.append(
+            "--set pretrain.activation_budget=25% (now none: no activation is computed again to save memory)"
+        )
+    else:
+        less = Memory.parse(job.activation_budget).halved()
+        cures.append(f"--set pretrain.activation_budget={less} (now {job.activation_budget})")
+    if job.batch_rows > job.replicas:
+        cures.append(
+            f"--set plan.batch_rows={max(job.replicas, job.batch_rows // 2)} (now {job.batch_rows} rows a step)"
+        )
+    cures.append(f"--set plan.length={max(16, job.length // 2)} (now {job.length} tokens a row)")
+    if job.replicas > 1:
+        cures.append(f"--set plan.replicas={job.replicas // 2} (now {job.replicas}, each with its own)")
+    return MemoryFullError(
+        what + (f": {first}" if first else ""),
+        expected=(
+            f"room for {micro} rows of {job.length} tokens at a time in each of {job.replicas} replicas "
+            f"(their logits alone: {logits / 1e6:,.0f} MB)"
+        ),
+        do="one of: " + "; ".join(cures) + ". Under another setting than activation_budget a run begins anew",
+    )
+
+
+def advising(work: Callable[Concatenate[Job, P], T]) -> Callable[Concatenate[Job, P], T]:
+    """`work`, with advice in place of what is raised when memory runs out.
+
+    Raises:
+        MemoryFullError: it ran out.
+    """
+
+    @functools.wraps(work)
+    def call(job: Job, /, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            return work(job, *args, **options)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise explained(error, job) from error
+
+    return call

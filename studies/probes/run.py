@@ -1,0 +1,335 @@
+"""What fine-tuning does beside what it is for: forgetting, exposure bias, made-up answers, refusal.
+
+.venv/bin/python studies/probes/run.py                              all sections, three seeds
+.venv/bin/python studies/probes/run.py facts --seeds 5 --quick
+
+forgetting   a small model of the standard library's source is taught sums, in four ways: how much each has learnt, and
+             what each costs in bits per byte of held-out source
+exposure     a model's own continuations of held-out source against the real ones, by place, in its own eyes and in those
+             of a model that has seen four times as much
+facts        SFT on facts that the base was told against facts that it was not, with the same refusals: made-up answers
+             about strangers, and accuracy on what was known, over the course of SFT
+refusal      the share of refusals in SFT against what is refused: of what nobody could answer, of what it could
+
+One thread; a minute a seed and section, or less. `align/probes/` says what each figure is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import numpy as np
+import torch
+from bench._run import claim
+from studies.probes.biographies import REFUSAL, Biographies, Group
+from studies.probes.exposure import exposure
+from studies.probes.forgetting import forgetting
+from studies.probes.greedy_answers import Asker
+from studies.probes.knowledge import lesson, refusal, sft_course
+
+from whorl.align.config import LoRAConfig, SFTConfig
+from whorl.align.data.arithmetic import Arithmetic
+from whorl.align.model.example import Scribe, Text
+from whorl.align.model.policy_model import Network
+from whorl.align.model.sampling import never
+from whorl.align.stage.sft import fine_tune
+from whorl.models import DecoderConfig, make_model
+from whorl.tokens.shards import write_shards
+from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.seeds import generator, numpy_rng
+
+CHATML = ("<|im_start|>", "<|im_end|>")
+SHARES: dict[Group, float] = {
+    "known_train": 0.2, "known_test": 0.2, "new": 0.2, "stranger_train": 0.25, "stranger_test": 0.15,
+}  # fmt: skip
+
+
+class Written(NamedTuple):
+    """As much of a document as `write_shards` asks for."""
+
+    id: str
+    source: str
+    path: str
+    offset: int
+    text: str
+
+
+def network(scribe: Scribe, seed: int, lora: LoRAConfig | None = None) -> Network:
+    words = scribe.tokenizer.vocab_size
+    rows = -(-words // 8) * 8
+    config = DecoderConfig(
+        vocab_size=rows, d_model=128, n_layers=2, mlp_hidden=384, n_heads=4, n_kv_heads=4, head_dim=32,
+        ngram_buckets=512,
+    )  # fmt: skip
+    model = make_model(config, generator(seed, "weights"), torch.bfloat16)
+    return Network(model, forbidden=never(scribe, rows, words), lora=lora, seed=seed)
+
+
+def plain(tokenizer: Tokenizer, text: str, longest: int | None = None) -> Text:
+    """A text of which all but bos is learnt."""
+    ids = np.asarray(tokenizer.encode_document(text), np.int64)[:longest]
+    mask = np.ones(len(ids), np.bool_)
+    mask[0] = False
+    return Text(ids, mask)
+
+
+def median(values: Sequence[float]) -> float:
+    return float(np.median(values))
+
+
+# -- source code -------------------------------------------------------------------------------------------------------
+
+
+def source(seed: int) -> tuple[list[str], list[str]]:
+    """(texts to learn from, held-out texts) of the standard library, of 200 to 4,000 characters each."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    paths = sorted(p for p in folder.glob("*.py")) + sorted(folder.glob("*/*.py"))
+    whole = [p.read_text("utf-8", "replace")[:4000] for p in paths if "site-packages" not in p.parts]
+    some = [text for text in whole if len(text) > 200]
+    order = numpy_rng(seed, "source").permutation(len(some))
+    return [some[i] for i in order[32:]], [some[i] for i in order[:32]]
+
+
+def reader(scribe: Scribe, texts: Sequence[str], tokens: int, seed: int) -> Network:
+    """A model of source code, of so many tokens."""
+    words = scribe.tokenizer
+    assert isinstance(words, Tokenizer)
+    net, taken, count = network(scribe, seed), [], 0
+    while count < tokens:
+        for text in texts:
+            ids = plain(words, text).ids
+            for i in range(0, len(ids) - 1, 256):
+                piece = ids[i : i + 257]
+                mask = np.ones(len(piece), np.bool_)
+                mask[0] = False
+                taken.append(Text(piece, mask))
+                count += len(piece)
+            if count >= tokens:
+                break
+    config = SFTConfig(share=0.5, epochs=1, length=256, batch_rows=2, seed=seed)
+    return fine_tune(net, taken, config, pad_id=words.pad_id)
+
+
+def measure_forgetting(seeds: range, quick: bool) -> None:
+    print("\nforgetting: bits per byte of held-out source, before and after SFT on sums of digits")
+    print(f"{'seed':>4} {'way':28} {'learnt':>7} {'before':>7} {'after':>7} {'cost':>8}  seconds")
+    ways: dict[str, dict[str, object]] = {
+        "rate 0.3": {"share": 0.3},
+        "rate 0.1": {"share": 0.1},
+        "rate 0.3, half of it replay": {"share": 0.3, "replay": 0.5},
+        "rate 0.3, LoRA of rank 8": {"share": 0.3, "lora": LoRAConfig(rank=8)},
+    }
+    costs: dict[str, list[float]] = {way: [] for way in ways}
+    for seed in seeds:
+        texts, held = source(seed)
+        words = Tokenizer.train(texts[:200], 1024, specials=CHATML)
+        scribe = Scribe(words)
+        base = reader(scribe, texts, 300_000, seed).policy()
+        sums = Arithmetic(seed, {0: 1.0}, working=False)
+        taught = [scribe.answered(p.prompt, p.completion) for p in map(sums.pair, sums.problems(0, 3000))]
+        asked = sums.distinct(60, held_out=False)
+        with tempfile.TemporaryDirectory() as folder:
+            documents = [Written(str(n), "stdlib", str(n), 0, text) for n, text in enumerate(texts)]
+            write_shards(documents, words, Path(folder), "train")  # type: ignore[arg-type]
+            for way, options in ways.items():
+                began = time.perf_counter()
+                net = network(scribe, seed, options.get("lora"))  # type: ignore[arg-type]
+                with torch.no_grad():
+                    for name, p in net.model.named_parameters():
+                        p.copy_(base[name])
+                config = SFTConfig(epochs=2, length=256, batch_rows=2, seed=seed, **options)  # type: ignore[arg-type]
+
+                stage = partial(
+                    fine_tune, texts=taught, config=config, pad_id=words.pad_id,
+                    replay=Path(folder) if config.replay else None,
+                )  # fmt: skip
+                found = forgetting(net, words, held, stage, 256)
+                said = Asker(net, scribe, [sums.prompt(p) for p in asked], max_tokens=6)(net)
+                right = float(np.mean([a.strip() == str(p.answer) for a, p in zip(said, asked, strict=True)]))
+                costs[way].append(found.cost)
+                print(
+                    f"{seed:4} {way:28} {right:7.1%} {found.before:7.3f} {found.after:7.3f} {found.cost:+8.1%}"
+                    f"  {time.perf_counter() - began:.0f}", flush=True,
+                )  # fmt: skip
+    ours, peer = median(costs["rate 0.3, half of it replay"]), median(costs["rate 0.3"])
+    claim(
+        "replay takes away most of what SFT costs on held-out text", ours=ours, peer=peer, unit="share of bits per byte",
+        ratio=ours / peer, bar=0.5, ok=ours <= 0.5 * peer, samples=[costs], quick=quick,
+    )  # fmt: skip
+
+
+def measure_exposure(seeds: range, quick: bool) -> None:
+    print("\nexposure: nats a token by place after the prompt, real text and own samples")
+    print(
+        f"{'seed':>4} {'places':>8} {'data':>7} {'own':>7} {'gap':>7}   judge: {'data':>7} {'own':>7} {'gap':>7}"
+    )
+    found: list[tuple[float, float, float]] = []  # drift in its own eyes and the judge's, the judge's gap
+    places, prompt = 64, 24
+    for seed in seeds:
+        began = time.perf_counter()
+        texts, held = source(seed)
+        words = Tokenizer.train(texts[:200], 1024, specials=CHATML)
+        scribe = Scribe(words)
+        tokens = 50_000 if quick else 100_000
+        net, judge = reader(scribe, texts, tokens, seed), reader(scribe, texts, 4 * tokens, seed + 100)
+        prompts, rest = [], []
+        for text in held:
+            ids = plain(words, text).ids.tolist()
+            for at in range(0, len(ids) - prompt - places, prompt + places)[: 2 if quick else 8]:
+                prompts.append([words.bos_id, *ids[at + 1 : at + prompt]])
+                rest.append(ids[at + prompt : at + prompt + places])
+        got = exposure(
+            net, scribe, prompts, rest, pad_id=words.pad_id, places=places, together=8, judge=judge, seed=seed
+        )
+        mine, other = got.itself, got.judged
+        assert other is not None
+        for g, start in enumerate(mine.start):
+            print(
+                f"{seed:4} {start:4}-{start + 7:<3} {mine.data[g]:7.3f} {mine.own[g]:7.3f} {mine.gap[g]:+7.3f}          "
+                f"{other.data[g]:7.3f} {other.own[g]:7.3f} {other.gap[g]:+7.3f}"
+            )
+        found.append((mine.drift, other.drift, float(other.gap.mean())))
+        print(
+            f"{seed:4} drift: in its own eyes {mine.drift:+.3f}, in the judge's {other.drift:+.3f} nats; "
+            f"{len(prompts)} prompts, {time.perf_counter() - began:.0f} s", flush=True,
+        )  # fmt: skip
+    drift, gap = median([abs(d) for _, d, _ in found]), median([g for _, _, g in found])
+    claim(
+        "what own samples cost a better model more than real text is there from the first places on, and hardly grows",
+        ours=drift, peer=gap, unit="nats a token", ratio=drift / gap, bar=0.15, ok=drift < 0.15 * gap,
+        samples=found, quick=quick,
+    )  # fmt: skip
+
+
+# -- biographies -------------------------------------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """A world, and a model that was told of its known people."""
+
+    world: Biographies
+    scribe: Scribe
+    pad_id: int
+    weights: dict[str, torch.Tensor]
+    seed: int
+
+    def base(self) -> Network:
+        """The model as it was before SFT."""
+        net = network(self.scribe, self.seed)
+        with torch.no_grad():
+            for name, p in net.model.named_parameters():
+                p.copy_(self.weights[name])
+        return net
+
+
+def told(seed: int, quick: bool) -> Told:
+    """The base is told the known people's facts, as biographies and as answers, until it can say them."""
+    world = Biographies(100, seed, SHARES)
+    everybody = world.questions("known_train", "known_test", "new", "stranger_train", "stranger_test")
+    stories = [text for _, text in world.texts(1)]
+    words = Tokenizer.train([*stories, *(q.question for q in everybody), REFUSAL], 700, specials=CHATML)
+    scribe = Scribe(words)
+    known = world.questions("known_train", "known_test")
+    texts = [plain(words, story) for story in stories]
+    texts += [scribe.conversation(q.conversation().messages) for q in known]
+    net = network(scribe, seed)
+    config = SFTConfig(share=0.2, epochs=24 if quick else 32, length=256, batch_rows=1, seed=seed)
+    fine_tune(net, texts, config, pad_id=words.pad_id)
+    weights = {name: tensor.clone() for name, tensor in net.policy().items()}
+    return Told(world, scribe, words.pad_id, weights, seed)
+
+
+QUESTIONS, REFUSALS = 120, 0.4
+FEWER = 80  # of refusal's lessons, which may have no refusals: as many as there are facts
+
+
+def measure_facts(seeds: range, quick: bool) -> None:
+    print(
+        f"\nfacts: SFT on {QUESTIONS} questions, {REFUSALS:.0%} of them refusals about strangers; asked are others"
+    )
+    print(
+        f"{'seed':>4} {'lesson':7} {'step':>5} {'fitted':>7} | known: {'right':>6} {'refused':>8} | "
+        f"strangers: {'made up':>7}"
+    )
+    ends: dict[str, list[tuple[float, float]]] = {"known": [], "new": []}
+    for seed in seeds:
+        began = time.perf_counter()
+        it = told(seed, quick)
+        asked = it.world.questions("known_test", "stranger_test")
+        config = SFTConfig(share=0.1, epochs=8 if quick else 12, length=256, batch_rows=1, seed=seed)
+        for facts in ("known", "new"):
+            taught = lesson(it.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
+            for m in sft_course(it.base(), it.scribe, taught, asked, config, pad_id=it.pad_id, every=60):
+                print(
+                    f"{seed:4} {facts:7} {m.step:5} {m.taught.right:7.1%} |        {m.asked.right:6.1%} "
+                    f"{m.asked.refused:8.1%} |            {m.asked.made_up:7.1%}"
+                )  # fmt: skip
+            ends[facts].append((m.asked.made_up, m.asked.right))
+        print(f"{seed:4} {time.perf_counter() - began:.0f} s", flush=True)
+    ours, peer = (median([made_up for made_up, _ in ends[facts]]) for facts in ("new", "known"))
+    claim(
+        "SFT on facts that the model was not told makes more answers up about strangers than on facts that it was",
+        ours=ours, peer=peer, unit="share made up", ratio=ours - peer, bar=0.05, ok=ours - peer >= 0.05,
+        samples=[ends], quick=quick,
+    )  # fmt: skip
+
+
+def measure_refusal(seeds: range, quick: bool) -> None:
+    print(
+        f"\nrefusal: share of refusals among {FEWER} questions of SFT, against what is refused of other questions"
+    )
+    print(f"{'seed':>4} {'share':>6} {'unanswerable':>13} {'answerable':>11} {'right':>7}")
+    found: list[list[tuple[float, float]]] = []
+    shares = (0.0, 0.4) if quick else (0.0, 0.1, 0.2, 0.4, 0.6)
+    for seed in seeds:
+        began = time.perf_counter()
+        it = told(seed, quick)
+        config = SFTConfig(share=0.1, epochs=8, length=256, batch_rows=1, seed=seed)
+        rows = refusal(it.base, it.scribe, it.world, shares, FEWER, config, pad_id=it.pad_id)
+        for row in rows:
+            print(
+                f"{seed:4} {row.share:6.0%} {row.unanswerable:13.1%} {row.answerable:11.1%} {row.right:7.1%}"
+            )
+        found.append([(row.unanswerable, row.answerable) for row in rows])
+        print(f"{seed:4} {time.perf_counter() - began:.0f} s", flush=True)
+    best = [max(u - a for u, a in rows) for rows in found]
+    claim(
+        "refusals tell what nobody could answer from what it could", ours=median(best), peer=0.0,
+        unit="refused of the one less refused of the other", ratio=median(best), bar=0.3, ok=median(best) >= 0.3,
+        samples=found, quick=quick,
+    )  # fmt: skip
+
+
+SECTIONS: dict[str, Callable[[range, bool], None]] = {
+    "forgetting": measure_forgetting,
+    "exposure": measure_exposure,
+    "facts": measure_facts,
+    "refusal": measure_refusal,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], help="default: all")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first", type=int, default=0, help="number of the first seed")
+    parser.add_argument("--quick", action="store_true")
+    a = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in a.sections or SECTIONS:
+        SECTIONS[name](range(a.first, a.first + (1 if a.quick else a.seeds)), a.quick)
+
+
+if __name__ == "__main__":
+    main()

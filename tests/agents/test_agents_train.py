@@ -1,0 +1,213 @@
+"""Agents: in line and in a process the same bits; IMPALA in lockstep is A2C with V-trace; and they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from whorl.agents.config import AgentConfig, preset
+from whorl.agents.networks import ActorCritic
+from whorl.agents.registration import make
+from whorl.agents.rollout import Actor, rollout_spec
+from whorl.agents.train import Progress, Stop, Tally, build, estimate, evaluate, train
+from whorl.errors import CheckpointError, ConfigError, ProducerError
+from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, SlotRing
+
+
+def weights(config: AgentConfig) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in train(config).named_parameters()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_run_repeats_bit_for_bit_and_seeds_differ() -> None:
+    config = preset("ppo", "CartPole-v1", steps=1024, passes=2, minibatches=4)
+    assert same(weights(config), weights(config))
+    assert not same(weights(config), weights(config.model_copy(update={"seed": 1})))
+
+
+def test_impala_in_lockstep_is_a2c_with_v_trace() -> None:
+    impala = preset("impala", "CartPole-v1", steps=2048, actors=0)
+    assert same(weights(impala), weights(preset("a2c", "CartPole-v1", steps=2048, correct=True)))
+    # One actor in a process of its own, with a single slot that it fills when the last was read, is the same again.
+    lockstep = impala.model_copy(update={"actors": 1, "ahead": 0})
+    assert same(weights(impala), weights(lockstep))
+
+
+def test_an_actor_in_a_process_writes_what_one_in_line_writes() -> None:
+    environment = make("Pendulum-v1", 3)
+    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    board, spec = Board.of(dict(networks.named_parameters())), rollout_spec(environment, 5)
+
+    def records(kind: type) -> list[dict[str, torch.Tensor]]:
+        ring = SlotRing(spec, 1, poison=True)
+        with Drain(ring, [kind(ring, Actor("Pendulum-v1", 3, (8,), 7), seed=1, board=board)]) as drain:
+            return [{n: t.clone() for n, t in next(drain).tensors().items()} for _ in range(4)]
+
+    line, process = records(SerialProducer), records(ProducerProcess)
+    for a, b in zip(line, process, strict=True):
+        assert all(torch.equal(a[n], b[n]) for n in a)
+        assert not any(t.isnan().any() for t in a.values() if t.is_floating_point())
+        said = networks.policy(a["observation"][:-1])
+        assert torch.allclose(networks.log_prob(said, a["action"]), a["behaviour_log_prob"], atol=1e-5)
+    assert torch.equal(line[0]["observation"][-1], line[1]["observation"][0])
+
+
+def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first() -> None:
+    config = preset("a2c", "CartPole-v1", n_envs=4, length=60)
+    environment = make("CartPole-v1", 4)
+    environment.horizon = 20  # type: ignore[attr-defined]
+    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    board = Board.of(dict(networks.named_parameters()))
+    actor = Actor("CartPole-v1", 4, (8,), 7)
+    actor.begin()
+    actor._copies.horizon = 20  # type: ignore[attr-defined]
+    actor._seen = actor._copies.reset(7).flatten(1)
+    ring = SlotRing(rollout_spec(environment, 60), 1)
+    record = next(Drain(ring, [SerialProducer(ring, actor, board=board)])).tensors()
+    assert record["truncated"].any() and record["terminated"].any()
+    found = estimate(config, networks, record)
+    t, b = (int(i[0]) for i in (record["truncated"] & ~record["terminated"]).nonzero(as_tuple=True))
+    final = float(networks.values(record["final_observation"][t, b]).detach())
+    assert float(found["target"][t, b]) == pytest.approx(1.0 + config.discount * final, rel=1e-4)
+    t, b = (int(i[0]) for i in record["terminated"].nonzero(as_tuple=True))
+    assert float(found["target"][t, b]) == pytest.approx(1.0)
+
+
+def test_the_tally_sums_whole_episodes_over_records() -> None:
+    environment = make("MountainCar-v0", 2)
+    ring = SlotRing(rollout_spec(environment, 3), 1)
+    tally, ended = Tally(1, 2), []
+    slot = ring.slots[0]
+    slot.data.reward[:] = [[1, 10], [1, 10], [1, 10]]
+    for truncated in ([[0, 0], [1, 0], [0, 0]], [[0, 0], [0, 1], [1, 0]]):
+        slot.data.truncated[:] = np.array(truncated, bool)
+        slot.data.terminated[:] = False
+        ended += tally.add(slot)
+    assert ended == [2, 50, 4]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "bar"),
+    [("ppo", 300), ("a2c", 200), ("impala", 200)],
+)
+def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
+    config, best = preset(algorithm, "CartPole-v1", steps=120_000), 0.0
+    untrained = float(np.mean(evaluate(build(config), "CartPole-v1", 20, 123)))
+
+    def observe(progress: Progress, networks: ActorCritic) -> None:
+        nonlocal best
+        if len(progress.returns) == 100:
+            best = max(best, progress.mean_return)
+            if best >= bar:
+                raise Stop
+
+    networks = train(config, observe)
+    assert untrained < 60 and best >= bar
+    assert float(np.mean(evaluate(networks, "CartPole-v1", 20, 123))) > 2 * untrained
+
+
+def test_every_parameter_is_trained_in_continuous_actions_too() -> None:
+    config = preset("ppo", "Pendulum-v1", steps=2048, passes=2)
+    before = {
+        n: p.clone()
+        for n, p in train(config.model_copy(update={"steps": 1, "rate": 1e-12})).named_parameters()
+    }
+    after = weights(config)
+    assert not any(torch.equal(before[n], after[n]) for n in after)
+
+
+def test_what_cannot_be_is_refused_before_any_work() -> None:
+    with pytest.raises(ConfigError, match="no environment"):
+        train(preset("ppo", "Nothing-v0"))
+    with pytest.raises(ValueError, match="minibatches"):
+        preset("ppo", "CartPole-v1", minibatches=1000)
+
+
+def test_an_actor_that_fails_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = make("CartPole-v1", 2)
+    networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
+    board = Board.of(dict(networks.named_parameters()))
+    ring = SlotRing(rollout_spec(environment, 3), 1)
+    wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies where the record has room for two
+    with (
+        pytest.raises(ProducerError, match="Traceback"),
+        Drain(ring, [ProducerProcess(ring, wrong, board=board)]) as d,
+    ):
+        next(d)
+
+
+class _Enough(Exception):
+    pass
+
+
+@pytest.mark.parametrize("algorithm", ["a2c", "ppo"])
+def test_a_run_goes_on_where_it_was_stopped_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
+    config = preset(algorithm, "CartPole-v1", steps=3000, hidden=(16,))
+    straight: list[float] = []
+
+    def until(steps: int, seen: list[float]) -> Callable[[Progress, ActorCritic], None]:
+        def observe(progress: Progress, networks: ActorCritic) -> None:
+            seen.append(progress.mean_return)
+            if progress.steps >= steps:
+                raise _Enough  # as a crash: nothing is saved any more
+
+        return observe
+
+    whole = train(config, lambda progress, _: straight.append(progress.mean_return))
+    said: list[str] = []
+    for stop in (1000, 2000):
+        with pytest.raises(_Enough):
+            train(config, until(stop, []), scratch=tmp_path, checkpoint_seconds=0.0, say=said.append)
+    parts: list[float] = []
+    last = train(
+        config, lambda progress, _: parts.append(progress.mean_return), scratch=tmp_path, say=said.append
+    )
+    assert len(said) == 2 and all("continues after" in text for text in said)
+    assert same(dict(whole.state_dict()), dict(last.state_dict()))
+    assert parts == straight[-len(parts) :] and len(parts) < len(straight)
+
+
+def test_asynchronous_actors_go_on_with_new_episodes(tmp_path: Path) -> None:
+    config = preset("impala", "CartPole-v1", steps=3000, hidden=(16,))
+
+    def stop(progress: Progress, networks: ActorCritic) -> None:
+        if progress.steps >= 1500:
+            raise _Enough
+
+    with pytest.raises(_Enough):
+        train(config, stop, scratch=tmp_path, checkpoint_seconds=0.0)
+    steps: list[int] = []
+    train(config, lambda progress, _: steps.append(progress.steps), scratch=tmp_path)
+    assert steps[0] == 1536 + config.record_steps and steps[-1] >= 3000
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+    config = preset("a2c", "CartPole-v1", steps=1000, hidden=(16,))
+    train(config, scratch=tmp_path, checkpoint_seconds=0.0)
+    with pytest.raises(CheckpointError, match="rate differs"):
+        train(config.model_copy(update={"rate": 0.5}), scratch=tmp_path)
+
+
+def _actors() -> list[psutil.Process]:
+    """This process's producers that run."""
+    mine = psutil.Process().children()
+    running = [p for p in mine if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in running if "whorl.slots.producers" in " ".join(p.cmdline())]
+
+
+def test_an_actor_killed_while_it_acts_is_heard_and_nobody_is_left() -> None:
+    def kill(progress: Progress, networks: ActorCritic) -> None:
+        if progress.steps == 2 * 128:
+            _actors()[-1].kill()
+
+    with pytest.raises(ProducerError, match="SIGKILL"):
+        train(preset("impala", "CartPole-v1", steps=200_000, hidden=(16,)), kill)
+    assert not _actors()

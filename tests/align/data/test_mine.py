@@ -1,0 +1,272 @@
+"""Mined from small files made here, and from real modules of the running interpreter: each piece is what it claims."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import doctest
+import heapq
+import statistics
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from whorl.align.data.code.bug_injection import KINDS, broken, preferences, unpaired
+from whorl.align.data.code.functions import File, Function, functions, python_files, side
+from whorl.align.data.code.tasks import Mined, compile_tasks, doctest_tasks, solvable
+from whorl.errors import ConfigError, DataError
+from whorl.evals.verify.task import Task, Verdict
+
+MODULE = '''\
+import math
+from math import sqrt as root, floor
+SCALE, SHIFT = 3, 1
+unused = 7
+
+def helper(x):
+    return x * SCALE
+
+@staticmethod
+def wide(a, b=2):
+    """Add and scale two numbers, all the way.
+
+    >>> wide(1, 2) + LATER
+    16.0
+    """
+    # a comment of two words
+    total = helper(a) + b
+    if total == 5 and a >= 0:
+        return root(total * total) + (
+            b)
+
+    return "no"
+
+class Box:
+    """A box."""
+
+    def open(self, how):
+        """Open the box, in the way that is asked for."""
+        for step in how:
+            self.state = f"{step} done"
+        return self.state
+
+    def nothing(self):
+        """Does nothing at all, but is documented."""
+        raise NotImplementedError("yet")
+
+LATER = 9
+
+def skewed():
+    """A text that leaves the margin, which must stay as it is."""
+    return """
+left
+"""
+'''
+
+
+@pytest.fixture(scope="module")
+def real() -> list[File]:
+    return [
+        (m.__name__ + ".py", Path(m.__file__).read_text()) for m in (statistics, textwrap, heapq, difflib)
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(real: list[File]) -> list[Function]:
+    return functions([*real, ("made.py", MODULE)])
+
+
+def run_examples(tasks: list[Task] | tuple[Task, ...], completions: list[str]) -> list[Verdict]:
+    """The verdict on code that we trust: run here."""
+    verdicts = []
+    for task, completion in zip(tasks, completions, strict=True):
+        names: dict[str, object] = {}
+        try:
+            exec(compile(task.prompt + completion, task.id, "exec"), names)
+        except Exception as error:
+            verdicts.append(Verdict(0.0, False, type(error).__name__))
+            continue
+        test = doctest.DocTestParser().get_doctest(task.answer, names, task.id, None, None)
+        failed = doctest.DocTestRunner(verbose=False).run(test, out=lambda _: None).failed
+        verdicts.append(Verdict(float(not failed), not failed, "failed" if failed else ""))
+    return verdicts
+
+
+def test_a_function_is_cut_after_its_docstring_and_nothing_is_lost(found: list[Function]) -> None:
+    wide = next(f for f in found if f.name == "wide")
+    assert wide.header.startswith("@staticmethod\ndef wide(a, b=2):\n") and wide.header.endswith('    """\n')
+    assert wide.body.startswith("    # a comment") and wide.body.endswith('\n\n    return "no"\n')
+    assert wide.header + wide.body in MODULE and wide.is_top
+    opened = next(f for f in found if f.name == "open")
+    assert opened.header.startswith("def open(self, how):\n    ") and not opened.is_top
+    assert textwrap.indent(opened.header + opened.body, "    ") in MODULE
+    assert "nothing" not in {f.name for f in found}
+    assert len(found) > 50
+    for function in found:
+        (node,) = ast.parse(function.header + function.body).body
+        assert isinstance(node, ast.FunctionDef) and node.name == function.name
+        assert ast.get_docstring(node, clean=True) is not None
+        ast.parse(function.header)  # a docstring is a body
+
+
+def test_a_method_whose_text_leaves_the_margin_is_left_out() -> None:
+    skipped = Counter[str]()
+    inside = "class A:\n" + textwrap.indent(
+        MODULE[MODULE.index("def skewed") :], "    ", lambda line: line != "left\n"
+    )
+    assert functions([("a.py", inside)], skipped=skipped) == [] and skipped == {"not_indented": 1}
+
+
+def test_copies_are_left_out_however_they_are_laid_out() -> None:
+    copy = (
+        MODULE.replace("# a comment of two words", "# else")
+        .replace("a, b=2", "a,  b=2")
+        .replace("Open the", "Opens a")
+    )
+    skipped = Counter[str]()
+    both = functions([("one.py", MODULE), ("two.py", copy)], skipped=skipped)
+    assert len(both) == len(functions([("one.py", MODULE)])) and skipped["copy"] == len(both)
+
+
+def test_the_order_is_the_seeds_and_not_the_files(real: list[File]) -> None:
+    one, again = functions(real, seed=1), functions(real[::-1], seed=1)
+    other = functions(real, seed=2)
+    assert one == again
+    assert [f.id for f in one] != [f.id for f in other] and {f.name for f in one} == {f.name for f in other}
+
+
+def test_files_train_or_test_and_keep_their_side() -> None:
+    sides = {f"file{i}.py": side(f"file{i}.py") for i in range(2000)}
+    assert abs(Counter(sides.values())["test"] / 2000 - 0.1) < 0.03
+    wider = {f for f in sides if side(f, 0.2) == "test"}
+    assert {f for f, s in sides.items() if s == "test"} < wider
+    assert side("a.py", 0.0) == "train" and side("a.py", 1.0) == "test"
+
+
+def test_pairs_and_conversations_of_a_function(found: list[Function]) -> None:
+    wide = next(f for f in found if f.name == "wide")
+    assert wide.pair().prompt + wide.pair().completion == wide.header + wide.body
+    asked, said = wide.conversation().messages
+    assert wide.header in asked["content"] and ast.parse(said["content"])
+    assert wide.pair().source == "made.py" and wide.pair().id == "made.py:9:wide"
+
+
+def test_doctest_tasks_bring_what_they_need_and_no_more() -> None:
+    (mined,) = doctest_tasks([("made.py", MODULE.replace("@staticmethod\n", ""))])
+    prompt = mined.task.prompt
+    for needed in ("from math import sqrt as root, floor", "SCALE, SHIFT = 3, 1", "def helper", "LATER = 9"):
+        assert needed in prompt
+    assert "import math\n" not in prompt and "unused" not in prompt and "class Box" not in prompt
+    assert prompt.endswith('    """\n') and mined.task.verifier == "doctest"
+    assert ">>> wide(1, 2)" in mined.task.answer
+    assert run_examples([mined.task], [mined.solution])[0].passed
+    assert not run_examples([mined.task], ["    return 3\n"])[0].passed
+
+
+def test_doctest_tasks_of_real_modules_are_solved_by_their_own_bodies(real: list[File]) -> None:
+    skipped = Counter[str]()
+    mined = doctest_tasks(real, skipped=skipped)
+    kept, lost = solvable(mined, run_examples)
+    assert len(kept) >= 10 and len(kept) + lost.total() == len(mined)
+    assert len(kept) >= 0.8 * len(mined)
+    emptied, why = solvable([Mined(m.task, "    return None\n", m.file) for m in kept], run_examples)
+    assert not emptied and why["failed"]
+    given = [Verdict(1.0, True, "passed")] * len(kept)
+    assert solvable(kept, lambda tasks, completions: given) == ([], {"passes without an answer": len(kept)})
+    assert [m.task.id for m in doctest_tasks(real[::-1])] == [m.task.id for m in mined]
+
+
+ALONE = '''\
+from .x import y
+def f(a):
+    """Give y of a, whatever it is.
+
+    >>> f(1)
+    2
+    """
+    return y(a)
+'''
+
+
+def test_doctest_tasks_that_cannot_stand_alone_are_counted() -> None:
+    huge = ALONE.replace("from .x import y", "y = [" + "1, " * 2000 + "]").replace("f(", "g(")
+    bad = ALONE.replace("from .x import y", "y = abs").replace(">>> f(1)", ">>>f(1)").replace("f(a", "h(a")
+    skipped = Counter[str]()
+    assert doctest_tasks([("a.py", ALONE), ("b.py", huge), ("c.py", bad)], skipped=skipped) == []
+    assert (skipped["needs_too_much"], skipped["no_examples"]) == (2, 1)
+
+
+def test_compile_tasks_are_beginnings_of_files(real: list[File]) -> None:
+    texts = {**dict(real), "made.py": MODULE}
+    mined = compile_tasks(texts.items(), prompt_bytes=4000)
+    assert mined and max(Counter(m.file for m in mined).values()) <= 2
+    for m in mined:
+        assert texts[m.file].startswith(m.task.prompt + m.solution)
+        assert len(m.task.prompt.encode()) <= 4000
+        ast.parse(m.task.prompt + m.solution)
+        with pytest.raises(SyntaxError):
+            ast.parse(m.task.prompt)  # silence is no answer
+    inside = 'try:\n    def f():\n        """Something of old."""\n        return 1 + 2 + 3\nexcept E: pass'
+    assert compile_tasks([("t.py", inside)]) == []
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_broken_body_has_one_fault_and_the_fault_is_real(found: list[Function], kind: str) -> None:
+    made = [(f, b) for f in found if (b := broken(f, kind)) is not None]
+    assert len(made) > 20
+    for function, body in made:
+        whole, changed = function.header + function.body, function.header + body
+        if kind == "syntax":
+            with pytest.raises(SyntaxError):
+                ast.parse(changed)
+        else:
+            assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(whole))
+            here, there = (
+                Counter(type(n).__name__ for n in ast.walk(ast.parse(s))) for s in (whole, changed)
+            )
+            if kind in ("variable", "constant"):
+                assert here == there
+            if kind == "return":
+                assert here["Return"] == there["Return"] + 1
+        edits = [
+            o
+            for o in difflib.SequenceMatcher(None, function.body, body, False).get_opcodes()
+            if o[0] != "equal"
+        ]
+        lines = [a != b for a, b in zip(function.body.split("\n"), body.split("\n"), strict=True)]
+        assert edits and sum(lines) == 1
+        assert broken(function, kind) == body
+
+
+def test_names_are_found_behind_letters_of_two_bytes() -> None:
+    text = 'def f(a, b):\n    """Put a mark before a text."""\n    return "äöü" + a\n'
+    (function,) = functions([("a.py", text)])
+    assert broken(function, "variable") == '    return "äöü" + b\n'
+
+
+def test_preferences_count_their_kinds_and_differ(found: list[Function]) -> None:
+    counts = Counter[str]()
+    pairs = preferences(found, per_function=2, counts=counts)
+    assert len(pairs) == sum(counts[k] for k in KINDS) and set(counts) >= set(KINDS)
+    assert len({p.id for p in pairs}) == len(pairs)
+    assert all(p.chosen != p.rejected and p.source == p.id.split(":")[0] for p in pairs)
+    both = unpaired(pairs)
+    assert [j.good for j in both] == [True, False] * len(pairs)
+    with pytest.raises(ConfigError, match="operator"):
+        preferences(found, kinds=["operators"])
+
+
+def test_python_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_text("x = 1\n")
+    (tmp_path / "a.py").write_bytes(b"\xff\xfe = 2\n")
+    (tmp_path / "c.txt").write_text("no")
+    (tmp_path / "d.py").write_text("def (:\n")
+    skipped = Counter[str]()
+    files = list(python_files(str(tmp_path), skipped))
+    assert [f[0] for f in files] == ["b.py", "d.py"] and skipped == {"invalid_utf8": 1}
+    functions(files, skipped=skipped)
+    assert skipped["does_not_parse"] == 1
+    with pytest.raises(DataError, match="unknown source"):
+        list(python_files(str(tmp_path / "none")))

@@ -1,0 +1,122 @@
+"""What a teacher said, kept in a folder: it comes back as it was, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.align.distillation import (
+    TOKENIZER,
+    VOCAB,
+    config_of,
+    learn,
+    model_of,
+    network_of,
+    some_texts,
+)
+
+from whorl.align.distillation.teacher import MANIFEST, TENSORS, Beside, Told, fingerprint_of, tell
+from whorl.align.model.example import Text, joined
+from whorl.errors import ConfigError, DataError
+
+
+def told_of(n: int = 8, top: int = 6, **options: Any) -> Told:
+    return tell(model_of(0), some_texts(n), pad_id=TOKENIZER.pad_id, top=top, teacher="T", **options)
+
+
+def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+    told = told_of(words=fingerprint_of(TOKENIZER))
+    found = Told.load(told.save(tmp_path / "a"))
+    assert [t.ids.tolist() for t in found.texts] == [t.ids.tolist() for t in told.texts]
+    assert [t.mask.tolist() for t in found.texts] == [t.mask.tolist() for t in told.texts]
+    assert torch.equal(found.tops, told.tops) and torch.equal(found.log_probs, told.log_probs)
+    assert torch.equal(found.start, told.start) and found.identity() == told.identity()
+    for name in ("vocab_size", "words", "temperature", "teacher"):
+        assert getattr(found, name) == getattr(told, name)
+    manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
+    assert manifest["top"] == 6 and manifest["texts"] == 8 and manifest["vocab_size"] == VOCAB
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.integers(0, 255), st.booleans()), max_size=9), min_size=1, max_size=6))
+def test_any_texts_come_back_with_as_many_rows_as_targets(tmp_path_factory: Any, drawn: Any) -> None:
+    texts = []
+    for pairs in drawn:
+        text = joined([257, *(i for i, _ in pairs)], [])
+        texts.append(Text(text.ids, torch.tensor([False, *(m for _, m in pairs)]).numpy()))
+    model = model_of(0)
+    if not any(t.mask.any() for t in texts):
+        with pytest.raises(DataError, match="no id that is to be learnt"):
+            tell(model, texts, pad_id=258)
+        return
+    told = tell(model, texts, pad_id=258, top=3)
+    found = Told.load(told.save(tmp_path_factory.mktemp("told")))
+    assert len(found.tops) == sum(int(t.mask.sum()) for t in texts) == int(found.start[-1])
+    assert all(
+        (a.ids == b.ids).all() and (a.mask == b.mask).all() for a, b in zip(found.texts, texts, strict=True)
+    )
+    assert torch.equal(found.log_probs, told.log_probs) and bool((found.log_probs.diff(dim=1) <= 0).all())
+
+
+def test_the_passes_batches_change_nothing() -> None:
+    texts, model = some_texts(70), model_of(0)
+    told = tell(model, texts, pad_id=TOKENIZER.pad_id, top=5, temperature=2.0)
+    for n in (0, 35, 69):
+        text = texts[n]
+        said = model.logits(model(torch.from_numpy(text.ids)[None, :-1]))[0] / 2.0
+        want = said.log_softmax(-1)[torch.from_numpy(text.mask[1:])].topk(5).values
+        assert torch.allclose(told.log_probs[told.start[n] : told.start[n + 1]], want, atol=1e-5)
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "gone", "manifest", "field", "form", "not json"])
+def test_what_is_damaged_is_named_and_never_used(tmp_path: Path, damage: str) -> None:
+    folder = told_of().save(tmp_path)
+    tensors, manifest = folder / TENSORS, folder / MANIFEST
+    data, record = tensors.read_bytes(), json.loads(manifest.read_text())
+    if damage == "cut":
+        tensors.write_bytes(data[:-7])
+    elif damage == "bit":
+        tensors.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "gone":
+        tensors.unlink()
+    elif damage == "manifest":
+        manifest.unlink()
+    elif damage == "not json":
+        manifest.write_text("{")
+    else:
+        record = (
+            {**record, "form": 9} if damage == "form" else {k: v for k, v in record.items() if k != "words"}
+        )
+        manifest.write_text(json.dumps(record))
+    with pytest.raises(DataError, match=str(tmp_path)):
+        Told.load(folder)
+
+
+def test_a_student_learns_from_few_ids_that_were_kept(tmp_path: Path) -> None:
+    told = Told.load(told_of(16, top=40).save(tmp_path))
+    figures = learn(network_of(), told, list(told.texts), config_of(epochs=12.0, share=1.0))
+    assert figures[-1]["kl"] < 0.6 * figures[0]["kl"]
+
+
+def test_what_was_kept_cannot_judge_anything_else() -> None:
+    told, texts = told_of(), some_texts(8)
+    with pytest.raises(ConfigError, match=r"own is 0\.5"):
+        learn(network_of(), told, texts, config_of(own=0.5))
+    with pytest.raises(ConfigError, match="asked at 1"):
+        learn(network_of(), told, texts, config_of(temperature=2.0))
+    with pytest.raises(DataError, match="nothing of these texts"):
+        learn(network_of(), told, texts[::-1], config_of())
+
+
+def test_a_teacher_beside_learns_nothing() -> None:
+    teacher = model_of(0)
+    beside = Beside(teacher)
+    before = beside.identity()
+    learn(network_of(), beside, some_texts(8), config_of(own=0.5, divergence="reverse"))
+    assert beside.identity() == before != Beside(model_of(3)).identity()
+    assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())

@@ -1,0 +1,205 @@
+"""Rows that begin alike, read once: the same log-probabilities and gradients as row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.align.byte_model import decoder
+from torch import Tensor
+
+from whorl.align.config import LoRAConfig
+from whorl.align.model import shared_prefix as room
+from whorl.align.model.policy_model import Network
+from whorl.align.model.shared_prefix import can_share, families
+from whorl.models import DecoderConfig, LanguageModel, make_model
+from whorl.models.transformer_config import Heads, TransformerConfig
+
+VOCAB = 264
+
+
+def part(prompts: list[list[int]], answers: list[list[int]], extra: int = 0) -> dict[str, Tensor]:
+    """Rows of a prompt and an answer each; the answer is what counts."""
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True)) - 1 + extra
+    shape = (len(prompts), width)
+    tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    mask, sequence = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
+    for r, (p, a) in enumerate(zip(prompts, answers, strict=True)):
+        ids = torch.tensor(p + a)
+        n = len(ids) - 1
+        tokens[r, :n], targets[r, :n], sequence[r, :n] = ids[:-1], ids[1:], r
+        mask[r, len(p) - 1 : n] = True
+    return {"tokens": tokens, "targets": targets, "loss_mask": mask, "sequence": sequence}
+
+
+def ragged(seed: int = 0, groups: int = 4, answers: int = 4) -> dict[str, Tensor]:
+    """Groups of prompts of different lengths, answers of different lengths, one of them empty."""
+    g = torch.Generator().manual_seed(seed)
+
+    def ids(n: int) -> list[int]:
+        return torch.randint(3, 250, (n,), generator=g).tolist()
+
+    prompts, said = [], []
+    for _ in range(groups):
+        prompt = ids(int(torch.randint(1, 14, (), generator=g)))
+        for k in range(answers):
+            prompts.append(prompt)
+            said.append(
+                [] if (k == 1 and len(prompt) > 1) else ids(int(torch.randint(1, 6, (), generator=g)))
+            )
+    return part(prompts, said, extra=2)
+
+
+def transformer(**changes: Any) -> TransformerConfig:
+    heads = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8} | changes.pop("heads", {})
+    return TransformerConfig(
+        vocab_size=VOCAB,
+        d_model=32,
+        n_layers=2,
+        mlp_hidden=48,
+        max_length=64,
+        mixers={"full": Heads(**heads)},
+        **changes,
+    )
+
+
+MODELS: dict[str, Any] = {
+    "decoder": DecoderConfig(
+        vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, mlp_hidden=48, ngram_buckets=64
+    ),
+    "decoder, beyond its rows": DecoderConfig(
+        vocab_size=VOCAB, d_model=32, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=16, mlp_hidden=48,
+        ngram_orders=(), trained_length=8,
+    ),
+    "llama": transformer(),
+    "qk norm, smeared": transformer(heads={"qk_norm": True, "smear": True}),
+    "window": transformer(heads={"window": 5}),
+    "slopes": transformer(heads={"alibi": True, "rope": None}),
+    "soft caps and sinks": transformer(heads={"softcap": 5.0, "sink": True}, logit_softcap=10.0),
+    "learned positions": transformer(heads={"rope": None}, learned_positions=True),
+    "shared keys": transformer(share_keys=2),
+    "parallel": transformer(parallel=True),
+}  # fmt: skip
+
+
+def network(config: Any, **options: Any) -> Network:
+    g = torch.Generator().manual_seed(1)
+    model: LanguageModel = make_model(config, g)
+    with torch.no_grad():  # what begins at nought is drawn, or a mistake in it would not be seen
+        for p in model.parameters():
+            if not p.any():
+                p.normal_(0.0, 0.3, generator=g)
+    return Network(model, temperature=0.8, forbidden={0, 1}, **options)
+
+
+def outcome(net: Network, rows: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    net.zero_grad()
+    judged = net.judge(rows, entropy=True)
+    weights = torch.linspace(-1, 1, len(judged.log_prob))
+    total = (judged.log_prob * weights).sum() + (judged.value.sum() if judged.value is not None else 0.0)
+    total.backward()
+    return judged.log_prob.detach(), {
+        n: (p.grad.to_dense() if p.grad.is_sparse else p.grad).clone()
+        for n, p in net.named_parameters()
+        if p.grad is not None
+    }
+
+
+def holds(net: Network, rows: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_share(net.model) and families(rows) is not None
+    shared, gradients = outcome(net, rows)
+    with monkeypatch.context() as m:
+        m.setattr("whorl.align.model.policy_model.can_share", lambda model: False)
+        alone, expected = outcome(net, rows)
+    torch.testing.assert_close(shared, alone, rtol=1e-4, atol=2e-5)
+    assert set(gradients) == set(expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=2e-3, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_row_by_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    holds(network(MODELS[name], critic=name == "llama"), ragged(), monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["decoder", "llama"])
+def test_equals_row_by_row_where_prompts_are_of_one_length(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[10 * g + i for i in range(9)] for g in (1, 2, 3) for _ in range(4)]
+    said = [[5 + r, 6, 7 + r][: 1 + r % 3] for r in range(12)]
+    holds(network(MODELS[name]), part(prompts, said), monkeypatch)
+
+
+def test_rows_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Targets with a gap (a conversation), a row without any, a row of padding alone, two rows that are the same."""
+    rows = ragged(5, groups=3, answers=4)
+    rows = {name: torch.cat([t, t[:1]]) for name, t in rows.items()}
+    some = rows["loss_mask"].sum(1).argmax()
+    rows["loss_mask"][some, rows["loss_mask"][some].nonzero()[1]] = False
+    rows["loss_mask"][2] = False
+    for name, nothing in (("loss_mask", False), ("sequence", -1), ("tokens", 0)):
+        rows[name][3] = nothing
+    holds(network(MODELS["decoder"]), rows, monkeypatch)
+
+
+def test_gradients_are_the_same_bits_on_several_threads() -> None:
+    """Eight answers stand behind each prompt's last position: what flows into it is summed in one order."""
+    config = MODELS["llama"].model_copy(update={"d_model": 256})
+    net, rows = network(config), ragged(7, groups=16, answers=16)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        first = outcome(net, rows)[1]
+        for _ in range(4):
+            for name, gradient in outcome(net, rows)[1].items():
+                assert torch.equal(gradient, first[name]), name
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_an_adapter_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network(MODELS["llama"], lora=LoRAConfig(rank=2))
+    with torch.no_grad():
+        for p in net.factors.values():
+            p.normal_(0.0, 0.1)
+    holds(net, ragged(3), monkeypatch)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 6))
+def test_every_target_is_found(seed: int, groups: int, answers: int) -> None:
+    rows = ragged(seed, groups, answers)
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(room, "WORTH", 10.0)
+        found = families(rows)
+    assert found is not None
+    f, p, r, a = found.shape
+    assert len(found.row) == len(found.column) == f * p + r * a
+    places = torch.stack([found.row[found.at], found.column[found.at]], 1)
+    rows_, columns = rows["loss_mask"].nonzero(as_tuple=True)
+    assert torch.equal(places[:, 1], columns)
+    first = found.at < f * p  # a prompt's last position, which another row of the family may stand for
+    assert torch.equal(places[~first, 0], rows_[~first])
+    prefix = columns[first] + 1
+    for here, there, n in zip(rows_[first].tolist(), places[first, 0].tolist(), prefix.tolist(), strict=True):
+        assert torch.equal(rows["tokens"][here, :n], rows["tokens"][there, :n])
+
+
+def test_what_shares_nothing_is_read_as_it_is() -> None:
+    prompts = [[10 + r, 3, 4] for r in range(6)]
+    assert families(part(prompts, [[7, 8, 9, 10]] * 6)) is None
+    net = Network(decoder())
+    assert net.judge(part(prompts, [[7, 8]] * 6)).log_prob.shape == (12,)
+
+
+def test_models_that_cannot_part() -> None:
+    assert not can_share(make_model(transformer(heads={"block": 4})))
+    model = make_model(transformer())
+    model.remade = 1
+    assert not can_share(model)

@@ -1,0 +1,266 @@
+"""Preference optimisation as a stage: five losses, whatever way a step is cut; killed and resumed; and that it learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.align.byte_model import network, scribe
+from tests.support.align.kill_at_step import Killed, kill_at
+from torch import Tensor
+from torch.nn import functional as F
+
+from whorl.align.config import LoRAConfig, PreferenceConfig
+from whorl.align.data.formats import Judged, Preference
+from whorl.align.model.example import Room, joined
+from whorl.align.model.policy_model import Network
+from whorl.align.preference.dpo import _Data, crossed, measure, objective_of, prefer
+from whorl.align.preference.pairs import Choice, Opinion, answered, choices, opinions, sound, summed
+from whorl.errors import CheckpointError, DataError
+from whorl.parallel.process_group import World
+from whorl.tokens.chat import ChatTemplate
+from whorl.tokens.tokenizer import Tokenizer
+
+OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
+PAD = 0
+
+
+def pairs(n: int = 12, seed: int = 0) -> list[Choice]:
+    """Prompts of letters; the chosen answer says the first letter again and again, the rejected one others."""
+    draw, writer = np.random.default_rng(seed), scribe()
+    found = []
+    for _ in range(n):
+        letters = "".join(draw.choice(list("abcdef"), draw.integers(1, 6)))
+        good, bad = (
+            letters[0] * int(draw.integers(1, 5)),
+            "".join(draw.choice(list("uvwxyz"), draw.integers(1, 9))),
+        )
+        found.append(Choice(writer.answered(letters + ">", good), writer.answered(letters + ">", bad)))
+    return found
+
+
+def config(objective: str = "dpo", **change: Any) -> PreferenceConfig:
+    given = {"length": 32, "batch": 4, "share": 0.1, "matrices": "adamw", **change}
+    return PreferenceConfig.model_validate({"objective": objective, **given})
+
+
+def moved(net: Network, seed: int = 5, by: float = 0.03) -> Network:
+    """Apart from what it was, so that policy and reference differ."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if p.requires_grad:
+                p.add_((0.1 if "/b" in name else by) * torch.randn(p.shape, generator=draw))
+    return net
+
+
+def stranger() -> Network:
+    """A reference that finds all of it less likely, so that KTO's divergence is above 0."""
+    return moved(network(), 7, 0.1)
+
+
+def gradients(net: Network, settings: PreferenceConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Metrics and gradients of one step over all pairs, by its micro-batches."""
+    data = _Data(pairs(), settings, PAD)
+    words, objective = data.words(stranger()), objective_of(settings, net)
+    parts = data.step(list(range(data.units.n)), net, words, World())
+    total: dict[str, float] = {"parts": len(parts), "loss": 0.0}
+    for part in parts:
+        loss = objective(part)
+        loss.total.backward()
+        for name, value in [("loss", loss.total), ("count", loss.count), *loss.metrics.items()]:
+            total[name] = total.get(name, 0.0) + float(value.detach())
+    found = {n: p.grad.to_dense() for n, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad()
+    return total, found
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)], ids=["full", "lora"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_how_a_step_is_cut_and_laid_changes_nothing(objective: str, lora: LoRAConfig | None) -> None:
+    net = moved(network(lora=lora))
+    want, expected = gradients(net, config(objective, micro_tokens=100_000))
+    assert want["parts"] == 1 and want["count"] == (24 if objective == "kto" else 12)
+    assert want.get("divergence", 1.0) > 0
+    trained = {n for n, p in net.named_parameters() if p.requires_grad}
+    assert trained == expected.keys() and all(g.any() for g in expected.values())  # every one learns
+    for change in (
+        {"micro_tokens": 1},
+        {"micro_tokens": 64},
+        {"packing": True},
+        {"packing": True, "micro_tokens": 50},
+    ):
+        told, found = gradients(net, config(objective, **change))
+        assert told.pop("parts") > 1 or "micro_tokens" not in change
+        for name, value in told.items():
+            assert value == pytest.approx(want[name], rel=1e-4, abs=1e-4), (change, name)
+        for name, g in found.items():
+            torch.testing.assert_close(
+                g, expected[name], rtol=1e-3, atol=1e-5 * float(expected[name].abs().max()) + 1e-6
+            )
+
+
+def test_dpo_by_hand() -> None:
+    """Text by text, all logits, no rows: Rafailov et al., eq. 7."""
+    net, reference = moved(network()), network()
+
+    def said(of: Network, text: Any) -> Tensor:
+        logits = of.model.logits(of.model(torch.from_numpy(text.ids)[None]))[0]
+        assert of.forbidden is not None
+        log_p = logits.masked_fill(of.forbidden, -torch.inf).log_softmax(-1)
+        each = [log_p[t - 1, text.ids[t]] for t in range(1, len(text)) if text.mask[t]]
+        return torch.stack(each).sum()
+
+    terms = [
+        -F.logsigmoid(
+            0.3
+            * (
+                said(net, p.chosen)
+                - said(reference, p.chosen)
+                - said(net, p.rejected)
+                + said(reference, p.rejected)
+            )
+        )
+        for p in pairs()
+    ]
+    found = measure(net, pairs(), config(beta=0.3), pad_id=PAD, reference=reference)
+    assert found["loss"] == pytest.approx(float(torch.stack(terms).mean().detach()), rel=1e-5)
+    assert 0 < found["accuracy"] < 1 and found["margin"] == pytest.approx(
+        found["chosen_reward"] - found["rejected_reward"], abs=1e-5
+    )
+
+
+def test_the_reference_is_asked_once_and_is_the_network_as_it_was() -> None:
+    net, seen = network(), list[dict[str, float]]()
+    prefer(net, pairs(), config(epochs=4, share=0.01), pad_id=PAD, observe=lambda _, m: seen.append(m))
+    assert len(seen) == 12
+    assert (
+        seen[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(seen[0]["margin"]) < 1e-4
+    )  # nothing has moved
+    assert seen[-1]["margin"] > 0.01
+    again = measure(net, pairs(), config(), pad_id=PAD, reference=network())
+    assert again["margin"] > 0.01 and again["accuracy"] > 0.9
+
+
+def test_a_stranger_answers_each_prompt() -> None:
+    texts = [t for pair in pairs(8) for t in (pair.chosen, pair.rejected)]
+    made = crossed(texts, config("kto", length=10))
+    assert len(made) == len(texts)
+    for own, other in zip(texts, made, strict=True):
+        n = own.prompt_length
+        assert np.array_equal(own.ids[:n], other.ids[:n]) and other.mask[n] and not other.mask[:n].any()
+        givers = [
+            t for t in texts if np.array_equal(t.ids[t.prompt_length :][: len(other) - n], other.ids[n:])
+        ]
+        assert any(not np.array_equal(g.ids[: g.prompt_length], own.ids[:n]) for g in givers)
+        assert len(other) <= 10
+    assert crossed(texts[:2], config("kto")) == []  # one prompt alone: no divergence, and no error
+    prefer(network(), pairs(1), config("kto"), pad_id=PAD)
+
+
+def test_a_pair_is_two_opinions() -> None:
+    both = [o for p in pairs() for o in (Opinion(p.chosen, True), Opinion(p.rejected, False))]
+    net, reference = moved(network()), stranger()
+    told = [measure(net, given, config("kto"), pad_id=PAD, reference=reference) for given in (pairs(), both)]
+    assert told[0] == told[1] and told[0]["divergence"] > 0
+    only_good = measure(
+        net, both[::2], config("kto"), pad_id=PAD, reference=reference
+    )  # no NaN for the kind that is missing
+    assert only_good["chosen_reward"] == pytest.approx(told[0]["chosen_reward"], rel=1e-4)
+    assert only_good["rejected_reward"] == 0
+
+
+def test_what_teaches_nothing_is_left_out_and_counted() -> None:
+    writer, room = scribe(), Room(16)
+    given = [
+        Preference("a>", "good", "bad"),
+        Preference("a>", "x" * 30, "bad"),
+        Preference("a>", "  ", "bad"),
+        Preference("a>", "good", ""),
+        Preference(({"role": "user", "content": "a"},), ({"role": "user", "content": "b"},), ()),
+    ]
+    kept = choices(writer, given, room)
+    one = writer.answered("a>", "good")
+    assert (
+        len(kept) == 1
+        and np.array_equal(kept[0].chosen.ids, one.ids)
+        and np.array_equal(kept[0].chosen.mask, one.mask)
+    )
+    assert sound(writer, [Choice(one, one)], room) == []
+    assert sorted(room.refused.values()) == [1, 1, 1, 2]
+    assert {
+        "chosen and rejected are the same ids",
+        "an answer says nothing",
+        "longer than 16 ids",
+    } < room.refused.keys()
+    labelled = [Judged("a>", "good", True), Judged("a>", "", False), Judged("a>", "x" * 30, False)]
+    assert [o.good for o in opinions(writer, labelled, Room(16))] == [True]
+    with pytest.raises(DataError, match="no preference"):
+        prefer(network(), [], config(), pad_id=PAD)
+    with pytest.raises(DataError, match="single answers"):
+        prefer(network(), [Opinion(one, True)], config(), pad_id=PAD)
+
+
+def test_only_the_last_turn_is_learnt_and_the_prompt_is_the_one_that_is_sampled_after() -> None:
+    tokenizer = Tokenizer([bytes([i]) for i in range(256)])
+    for writer in (scribe(), type(scribe())(tokenizer, ChatTemplate(tokenizer))):
+        prompt = (
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "hello"},
+            {"role": "user", "content": "more"},
+        )
+        text = answered(writer, prompt, ({"role": "assistant", "content": "hello again"},))
+        before = writer.prompt(prompt)
+        assert text.ids[: len(before)].tolist() == before and text.prompt_length == len(before)
+        assert writer.words(text.ids[text.mask].tolist()).strip() == "hello again"
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
+    tmp_path: Path, objective: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(objective, epochs=2, matrices="muon")
+    whole = prefer(network(), pairs(), settings, pad_id=PAD).state_dict()
+    with pytest.raises(Killed):
+        observe = kill_at(4, monkeypatch)
+        prefer(network(), pairs(), settings, pad_id=PAD, scratch=tmp_path, observe=observe)
+    told: list[str] = []
+    again = moved(network())  # what is given is not what it goes on from; neither is it the reference
+    prefer(again, pairs(), settings, pad_id=PAD, scratch=tmp_path, say=told.append)
+    assert any("continues at step 3 of" in line for line in told)
+    for name, t in again.state_dict().items():
+        assert torch.equal(t, whole[name]), name
+    with pytest.raises(CheckpointError, match="texts"):
+        prefer(network(), pairs(seed=1), settings, pad_id=PAD, scratch=tmp_path)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_it_learns_what_is_preferred(objective: str) -> None:
+    """Which of two letters is better depends on the prompt: held-out prompts are answered as they should be."""
+    writer = scribe()
+
+    def pair(letter: str, tail: str) -> Choice:
+        good, bad = ("x", "y") if letter < "d" else ("y", "x")
+        return Choice(writer.answered(f"{tail}{letter}>", good), writer.answered(f"{tail}{letter}>", bad))
+
+    draw = np.random.default_rng(0)
+    made = [pair(draw.choice(list("abcdef")), "".join(draw.choice(list("uvw"), 3))) for _ in range(160)]
+    net = network()
+    settings = config(objective, epochs=6, batch=16, share=0.3)
+    prefer(net, made[:128], settings, pad_id=PAD)
+    said = summed(net, [t for p in made[128:] for t in (p.chosen, p.rejected)], PAD).view(-1, 2)
+    assert (said[:, 0] > said[:, 1]).float().mean() > 0.95
+
+
+def test_sampled_ids_are_learnt_as_they_are() -> None:
+    writer = scribe()
+    prompt = writer.prompt("a>")
+    one = Choice(joined(prompt, [65, 66, writer.tokenizer.eos_id]), joined(prompt, [67]))  # cut off: no end
+    assert sound(writer, [one], Room(16)) == [one]
+    before = summed(net := network(), [one.chosen, one.rejected], PAD)
+    prefer(net, [one], config(epochs=5), pad_id=PAD)
+    after = summed(net, [one.chosen, one.rejected], PAD)
+    assert after[0] - before[0] > after[1] - before[1]

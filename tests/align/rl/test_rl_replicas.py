@@ -1,0 +1,98 @@
+"""Replicas of a policy: the same answers, the same steps but for the rounding of sums, and an end that is heard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.align.byte_model import network
+from tests.support.align.kill_at_step import kill_replicas_at
+from tests.support.align.rl_policies import SMALL, train
+
+from whorl.align.config import KLConfig, LoRAConfig, RLConfig
+from whorl.align.rl.replicas import Peers, replicas_of
+from whorl.align.rl.rollout import RolloutWorker
+from whorl.parallel.process_group import ReplicaError, World
+
+FOUR = SMALL.model_copy(update={"prompts": 4})
+pytestmark = pytest.mark.usefixtures("one_runner")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"algorithm": "ppo", "epochs": 2, "minibatches": 2},
+        {"algorithm": "dapo", "redraws": 2, "curriculum": "variance"},
+        {"algorithm": "rloo", "kl": KLConfig(weight=0.1, target=0.01), "lora": LoRAConfig(rank=2)},
+    ],
+)
+def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) -> None:
+    threads = torch.get_num_threads()
+    one, told, seen = train(folder, FOUR.model_copy(update={**change, "replicas": 1}))
+    two, told_two, seen_two = train(folder, FOUR.model_copy(update={**change, "replicas": 2}))
+    assert torch.get_num_threads() == threads  # as before
+    for a, b in zip(seen, seen_two, strict=True):
+        assert torch.equal(a.part["targets"], b.part["targets"])
+        assert torch.equal(a.reward, b.reward) and (a.redrawn, a.broken) == (b.redrawn, b.broken)
+    for p, q in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=2e-5)
+    for x, y in zip(told, told_two, strict=True):
+        assert set(x) == set(y)
+        assert y["parity"] < 1e-4 and y["count"] == x["count"]
+        assert y["loss"] == pytest.approx(x["loss"], abs=1e-4)
+        assert y["gradient_norm"] == pytest.approx(x["gradient_norm"], rel=1e-2, abs=1e-5)
+
+
+def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    config = FOUR.model_copy(update={"replicas": 2})
+    whole, _, _ = train(folder, config)
+    with pytest.raises(ReplicaError, match="SIGKILL"):
+        train(folder, config, scratch=tmp_path, at=kill_replicas_at(2))
+    again, told, _ = train(folder, config, scratch=tmp_path)
+    assert 0 < len(told) < config.steps
+    for p, q in zip(whole.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_three_share_four_tasks_and_one_clock_ends_them(folder: Path) -> None:
+    config = FOUR.model_copy(update={"replicas": 3, "steps": 10**6, "max_steps_seconds": 0.5, "redraws": 1})
+    _, told, _ = train(folder, config)
+    assert 1 <= len(told) < 10**5
+
+
+def test_what_a_replica_raises_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        RolloutWorker, "__getstate__", lambda self: {**vars(self), "tokenizer": Path("/nowhere")}
+    )
+    with pytest.raises(ReplicaError, match=r"replica 1 failed:(.|\n)*nowhere"):
+        train(folder, FOUR.model_copy(update={"replicas": 2}))
+
+
+def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert replicas_of(SMALL, net, 24) == 1  # a stage of milliseconds
+    long = SMALL.model_copy(update={"steps": 10**9})
+    assert replicas_of(long, net, 24) == SMALL.prompts
+    assert replicas_of(long.model_copy(update={"replicas": 2}), net, 24) == 2
+    assert replicas_of(long, net, 24, judged=True) == 1
+    many = long.model_copy(update={"prompts": 12})
+    assert replicas_of(many, net, 24) == 6  # two turns, as with eight
+    ahead = long.ahead.model_copy(update={"workers": 1})
+    assert replicas_of(long.model_copy(update={"ahead": ahead}), net, 24) == 1
+    with pytest.raises(ValueError, match="shared out, or sampled ahead"):
+        RLConfig(replicas=2, ahead=ahead)
+
+
+def test_shares_are_stretches_that_cover_all() -> None:
+    for n in range(10):
+        for size in (1, 2, 3, 7):
+            shares = [Peers(World(rank, size)).share(n) for rank in range(size)]
+            assert [i for share in shares for i in share] == list(range(n))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1

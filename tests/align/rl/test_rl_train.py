@@ -1,0 +1,239 @@
+"""Policy optimisation end to end: it learns, resumes to the bit, is the same in any process, and tells parity."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from pydantic import ValidationError
+from tests.support.align.byte_model import network, scribe
+from tests.support.align.rl_policies import SMALL, Killed, tasks, train
+
+from whorl.align.config import AheadConfig, KLConfig, LoRAConfig, MethodConfig, RLConfig
+from whorl.align.model.policy_model import Network
+from whorl.align.rl.advantages import method_of
+from whorl.align.rl.rollout import with_room
+from whorl.align.rl.train import train_policy
+from whorl.errors import ConfigError, ProducerError
+from whorl.evals.verify.task import Task
+
+pytestmark = pytest.mark.usefixtures("one_runner")
+
+
+def same(a: Network, b: Network) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", "rloo", "ppo", "grpo", "dr_grpo", "dapo", "gspo"])
+def test_every_algorithm_learns_what_is_rewarded(algorithm: str, folder: Path) -> None:
+    """Answers that begin with a digit: rare at first."""
+    config = SMALL.model_copy(
+        update={
+            "algorithm": algorithm, "steps": 40, "share": 1.0, "prompts": 8, "answers": 8, "max_tokens": 2,
+            "schedule": SMALL.schedule.model_copy(update={"kind": "constant", "decay": 0.5}),
+        }
+    )  # fmt: skip
+    before = dict(network().named_parameters())
+    net, told, _ = train(folder, config)
+    assert np.mean([t["passed"] for t in told[:5]]) < 0.3
+    assert np.mean([t["passed"] for t in told[-5:]]) > 0.7
+    assert max(t["parity"] for t in told) < 1e-4
+    moved = {n for n, p in net.named_parameters() if n not in before or not torch.equal(p, before[n])}
+    assert {n for n in before if "memory" not in n} <= moved
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"algorithm": "ppo", "epochs": 2, "minibatches": 2},
+        {"lora": LoRAConfig(rank=2)},
+        {"kl": KLConfig(weight=0.1, target=0.01), "curriculum": "variance", "redraws": 1},
+    ],
+)
+def test_a_run_that_was_killed_ends_with_the_same_bits(
+    change: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    config = SMALL.model_copy(update=change)
+    whole, _, _ = train(folder, config)
+    with pytest.raises(Killed):
+        train(folder, config, scratch=tmp_path, kill=3)
+    again, told, _ = train(folder, config, scratch=tmp_path)
+    assert len(told) < config.steps
+    assert same(whole, again)
+
+
+LEARNING = SMALL.model_copy(
+    update={"prompts": 6, "answers": 8, "max_tokens": 2, "share": 1.0, "steps": 6, "curriculum": "variance"}
+)
+
+
+def test_lock_step_is_the_same_in_a_process_of_its_own(folder: Path) -> None:
+    """One worker whose records may not be older than the weights: it is serial sampling, to the bit."""
+    serial, told, _ = train(folder, LEARNING)
+    assert sum(t["gradient_norm"] > 0 for t in told) >= 3
+    ahead = AheadConfig(workers=1, max_lag=0, correct="none")
+    other, _, seen = train(folder, LEARNING.model_copy(update={"ahead": ahead}))
+    for step, experience in enumerate(seen):
+        assert set(experience.part["version"][experience.part["loss_mask"]].tolist()) == {step}
+    assert same(serial, other)
+
+
+@pytest.mark.xdist_group("ray")
+def test_workers_may_live_in_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    paths = os.pathsep.join(p for p in sys.path if p)
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000,
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "WHORL_NATIVE": "0"}},
+    )  # fmt: skip
+    try:
+        ahead = AheadConfig(workers=1, place="ray", max_lag=0, correct="none")
+        other, _, _ = train(folder, LEARNING.model_copy(update={"ahead": ahead}))
+    finally:
+        ray.shutdown()
+    serial, _, _ = train(folder, LEARNING)
+    assert same(serial, other)
+
+
+def test_workers_ahead_say_how_old_their_tokens_are(folder: Path) -> None:
+    ahead = AheadConfig(workers=1, records=2, max_lag=2, correct="truncate")
+    _, told, seen = train(folder, SMALL.model_copy(update={"ahead": ahead, "steps": 8}))
+    assert max(t["lag_max"] for t in told) <= 2
+    for step, experience in enumerate(seen):
+        versions = experience.part["version"][experience.part["loss_mask"]]
+        assert (versions <= step).all() and (versions >= step - 3).all()
+    assert all("stale_effective" in t for t in told)
+
+
+def test_nothing_is_learnt_from_groups_that_are_all_alike(folder: Path) -> None:
+    net, told, _ = train(folder, verifier="exact")
+    assert all(t["groups_alike"] == SMALL.prompts and t["gradient_norm"] == 0 for t in told)
+    assert same(net, network())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "changes", "becomes"),
+    [
+        ("grpo", {"method": {"deviation": "none", "average": "constant"}}, "dr_grpo"),
+        ("grpo", {"method": {"ratio": "sequence"}, "clip": (3e-4, 4e-4)}, "gspo"),
+        ("reinforce", {"method": {"baseline": "leave_one_out"}}, "rloo"),
+        ("ppo", {"method": {"baseline": "group", "deviation": "unbiased", "average": "sequence"}}, "grpo"),
+        (
+            "gspo",
+            {"method": {"ratio": "none", "average": "token", "baseline": "batch", "deviation": "none"}},
+            "reinforce",
+        ),
+    ],
+)
+def test_an_algorithm_becomes_another_by_what_differs(
+    algorithm: str, changes: dict[str, Any], becomes: str, folder: Path
+) -> None:
+    given = {**SMALL.model_dump(exclude_unset=True), "epochs": 2, "steps": 2}
+    net, _, _ = train(folder, RLConfig.model_validate({**given, **changes, "algorithm": algorithm}))
+    assert same(net, train(folder, RLConfig.model_validate({**given, "algorithm": becomes}))[0])
+    assert not same(net, train(folder, RLConfig.model_validate({**given, "algorithm": algorithm}))[0])
+
+
+def test_a_dual_clip_reaches_the_objective() -> None:
+    assert method_of(SMALL.model_copy(update={"method": MethodConfig(dual_clip=3.0)})).dual_clip == 3.0
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
+def test_an_entropy_bonus_spreads_what_is_said(lora: LoRAConfig | None, folder: Path) -> None:
+    config = SMALL.model_copy(update={"method": MethodConfig(entropy=0.1), "lora": lora})
+    _, told, _ = train(folder, config, verifier="exact")  # rewards that teach nothing
+    assert told[-1]["entropy"] > told[0]["entropy"]
+
+
+def test_a_verifier_that_raises_is_counted_and_training_goes_on(folder: Path) -> None:
+    _, told, _ = train(folder, verifier="custom:json:loads")
+    assert len(told) == SMALL.steps
+    assert all(t["verifier_failed"] > 0 and np.isfinite(t["policy_loss"]) for t in told)
+
+
+def kill_worker() -> None:
+    workers = [p for p in psutil.Process().children() if "slots.producers" in " ".join(p.cmdline())]
+    assert len(workers) == 1
+    workers[0].kill()
+
+
+def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
+    """While it samples ahead, in the middle of an answer or between two: training goes on."""
+    said = list[str]()
+    _, told, seen = train(
+        folder, SMALL.model_copy(update={"ahead": AheadConfig(workers=1), "steps": 6}), say=said.append,
+        at=lambda step: kill_worker() if step == 2 else None,
+    )  # fmt: skip
+    assert len(told) == 6 and sum(t["restarts"] for t in told) == 1 and len(said) == 1
+    assert "(RolloutWorker, process" in said[0] and "SIGKILL" in said[0]
+    assert all(np.isfinite(t["policy_loss"]) for t in told)
+    for step, experience in enumerate(seen):
+        versions = experience.part["version"][experience.part["loss_mask"]]
+        assert (versions <= step).all() and (versions >= 0).all()
+
+
+def test_in_lock_step_a_worker_killed_in_mid_episode_changes_no_bit(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies while its answers are judged; the next one draws tasks by what the learner remembers of the first three."""
+    monkeypatch.setenv("WHORL_TEST_STRIKES", str(tmp_path))
+    config, verifier = LEARNING.model_copy(update={"prompts": 4}), "custom:striking:verify"
+    serial, told, _ = train(folder, config, verifier=verifier)
+    assert sum(t["gradient_norm"] > 0 for t in told) >= 3
+    ahead = AheadConfig(workers=1, max_lag=0, correct="none")
+    other, told, _ = train(
+        folder, config.model_copy(update={"ahead": ahead}), verifier=verifier,
+        at=lambda step: (tmp_path / "armed").touch() if step == 3 else None,
+    )  # fmt: skip
+    assert [t["restarts"] for t in told] == [0, 0, 0, 1, 0, 0]
+    assert same(serial, other)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(n) for n in [int((tmp_path / "struck").read_text())] if psutil.pid_exists(n)],
+        timeout=30,
+    )
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]  # what it had begun ended with it
+
+
+def test_a_worker_that_may_not_be_started_again_is_told_and_the_same_command_goes_on(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = SMALL.model_copy(update={"ahead": AheadConfig(workers=1), "steps": 9, "restarts": 0})
+    with pytest.raises(ProducerError, match="SIGKILL"):
+        train(folder, config, scratch=tmp_path, at=lambda step: kill_worker() if step == 4 else None)
+    _, told, _ = train(folder, config.model_copy(update={"restarts": 1}), scratch=tmp_path)
+    assert 0 < len(told) < 9
+
+
+def test_what_does_not_go_together_is_refused(folder: Path) -> None:
+    worker: Any = None
+    with pytest.raises(ConfigError, match="no reference"):
+        train_policy(network(), worker, SMALL.model_copy(update={"kl": KLConfig(weight=0.1)}))
+    with pytest.raises(ConfigError, match="needs a critic"):
+        train_policy(network(), worker, SMALL.model_copy(update={"algorithm": "ppo"}))
+    with pytest.raises(ConfigError, match="no use for a critic"):
+        train_policy(network(critic=True), worker, SMALL)
+    given = SMALL.model_dump(exclude_unset=True)
+    for wrong, said in (
+        ({"answers": 1, "algorithm": "ppo", "method": {"baseline": "group"}}, "group compares the answers"),
+        ({"algorithm": "rloo", "clip": (0.2, 0.2)}, "clip is given, and rloo has no ratio"),
+        ({"method": {"ratio": "none", "dual_clip": 3}}, "method.dual_clip is given"),
+        ({"ahead": {"correct": "trace", "level": "mean"}}, "a trace weighs token by token"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            RLConfig.model_validate(given | wrong)
+    assert RLConfig.model_validate(given | {"answers": 1, "method": {"baseline": "none"}}).answers == 1
+
+
+def test_tasks_without_room_are_left_out_and_counted() -> None:
+    long = Task(id="long", prompt="x" * 40, answer="")
+    found, left = with_room(scribe(), [*tasks(3), long], 24, 5)
+    assert [task.id for task in found] == ["0", "1", "2"]
+    assert left == {"prompt longer than 19 ids": 1}

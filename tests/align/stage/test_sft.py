@@ -1,0 +1,110 @@
+"""Fine-tuning: it learns what is asked, goes on to the same bits after a kill, and mixes pretraining in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from tests.support.align.byte_model import network, sums, tokenizer
+
+from whorl.align.config import LoRAConfig, SFTConfig
+from whorl.align.model.policy_model import Network
+from whorl.align.stage.io import open_model, save_stage
+from whorl.align.stage.sft import fine_tune
+from whorl.errors import ConfigError, DataError
+from whorl.tokens.shards import write_shards
+
+SETTINGS = SFTConfig(share=0.5, epochs=8, length=48, batch_rows=4, checkpoint_seconds=1e-9, micro_tokens=96)
+
+
+class Killed(Exception):
+    pass
+
+
+class Written(NamedTuple):
+    id: str
+    source: str
+    path: str
+    offset: int
+    text: str
+
+
+def train(settings: SFTConfig, **options: object) -> tuple[Network, list[dict[str, float]]]:
+    net, seen = network(lora=settings.lora), []
+
+    def observe(step: int, metrics: dict[str, float]) -> None:
+        seen.append(metrics)
+        if step == options.get("kill"):
+            raise Killed
+
+    rest = {k: v for k, v in options.items() if k != "kill"}
+    fine_tune(net, sums(60), settings, pad_id=tokenizer().pad_id, observe=observe, **rest)  # type: ignore[arg-type]
+    return net, seen
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_it_learns_what_is_asked_and_only_that(packing: bool) -> None:
+    net, seen = train(SETTINGS.model_copy(update={"packing": packing, "batch_rows": 4 if packing else 16}))
+    assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
+    begun = dict(network().named_parameters())
+    assert all(not torch.equal(p, begun[n]) for n, p in net.named_parameters() if "memory" not in n)
+
+
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
+def test_a_run_that_was_killed_ends_with_the_same_bits(lora: LoRAConfig | None, tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"lora": lora})
+    whole, _ = train(settings)
+    said: list[str] = []
+    with pytest.raises(Killed):
+        train(settings, scratch=tmp_path, kill=20)
+    again, seen = train(settings, scratch=tmp_path, say=said.append)
+    assert said and said[0].startswith("continues at step ")
+    assert len(seen) < 40  # it did not begin anew
+    for (name, p), q in zip(whole.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_the_rows_of_pretraining_take_their_share(tmp_path: Path) -> None:
+    words = tokenizer()
+    documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
+    write_shards(documents, words, tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
+    settings = SETTINGS.model_copy(update={"replay": 0.5})
+    _, seen = train(settings, replay=tmp_path)
+    assert seen[0]["count"] > 2 * 40
+
+
+def test_without_texts_or_tokens_it_says_so() -> None:
+    with pytest.raises(DataError, match="no text"):
+        fine_tune(network(), [], SETTINGS, pad_id=0)
+    with pytest.raises(DataError, match="tokens of pretraining"):
+        fine_tune(network(), sums(3), SETTINGS.model_copy(update={"replay": 0.5}), pad_id=0)
+
+
+def test_replay_has_a_row_at_least_and_leaves_one(tmp_path: Path) -> None:
+    words = tokenizer()
+    documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
+    write_shards(documents, words, tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
+    for share in (0.02, 0.97):
+        _, seen = train(SETTINGS.model_copy(update={"replay": share, "epochs": 1}), replay=tmp_path)
+        assert seen[0]["count"] > 48  # a row of pretraining is full
+    with pytest.raises(ConfigError, match="batch_rows"):
+        train(SETTINGS.model_copy(update={"replay": 0.5, "batch_rows": 1}), replay=tmp_path)
+
+
+def test_an_adapter_that_is_kept_beside_is_what_the_next_stage_reads(tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(
+        update={"lora": LoRAConfig(rank=2, merge=False), "dtype": "float32", "epochs": 1}
+    )
+    net, _ = train(settings)
+    policy = {name: p.clone() for name, p in net.policy().items()}
+    before = tmp_path / "before"
+    before.mkdir()
+    tokenizer(before)
+    save_stage(net, before, tmp_path / "out")
+    machine = SimpleNamespace(torch_dtype=torch.float32, device="cpu")
+    read = open_model(tmp_path / "out", settings, machine)  # type: ignore[arg-type]
+    for name, p in read.named_parameters():
+        torch.testing.assert_close(p, policy[name])

@@ -1,0 +1,280 @@
+"""Every stage on another device than the CPU: a pretended one on any machine (`pretend.py`), a GPU where there is one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.align.byte_model import network, tokenizer
+from tests.support.align.fake_device import DEVICE, Mixed, Pretend, there
+from tests.support.align.stage_runs import STAGES, Killed, Lesson, ahead, begin, weights
+from torch import Tensor
+
+from whorl.align.config import AheadConfig
+from whorl.align.data.curriculum import Curriculum
+from whorl.align.rl.rollout import RolloutWorker, placed
+from whorl.errors import ConfigError
+from whorl.machine.device_probe import probe
+from whorl.models import make_model, save_model
+from whorl.models.transformer_config import Experts, Heads, TransformerConfig
+from whorl.recipes import parse_recipe, run_recipe
+from whorl.store import Store
+from whorl.tracking.progress import Progress
+from whorl.tracking.seeds import generator
+
+HERE = str(DEVICE)
+pytestmark = pytest.mark.usefixtures("one_runner")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return begin(tmp_path_factory.mktemp("model") / "begun")
+
+
+@pytest.fixture
+def pretended() -> Iterator[None]:
+    with Pretend():
+        yield
+
+
+def alike(found: list[dict[str, float]], wanted: list[dict[str, float]], within: float, *names: str) -> None:
+    """Every figure of every step, or those alone."""
+    assert [set(told) for told in found] == [set(told) for told in wanted]
+    for told, other in zip(found, wanted, strict=True):
+        for name in set(names or told) & set(told):
+            assert told[name] == pytest.approx(other[name], rel=within, abs=within), name
+
+
+def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """How far, as a share of what they are."""
+    pairs = [(found[name].flatten(), tensor.flatten()) for name, tensor in wanted.items()]
+    a, b = (torch.cat(side) for side in zip(*pairs, strict=True))
+    return float((a - b).norm() / b.norm())
+
+
+def test_what_is_pretended_refuses_what_a_gpu_would(pretended: None) -> None:
+    layer = torch.nn.Linear(4, 3).to(DEVICE)
+    x = torch.zeros(2, 4, device=DEVICE)
+    y = layer(x).sum()
+    y.backward()
+    made = (
+        x,
+        y,
+        layer.weight.grad,
+        torch.arange(3, device=x.device),
+        torch.zeros_like(x),
+        x[torch.tensor([0])],
+        x[:, 1],
+    )
+    assert all(t is not None and t.device == DEVICE for t in made)
+    assert float(y.detach()) == float(y.detach().cpu()) and (x + torch.tensor(1.0)).device == DEVICE
+    assert x.cpu().device.type == "cpu" and x.cpu().numpy().shape == (2, 4)
+    for wrong in (
+        lambda: layer(torch.zeros(2, 4)),
+        lambda: x + torch.zeros(4),
+        lambda: torch.zeros(2, 4)[x > 0],
+        lambda: torch.cat([x, torch.zeros(1, 4)]),
+        lambda: torch.zeros(3).index_add_(0, torch.arange(3), x[0, :3]),
+    ):
+        with pytest.raises(Mixed):
+            wrong()
+    with pytest.raises(TypeError, match="move it first"):
+        x.numpy()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_nothing_of_a_stage_stays_on_the_cpu(
+    stage: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mixture anywhere would be an error. The numbers are the CPU's, which computes them, to the bit; but what is
+    sampled is drawn in another way there, whose rounding differs."""
+    # Which kernel is the fastest is a matter of the device, and kernels round differently: here both sides take one.
+    monkeypatch.setattr("whorl.nn.attention.backends._choice", lambda *_: "sdpa")
+    plain, lesson = Lesson(folder, "cpu"), Lesson(folder, HERE)
+    wanted = weights(STAGES[stage](plain))
+    with Pretend():
+        learnt = STAGES[stage](lesson)
+        assert all(there(t) for t in (*learnt.parameters(), *learnt.buffers()))
+        found = weights(learnt)
+    within = 1e-3 if any("parity" in told for told in plain.told) else 0.0
+    alike(lesson.told, plain.told, within)
+    assert apart(found, wanted) <= within
+
+
+@pytest.mark.parametrize("stage", ["sft", "kto", "ppo", "distil-own"])
+def test_a_stage_that_was_killed_goes_on_where_it_was(
+    stage: str, folder: Path, tmp_path: Path, pretended: None
+) -> None:
+    """Weights, moments and what was said before the first step go to the device again; and a CPU can go on as well."""
+    first = Lesson(folder, HERE)
+    whole = weights(STAGES[stage](first))
+    with pytest.raises(Killed):
+        STAGES[stage](Lesson(folder, HERE, tmp_path, kill=3))
+    for device, within in ((HERE, 0.0), ("cpu", 1e-3)):
+        again = Lesson(folder, device, tmp_path)
+        assert apart(weights(STAGES[stage](again)), whole) <= within
+        assert len(again.told) < len(first.told)
+
+
+def test_mixtures_of_experts_too(tmp_path: Path, pretended: None) -> None:
+    heads = Heads(n_heads=2, n_kv_heads=1, head_dim=16)
+    shape = TransformerConfig(
+        vocab_size=264, d_model=32, n_layers=2, mlp_hidden=32, max_length=64, mixers={"full": heads},
+        experts=Experts(n_experts=4, top_k=2, hidden=16, bias_balance=True),
+    )  # fmt: skip
+    save_model(make_model(shape, generator(0, "weights")), tmp_path / "mixture")
+    tokenizer(tmp_path / "mixture")
+    for stage in ("sft", "grpo", "distil-own"):
+        assert all(map(there, STAGES[stage](Lesson(tmp_path / "mixture", HERE)).parameters()))
+
+
+def test_a_worker_ahead_samples_with_weights_that_came_from_the_device(folder: Path, pretended: None) -> None:
+    lesson = Lesson(folder, HERE)
+    ahead(lesson)
+    assert all(told["parity"] < 1e-4 for told in lesson.told[:-1])
+
+
+@pytest.mark.parametrize(
+    ("learner", "gpus", "ahead", "wanted"),
+    [
+        ("cuda:0", 1, {"workers": 0}, ["cuda:0"]),  # in lock-step: where the learner is
+        ("cpu", 2, {"workers": 2}, ["cpu", "cpu"]),
+        ("cuda:0", 1, {"workers": 2}, ["cpu", "cpu"]),  # the learner has the only one
+        ("cuda:0", 3, {"workers": 3}, ["cuda:1", "cuda:2", "cuda:1"]),
+        ("cuda:1", 2, {"workers": 1}, ["cuda:0"]),
+        ("cuda:0", 3, {"workers": 2, "device": "cpu"}, ["cpu", "cpu"]),
+        ("cuda:0", 1, {"workers": 2, "device": "cuda"}, ["cuda:0", "cuda:0"]),
+        ("cpu", 2, {"workers": 3, "device": "cuda"}, ["cuda:0", "cuda:1", "cuda:0"]),
+        ("cuda:0", 4, {"workers": 2, "place": "ray"}, ["cpu", "cpu"]),
+        (
+            "cuda:0",
+            1,
+            {"workers": 2, "place": "ray", "device": "cuda"},
+            ["cuda", "cuda"],
+        ),  # each sees its own alone
+    ],
+)
+def test_where_workers_sample(
+    learner: str,
+    gpus: int,
+    ahead: dict[str, object],
+    wanted: list[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = AheadConfig.model_validate(ahead)
+    assert [one.device for one in placed(worker(folder), config, torch.device(learner))] == wanted
+
+
+def test_a_gpu_that_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"ahead\.device is cuda"):
+        placed(worker(folder), AheadConfig(workers=1, device="cuda"), torch.device("cpu"))
+
+
+def worker(folder: Path) -> RolloutWorker:
+    return RolloutWorker(network().model.config, "float32", folder, [], 4, 4, 24, 1.0, Curriculum([0.0]))
+
+
+RECIPE = """
+name = "away"
+[steps.begin]
+d_model = 32
+n_layers = 2
+n_heads = 2
+mlp_hidden = 32
+[steps.sums]
+uses = "tasks"
+source = "arithmetic"
+n = 24
+n_test = 4
+levels = {0 = 1.0}
+columns = false
+[steps.taught]
+uses = "sft"
+parents = ["begin", "sums"]
+length = 64
+batch_rows = 4
+[steps.likes]
+uses = "preferences"
+source = "files"
+path = "likes.jsonl"
+test_share = 0.25
+[steps.reward]
+parents = ["taught", "likes"]
+length = 32
+[steps.prefer]
+parents = ["taught", "likes"]
+length = 32
+lora = {rank = 2, merge = false}
+[steps.rlvr]
+parents = ["prefer", "sums", "reward"]
+algorithm = "grpo"
+kl = {weight = 0.1}
+steps = 2
+prompts = 2
+answers = 4
+max_tokens = 6
+length = 40
+[steps.distil]
+parents = ["rlvr", "sums"]
+student = {layers = 1}
+length = 64
+own = 0.5
+max_tokens = 4
+batch_texts = 6
+"""
+
+
+def test_a_recipe_on_a_machine_with_another_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pretended: None
+) -> None:
+    """The steps themselves: figures before and after, a judge, an adapter that is merged on the way."""
+    found = replace(probe(dtype="float32"), device=HERE)
+    monkeypatch.setattr("whorl.runs.probe", lambda: found)
+    monkeypatch.chdir(tmp_path)
+    pairs = [json.dumps({"prompt": f"{i}?", "chosen": "yes", "rejected": "nay"}) for i in range(24)]
+    Path("likes.jsonl").write_text("\n".join(pairs) + "\n")
+    made = run_recipe(
+        parse_recipe(RECIPE, "away.toml"), Store(tmp_path / "store"), Progress.silent()
+    ).artifacts
+    assert {"judged", "passed"} <= set(made["rlvr"].summary["solved"]["after"])
+    assert made["distil"].summary["solved"]["after"]["tasks"] == 4
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+
+@pytest.mark.parametrize("stage", [pytest.param(stage, marks=GPU) for stage in STAGES])
+def test_a_gpu_learns_what_a_cpu_learns(stage: str, folder: Path) -> None:
+    """A few steps in fp32: sums in another order, so close and not equal."""
+    plain, lesson = Lesson(folder, "cpu"), Lesson(folder, "cuda")
+    wanted, learnt = weights(STAGES[stage](plain)), STAGES[stage](lesson)
+    assert all(p.is_cuda for p in learnt.parameters())
+    alike(lesson.told, plain.told, 2e-2, "loss", "nll", "kl", "gradient_norm", "reward", "margin")
+    assert apart(weights(learnt), wanted) < 1e-2
+    assert all(told["parity"] < 1e-4 for told in lesson.told if "parity" in told)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(s, marks=GPU) for s in ("sft", "kto", "ppo", "distil-own")])
+def test_a_gpu_goes_on_where_it_was_killed(stage: str, folder: Path, tmp_path: Path) -> None:
+    """Not to the bit, since a GPU's sums by atomic additions have no order; but not from the beginning either."""
+    first = Lesson(folder, "cuda")
+    whole = weights(STAGES[stage](first))
+    with pytest.raises(Killed):
+        STAGES[stage](Lesson(folder, "cuda", tmp_path, kill=3))
+    again = Lesson(folder, "cuda", tmp_path)
+    assert apart(weights(STAGES[stage](again)), whole) < 1e-2
+    assert len(again.told) < len(first.told)
+
+
+@pytest.mark.parametrize("device", [pytest.param(device, marks=GPU) for device in ("auto", "cpu", "cuda")])
+def test_workers_beside_a_learner_on_a_gpu(device: str, folder: Path) -> None:
+    lesson = Lesson(folder, "cuda")
+    ahead(lesson, device)
+    assert all(told["parity"] < 1e-4 for told in lesson.told[:-1])

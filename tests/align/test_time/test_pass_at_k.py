@@ -1,0 +1,116 @@
+"""What n answers are worth: against counting over all subsets; intervals against what they promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from whorl.align.test_time.pass_at_k import any_of, best_of, estimate, majority_of
+from whorl.errors import ConfigError
+
+
+def subsets(total: int, n: int) -> list[tuple[int, ...]]:
+    return list(combinations(range(total), n))
+
+
+def samples(rng: np.random.Generator, tasks: int, total: int) -> tuple[np.ndarray, list[list[str]]]:
+    said = [[str(rng.integers(4)) for _ in range(total)] for _ in range(tasks)]
+    return np.array([[a == "0" for a in row] for row in said]), said
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_any_of_n_is_the_share_of_subsets_that_hold_a_right_one(n: int) -> None:
+    right, _ = samples(np.random.default_rng(0), 6, 7)
+    right[0], right[1] = False, True
+    counted = [np.mean([row[list(s)].any() for s in subsets(7, n)]) for row in right]
+    np.testing.assert_allclose(any_of(right, n), counted, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 3, 6])
+def test_best_of_n_is_the_mean_over_subsets_and_over_ties(n: int) -> None:
+    rng = np.random.default_rng(1)
+    right, _ = samples(rng, 8, 6)
+    scores = rng.integers(3, size=right.shape).astype(float)  # many alike
+
+    def one(good: np.ndarray, score: np.ndarray) -> float:
+        found = []
+        for s in map(list, subsets(6, n)):
+            top = score[s] == score[s].max()
+            found.append(good[s][top].mean())
+        return float(np.mean(found))
+
+    np.testing.assert_allclose(
+        best_of(right, scores, n), [one(g, s) for g, s in zip(right, scores, strict=True)], atol=1e-12
+    )
+
+
+def test_the_best_by_the_verifier_is_any() -> None:
+    right, _ = samples(np.random.default_rng(2), 20, 9)
+    for n in (1, 4, 9):
+        np.testing.assert_allclose(best_of(right, right.astype(float), n), any_of(right, n), atol=1e-12)
+
+
+def test_the_vote_of_n_is_the_mean_over_subsets() -> None:
+    right, said = samples(np.random.default_rng(3), 5, 7)
+    said[0] = ["", "", "0", "1", "", "1", ""]  # those that say nothing do not vote
+    right[0] = [a == "0" for a in said[0]]
+
+    def one(row: list[str], n: int) -> float:
+        found = []
+        for s in subsets(7, n):
+            votes = Counter(row[i] for i in s if row[i])
+            top = [a for a, k in votes.items() if k == max(votes.values())]
+            found.append(top.count("0") / len(top) if top else 0.0)
+        return float(np.mean(found))
+
+    found = majority_of(right, said, [1, 3, 7], np.random.default_rng(0), subsets=20_000)
+    for n, values in found.items():
+        np.testing.assert_allclose(values, [one(row, n) for row in said], atol=0.015)
+
+
+def test_a_vote_helps_the_common_and_hurts_the_rare() -> None:
+    often = [["0"] * 6 + ["1"] * 2 + ["2"] * 2]
+    rare = [["1"] * 6 + ["0"] * 4]
+    for said, better in ((often, True), (rare, False)):
+        right = np.array([[a == "0" for a in said[0]]])
+        found = majority_of(right, said, [1, 9], np.random.default_rng(0))
+        assert (found[9][0] > found[1][0]) == better
+
+
+def test_an_interval_of_single_samples_is_wilsons() -> None:
+    values = np.array([1.0] * 7 + [0.0] * 13)
+    got = estimate(values)
+    z, n, p = 1.959964, 20, 0.35
+    middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    assert (got.mean, got.low, got.high) == pytest.approx((p, middle - half, middle + half), abs=1e-9)
+    assert estimate(np.ones(20)).low == pytest.approx(20 / (20 + z * z), abs=1e-6)
+    assert estimate(np.zeros(20)).high == pytest.approx(z * z / (20 + z * z), abs=1e-6)
+
+
+def test_an_interval_of_alike_samples_holds_what_it_promises() -> None:
+    """Tasks differ, samples of one are alike: counted as so many single samples it would be far too narrow."""
+    rng = np.random.default_rng(4)
+    truth, held, width = 0.4, 0, []
+    for _ in range(400):
+        ease = rng.beta(0.4 * 0.8, 0.6 * 0.8, size=60)
+        got = estimate(rng.binomial(16, ease) / 16, draws=16)
+        held += got.low <= truth <= got.high
+        width.append(got.high - got.low)
+    assert 0.92 <= held / 400 <= 0.985
+    assert np.mean(width) > 2 * estimate(np.array([1.0] * 384 + [0.0] * 576)).high - 2 * 0.4
+
+
+def test_what_cannot_be_is_said() -> None:
+    right = np.ones((2, 3), np.bool_)
+    with pytest.raises(ConfigError, match="n is 4"):
+        any_of(right, 4)
+    with pytest.raises(ConfigError, match="1 of them NaN"):
+        best_of(right, np.array([[0, 1, np.nan], [0, 1, 2]]), 2)
+    with pytest.raises(ConfigError, match="n is 0"):
+        majority_of(right, [["a"] * 3] * 2, [0], np.random.default_rng(0))
+    with pytest.raises(ConfigError, match="no task"):
+        estimate(np.array([]))

@@ -1,0 +1,139 @@
+"""The books of pages: held against a naive model of them, over random histories."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.engine.cache.block_pool import NOWHERE, BlockPool
+from whorl.engine.cache.cache_manager import Cache, Group
+from whorl.engine.prefix_hash import chain
+from whorl.engine.request import Request
+from whorl.engine.sequence import Sequence
+from whorl.errors import ConfigError
+
+TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=20)
+
+
+def sequence(ids: list[int], number: int = 0) -> Sequence:
+    made = Sequence(Request(id=str(number), ids=tuple(ids)), number, list(ids), 0)
+    made.slot = number % 8
+    return made
+
+
+def fill(cache: Cache, one: Sequence) -> bool:
+    """Lets a sequence in and computes all of it; False if there is no room."""
+    cache.admit(one)
+    cache.enter(one)
+    if not cache.grow(one, len(one.ids)):
+        cache.release(one)
+        return False
+    one.computed = len(one.ids)
+    cache.settle(one)
+    return True
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=30), st.sampled_from([None, 3, 6]))
+def test_no_page_is_lost_or_shared_by_mistake(
+    history: list[tuple[list[int], bool]], window: int | None
+) -> None:
+    cache = Cache([Group(None, BlockPool(12, 2)), Group(window, BlockPool(12, 2))], 8, 24, chunk=8)
+    held: list[Sequence] = []
+    contents: dict[tuple[int, int], list[int]] = {}  # what was last written to a page of a group
+    for number, (ids, leaves) in enumerate(history):
+        if leaves and held:
+            cache.release(held.pop(len(ids) % len(held)))
+        one = sequence(ids, number)
+        if len(held) < 8:
+            one.slot = next(slot for slot in range(8) if slot not in {h.slot for h in held})
+            if fill(cache, one):
+                held.append(one)
+                assert one.computed == len(ids)
+                for group, pages in enumerate(one.pages):
+                    for at, page in enumerate(pages):
+                        if page == NOWHERE:
+                            continue
+                        before = ids[: (at + 1) * 2]
+                        full = len(before) == (at + 1) * 2
+                        if (group, page) in contents and sum(page in h.pages[group] for h in held) > 1:
+                            assert (
+                                full and contents[group, page] == before
+                            )  # shared: the same text up to there
+                        contents[group, page] = before
+        cache.check_integrity(held)
+    for one in held:
+        cache.release(one)
+    cache.check_integrity([])
+    assert all(group.pool.used == 0 for group in cache.groups)
+
+
+@given(TEXTS, TEXTS)
+def test_a_beginning_is_found_in_whole_pages_and_never_all_of_a_prompt(
+    first: list[int], second: list[int]
+) -> None:
+    cache = Cache([Group(None, BlockPool(40, 2))], 8, 24, chunk=8)
+    one, two = sequence(first, 0), sequence(second, 1)
+    fill(cache, one)
+    cache.release(one)
+    found = cache.admit(two)
+    common = 0
+    while common < min(len(first), len(second)) and first[common] == second[common]:
+        common += 1
+    assert found == min(common, len(second) - 1) // 2 * 2
+
+
+def test_a_window_needs_only_what_it_sees() -> None:
+    cache = Cache([Group(None, BlockPool(20, 2)), Group(4, BlockPool(4, 2))], 8, 24, chunk=4)
+    ids = list(range(12))
+    one = sequence(ids)
+    cache.admit(one)
+    cache.enter(one)
+    for stop in (4, 8, 12):  # the window's pool is a third of the text
+        assert cache.grow(one, stop)
+        one.computed = stop
+        cache.settle(one)
+    assert one.pages[1][:4] == [NOWHERE] * 4 and len(one.pages[0]) == 6
+    cache.release(one)
+    again = sequence(ids, 1)
+    assert cache.admit(again) == 10
+    assert again.pages[1][:3] == [NOWHERE] * 3 and NOWHERE not in again.pages[1][3:]
+    cache.enter(again)
+    cache.check_integrity([again])
+
+
+def test_the_least_recently_used_goes_first_and_the_end_of_a_text_before_its_beginning() -> None:
+    cache = Cache([Group(None, BlockPool(6, 2))], 8, 24, chunk=8)
+    old, new = sequence([1] * 6, 0), sequence([2] * 6, 1)
+    for one in (old, new):
+        assert fill(cache, one)
+    cache.release(old)
+    cache.release(new)
+    pool = cache.groups[0].pool
+    assert pool.cached == 6 and pool.take(2) is not None and pool.evicted == 2
+    assert len(pool.find(chain(b"", [1] * 6, 2, []))) == 1  # the last two of the old text went
+    assert len(pool.find(chain(b"", [2] * 6, 2, []))) == 3
+    assert pool.take(5) is None and pool.available == 4
+
+
+def test_damaged_books_are_noticed() -> None:
+    cache = Cache([Group(None, BlockPool(6, 2))], 8, 24, chunk=8)
+    one = sequence([1, 2, 3], 0)
+    fill(cache, one)
+    cache.check_integrity([one])
+    for damage in (
+        lambda p: p.references.__setitem__(0, 3),
+        lambda p: p._free.pop(),
+        lambda p: p._free.append(one.pages[0][0]),
+    ):
+        pool = cache.groups[0].pool
+        saved = list(pool.references), list(pool._free)
+        damage(pool)
+        with pytest.raises(RuntimeError, match="books are wrong"):
+            cache.check_integrity([one])
+        pool.references, pool._free = saved
+    with pytest.raises(RuntimeError, match="references and 0 holders"):
+        cache.check_integrity([])
+    with pytest.raises(ConfigError, match="page_size is 0"):
+        BlockPool(1, 0)

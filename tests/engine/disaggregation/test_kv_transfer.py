@@ -1,0 +1,184 @@
+"""Pages that one engine computed and another reads: every family, every refusal, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine.test_engine_parity import FAMILIES, GREEDY, check, decoder, run
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.disaggregation.kv_transfer import PageBlock, export_pages, fingerprint, import_pages
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+from whorl.errors import ConfigError, DataError
+
+CONFIG = EngineConfig(page_size=4, max_sequences=4, max_length=60, cache_tokens=240, token_budget=16)
+IDS = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def request(name: str, n: int = 30, **more: Any) -> Request:
+    return Request(id=name, ids=tuple(IDS[:n]), **{"sampling": GREEDY, "max_tokens": 9, **more})
+
+
+def prefilled(model: Any = None, config: EngineConfig = CONFIG) -> Engine:
+    engine = Engine(model or decoder(), config)
+    run(engine, [request("read", max_tokens=1)])
+    return engine
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0  # noqa: PTH112, PTH208
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_receiver_says_what_one_engine_says(family: str) -> None:
+    sender = Engine(FAMILIES[family](), CONFIG)
+    if sender.runner.has_slots:
+        with pytest.raises(ConfigError, match="recurrent"):
+            export_pages(sender, IDS)
+        return
+    run(sender, [request("read", max_tokens=1)])
+    receiver = Engine(FAMILIES[family](), CONFIG)
+    run(
+        receiver, [Request(id="other", ids=(7,) * 11, sampling=GREEDY, max_tokens=3)]
+    )  # other pages are elsewhere
+    with export_pages(sender, IDS) as block:
+        assert block.positions == 28
+        assert import_pages(receiver, block) == 28
+    sender.check_integrity()
+    receiver.check_integrity()
+    receiver.add(request("write"))
+    tokens, cached = [], 0
+    while receiver.busy:
+        for delta in receiver.step():
+            tokens += delta.tokens
+            cached = max(cached, delta.cached)
+        receiver.check_integrity()
+    assert cached == 28, "decoding begins with a full hit"
+    check(FAMILIES[family](), [request("write")], {"write": tokens})
+    alone = run(Engine(FAMILIES[family](), CONFIG), [request("write")])["write"]
+    assert [t.id for t in tokens] == [t.id for t in alone]
+    for a, b in zip(tokens, alone, strict=True):
+        assert abs(a.log_prob - b.log_prob) < 1e-4 and abs(a.raw_log_prob - b.raw_log_prob) < 1e-4
+
+
+def test_pages_in_int8_go_over_with_their_scales() -> None:
+    config = CONFIG.model_copy(update={"cache": "int8"})
+    receiver = Engine(decoder(), config)
+    with export_pages(prefilled(config=config), IDS) as block:
+        assert import_pages(receiver, block) == 28
+    got, alone = (run(e, [request("write")])["write"] for e in (receiver, Engine(decoder(), config)))
+    assert [t.id for t in got] == [t.id for t in alone]
+    assert all(abs(a.log_prob - b.log_prob) < 1e-4 for a, b in zip(got, alone, strict=True))
+
+
+def test_a_block_is_taken_in_by_and_by() -> None:
+    receiver = Engine(decoder(), CONFIG)
+    with export_pages(prefilled(), IDS) as block:
+        found = [import_pages(receiver, block, at_most=3) for _ in range(4)]
+        assert found == [12, 24, 28, 28]
+    receiver.check_integrity()
+
+
+def test_without_room_less_is_taken_in_and_what_runs_keeps_its_pages() -> None:
+    receiver = Engine(decoder(), CONFIG.model_copy(update={"cache_tokens": 60}))
+    receiver.add(Request(id="runs", ids=(7,) * 40, sampling=GREEDY, max_tokens=9))
+    while not any(d.tokens for d in receiver.step()):
+        pass
+    held = list(receiver.sequences()[0].pages[0])
+    with export_pages(prefilled(), IDS) as block:
+        found = import_pages(receiver, block)
+        assert 0 < found < 28 and found == import_pages(receiver, block)
+    assert receiver.sequences()[0].pages[0][: len(held)] == held
+    receiver.check_integrity()
+    assert receiver.abort("runs")
+    receiver.step()
+    got = run(receiver, [request("write")])["write"]
+    check(decoder(), [request("write")], {"write": got})
+
+
+def test_a_beginning_that_nobody_knows_is_an_empty_block() -> None:
+    with export_pages(prefilled(), [1, 2, 3]) as block:
+        assert block.positions == 0 and import_pages(Engine(decoder(), CONFIG), block) == 0
+
+
+def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
+    with export_pages(prefilled(), IDS) as block:
+        for receiver, words in [
+            (Engine(decoder(), CONFIG.model_copy(update={"page_size": 8})), "pages of 4 positions"),
+            (Engine(decoder(n_layers=1), CONFIG), "fingerprint"),
+            (Engine(decoder(), CONFIG.model_copy(update={"cache": "int8"})), "same type of cache"),
+        ]:
+            with pytest.raises(DataError, match=words):
+                import_pages(receiver, block)
+            assert receiver.cache.groups[0].pool.cached == 0
+        receiver = Engine(decoder(), CONFIG)
+        name, weight = next(iter(receiver.model.named_parameters()))
+        receiver.update_weights({name: weight.detach() + 1}, version=3)
+        with pytest.raises(DataError, match="version 0"):
+            import_pages(receiver, block)
+        receiver = Engine(decoder(), CONFIG)
+        with torch.no_grad():
+            weight = next(receiver.model.parameters())
+            weight[-1, -1] += 1e-3  # one weight of all
+        with pytest.raises(DataError, match="fingerprint"):
+            import_pages(receiver, block)
+    with pytest.raises(ConfigError, match="share_prefixes"):
+        export_pages(Engine(decoder(), CONFIG.model_copy(update={"share_prefixes": False})), IDS)
+
+
+def test_the_fingerprint_is_made_once_a_version() -> None:
+    engine = Engine(decoder(), CONFIG)
+    first = fingerprint(engine)
+    assert fingerprint(engine) == first == fingerprint(Engine(decoder(), CONFIG))
+    name, weight = next(iter(engine.model.named_parameters()))
+    engine.update_weights({name: weight.detach() + 1}, version=1)
+    assert fingerprint(engine) != first
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_damaged_block_is_never_taken(data: st.DataObject) -> None:
+    with export_pages(SENDER, IDS) as good:
+        content = bytearray(os.pread(good.fd, good.n_bytes, 0))
+    kind = data.draw(st.sampled_from(["flip", "cut", "longer", "begin"]))
+    if kind == "flip":
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    elif kind == "cut":
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    elif kind == "longer":
+        content += b"\0" * data.draw(st.integers(1, 100))
+    else:  # a sender that died before it wrote the head
+        content[:36] = bytes(36)
+    before, at_once = descriptors(), data.draw(st.booleans())
+    with pytest.raises(DataError, match="a block of pages"):
+        block = PageBlock(memory_of(bytes(content)), check=at_once)
+        while not block.check(1000):
+            pass
+    assert descriptors() == before, "a block that is refused is closed"
+
+
+SENDER = prefilled()
+
+
+def memory_of(content: bytes) -> int:
+    from whorl.slots.ring import anonymous
+
+    fd = anonymous(len(content))
+    os.write(fd, content)
+    return fd
+
+
+def test_nothing_is_left_behind() -> None:
+    receiver, before = Engine(decoder(), CONFIG), descriptors()
+    for _ in range(20):
+        with export_pages(SENDER, IDS) as block:
+            import_pages(receiver, block)
+    assert descriptors() == before
+    SENDER.check_integrity()
+    assert SENDER.cache.groups[0].pool.used == 0

@@ -1,0 +1,306 @@
+"""LoRA adapters: a mixed batch is each alone with its adapter merged; folders of PEFT; what does not fit is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.model.multi_lora import Adapters, Plan, added, reference
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import Sampling
+from whorl.errors import CheckpointError, ConfigError
+from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
+from whorl.models.lora import Factors, LoRA, adaptable, load_lora, merge, new_lora, save_lora
+from whorl.models.quantization.gptq import quantise_model
+from whorl.models.quantization.weights import Scheme
+from whorl.models.transformer_config import Heads
+
+
+def decoder() -> Decoder:
+    config = DecoderConfig(
+        vocab_size=48,
+        d_model=32,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=16,
+        mlp_hidden=64,
+        ngram_buckets=64,
+    )
+    return lively(Decoder(config, torch.Generator().manual_seed(0)))
+
+
+def llama(**changes: Any) -> Transformer:
+    heads = Heads(n_heads=2, n_kv_heads=1, head_dim=16)
+    fields = {
+        "vocab_size": 48,
+        "d_model": 32,
+        "n_layers": 2,
+        "mlp_hidden": 40,
+        "mixers": {"a": heads},
+    } | changes
+    return lively(Transformer(TransformerConfig.model_validate(fields), torch.Generator().manual_seed(0)))
+
+
+def lively(model: Any) -> Any:
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=g) * 0.1)
+    return model.eval()
+
+
+def lora(model: LanguageModel, seed: int, rank: int = 4, layers: tuple[str, ...] = ()) -> LoRA:
+    """One that changes something."""
+    g = torch.Generator().manual_seed(seed)
+    made = new_lora(model, rank, 2.0 * rank, layers, g)
+    return LoRA({
+        name: Factors(p.a, torch.randn(p.b.shape, generator=g) * 0.1, p.scale) for name, p in made.parts.items()
+    })  # fmt: skip
+
+
+def ids(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def said(model: LanguageModel, text: Tensor) -> Tensor:
+    return model.logits(model(text))
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=24), st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_every_way_of_the_product_is_the_definition(numbers: list[int], seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    x, a, b = (torch.randn(shape, generator=g) for shape in ((len(numbers), 6), (4, 3, 6), (4, 5, 3)))
+    plan = Plan(numbers)
+    if not plan.chosen:
+        assert not any(numbers)
+        return
+    chosen = torch.tensor(plan.chosen) - 1
+    found = torch.zeros(len(numbers), 5)
+    more = added(x, a[chosen], b[chosen], plan)
+    found = more if plan.way == "all" else found.index_add(0, plan.rows, more)
+    assert torch.allclose(found, reference(x, a, b, numbers), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "way"),
+    [([2, 2, 2], "all"), ([2, 2, 0], "padded"), ([1, 2, 3, 1], "padded"), ([1] * 20 + [2, 3, 4], "segments")],
+)
+def test_which_way_is_taken(numbers: list[int], way: str) -> None:
+    assert Plan(numbers).way == way
+
+
+@pytest.mark.parametrize("kind", [decoder, llama])
+def test_a_mixed_batch_is_each_alone_with_its_adapter_merged(kind: Any) -> None:
+    model, text = kind(), ids(5, 7)
+    loras = {"a": lora(model, 1), "b": lora(model, 2, 7, ("out", "down")), "c": lora(model, 3, 1, ("up",))}
+    adapters = Adapters(model)
+    for name, one in loras.items():
+        adapters.add(name, one)
+    plain = said(model, text)
+    for names in (["a", "b", None, "c", "a"], ["b"] * 5, [None, None, "c", None, None]):
+        with adapters.active(adapters.over(adapters.numbers(names) or [], [0, 7, 14, 21, 28, 35])):
+            together = said(model, text)
+        for row, name in enumerate(names):
+            alone = kind()
+            if name is not None:
+                merge(alone, loras[name])
+                assert (together[row] - plain[row]).abs().max() > 0.01
+            assert torch.allclose(together[row], said(alone, text[row : row + 1])[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(said(model, text), plain)
+
+
+def test_no_hook_stays_behind_even_after_an_error() -> None:
+    model = decoder()
+    adapters = Adapters(model)
+    adapters.add("a", lora(model, 1))
+    with adapters.active([0, 0]):
+        assert not any(m._forward_hooks for m in model.modules())
+    with pytest.raises(ConfigError, match=r"given 6 positions.* for 5"), adapters.active([1] * 5):
+        said(model, ids(2, 3))
+    assert not any(m._forward_hooks for m in model.modules())
+
+
+def test_numbers_are_given_again_and_keys_never() -> None:
+    model = decoder()
+    adapters = Adapters(model)
+    assert [adapters.add(name, lora(model, n)) for n, name in enumerate("ab")] == [1, 2]
+    key, text = adapters.key("a"), ids(1, 4)
+    with adapters.active([1] * 4):
+        first = said(model, text)
+    adapters.remove("a")
+    assert "a" not in adapters and adapters.names == ["b"]
+    with pytest.raises(ConfigError, match="adapter 'a' is not loaded"):
+        adapters.number("a")
+    with pytest.raises(ConfigError, match="adapter 1 is not loaded"), adapters.active([1]):
+        pass
+    assert adapters.add("a", lora(model, 7)) == 1
+    assert adapters.key("a") != key and adapters.key(None) == ""
+    with adapters.active([1] * 4):
+        assert (said(model, text) - first).abs().max() > 0.01
+    with pytest.raises(ConfigError, match="name is 'b'"):
+        adapters.add("b", lora(model, 1))
+
+
+def test_an_adapter_beside_a_quantised_model() -> None:
+    model, text = decoder(), ids(2, 6)
+    one = lora(model, 1)
+    merged = decoder()
+    for name, part in one.parts.items():
+        weight = quantise_model(decoder(), Scheme()).get_submodule(name).weight
+        merged.get_submodule(name).weight.data = weight + part.delta  # type: ignore[union-attr,operator]
+    quantised = quantise_model(model, Scheme())
+    adapters = Adapters(quantised)
+    adapters.add("a", one)
+    with adapters.active([1] * 12):
+        assert torch.allclose(said(quantised, text), said(merged, text), atol=1e-4)
+    with pytest.raises(ConfigError, match="quantised: an adapter cannot be merged"):
+        merge(quantised, one)
+
+
+def test_a_folder_comes_back_with_every_layers_rank_and_scale(tmp_path: Path) -> None:
+    model = decoder()
+    parts = dict(lora(model, 1, 4, ("qkv",)).parts) | dict(lora(model, 2, 2, ("down",)).parts)
+    odd = "blocks.1.mlp.down"
+    parts[odd] = Factors(parts[odd].a, parts[odd].b, 0.3)
+    save_lora(LoRA(parts), tmp_path, "mine")
+    found = load_lora(tmp_path, model)
+    assert found.parts.keys() == parts.keys() and found.rank == 4
+    for name, part in parts.items():
+        assert torch.equal(found.parts[name].a, part.a) and torch.equal(found.parts[name].b, part.b)
+        assert found.parts[name].scale == pytest.approx(part.scale)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == "mine"
+    assert "base_model.model.blocks.0.attention.qkv.lora_A.weight" in load_file(
+        tmp_path / "adapter_model.safetensors"
+    )
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
+    assert load_lora(tmp_path, model).parts["blocks.0.attention.qkv"].scale == pytest.approx(8 / 2)
+
+
+def test_an_adapter_of_a_llama_of_others_finds_our_layers(tmp_path: Path) -> None:
+    model, g = llama(), torch.Generator().manual_seed(0)
+    sizes = {"self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "mlp.up_proj": (40, 32), "mlp.gate_proj": (40, 32),
+             "mlp.down_proj": (32, 40)}  # fmt: skip
+    tensors, deltas = {}, {}
+    for layer, gone in ((0, ()), (1, ("mlp.gate_proj",))):
+        for name, (d_out, d_in) in sizes.items():
+            if name in gone:
+                continue
+            a, b = torch.randn(3, d_in, generator=g), torch.randn(d_out, 3, generator=g)
+            path = f"base_model.model.model.layers.{layer}.{name}"
+            tensors |= {f"{path}.lora_A.weight": a, f"{path}.lora_B.weight": b}
+            deltas[layer, name] = 2.0 * b @ a
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
+    found = load_lora(tmp_path, model)
+    assert torch.allclose(found.parts["blocks.1.mixer.k"].delta, deltas[1, "self_attn.k_proj"], atol=1e-5)
+    whole = torch.cat([deltas[0, "mlp.gate_proj"], deltas[0, "mlp.up_proj"]])  # ours: gate above up
+    assert torch.allclose(found.parts["blocks.0.mlp.up"].delta, whole, atol=1e-4)
+    half = torch.cat([torch.zeros(40, 32), deltas[1, "mlp.up_proj"]])
+    assert torch.allclose(found.parts["blocks.1.mlp.up"].delta, half, atol=1e-4)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    model = decoder()
+    save_lora(lora(model, 1, 4, ("qkv", "down")), tmp_path)
+    good, config = (
+        load_file(tmp_path / "adapter_model.safetensors"),
+        (tmp_path / "adapter_config.json").read_text(),
+    )
+    a = "base_model.model.blocks.1.mlp.down.lora_A.weight"
+    b = a.replace("lora_A", "lora_B")
+
+    def told(tensors: dict[str, Tensor], **fields: Any) -> str:
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        (tmp_path / "adapter_config.json").write_text(json.dumps(json.loads(config) | fields))
+        with pytest.raises(ConfigError) as error:
+            load_lora(tmp_path, model)
+        return str(error.value)
+
+    assert f"tensor {a} has the shape [4, 63]" in told(good | {a: torch.zeros(4, 63)})
+    assert f"tensor {b} has the shape [31, 4]" in told(good | {b: torch.zeros(31, 4)})
+    assert "of one rank" in told(good | {b: torch.zeros(32, 5)})
+    assert f"{b} is missing" in told({k: v for k, v in good.items() if k != b})
+    assert "is not known" in told(good | {"base_model.model.head.weight": torch.zeros(3)})
+    assert "no layer 'blocks.7.mlp.down'" in told(
+        {k.replace("blocks.1.mlp", "blocks.7.mlp"): v for k, v in good.items()}
+    )
+    assert f"tensor {a} holds what is no finite" in told(good | {a: torch.full((4, 64), float("nan"))})
+    assert f"tensor {a} has 4 rows" in told(good, rank_pattern={"blocks.1.mlp.down": 8})
+    assert "use_dora is True" in told(good, use_dora=True)
+    assert "modules_to_save" in told(good, modules_to_save=["head"])
+    assert "peft_type is 'IA3'" in told(good, peft_type="IA3")
+    (tmp_path / "adapter_config.json").write_text(config)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_lora(tmp_path, model)
+    with pytest.raises(ConfigError, match="none ends with"):
+        new_lora(model, 4, 8.0, ["qkw"])
+    with pytest.raises(ConfigError, match="rank is 0"):
+        new_lora(model, 0, 8.0)
+
+
+def test_a_new_adapter_changes_nothing_and_knows_all_layers() -> None:
+    model = llama()
+    fresh = new_lora(model, 4, 8.0)
+    assert set(fresh.parts) == set(adaptable(model)) and len(fresh.parts) == 2 * 6
+    before = said(model, ids(1, 5))
+    merge(model, fresh)
+    assert torch.equal(said(model, ids(1, 5)), before)
+
+
+def test_the_engine_serves_each_request_with_its_adapter() -> None:
+    model = decoder()
+    loras = {"a": lora(model, 1), "b": lora(model, 2)}
+    adapters = Adapters(model)
+    for name, one in loras.items():
+        adapters.add(name, one)
+    engine = Engine(
+        model, EngineConfig(max_sequences=4, max_length=64, page_size=4, token_budget=12), adapters=adapters
+    )
+    prompt = tuple(
+        ids(1, 17, seed=3)[0].tolist()
+    )  # the same of all: pages must not be shared between adapters
+    wanted = {None: decoder(), "a": decoder(), "b": decoder()}
+    for name, one in loras.items():
+        merge(wanted[name], one)
+    for round_ in range(2):  # the second time with beginnings that are found
+        for name in wanted:
+            engine.add(
+                Request(
+                    id=f"{name} {round_}",
+                    ids=prompt,
+                    sampling=Sampling(temperature=0),
+                    max_tokens=8,
+                    adapter=name,
+                )
+            )
+        found: dict[str, list[int]] = {}
+        while engine.busy:
+            with_adapter = [s.request.adapter for s in engine.sequences()]
+            if "a" in with_adapter:
+                with pytest.raises(ConfigError, match="adapter 'a' is in use"):
+                    adapters.remove("a")
+            for delta in engine.step():
+                found.setdefault(delta.request_id, []).extend(t.id for t in delta.tokens)
+            engine.check_integrity()
+        for name, alone in wanted.items():
+            text = list(prompt)
+            for _ in range(8):
+                text.append(int(said(alone, torch.tensor([text]))[0, -1].argmax()))
+            assert found[f"{name} {round_}"] == text[17:]
+    with pytest.raises(ConfigError, match="adapter 'c' is not loaded"):
+        engine.add(Request(id="x", ids=prompt, adapter="c"))

@@ -1,0 +1,151 @@
+"""The native library by itself: its products number by number, with and without the newer instructions; its build."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from whorl.engine.model.runner import Runner
+from whorl.engine.native import NativeStep, build, layout, supports
+from whorl.engine.native.runner import make_runner
+from whorl.errors import ConfigError
+from whorl.nn.mlp import activate
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tests.engine.native.test_native_step import BOUNDS, SHAPES, Texts, llama
+
+pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
+
+
+def _rounded(t: torch.Tensor, kind: str, group: int, weight: bool) -> torch.Tensor:
+    """What the kernels make of a matrix, number by number, written down once more: [rows, k] -> [rows, k]."""
+    if kind == "float32":
+        return t
+    if kind == "bfloat16":
+        return t.bfloat16().float()
+    k = t.shape[1]
+    parts = torch.nn.functional.pad(t, (0, -k % group)).view(len(t), -1, group)
+    farthest = parts.gather(2, parts.abs().argmax(2, keepdim=True))
+    if not weight:
+        inverse = 127 / farthest.abs()
+        return ((parts * inverse).round() / 127 * farthest.abs()).flatten(1)[:, :k]
+    scale = (farthest / -8 if kind == "int4" else farthest.abs() / 127).bfloat16().float()
+    low, high = (-8, 7) if kind == "int4" else (-127, 127)
+    return ((parts / scale).round().clamp(low, high) * scale).flatten(1)[:, :k]
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize(("n", "k", "group"), [(1, 8, 8), (63, 70, 8), (200, 333, 32), (130, 256, 256)])
+def test_products_are_those_of_the_rounded_numbers(kind: str, n: int, k: int, group: int) -> None:
+    library = build.library()
+    assert library is not None
+    check_products(library, kind, n, k, group)
+
+
+def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) -> None:
+    paired = bool(library.whorl_features() & 2)  # else activations are not rounded to bf16
+    g = torch.Generator().manual_seed(n)
+    weight = torch.randn(n, k, generator=g)
+    matrix = layout.matrix(kind, group, n, k)
+    arena = layout.Arena(library, [matrix])
+    library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 2)
+    step = library.whorl_open()
+    for m in (1, 2, 5, 6, 7, 31):
+        x, y = torch.randn(m, k, generator=g), torch.full((m, n), float("nan"))
+        library.whorl_product(step, ctypes.byref(matrix), x.data_ptr(), m, y.data_ptr(), 0, 0.0, 2)
+        rows = x if kind == "bfloat16" and not paired else _rounded(x, kind, group, False)
+        want = rows.double() @ _rounded(weight, kind, group, True).double().T
+        torch.testing.assert_close(y, want.float(), atol=2e-4, rtol=1e-5)
+    library.whorl_close(step)
+    assert arena.n_bytes > 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 64])
+def test_a_head_of_any_width_is_softened_as_torch_does(size: int) -> None:
+    """Activations one by one, over the whole range of what they may be given."""
+    library = build.library()
+    assert library is not None
+    x = torch.cat([torch.linspace(-30, 30, 997), torch.tensor([0.0, -100.0, 100.0])])[:, None]
+    for name, number in layout.ACTIVATIONS.items():
+        gated = name in ("swiglu", "geglu")
+        weight = torch.ones(2 * size if gated else size, 1)
+        matrix = layout.matrix("float32", None, len(weight), 1, gated)
+        arena = layout.Arena(library, [matrix])
+        library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 1)
+        step, y = library.whorl_open(), torch.empty(len(x), size)
+        library.whorl_product(step, ctypes.byref(matrix), x.data_ptr(), len(x), y.data_ptr(), number, 0.0, 1)
+        library.whorl_close(step)
+        torch.testing.assert_close(y, activate(x @ weight.T, name), atol=2e-5, rtol=2e-6)  # type: ignore[arg-type]
+        del arena
+
+
+def test_structures_are_those_of_the_library() -> None:
+    library = build.library()
+    assert library is not None
+    layout.check_sizes(library)
+
+
+RACE = """
+import sys
+from pathlib import Path
+from whorl.engine.native import build
+build.FLAGS = (("-O1",),)
+print(build.load(Path(sys.argv[1])).whorl_features())
+"""
+
+
+@pytest.fixture(scope="session")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library for any CPU of this family, without its newer instructions; compiled by two processes at once."""
+    folder = tmp_path_factory.mktemp("portable")
+    started = [
+        subprocess.Popen([sys.executable, "-c", RACE, str(folder)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    answers = [p.communicate(timeout=240)[0] for p in started]
+    assert answers == ["0\n", "0\n"]
+    (file,) = folder.glob("*.so")
+    assert {p.name for p in folder.iterdir()} == {"lock", file.name}
+    return build.declared(ctypes.CDLL(str(file)))
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_products_without_any_instruction_of_its_own(kind: str, portable: ctypes.CDLL) -> None:
+    check_products(portable, kind, 130, 70, 32)
+
+
+def test_a_step_without_any_instruction_of_its_own(
+    portable: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "library", lambda: portable)
+    for shape in ("plain", "head_dim 20", "smear, norm"):
+        model = llama(**SHAPES[shape])
+        assert Texts(model, 16, [1, 3, 33, 70]).compare(NativeStep(model, 16, threads=2), most=60) < 1e-4
+
+
+def test_without_a_compiler_it_says_so_and_torch_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build.library.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="no-such-compiler"):
+            assert supports(llama()) == "there is no native library"
+        assert type(make_runner(llama(), {None: 4}, 16, 2, 64)) is Runner
+        with pytest.raises(ConfigError, match="int8"):
+            make_runner(llama(), {None: 4}, 16, 2, 64, kind="int8")
+    finally:
+        build.library.cache_clear()
+
+
+def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = tmp_path / "failing"
+    failing.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'it is broken' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setenv("CXX", str(failing))
+    with pytest.raises(build.BuildError, match="it is broken"):
+        build.load(tmp_path / "kept")
+    assert [p.name for p in (tmp_path / "kept").iterdir()] == ["lock"]

@@ -1,0 +1,313 @@
+"""What a model without any sense writes under a grammar, sentence after sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.engine import Row, Sampler, Sampling
+from whorl.engine.request import Grammar
+from whorl.engine.sampling.forced_prefix import Matcher, Required, Then, Vocabulary
+from whorl.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
+from whorl.errors import ConfigError, DataError
+
+# Single bytes, words that cross what a grammar's words are, one word twice, two ids of control and a row without bytes
+WORDS = [
+    b'{"',
+    b'":',
+    b'": ',
+    b'", "',
+    b'"}',
+    b"true",
+    b"null}",
+    b"  ",
+    b"12",
+    b"-1",
+    b'a"',
+    b'{"a":t',
+    "é".encode(),
+]
+TOKENS = [*(bytes([n]) for n in range(256)), *WORDS, b"a", b"ab", b"", b""]
+ENDS, SIZE = (len(TOKENS) - 2, len(TOKENS) - 1), len(TOKENS) + 1
+COMPILER = GrammarCompiler(TOKENS, ENDS, SIZE)
+
+
+def allowed(matcher: Matcher) -> set[int]:
+    mask = matcher.mask()
+    assert mask is not None
+    if mask.dtype != np.bool_:
+        mask = np.unpackbits(mask.view(np.uint8), count=SIZE, bitorder="little")
+    return set(np.flatnonzero(mask).tolist())
+
+
+def write(matcher: Matcher, seed: int, most: int = 300) -> bytes | None:
+    """Random logits, drawn from under the matcher's masks; None if it has not come to an end by then."""
+    sampler, g, out = Sampler(SIZE), torch.Generator().manual_seed(seed), b""
+    for drawn in range(most):
+        logits = 2 * torch.randn(1, SIZE, generator=g)
+        logits[:, list(ENDS)] += 2
+        row = Row(Sampling(temperature=1, top_p=1), seed, drawn, allowed=matcher.mask())
+        (token,) = sampler(logits, [row])
+        assert token.id in allowed(matcher) and (token.id not in ENDS or matcher.can_end)
+        matcher.advance(token.id)
+        if token.id in ENDS:
+            assert matcher.ended
+            return out
+        out += TOKENS[token.id]
+    assert not matcher.ended
+    return None
+
+
+LEAVES = st.sampled_from(
+    [
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "integer", "minimum": -3, "maximum": 120},
+        {"type": "number"},
+        {"enum": ["red", 'a "quoted" one', 7, None]},
+        {"const": "été"},
+        {"type": "string", "maxLength": 4},
+        {"type": "string", "pattern": "^[ab]{1,3}$"},
+    ]
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        inner.map(lambda item: {"type": "array", "items": item, "maxItems": 3}),
+        st.lists(inner, min_size=2, max_size=2).map(lambda both: {"anyOf": both}),
+        st.dictionaries(st.sampled_from(["a", "ab", 'k"y', "ö"]), inner, max_size=3).map(
+            lambda fields: {
+                "type": "object",
+                "properties": fields,
+                "required": sorted(fields)[:1],
+                "additionalProperties": False,
+            }
+        ),
+    ),
+    max_leaves=5,
+)
+
+
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_drawn_under_a_schema_is_valid(schema: dict[str, Any], seed: int) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    found = write(COMPILER.compile(Grammar(json_schema=json.dumps(schema))), seed)
+    if found is not None:
+        jsonschema.validate(json.loads(found), schema)
+
+
+REGEXES = [
+    "[0-9]{2,5}",
+    "(foo|foobar|fob)+x?",
+    "é+(true|12)*",
+    r'\{"a":(true|false)\}',
+    "a{1,40}b?",
+    "(ab|a)*c",
+    r"[0-9]+\.[0-9]{2}",
+]
+
+
+@given(regex=st.sampled_from(REGEXES), seed=st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_whatever_is_drawn_under_a_regular_expression_matches_to_its_end(regex: str, seed: int) -> None:
+    found = write(COMPILER.compile(Grammar(regex=regex)), seed)
+    assert found is None or re.fullmatch(regex, found.decode())
+
+
+def test_a_context_free_grammar_is_followed() -> None:
+    nested = Grammar(lark='start: "(" start ")" | "x"')
+    found = [write(COMPILER.compile(nested), seed) for seed in range(10)]
+    assert {b"x", b"(x)"} <= set(found)
+    assert all(
+        re.fullmatch(rb"\(*x\)*", f) and f.count(b"(") == f.count(b")") for f in found if f is not None
+    )
+
+
+def later(regex: str, text: bytes) -> bool:
+    """Whether some end makes `text` a match: every end of up to four letters is tried."""
+    letters, ends = [b"a", b"b", b"c"], [b""]
+    for _ in range(4):
+        ends += [e + x for e in ends[-(3 ** len(ends[-1])) :] for x in letters]
+    return any(re.fullmatch(regex.encode(), text + e) for e in ends)
+
+
+@pytest.mark.parametrize("regex", ["(ab|a)*c", "abc", "ab{2}|ac", "aab?(ca){1,2}", "a*"])
+def test_a_mask_is_every_token_that_can_be_gone_on_from_forced_or_not(regex: str) -> None:
+    words = [bytes([n]) for n in b"abcd"] + [b"ab", b"abc", b"bc", b"ca", b"aab", b"aac", b"ab", b""]
+    compiler, g = GrammarCompiler(words, [len(words) - 1]), np.random.default_rng(0)
+    for _ in range(6):
+        matcher, text = compiler.compile(Grammar(regex=regex)), b""
+        for _ in range(6):
+            mask = matcher.mask()
+            bits = mask if mask.dtype == np.bool_ else np.unpackbits(mask.view(np.uint8), bitorder="little")
+            found = set(np.flatnonzero(bits).tolist())
+            want = {n for n, word in enumerate(words[:-1]) if later(regex, text + word)}
+            if re.fullmatch(regex.encode(), text):
+                want.add(len(words) - 1)
+            assert found == want and matcher.can_end == (len(words) - 1 in want)
+            chosen = int(g.choice(sorted(found)))
+            matcher.advance(chosen)
+            if chosen == len(words) - 1:
+                break
+            text += words[chosen]
+
+
+def matchers() -> list[Matcher]:
+    vocabulary = Vocabulary(TOKENS, SIZE)
+    schema = Grammar(
+        json_schema='{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
+    )
+    return [
+        COMPILER.compile(schema),
+        COMPILER.compile(Grammar(regex="(a|ab|12)*x")),
+        Required(vocabulary, b"abab12  x"),
+        Then(Required(vocabulary, b"a1", exact=True), COMPILER.compile(Grammar(regex="[0-9]{1,3}"))),
+    ]
+
+
+@given(which=st.integers(0, 3), seed=st.integers(0, 10_000), steps=st.lists(st.integers(-3, 3), max_size=20))
+@settings(max_examples=80, deadline=None)
+def test_ids_can_be_taken_back_and_copies_go_their_own_way(which: int, seed: int, steps: list[int]) -> None:
+    matcher, g = matchers()[which], np.random.default_rng(seed)
+    path: list[int] = []
+    for step in steps:
+        if step < 0:
+            back = min(-step, len(path))
+            matcher.rollback(back)
+            del path[len(path) - back :]
+        for _ in range(step):
+            if matcher.mask() is None:
+                break
+            twin = matcher.copy()
+            path.append(int(g.choice(sorted(allowed(matcher)))))
+            twin.advance(path[-1])
+            matcher, old = (twin, matcher) if g.random() < 0.5 else (matcher, twin)
+            if matcher is not twin:
+                matcher.advance(path[-1])
+            old.rollback(0)
+        fresh = matchers()[which]
+        for number in path:
+            fresh.advance(number)
+        assert (matcher.can_end, matcher.ended, matcher.failed) == (fresh.can_end, fresh.ended, fresh.failed)
+        if fresh.mask() is None:
+            assert matcher.mask() is None
+        else:
+            assert allowed(matcher) == allowed(fresh)
+
+
+@given(
+    text=st.lists(st.sampled_from([b"a", b"b", b"1", b"2", b"\xff", b"\xc3", b"\xa9"]), max_size=6).map(
+        b"".join
+    )
+)
+def test_the_index_finds_what_a_look_at_every_token_finds(text: bytes) -> None:
+    words = [*TOKENS, b"\xff\xff", b"a\xff", b"a\xff\xff1", b"ab12"]
+    v = Vocabulary(words, len(words) + 3)
+    if text:
+        assert set(v.beginning_with(text).tolist()) == {n for n, w in enumerate(words) if w.startswith(text)}
+        assert set(v.same_as(text).tolist()) == {n for n, w in enumerate(words) if w == text}
+        longer = {n for n, w in enumerate(words) if w and w != text and text.startswith(w)}
+        assert set(v.beginnings_of(text).tolist()) == longer
+    assert b"".join(words[n] for n in v.spelled(text)) == text
+
+
+@given(
+    seed=st.integers(0, 1000),
+    text=st.sampled_from([b"ab12", b'{"a": ', "aé".encode(), b"a"]),
+    exact=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_an_output_begins_with_what_is_required_in_tokens_of_any_cut(
+    seed: int, text: bytes, exact: bool
+) -> None:
+    matcher, g, out = Required(Vocabulary(TOKENS, SIZE), text, exact), np.random.default_rng(seed), b""
+    while (mask := matcher.mask()) is not None:
+        assert not matcher.can_end and set(np.flatnonzero(mask).tolist()) == {
+            n for n, w in enumerate(TOKENS)
+            if w and (text[len(out) :].startswith(w) or (not exact and w.startswith(text[len(out) :])))
+        }  # fmt: skip
+        number = int(g.choice(np.flatnonzero(mask)))
+        matcher.advance(number)
+        out += TOKENS[number]
+    assert out.startswith(text) and (out == text or not exact) and matcher.can_end and not matcher.ended
+
+
+def test_behind_a_required_beginning_comes_a_sentence() -> None:
+    then = Then(
+        Required(Vocabulary(TOKENS, SIZE), b'x: {"', exact=True),
+        COMPILER.compile(Grammar(regex="[0-9]{1,3}")),
+    )
+    found = write(then, 3)
+    assert found is not None and re.fullmatch(rb'x: \{"[0-9]{1,3}', found)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        (Grammar(regex="a("), "regular expression cannot be followed.*unclosed group"),
+        (Grammar(regex="(?=a)b"), "look-around"),
+        (Grammar(regex=r"[^\x00-\U0010ffff]"), "allows no output"),
+        (Grammar(lark="start: foo"), 'Lark grammar cannot be followed.*unknown name: "foo"'),
+        (Grammar(json_schema="{nope"), "no JSON.*line 1 column 2"),
+        (Grammar(json_schema="[]"), r"the JSON schema is '\[\]'"),
+        (Grammar(json_schema='{"type": "strin"}'), "Invalid type: strin"),
+        (Grammar(json_schema='{"not": {}}'), "Unimplemented keys"),
+        (Grammar(json_schema='{"$ref": "http://x.y/z"}'), "http://x.y/z"),
+    ],
+)
+def test_a_grammar_that_is_none_is_told_with_its_place(grammar: Grammar, message: str) -> None:
+    with pytest.raises(ConfigError, match="(?s)" + message):
+        COMPILER.compile(grammar)
+
+
+def test_an_id_that_is_not_allowed_changes_nothing() -> None:
+    matcher = COMPILER.compile(Grammar(regex="[0-9]+"))
+    for wrong in (TOKENS.index(b"a"), ENDS[0], SIZE - 1):
+        with pytest.raises(DataError, match=f"id {wrong}"):
+            matcher.advance(wrong)
+    matcher.advance(TOKENS.index(b"7"))
+    matcher.advance(ENDS[1])
+    assert matcher.ended and allowed(matcher) == set(ENDS)
+    with pytest.raises(DataError):
+        matcher.advance(TOKENS.index(b"7"))
+
+
+def test_a_vocabulary_that_cannot_write_what_must_come_says_so() -> None:
+    compiler = GrammarCompiler([b"a", b"b", b""], [2])
+    matcher = compiler.compile(Grammar(regex="a(b|cd)d"))
+    matcher.advance(0)
+    matcher.advance(1)
+    assert matcher.ended and matcher.failed and np.flatnonzero(matcher.mask()).tolist() == [2]
+    with pytest.raises(ConfigError, match="allows no output"):
+        compiler.compile(Grammar(regex="cd"))
+    stuck = Required(Vocabulary([b"a", b"b"]), b"ac")
+    stuck.advance(0)
+    assert stuck.ended and stuck.failed == "no token begins b'c'"
+
+
+def test_the_same_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, grammar = GrammarCompiler(TOKENS, ENDS), Grammar(regex="[a-f]+")
+    first = compiler.compile(grammar)
+    monkeypatch.setattr(compiler, "_library", None)
+    second = compiler.compile(grammar)
+    first.advance(TOKENS.index(b"a"))
+    assert isinstance(second, GrammarMatcher) and not second.can_end and first.can_end
+
+
+def test_without_the_library_the_way_to_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ConfigError, match=r"(?s)llguidance.*pip install 'whorl\[serve\]'"):
+        GrammarCompiler(TOKENS, ENDS)
+    monkeypatch.undo()
+    for wrong in ((), (len(TOKENS),)):
+        with pytest.raises(ConfigError, match="end ids"):
+            GrammarCompiler(TOKENS, wrong)

@@ -1,0 +1,280 @@
+"""The sampler: the definition against plain Python, the fast path against the definition, rows that know no batch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from whorl.engine import Row, Sampler, Sampling, distribution
+from whorl.engine.sampling.penalties import Seen
+from whorl.engine.sampling.sampler import DeadRowsError, uniforms
+from whorl.errors import ConfigError
+
+KINDS = [
+    Sampling(temperature=0),
+    Sampling(temperature=1, top_p=1),
+    Sampling(temperature=1.3, top_p=1, min_p=0.02),
+    Sampling(temperature=0.7, top_p=0.95),
+    Sampling(temperature=1, top_p=1, top_k=40),
+    Sampling(temperature=0.9, top_p=0.8, top_k=700, min_p=0.001),
+    Sampling(temperature=1, top_p=0.99999, presence_penalty=1, repetition_penalty=1.1, logit_bias={3: 5}),
+]
+LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0]])
+
+
+def by_hand(logits: list[float], row: Row, forbidden: tuple[int, ...] = ()) -> list[float]:
+    """The distribution of one row, id by id."""
+    s, z = row.sampling, dict(enumerate(logits))
+    z = {i: x for i, x in z.items() if i not in forbidden and (row.allowed is None or row.allowed[i])}
+    for i, bias in s.logit_bias.items():
+        if i in z:
+            z[i] += bias
+    said = Counter(row.output)
+    for i in z:
+        if i in said or i in row.prompt:
+            z[i] = z[i] / s.repetition_penalty if z[i] > 0 else z[i] * s.repetition_penalty
+        z[i] -= s.frequency_penalty * said[i] + s.presence_penalty * (i in said)
+    order = sorted(z, key=lambda i: (-z[i], i))
+    if s.temperature == 0:
+        return [float(i == order[0]) for i in range(len(logits))]
+    weight = {i: math.exp((z[i] - z[order[0]]) / s.temperature) for i in order}
+    if s.top_k:
+        order = order[: s.top_k]
+    total, before, kept = sum(weight[i] for i in order), 0.0, []
+    for i in order:
+        if before < s.top_p * total or s.top_p == 1:
+            kept.append(i)
+        before += weight[i]
+    kept = [i for i in kept if weight[i] >= s.min_p]
+    total = sum(weight[i] for i in kept)
+    return [weight[i] / total if i in kept else 0.0 for i in range(len(logits))]
+
+
+# Quarters: equal logits are common, and sums of weights never come near a border by rounding alone.
+NUMBERS = st.integers(-12, 12).map(lambda n: n / 4)
+SETTINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0, 0.5, 0.7, 1, 3]),
+    top_k=st.integers(0, 9),
+    top_p=st.sampled_from([0.1, 0.501, 0.7, 0.93, 0.999, 1]),
+    min_p=st.sampled_from([0, 0, 0.01, 0.21, 1]),
+    repetition_penalty=st.sampled_from([1, 1, 0.8, 1.3]),
+    presence_penalty=st.sampled_from([0, 0, 0.4, -1.5]),
+    frequency_penalty=st.sampled_from([0, 0, 0.3, -0.7]),
+    logit_bias=st.dictionaries(st.integers(0, 6), NUMBERS, max_size=2),
+)
+IDS = st.lists(st.integers(0, 6), max_size=6)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Row], tuple[int, ...]]:
+    """Up to five rows over 7 to 300 ids, of which some are forbidden and some masked, in either form of mask."""
+    size = draw(st.sampled_from([7, 7, 40, 128, 300]))
+    count = draw(st.integers(1, 5))
+    forbidden = tuple(draw(st.sets(st.integers(0, 5), max_size=3)))
+    rows, logits = [], []
+    for number in range(count):
+        few = draw(st.lists(NUMBERS, min_size=7, max_size=7))
+        logits.append(few + [-3.0 - i / 8 for i in range(size - 7)])
+        allowed: Any = None
+        if draw(st.booleans()):
+            allowed = np.array([True] * size)
+            allowed[draw(st.lists(st.integers(0, 5), max_size=4))] = False
+            allowed[6] = True  # never forbidden: something is left
+        rows.append(
+            Row(
+                draw(SETTINGS),
+                draw(st.integers()),
+                number,
+                draw(IDS),
+                draw(IDS),
+                allowed,
+                draw(st.integers(0, 3)),
+            )
+        )
+    return torch.tensor(logits), rows, forbidden
+
+
+@given(batch=batches())
+@settings(max_examples=150, deadline=None)
+def test_the_definition_is_what_one_does_by_hand(
+    batch: tuple[torch.Tensor, list[Row], tuple[int, ...]],
+) -> None:
+    logits, rows, forbidden = batch
+    found = distribution(logits, rows, forbidden)
+    for number, row in enumerate(rows):
+        want = by_hand(logits[number].tolist(), row, forbidden)
+        assert found[number].tolist() == pytest.approx(want, abs=2e-6)
+
+
+def packed(row: Row) -> Row:
+    """The same row with its mask in bits."""
+    if row.allowed is None:
+        return row
+    bits = np.packbits(np.pad(row.allowed, (0, -len(row.allowed) % 32)), bitorder="little")
+    return Row(
+        row.sampling, row.seed, row.drawn, row.prompt, row.output, bits.view(np.int32), row.top_log_probs
+    )
+
+
+@given(batch=batches(), few=st.sampled_from([1, 3, 512]), order=st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_the_fast_path_is_the_definition_and_rows_know_no_batch(
+    batch: tuple[torch.Tensor, list[Row], tuple[int, ...]], few: int, order: Any
+) -> None:
+    logits, rows, forbidden = batch
+    sampler = Sampler(logits.shape[1], forbidden)
+    before = logits.clone()
+    sampler._draws.few = few
+    want, fast = distribution(logits, rows, forbidden), sampler.distribution(logits, rows)
+    assert torch.equal(want > 0, fast > 0) and torch.allclose(want, fast, atol=1e-6)
+    tokens, raw = sampler(logits, rows), logits.log_softmax(-1)
+    assert torch.equal(logits, before)
+    slow = sampler._by_definition(logits, rows)
+    for number, (token, row) in enumerate(zip(tokens, rows, strict=True)):
+        share = float(want[number, token.id])
+        assert share > 0 and token.log_prob == pytest.approx(math.log(share), abs=1e-5)
+        assert token.raw_log_prob == pytest.approx(float(raw[number, token.id]), abs=1e-5)
+        assert token.id == slow[0][number] and slow[1][number] == pytest.approx(token.log_prob, abs=1e-5)
+        told = sorted(
+            (i for i in range(logits.shape[1]) if i not in forbidden), key=lambda i: (-raw[number, i], i)
+        )
+        assert [i for i, _ in token.alternatives] == told[: row.top_log_probs]
+        assert [p for _, p in token.alternatives] == pytest.approx(
+            [float(raw[number, i]) for i in told[: row.top_log_probs]], abs=1e-5
+        )
+    # Alone, and among any of the others in any order: bit for bit
+    some = order.sample(range(len(rows)), order.randint(1, len(rows)))
+    again = sampler(logits[some], [packed(rows[n]) for n in some])
+    assert again == [tokens[n] for n in some]
+
+
+@pytest.mark.parametrize("size", [333, 8_192, 50_257])
+def test_large_rows_are_the_same_in_any_batch_and_on_any_threads(size: int) -> None:
+    g = torch.Generator().manual_seed(size)
+    logits = 2.5 * torch.randn(2 * len(KINDS), size, generator=g)
+    rows = [
+        Row(kind, seed=n, drawn=n, prompt=[1, 2, 3], output=[5, 6, 5], top_log_probs=3 * (n % 2))
+        for n, kind in enumerate(KINDS + KINDS)
+    ]
+    sampler = Sampler(size, (0, 1, size - 1))
+    together = sampler(logits, rows)
+    want, fast = distribution(logits, rows, (0, 1, size - 1)), sampler.distribution(logits, rows)
+    assert (
+        torch.allclose(want, fast, atol=1e-6) and ((want > 0) != (fast > 0)).sum() <= 2
+    )  # at a border of top-p
+    for number, row in enumerate(rows):
+        assert Sampler(size, (0, 1, size - 1))(logits[number : number + 1], [row]) == [together[number]]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert sampler(logits.flip(0), rows[::-1]) == together[::-1]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", KINDS[1:6])
+def test_draws_follow_the_distribution(kind: Sampling) -> None:
+    logits, n = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0, 0.5]]), 20_000
+    rows = [Row(kind, seed=7, drawn=k) for k in range(n)]
+    sampler = Sampler(6)
+    tokens = sampler(logits.expand(n, -1).contiguous(), rows)
+    want = n * distribution(logits, rows[:1])[0].double()
+    counts = torch.bincount(torch.tensor([t.id for t in tokens]), minlength=6)
+    assert counts[want == 0].sum() == 0
+    assert (((counts - want) ** 2)[want > 0] / want[want > 0]).sum() < 25
+
+
+def test_the_numbers_drawn_with_are_even_and_their_own() -> None:
+    seeds, counters = range(-200, 200), range(500)
+    grid = np.array([uniforms([s] * 500, counters) for s in seeds])  # [400, 500]
+    assert grid.min() >= 0 and grid.max() < 1 and len(np.unique(grid)) == grid.size
+    counts = np.histogram(grid, 100, (0, 1))[0]
+    assert ((counts - 2000) ** 2 / 2000).sum() < 160  # 99 degrees of freedom
+    centred = grid - 0.5
+    for a, b in (
+        (centred[1:], centred[:-1]),
+        (centred[:, 1:], centred[:, :-1]),
+    ):  # neighbours in seed, in number
+        assert abs((a * b).mean()) < 5 / 12 / math.sqrt(a.size)
+    other = np.array([uniforms([s] * 500, counters, stream=1) for s in seeds]) - 0.5
+    assert abs((centred * other).mean()) < 5 / 12 / math.sqrt(grid.size)
+    assert uniforms([1 << 70], [1 << 65]).shape == (1,)
+    assert uniforms([3, 4], [9, 9])[1] == uniforms([4], [9])[0] != uniforms([4], [9], stream=1)[0]
+
+
+def test_rows_that_nothing_can_be_drawn_from_are_named() -> None:
+    logits = torch.zeros(5, 4)
+    logits[1, 2], logits[2, 0] = math.nan, math.inf
+    rows = [Row(Sampling()) for _ in range(5)]
+    rows[4].allowed = np.array([False, False, False, True])
+    with pytest.raises(DeadRowsError, match="row 1, 2, 4") as caught:
+        Sampler(4, forbidden=(3,))(logits, rows)
+    assert caught.value.rows == (1, 2, 4)
+    with pytest.raises(DeadRowsError, match="row 1, 2, 4"):
+        Sampler(4, forbidden=(3,))._by_definition(logits, rows)
+    with pytest.raises(DeadRowsError):
+        Sampler(4, forbidden=(3,)).distribution(logits, rows)
+    tokens = Sampler(4, forbidden=(3,))(logits[[0, 3]], [rows[0], rows[3]])
+    assert all(t.id < 3 for t in tokens)
+    assert Sampler(4)(logits[:0], []) == []
+
+
+def test_a_forbidden_id_weighs_nothing_however_likely_it_is() -> None:
+    logits = torch.tensor([[500.0, 1.0, 2.0]])
+    for kind in (Sampling(temperature=0), Sampling(temperature=0.1, top_p=1), Sampling(top_k=1)):
+        (token,) = Sampler(3, (0,))(logits, [Row(kind, top_log_probs=3)])
+        assert token.id and token.log_prob > -12
+        assert token.raw_log_prob < -400  # under the model's own, it is unlikely all the same
+        assert [i for i, _ in token.alternatives] == [2, 1]
+
+
+def test_extreme_settings_give_numbers() -> None:
+    logits = torch.tensor([[3.0, 3.0, -30.0, -math.inf]])
+    for temperature in (1e-320, 1e-12, 1e12, 1e300):
+        row = Row(Sampling(temperature=temperature, top_p=1, min_p=1e-6))
+        (token,) = Sampler(4)(logits, [row])
+        want = distribution(logits, [row])
+        assert token.id < 3 and token.log_prob == pytest.approx(math.log(want[0, token.id]), abs=1e-5)
+    assert Sampler(4)(logits, [Row(Sampling(temperature=1e300, top_k=1))])[0].id == 0
+
+
+def test_what_came_before_is_followed_as_it_grows_and_as_it_is_taken_back() -> None:
+    settings = Sampling(
+        temperature=1, top_p=1, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25
+    )
+    output: list[int] = []
+    row = Row(settings, prompt=(1, 1, 2), output=output, seen=Seen((1, 1, 2)))
+    sampler, logits = Sampler(5), torch.ones(1, 5)
+    for change in ([4], [4], [1], [], [-1], [-2], [2, 3], [0], [-3, 4, 2, 1], [-2, 4, 4]):
+        for number in change:
+            if number < 0:
+                del output[number:]
+            else:
+                output.append(number)
+        fresh = Row(settings, prompt=(1, 1, 2), output=list(output))
+        assert torch.equal(sampler.distribution(logits, [row]), sampler.distribution(logits, [fresh]))
+        assert sampler.distribution(logits, [row])[0].tolist() == pytest.approx(
+            by_hand([1.0] * 5, fresh), abs=1e-6
+        )
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    for wrong in (
+        {"temperature": -1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_p": 0}, {"top_p": 2},
+        {"top_k": -1}, {"min_p": 1.5}, {"repetition_penalty": 0}, {"presence_penalty": 3}, {"frequency_penalty": -3},
+        {"logit_bias": {-1: 1}}, {"logit_bias": {1: math.inf}}, {"seed": "x"},
+    ):  # fmt: skip
+        with pytest.raises(ValidationError):
+            Sampling(**wrong)  # type: ignore[arg-type]
+    Sampling(logit_bias={6: 1}).check_ids(7)
+    with pytest.raises(ConfigError, match="id 7"):
+        Sampling(logit_bias={6: 1, 7: 1}).check_ids(7)

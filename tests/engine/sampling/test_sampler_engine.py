@@ -1,0 +1,151 @@
+"""The sampler, stop texts and matchers under the engine, held against `generate`, which knows no other requests."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.test_engine_parity import decoder
+
+from whorl.engine import generate
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Delta, Grammar, Request
+from whorl.engine.sampling.grammar import GrammarCompiler
+from whorl.engine.sampling_params import Sampling
+from whorl.engine.speculative import Lookup
+
+# Of 50 ids the last two write nothing: 48 is forbidden, 49 ends an output
+WORDS = [bytes([n]) for n in b'abcdefghijklmnopqrstuvwxyz0123456789{}:," '] + [b"ab", b"12", b"xyz", b"cde"]
+WORDS += [b"\n", b"-", b"", b""]
+CONFIG = EngineConfig(page_size=4, max_sequences=8, max_length=96, token_budget=16)
+SETTINGS = [
+    Sampling(temperature=0, seed=1),
+    Sampling(temperature=1, top_p=1, seed=2),
+    Sampling(temperature=0.8, top_p=0.9, seed=3),
+    Sampling(temperature=1, top_k=7, min_p=0.05, seed=4),
+    Sampling(temperature=1, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, seed=5),
+    Sampling(temperature=1, logit_bias={3: 4.0, 9: -50.0}, seed=6),
+]
+
+
+def engine(**more: Any) -> Engine:
+    compiler = GrammarCompiler(WORDS, [49])
+    return Engine(
+        decoder(), CONFIG, token_bytes=WORDS, forbidden=(48,), compile_grammar=compiler.compile, **more
+    )
+
+
+def run(engine: Engine) -> dict[str, list[Delta]]:
+    out: dict[str, list[Delta]] = {}
+    while engine.busy:
+        for delta in engine.step():
+            out.setdefault(delta.request_id, []).append(delta)
+        engine.check_integrity()
+    return out
+
+
+def ids(deltas: list[Delta]) -> list[int]:
+    return [token.id for delta in deltas for token in delta.tokens]
+
+
+@pytest.mark.parametrize("guesses", [False, True])
+def test_a_request_draws_what_it_draws_alone(guesses: bool) -> None:
+    mixed = engine(proposer=Lookup()) if guesses else engine()
+    for n, settings in enumerate(SETTINGS):
+        required = b"abc" if n % 2 else b""
+        prompt = (n + 1, 2, 3, 1, 2, 3)
+        mixed.add(
+            Request(
+                id=str(n), ids=prompt, sampling=settings, max_tokens=24, required=required, top_log_probs=3
+            )
+        )
+        # Somebody whose prompt is scored stands between them in every batch
+        mixed.add(Request(id=f"scored {n}", ids=tuple(range(n + 9)), max_tokens=3, prompt_log_probs=True))
+    found = run(mixed)
+    for n, settings in enumerate(SETTINGS):
+        stream = generate(
+            decoder(), [n + 1, 2, 3, 1, 2, 3], settings, torch.Generator(), max_tokens=24, forbidden=(48,),
+            required=b"abc" if n % 2 else b"", token_bytes=WORDS, top_log_probs=3,
+        )  # fmt: skip
+        tokens = [token for delta in found[str(n)] for token in delta.tokens]
+        for ours, alone in zip(tokens, stream, strict=True):
+            assert ours.id == alone.id
+            assert [i for i, _ in ours.alternatives] == [i for i, _ in alone.alternatives]
+            pairs = [(ours.log_prob, alone.log_prob), (ours.raw_log_prob, alone.raw_log_prob)]
+            pairs += [(a[1], b[1]) for a, b in zip(ours.alternatives, alone.alternatives, strict=True)]
+            assert all(a == pytest.approx(b, abs=1e-4) for a, b in pairs)
+        text = b"".join(delta.text for delta in found[str(n)])
+        assert text == b"".join(WORDS[t.id] for t in tokens) and text.startswith(b"abc" if n % 2 else b"")
+
+
+def test_grammars_end_their_requests_and_nobody_elses() -> None:
+    mixed = engine(proposer=Lookup())
+    patterns = {"digits": "[0-9]{3}", "name": "[a-e]{2,4}", "object": r'\{"a":(12|ab)\}', "healed": "x[0-9]"}
+    sampling = Sampling(temperature=1, top_p=1, seed=3)
+    for name, regex in patterns.items():
+        mixed.add(
+            Request(
+                id=name, ids=(1, 2, 3), sampling=sampling, max_tokens=40, grammar=Grammar(regex=regex),
+                stop_ids=frozenset({49}), required=b"ab " if name == "healed" else b"",
+            )
+        )  # fmt: skip
+    mixed.add(Request(id="stuck", ids=(5,), sampling=sampling, grammar=Grammar(regex="a(b|Z)Q")))
+    mixed.add(Request(id="free", ids=(1, 2, 3), sampling=sampling, max_tokens=30))
+    found = run(mixed)
+    for name, regex in patterns.items():
+        text = b"".join(delta.text for delta in found[name])
+        begun = b"ab " if name == "healed" else b""
+        assert found[name][-1].finish == "stop" and text.startswith(begun)
+        assert re.fullmatch(regex.encode(), text.removeprefix(begun))
+    assert found["stuck"][-1].finish == "abort" and b"".join(d.text for d in found["stuck"]) == b"ab"
+    assert found["free"][-1].finish == "length" and len(ids(found["free"])) == 30
+
+
+def test_a_stop_text_ends_a_request_whatever_tokens_it_comes_in() -> None:
+    free = engine()
+    free.add(Request(id="one", ids=(4, 5), sampling=Sampling(temperature=1, seed=8), max_tokens=40))
+    text = b"".join(delta.text for delta in run(free)["one"])
+    stop = text[11:15]
+    held = engine()
+    held.add(
+        Request(
+            id="one",
+            ids=(4, 5),
+            sampling=Sampling(temperature=1, seed=8),
+            max_tokens=40,
+            stop=(stop, b"never"),
+        )
+    )
+    deltas = run(held)["one"]
+    assert b"".join(delta.text for delta in deltas) == text[: text.index(stop)]
+    assert deltas[-1].finish == "stop"
+
+
+def test_logits_that_are_no_numbers_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    mixed = engine()
+    names = ("healthy", "ill", "sound")
+    sampling = Sampling(temperature=1, seed=4)
+    for n, name in enumerate(names):
+        mixed.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
+    alone = {name: ids(deltas) for name, deltas in run(mixed).items()}
+    broken = engine()
+    for n, name in enumerate(names):
+        broken.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
+    real, steps = broken.runner.run, iter(range(100))
+
+    def ill(batch: Any) -> torch.Tensor:
+        logits = real(batch).clone()
+        if next(steps) == 4:
+            logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(broken.runner, "run", ill)
+    found = run(broken)
+    assert {name: deltas[-1].finish for name, deltas in found.items()} == {
+        "healthy": "length", "ill": "abort", "sound": "length",
+    }  # fmt: skip
+    assert ids(found["ill"]) == alone["ill"][:4]
+    assert all(ids(found[name]) == alone[name] for name in ("healthy", "sound"))

@@ -1,0 +1,265 @@
+"""Who gets on when: budgets, priorities, fairness, preemption, weights that change, requests that cannot be served."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tests.engine.test_engine_parity import PROMPTS, check, decoder, made, run
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Delta, Request
+from whorl.engine.sampling_params import Sampling
+from whorl.engine.scheduling.prefill_budget import KEPT, LOOK, Pace
+from whorl.errors import ConfigError
+from whorl.slots.board import Board
+
+GREEDY = Sampling(temperature=0)
+SMALL = EngineConfig(page_size=4, max_sequences=4, max_length=64, token_budget=16)
+
+
+def request(name: str, n: int = 5, **fields: Any) -> Request:
+    return Request(
+        **{"id": name, "ids": tuple(range(1, n + 1)), "sampling": GREEDY, "max_tokens": 6, **fields}
+    )
+
+
+def finished(engine: Engine) -> list[str]:
+    """The order in which requests end."""
+    order = []
+    while engine.busy:
+        order += [d.request_id for d in engine.step() if d.finish]
+        engine.check_integrity()
+    return order
+
+
+def test_no_step_is_larger_than_the_budget_and_who_decodes_is_never_left_out() -> None:
+    engine = Engine(decoder(), SMALL)
+    for n, ids in enumerate(PROMPTS):
+        engine.add(request(str(n), ids=tuple(ids), max_tokens=12))
+    while engine.busy:
+        decoding = {s.request.id for s in engine.scheduler.running if s.decoding}
+        told = {d.request_id for d in engine.step()}
+        assert decoding <= told
+        assert engine.stats.recent[-1].prefill_tokens + engine.stats.recent[-1].decode_tokens <= 16
+
+
+def test_a_lower_priority_number_is_served_first() -> None:
+    engine = Engine(decoder(), SMALL.model_copy(update={"max_sequences": 1}))
+    for name, priority in (("later", 5), ("urgent", -1), ("usual", 0)):
+        engine.add(request(name, priority=priority))
+    assert finished(engine) == ["urgent", "usual", "later"]
+
+
+def test_a_client_with_many_requests_does_not_hold_up_one_with_few() -> None:
+    engine = Engine(decoder(), SMALL.model_copy(update={"max_sequences": 1}))
+    for n in range(6):
+        engine.add(request(f"many {n}", client="many"))
+    engine.step()  # the first of them runs
+    engine.add(request("few", client="few"))
+    assert finished(engine).index("few") <= 1
+
+
+def test_a_long_prompt_is_read_in_pieces_beside_others() -> None:
+    engine = Engine(decoder(), SMALL)
+    engine.add(request("short", max_tokens=30))
+    engine.step()
+    engine.add(request("long", ids=tuple(range(1, 41)), max_tokens=2))
+    between = 0
+    while "long" in {s.request.id for s in engine.sequences()}:
+        between += any(d.request_id == "short" for d in engine.step())
+    assert between >= 3
+
+
+def test_the_pace_keeps_a_step_within_what_was_promised() -> None:
+    pace = Pace(stretch=1.5)
+    assert pace.prefill_budget(0, 512) == 512 and pace.prefill_budget(4, 512) < 512
+    for _ in range(50):
+        pace.took(4, 0, 0.010)
+        pace.took(4, 100, 0.010 + 100 * 1e-4)
+    assert pace.prefill_budget(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
+    for _ in range(KEPT // 2):  # a machine that does something else for a moment
+        pace.took(4, 0, 0.2)
+        pace.took(4, 100, 0.2)
+    assert pace.prefill_budget(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
+    for _ in range(KEPT // 2 + 1):  # and texts that have grown
+        pace.took(4, 0, 0.020)
+        pace.took(4, 100, 0.020 + 100 * 1e-4)
+    assert pace.prefill_budget(4, 512) == pytest.approx(0.010 / 1e-4, rel=0.1)
+    slow = Pace(1.5, slo_tpot=0.030)
+    slow.took(4, 0, 0.010)
+    slow.took(4, 100, 0.020)
+    assert slow.prefill_budget(4, 512) == pytest.approx(200, rel=0.01)
+    never = Pace(1.0)
+    never.took(4, 0, 0.010)
+    for _ in range(LOOK):
+        assert never.prefill_budget(4, 512) >= 1  # a prompt ends some day
+        never.took(4, 1, 0.011)
+    assert never.prefill_budget(4, 512) == 0  # decoding alone is to be measured again
+    never.took(4, 0, 0.010)
+    assert never.prefill_budget(4, 512) == 1
+    unheld = Pace(math.inf)  # whatever is known, and nothing yet
+    for _ in range(LOOK + 1):
+        assert unheld.prefill_budget(4, 512) == 512
+        unheld.took(4, 100, 0.010)
+
+
+def test_an_aborted_request_ends_and_leaves_nothing() -> None:
+    engine = Engine(decoder(), SMALL)
+    for n, ids in enumerate(PROMPTS):
+        engine.add(request(str(n), ids=tuple(ids)))
+    engine.step()
+    assert engine.abort("0") and engine.abort("5") and not engine.abort("0") and not engine.abort("nobody")
+    engine.check_integrity()
+    ends: dict[str, Any] = {}
+    while engine.busy:
+        ends |= {d.request_id: d.finish for d in engine.step() if d.finish}
+    assert ends == {"0": "abort", "5": "abort", **dict.fromkeys("1234", "length")}
+    assert engine.cache.groups[0].pool.used == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_random_history_loses_nobody(seed: int) -> None:
+    """Arrivals, cancellations and a cache that holds hardly more than one: everyone ends, and says what it would alone."""
+    model, rng = decoder(), random.Random(seed)
+    kinds = {"preemption": rng.choice(["recompute", "swap"]), "cache_tokens": rng.choice([40, 64, 200])}
+    engine = Engine(model, SMALL.model_copy(update={**kinds, "token_budget": rng.choice([1, 5, 16])}))
+    waiting = [
+        request(str(n), ids=tuple(rng.choices(range(50), k=rng.randint(1, 20))), max_tokens=rng.randint(1, 12),
+                sampling=Sampling(seed=n), priority=rng.randint(0, 2), client=rng.choice("ab"))
+        for n in range(25)
+    ]  # fmt: skip
+    asked, out, ends = list(waiting), {r.id: [] for r in waiting}, {}
+    for _ in range(5000):
+        while waiting and rng.random() < 0.4:
+            engine.add(waiting.pop())
+        if rng.random() < 0.05 and engine.sequences():
+            engine.abort(rng.choice(engine.sequences()).request.id)
+        for d in engine.step():
+            out[d.request_id] += d.tokens
+            if d.finish:
+                assert d.request_id not in ends
+                ends[d.request_id] = d.finish
+        engine.check_integrity()
+        if not waiting and not engine.busy:
+            break
+    assert len(ends) == 25 and engine.cache.groups[0].pool.used == 0
+    alone = Engine(model, EngineConfig(page_size=4, max_sequences=1, max_length=64, share_prefixes=False))
+    for one in asked:
+        if ends[one.id] != "abort":
+            assert [t.id for t in run(alone, [one])[one.id]] == [t.id for t in out[one.id]]
+
+
+def test_new_weights_come_between_steps_and_every_token_says_which() -> None:
+    model, other = decoder(), decoder()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.7)
+    board = Board.of(dict(other.named_parameters()))
+    board.publish(dict(other.named_parameters()), 3)
+    engine = Engine(model, SMALL)
+    first = request("first", n=9)
+    check(decoder(), [first], run(engine, [first]))
+    engine.add(request("during", n=9))
+    engine.step()
+    engine.follow(board)
+    tokens = [t for d in _until_idle(engine) for t in d.tokens]
+    assert {t.version for t in tokens} == {3}
+    after = request("after", n=9)
+    out = run(engine, [after])
+    check(other, [after], out)  # nothing that the old weights computed was found again, nor what is of both
+    with pytest.raises(ConfigError, match="no such parameter"):
+        engine.update_weights({"nothing": torch.zeros(1)}, 4)
+    assert engine.version == 3
+
+
+def test_what_runs_may_be_read_in_anew_under_new_weights() -> None:
+    other = decoder()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(0.7)
+    engine = Engine(decoder(), SMALL)
+    one = request("one", n=9)
+    engine.add(one)
+    before = [t for d in engine.step() for t in d.tokens]
+    engine.update_weights(dict(other.named_parameters()), 1, recompute=True)
+    after = [t for d in _until_idle(engine) for t in d.tokens]
+    rest = one.model_copy(update={"ids": (*one.ids, *(t.id for t in before)), "max_tokens": len(after)})
+    check(other, [rest], {"one": after})
+
+
+def _until_idle(engine: Engine) -> list[Delta]:
+    deltas = []
+    while engine.busy:
+        deltas += engine.step()
+    return deltas
+
+
+def test_a_prompt_is_scored_by_the_way() -> None:
+    model = decoder()
+    engine = Engine(model, SMALL.model_copy(update={"token_budget": 7}))
+    ids = tuple(PROMPTS[5])
+    engine.add(Request(id="scored", ids=ids, sampling=GREEDY, max_tokens=2, prompt_log_probs=True))
+    told = [d.prompt_log_probs for d in _until_idle(engine) if d.prompt_log_probs]
+    with torch.no_grad():
+        want = model.logits(model(torch.tensor([ids])))[0, :-1].log_softmax(-1)
+    want = want.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert len(told) == 1
+    torch.testing.assert_close(torch.tensor(told[0]), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ids": (50,)}, "50 is no id of this model"),
+        ({"ids": (1,) * 64}, "the prompt is 64 tokens long and the model's context holds 64"),
+        ({"sampling": Sampling(logit_bias={99: 1.0})}, "logit_bias names the id 99"),
+        ({"adapter": "nobody"}, "'nobody' is not loaded"),
+        ({"required": b"x"}, "no token_bytes"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_words(fields: dict[str, Any], message: str) -> None:
+    engine = Engine(decoder(), SMALL)
+    with pytest.raises(ConfigError, match=message):
+        engine.add(request("one", **fields))
+    assert not engine.busy
+    with pytest.raises(ValidationError):
+        request("two", ids=())
+
+
+def test_a_cache_too_small_for_a_request_says_so_and_for_an_output_ends_it() -> None:
+    engine = Engine(decoder(), SMALL.model_copy(update={"cache_tokens": 16}))
+    with pytest.raises(ConfigError, match="the cache holds 16"):
+        engine.add(request("long", ids=(1,) * 20))
+    engine.add(request("one", n=10, max_tokens=30))
+    deltas = _until_idle(engine)
+    assert deltas[-1].finish == "length" and sum(len(d.tokens) for d in deltas) == 6
+    engine.check_integrity()
+
+
+def test_a_sequence_preempted_at_its_first_token_comes_back() -> None:
+    engine = Engine(decoder(), SMALL)
+    one = request("one")
+    engine.add(one)
+    engine.step()
+    engine.scheduler.preempt(engine.sequences()[0])
+    rest = [t for d in _until_idle(engine) for t in d.tokens]
+    assert len(rest) == 5
+
+
+def test_a_window_costs_a_window() -> None:
+    from test_transformer import HEADS
+
+    local = HEADS.model_copy(update={"window": 6})
+    engine = Engine(made(mixers={"local": local}).eval(), SMALL.model_copy(update={"cache_tokens": 400}))
+    engine.add(request("one", n=20, max_tokens=40))
+    most = 0
+    while engine.busy:
+        engine.step()
+        most = max(most, engine.cache.groups[0].pool.used)
+    assert most <= (6 + 16) // 4 + 2

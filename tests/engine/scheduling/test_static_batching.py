@@ -1,0 +1,111 @@
+"""Static and dynamic batching write what the engine writes; when they begin a batch, and what they waste."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from bench.engine.support.static_batching import Batches
+from tests.engine.test_engine_parity import decoder
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import Sampling
+from whorl.errors import ConfigError
+from whorl.models.transformer import Transformer
+from whorl.models.transformer_config import Heads, TransformerConfig
+
+VOCAB = 61
+
+
+def model(**fields: object) -> Transformer:
+    heads = Heads(n_heads=2, n_kv_heads=1, head_dim=16)
+    config = TransformerConfig(
+        vocab_size=VOCAB, d_model=32, n_layers=2, mixers={"full": heads}, mlp_hidden=64, tie_embeddings=True
+    )
+    network = Transformer(config, torch.Generator().manual_seed(0)).eval()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in network.parameters():
+            if p.dim() > 1:  # so that no two tokens are about equally likely
+                p.copy_(torch.randn(p.shape, generator=draw) * 0.3)
+    return network
+
+
+def requests(n: int, sampling: Sampling, stop: bool = False) -> list[Request]:
+    draw = random.Random(2)
+    return [
+        Request(
+            id=f"r{k}", ids=tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, 12))), sampling=sampling,
+            max_tokens=draw.randint(1, 9), stop_ids=frozenset(range(30)) if stop else frozenset(),
+        )
+        for k in range(n)
+    ]  # fmt: skip
+
+
+def written(scheme: Engine | Batches, asked: list[Request]) -> dict[str, tuple[list[int], str | None]]:
+    for request in asked:
+        scheme.add(request)
+    if isinstance(scheme, Batches):
+        scheme.close()
+    out: dict[str, tuple[list[int], str | None]] = {r.id: ([], None) for r in asked}
+    while scheme.busy:
+        for delta in scheme.step():
+            ids, finish = out[delta.request_id]
+            assert finish is None  # nobody is told of after the end
+            out[delta.request_id] = (ids + [t.id for t in delta.tokens], delta.finish)
+    return out
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(temperature=0), Sampling(temperature=0.7), Sampling(seed=5, top_k=9)]
+)
+def test_all_schemes_write_the_same(sampling: Sampling, stop: bool) -> None:
+    asked, network = requests(11, sampling, stop), model()
+    expected = written(Engine(network, EngineConfig(max_sequences=4, max_length=64, page_size=4)), asked)
+    for size in (1, 4, 20):
+        assert written(Batches(network, size), asked) == expected
+
+
+def test_a_static_batch_waits_until_it_is_full_and_a_dynamic_one_until_it_has_waited_enough() -> None:
+    now = [0.0]
+    static = Batches(model(), 2, clock=lambda: now[0])
+    dynamic = Batches(model(), 2, patience=3.0, clock=lambda: now[0])
+    first, second, third = requests(3, Sampling(temperature=0))
+    for scheme in (static, dynamic):
+        scheme.add(first)
+        assert scheme.step() == [] and scheme.busy
+    now[0] = 2.9
+    assert static.step() == [] and dynamic.step() == []
+    now[0] = 3.0
+    assert static.step() == []
+    assert [d.request_id for d in dynamic.step()] == ["r0"]
+    static.add(second)
+    dynamic.add(second)
+    static.add(third)
+    assert [d.request_id for d in static.step()] == ["r0", "r1"]
+    told: set[str] = set()
+    while deltas := static.step():
+        told |= {d.request_id for d in deltas}
+    assert "r2" not in told and static.busy  # who came too late waits for a batch of its own
+    static.close()
+    assert [d.request_id for d in static.step()] == ["r2"]
+
+
+def test_what_is_wasted_is_counted() -> None:
+    network = model()
+    scheme = Batches(network, 2)
+    scheme.add(Request(id="long", ids=(1, 2, 3, 4), max_tokens=5))
+    scheme.add(Request(id="short", ids=(1, 2), max_tokens=1))
+    while scheme.busy:
+        scheme.step()
+    assert scheme.computed == 2 * 4 + 4 * 2  # a rectangle of 2 x 4, then four steps of two rows
+    assert scheme.useful == 6 + 4
+
+
+def test_a_state_that_keeps_no_documents_apart_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Decoder"):
+        Batches(decoder(), 2)

@@ -1,0 +1,56 @@
+"""The same request and seed give the same tokens and log-probabilities to the bit, whatever else the engine does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.test_engine_parity import decoder, made, run
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request, Token
+from whorl.engine.sampling_params import Sampling
+from whorl.engine.speculative import Lookup
+from whorl.errors import ConfigError
+
+CONFIG = EngineConfig(page_size=4, max_sequences=6, max_length=64, token_budget=24, batch_invariant=True)
+ASKED = Request(id="asked", ids=tuple(range(1, 22)), sampling=Sampling(seed=7), max_tokens=20)
+
+
+def others(rng: random.Random, n: int) -> list[Request]:
+    made = []
+    for k in range(n):
+        ids = ASKED.ids[: rng.randint(1, 20)] + tuple(rng.choices(range(50), k=rng.randint(1, 9)))
+        made.append(Request(id=str(k), ids=ids, sampling=Sampling(seed=k), max_tokens=rng.randint(1, 12)))
+    return made
+
+
+@pytest.mark.parametrize("family", ["decoder", "transformer", "bf16"])
+def test_no_bit_depends_on_the_company(family: str) -> None:
+    model: Any = (
+        decoder()
+        if family == "decoder"
+        else made(torch.bfloat16 if family == "bf16" else torch.float32).eval()
+    )
+    alone: list[Token] = run(Engine(model, CONFIG), [ASKED])["asked"]
+    for seed in range(6):
+        rng = random.Random(seed)
+        tight = {"cache_tokens": rng.choice([64, 90, 400]), "token_budget": rng.choice([4, 9, 64])}
+        engine = Engine(model, CONFIG.model_copy(update=tight))
+        company = others(rng, 10)
+        at = rng.randint(0, 10)
+        assert run(engine, [*company[:at], ASKED, *company[at:]])["asked"] == alone
+        again = ASKED.model_copy(update={"id": "again"})
+        assert run(engine, [again])["again"] == alone  # its prompt found in the cache
+
+
+def test_without_it_the_last_bits_may_differ_and_drafts_are_refused_with_it() -> None:
+    model = made(torch.bfloat16).eval()
+    engine = Engine(model, CONFIG.model_copy(update={"batch_invariant": False}))
+    tokens = run(engine, [*others(random.Random(0), 10), ASKED])["asked"]
+    assert [t.id for t in tokens][:3] == [t.id for t in run(Engine(model, CONFIG), [ASKED])["asked"]][:3]
+    with pytest.raises(ConfigError, match="batch_invariant is given with drafts"):
+        Engine(model, CONFIG, proposer=Lookup())

@@ -1,0 +1,38 @@
+"""Prompts that are scored on their way in: beside others that decode, and when their beginning is known."""
+
+from __future__ import annotations
+
+import torch
+from tests.engine.test_engine_parity import GREEDY, PROMPTS, check, decoder, run
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+
+CONFIG = EngineConfig(page_size=4, max_sequences=6, max_length=60, token_budget=9)
+
+
+def scores(engine: Engine, ids: tuple[int, ...], name: str) -> torch.Tensor:
+    engine.add(Request(id=name, ids=ids, sampling=GREEDY, max_tokens=2, prompt_log_probs=True))
+    told = []
+    while engine.busy:
+        told += [d.prompt_log_probs for d in engine.step() if d.prompt_log_probs]
+    assert len(told) == 1
+    return torch.tensor(told[0])
+
+
+def test_a_scored_prompt_does_not_change_what_others_draw() -> None:
+    model = decoder()
+    requests = [
+        Request(id=str(n), ids=tuple(p), sampling=GREEDY, max_tokens=9, prompt_log_probs=n in (2, 4, 5))
+        for n, p in enumerate(PROMPTS)
+    ]
+    check(model, requests, run(Engine(model, CONFIG), requests))
+
+
+def test_a_prompt_whose_beginning_is_known_is_scored_from_its_beginning() -> None:
+    engine, ids = Engine(decoder(), CONFIG), tuple(PROMPTS[5])
+    first = scores(engine, ids, "first")
+    assert len(first) == len(ids) - 1
+    torch.testing.assert_close(scores(engine, ids, "again"), first, atol=1e-5, rtol=0)
+    assert engine.cache.found == 0

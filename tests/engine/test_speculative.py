@@ -1,0 +1,144 @@
+"""Guesses never change a token, whoever makes them; good ones are worth something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.test_engine_parity import PROMPTS, check, decoder, made, run
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine, Proposer
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import Sampling
+from whorl.engine.speculative import Ahead, DraftModel, Lookup, Patience
+from whorl.errors import ConfigError
+from whorl.models.multi_token import MultiToken
+
+CONFIG = EngineConfig(page_size=4, max_sequences=4, max_length=90, token_budget=24)
+
+
+def requests(temperature: float = 0.7, max_tokens: int = 40) -> list[Request]:
+    return [
+        Request(
+            id=str(n), ids=tuple(p), sampling=Sampling(temperature=temperature, seed=n), max_tokens=max_tokens
+        )
+        for n, p in enumerate(PROMPTS)
+    ]
+
+
+class Wrong:
+    """Guesses at random."""
+
+    wants_hidden = False
+
+    def propose(self, sequences: Any) -> None:
+        for s in sequences:
+            room = s.request.max_tokens - s.n_output - 1
+            s.drafts = torch.randint(0, 50, (max(0, min(3, room)),)).tolist()
+
+    def saw(self, sequence: Any, hidden: Any) -> None: ...
+    def forget(self, sequence: Any) -> None: ...
+
+
+def proposers(model: Any) -> dict[str, Proposer]:
+    heads = MultiToken(32, 4, 4, generator=torch.Generator().manual_seed(0))
+    other = decoder(n_layers=1)
+    sizes = {"max_sequences": 4, "max_length": 90, "page_size": 4}
+    return {
+        "wrong": Wrong(),
+        "lookup": Lookup(),
+        "itself": DraftModel(model, 4, **sizes),
+        "another": DraftModel(other, 4, **sizes),
+        "ahead": Ahead(heads, model.head_weight, 90),
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("who", ["wrong", "lookup", "itself", "another", "ahead"])
+@pytest.mark.parametrize("family", ["decoder", "transformer"])
+def test_guesses_change_no_token(who: str, temperature: float, family: str) -> None:
+    model = decoder() if family == "decoder" else made().eval()
+    want = run(Engine(model, CONFIG), requests(temperature))
+    engine = Engine(model, CONFIG, proposer=proposers(model)[who])
+    got = run(engine, requests(temperature))
+    assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
+    check(model, requests(temperature), got)
+    assert engine.stats.drafted > 0
+    if who == "itself":  # the same model with the same random numbers draws the same
+        assert engine.stats.accepted == engine.stats.drafted
+        assert engine.stats.steps < steps_without(model, temperature)
+
+
+def steps_without(model: Any, temperature: float) -> int:
+    engine = Engine(model, CONFIG)
+    run(engine, requests(temperature))
+    return engine.stats.steps
+
+
+def test_guesses_survive_preemption() -> None:
+    model = decoder()
+    want = run(Engine(model, CONFIG), requests())
+    tight = CONFIG.model_copy(update={"cache_tokens": 96})
+    engine = Engine(model, tight, proposer=DraftModel(model, 4, max_sequences=4, max_length=90, page_size=4))
+    got = run(engine, requests())
+    assert engine.stats.preemptions > 0
+    assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
+
+
+def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
+    """Two tokens behind a prompt, 2,000 times with and without guesses that are often right: chi-square."""
+    model = decoder(vocab_size=5)
+    ids, n = (1, 2, 1, 2, 1, 2), 2000
+    counts = []
+    for proposer in (None, Lookup()):
+        engine = Engine(
+            model, CONFIG.model_copy(update={"max_sequences": 64, "token_budget": 512}), proposer=proposer
+        )
+        offset = (
+            0 if proposer is None else 10**6
+        )  # other random numbers: else the tokens would be the very same
+        many = [
+            Request(
+                id=str(k), ids=ids, sampling=Sampling(temperature=1, top_p=1, seed=offset + k), max_tokens=4
+            )
+            for k in range(n)
+        ]
+        out = run(engine, many)
+        found = torch.zeros(25)
+        for tokens in out.values():
+            found[tokens[2].id * 5 + tokens[3].id] += 1
+        counts.append(found)
+    total = counts[0] + counts[1]
+    kept = total > 10
+    chi_square = ((counts[0] - counts[1])[kept] ** 2 / total[kept]).sum()
+    assert chi_square < 2.2 * kept.sum() + 10
+
+
+def test_patience_grows_with_luck_and_rests_without() -> None:
+    patience, written = Patience(8), 0
+    for want in (2, 4, 8, 8):
+        assert patience.look(written) == want
+        patience.asked = want
+        written += want + 1
+    patience.asked, written = 8, patience.seen
+    for want in (4, 2, 1, 0):
+        written += 1
+        assert patience.look(written) == want
+        patience.asked = want
+    rested = 0
+    while patience.look(written) == 0:
+        written += 1
+        rested += 1
+    assert 10 < rested < 20
+
+
+def test_what_cannot_guess_is_refused() -> None:
+    from test_transformer import HEADS
+
+    windowed = made(mixers={"local": HEADS.model_copy(update={"window": 4})})
+    with pytest.raises(ConfigError, match="full attention"):
+        DraftModel(windowed)
+    with pytest.raises(ConfigError, match="at least 2"):
+        Ahead(MultiToken(32, 1, 4), torch.zeros(50, 32))

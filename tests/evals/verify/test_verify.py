@@ -1,0 +1,284 @@
+"""Verifiers: what counts as an answer, batches that nothing stops, weights."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from whorl.errors import ConfigError, DataError
+from whorl.evals.verify import VERIFIERS, Task, Verdict, parts, tally, verify_all
+from whorl.evals.verify import custom_verifier as custom_room
+from whorl.evals.verify.text_verifiers import last_number, said
+from whorl.sandbox import Limits, Sandbox
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(Limits(wall_seconds=20, cpu_seconds=20), workers=2) as sandbox:
+        yield sandbox
+
+
+def one(task: Task, completion: str, sandbox: Sandbox | None = None) -> Verdict:
+    return verify_all([task], [completion], sandbox)[0]
+
+
+def asked(verifier: str, answer: str = "") -> Task:
+    return Task("t", prompt="What?", verifier=verifier, answer=answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("5", "5"), ("so it is 5.", "5"), ("-3", "-3"), ("\u22123", "-3"), ("10-3", "3"), ("10 - 3 = 7", "7"), ("+4", "4"),
+        ("1,234,567.5", "1234567.5"), ("1,23", "23"), ("12,3456", "3456"), ("$ 1,200", "1200"), ("$5", "5"), ("50%", "50"),
+        ("3/4", "3/4"), ("-1/2", "-1/2"), ("1 / 3", "1/3"), (r"\frac{3}{4}", "3/4"), (".5", "1/2"), ("0.50", "1/2"),
+        ("1e3", "1000"), ("2.5E-1", "1/4"), ("7e", "7"), ("x2", None), ("none", None), ("", None), ("1/0", None),
+        ("3 eggs and 4 hens", "4"), ("is 42, isn't it", "42"), ("(7)", "7"), ("= -7", "-7"), ("1.5.", "1.5"),
+        ("costs -$5", "-5"), ("9" * 300, "9" * 300), ("9" * 100_000, None), ("v1.2.3", None),
+    ],
+)  # fmt: skip
+def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
+    if text in ("9" * 100_000, "v1.2.3"):
+        last_number(text)  # no matter what, as long as it comes back
+    else:
+        assert last_number(text) == (None if number is None else Fraction(number))
+
+
+@given(
+    value=st.fractions(),
+    before=st.sampled_from(["", "so ", "7 and ", "= "]),
+    after=st.sampled_from(["", ".", " m", "!"]),
+)
+def test_a_number_that_was_written_is_read(value: Fraction, before: str, after: str) -> None:
+    assert last_number(f"{before}{value}{after}") == value
+
+
+@given(value=st.integers(-(10**15), 10**15), places=st.integers(0, 6))
+def test_thousands_and_decimals_are_read(value: int, places: int) -> None:
+    assert last_number(f"about {value:,}") == value
+    assert last_number(f"{value / 8:,.3f}") == Fraction(f"{value / 8:.3f}")
+
+
+@given(text=st.text())
+def test_any_text_can_be_searched_for_a_number(text: str) -> None:
+    number = last_number(text)
+    assert number is None or isinstance(number, Fraction)
+
+
+def test_the_answer_is_in_tags_or_behind_the_mark_or_all() -> None:
+    assert said("1 <answer> 2 </answer> 3 <answer>4</answer> 5") == "4"
+    assert said("so 1 + 1\n#### 2\n") == "2"
+    assert said(" 7 ") == "7"
+
+
+def test_exact_and_numeric() -> None:
+    assert (
+        one(asked("exact", "Paris"), " Paris\n").passed and not one(asked("exact", "Paris"), "paris").passed
+    )
+    gsm = "He has 3 * 4 = 12 eggs.\n#### 1,200"
+    assert one(asked("numeric", gsm), "first 7, then 1200.0") == Verdict(1.0, True, "passed")
+    assert one(asked("numeric", "0.5"), "it is 1/2").passed
+    assert one(asked("numeric", "5"), "#### 5\nand 6").reason == "another number"
+    assert one(asked("numeric", "5"), "<answer>5</answer> is what 10 / 2 gives").passed
+    assert (
+        one(asked("numeric", "5"), "none").reason == "no number"
+        and one(asked("numeric", "5"), "").reward == 0
+    )
+    assert one(asked("numeric", "five"), "5").reason.startswith("raised: DataError")
+
+
+def test_format() -> None:
+    tags = asked("format", "<think><answer>")
+    assert one(tags, " <think>a\nb</think>\n<answer>5</answer> ").passed
+    for wrong in ("<answer>5</answer>", "<think>a</think><answer></answer>", "<think>a</think><answer> </answer>", "",
+                  "x<think>a</think><answer>5</answer>", "<think>a</think><answer>5</answer><answer>6</answer>",
+                  "<answer>5</answer><think>a</think>", "<think><answer>5</answer></think>"):  # fmt: skip
+        assert not one(tags, wrong).passed, wrong
+    assert (
+        one(asked("format", r"\d+\.?"), "42.").passed and not one(asked("format", r"\d+"), "42 or so").passed
+    )
+    assert one(asked("format", "("), "x").reason.startswith("raised: DataError")
+
+
+def test_a_pattern_that_would_take_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("whorl.evals.verify.text_verifiers.PATTERN_SECONDS", 0.05)
+    assert one(asked("format", r"(a+)+[^a]\\b"), "a" * 5000).reason.startswith("timeout")
+
+
+PROMPT = '''def add(a, b):
+    """Adds.
+
+    >>> add(1, 2)
+    3
+    >>> add(1, "b")
+    Traceback (most recent call last):
+        ...
+    TypeError: unsupported operand type(s) for +: 'int' and 'str'
+    """
+'''
+
+
+def code(verifier: str, answer: str = "", prompt: str = PROMPT) -> Task:
+    return Task("c", prompt=prompt, verifier=verifier, answer=answer)
+
+
+def test_compiles_judges_prompt_and_completion_together() -> None:
+    assert one(code("compiles"), "    return a + b\n").passed
+    assert one(code("compiles"), "    return a +\n").reason.startswith("syntax")
+    assert not one(code("compiles"), "return a\n").passed and not one(code("compiles"), "    x = '\0'").passed
+    assert not one(code("compiles"), "    return " + "(" * 10_000).passed
+    chat = Task("m", messages=({"role": "user", "content": "write"},), verifier="compiles")
+    assert (
+        one(chat, "Here:\n```python\nx = 1\n```\nDone (I hope.").passed and not one(chat, "Here it is").passed
+    )
+
+
+@linux
+def test_doctest(sandbox: Sandbox) -> None:
+    assert one(code("doctest"), "    return a + b\n", sandbox) == Verdict(1.0, True, "passed")
+    assert one(code("doctest"), "    return a - b\n", sandbox).reason == "failed: add(1, 2)"
+    assert one(code("doctest"), "    return 3\n", sandbox).reason == 'failed: add(1, "b")'
+    assert one(code("doctest"), "    return a +\n", sandbox).reason.startswith("syntax")
+    given_here = ">>> add(2, 2)  # doctest: +ELLIPSIS\n...4\n>>> print('a\\n\\nb')\na\n<BLANKLINE>\nb\n"
+    assert not one(code("doctest", given_here), "    return 3\n", sandbox).passed
+    assert one(code("doctest", ">>> add(2, 2)\n4\n"), "    return 4\n", sandbox).passed
+
+
+@linux
+def test_examples_of_the_models_own_do_not_count(sandbox: Sandbox) -> None:
+    task = code("doctest", prompt="def f(x):\n")
+    verdict = one(task, '    """Mine.\n\n    >>> f(1)\n    1\n    """\n    return x\n', sandbox)
+    assert not verdict.passed and "no example" in verdict.reason
+    more = '    return 0\n\ndef g():\n    """\n    >>> g()\n    """\n'
+    assert not one(code("doctest"), more, sandbox).passed
+
+
+@linux
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        "    pass\nimport doctest\ndoctest.OutputChecker.check_output = lambda *a: True\n",
+        "    pass\nimport doctest\ndoctest.DocTestRunner.run = doctest.testmod = lambda *a, **k: None\n",
+        "    pass\nimport sys\nsys.displayhook = lambda x: print(3)\n",
+        "    pass\nimport os\nos._exit(0)\n",
+        "    import os; os._exit(0)\n",
+        "    class Any:\n        def __eq__(self, other): return True\n    return Any()\n",
+        "    raise SystemExit(0)\n",
+        "    pass\nadd.__doc__ = None\n",
+    ],
+)
+def test_doctest_is_not_to_be_cheated(sandbox: Sandbox, cheat: str) -> None:
+    assert not one(code("doctest"), cheat, sandbox).passed
+
+
+@linux
+def test_unittest(sandbox: Sandbox) -> None:
+    tests = "import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        self.assertEqual(add(1, 2), 3)\n"
+    assert one(code("unittest", tests), "    return a + b\n", sandbox).passed
+    raising = one(code("unittest", tests), "    return a + b\nraise ValueError\n", sandbox)
+    assert raising.reason.startswith("raised: ValueError")
+    assert not raising.failed  # a wrong answer; the verifier did its work
+    wrong = one(code("unittest", tests), "    return a - b\n", sandbox)
+    assert wrong.reward == 0 and "AssertionError: -1 != 3" in wrong.reason
+    assert one(code("unittest"), "    return a\n", sandbox).reason.startswith("raised: DataError")
+
+
+@linux
+def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explodes(task: Task, completion: str) -> Verdict:
+        raise RuntimeError("verifier")
+
+    monkeypatch.setitem(VERIFIERS, "explodes", explodes)
+    monkeypatch.setitem(VERIFIERS, "nan", lambda task, completion: Verdict(float("nan"), True))
+    tasks = [asked("explodes"), asked("nan"), code("doctest"), asked("numeric", "?")]
+    tasks += [code("unittest", "assert add(1, 1) == 2"), asked("exact", "a")]
+    with Sandbox(Limits(wall_seconds=2), workers=2) as quick:
+        verdicts = verify_all(
+            tasks, ["", "", "    while True: pass\n", "1", "    return a + b\n", "a"], quick
+        )
+    assert [v.passed for v in verdicts] == [False, False, False, False, True, True]
+    assert [v.reason.split(":")[0] for v in verdicts] == [
+        "raised",
+        "raised",
+        "time",
+        "raised",
+        "passed",
+        "passed",
+    ]
+    assert [v.reward for v in verdicts] == [0, 0, 0, 0, 1, 1]
+    assert [v.failed for v in verdicts] == [True, True, False, True, False, False]
+    counted = tally(verdicts)
+    assert counted == {
+        "reward": 2 / 6,
+        "passed": 2 / 6,
+        "reason/raised": 3.0,
+        "reason/time": 1.0,
+        "reason/passed": 2.0,
+    }
+    assert verify_all([], [], None) == [] and tally([])["reward"] == 0
+
+
+def test_weights() -> None:
+    task = asked("0.1 format(<answer>) + 0.9 numeric", "5")
+    texts = ["<answer>5</answer>", "<answer>6</answer>", "5", "6"]
+    verdicts = verify_all([task] * 4, texts)
+    assert [v.reward for v in verdicts] == pytest.approx([1.0, 0.1, 0.9, 0.0])
+    assert [v.passed for v in verdicts] == [True, False, False, False]
+    assert verdicts[1].reason == "another number: numeric" and verdicts[2].reason == "another form: format"
+    assert [(p.weight, p.name, p.answer) for p in parts("2 exact")] == [(2.0, "exact", None)]
+    assert [p.answer for p in parts(r"format((\d + \d)) + exact")] == [r"(\d + \d)", None]
+    for wrong in ("nummeric", "0.1 format + ", "", "0.5", "custom:nothing"):
+        with pytest.raises(ConfigError):
+            parts(wrong)
+
+
+def test_what_is_wrong_with_the_call_is_said_before_any_verdict() -> None:
+    with pytest.raises(DataError, match="1 tasks with 2"):
+        verify_all([asked("exact")], ["a", "b"])
+    with pytest.raises(ConfigError, match="doctest runs programs"):
+        verify_all([code("doctest")], ["x"])
+
+
+def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    monkeypatch.setattr(custom_room.verify_custom, "__defaults__", (0.5, 60.0))
+    chat = Task(
+        "m",
+        messages=({"role": "user", "content": "say a"},),
+        verifier="custom:verify_functions:same",
+        answer="a",
+    )
+    names = ["length", "told", "raises", "hangs", "leaves", "not_a_number", "missing", "length"]
+    tasks = [
+        chat,
+        *(asked(f"custom:verify_functions:{name}") for name in names),
+        asked("custom:no_such_module:f"),
+    ]
+    verdicts = verify_all(tasks, ["a", *["0123456789"] * len(names), ""])
+    assert [v.reward for v in verdicts] == [1.0, 1.0, 0.25, 0, 0, 0, 0, 0, 1.0, 0]
+    kinds = [
+        "passed",
+        "passed",
+        "nearly",
+        "raised",
+        "timeout",
+        "timeout",
+        "raised",
+        "raised",
+        "passed",
+        "raised",
+    ]
+    assert [v.reason.split(":")[0] for v in verdicts] == kinds
+    assert [v.failed for v in verdicts] == [kind in ("raised", "timeout") for kind in kinds]
+    weighed = asked("0.5 custom:verify_functions:length + 0.5 exact", "x")
+    assert verify_all([weighed], ["0123456789"])[0].reward == 0.5
+    hidden = verify_all([asked("exact + custom:verify_functions:raises", "x")], ["y"])[0]
+    assert hidden.failed and hidden.reason == "raised: ValueError: no"  # and not that it is another answer

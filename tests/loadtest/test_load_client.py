@@ -1,0 +1,296 @@
+"""The load client against servers of which every delay is known, in a loop whose clock jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.loadtest.virtual_clock import run
+
+from whorl.errors import ConfigError, DataError
+from whorl.loadtest.client import Events, Record, Target, drive
+from whorl.loadtest.runs import Trial, lines
+from whorl.loadtest.runs import run as run_test
+from whorl.loadtest.summary import Promise, lagging, spread, summarise
+from whorl.loadtest.workload import Lengths, LoadConfig, Planned, Pool
+
+Answer = Callable[[dict[str, Any]], httpx.Response]
+
+
+class Stream(httpx.AsyncByteStream):
+    """Pieces, each after so many seconds; an exception is raised where it stands."""
+
+    def __init__(self, *pieces: tuple[float, bytes | Exception]) -> None:
+        self.pieces = pieces
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for delay, piece in self.pieces:
+            await asyncio.sleep(delay)
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + (content if isinstance(content, bytes) else json.dumps(content).encode()) + b"\n\n"
+
+
+def words(n: int, first: float = 0.5, later: float = 0.1, prompt: int = 3) -> Stream:
+    """A healthy answer of n tokens: the first after `first` seconds, then one each `later`."""
+    said = [{"choices": [{"text": "x", "finish_reason": "length" if i == n - 1 else None}]} for i in range(n)]
+    pieces = [(first if i == 0 else later, event(one)) for i, one in enumerate(said)]
+    usage = {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": n}}
+    return Stream(*pieces, (0.0, event(usage) + event(b"[DONE]")))
+
+
+def served(answer: Answer, delay: float = 0.0) -> httpx.MockTransport:
+    async def handle(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(delay)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        if request.url.path == "/tokenize":
+            return httpx.Response(200, json={"tokens": list(json.loads(request.content)["prompt"].encode())})
+        return answer(json.loads(request.content))
+
+    return httpx.MockTransport(handle)
+
+
+def healthy(body: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, stream=words(body["max_tokens"]))
+
+
+def driven(
+    planned: list[Planned], answer: Answer, target: Target | None = None, **options: Any
+) -> list[Record]:
+    async def work() -> list[Record]:
+        async with httpx.AsyncClient(
+            base_url="http://test", transport=served(answer), timeout=None
+        ) as client:
+            return await drive(planned, target or Target("m"), client, **options)
+
+    return run(work())
+
+
+def asked(*times: float, tokens: int = 4) -> list[Planned]:
+    return [Planned(n, at, (1, 2, 3), tokens) for n, at in enumerate(times)]
+
+
+def test_times_of_a_stream_are_those_of_its_events() -> None:
+    (record,) = driven(asked(0.0, tokens=5), healthy)
+    assert record.error is None and record.finish == "length"
+    assert record.ttft == pytest.approx(0.5) and record.tpot == pytest.approx(0.1)
+    assert record.gaps == pytest.approx([0.1] * 4) and record.latency == pytest.approx(0.9)
+    assert (record.prompt_tokens, record.output_tokens) == (3, 5)
+
+
+def test_arrivals_do_not_wait_for_answers() -> None:
+    records = driven(asked(0.0, 0.2, 0.25, 3.0), healthy)
+    assert [r.sent for r in records] == pytest.approx([0.0, 0.2, 0.25, 3.0])
+    assert [r.latency for r in records] == pytest.approx([0.8] * 4)
+
+
+def test_callers_of_a_closed_loop_do() -> None:
+    records = driven(asked(*[0.0] * 5), healthy, concurrency=2)
+    assert [r.number for r in records] == list(range(5))
+    assert [r.sent for r in records] == pytest.approx([0.0, 0.0, 0.8, 0.8, 1.6])
+    assert [r.lag for r in records] == [0.0] * 5
+
+
+def test_latency_counts_from_when_a_request_was_due() -> None:
+    def stalls(body: dict[str, Any]) -> httpx.Response:
+        loop = asyncio.get_running_loop()
+        if loop.time() < 0.05:  # the client's own process stands still while the first is under way
+            loop.call_later(0.1, lambda: setattr(loop, "moment", loop.time() + 2.0))
+        return healthy(body)
+
+    records = driven(asked(0.0, 0.3), stalls)
+    assert records[1].lag == pytest.approx(1.8, abs=0.01)  # due at 0.3, and at 2.1 the process came back
+    assert records[1].ttft == pytest.approx(0.5 + records[1].lag)
+    assert lagging(summarise(records))
+    assert not lagging(summarise(records[:1]))
+
+
+@given(st.data())
+def test_events_in_any_pieces(data: st.DataObject) -> None:
+    texts = data.draw(
+        st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"])), max_size=6)
+    )
+    end = data.draw(st.sampled_from([b"\n", b"\r\n"]))
+    whole = b"".join(
+        b": a comment" + end + b"event: x" + end + b"data: " + text.encode() + end + end for text in texts
+    )
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
+    events, found = Events(), []
+    for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True):
+        found += events.feed(whole[a:b])
+    assert found == texts
+
+
+def test_an_event_of_several_lines() -> None:
+    assert Events().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
+
+
+FAILURES: dict[str, Callable[[], httpx.Response]] = {
+    "http 429": lambda: httpx.Response(429, json={"error": {"message": "slow down", "code": None}}),
+    "http 500": lambda: httpx.Response(500, text="oh"),
+    "broken": lambda: httpx.Response(200, stream=Stream((0.1, event({"choices": [{"text": "x"}]})))),
+    "refused in the stream": lambda: httpx.Response(
+        200, stream=Stream((0.1, event({"error": {"message": "no"}})))
+    ),
+    "unreadable": lambda: httpx.Response(200, stream=Stream((0.1, event(b"{")))),
+    "timeout": lambda: httpx.Response(200, stream=words(4, first=99.0)),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_each_failure_is_a_record_of_its_kind(kind: str) -> None:
+    records = driven(asked(0.0, 0.1), lambda body: FAILURES[kind](), Target("m", limit=20.0))
+    assert [r.error for r in records] == [kind, kind]
+    found = summarise(records, promise=Promise(ttft=100.0))
+    assert found.errors == {kind: 2} and found.finished == 0 and found.good == 0.0
+    assert found.ttft is None and found.output_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (httpx.ConnectError("no"), "connect"),
+        (httpx.ReadError("gone"), "broken"),
+        (httpx.ReadTimeout("late"), "timeout"),
+    ],
+)
+def test_a_broken_connection_is_told_by_its_kind(error: Exception, kind: str) -> None:
+    (record,) = driven(asked(0.0), lambda body: httpx.Response(200, stream=Stream((0.3, error))))
+    assert record.error == kind and record.finished == pytest.approx(0.3)
+
+
+def test_bodies_of_both_endpoints() -> None:
+    text, ids = Planned(0, 0.0, "hi", 7), Planned(0, 0.0, (5, 6), 7)
+    talk = Planned(0, 0.0, (("system", "s"), ("user", "u")), 7)
+    plain, chat = Target("m", extra=(("ignore_eos", True),)), Target("m", "chat")
+    body = json.loads(plain.body(ids))
+    assert body == {
+        "model": "m", "prompt": [5, 6], "max_tokens": 7, "stream": True, "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+    }  # fmt: skip
+    assert json.loads(plain.body(text))["prompt"] == "hi"
+    assert json.loads(chat.body(text))["messages"] == [{"role": "user", "content": "hi"}]
+    assert json.loads(chat.body(talk))["messages"][0] == {"role": "system", "content": "s"}
+    for target, wrong in ((plain, talk), (chat, ids)):
+        with pytest.raises(ConfigError):
+            target.body(wrong)
+
+
+def test_a_role_alone_is_no_token() -> None:
+    said = [
+        (0.1, event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})),
+        (0.4, event({"choices": [{"delta": {"content": "x"}}]})),
+        (0.2, event({"choices": [{"delta": {}, "finish_reason": "stop"}]})),
+    ]
+    (record,) = driven(
+        [Planned(0, 0.0, "hi", 9)],
+        lambda body: httpx.Response(200, stream=Stream(*said)),
+        Target("m", "chat"),
+    )
+    assert record.arrivals == pytest.approx([0.5]) and record.output_tokens == 1 and record.tpot is None
+
+
+def test_figures_of_known_records() -> None:
+    def one(number: int, ttft: float, tokens: int, tpot: float) -> Record:
+        times = [number + ttft + tpot * i for i in range(tokens)]
+        return Record(number, float(number), number + 0.001, times, times[-1], 10, tokens, "stop")
+
+    records = [one(0, 0.1, 11, 0.02), one(1, 0.3, 11, 0.02), one(2, 0.1, 11, 0.05), one(3, 0.2, 1, 0.0)]
+    records.append(Record(4, 4.0, 4.0, finished=5.0, error="timeout"))
+    found = summarise(records, offered=1.0, promise=Promise(0.25, 0.03), cost_per_hour=3.6)
+    assert (found.requests, found.finished, found.errors, found.seconds) == (5, 4, {"timeout": 1}, 5.0)
+    assert found.output_rate == pytest.approx(34 / 5) and found.request_rate == pytest.approx(0.8)
+    assert found.good == pytest.approx(2 / 5) and found.goodput == pytest.approx(
+        2 / 5
+    )  # the first and the last
+    assert found.output_cost == pytest.approx(1e6 * 3.6 * 5 / 3600 / 34)
+    assert found.total_cost == pytest.approx(1e6 * 3.6 * 5 / 3600 / 74)
+    assert (
+        found.ttft is not None
+        and found.ttft.p50 == pytest.approx(0.15)
+        and found.ttft.most == pytest.approx(0.3)
+    )
+    assert found.itl is not None and found.itl.most == pytest.approx(0.05)
+    assert json.loads(json.dumps(found.to_json()))["errors"] == {"timeout": 1}
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
+def test_percentiles_are_ordered_and_inside(values: list[float]) -> None:
+    found = spread(values)
+    assert found is not None
+    ordered = [min(values), found.p50, found.p90, found.p95, found.p99, found.most]
+    assert all(a <= b or math.isclose(a, b) for a, b in itertools.pairwise(ordered))
+
+
+def test_a_curve_from_end_to_end() -> None:
+    loads = [LoadConfig(requests=6, rate=rate, output_lengths=Lengths("fixed", (5,))) for rate in (1.0, 4.0)]
+    bodies: list[dict[str, Any]] = []
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        bodies.append(body)
+        return healthy(body)
+
+    test = Trial(
+        "http://test", "some text " * 50, loads, warm_up=2, promise=Promise(1.0, 1.0), cost_per_hour=1.0
+    )
+    found = run(run_test(test, transport=served(answer)))
+    assert [load.name for load in found] == ["1/s", "4/s"]
+    assert all(load.summary.finished == 6 and load.summary.good == 1.0 for load in found)
+    assert found[1].summary.seconds < found[0].summary.seconds
+    assert len(bodies) == 14 and all(isinstance(i, int) for i in bodies[0]["prompt"])
+    prompts = [tuple(body["prompt"]) for body in bodies[2:]]
+    assert len(set(prompts[:6]) & set(prompts[6:])) == 0  # each load has its own
+    entries = [json.loads(line) for line in lines(found)]
+    assert [entry["kind"] for entry in entries] == (["request"] * 6 + ["load"]) * 2
+
+
+def test_a_server_that_does_not_tokenise_gets_text() -> None:
+    bodies: list[dict[str, Any]] = []
+
+    async def handle(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/tokenize":
+            return httpx.Response(404)
+        bodies.append(json.loads(request.content))
+        return healthy(bodies[-1])
+
+    load = LoadConfig(requests=1, rate=1.0, prompt_lengths=Lengths("fixed", (5,)))
+    run(
+        run_test(
+            Trial("http://test", "abc" * 20, [load], model="m", warm_up=0),
+            transport=httpx.MockTransport(handle),
+        )
+    )
+    assert len(bodies[0]["prompt"]) == 20 and set(bodies[0]["prompt"]) == set("abc")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [httpx.Response(200, json={"data": []}), httpx.Response(401, json={"error": {"message": "key?"}}), None],
+)
+def test_a_server_that_is_none_is_named(answer: httpx.Response | None) -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        if answer is None:
+            raise httpx.ConnectError("refused")
+        return answer
+
+    with pytest.raises(DataError, match="test"):
+        run(
+            run_test(Trial("http://test", "x", [LoadConfig(rate=1.0)]), transport=httpx.MockTransport(handle))
+        )
+
+
+def test_a_pool_knows_its_unit() -> None:
+    assert Pool("abc").per_token == 4 and Pool((1, 2)).per_token == 1

@@ -1,0 +1,176 @@
+"""What a load sends and when: a pure function of its configuration and seed."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from whorl.errors import ConfigError, DataError
+from whorl.loadtest.workload import (
+    Lengths,
+    LoadConfig,
+    Pool,
+    arrivals,
+    parse_lengths,
+    plan,
+    read_pairs,
+    read_prompts,
+)
+from whorl.tracking.seeds import numpy_rng
+
+IDS = Pool(tuple(range(500)))
+CONFIGS = st.builds(
+    LoadConfig,
+    requests=st.integers(1, 60),
+    rate=st.floats(0.1, 100),
+    burstiness=st.floats(0.1, 10),
+    seed=st.integers(0, 5),
+    prefix_tokens=st.integers(0, 40),
+    prefixes=st.integers(1, 3),
+    pairs=st.sampled_from([(), ((3, 4), (50, 6))]),
+)
+
+
+@given(CONFIGS)
+def test_a_plan_is_a_pure_function_that_more_requests_continue(config: LoadConfig) -> None:
+    found = plan(config, IDS)
+    assert found == plan(config.model_copy(), IDS)
+    assert [one.number for one in found] == list(range(config.requests))
+    times = [one.at for one in found]
+    assert times[0] == 0 and times == sorted(times)
+    longer = plan(config.model_copy(update={"requests": config.requests + 17}), IDS)
+    assert longer[: config.requests] == found
+
+
+@given(CONFIGS)
+def test_another_rate_is_the_same_rhythm_faster_and_moves_no_prompt(config: LoadConfig) -> None:
+    assert config.rate is not None
+    slow, fast = plan(config, IDS), plan(config.model_copy(update={"rate": 2 * config.rate}), IDS)
+    assert [a.at for a in slow] == pytest.approx([2 * b.at for b in fast])
+    assert [(a.prompt, a.max_tokens) for a in slow] == [(b.prompt, b.max_tokens) for b in fast]
+    other = plan(config.model_copy(update={"output_lengths": Lengths("fixed", (9,)), "pairs": ()}), IDS)
+    if not config.pairs:
+        assert [one.prompt for one in other] == [one.prompt for one in slow]
+
+
+@given(CONFIGS)
+def test_prompts_begin_with_one_of_the_prefixes_and_are_as_long_as_drawn(config: LoadConfig) -> None:
+    found = plan(config, IDS)
+    heads = {one.prompt[: config.prefix_tokens] for one in found}
+    assert len(heads) <= config.prefixes
+    assert all(len(one.prompt) > config.prefix_tokens for one in found)
+    if config.pairs:
+        assert {(len(one.prompt) - config.prefix_tokens, one.max_tokens) for one in found} <= set(
+            config.pairs
+        )
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gaps_have_the_mean_of_the_rate_and_the_variation_of_the_burstiness(burstiness: float) -> None:
+    times = arrivals(LoadConfig(requests=20_001, rate=5.0, burstiness=burstiness))
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = statistics.fmean(gaps)
+    assert mean == pytest.approx(0.2, rel=0.06)
+    assert statistics.stdev(gaps) / mean == pytest.approx(burstiness**-0.5, rel=0.06)
+
+
+def test_without_a_rate_all_may_go_at_once() -> None:
+    assert set(arrivals(LoadConfig(requests=5, rate=float("inf")))) == {0.0}
+    assert set(arrivals(LoadConfig(requests=5, concurrency=2))) == {0.0}
+    for wrong in ({}, {"rate": 1.0, "concurrency": 1}, {"rate": 0.0}, {"concurrency": 0}):
+        with pytest.raises(ValidationError):
+            LoadConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_lengths_are_what_their_text_says() -> None:
+    rng = numpy_rng(0, "test")
+    assert parse_lengths("128").draw(rng, 3) == [128, 128, 128]
+    uniform = parse_lengths("uniform:3,5").draw(rng, 300)
+    assert set(uniform) == {3, 4, 5}
+    logs = parse_lengths("lognormal:100,0.5,400").draw(rng, 4000)
+    assert statistics.median(logs) == pytest.approx(100, rel=0.1) and max(logs) == 400 and min(logs) >= 1
+    assert parse_lengths("lognormal:1,3").draw(rng, 50)[0] >= 1
+
+
+@given(st.text(max_size=20))
+def test_any_other_text_is_refused_by_name(text: str) -> None:
+    try:
+        found = parse_lengths(text, "--input")
+    except ConfigError as error:
+        assert "--input" in str(error)
+    else:
+        assert min(found.draw(numpy_rng(0), 20)) >= 1
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "1.5", "uniform:5,3", "uniform:5", "lognormal:9", "nan", "inf", "fixed:1e99", "x:1"]
+)
+def test_impossible_lengths(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_lengths(text)
+
+
+def test_a_pool_of_text_counts_characters_and_begins_anew_at_its_end() -> None:
+    assert Pool("abcdef").stretch(4, 2) == "efabcdef"
+    assert Pool((1, 2, 3)).stretch(5, 4) == (3, 1, 2, 3)
+    with pytest.raises(ConfigError):
+        plan(LoadConfig(rate=1.0), Pool(""))
+
+
+def test_prompts_are_read_in_the_forms_people_have_them_in(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(
+        '{"prompt": "a", "max_tokens": 7}\n\n{"question": "What is 2 + 2?", "answer": "4"}\n'
+        '{"conversations": [{"from": "human", "value": "hi"},'
+        ' {"from": "gpt", "value": "y"}, {"from": "human", "value": ""}]}\n'
+        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]}\n'
+    )
+    assert read_prompts(file) == [
+        ("a", 7),
+        ("What is 2 + 2?", None),
+        ((("user", "hi"),), None),
+        ((("system", "s"), ("user", "u")), None),
+    ]
+    lines = tmp_path / "p.txt"
+    lines.write_text("one\n\ntwo\n")
+    prompts = read_prompts(lines)
+    found = plan(LoadConfig(requests=5, rate=1.0, output_lengths=Lengths("fixed", (3,))), prompts)
+    assert [one.max_tokens for one in found] == [3] * 5
+    assert sorted(str(one.prompt) for one in found[:2]) == ["one", "two"]  # all of them, before any again
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", "{}", '{"prompt": 3}', '{"prompt": "a", "max_tokens": 0}', '{"messages": [3]}']
+)
+def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_prompts(file)
+
+
+def test_pairs_of_lengths(tmp_path: Path) -> None:
+    file = tmp_path / "l.csv"
+    for text in (
+        "prompt,output\n12,30\n5 6\n",
+        '{"prompt_tokens": 12, "output_tokens": 30}\n{"prompt_tokens": 5, "output_tokens": 6}',
+    ):
+        file.write_text(text)
+        assert read_pairs(file) == ((12, 30), (5, 6))
+    wrong: Any
+    for wrong in ("1,2\n3\n", "1,2\n3,0\n", "1,2\nx,1\n", '1,2\n{"prompt_tokens": 1}\n'):
+        file.write_text(wrong)
+        with pytest.raises(DataError, match="line 2"):
+            read_pairs(file)
+    file.write_text("a,b\n")
+    with pytest.raises(DataError, match="no lengths"):
+        read_pairs(file)
+    with pytest.raises(DataError):
+        read_pairs(tmp_path / "none")

@@ -1,0 +1,170 @@
+"""Models of others in and out, held against their own library: the same logits, whole and piece by piece, there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.models.exchange_cases import CASES, IDS, logits, saved, small, theirs
+
+from whorl.errors import CheckpointError, ConfigError
+from whorl.models.exchange import FAMILIES, export_model, fitting_family, import_model
+from whorl.models.transformer_config import Experts, Heads, Member, Rope, TransformerConfig
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_theirs_whole_cached_and_after_export(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "theirs")
+    with torch.no_grad():
+        want = model(IDS).logits
+    assert want.std() > 0.5  # else an agreement would say nothing
+    ours = import_model(tmp_path / "theirs")
+    torch.testing.assert_close(logits(ours), want, atol=1e-4, rtol=0)
+
+    state = ours.new_state(2, 20)
+    with torch.no_grad():
+        pieces = [ours(ids, state=state) for ids in IDS.split([1, 3, 9, 1, 6], dim=1)]
+        torch.testing.assert_close(ours.logits(torch.cat(pieces, 1)), want, atol=1e-4, rtol=0)
+
+    export_model(
+        ours, tmp_path / "ours", model.config.model_type, source=tmp_path / "theirs", shard_bytes=30_000
+    )
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
+    back, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        torch.testing.assert_close(back.eval()(IDS).logits, want, atol=1e-6, rtol=0)
+    again = import_model(tmp_path / "ours")
+    assert again.config == ours.config
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.state_dict().values(), ours.state_dict().values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("case", ["llama-3", "gemma3", "qwen3"])
+def test_bf16_differs_from_fp32_no_more_than_theirs_does(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "theirs")
+    with torch.no_grad():
+        exact = model(IDS).logits
+        noise = (model.bfloat16()(IDS).logits.float() - exact).abs().mean()
+    for to_train in (True, False):
+        ours = import_model(tmp_path / "theirs", dtype=torch.bfloat16, to_train=to_train)
+        assert 0 < (logits(ours) - exact).abs().mean() < 1.5 * noise
+        assert (ours.blocks[0].mlp.up.weight.dtype == torch.float32) == to_train
+        assert ours.final_norm.weight.dtype == torch.float32
+
+
+def test_every_weight_of_an_import_receives_a_gradient(tmp_path: Path) -> None:
+    saved("deepseek", tmp_path / "theirs")
+    ours = import_model(tmp_path / "theirs")
+    ours.get_buffer(
+        "blocks.1.mlp.router.balance_bias"
+    ).zero_()  # drawn so strong that some experts see no token
+    ours.logits(ours(IDS)).square().mean().backward()
+    silent = [n for n, p in ours.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert not silent
+
+
+def test_old_files_without_prefix_with_masks_and_with_a_stored_tied_head(tmp_path: Path) -> None:
+    saved("gpt2", tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    want = logits(import_model(tmp_path / "m"))
+    weights = {name.removeprefix("transformer."): t for name, t in load_file(path).items()}
+    weights["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    weights["lm_head.weight"] = weights["wte.weight"].clone()
+    save_file(weights, path)
+    assert torch.equal(logits(import_model(tmp_path / "m")), want)
+    weights["lm_head.weight"] += 1.0
+    save_file(weights, path)
+    with pytest.raises(CheckpointError, match=r"'lm_head.weight' differs"):
+        import_model(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"logit_softcap": 30.0}, "logit_softcap is 30.0"),
+        ("llama", {"mlp": "relu2"}, "mlp is 'relu2'"),
+        ("llama", {"mixers": {"m": Heads(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=4))}}, "rotary_dim"),
+        ("mixtral", {"experts": Experts(n_experts=4, top_k=2, hidden=24, scale=2.0)}, r": experts.scale is 2.0, not 1.0"),
+        ("llama", {"sandwich": True}, "sandwich is True"),
+        ("qwen3", {}, "qk_norm"),
+        ("gpt2", {}, "."),
+        ("mixtral", {}, "no experts"),
+        ("deepseek_v3", {}, "mixer of layer 0 is 'heads'"),
+        ("gemma2", {}, "."),
+        ("bert", {}, "'model_type' is 'bert'"),
+    ],
+)  # fmt: skip
+def test_a_model_that_a_family_cannot_express_is_refused(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export_model(small(**changes), tmp_path / "out", family)
+    assert not list(tmp_path.iterdir())
+
+
+def test_our_own_family_carries_any_mixer_and_other_types(tmp_path: Path) -> None:
+    mixers = {
+        "a": Heads(n_heads=4, n_kv_heads=2, head_dim=8, alibi=True, rope=None),
+        "b": Member(kind="linear", options={"n_heads": 4}),
+    }
+    experts = Experts(n_experts=4, top_k=2, hidden=24, scoring="sigmoid", bias_balance=True)
+    model = small(mixers=mixers, sandwich=True, logit_softcap=5.0, experts=experts)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(p.numel()))
+    export_model(model, tmp_path / "own")
+    assert torch.equal(logits(import_model(tmp_path / "own")), logits(model))
+    export_model(model, tmp_path / "low", dtype=torch.bfloat16)
+    low = load_file(tmp_path / "low" / "model.safetensors")
+    full = {name for name, t in low.items() if t.dtype != torch.bfloat16}
+    assert full == {f"blocks.{n}.mlp.router.balance_bias" for n in range(2)}
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_model(model, tmp_path / "own")
+    data = json.loads((tmp_path / "own" / "config.json").read_text())
+    data["transformer"]["n_layers"] = 0
+    (tmp_path / "own" / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=r"config.json: TransformerConfig.n_layers is 0: .* equal to 1"):
+        import_model(tmp_path / "own")
+
+
+def test_layers_that_predict_further_tokens_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    saved("deepseek", tmp_path / "m")
+    path, want = tmp_path / "m" / "model.safetensors", logits(import_model(tmp_path / "m"))
+    save_file({**load_file(path), "model.layers.2.eh_proj.weight": torch.ones(2, 2)}, path)
+    with pytest.warns(UserWarning, match="1 tensors behind the last layer"):
+        assert torch.equal(logits(import_model(tmp_path / "m")), want)
+
+
+def test_the_balancing_bias_is_never_rounded(tmp_path: Path) -> None:
+    model = saved("deepseek", tmp_path / "theirs")
+    export_model(import_model(tmp_path / "theirs"), tmp_path / "low", "deepseek_v3", dtype=torch.bfloat16)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(
+        load_file(tmp_path / "low" / "model.safetensors")[name], dict(model.named_buffers())[name]
+    )
+    back = type(model).from_pretrained(tmp_path / "low", dtype=torch.bfloat16)
+    assert dict(back.named_buffers())[name].dtype == torch.float32  # so they keep it too
+
+
+def test_every_family_is_tested() -> None:
+    types = {theirs(case).config.model_type for case in CASES}
+    assert types == set(FAMILIES) - {"whorl"}
+
+
+def test_a_model_that_no_family_can_express_says_why_for_each() -> None:
+    shape = {
+        "vocab_size": 20,
+        "d_model": 32,
+        "n_layers": 1,
+        "mlp_hidden": 32,
+        "mixers": {"m": {"kind": "mamba"}},
+    }
+    with pytest.raises(ConfigError, match="no family of others") as error:
+        fitting_family(TransformerConfig.model_validate(shape))
+    assert "\n    llama: " in str(error.value) and "\n    gpt2: " in str(error.value)

@@ -1,0 +1,240 @@
+"""ViT and CLIP in and out, held against their own library: the same logits and vectors, there and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.models.exchange_vision_cases import (
+    CASES,
+    END,
+    IDS,
+    MASK,
+    close,
+    gen,
+    images,
+    imported,
+    our_outputs,
+    saved,
+    their_outputs,
+    theirs,
+    transformers,
+)
+
+from whorl.errors import ConfigError
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.exchange import VISION_FAMILIES, export_vision, import_vision
+from whorl.models.vision.clip import DualEncoder
+from whorl.models.vision.resnet import ResNet
+from whorl.models.vision.vit import ViT
+from whorl.objectives.contrastive import info_nce
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_theirs_at_any_size_and_after_export(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "theirs")
+    want, stretched = their_outputs(model), their_outputs(model, 24)
+    assert want[-1].std() > 0.1 and (want[0] - stretched[0][:, : want[0].shape[1]]).abs().max() > 0.01
+    ours = imported(tmp_path / "theirs")
+    close(our_outputs(ours), want, 1e-4)
+    close(our_outputs(ours, 24), stretched, 1e-4)
+    if isinstance(ours, DualEncoder):  # without a mask padding is text, behind the end, where none looks
+        torch.testing.assert_close(ours.embed_texts(IDS), want[1], atol=1e-4, rtol=0)
+
+    export_vision(
+        ours, tmp_path / "ours", model.config.model_type, source=tmp_path / "theirs", shard_bytes=20_000
+    )
+    assert (tmp_path / "ours" / "model.safetensors.index.json").exists()
+    options = {"add_pooling_layer": False} if case == "vit-headless" else {}
+    back, info = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True, **options)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    close(their_outputs(back.eval()), want, 1e-6)
+    again = import_vision(tmp_path / "ours")
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.state_dict().values(), ours.state_dict().values(), strict=True)
+    )
+    close(our_outputs(again), our_outputs(ours), 0)
+    assert back.config.architectures == model.config.architectures
+
+
+@pytest.mark.parametrize("case", ["vit", "clip"])
+def test_bf16_differs_from_fp32_no_more_than_theirs_does(case: str, tmp_path: Path) -> None:
+    noise = torch.zeros(3, 3)  # of theirs, ours to train and ours to run (rows), in each output (columns)
+    for seed in range(
+        8
+    ):  # one draw of weights says little: the noise of one vector is that of all its scores
+        model, folder = theirs(case, seed), tmp_path / str(seed)
+        model.save_pretrained(folder)
+        exact = their_outputs(model)
+        ours = [import_vision(folder, dtype=torch.bfloat16, to_train=train) for train in (True, False)]
+        for row, found in enumerate([their_outputs(model.bfloat16()), *map(our_outputs, ours)]):
+            for column, (a, b) in enumerate(zip(found, exact, strict=True)):
+                assert row == 0 or a.dtype == torch.float32
+                noise[row, column] += (a.float() - b).abs().mean()
+    noise = noise[:, : len(exact)]
+    assert (0.3 * noise[0] < noise[1:]).all() and (noise[1:] < 1.3 * noise[0]).all(), noise
+    for to_train, one in zip((True, False), ours, strict=True):
+        tower = one.image if isinstance(one, DualEncoder) else one
+        assert (tower.blocks[0].mlp.up.weight.dtype == torch.float32) == to_train
+        assert tower.norm.weight.dtype == tower.positions.dtype == torch.float32
+
+
+def test_every_weight_of_an_import_receives_a_gradient(tmp_path: Path) -> None:
+    for case in ("vit", "clip"):
+        saved(case, tmp_path / case)
+        ours = import_vision(tmp_path / case)
+        if isinstance(ours, DualEncoder):
+            info_nce(*ours(images(ours.image), IDS, MASK)).total.backward()
+        else:
+            ours(images(ours)).square().sum().backward()
+        for name, p in ours.named_parameters():
+            assert p.grad is not None and (p.grad.any() or name.endswith("k.bias")), name
+
+
+def test_shards_and_other_types_are_read(tmp_path: Path) -> None:
+    model = saved("clip", tmp_path / "many", max_shard_size="10KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    ours = import_vision(tmp_path / "many")
+    close(our_outputs(ours), their_outputs(model), 1e-4)
+    export_vision(ours, tmp_path / "low", "clip", dtype=torch.bfloat16)
+    assert {t.dtype for t in load_file(tmp_path / "low" / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "low" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert type(model).from_pretrained(tmp_path / "low").dtype == torch.bfloat16
+
+
+def test_a_pooler_is_left_out_with_a_warning_and_a_headless_model_has_no_logits(tmp_path: Path) -> None:
+    model = saved("vit-headless", tmp_path / "m")
+    with pytest.warns(UserWarning, match=r"2 tensors are left out \('pooler.dense.bias'\)"):
+        ours = import_vision(tmp_path / "m")
+    assert isinstance(ours, ViT) and ours.params()["head"] == 0
+    torch.testing.assert_close(ours.features(images(ours)), their_outputs(model)[0][:, 0], atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match="classes is 0"):
+        ours(images(ours))
+
+
+def test_old_files_hold_positions_and_their_end_is_the_largest_id(tmp_path: Path) -> None:
+    model = saved("clip-old", tmp_path / "m")
+    path = tmp_path / "m" / "model.safetensors"
+    weights = load_file(path)
+    weights["text_model.embeddings.position_ids"] = torch.arange(10)[None]
+    weights["vision_model.embeddings.position_ids"] = torch.arange(17)[None]
+    save_file(weights, path)
+    ours = import_vision(tmp_path / "m")
+    assert isinstance(ours, DualEncoder) and ours.text.config.end_id == END
+    close(our_outputs(ours), their_outputs(model), 1e-4)
+    with pytest.raises(ConfigError, match="row 1 of ids has no real token end_id"):
+        ours.embed_texts(torch.tensor([[3, END], [3, 4]]))
+    hidden = ours.text.hidden(torch.tensor([[3, 4, 5], [3, 4, 6]]))
+    assert (hidden[0, 2] - hidden[1, 2]).abs().max() > 1e-3
+    torch.testing.assert_close(hidden[0, :2], hidden[1, :2], atol=1e-6, rtol=1e-5)  # none sees what comes
+
+
+@pytest.mark.parametrize("scale", [math.log(100.0), 5.5])
+def test_a_scale_beyond_the_papers_bound_is_kept(scale: float, tmp_path: Path) -> None:
+    model = theirs("clip")
+    model.logit_scale.data.fill_(scale)
+    model.save_pretrained(tmp_path / "m")
+    ours = import_vision(tmp_path / "m")
+    assert isinstance(ours, DualEncoder)
+    assert ours.largest_scale == pytest.approx(math.exp(scale), rel=1e-6)
+    torch.testing.assert_close(our_outputs(ours)[2], their_outputs(model)[2], atol=1e-4, rtol=1e-5)
+
+
+# --- export
+
+
+def text(**change: Any) -> Encoder:
+    shape = {"vocab_size": 9, "d_model": 16, "n_layers": 1, "n_heads": 2, "mlp_hidden": 16, "max_length": 5}
+    return Encoder(EncoderConfig.model_validate({**shape, "causal": True, "end_id": 8, **change}))
+
+
+def vit(**change: Any) -> ViT:
+    return ViT(8, 4, 3, 6, **{"d_model": 12, "n_layers": 1, "n_heads": 2, **change})
+
+
+def tower(**change: Any) -> ViT:
+    return vit(**{"patch_bias": False, "first_norm": True, "head_bias": False, **change})
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "message"),
+    [
+        (lambda: vit(pooling="mean"), "vit", "its pooling is 'mean'.*'class'"),
+        (lambda: vit(mlp="relu2"), "vit", "field 'hidden_act' is 'relu2'"),
+        (lambda: vit(first_norm=True), "vit", "its first_norm is True.*False"),
+        (lambda: vit(), "clip", "it is a ViT.*a DualEncoder"),
+        (lambda: ResNet(3, 5, widths=(4,), depths=(1,)), "vit", "it is a ResNet"),
+        (lambda: vit(), "llama", "'model_type' is 'llama'"),
+        (lambda: DualEncoder(vit(), text()), "clip", "its image.patch_bias is True"),
+        (lambda: DualEncoder(tower(), text(causal=False)), "clip", "its text.causal is False"),
+        (lambda: DualEncoder(tower(), text(n_classes=2)), "clip", "its text.n_classes is 2"),
+        (lambda: DualEncoder(tower(), text(end_id=None)), "clip", "its text.end_id is None"),
+        (lambda: DualEncoder(tower(), text(end_id=2)), "clip", "its text.end_id is 2.*8"),
+        (
+            lambda: DualEncoder(ResNet(3, 5, widths=(4,), depths=(1,)), text()),
+            "clip",
+            "the image tower is a ResNet",
+        ),
+    ],
+)
+def test_a_model_that_a_family_cannot_express_is_refused(
+    model: Any, family: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        export_vision(model(), tmp_path / "out", family)
+    assert not list(tmp_path.iterdir())
+
+
+def test_models_of_our_own_are_theirs_too(tmp_path: Path) -> None:
+    own: list[tuple[str, Any, Any]] = [
+        ("vit", vit(mlp="gelu_tanh"), transformers.ViTForImageClassification),
+        ("clip", DualEncoder(tower(mlp="quick_gelu"), text(mlp="quick_gelu")), transformers.CLIPModel),
+    ]
+    for family, model, cls in own:
+        for number, p in enumerate(model.parameters()):
+            p.data = torch.randn(p.shape, generator=gen(number)) * 0.3
+        export_vision(model, tmp_path / family, family)
+        their = cls.from_pretrained(tmp_path / family).eval()
+        pictures = torch.randn(2, 3, 8, 8, generator=gen(1))
+        ids = torch.tensor([[1, 4, 8, 0], [3, 3, 5, 8]])
+        with torch.no_grad():
+            if family == "vit":
+                found, want = model(pictures), their(pictures).logits
+            else:
+                found, want = model.scores(pictures, ids), their(ids, pictures).logits_per_image
+        torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
+        with pytest.raises(ConfigError, match="is not empty"):
+            export_vision(model, tmp_path / family, family)
+
+
+def test_processors_labels_and_special_ids_are_carried_over(tmp_path: Path) -> None:
+    saved("vit", tmp_path / "vit")
+    (tmp_path / "vit" / "preprocessor_config.json").write_bytes(b'{"image_mean": [0.5]}')
+    config = json.loads((tmp_path / "vit" / "config.json").read_text())
+    config["id2label"] = {str(n): name for n, name in enumerate(["crane", "tench", "crane", "hen", "kite"])}
+    config["label2id"] = {name: int(n) for n, name in config["id2label"].items()}  # two classes of one name
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config))
+    ours = import_vision(tmp_path / "vit")
+    export_vision(ours, tmp_path / "out", "vit", source=tmp_path / "vit")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_bytes() == b'{"image_mean": [0.5]}'
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["id2label"] == config["id2label"] and written["label2id"] == config["label2id"]
+    export_vision(vit(), tmp_path / "six", "vit", source=tmp_path / "vit")
+    assert len(json.loads((tmp_path / "six" / "config.json").read_text())["id2label"]) == 6
+
+    saved("clip", tmp_path / "clip")
+    (tmp_path / "clip" / "tokenizer.json").write_bytes(b"{}")
+    export_vision(import_vision(tmp_path / "clip"), tmp_path / "both", "clip", source=tmp_path / "clip")
+    assert (tmp_path / "both" / "tokenizer.json").read_bytes() == b"{}"
+    part = json.loads((tmp_path / "both" / "config.json").read_text())["text_config"]
+    assert (part["bos_token_id"], part["eos_token_id"], part["pad_token_id"]) == (3, END, 7)
+
+
+def test_every_family_is_tested() -> None:
+    assert {theirs(case).config.model_type for case in CASES} == set(VISION_FAMILIES)

@@ -1,0 +1,365 @@
+"""GGUF files, read back by others: transformers' own reader, and llama.cpp itself where it is installed."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whorl.errors import ConfigError
+from whorl.models.decoder import Decoder, DecoderConfig
+from whorl.models.exchange.gguf.file import export_gguf
+from whorl.models.transformer import Transformer
+from whorl.models.transformer_config import Experts, Heads, LatentHeads, Member, Rope, TransformerConfig
+from whorl.nn.positions.rotary import Scaling, rotary_frequencies
+
+gguf = pytest.importorskip("gguf")
+
+SHAPE: dict[str, Any] = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "max_length": 64, "mlp_hidden": 48}
+IDS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(1))
+
+
+def heads(**fields: Any) -> Heads:
+    return Heads(**{"n_heads": 4, "n_kv_heads": 2, "head_dim": 8, **fields})
+
+
+def shaped(mixer: Any, **fields: Any) -> TransformerConfig:
+    mixers = mixer if isinstance(mixer, dict) else {"full": mixer}
+    return TransformerConfig(**{**SHAPE, "mixers": mixers, **fields})
+
+
+def gemma(full: Heads, local: Heads, pattern: str, **fields: Any) -> TransformerConfig:
+    names = tuple("full" if p == "f" else "local" for p in pattern)
+    return shaped(
+        {"full": full, "local": local}, pattern=names, n_layers=len(names), mlp="geglu", norm_offset=1.0, sandwich=True,
+        embedding_scale=32**0.5, tie_embeddings=True, **fields,
+    )  # fmt: skip
+
+
+LATENT = LatentHeads(
+    n_heads=4, kv_rank=16, q_rank=12, nope_dim=12, rope_dim=8, v_dim=10, rope=Rope(layout="interleaved")
+)
+SIGMOIDS = Experts(
+    n_experts=8, top_k=2, hidden=24, shared_hidden=48, scoring="sigmoid", scale=2.5, bias_balance=True, groups=(4, 2),
+    dense_layers=(0,),
+)  # fmt: skip
+YARN = Scaling("yarn", 4.0, 16)
+# Both of DeepSeek's mscale 1: no gain in the tables, and all of it in the scale
+LATENT_YARN = LATENT.model_copy(
+    update={
+        "q_rank": None,
+        "rope": Rope(layout="interleaved", scaling=Scaling("yarn", 4.0, 16, attention=1.0)),
+        "scale": 20**-0.5 * (0.1 * np.log(4.0) + 1) ** 2,
+    }
+)
+CASES: dict[str, tuple[str, TransformerConfig]] = {
+    "llama": ("llama", shaped(heads())),
+    "llama-tied-wide": ("llama", shaped(heads(head_dim=16, n_kv_heads=4), tie_embeddings=True, norm_eps=1e-5)),
+    "llama-bias": ("llama", shaped(heads(bias=True, out_bias=True), mlp_bias=True)),
+    "llama-3": ("llama", shaped(heads(rope=Rope(base=5e5, scaling=Scaling("llama3", 8.0, 16))))),
+    "llama-linear": ("llama", shaped(heads(rope=Rope(scaling=Scaling("linear", 2.0))))),
+    "llama-yarn": ("llama", shaped(heads(rope=Rope(scaling=YARN)))),
+    "llama-yarn-gain": ("llama", shaped(heads(rope=Rope(scaling=Scaling("yarn", 4.0, 16, attention=1.3))))),
+    "llama-ntk": ("llama", shaped(heads(rope=Rope(scaling=Scaling("ntk", 4.0))))),
+    "llama-neighbours": ("llama", shaped(heads(rope=Rope(layout="interleaved"), scale=0.5))),
+    "mixtral": ("llama", shaped(heads(), experts=Experts(n_experts=4, top_k=2, hidden=48))),
+    "qwen2": ("qwen2", shaped(heads(bias=True))),
+    "qwen2-yarn": ("qwen2", shaped(heads(bias=True, rope=Rope(scaling=YARN)), tie_embeddings=True)),
+    "qwen3": ("qwen3", shaped(heads(head_dim=16, qk_norm=True, scale=0.3))),
+    "gemma2": (
+        "gemma2",
+        gemma(heads(scale=0.3, softcap=5.0), heads(scale=0.3, softcap=5.0, window=6), "lf", logit_softcap=3.0),
+    ),
+    "gemma2-odd": (
+        "gemma2",
+        gemma(heads(softcap=5.0), heads(softcap=5.0, window=6), "lff", logit_softcap=3.0),
+    ),
+    "gemma3": (
+        "gemma3",
+        gemma(
+            heads(qk_norm=True, rope=Rope(base=1e6, scaling=Scaling("linear", 8.0))),
+            heads(qk_norm=True, window=6, rope=Rope(base=2e4)),
+            "lllllfl",
+        ),
+    ),
+    "gemma3-third": (
+        "gemma3",
+        gemma(heads(qk_norm=True, scale=0.3), heads(qk_norm=True, scale=0.3, window=6), "llf"),
+    ),
+    "gpt2": (
+        "gpt2",
+        shaped(
+            heads(n_kv_heads=4, rope=None, bias=True, out_bias=True), mlp="gelu_tanh", mlp_bias=True, norm="layer",
+            learned_positions=True, tie_embeddings=True,
+        ),
+    ),
+    "qwen2-moe": (
+        "qwen2moe",
+        shaped(
+            heads(bias=True), tie_embeddings=True,
+            experts=Experts(n_experts=4, top_k=2, hidden=24, shared_hidden=40, shared_gate=True, normalise=False),
+        ),
+    ),
+    "qwen3-moe": (
+        "qwen3moe",
+        shaped(heads(head_dim=16, qk_norm=True), experts=Experts(n_experts=4, top_k=2, hidden=24)),
+    ),
+    "deepseek": ("deepseek2", shaped(LATENT, experts=SIGMOIDS)),
+    "deepseek-yarn": ("deepseek2", shaped(LATENT_YARN, experts=SIGMOIDS)),
+}  # fmt: skip
+# What transformers' reader does not look for in the file, told to it.
+TOLD: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3-third": {
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+    },
+    "qwen3": {"head_dim": 16},
+    "gpt2": {"n_positions": 64, "vocab_size": 96, "n_inner": 48},
+    "qwen2-moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+    "qwen3-moe": {"moe_intermediate_size": 24},
+}
+# The cases that it can read: it overlooks biases and stretched positions, and does not know Mixtral's and DeepSeek's.
+THEIRS = [
+    "llama",
+    "llama-tied-wide",
+    "llama-ntk",
+    "llama-neighbours",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gpt2",
+    "qwen2-moe",
+    "qwen3-moe",
+]
+
+
+def drawn(config: TransformerConfig) -> Transformer:
+    """A model with every weight drawn, norms and biases too, so that a swapped one is seen."""
+    model = Transformer(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, tensor in model.state_dict().items():
+        noise = torch.randn(tensor.shape, generator=generator) * 0.2
+        tensor.copy_(noise + (tensor if tensor.dim() == 1 and "bias" not in name else 0))
+    return model
+
+
+@torch.no_grad()
+def logits(model: Transformer) -> torch.Tensor:
+    out = model.logits(model(IDS))[0]
+    assert out.std() > 0.3  # else an agreement would say nothing
+    return out
+
+
+def written(config: TransformerConfig, folder: Path, **options: Any) -> tuple[Transformer, Path]:
+    model, file = drawn(config), folder / "m.gguf"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        export_gguf(model, file, **options)
+    return model, file
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_transformers_reads_the_same_model(case: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    model, file = written(CASES[case][1], tmp_path)
+    # The steps of `from_pretrained(folder, gguf_file=...)`, which itself asks for one more package.
+    read = importlib.import_module("transformers.modeling_gguf_pytorch_utils").load_gguf_checkpoint
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file=file.name, **TOLD.get(case, {}))
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors = read(str(file), return_tensors=True, model_to_load=theirs)["tensors"]
+    missing, unexpected = theirs.load_state_dict(tensors, strict=False)
+    assert not unexpected and set(missing) <= ({"lm_head.weight"} if model.config.tie_embeddings else set())
+    with torch.no_grad():
+        got = theirs(IDS).logits[0]
+    torch.testing.assert_close(got, logits(model), atol=1e-4, rtol=0)
+
+
+def llama_cpp(file: Path, **options: Any) -> Any:
+    library = pytest.importorskip("llama_cpp")
+    return library.Llama(str(file), verbose=False, n_threads=1, n_threads_batch=1, **options)
+
+
+def logits_of_llama_cpp(file: Path) -> torch.Tensor:
+    engine = llama_cpp(file, n_ctx=64, logits_all=True, type_k=0, type_v=0, flash_attn=False)
+    engine.eval(IDS[0].tolist())
+    out = torch.from_numpy(engine.scores[: IDS.shape[1]].copy())
+    engine.close()
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_llama_cpp_computes_the_same_logits(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    architecture, config = CASES[case]
+    model, file = written(config, tmp_path)
+    assert field(file, "general.architecture") == architecture
+    want, got = logits(model), logits_of_llama_cpp(file)
+    # its GELU is a table in half precision
+    atol = 3e-2 if config.mlp in ("geglu", "gelu_tanh") else 2e-4
+    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+
+
+# What llama.cpp's own converter writes of these models, beyond the widths; so that a change is seen without llama.cpp.
+FIELDS: dict[str, dict[str, Any]] = {
+    "llama-tied-wide": {
+        "context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 48, "vocab_size": 96,
+        "attention.head_count": 4, "attention.head_count_kv": 4, "attention.key_length": 16, "attention.value_length": 16,
+        "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": 16, "rope.freq_base": 1e4,
+    },
+    "llama-linear": {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+    "qwen2-yarn": {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 16,
+        "rope.scaling.attn_factor": None,
+    },
+    "llama-ntk": {"rope.freq_base": 1e4 * 4 ** (8 / 6), "rope.scaling.type": None},
+    "gemma2": {
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0, "attention.sliding_window": 6,
+        "attention.sliding_window_pattern": None,
+    },
+    "gemma2-odd": {"attention.sliding_window_pattern": [True, False, False]},
+    "gemma3": {"rope.freq_base": 1e6, "rope.freq_base_swa": 2e4, "attention.sliding_window_pattern": None},
+    "gpt2": {"attention.layer_norm_epsilon": 1e-6, "rope.freq_base": None},
+    "mixtral": {"expert_count": 4, "expert_used_count": 2, "feed_forward_length": 48},
+    "qwen2-moe": {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
+    "deepseek-yarn": {
+        "attention.head_count_kv": 1, "attention.key_length": 24, "attention.value_length": 16, "attention.q_lora_rank": 0,
+        "attention.kv_lora_rank": 16, "attention.key_length_mla": 20, "attention.value_length_mla": 10,
+        "rope.dimension_count": 8, "rope.scaling.yarn_log_multiplier": 0.1, "rope.scaling.attn_factor": None,
+        "leading_dense_block_count": 1, "expert_shared_count": 2, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+        "expert_gating_func": 2, "expert_group_count": 4, "expert_group_used_count": 2,
+    },
+}  # fmt: skip
+
+
+def close(value: Any) -> Any:
+    """Numbers of single precision to six digits, the rest as it is."""
+    return float(f"{value:.5e}") if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_fields_are_those_of_the_architecture(case: str, tmp_path: Path) -> None:
+    architecture, config = CASES[case]
+    _, file = written(config, tmp_path)
+    reader = gguf.GGUFReader(file)
+    found = {name: reader.get_field(f"{architecture}.{name}") for name in FIELDS[case]}
+    got = {name: None if f is None else f.contents() for name, f in found.items()}
+    assert {n: close(v) for n, v in got.items()} == {n: close(v) for n, v in FIELDS[case].items()}
+
+
+def test_tensors_that_no_reader_but_llama_cpp_looks_at(tmp_path: Path) -> None:
+    scaling = Scaling("llama3", 8.0, 16)
+    _, file = written(CASES["llama-3"][1], tmp_path)
+    tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors}
+    want = rotary_frequencies(8, 5e5) / rotary_frequencies(8, 5e5, scaling)
+    np.testing.assert_allclose(tensors["rope_freqs.weight"], want.numpy(), rtol=1e-6)
+    assert tensors["rope_freqs.weight"].max() == 8.0
+    file.unlink()
+
+    model, file = written(CASES["deepseek"][1], tmp_path)
+    tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors}
+    both = model.get_parameter("blocks.1.mixer.kv_b.weight").detach().view(4, 22, 16).numpy()
+    np.testing.assert_array_equal(tensors["blk.1.attn_k_b.weight"], both[:, :12].swapaxes(1, 2))
+    np.testing.assert_array_equal(tensors["blk.1.attn_v_b.weight"], both[:, 12:])
+    balance = model.state_dict()["blocks.1.mlp.router.balance_bias"].numpy()
+    np.testing.assert_array_equal(tensors["blk.1.exp_probs_b.bias"], balance)
+
+
+def field(file: Path, name: str) -> Any:
+    return gguf.GGUFReader(file).get_field(name).contents()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_matrices_are_of_the_type_asked_for_and_vectors_of_full_precision(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model, file = written(CASES["mixtral"][1], tmp_path, dtype=dtype)
+    reader = gguf.GGUFReader(file)
+    kinds = {t.name: t.tensor_type.name for t in reader.tensors}
+    low = {torch.float16: "F16", torch.bfloat16: "BF16"}[dtype]
+    assert {n for n, kind in kinds.items() if kind == "F32"} == {
+        n for n in kinds if "norm" in n or "ffn_gate_inp" in n
+    }
+    assert set(kinds.values()) == {"F32", low}
+    assert field(file, "general.file_type") == (1 if low == "F16" else 32)
+    # the numbers themselves: nothing is rounded but to that type
+    down = next(t for t in reader.tensors if t.name == "blk.1.ffn_down_exps.weight")
+    ours = torch.stack([model.get_parameter(f"blocks.1.mlp.experts.down.{e}") for e in range(4)])
+    stored = torch.from_numpy(np.array(down.data)).view(dtype).reshape(ours.shape)
+    assert torch.equal(stored, ours.detach().to(dtype))
+
+
+def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None:
+    model = drawn(shaped(heads(window=20)))
+    with pytest.warns(UserWarning, match="longest row is 20"):
+        export_gguf(model, tmp_path / "m.gguf")
+    assert field(tmp_path / "m.gguf", "llama.context_length") == 20
+    assert field(tmp_path / "m.gguf", "tokenizer.ggml.model") == "none"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        export_gguf(drawn(shaped(heads(window=64))), tmp_path / "n.gguf")
+    assert field(tmp_path / "n.gguf", "llama.context_length") == 64
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (shaped(Member(kind="mamba")), "mixer of layer 0 is 'mamba'"),
+        (shaped(heads(sink=True)), "sink is True"),
+        (shaped(heads(smear=True)), "smear is True"),
+        (shaped(heads(alibi=True)), "alibi is True"),
+        (shaped(heads(n_kv_heads=4, rope=None, alibi=True)), "alibi is True"),
+        (shaped(heads(), mlp="relu2"), "mlp is 'relu2'"),
+        (shaped(heads(), parallel=True), "parallel is True"),
+        (shaped(heads(rope=Rope(rotary_dim=4))), "rotary_dim of layer 0 is 4"),
+        (shaped({"a": heads(), "b": heads(rope=Rope(rotary_dim=4))}), "rotary_dim of layer 1 is 4"),
+        (shaped(heads(rope=Rope(scaling=Scaling("yarn", 4.0, 16, low=2.0)))), "low=2.0"),
+        (shaped(heads(bias=True, rope=Rope(scaling=Scaling("llama3", 8.0, 16)))), "'llama3'"),
+        (shaped(heads(head_dim=16, bias=True)), "head_dim is 16"),
+        (shaped(heads(qk_norm=True, bias=True, out_bias=True)), "out_bias"),
+        (gemma(heads(softcap=5.0), heads(softcap=5.0, window=6), "lf"), "logit_softcap is None"),
+        (
+            CASES["gemma2"][1].model_copy(update={"tie_embeddings": False}), "tie_embeddings is False",
+        ),
+        (shaped(LATENT, experts=SIGMOIDS, norm_eps=1e-5), "eps of the latents"),
+        (shaped(heads(qk_norm=True), experts=Experts(n_experts=4, top_k=2, hidden=24, dense_layers=(0,))), "dense_layers"),
+        (shaped(heads(qk_norm=True), experts=Experts(n_experts=4, top_k=2, hidden=24, normalise=False)), "normalise"),
+    ],
+)  # fmt: skip
+def test_a_network_that_llama_cpp_lacks_is_refused_by_field(
+    config: TransformerConfig, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        export_gguf(Transformer(config), tmp_path / "m.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+def test_our_own_small_model_is_refused(tmp_path: Path) -> None:
+    small = DecoderConfig(vocab_size=96, d_model=32, n_layers=1, n_heads=2, n_kv_heads=1, mlp_hidden=32)
+    with pytest.raises(ConfigError, match="is a Decoder"):
+        export_gguf(Decoder(small), tmp_path / "m.gguf")  # type: ignore[arg-type]
+
+
+def test_a_file_in_the_way_and_a_weight_too_large_are_refused(tmp_path: Path) -> None:
+    model, file = written(CASES["llama"][1], tmp_path)
+    before = file.read_bytes()
+    with pytest.raises(ConfigError, match="exists"):
+        export_gguf(model, file)
+    assert file.read_bytes() == before
+    with pytest.raises(ConfigError, match="exists"):
+        export_gguf(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"dtype is torch\.int8"):
+        export_gguf(model, tmp_path / "n.gguf", dtype=torch.int8)
+    with pytest.raises(ConfigError, match=r"weights are torch\.float64"):
+        export_gguf(drawn(CASES["llama"][1]).double(), tmp_path / "n.gguf")
+    model.embedding.data[3, 3] = 1e6
+    with pytest.raises(ConfigError, match=r"'token_embd.weight' holds 1e\+06"):
+        export_gguf(model, tmp_path / "n.gguf", dtype=torch.float16)
+    assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

@@ -1,0 +1,261 @@
+"""Vocabularies of GGUF files: the ids of llama.cpp held against those of the tokenizers that they were made of."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from whorl.errors import CheckpointError, ConfigError
+from whorl.models.exchange.gguf.file import export_gguf
+from whorl.models.exchange.gguf.vocabulary import NEAREST, OURS, SPLITS, read_vocabulary
+from whorl.models.transformer import Transformer
+from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.tokens.pretokens import PATTERN
+from whorl.tokens.tokenizer import Tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+# What is trained on, and what the ids are compared on.
+SOURCE = Path(warnings.__file__).read_text(encoding="utf-8")
+HELD_OUT = Path(json.decoder.__file__).read_text(encoding="utf-8")
+TEXTS = [
+    HELD_OUT,
+    "Years 1984, 12 and 1234567.89; it's   three blanks,\ttabs\t\t and\r\n\r\n line  breaks \n\n  \n end. We'LL see\n",
+    "Füße über Ägypten, naïve café — “quoted”… 日本語のテキスト и немного кириллицы 👩‍🔬!? ñ a\u0301 ٣٤٥",
+    "CamelCase HTTPServer snake_case f(x)[0]->y += {'a': [1,2]} // /* */ http://a.b/c?d=e&f#g",
+    " leading", "trailing ", "", "\n", "x",
+]  # fmt: skip
+
+
+def llama_cpp(file: Path, **options: Any) -> Any:
+    library = pytest.importorskip("llama_cpp")
+    return library.Llama(str(file), verbose=False, n_threads=1, n_threads_batch=1, **options)
+
+
+def field(file: Path, name: str) -> Any:
+    return gguf.GGUFReader(file).get_field(name).contents()
+
+
+def byte_level(splits: tuple[str, ...], folder: Path) -> Any:
+    """A tokenizer of the `tokenizers` library that splits so, trained, in `folder`."""
+    library = pytest.importorskip("tokenizers")
+    steps: list[Any] = [
+        library.pre_tokenizers.Digits(individual_digits=True)
+        if s == "digits"
+        else library.pre_tokenizers.Split(library.Regex(s), "isolated")
+        for s in splits
+        if s != "GPT-2"
+    ]
+    steps.append(library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex="GPT-2" in splits))
+    made = library.Tokenizer(library.models.BPE(ignore_merges=True))
+    made.pre_tokenizer = library.pre_tokenizers.Sequence(steps)
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        special_tokens=["<|start|>", "<|end|>"],
+    )  # fmt: skip
+    made.train_from_iterator([SOURCE, *TEXTS[2:4]], trainer)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"eos_token": "<|end|>", "bos_token": {"content": "<|start|>"}}'
+    )
+    return made
+
+
+def only_words(folder: Path, vocab_size: int, file: Path) -> Path:
+    """A GGUF file with nothing but the vocabulary."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        vocabulary = read_vocabulary(folder, vocab_size)
+    writer = gguf.GGUFWriter(file, "llama")
+    vocabulary.add_to(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=SPLITS.values())
+def test_ids_of_byte_level_tokenizers_are_the_same_in_llama_cpp(
+    splits: tuple[str, ...], tmp_path: Path
+) -> None:
+    made = byte_level(splits, tmp_path)
+    file = only_words(tmp_path, 1000, tmp_path / "v.gguf")
+    assert field(file, "tokenizer.ggml.pre") == SPLITS[splits]
+    assert field(file, "tokenizer.ggml.eos_token_id") == made.token_to_id("<|end|>")
+    assert field(file, "tokenizer.ggml.bos_token_id") == made.token_to_id("<|start|>")
+    assert field(file, "tokenizer.ggml.add_bos_token") is False
+    assert field(file, "tokenizer.ggml.tokens")[-1] == "[PAD999]"
+    engine = llama_cpp(file, vocab_only=True)
+    for text in TEXTS:
+        got = engine.tokenize(text.encode(), add_bos=False, special=False)
+        assert got == made.encode(text, add_special_tokens=False).ids
+    engine.close()
+
+
+def by_pieces(folder: Path, **changes: Any) -> Any:
+    """A tokenizer like Llama 2's, trained, in `folder`: blanks as U+2581, bytes for unknown characters, all pairs."""
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    steps = [library.normalizers.Prepend("\u2581"), library.normalizers.Replace(" ", "\u2581")]
+    made.normalizer = library.normalizers.Sequence(steps)
+    special = ["<unk>", "<s>", "</s>"]
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=900, special_tokens=[*special, *(f"<0x{b:02X}>" for b in range(256))], show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(SOURCE.splitlines(keepends=True), trainer)
+    data = json.loads(made.to_str())
+    vocabulary, merges = data["model"]["vocab"], data["model"]["merges"]
+    rank = {"".join(pair): n for n, pair in reversed(list(enumerate(merges)))}
+    data["model"]["merges"] = [
+        [token[:i], token[i:]]
+        for token in sorted(rank, key=rank.__getitem__)
+        for i in range(1, len(token))
+        if token[:i] in vocabulary and token[i:] in vocabulary
+    ]
+    data["added_tokens"] = [t for t in data["added_tokens"] if t["content"] in special]
+    data["post_processor"] = {
+        "type": "TemplateProcessing", "pair": [],
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    data["model"] |= changes
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "generation_config.json").write_text('{"bos_token_id": 1, "eos_token_id": [2]}')
+    return library.Tokenizer.from_str(json.dumps(data))
+
+
+def test_ids_of_pieces_with_scores_are_the_same_in_llama_cpp(tmp_path: Path) -> None:
+    made = by_pieces(tmp_path)
+    file = only_words(tmp_path, 900, tmp_path / "v.gguf")
+    assert field(file, "tokenizer.ggml.model") == "llama"
+    assert field(file, "tokenizer.ggml.token_type")[:4] == [2, 3, 3, 6]  # unknown, control, control, byte
+    assert field(file, "tokenizer.ggml.add_bos_token") is True
+    assert field(file, "tokenizer.ggml.add_space_prefix") is True
+    engine = llama_cpp(file, vocab_only=True)
+    for text in filter(None, TEXTS):
+        got = engine.tokenize(text.encode(), add_bos=True, special=False)
+        assert got == made.encode(text).ids
+    engine.close()
+
+
+def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path) -> None:
+    by_pieces(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    merges = data["model"]["merges"]
+    tokens = ["".join(m) for m in merges]
+    several = next(t for t in tokens if tokens.count(t) > 1)
+    first = tokens.index(several)
+    by_pieces(tmp_path, merges=merges[:first] + merges[first + 1 :])
+    with pytest.raises(ConfigError, match="no \\('"):
+        read_vocabulary(tmp_path, 900)
+    by_pieces(tmp_path, merges=[*merges[:first], *merges[first + 1 :], merges[first]])
+    with pytest.raises(ConfigError, match="in two places"):
+        read_vocabulary(tmp_path, 900)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
+    folder = tmp_path_factory.mktemp("ours")
+    made = Tokenizer.train([SOURCE], 700, specials=["<|sep|>"], workers=1)
+    made.save(folder)
+    return made, folder
+
+
+def test_our_own_tokenizer_is_written_with_a_warning(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    made, folder = ours
+    assert OURS == PATTERN  # which the floor below cannot import
+    with pytest.warns(UserWarning, match="2 tokens in 100"):
+        found = read_vocabulary(folder, made.vocab_size)
+    assert found.pre == NEAREST
+    assert found.ids == {"bos": made.bos_id, "eos": made.eos_id, "pad": made.pad_id}
+    assert found.add_bos and not found.add_eos
+    assert found.kinds == [1] * made.n_ordinary + [3] * 4
+    merges = [" ".join(m) for m in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
+    assert sorted(found.merges) == sorted(merges) and found.merges != merges
+    letters = [m for m in merges if any(c.isascii() and c.isalnum() for c in m)]
+    assert len(letters) > 200
+    assert [m for m in found.merges if m in set(letters)] == letters  # their order is as it was
+    first = found.merges.index(letters[0])
+    assert all(m in found.merges[:first] for m in ("( )", ") :", "Ġ =", "Ċ ĠĠĠĠ") if m in merges)
+    assert first > 10
+
+
+def test_ids_of_our_own_tokenizer_in_llama_cpp_are_nearly_ours(
+    ours: tuple[Tokenizer, Path], tmp_path: Path
+) -> None:
+    made, folder = ours
+    engine = llama_cpp(only_words(folder, made.vocab_size, tmp_path / "v.gguf"), vocab_only=True)
+
+    def borders(ids: list[int]) -> set[int]:
+        return set(np.cumsum([len(made.token_bytes[i]) for i in ids]).tolist())
+
+    for text in TEXTS:
+        got = engine.tokenize(text.encode(), add_bos=False, special=False)
+        assert made.decode(got) == text.encode()
+    same = made.encode(HELD_OUT).tolist(), engine.tokenize(HELD_OUT.encode(), add_bos=False, special=False)
+    kept, wanted = borders(same[1]), borders(same[0])
+    assert len(kept & wanted) > 0.97 * len(wanted) and len(same[1]) < 1.01 * len(same[0])
+    injected = engine.tokenize(b"a<|eos|>b", add_bos=False, special=False)
+    assert injected == made.encode("a<|eos|>b").tolist() and made.eos_id not in injected
+    assert engine.tokenize(b"a<|sep|>b", add_bos=True, special=True) == [
+        made.bos_id, *made.encode("a<|sep|>b", allow_special=True).tolist(),
+    ]  # fmt: skip
+    assert (engine.token_bos(), engine.token_eos()) == (made.bos_id, made.eos_id)
+    engine.close()
+
+
+def test_llama_cpp_continues_as_we_do(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    made, folder = ours
+    config = TransformerConfig(
+        vocab_size=made.vocab_size, d_model=32, n_layers=2, max_length=64, mlp_hidden=48,
+        mixers={"full": Heads(n_heads=4, n_kv_heads=2, head_dim=8, qk_norm=True)},
+    )  # fmt: skip
+    model, file = Transformer(config, torch.Generator().manual_seed(0)), tmp_path / "m.gguf"
+    for p in model.parameters():  # large enough that the likeliest id is far from the next
+        p.data *= 1.0 if p.dim() == 1 else 10.0
+    with pytest.warns(UserWarning, match="2 tokens in 100"):
+        export_gguf(model, file, source=folder)
+    engine = llama_cpp(file, n_ctx=64, type_k=0, type_v=0, flash_attn=False)
+    prompt = engine.tokenize(b"def main(", add_bos=True)
+    assert prompt == [made.bos_id, *made.encode("def main(").tolist()]
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            ids.append(int(model.logits(model(torch.tensor([ids])))[0, -1].argmax()))
+    got = [token for token, _ in zip(engine.generate(prompt, temp=0.0, top_k=1), range(12), strict=False)]
+    assert got == ids[len(prompt) :] and len(set(got)) > 3
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*2 tokens in 100")
+def test_tokenizers_without_a_form_are_refused(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
+    made, folder = ours
+    with pytest.raises(CheckpointError, match="below 600"):
+        read_vocabulary(folder, 600)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_vocabulary(tmp_path, 600)
+    data = json.loads((folder / "tokenizer.json").read_text())
+
+    def refused(path: list[Any], value: Any, message: str) -> None:
+        changed = json.loads(json.dumps(data))
+        at = changed
+        for key in path[:-1]:
+            at = at[key]
+        at[path[-1]] = value
+        (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
+        with pytest.raises((ConfigError, CheckpointError), match=message):
+            read_vocabulary(tmp_path, made.vocab_size)
+
+    refused(["pre_tokenizer", "pretokenizers", 0, "pattern", "Regex"], r"\w+", "pre_tokenizer is")
+    refused(["normalizer"], {"type": "Lowercase"}, "normalizer is Lowercase")
+    refused(["model", "type"], "Unigram", "model.type is Unigram")
+    refused(["model", "merges"], None, "cannot be read as a tokenizer")
+    refused(["added_tokens", 1, "content"], "<|end|>", "no token ends a text")
+    refused(["added_tokens", 1, "content"], "<|bos|>", "stands for two ids")

@@ -1,0 +1,257 @@
+"""Quantised models: GPTQ against its definition, folders that come back, and what calibration is for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import Sampling
+from whorl.errors import CheckpointError, ConfigError
+from whorl.models import (
+    Decoder,
+    DecoderConfig,
+    LanguageModel,
+    Transformer,
+    TransformerConfig,
+    load_model,
+    save_model,
+)
+from whorl.models.pruning.activation_moments import second_moments
+from whorl.models.quantization.gptq import best_scales, gptq, quantise_model
+from whorl.models.quantization.weights import Scheme, matrices_of
+from whorl.models.transformer_config import Experts, Heads, LatentHeads
+from whorl.nn.quantized_linear import HIGHEST, LOWEST, QuantisedLinear, dequantise, encode, scales_of
+
+
+def output_error(weight: Tensor, rounded: Tensor, moments: Tensor) -> float:
+    """sum |(W - Q) x|^2 / sum |W x|^2 over the text that `moments` was taken of."""
+    w, error = weight.detach().double(), (weight - rounded).detach().double()
+    return float(((error @ moments) * error).sum() / ((w @ moments) * w).sum())
+
+
+def decoder(**changes: object) -> Decoder:
+    config = DecoderConfig(
+        vocab_size=48,
+        d_model=32,
+        n_layers=2,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=16,
+        mlp_hidden=64,
+        ngram_buckets=64,
+    ).model_copy(update=changes)
+    return lively(Decoder(config, torch.Generator().manual_seed(0)))
+
+
+def transformer(**changes: object) -> Transformer:
+    fields: dict[str, object] = {
+        "vocab_size": 48, "d_model": 32, "n_layers": 2, "mlp_hidden": 64,
+        "mixers": {"heads": Heads(n_heads=2, n_kv_heads=1, head_dim=16, bias=True)},
+    }  # fmt: skip
+    return lively(
+        Transformer(TransformerConfig.model_validate({**fields, **changes}), torch.Generator().manual_seed(0))
+    )
+
+
+def lively(model: LanguageModel) -> LanguageModel:  # type: ignore[misc]
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=g) * 0.2)
+    return model
+
+
+def ids(rows: int = 4, length: int = 24, seed: int = 0) -> Tensor:
+    return torch.randint(48, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def moments_of(d: int, seed: int) -> Tensor:
+    """Of inputs that are correlated and of different sizes."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * d, d, generator=g) @ torch.randn(d, d, generator=g) * torch.rand(d, generator=g)
+    return (x.t() @ x).double()
+
+
+def gptq_by_definition(weight: Tensor, h: Tensor, scales: Tensor, kind: str, damping: float) -> Tensor:
+    """Optimal Brain Quantization's two equations, an inverse taken anew for each column, row by row."""
+    h = h + damping * h.diagonal().mean() * torch.eye(len(h), dtype=torch.float64)
+    order = h.diagonal().argsort(descending=True, stable=True).tolist()
+    codes = torch.zeros(weight.shape, dtype=torch.int8)
+    per = weight.shape[1] // scales.shape[1]
+    for o in range(len(weight)):
+        w = weight[o].double().clone()
+        for n, j in enumerate(order):
+            free = order[n:]
+            inverse = torch.linalg.inv(h[free][:, free])
+            scale = float(scales[o, j // per])
+            code = min(max(round(float(w[j]) / scale), LOWEST[kind]), HIGHEST[kind])
+            codes[o, j] = code
+            w[free] -= (w[j] - code * scale) / inverse[0, 0] * inverse[0]
+    return codes
+
+
+@pytest.mark.parametrize("block", [5, 128])
+@pytest.mark.parametrize(("kind", "group"), [("int4", None), ("int4", 8), ("int8", None)])
+def test_gptq_is_its_definition(
+    kind: str, group: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("whorl.models.quantization.gptq.BLOCK", block)
+    weight = torch.randn(6, 24, generator=torch.Generator().manual_seed(3))
+    h, scales = moments_of(24, 0), scales_of(weight, kind, group)
+    assert torch.equal(gptq(weight, h, scales, kind), gptq_by_definition(weight, h, scales, kind, 0.01))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_calibration_lowers_the_error_of_the_output(seed: int) -> None:
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    h = moments_of(64, seed)
+    scales = scales_of(weight, "int4", 32)
+    chosen = best_scales(weight, h.diagonal(), "int4", 32)
+    nearest = output_error(weight, dequantise(encode(weight, scales, "int4"), scales), h)
+    rescaled = output_error(weight, dequantise(encode(weight, chosen, "int4"), chosen), h)
+    calibrated = output_error(weight, dequantise(gptq(weight, h, chosen, "int4"), chosen), h)
+    assert calibrated < 0.6 * rescaled and rescaled < 1.1 * nearest
+
+
+def test_uncorrelated_inputs_are_rounded_to_the_nearest() -> None:
+    weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    scales = scales_of(weight, "int4")
+    h = torch.diag(torch.rand(16, generator=torch.Generator().manual_seed(1)) + 0.1).double()
+    assert torch.equal(gptq(weight, h, scales, "int4"), encode(weight, scales, "int4"))
+    h[3, 3] = 0.0  # an input that never occurred
+    assert torch.equal(gptq(weight, h, scales, "int4"), encode(weight, scales, "int4"))
+
+
+def test_moments_are_the_sum_over_all_inputs() -> None:
+    model, seen = decoder(), []
+    name = "blocks.1.mlp.down"
+    hook = model.get_submodule(name).register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].flatten(0, 1))
+    )
+    batches = [ids(2, 9), ids(3, 5, seed=1)]
+    for batch in batches:
+        model(batch)
+    hook.remove()
+    x = torch.cat(seen).double()
+    found = second_moments(model, batches, [name], until=model.blocks[1])[name]
+    assert torch.allclose(found, x.t() @ x, rtol=1e-5)
+    with pytest.raises(ConfigError, match="no text"):
+        second_moments(model, [], [name])
+    with pytest.raises(ConfigError, match="never called"):
+        second_moments(model, batches, [name], until=model.blocks[0])
+    with pytest.raises(ConfigError, match="is a Block"):
+        second_moments(model, batches, ["blocks.0"])
+
+
+SCHEMES = [
+    Scheme(),
+    Scheme(format="int4", group=32),
+    Scheme(format="int8", dynamic=True, head=True, memory=True),
+    Scheme(format="fp8"),
+    Scheme(format="int4", group=16, rounding="calibrated", head=True),
+]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("kind", ["decoder", "tied decoder", "transformer"])
+def test_a_quantised_model_comes_back_from_its_folder(kind: str, scheme: Scheme, tmp_path: Path) -> None:
+    model = transformer() if kind == "transformer" else decoder(tie_embeddings="tied" in kind)
+    before = model.logits(model(ids()))
+    config = model.config
+    quantise_model(model, scheme, [ids(8, seed=1)])
+    after = model.logits(model(ids()))
+    assert 0 < (after - before).norm() < (0.5 if scheme.format == "int4" else 0.1) * before.norm()
+    save_model(model, tmp_path)
+    found = load_model(tmp_path)
+    assert found.config == config and found.scheme == scheme
+    for layer in (*model.modules(), *found.modules()):
+        if isinstance(layer, QuantisedLinear):
+            layer.kernel = "written out"
+    assert torch.equal(found.logits(found(ids())), model.logits(model(ids())))
+    for name in matrices_of(transformer() if kind == "transformer" else decoder()):
+        assert isinstance(found.get_submodule(name), QuantisedLinear)
+    low = load_model(tmp_path, torch.bfloat16)
+    assert (low.logits(low(ids())) - after).norm() < 0.1 * after.norm()
+
+
+def test_a_quantised_model_decodes_as_it_reads() -> None:
+    model = quantise_model(decoder(), Scheme(format="int4", group=32, head=True, memory=True))
+    state = model.new_state(2, 12)
+    text = ids(2, 12)
+    parts = [model(text[:, a:b], state=state) for a, b in ((0, 5), (5, 6), (6, 12))]
+    assert torch.allclose(torch.cat(parts, 1), model(text), atol=1e-4)
+
+
+def test_the_engine_runs_a_quantised_model() -> None:
+    model = quantise_model(decoder(), Scheme(dynamic=True, head=True, memory=True))
+    engine = Engine(model, EngineConfig(max_sequences=2, max_length=32, page_size=4, token_budget=7))
+    prompts = ids(3, 9).tolist()
+    for n, prompt in enumerate(prompts):
+        engine.add(Request(id=str(n), ids=tuple(prompt), sampling=Sampling(temperature=0), max_tokens=5))
+    found: dict[str, list[int]] = {}
+    while engine.busy:
+        for delta in engine.step():
+            found.setdefault(delta.request_id, []).extend(token.id for token in delta.tokens)
+    for n, text in enumerate(prompts):
+        for _ in range(5):
+            text.append(int(model.logits(model(torch.tensor([text])))[0, -1].argmax()))
+        assert found[str(n)] == text[9:]
+
+
+def test_matrices_that_are_not_plain_products_stay(tmp_path: Path) -> None:
+    latent = LatentHeads(n_heads=2, kv_rank=16, nope_dim=16, rope_dim=16, v_dim=16)
+    experts = Experts(n_experts=4, top_k=2, hidden=32, shared_hidden=32, shared_gate=True)
+    model = transformer(mixers={"latent": latent}, experts=experts)
+    names = matrices_of(model)
+    assert "blocks.0.mixer.kv_a" in names and "blocks.0.mixer.kv_b" not in names
+    assert not any("router" in name or "shared_gate" in name for name in names)
+    quantise_model(model, Scheme())
+    save_model(model, tmp_path)
+    found = load_model(tmp_path)
+    assert torch.allclose(found.logits(found(ids())), model.logits(model(ids())), atol=1e-5)
+
+
+def test_what_cannot_be_is_said_before_any_work() -> None:
+    with pytest.raises(ConfigError, match=r"calibrated.*no text"):
+        quantise_model(decoder(), Scheme(format="int4", rounding="calibrated"))
+    with pytest.raises(
+        ConfigError, match=r"group 64 does not divide the 32 columns of blocks\.0\.attention\.qkv\.weight"
+    ):
+        quantise_model(decoder(), Scheme(group=64))
+    model = quantise_model(decoder(), Scheme())
+    with pytest.raises(ConfigError, match="quantised already"):
+        quantise_model(model, Scheme())
+    broken = decoder()
+    broken.blocks[1].mlp.up.weight.data[3, 4] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"blocks\.1\.mlp\.up\.weight holds numbers that are not finite"):
+        quantise_model(broken, Scheme())
+    with pytest.raises(ValueError, match="dynamic needs one scale"):
+        Scheme(dynamic=True, group=64)
+
+
+def test_damaged_folders_are_named(tmp_path: Path) -> None:
+    save_model(quantise_model(decoder(), Scheme(format="int4", group=32)), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def told(**changes: object) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+        with pytest.raises(CheckpointError) as error:
+            load_model(tmp_path)
+        return str(error.value)
+
+    quantisation = config["quantisation"]
+    assert "blocks.0.attention.out.scales" in told(quantisation={**quantisation, "group": 16})
+    assert "codes" in told(quantisation={**quantisation, "format": "int8"})
+    assert "no model could be read" in told(quantisation={**quantisation, "format": "int3"})
+    assert "blocks.1.attention.out.codes" in told(n_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="no model could be read"):
+        load_model(tmp_path)

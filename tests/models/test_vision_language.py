@@ -1,0 +1,254 @@
+"""Pictures and words: towers compared, a language model unchanged at first, and both learn (the bench in short)."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from whorl.errors import ConfigError
+from whorl.models import Decoder, DecoderConfig
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.vision.clip import DualEncoder, bounded
+from whorl.models.vision.flamingo import Captioner
+from whorl.models.vision.vit import ViT
+from whorl.objectives import next_token
+from whorl.objectives.contrastive import info_nce
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.update import Update, all_adamw
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@torch.no_grad()
+def awake(module: nn.Module) -> None:
+    """No branch is silent, as after some training."""
+    for name, p in module.named_parameters():
+        if not p.any():
+            p.normal_(0.0, 0.3, generator=gen(len(name)))
+
+
+def vit(pooling: Any = "class") -> ViT:
+    made = ViT(8, 4, 3, 6, d_model=12, n_layers=2, n_heads=2, mlp_hidden=16, pooling=pooling, generator=gen())
+    awake(made)
+    return made
+
+
+def dual() -> DualEncoder:
+    shape = EncoderConfig(vocab_size=9, d_model=16, n_layers=2, n_heads=2, mlp_hidden=24, max_length=5)
+    text = Encoder(shape, gen(1))
+    awake(text)
+    return DualEncoder(vit(), text, gen(2))
+
+
+def decoder(ngrams: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32) -> Decoder:
+    shape = DecoderConfig(
+        vocab_size=9, d_model=16, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=8, mlp_hidden=24,
+        ngram_orders=ngrams, ngram_buckets=32,
+    )  # fmt: skip
+    made = Decoder(shape, gen(3), dtype)
+    awake(made)
+    return made
+
+
+def images(n: int = 3) -> torch.Tensor:
+    return torch.randn(n, 3, 8, 8, generator=gen(9))
+
+
+# --- CLIP
+
+
+def test_both_towers_give_unit_vectors_of_one_width_and_padding_means_nothing() -> None:
+    model = dual()
+    ids = torch.tensor([[1, 2, 3, 0, 0], [4, 5, 6, 7, 8], [0, 0, 0, 0, 0]])
+    x, y, scale = model(images(), ids, ids != 0)
+    assert x.shape == y.shape == (3, 6)
+    torch.testing.assert_close(x.norm(dim=1), torch.ones(3))
+    torch.testing.assert_close(y.norm(dim=1), torch.tensor([1.0, 1.0, 0.0]))
+    torch.testing.assert_close(model.embed_texts(ids[:1, :3]), y[:1])
+    assert float(scale.detach()) == pytest.approx(1 / 0.07, rel=1e-5)
+
+
+def test_every_parameter_of_both_towers_has_a_gradient() -> None:
+    model = dual()
+    ids = torch.arange(9).repeat(2)[:15].view(3, 5)
+    info_nce(*model(images(), ids)).total.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None and (p.grad.any() or name.endswith("k.bias")), name
+
+
+def test_the_scale_is_bounded_and_comes_back() -> None:
+    model = dual()
+    model.log_scale.data.fill_(5.0)
+    assert float(model.scale.detach()) == pytest.approx(100.0, rel=1e-5)
+    for raw, sign, passes in ((5.0, 1.0, True), (5.0, -1.0, False), (4.0, 1.0, True), (4.0, -1.0, True)):
+        t = torch.tensor(raw, requires_grad=True)
+        (gradient,) = torch.autograd.grad(sign * bounded(t, math.log(100.0)), t)
+        assert float(gradient) == (sign if passes else 0.0)
+
+
+def test_scores_are_scaled_products_and_a_larger_bound_is_kept() -> None:
+    model = dual()
+    ids = torch.arange(9).repeat(2)[:10].view(2, 5)
+    x, y, scale = model(images(), ids)
+    scores = model.scores(images(), ids)
+    assert scores.shape == (3, 2)
+    torch.testing.assert_close(scores[2, 1], scale * (x[2] * y[1]).sum())
+    wide = DualEncoder(vit(), Encoder(model.text.config, gen(1)), gen(2), largest_scale=200.0)
+    wide.log_scale.data.fill_(math.log(150.0))
+    assert float(wide.scale.detach()) == pytest.approx(150.0, rel=1e-5)
+    wide.log_scale.data.fill_(6.0)
+    assert float(wide.scale.detach()) == pytest.approx(200.0, rel=1e-5)
+    with pytest.raises(ConfigError, match="classes of the image tower is 0"):
+        DualEncoder(ViT(8, 4, 3, 0, d_model=12, n_layers=1, n_heads=2), model.text)
+
+
+# --- the captioner
+
+
+@pytest.mark.parametrize("pooling", ["class", "mean"])
+def test_image_tokens_are_what_the_vits_head_pools(pooling: Any) -> None:
+    model = vit(pooling)
+    tokens = model.tokens(images())
+    assert tokens.shape == (3, 5 if pooling == "class" else 4, 12)
+    pooled = tokens[:, 0] if pooling == "class" else tokens.mean(dim=1)
+    assert torch.equal(pooled, model.features(images()))
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_first_the_language_model_is_unchanged_to_the_bit(every: int, dtype: torch.dtype) -> None:
+    language = decoder(dtype=dtype)
+    ids = torch.randint(0, 9, (3, 6), generator=gen(4))
+    want = language(ids)
+    captioner = Captioner(language, vit(), every=every, generator=gen(5))
+    assert len(captioner.bridges) == {1: 3, 2: 2, 3: 1}[every]
+    assert torch.equal(captioner(ids, captioner.look(images())), want)
+    with torch.no_grad():
+        for bridge in captioner.bridges:
+            bridge.attention_gate.fill_(0.5)
+    changed = captioner(ids, captioner.look(images()))
+    assert (changed - want).abs().max() > 1e-2
+    assert (
+        changed - captioner(ids, captioner.look(images().flip(0)))
+    ).abs().max() > 1e-2  # it depends on the picture
+
+
+def test_gates_wake_first_then_all_of_the_new_layers_and_nothing_frozen_moves() -> None:
+    captioner = Captioner(decoder(), vit(), generator=gen(5))
+    ids = torch.randint(0, 9, (3, 6), generator=gen(4))
+
+    def objective(part: Any):  # type: ignore[no-untyped-def]
+        hidden = captioner(part["ids"][:, :-1], captioner.look(part["images"]))
+        targets = part["ids"][:, 1:].flatten()
+        return next_token(
+            hidden.flatten(0, 1), captioner.decoder.head_weight, targets, torch.ones_like(targets)
+        )
+
+    part = {"ids": ids, "images": images()}
+    objective(part).total.backward()
+    moving = {n for n, p in captioner.named_parameters() if p.grad is not None and p.grad.any()}
+    gates = {f"bridges.{i}.{which}_gate" for i in range(3) for which in ("attention", "mlp")}
+    assert moving == gates
+    before = {n: p.detach().clone() for n, p in captioner.named_parameters()}
+    learner = Learner(captioner, [Update(objective, all_adamw(captioner, 1e-2, "bridges."))])
+    for _ in range(3):
+        learner.updates[0].accumulate(objective(part))
+        learner.updates[0].step(1.0)
+    for name, p in captioner.named_parameters():
+        assert torch.equal(p, before[name]) is not name.startswith("bridges."), name
+
+
+def test_a_caption_word_by_word_is_the_caption_at_once() -> None:
+    captioner = Captioner(decoder((2, 3)), vit(), every=2, generator=gen(5))
+    awake(captioner.bridges)  # gates too
+    context = captioner.look(images())
+    ids = torch.randint(0, 9, (3, 7), generator=gen(4))
+    whole = captioner(ids, context)
+    for cuts in ([1] * 7, [1, 3, 3]):
+        state = captioner.decoder.new_state(3, 7)
+        pieces = torch.cat([captioner(part, context, state) for part in ids.split(cuts, dim=1)], dim=1)
+        torch.testing.assert_close(pieces, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_captions_are_the_likeliest_words_up_to_the_end() -> None:
+    captioner = Captioner(decoder(), vit(), generator=gen(5))
+    awake(captioner.bridges)
+    pictures = images(8)
+    free = captioner.captions(pictures, begin=1, end=99, limit=5)
+    context = captioner.look(pictures)
+    ids = torch.ones(8, 1, dtype=torch.int64)
+    for _ in range(5):  # without a state
+        logits = captioner.decoder.logits(captioner(ids, context)[:, -1:])
+        ids = torch.cat([ids, logits.argmax(dim=-1)], dim=1)
+    assert free == ids[:, 1:].tolist()
+    end = free[0][2]
+    closed = captioner.captions(pictures, begin=1, end=end, limit=5)
+    assert closed == [row[: row.index(end)] if end in row else row for row in free]
+    assert captioner.captions(pictures, 1, 2, 0) == [[]] * 8
+
+
+def test_cross_attention_equals_torchs_with_its_gate() -> None:
+    captioner = Captioner(decoder(), vit(), generator=gen(5))
+    bridge: Any = captioner.bridges[0]
+    awake(bridge)
+    h, context = torch.randn(2, 5, 16, generator=gen(6)), torch.randn(2, 4, 12, generator=gen(7))
+    a = bridge.attention
+    q, k, v = a.q(bridge.attention_norm(h)), *(w(bridge.context_norm(context)) for w in (a.k, a.v))
+    q, k, v = (t.unflatten(2, (2, 8)).transpose(1, 2) for t in (q, k, v))
+    seen = a.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+    want = h + bridge.attention_gate.tanh() * seen
+    want = want + bridge.mlp_gate.tanh() * bridge.mlp(bridge.mlp_norm(want))
+    torch.testing.assert_close(bridge(h, context), want, atol=1e-5, rtol=1e-4)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="every is 0"):
+        Captioner(decoder(), vit(), every=0)
+    with pytest.raises(ConfigError, match="n_heads is 3"):
+        Captioner(decoder(), vit(), n_heads=3)
+    captioner = Captioner(decoder(), vit())
+    with pytest.raises(ConfigError, match="context is"):
+        captioner(torch.ones(2, 3, dtype=torch.int64), torch.zeros(3, 4, 12))
+
+
+# --- what they learn
+
+
+def bench() -> ModuleType:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+    try:
+        return importlib.import_module("models_bridges")
+    finally:
+        sys.path.pop(0)
+
+
+def test_pictures_are_found_by_their_captions_and_put_into_words() -> None:
+    """One seed of the bench at a fraction of its steps; chance is 1 of 112."""
+    proof = bench()
+    found = proof.run(0, proof.Plan(clip=220, text=30, caption=200, judged=4))
+    assert found["recall_trained"] > 0.4 and found["recall_held_out"] > 0.1
+    assert found["caption_trained"] > 0.12
+
+
+def test_a_scene_is_drawn_as_its_caption_says() -> None:
+    proof = bench()
+    number = proof.CAPTIONS.index("a red circle left of a blue square")
+    picture = proof.draw(torch.tensor([number] * 50), gen()).mean(dim=0)  # [3, 32, 32]
+    assert picture[:, 15, 8].argmax() == 0 and picture[:, 15, 23].argmax() == 2
+    square, circle = (
+        picture[channel, 15 - 5 : 15 - 3, at - 5 : at - 3].mean() for channel, at in ((2, 23), (0, 8))
+    )
+    assert square - circle > 0.3  # the corner of one, and what a circle leaves out
+    assert len(set(proof.CAPTIONS)) == 112
+    assert all(len(proof.encode(c)) == proof.LONGEST for c in proof.CAPTIONS)

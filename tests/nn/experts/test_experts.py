@@ -1,0 +1,399 @@
+"""Mixture of experts: choices against loops, the fast path against its definition and transformers, odd batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.nn.experts import (
+    MixtureOfExperts,
+    Router,
+    Routing,
+    apply_experts,
+    apply_experts_reference,
+    expert_rates,
+    freeze_routers,
+    gini,
+    metrics,
+    router_names,
+    usage,
+)
+from whorl.nn.experts.experts import KINDS, Experts
+from whorl.nn.experts.router import place, within_groups
+from whorl.nn.mlp import MLP
+from whorl.train.learner.update import Treatment, Update, check
+
+METHODS = ("token_choice", "dropless", "expert_choice")
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def layer(n_experts: int = 8, top_k: int = 2, seed: int = 0, **options: object) -> MixtureOfExperts:
+    """A small one whose weights are all non-zero, and whose router has opinions."""
+    made = MixtureOfExperts(16, 12, n_experts, top_k, generator=gen(seed), **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        for number, p in enumerate(made.parameters()):
+            p.normal_(std=0.3, generator=gen(seed + 1 + number))
+    return made
+
+
+def route(module: MixtureOfExperts, x: Tensor) -> Routing:
+    records: list[Routing] = []
+    module(x, records)
+    return records[0]
+
+
+@pytest.mark.parametrize("library", [True, False])  # which one multiplies fp32 matrices
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fast_path_equals_its_definition_with_gradients(
+    kind: str, dtype: torch.dtype, library: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if library and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this torch has no oneDNN")
+    monkeypatch.setattr("whorl.nn.experts.experts._onednn_is_faster", lambda: library)
+    experts = Experts(5, 16, 12, kind, generator=gen())
+    with torch.no_grad():
+        for number, p in enumerate(experts.down):
+            p.normal_(std=0.3, generator=gen(number))
+    counts = torch.tensor([7, 0, 30, 1, 12])  # an expert without tokens, one with a single token
+    tokens = torch.cat([torch.randperm(30, generator=gen(e))[:c] for e, c in enumerate(counts.tolist())])
+    weights = torch.rand(50, generator=gen(3), requires_grad=True)
+    x = torch.randn(30, 16, generator=gen(4)).to(dtype).requires_grad_()
+    upstream = torch.randn(30, 16, generator=gen(5)).to(dtype)
+    results = []
+    for path in (apply_experts, apply_experts_reference):
+        y = path(x, tokens, weights, counts, list(experts.up), list(experts.down), kind)
+        leaves = (x, weights, *experts.up, *experts.down)
+        results.append([y, *torch.autograd.grad(y, leaves, upstream, materialize_grads=True)])
+    loose = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.05}
+    for ours, want in zip(*results, strict=True):
+        assert ours.dtype == want.dtype
+        torch.testing.assert_close(ours, want, **loose)
+
+
+def test_the_backward_agrees_with_finite_differences() -> None:
+    x = torch.randn(6, 4, dtype=torch.float64, generator=gen(), requires_grad=True)
+    matrices = [
+        torch.randn(s, dtype=torch.float64, generator=gen(i), requires_grad=True)
+        for i, s in enumerate(((6, 4), (6, 4), (4, 3), (4, 3)))
+    ]
+    weights = torch.rand(8, dtype=torch.float64, generator=gen(9), requires_grad=True)
+    tokens, counts = torch.tensor([0, 1, 2, 5, 1, 2, 3, 4]), torch.tensor([4, 4])
+
+    def run(x: Tensor, weights: Tensor, *m: Tensor) -> Tensor:
+        return apply_experts(x, tokens, weights, counts, m[:2], m[2:], "swiglu")
+
+    # the router's weights have fp32 gradients whatever their type: hence the tolerance
+    assert torch.autograd.gradcheck(run, (x, weights, *matrices), atol=1e-4, rtol=1e-3)
+
+
+def test_a_dropless_layer_equals_transformers() -> None:
+    pytest.importorskip("transformers")
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    ours = layer()
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=12,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        router_jitter_noise=0.0,
+    )
+    config._experts_implementation = "eager"
+    theirs = MixtralSparseMoeBlock(config)
+    up, down = ours.experts.stacked()
+    with torch.no_grad():
+        theirs.gate.weight.copy_(ours.router.weight)
+        theirs.experts.gate_up_proj.copy_(up)
+        theirs.experts.down_proj.copy_(down)
+    x = torch.randn(2, 9, 16, generator=gen(1), requires_grad=True)
+    y, want = ours(x), theirs(x)
+    torch.testing.assert_close(y, want, atol=1e-5, rtol=1e-4)
+    upstream = torch.randn(y.shape, generator=gen(2))
+    (dx,) = torch.autograd.grad(y, x, upstream, retain_graph=True)
+    (dx_want,) = torch.autograd.grad(want, x, upstream, retain_graph=True)
+    torch.testing.assert_close(dx, dx_want, atol=1e-5, rtol=1e-4)
+    d_ups = torch.stack(torch.autograd.grad(y, list(ours.experts.up), upstream, retain_graph=True))
+    d_router = torch.autograd.grad(y, ours.router.weight, upstream)[0]
+    want_up, want_router = torch.autograd.grad(
+        want, (theirs.experts.gate_up_proj, theirs.gate.weight), upstream
+    )
+    torch.testing.assert_close(d_ups, want_up, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(d_router, want_router, atol=1e-5, rtol=1e-4)
+    again = Experts(8, 16, 12)
+    again.load_stacked(up, down)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.experts.parameters(), strict=True))
+    with pytest.raises(ConfigError, match="stacked up"):
+        again.load_stacked(up[1:], down)
+
+
+def test_groups_sigmoid_scores_and_bias_choose_like_deepseek() -> None:
+    """Against the paper's text as a loop: bias for choosing only, weights from the scores alone."""
+    router = Router(16, 8, 3, scoring="sigmoid", groups=(4, 2), bias_balance=True, scale=2.5, generator=gen())
+    x = torch.randn(40, 16, generator=gen(1)) * 3
+    assert router.balance_bias is not None
+    router.balance_bias.copy_(torch.randn(8, generator=gen(2)) * 0.5)
+    routing = router(x)
+    gate = torch.zeros(40, 8)
+    gate[routing.tokens, routing.experts] = routing.weights.detach()
+    moved = 0
+    for n in range(40):
+        s = (x[n] @ router.weight.t()).sigmoid().detach()
+        biased = s + router.balance_bias
+        worth = [sum(sorted(biased[2 * g : 2 * g + 2].tolist())) for g in range(4)]
+        groups = sorted(range(4), key=lambda g: -worth[g])[:2]
+        allowed = [e for g in groups for e in (2 * g, 2 * g + 1)]
+        chosen = sorted(allowed, key=lambda e: -float(biased[e]))[:3]
+        want = torch.zeros(8)
+        want[chosen] = 2.5 * s[chosen] / s[chosen].sum()
+        torch.testing.assert_close(gate[n], want, atol=1e-5, rtol=1e-4)
+        moved += set(chosen) != set(s.topk(3).indices.tolist())
+    assert moved > 5  # bias and groups mattered, else this test proves nothing
+
+
+def test_a_full_expert_sends_tokens_to_their_next_choice() -> None:
+    """`place` against one queue at a time; and the same with overflow dropped."""
+    for seed in range(20):
+        preference = torch.rand(13, 5, generator=gen(seed)) + torch.tensor([2.0, 1.0, 0, 0, 0])
+        for overflow in ("next", "drop"):
+            want = torch.zeros(13, 5, dtype=torch.bool)
+            ranked = preference.argsort(dim=1, descending=True)
+            for rank in range(5 if overflow == "next" else 2):
+                for n in range(13):
+                    e = int(ranked[n, rank])
+                    if want[n].sum() < 2 and want[:, e].sum() < 6:
+                        want[n, e] = True
+            assert torch.equal(place(preference, 2, 6, overflow), want)  # type: ignore[arg-type]
+            assert int(want.sum()) == (26 if overflow == "next" else 12), "the two ways must differ"
+    # room for fewer than all: nobody is placed twice with the same expert, nothing overflows
+    tight = place(torch.rand(13, 5, generator=gen()), 2, 3)
+    assert int(tight.sum()) == 15 and int(tight.sum(0).max()) == 3 and int(tight.sum(1).max()) <= 2
+
+
+def test_capacity_holds_and_wishes_are_recorded_before_it() -> None:
+    module = layer(capacity_factor=1.0, routing="token_choice")
+    x = torch.randn(32, 16, generator=gen(2)) + 2 * torch.randn(16, generator=gen(3))
+    routing = route(module, x)
+    assert int(routing.counts.max()) <= math.ceil(32 * 2 / 8) < int(routing.wished.max())
+    assert int(routing.wished.sum()) == 64
+    # weights of those placed sum to one
+    total = torch.zeros(32).index_add(0, routing.tokens, routing.weights)
+    torch.testing.assert_close(total[total > 0], torch.ones(int((total > 0).sum())))
+    generous = layer(capacity_factor=8.0, routing="token_choice")
+    free = layer(routing="dropless")
+    torch.testing.assert_close(generous(x), free(x))
+
+
+def test_experts_choose_their_best_tokens() -> None:
+    routing = route(layer(routing="expert_choice"), torch.randn(24, 16, generator=gen(1)))
+    assert routing.counts.tolist() == [6] * 8  # 24 * 2 / 8
+    for e in range(8):
+        best = set(routing.scores[:, e].topk(6).indices.tolist())
+        assert set(routing.chosen[:, e].nonzero().flatten().tolist()) == best
+    torch.testing.assert_close(routing.weights, routing.scores[routing.tokens, routing.experts])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_and_serving_choose_alike(method: str) -> None:
+    module = layer(routing=method)
+    x = torch.randn(2, 20, 16, generator=gen(1))
+    a, b = route(module.train(), x), route(module.eval(), x)
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.counts, b.counts)
+    assert torch.equal(a.weights, b.weights) and torch.equal(module.train()(x), module.eval()(x))
+
+
+def test_a_dropless_token_is_routed_alone_as_in_company() -> None:
+    module = layer(scoring="sigmoid", bias_balance=True, groups=(4, 2))
+    x = torch.randn(30, 16, generator=gen(1))
+    whole, y = route(module, x).chosen, module(x)
+    for n in range(30):
+        assert torch.equal(route(module, x[n : n + 1]).chosen[0], whole[n])
+        torch.testing.assert_close(module(x[n : n + 1])[0], y[n], atol=1e-5, rtol=1e-4)
+    # and what is claimed of the others is true: under a limit, company matters
+    crowded = layer(routing="token_choice", capacity_factor=0.5)
+    alone = torch.cat([route(crowded, x[n : n + 1]).chosen for n in range(30)])
+    assert not torch.equal(route(crowded, x).chosen, alone)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_every_parameter_receives_a_gradient(method: str, scoring: str) -> None:
+    module = layer(routing=method, scoring=scoring, shared_hidden=10, shared_gate=True)
+    x = torch.randn(4, 32, 16, generator=gen(1), requires_grad=True)
+    module(x).square().sum().backward()
+    for name, p in [*module.named_parameters(), ("x", x)]:
+        assert p.grad is not None and float(p.grad.abs().max()) > 0, name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16), (1, 16), (1, 1, 16), (16,)])
+def test_empty_and_single_batches(method: str, shape: tuple[int, ...]) -> None:
+    module = layer(routing=method, shared_hidden=10)
+    records: list[Routing] = []
+    y = module(torch.randn(shape, generator=gen(1)), records)
+    assert y.shape == shape and torch.isfinite(y).all()
+    y.sum().backward()
+    for name, p in module.named_parameters():
+        assert p.grad is not None and torch.isfinite(p.grad).all(), name
+    assert all(math.isfinite(v) for v in metrics(records).values())
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    module = layer(scoring="sigmoid", bias_balance=True)
+    assert module.router.balance_bias is not None
+    module.router.balance_bias[5] = -10.0
+    records: list[Routing] = []
+    module(torch.randn(20, 16, generator=gen(1)), records).sum().backward()
+    assert int(records[0].counts[5]) == 0
+    for p in (module.experts.up[5], module.experts.down[5]):
+        assert p.grad is not None and int(p.grad.count_nonzero()) == 0
+
+
+def test_a_token_of_nan_shows_and_stays_alone() -> None:
+    module = layer(routing="dropless")
+    x = torch.randn(6, 16, generator=gen(1))
+    clean = module(x)
+    x[2] = float("nan")
+    y = module(x)
+    assert y[2].isnan().all()
+    keep = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(y[keep], clean[keep], atol=1e-5, rtol=1e-4)
+
+
+def test_the_bias_evens_out_the_loads_and_is_no_parameter() -> None:
+    module = layer(scoring="sigmoid", bias_balance=True)
+    x = torch.randn(256, 16, generator=gen(1)) + torch.randn(16, generator=gen(2))
+    before = route(module, x)
+    for _ in range(300):
+        module.router.balance(route(module, x).wished, rate=0.01)
+    after = route(module, x)
+    assert float(gini(before.wished)) > 0.2 and float(gini(after.wished)) < 0.05
+    assert "router.balance_bias" in module.state_dict()
+    assert "router.balance_bias" not in dict(module.named_parameters())
+    with pytest.raises(ConfigError, match="keeps no bias"):
+        layer().router.balance(torch.zeros(8))
+
+
+def test_dropouts_act_in_training_only() -> None:
+    x = torch.randn(200, 16, generator=gen(1))
+    torch.manual_seed(0)
+    module = layer(token_dropout=0.5)
+    assert 0.3 < float(usage(route(module, x))["unserved"]) < 0.7
+    assert float(usage(route(module.eval(), x))["unserved"]) == 0
+    module = layer(expert_dropout=0.9)  # almost all: yet top_k stay
+    used = [int((route(module, x).counts > 0).sum()) for _ in range(10)]
+    assert min(used) >= 2 and sum(used) < 50
+    grouped = layer(expert_dropout=0.9, groups=(4, 2), routing="token_choice", capacity_factor=8.0)
+    assert int(route(grouped, x).chosen.sum(1).min()) == 2
+    assert int((route(module.eval(), x).counts > 0).sum()) == 8
+
+
+def test_names_freeze_routers_and_slow_experts() -> None:
+    network = torch.nn.ModuleDict({"a": layer(4), "b": layer(4, bias_balance=True)})
+    assert router_names(network) == ["a.router.weight", "b.router.weight"]
+    rates = expert_rates(network, {1: 0.1})
+    assert len(rates) == 2 * 2 * 4 and set(rates) <= set(dict(network.named_parameters()))
+    assert rates["a.experts.up.1"] == rates["b.experts.down.1"] == 0.1 and rates["a.experts.up.2"] == 1.0
+    update = Update(lambda part: None, {n: Treatment("adamw", 1e-3 * r) for n, r in rates.items()})  # type: ignore[arg-type, return-value]
+    check(network, [update], [])
+    freeze_routers(network)
+    network["a"](torch.randn(9, 16, generator=gen(1))).sum().backward()
+    assert network["a"].router.weight.grad is None and network["a"].experts.up[0].grad is not None
+    for bad in ({4: 1.0}, {0: -1.0}):
+        with pytest.raises(ConfigError):
+            expert_rates(network, bad)
+    with pytest.raises(ConfigError, match="no experts"):
+        expert_rates(torch.nn.Linear(2, 2), {})
+
+
+def test_frozen_experts_receive_nothing_and_change_nothing_for_others() -> None:
+    x = torch.randn(20, 16, generator=gen(1))
+    free, frozen = layer(), layer()
+    for p in (frozen.experts.up[0], frozen.experts.down[1]):
+        p.requires_grad_(False)
+    for module in (free, frozen):
+        module(x).square().sum().backward()
+    for (name, a), b in zip(free.named_parameters(), frozen.parameters(), strict=True):
+        if b.requires_grad:
+            torch.testing.assert_close(a.grad, b.grad, msg=name)
+        else:
+            assert b.grad is None
+
+
+def test_usage_of_loads_known_by_hand() -> None:
+    assert float(gini(torch.tensor([5, 5, 5, 5]))) == 0
+    assert float(gini(torch.tensor([0, 0, 0, 8]))) == pytest.approx(0.75)
+    assert float(gini(torch.tensor([1, 3]))) == pytest.approx(0.25)
+    assert float(gini(torch.zeros(4))) == 0
+    scores = torch.tensor([[1.0, 0, 0, 0], [0.25] * 4])
+    one = Routing(
+        scores, scores, torch.tensor([0, 1, 0]), torch.ones(3), torch.tensor([2, 1, 0, 0]), torch.tensor([2, 2, 0, 0]), 2
+    )  # fmt: skip
+    numbers = metrics([one])
+    assert numbers["experts/0/tokens/0"] == 2 and numbers["experts/0/busiest"] == pytest.approx(2 * 4 / 3)
+    assert numbers["experts/0/dropped"] == pytest.approx(0.25) and numbers["experts/0/unserved"] == 0
+    assert numbers["experts/0/choice_entropy"] == pytest.approx(0.5)
+    want = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)) / math.log(4)
+    assert numbers["experts/0/load_entropy"] == pytest.approx(want)
+
+
+def test_groups_leave_the_best_open() -> None:
+    kept = within_groups(torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.3, 0.1]]), 3, 1)
+    assert kept.isfinite().tolist() == [[False, False, True, True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"top_k": 9}, "top_k"),
+        ({"top_k": 0}, "top_k"),
+        ({"n_experts": 0, "top_k": 0}, "n_experts"),
+        ({"top_k": 1}, "normalise"),
+        ({"routing": "dropples"}, "routing"),
+        ({"scoring": "tanh"}, "scoring"),
+        ({"overflow": "spill"}, "overflow"),
+        ({"capacity_factor": 0.0}, "capacity_factor"),
+        ({"expert_dropout": 1.0}, "expert_dropout"),
+        ({"token_dropout": -0.1}, "token_dropout"),
+        ({"groups": (3, 1)}, "groups"),
+        ({"groups": (4, 5)}, "groups"),
+        ({"groups": (8, 1)}, "top_k"),
+        ({"routing": "expert_choice", "bias_balance": True}, "bias_balance"),
+        ({"routing": "expert_choice", "groups": (4, 2)}, "groups"),
+        ({"kind": "tanh"}, "kind"),
+        ({"shared_gate": True}, "shared_gate"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        MixtureOfExperts(16, 12, **{"n_experts": 8, "top_k": 2, **options})  # type: ignore[arg-type]
+
+
+def test_a_wrong_width_is_named() -> None:
+    with pytest.raises(ConfigError, match="d = 16"):
+        layer()(torch.zeros(2, 15))
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "relu2", "gelu", "gelu_tanh"])
+def test_an_expert_is_the_mlp_of_its_kind(kind: Any) -> None:
+    layer = MixtureOfExperts(
+        8, 12, 1, 1, kind=kind, normalise=False, generator=torch.Generator().manual_seed(0)
+    )
+    mlp = MLP(8, 12, kind)
+    up, down = torch.randn(mlp.up.weight.shape), torch.randn(mlp.down.weight.shape)
+    with torch.no_grad():
+        for own, value in ((mlp.up.weight, up), (mlp.down.weight, down)):
+            own.copy_(value)
+        layer.experts.up[0].copy_(up)
+        layer.experts.down[0].copy_(down)
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(layer(x), mlp(x), atol=1e-5)  # one expert, whose softmax is 1

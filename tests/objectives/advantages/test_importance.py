@@ -1,0 +1,102 @@
+"""Weights of stale samples: by loops, and that they put an expectation right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.objectives.advantages.importance import importance_weights
+
+
+def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(log_prob, behaviour_log_prob, sequence), each [10] in fp64; sequence 1 has none."""
+    g = torch.Generator().manual_seed(seed)
+    sequence = torch.tensor([0, 0, 2, 0, 3, 2, 2, 3, 0, 3])
+    log_prob, noise = torch.randn(2, 10, generator=g, dtype=torch.float64)
+    return log_prob - 2, log_prob - 2 + 0.7 * noise, sequence
+
+
+@pytest.mark.parametrize(
+    ("rule", "level"),
+    [*itertools.product(["truncate", "mask"], ["token", "sequence", "mean"]), ("trace", "token")],
+)
+def test_they_are_their_definitions(rule: Any, level: Any) -> None:
+    log_prob, behaviour, sequence = drawn()
+    low, high = 0.8, 1.2
+    weight, ratios = importance_weights(
+        log_prob.clone().requires_grad_(), behaviour, sequence, rule=rule, level=level, low=low, high=high
+    )
+    assert not weight.requires_grad
+    raw = []
+    for n in range(10):
+        here = [m for m in range(10) if sequence[m] == sequence[n]]
+        d = [float(log_prob[m] - behaviour[m]) for m in here]
+        own = float(log_prob[n] - behaviour[n])
+        r = math.exp({"token": own, "sequence": sum(d), "mean": sum(d) / len(d)}[level])
+        before = math.prod(min(1.0, math.exp(x)) for m, x in zip(here, d, strict=True) if m < n)
+        cut = min(max(r, low), high)
+        wanted = {"truncate": cut, "mask": r if low <= r <= high else 0.0, "trace": cut * before}[rule]
+        assert float(weight[n]) == pytest.approx(wanted)
+        raw.append(r)
+    assert ratios.mean == pytest.approx(sum(raw) / 10)
+    assert (ratios.least, ratios.largest) == pytest.approx((min(raw), max(raw)))
+    assert ratios.effective == pytest.approx(sum(raw) ** 2 / (10 * sum(r * r for r in raw)))
+    assert 0 < ratios.changed <= 1
+
+
+def test_fresh_samples_weigh_one() -> None:
+    log_prob, _, sequence = drawn()
+    for rule in ("truncate", "mask", "trace"):
+        weight, ratios = importance_weights(log_prob, log_prob, sequence, rule=rule)  # type: ignore[arg-type]
+        assert weight.tolist() == [1.0] * 10
+        assert (ratios.mean, ratios.effective, ratios.drift, ratios.changed) == (1, 1, 0, 0)
+
+
+def test_without_bounds_the_expectation_is_the_learners() -> None:
+    g = torch.Generator().manual_seed(0)
+    pi, mu = torch.randn(2, 5, generator=g).log_softmax(-1)
+    reward = torch.randn(5, generator=g)
+    weight, ratios = importance_weights(pi, mu, torch.arange(5), high=float("inf"))
+    torch.testing.assert_close((mu.exp() * weight * reward).sum(), (pi.exp() * reward).sum())
+    assert ratios.changed == 0
+
+
+def test_a_whole_answers_expectation_needs_the_product_of_its_ratios() -> None:
+    g = torch.Generator().manual_seed(1)
+    pi, mu = torch.randn(2, 3, generator=g).log_softmax(-1)  # one draw of three outcomes, twice
+    pairs = [(i, j) for i in range(3) for j in range(3)]
+    reward = torch.randn(9, generator=g)
+    ids = torch.tensor(pairs)
+    sequence = torch.arange(9).repeat_interleave(2)
+    weight, _ = importance_weights(
+        pi[ids].flatten(), mu[ids].flatten(), sequence, level="sequence", high=float("inf")
+    )
+    found = (mu[ids].sum(1).exp() * weight[::2] * reward).sum()
+    torch.testing.assert_close(found, (pi[ids].sum(1).exp() * reward).sum())
+
+
+def test_no_infinities_and_no_tokens() -> None:
+    weight, ratios = importance_weights(
+        torch.zeros(2), torch.tensor([-1e4, 1e4]), torch.tensor([0, 0]), rule="mask", high=5.0
+    )
+    assert bool(weight.isfinite().all()) and weight[0] == 0 and math.isfinite(ratios.largest)
+    empty = torch.zeros(0)
+    weight, ratios = importance_weights(empty, empty, empty.long(), level="sequence")
+    assert weight.shape == (0,) and ratios.mean == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"low": 2.0, "high": 1.0}, {"low": -1.0}, {"rule": "trace", "level": "sequence"}]
+)
+def test_bounds_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    log_prob, behaviour, sequence = drawn()
+    with pytest.raises(ConfigError):
+        importance_weights(log_prob, behaviour, sequence, **wrong)
+    with pytest.raises(ConfigError):
+        importance_weights(log_prob, behaviour[:3], sequence)

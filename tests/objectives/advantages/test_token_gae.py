@@ -1,0 +1,79 @@
+"""A critic's advantages over texts against recursions taken text by text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from whorl.errors import ConfigError
+from whorl.objectives.advantages.token_gae import text_gae, whitened
+
+LENGTHS = (3, 0, 5, 1)
+
+
+def drawn(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """(reward, value, sequence), each [9] in fp64, the texts' tokens mixed but in their order."""
+    g = torch.Generator().manual_seed(seed)
+    sequence = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))
+    sequence = sequence[torch.randperm(len(sequence), generator=g)]
+    reward, value = torch.randn(2, len(sequence), generator=g, dtype=torch.float64)
+    return reward, value, sequence
+
+
+def gae_by_loops(
+    reward: list[float], value: list[float], beyond: float, discount: float, decay: float
+) -> list[float]:
+    out, following = [0.0] * len(reward), 0.0
+    for t in reversed(range(len(reward))):
+        after = value[t + 1] if t + 1 < len(reward) else beyond
+        following = reward[t] + discount * after - value[t] + discount * decay * following
+        out[t] = following
+    return out
+
+
+@pytest.mark.parametrize("bootstrapped", [False, True])
+@pytest.mark.parametrize(("discount", "decay"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0)])
+def test_gae_runs_over_each_text_alone(bootstrapped: bool, discount: float, decay: float) -> None:
+    reward, value, sequence = drawn()
+    beyond = torch.tensor([0.3, 9.0, 0.0, -1.0], dtype=torch.float64) if bootstrapped else None
+    advantage, target = text_gae(reward, value, sequence, discount=discount, lambda_=decay, beyond=beyond)
+    for s in range(4):
+        here = sequence == s
+        wanted = gae_by_loops(
+            reward[here].tolist(),
+            value[here].tolist(),
+            0.0 if beyond is None else float(beyond[s]),
+            discount,
+            decay,
+        )
+        assert advantage[here].tolist() == pytest.approx(wanted)
+    torch.testing.assert_close(target, advantage + value)
+
+
+def test_with_a_reward_at_the_end_and_no_critic_every_token_has_it() -> None:
+    reward = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0])
+    advantage, _ = text_gae(reward, torch.zeros(5), torch.tensor([0, 0, 0, 2, 2]), lambda_=1.0)
+    assert advantage.tolist() == [1, 1, 1, -1, -1]
+
+
+def test_no_tokens_have_no_advantages() -> None:
+    empty = torch.zeros(0)
+    for beyond in (None, torch.ones(3)):
+        assert text_gae(empty, empty, empty.long(), beyond=beyond)[0].shape == (0,)
+
+
+def test_whitening() -> None:
+    x = torch.tensor([1.0, 2.0, 3.0, 6.0])
+    assert whitened(x, "none").tolist() == [-2, -1, 0, 3]
+    torch.testing.assert_close(whitened(x), (x - 3) / x.std(correction=0))
+    torch.testing.assert_close(whitened(x, "unbiased"), (x - 3) / x.std())
+    assert not whitened(torch.full((3,), 0.1)).any() and whitened(torch.zeros(0)).shape == (0,)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    reward, value, sequence = drawn()
+    with pytest.raises(ConfigError):
+        text_gae(reward[:2], value, sequence)
+    with pytest.raises(ConfigError, match="beyond"):
+        text_gae(reward, value, sequence, beyond=torch.zeros(2))

@@ -1,0 +1,88 @@
+"""Agents as an artifact: what stands in it, and SIGKILL in the middle of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from whorl.errors import ConfigError
+from whorl.recipes import parse_recipe, run_recipe
+from whorl.store import Store
+from whorl.tracking.progress import Progress
+
+RECIPE = """
+name = "poles"
+about = "two seeds of a small agent"
+[steps.ppo]
+uses = "agents"
+algorithm = "ppo"
+environment = "CartPole-v1"
+steps = 8192
+seeds = 2
+episodes = 5
+checkpoint_seconds = 0.05
+settings = { hidden = [16], passes = 2 }
+"""
+
+
+def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+    (tmp_path / "poles.toml").write_text(RECIPE)
+    whole = run_recipe(
+        parse_recipe(RECIPE, "poles.toml"), Store(tmp_path / "whole"), Progress.silent()
+    ).artifacts["ppo"]
+    command = [sys.executable, "-m", "whorl.cli", "run", "poles.toml", "--store", "killed"]
+    scratch, kills = tmp_path / "killed" / "scratch", 0
+    for wanted in (1, 2):  # in the first seed, in the second
+        running = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
+        deadline = time.monotonic() + 120
+        while running.poll() is None and time.monotonic() < deadline:
+            if any(scratch.glob(f"*/seed-{wanted - 1}/step-*")):
+                os.killpg(running.pid, signal.SIGKILL)
+                kills += 1
+                break
+            time.sleep(0.002)
+        running.wait(timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert kills == 2 and "continues after" in done.stdout and "done before" in done.stdout
+    again = Store(tmp_path / "killed").open("poles/ppo")
+    for name in ("seed-0.safetensors", "seed-1.safetensors"):
+        assert again.file(name).read_bytes() == whole.file(name).read_bytes()
+    first, second = (json.loads(a.file("result.json").read_text()) for a in (whole, again))
+    assert first == second and len(first["returns"]) == 2 and first["settings"]["rate"] > 0
+    assert first["inter_quartile_mean"][0] > 15  # a pole that nobody holds falls after 9 or 10 steps
+
+
+def test_the_curve_shows_all_that_was_trained(tmp_path: Path) -> None:
+    recipe = parse_recipe(RECIPE.replace("seeds = 2", "seeds = 1"), "poles.toml")
+    artifact = run_recipe(recipe, Store(tmp_path), Progress.silent()).artifacts["ppo"]
+    page = unescape(artifact.file("curve.html").read_text())
+    drawn = json.loads(page.split('data-chart="', 1)[1].split('"><svg', 1)[0])["series"]
+    assert "PPO on CartPole-v1" in page and [curve["name"] for curve in drawn] == ["seed 0"]
+    assert drawn[0]["x"] == [512.0 * n for n in range(1, 17)]  # a point a record
+    assert "inter-quartile mean" in artifact.summary["headline"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('algorithm = "sarsa"', "no algorithm 'sarsa'"),
+        ("settings = { speed = 3 }", "no setting 'speed'"),
+        ("settings = { rate = -1 }", "rate: "),
+        ('environment = "Nothing-v0"', "no environment 'Nothing-v0'"),
+    ],
+)
+def test_what_cannot_be_is_told_and_leaves_nothing(change: str, message: str, tmp_path: Path) -> None:
+    field = change.split(" = ")[0]
+    lines = [change if line.startswith(field + " =") else line for line in RECIPE.splitlines()]
+    with pytest.raises(ConfigError, match=message):
+        run_recipe(parse_recipe("\n".join(lines), "poles.toml"), Store(tmp_path), Progress.silent())
+    assert not list((tmp_path / "artifacts").iterdir()) and not list((tmp_path / "staging").iterdir())

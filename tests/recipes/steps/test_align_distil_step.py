@@ -1,0 +1,152 @@
+"""The step `distil`: students of every make, what they are taught with, a teacher that is asked once, and refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.recipes.align_steps import BEGIN, CORPUS, SUMS, code, made
+
+from whorl.align.stage.io import open_scribe
+from whorl.errors import ConfigError
+from whorl.models import load_model
+from whorl.recipes.stage_report import told
+from whorl.report.data import StageSection
+from whorl.report.stages import stage_charts
+
+DISTIL = (
+    BEGIN
+    + SUMS
+    + """
+[steps.taught]
+uses = "sft"
+parents = ["begin", "sums"]
+length = 64
+batch_rows = 4
+epochs = 20
+share = 1.0
+dtype = "float32"
+[steps.distil]
+parents = ["taught", "sums"]
+length = 64
+epochs = 4
+share = 0.5
+batch_texts = 8
+max_tokens = 4
+dtype = "float32"
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the files lie; the store, which all tests share, is `store` in it."""
+    place = tmp_path_factory.mktemp("students")
+    code(place / "code")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("distil.student.layers=1",),
+        ("distil.student.width=0.5", "distil.own=0.5"),
+        ("distil.student.heads=1", "distil.student.kv_heads=1", "distil.top=8"),
+        ("distil.student.layers=1", "distil.given=teacher", "distil.max_tokens=24"),
+    ],
+)
+def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
+    found = made(DISTIL, folder / "store", *sets)["distil"]
+    sizes = found.summary["sizes"]
+    assert sizes["student"] < sizes["teacher"] and found.summary["params"]["total"] == sizes["student"]
+    assert found.summary["texts"] + sum(found.summary["left_out"].values()) == 40
+    assert found.summary["solved"]["teacher"]["tasks"] == 6
+    assert load_model(found.path).params()["total"] == sizes["student"]
+    curve = json.loads((found.path / "curve.json").read_text())
+    assert curve[-1]["kl"] < curve[0]["kl"]
+    section = StageSection.model_validate(told(found))
+    assert [p.loss for p in section.points] == [record["kl"] for record in curve]
+    assert next(stage_charts([section]))[1].startswith("Divergence from the teacher")
+    if "distil.own=0.5" in sets:
+        assert curve[0]["parity"] < 1e-4
+    open_scribe(found.path)
+
+
+def test_a_student_of_its_own_and_what_distillation_refuses(folder: Path) -> None:
+    text = DISTIL.replace('["taught", "sums"]', '["taught", "other", "sums"]')
+    text += (
+        BEGIN.split("\n", 2)[2].replace("[steps.begin]", '[steps.other]\nuses = "begin"').replace("32", "16")
+    )
+    found = made(text, folder / "store")
+    assert found["distil"].summary["sizes"]["student"] == found["other"].summary["params"]["total"]
+    with pytest.raises(ConfigError, match="distil has two students"):
+        made(text, folder / "store", "distil.student.layers=1")
+    with pytest.raises(ConfigError, match="distil has no student"):
+        made(DISTIL, folder / "store")
+    with pytest.raises(ConfigError, match="distil has nothing to learn from"):
+        made(DISTIL.replace('["taught", "sums"]', '["taught"]'), folder / "store", "distil.student.layers=1")
+    with pytest.raises(ConfigError, match=r"what the teacher said before is of given texts alone"):
+        made(DISTIL, folder / "store", "distil.top=4", "distil.own=0.5")
+
+
+def test_a_teacher_that_said_its_word_is_not_asked_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ("distil.student.layers=1", "distil.top=4")
+
+    def killed(*given: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("whorl.align.distillation.train.learn_from", killed)
+        made(DISTIL, tmp_path, *sets)
+    monkeypatch.setattr("whorl.align.distillation.teacher.tell", killed)
+    assert made(DISTIL, tmp_path, *sets)["distil"].summary["texts"] == 40
+    with pytest.raises(KeyboardInterrupt):  # it is asked where it has said nothing
+        made(DISTIL, folder / "store", *sets)
+
+
+def test_documents_of_pretraining_teach_too_if_their_ids_are_the_models(folder: Path) -> None:
+    text = """
+name = "stages"
+[steps.plan]
+parents = ["ingest", "curate"]
+steps = 3
+d_model = 64
+n_layers = 2
+length = 32
+batch_rows = 2
+ngram_buckets = 16
+replicas = 1
+compile = false
+[steps.tokenizer]
+parents = ["ingest", "curate"]
+vocab_size = 300
+[steps.tokens]
+parents = ["ingest", "curate", "tokenizer"]
+[steps.pretrain]
+parents = ["plan", "tokens", "tokenizer"]
+[steps.distil]
+parents = ["pretrain", "tokens"]
+student = {layers = 1}
+length = 32
+n = 20
+dtype = "float32"
+"""
+    found = made(text + CORPUS, folder / "store")["distil"]
+    assert found.summary["texts"] == 20 and "solved" not in found.summary
+    bits = found.summary["bits_per_byte"]
+    assert bits["after"] > 0 and "then" in found.summary["headline"]
+    with pytest.raises(ConfigError, match="documents of pretraining have no prompts"):
+        made(text + CORPUS, folder / "store", "distil.own=0.5")
+    other = text.replace('["pretrain", "tokens"]', '["begin", "tokens"]') + CORPUS
+    other += BEGIN.split("\n", 2)[2]
+    with pytest.raises(ConfigError, match=r"begin has a vocabulary of .* ids and .*tokens another"):
+        made(other, folder / "store")

@@ -1,0 +1,283 @@
+"""Stages after pretraining as steps of a recipe: `align-arithmetic` from end to end, very small; tasks from Python files."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from whorl.align.stage.io import read_pairs, read_tasks
+from whorl.errors import ConfigError, DataError
+from whorl.evals.verify import verify_all
+from whorl.recipes import Outcome, load_recipe, parse_recipe, run_recipe
+from whorl.recipes.stage_report import told
+from whorl.recipes.steps.report import ReportConfig, report_data
+from whorl.sandbox import Sandbox
+from whorl.store import Store
+from whorl.tracking.progress import Progress
+
+# One digit and one digit, the answer alone: learnt well enough in a second for some answers to pass, so that rewards teach.
+SMALL = (
+    "lessons.n=300", "lessons.n_test=6", "lessons.levels={0 = 1.0}", "lessons.short=1.0",
+    "begin.d_model=32", "begin.n_layers=1", "begin.n_heads=1", "begin.mlp_hidden=32",
+    "base.length=96", "base.epochs=5",
+    "manners.n=32", "manners.n_test=6", "manners.levels={0 = 1.0}", "sft.length=96",
+    "rlvr.steps=2", "rlvr.prompts=4", "rlvr.answers=8", "rlvr.max_tokens=12", "rlvr.length=24", "rlvr.evaluate_every=1",
+)  # fmt: skip
+SAMPLE = {"prompt", "answer", "reward", "passed", "reason"}
+CODE = '''\
+"""Numbered {i}."""
+
+
+def add_{i}(first, second):
+    """The sum of two numbers, for {i}.
+
+    >>> add_{i}(2, 3)
+    5
+    """
+    total = first + second
+    return total
+
+
+def longest_{i}(words):
+    """The longest of some words, by number {i}."""
+    ordered = sorted(words, key=len)
+    return ordered[-{i} - 1]
+
+
+def between_{i}(low, value, high):
+    """Whether a value lies within {i} of its bounds."""
+    return low - {i} <= value <= high + {i}
+'''
+
+
+def run(store: Store, *sets: str, until: str | None = None) -> Outcome:
+    recipe = load_recipe("align-arithmetic", sets=(*SMALL, *sets))
+    return run_recipe(recipe, store, Progress.silent(), until=until)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return Store(tmp_path_factory.mktemp("store"))
+
+
+@pytest.fixture(scope="module")
+def done(store: Store) -> Outcome:
+    return run(store)
+
+
+def log_of(outcome: Outcome) -> str:
+    return (outcome.run.dir / "log.txt").read_text()
+
+
+def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: Outcome) -> None:
+    from whorl.models import load_model
+
+    chain, found = [], store.lineage(done.artifacts["rlvr"])
+    while True:
+        chain.append(found["name"])
+        if "model" not in found["parents"]:
+            break
+        found = found["parents"]["model"]
+    assert chain == [f"align-arithmetic/{name}" for name in ("rlvr", "sft", "base", "begin")]
+    weights = {
+        name: load_model(done.artifacts[name].path).state_dict() for name in ("begin", "base", "sft", "rlvr")
+    }
+
+    def moved(before: str, after: str) -> bool:
+        return any(not w.equal(weights[after][name]) for name, w in weights[before].items())
+
+    assert moved("begin", "base") and moved("base", "sft")
+    # Groups whose answers all got the same reward teach nothing; any other does.
+    curve = json.loads(done.artifacts["rlvr"].file("curve.json").read_text())
+    assert moved("sft", "rlvr") == any(record["groups_alike"] < 4 for record in curve)
+    for name in ("base", "sft", "rlvr"):
+        assert "tokenizer.json" in done.artifacts[name].files
+    summary = done.artifacts["base"].summary
+    assert (
+        summary["texts"] == 300 and not summary["left_out"] and summary["final"]["nll"] < 1.5
+    )  # untrained: 5.5
+
+
+def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: Outcome) -> None:
+    assert (
+        "solved" not in done.artifacts["sft"].summary
+    )  # 96 ids have no room for a prompt and an answer of 96
+    assert "no held-out task has room for its prompt and sft.max_tokens: 96" in log_of(done)
+    found = run(store, "base.max_tokens=12", "base.tested=4", until="base").artifacts["base"]
+    before, after = (found.summary["solved"][when] for when in ("before", "after"))
+    assert found.summary["tasks"] == {"test": 4} and before == {"tasks": 4.0, "passed_greedily": 0.0}
+    assert after["tasks"] == 4 and 0 <= after["passed_greedily"] <= 1
+    assert (
+        f"held-out tasks passed: 0%, then {after['passed_greedily']:.0%}, greedily"
+        in found.summary["headline"]
+    )
+    section = told(found)
+    assert section["tested"] == 4 and section["passed"] is None
+    assert section["passed_greedily"] == {"before": 0.0, "after": after["passed_greedily"]}
+    assert "solved" not in run(store, "base.tested=0", until="base").artifacts["base"].summary
+
+
+def test_rlvr_tells_before_and_after(done: Outcome) -> None:
+    artifact = done.artifacts["rlvr"]
+    summary = artifact.summary
+    assert summary["tasks"] == {"train": 32, "test": 6}
+    for when in ("before", "after"):
+        told = summary["solved"][when]
+        assert 0 <= told["passed"] <= 1 and 0 <= told["passed_greedily"] <= 1
+    assert summary["bits_per_byte"] == {"before": None, "after": None}  # nothing was pretrained
+    curve = json.loads(artifact.file("curve.json").read_text())
+    assert [record["step"] for record in curve] == [1, 2]
+    assert all(0 <= r["passed"] <= 1 and r["length"] <= 12 and r["parity"] < 1e-4 for r in curve)
+    kept = json.loads(artifact.file("samples.json").read_text())
+    tasks = read_tasks(done.artifacts["manners"].path, "test")
+    for when in ("before", "after"):
+        assert [sample["prompt"] for sample in kept[when]] == [task.prompt for task in tasks]
+        assert all(sample.keys() == SAMPLE for sample in kept[when])
+        passed = sum(sample["passed"] for sample in kept[when]) / len(tasks)
+        assert passed == pytest.approx(summary["solved"][when]["passed"])
+
+
+def test_rollouts_are_shown_while_it_learns(done: Outcome) -> None:
+    log = log_of(done)
+    assert (
+        "    step 1: passed " in log and "    step 2: passed " not in log
+    )  # the last is told by the samples
+    rows = re.findall(r"^.*    [+-]  [01]\.\d\d  (\d\+\d)? ", log, flags=re.M)
+    asked = {task.prompt.strip() for task in read_tasks(done.artifacts["manners"].path, "train")}
+    assert len(rows) >= 2 and {row for row in rows if row} <= asked
+
+
+def test_the_second_time_all_is_looked_up(store: Store, done: Outcome) -> None:
+    again = run(store)
+    said = log_of(again).split("align-arithmetic: ")[-1]
+    assert said.count("looked up") == 7 and "made in" not in said
+    assert {k: a.address for k, a in again.artifacts.items()} == {
+        k: a.address for k, a in done.artifacts.items()
+    }
+
+
+def test_it_ends_in_a_report_of_its_stages(store: Store, done: Outcome, tmp_path: Path) -> None:
+    from whorl.cli.jobs.report import report
+
+    page = done.artifacts["report"].file("report.html").read_text()
+    assert re.findall(r'<section id="(\w+)"', page) == [
+        "result", "stages", "plan", "time", "lineage", "environment",
+    ]  # fmt: skip
+    assert 'class="missing"' not in page and page.count('<figure class="pair"') == 6
+    steps = re.findall(r"<tr><td>(\w+)</td><td class=\"n\">", page)
+    assert steps == ["lessons", "begin", "base", "manners", "sft", "rlvr"]
+    report(run="align-arithmetic", out=tmp_path / "again.html", store=str(store.root))
+    again = (tmp_path / "again.html").read_text()
+    assert again.count('<figure class="pair"') == 6 and "Bits per byte, beside" not in again
+    half = run(store, "rlvr.steps=3", until="sft")
+    report(run=str(half.run.dir), out=tmp_path / "half.html", store=str(store.root))
+    page = (tmp_path / "half.html").read_text()
+    assert "sft: loss</h3>" in page and "rlvr: " not in page and '<figure class="pair"' not in page
+
+
+def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: Outcome) -> None:
+    """An untrained model in pretraining's role is no pretraining, and a stage in it is a stage."""
+    made = done.artifacts
+    roles = {"model": made["sft"], "base": made["rlvr"], "tasks": made["manners"]}
+    for first in (made["sft"], made["begin"]):
+        data = report_data({**roles, "model": first}, store, ReportConfig(), roles=roles)
+        stages = [stage.name for stage in data.stages]
+        assert stages == (["sft", "rlvr"] if first is made["sft"] else ["rlvr"])
+        assert data.training is None and "training" in data.absent and "stages" not in data.absent
+        assert data.model is not None and data.model.name == "align-arithmetic/rlvr"
+    half = report_data({"base": made["base"]}, store, ReportConfig(), roles=["base", "sft", "model"])
+    assert half.absent == ["scores", "samples", "plan", "corpus", "tokenizer"]  # pretraining may still come
+
+
+def test_nothing_with_room_is_said(store: Store, done: Outcome) -> None:
+    with pytest.raises(DataError, match=r"(?s)no task has room.*at most 2 ids.*raise rlvr.length"):
+        run(store, "rlvr.length=14")
+    with pytest.raises(DataError, match=r"(?s)no text to learn from"):
+        run(store, "sft.length=8")
+
+
+def test_a_stage_needs_its_parents() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)rlvr lacks its parent 'model'.*begin"):
+        parse_recipe('[steps.tasks]\n[steps.begin]\n[steps.rlvr]\nparents = ["tasks"]', "r.toml")
+    with pytest.raises(ConfigError, match=r"(?s)rlvr.algorithm cannot be 'grop'"):
+        load_recipe("align-arithmetic", sets=["rlvr.algorithm=grop"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "said"),
+    [
+        ("quickstart", "plan.d_model=16", r"plan.d_model cannot be '16'.*32.*heads"),
+        ("align-arithmetic", "begin.n_heads=128", r"d_model \(128\) over n_heads \(128\) gives heads of 1"),
+        ("align-arithmetic", "begin.d_model=60", r"d_model \(60\) over n_heads \(4\) gives heads of 15"),
+    ],
+)
+def test_an_impossible_shape_is_refused_when_the_recipe_is_read(recipe: str, setting: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        load_recipe(recipe, sets=[setting])
+
+
+PYTHON = """\
+name = "mined"
+[steps.ingest]
+sources = ["{folder}"]
+include = ["**/*.py", "*.py"]
+[steps.curate]
+parents = ["ingest"]
+test_bytes = 1500
+validation_bytes = 500
+[steps.tasks]
+parents = ["ingest", "curate"]
+n = 12
+n_test = 4
+"""
+
+
+def mine(folder: Path, store: Path, *sets: str) -> Outcome:
+    recipe = parse_recipe(PYTHON.format(folder=folder), "mined.toml", sets=sets)
+    return run_recipe(recipe, Store(store), Progress.silent())
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    folder = tmp_path / "code"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"part_{i}.py").write_text(CODE.format(i=i))
+    return folder
+
+
+def test_tasks_are_mined_from_python_files(code: Path, tmp_path: Path) -> None:
+    outcome = mine(code, tmp_path / "store")
+    artifact = outcome.artifacts["tasks"]
+    found = {split: read_tasks(artifact.path, split) for split in ("train", "test")}
+    assert artifact.summary["counts"] == {split: len(tasks) for split, tasks in found.items()}
+    files = dict(re.findall(r"def (\w+_(\d+))\(", "\n".join(p.read_text() for p in code.iterdir())))
+    sides = {split: {files[name_of(task.prompt)] for task in tasks} for split, tasks in found.items()}
+    assert found["test"] and not sides["train"] & sides["test"]  # no file on both sides
+    # Examples that can be run come first, and none is spent on the test.
+    kinds = [task.verifier for task in found["train"]]
+    n = kinds.count("doctest")
+    assert len(kinds) == 12 and 0 < n < 12 and kinds == ["doctest"] * n + ["compiles"] * (12 - n)
+    assert {task.verifier for task in found["test"]} == {"compiles"}
+    assert f"{n} functions come with examples that can be run" in log_of(outcome)
+    pairs = read_pairs(artifact.path, "train")
+    assert [pair.prompt for pair in pairs] == [task.prompt for task in found["train"]]
+    with Sandbox() as sandbox:
+        verdicts = verify_all(found["train"], [pair.completion for pair in pairs], sandbox)
+        spoilt = verify_all(found["train"][:1], ["    return None\n"], sandbox)
+    assert all(verdict.passed for verdict in verdicts) and not spoilt[0].passed
+
+
+def name_of(prompt: str) -> str:
+    return re.findall(r"def (\w+)\(", prompt)[-1]
+
+
+def test_python_tasks_need_the_corpus_and_functions(code: Path, tmp_path: Path) -> None:
+    recipe = parse_recipe("[steps.tasks]", "alone.toml")
+    with pytest.raises(ConfigError, match=r"(?s)no parent 'documents'.*\"ingest\", \"curate\""):
+        run_recipe(recipe, Store(tmp_path / "store"), Progress.silent())
+    with pytest.raises(DataError, match=r"(?s)there is no train task.*tasks.prompt_bytes"):
+        mine(code, tmp_path / "store", "tasks.prompt_bytes=20")

@@ -1,0 +1,160 @@
+"""What clusters are told: every field by their own schemas, and what must fit together."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.errors import ConfigError
+from whorl.router.discovery import addresses, keep, parse
+from whorl.router.manifests import Manifest, manifest, manifest_of
+from whorl.router.ray_app import command
+from whorl.router.replica_pool import Fleet
+from whorl.router.routing_policy import Policy
+
+FULL = Manifest(
+    model="/models/small",
+    name="shop",
+    claim="models",
+    key_secret="keys",
+    gpus=1,
+    arguments=("--context", "4096"),
+)
+
+
+def documents(what: Manifest) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(manifest("kubernetes", what)))
+
+
+def by_kind(what: Manifest, kind: str) -> dict[str, dict[str, Any]]:
+    return {d["metadata"]["name"]: d for d in documents(what) if d["kind"] == kind}
+
+
+MANIFESTS = st.builds(
+    Manifest,
+    model=st.text(min_size=1, max_size=20),
+    name=st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True),
+    arguments=st.lists(st.text(max_size=8), max_size=3).map(tuple),
+    replicas=st.integers(1, 9),
+    gpus=st.integers(0, 2),
+    claim=st.none() | st.just("models"),
+    key_secret=st.none() | st.just("keys"),
+    memory_gib=st.floats(0.1, 500),
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(MANIFESTS)
+def test_kubernetes_knows_every_field(what: Manifest) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    kinds = [d["kind"] for d in documents(what)]
+    assert kinds.count("Deployment") == 2 and "HorizontalPodAutoscaler" in kinds
+    for document in documents(what):
+        for version in ("1.28", "1.33"):
+            validate.validate(document, version, strict=True)
+
+
+@settings(max_examples=15, deadline=None)
+@given(MANIFESTS)
+def test_ray_serve_knows_every_field(what: Manifest) -> None:
+    schema = pytest.importorskip("ray.serve.schema")
+    (told,) = yaml.safe_load_all(manifest("ray", what))
+    config = schema.ServeDeploySchema(**told)
+    (application,) = config.applications
+    assert application.args["model"] == what.model
+    (deployment,) = application.deployments
+    assert deployment.autoscaling_config["min_replicas"] == what.replicas
+
+
+def test_what_selects_finds_what_it_selects() -> None:
+    deployments = by_kind(FULL, "Deployment")
+    services = by_kind(FULL, "Service")
+    assert set(deployments) == set(services) == {"shop-replica", "shop-router"}
+    for name, deployment in deployments.items():
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        wanted = [
+            deployment["spec"]["selector"]["matchLabels"],
+            services[name]["spec"]["selector"],
+            by_kind(FULL, "PodDisruptionBudget")[name]["spec"]["selector"]["matchLabels"],
+        ]
+        assert all(w.items() <= labels.items() for w in wanted)
+        others = [d["spec"]["template"]["metadata"]["labels"] for n, d in deployments.items() if n != name]
+        assert not any(w.items() <= other.items() for w in wanted for other in others)
+        ports = deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
+        assert services[name]["spec"]["ports"][0]["targetPort"] == ports[0]["name"]
+    assert services["shop-replica"]["spec"]["clusterIP"] == "None"
+    (scaler,) = by_kind(FULL, "HorizontalPodAutoscaler").values()
+    assert scaler["spec"]["scaleTargetRef"]["name"] == "shop-replica"
+    router = deployments["shop-router"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert parse(router[router.index("--discover") + 1]) == ("shop-replica", 8000)
+
+
+def test_nobody_is_ended_before_it_could_drain() -> None:
+    for deployment in by_kind(FULL, "Deployment").values():
+        pod = deployment["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        drain = int(container["command"][container["command"].index("--drain") + 1])
+        leave = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+        assert pod["terminationGracePeriodSeconds"] > drain + leave
+        assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+
+
+def test_volumes_keys_and_sizes_are_where_the_server_looks() -> None:
+    pod = by_kind(FULL, "Deployment")["shop-replica"]["spec"]["template"]["spec"]
+    (server,) = pod["containers"]
+    assert (
+        {v["name"] for v in pod["volumes"]}
+        == {m["name"] for m in server["volumeMounts"]}
+        == {"models", "keys"}
+    )
+    assert "--api-key-file" in server["command"] and "--no-auth" not in server["command"]
+    assert server["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert server["command"][-2:] == ["--context", "4096"]
+    plain = by_kind(Manifest(model="m"), "Deployment")["whorl-replica"]["spec"]["template"]["spec"]
+    assert "volumes" not in plain and "--no-auth" in plain["containers"][0]["command"]
+
+
+def test_what_no_cluster_would_take_is_said_here() -> None:
+    with pytest.raises(ConfigError, match="nomad"):
+        manifest("nomad", FULL)
+    for name in ("Shop", "9shop", "shop-", "s" * 60):
+        with pytest.raises(ConfigError, match="small letters"):
+            manifest("kubernetes", Manifest(model="m", name=name))
+    with pytest.raises(ConfigError, match="at most 1"):
+        manifest("ray", Manifest(model="m", replicas=2, most=1))
+
+
+def test_a_command_lines_options_reach_the_servers() -> None:
+    words = ["serve", "m", "--manifest", "ray", "--context", "99", "--drain=5", "--no-auth"]
+    (told,) = yaml.safe_load_all(manifest_of("ray", Manifest(model="m"), words, ("--manifest", "--drain")))
+    args = told["applications"][0]["args"]
+    assert args["arguments"] == ["--context", "99"]
+    assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-sequences", "32", "--context", "99"]
+
+
+# Finding the replicas again
+
+
+def test_the_fleet_follows_a_name() -> None:
+    fleet = Fleet(Policy(random.Random(0)))
+    keep(fleet, ["http://10.0.0.1:80", "http://10.0.0.2:80"])
+    fleet.replicas["10.0.0.1:80"].healthy = True
+    sent = fleet.send(())
+    assert sent is not None
+    keep(fleet, [])
+    assert set(fleet.replicas) == {"10.0.0.1:80", "10.0.0.2:80"}, "a name server's hiccup"
+    keep(fleet, ["http://10.0.0.2:80", "http://10.0.0.3:80"])
+    assert set(fleet.replicas) == set(fleet.policy.loads) == {"10.0.0.2:80", "10.0.0.3:80"}
+    fleet.policy.end(sent[1])
+    found = asyncio.run(addresses("localhost", 8000))
+    assert "http://127.0.0.1:8000" in found or "http://[::1]:8000" in found
+    assert asyncio.run(addresses("no.such.name.invalid", 1)) == []
+    for wrong in ("whorl", "whorl:", ":80", "whorl:0", "whorl:x"):
+        with pytest.raises(ConfigError, match="--discover"):
+            parse(wrong)

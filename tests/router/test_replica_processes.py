@@ -1,0 +1,191 @@
+"""Replicas as real processes: killed in mid-stream, killed by a request, restarted, drained, orphaned."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.router.fake_replica import running
+
+from whorl.errors import ConfigError
+from whorl.router import replica_processes as module
+from whorl.router.replica_processes import Replicas, cores_of, free_port, replicated, without
+from whorl.router.router import Router
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
+WHOLE = """
+import sys
+from whorl.serve.fleet.replicas import serve_replicas
+serve_replicas(sys.argv[2:], 2, port=int(sys.argv[1]), grace=20)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_WAIT", 0.01)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def fleet(n: int) -> AsyncIterator[tuple[Router, Replicas, httpx.AsyncClient]]:
+    router, replicas = replicated(FAKE, n, seed=0, look_every=0.05, grace=10.0)
+    async with running(router.app) as url, httpx.AsyncClient(base_url=url, timeout=30.0) as client:
+        yield router, replicas, client
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+@given(st.integers(1, 9), st.lists(st.integers(0, 63), unique=True, max_size=16))
+def test_cores_are_split_evenly_and_none_is_given_twice(n: int, cores: list[int]) -> None:
+    parts = cores_of(n, cores)
+    assert len(parts) == n
+    if len(cores) < n:
+        assert parts == [()] * n
+    else:
+        assert [c for part in parts for c in part] == cores
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_a_command_line_is_repeated_without_what_is_the_routers() -> None:
+    words = ["serve", "m", "--port", "80", "--seed", "1", "--host=::", "--replicas", "2", "--porter", "x"]
+    assert without(words, ("--port", "--host", "--replicas")) == [
+        "serve",
+        "m",
+        "--seed",
+        "1",
+        "--porter",
+        "x",
+    ]
+
+
+def test_a_replica_killed_in_mid_stream_is_an_error_to_its_client_and_is_replaced() -> None:
+    async def test() -> None:
+        async with fleet(2) as (router, replicas, client):
+            async with client.stream("POST", "/v1/completions", json={"prompt": "hold:1"}) as answer:
+                parts = answer.aiter_raw()
+                seen = await anext(parts)
+                victim = next(p for p in replicas.processes if p.name == answer.headers["x-whorl-replica"])
+                old = victim.url
+                os.kill(victim.pid, signal.SIGKILL)
+                seen += b"".join([part async for part in parts])
+            events = seen.split(b"\n\n")
+            assert len(events) == 3 and b"replica_lost" in events[1] and events[2] == b""
+            assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
+            await until(lambda: victim.starts == 2 and len(router.fleet.available()) == 2)
+            assert victim.url != old
+            assert len(router.fleet.policy.indexes[victim.name]) == 0
+        assert all(p.popen is not None and p.popen.returncode is not None for p in replicas.processes)
+
+    run(test)
+
+
+def test_a_request_that_kills_whoever_serves_it_is_tried_twice_and_no_more() -> None:
+    async def test() -> None:
+        async with fleet(3) as (router, replicas, client):
+            answer = await client.post("/v1/completions", json={"prompt": "please die"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+            await until(lambda: sum(p.starts for p in replicas.processes) == 5)
+            await until(lambda: len(router.fleet.available()) == 3)
+            assert sorted(p.starts for p in replicas.processes) == [1, 2, 2]
+
+    run(test)
+
+
+def test_what_never_comes_up_is_said_at_once() -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigError, match="ended with exit code 3"):
+            async with Replicas([sys.executable, "-c", "import sys; sys.exit(3)"], 2):
+                pass
+        hung = Replicas([sys.executable, "-c", "import time; time.sleep(60)"], 1, start_within=0.3)
+        with pytest.raises(ConfigError, match="before it answered"):
+            async with hung:
+                pass
+        assert hung.processes[0].pid == 0
+
+    run(test)
+
+
+@asynccontextmanager
+async def whole() -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncClient, list[str]]]:
+    """`serve_replicas` as a program: (process, client of the router, the replicas' URLs)."""
+    port = free_port()
+    popen = subprocess.Popen([sys.executable, "-c", WHOLE, str(port), *FAKE], env=os.environ)
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
+            while True:
+                assert popen.poll() is None
+                try:
+                    told = (await client.get("/v1/router/replicas")).json()
+                    break
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.01)
+            yield popen, client, [r["url"] for r in told["replicas"]]
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+async def pids(client: httpx.AsyncClient, urls: list[str]) -> list[int]:
+    return [(await client.get(f"{url}/health")).json()["boot"] for url in urls]
+
+
+def test_on_sigterm_what_runs_is_finished_and_then_all_end() -> None:
+    async def test() -> None:
+        async with whole() as (popen, client, urls):
+            children = await pids(client, urls)
+            async with client.stream("POST", "/v1/completions", json={"prompt": "hold:1"}) as answer:
+                parts = answer.aiter_raw()
+                await anext(parts)
+                popen.send_signal(signal.SIGTERM)
+                while (told := await client.get("/health")).status_code == 200:
+                    await asyncio.sleep(0.005)
+                assert told.json()["status"] == "draining", "it still answers, and says why not"
+                refused = await client.post("/v1/completions", json={"prompt": "new"})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+                assert popen.poll() is None and not any(gone(pid) for pid in children)
+                for url in urls:  # the replicas themselves still run
+                    await client.post(f"{url}/v1/completions", json={"prompt": "release"})
+                assert b"".join([part async for part in parts]).endswith(b"data: [DONE]\n\n")
+            await until(lambda: popen.poll() is not None)
+            assert popen.returncode == 0
+            assert all(gone(pid) for pid in children)
+
+    run(test)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel of Linux tells children of their parent's death"
+)
+def test_a_router_that_is_killed_leaves_no_orphans() -> None:
+    async def test() -> None:
+        async with whole() as (popen, client, urls):
+            children = await pids(client, urls)
+            popen.kill()
+            await until(lambda: all(gone(pid) for pid in children))
+
+    run(test)

@@ -1,0 +1,169 @@
+"""Keys: shown once, kept as hashes, found in constant time; what each may ask for in a minute."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.serve.live_server import api_of, running
+from typer.testing import CliRunner
+
+from whorl.cli import application
+from whorl.errors import ConfigError
+from whorl.serve.config import ServeConfig
+from whorl.serve.middleware.auth import LOOK_SECONDS, Accounts, Bucket, KeyFile
+from whorl.serve.server import check_open_to
+
+
+def test_a_key_is_kept_as_a_hash_and_found_again(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    alice, bob = file.add("alice", requests_per_minute=5), file.add("bob")
+    assert alice not in file.path.read_text() and alice.split("-", 2)[2] not in file.path.read_text()
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    accounts = Accounts(file.path)
+    found = accounts.find(alice)
+    assert found is not None and found.key.name == "alice" and found.key.requests_per_minute == 5
+    assert accounts.find(bob) is not found
+    for wrong in (
+        "",
+        "wk",
+        alice[:-1],
+        alice + "x",
+        alice.replace("wk-", "wx-", 1),
+        f"wk-{'z' * 8}-abc",
+        "\udcff-a-b",
+    ):
+        assert accounts.find(wrong) is None
+    with pytest.raises(ConfigError, match="taken"):
+        file.add("alice")
+
+
+def test_a_revoked_key_ends_without_a_restart(tmp_path: Path) -> None:
+    now = [0.0]
+    file = KeyFile(tmp_path / "keys.json")
+    alice, bob = file.add("alice"), file.add("bob", requests_per_minute=2)
+    accounts = Accounts(file.path, clock=lambda: now[0])
+    account = accounts.find(bob)
+    assert account is not None
+    account.requests.take(2)
+    file.revoke("alice")
+    assert accounts.find(alice) is not None  # it has not looked again yet
+    now[0] += LOOK_SECONDS
+    assert accounts.find(alice) is None
+    same = accounts.find(bob)
+    assert same is account and same.requests.wait(1) > 0  # a new file is no new minute
+    with pytest.raises(ConfigError, match="no key 'alice'"):
+        file.revoke("alice")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"keys": [{}]}',
+        '{"keys": [{"id": "a", "name": "b", "hash": "c", "created": 1}]}',
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"keys\.json"):
+            KeyFile(path).read()
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.tuples(st.floats(0, 30), st.floats(0.1, 300)), min_size=1, max_size=40),
+)
+def test_a_bucket_gives_no_more_than_its_limit(limit: int, asked: list[tuple[float, float]]) -> None:
+    """Over any span no more is taken than was there at first and flowed back since, plus what the last one overdrew."""
+    now, taken, most = [0.0], 0.0, 0.0
+    bucket = Bucket(limit, lambda: now[0])
+    for pause, amount in asked:
+        now[0] += pause
+        wait = bucket.wait(amount)
+        if amount > limit:
+            assert wait == float("inf")
+            continue
+        if wait > 0:
+            now[0] += wait * 1.000001
+            assert bucket.wait(amount) <= 1e-3
+        bucket.take(amount)
+        taken += amount
+        most = limit + now[0] * limit / 60
+        assert taken <= most * 1.0001 + 0.1
+
+
+def test_a_debt_has_to_flow_back() -> None:
+    now = [0.0]
+    bucket = Bucket(60, lambda: now[0])
+    bucket.take(90)
+    assert bucket.wait(1) == pytest.approx(31)
+    now[0] += 31
+    assert bucket.wait(1) == 0
+    assert Bucket(None).wait(10**9) == 0
+
+
+def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
+    file = KeyFile(tmp_path / "keys.json")
+    key, free = file.add("small", requests_per_minute=2, tokens_per_minute=100), file.add("free")
+    with running(api_of(key_file=file.path)) as server:
+        ask: dict[str, Any] = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 10, "ignore_eos": True}
+        url = f"{server.url}/v1/completions"
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {key}"}):
+            answer = httpx.post(url, json=ask, headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/models", "/metrics", "/v1/engine/state"):
+            assert httpx.get(server.url + path).status_code == 401
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
+        own = {"authorization": f"Bearer {key}"}
+        first = httpx.post(url, json=ask, headers=own)
+        assert first.status_code == 200 and first.headers["x-ratelimit-limit-requests"] == "2"
+        account = server.api.accounts.find(key)
+        assert account is not None and 49 <= account.tokens.level <= 100  # 40 read and 10 written
+        second = httpx.post(url, json=ask | {"prompt": [5] * 90}, headers=own)
+        assert second.status_code == 429 and second.json()["error"]["type"] == "rate_limit_error"
+        assert int(second.headers["retry-after"]) >= 1 and "x-ratelimit-remaining-tokens" in second.headers
+        never = httpx.post(url, json=ask | {"prompt": [5] * 101}, headers=own)
+        assert never.status_code == 429 and "longer than" in never.json()["error"]["message"]
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+        client.completions.create(model="tiny", prompt=[5], max_tokens=1)
+        with pytest.raises(openai.RateLimitError):
+            client.embeddings.create(model="tiny", input=[[5]])
+        other = openai.OpenAI(base_url=f"{server.url}/v1", api_key=free, max_retries=0)
+        assert other.completions.create(model="tiny", prompt=[5], max_tokens=1).choices
+
+
+def test_others_are_only_let_in_with_keys(tmp_path: Path) -> None:
+    check_open_to(ServeConfig())
+    check_open_to(ServeConfig(host="::1"))
+    check_open_to(ServeConfig(host="0.0.0.0"), no_auth=True)
+    with pytest.raises(ConfigError, match="no file of keys"):
+        check_open_to(ServeConfig(key_file=tmp_path / "keys.json"))
+    KeyFile(tmp_path / "keys.json").add("alice")
+    check_open_to(ServeConfig(host="0.0.0.0", key_file=tmp_path / "keys.json"))
+    for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
+        with pytest.raises(ConfigError, match="can be reached by others"):
+            check_open_to(ServeConfig(host=host))
+
+
+def test_the_verb(tmp_path: Path) -> None:
+    runner, file = CliRunner(), str(tmp_path / "keys.json")
+    made = runner.invoke(
+        application(), ["keys", "add", "alice", "--file", file, "--requests-per-minute", "7"]
+    )
+    assert made.exit_code == 0 and Accounts(Path(file)).find(made.stdout.strip()) is not None
+    listed = runner.invoke(application(), ["keys", "list", "--file", file])
+    assert "alice" in listed.stdout and "7 requests/min" in listed.stdout
+    assert made.stdout.strip() not in listed.stdout
+    assert runner.invoke(application(), ["keys", "revoke", "alice", "--file", file]).exit_code == 0
+    assert json.loads(Path(file).read_text()) == {"keys": []}
+    assert runner.invoke(application(), ["keys", "revoke", "alice", "--file", file]).exit_code == 2

@@ -1,0 +1,199 @@
+"""The sheet (a text that the model continues in place), and both panes on a phone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.support.serve.browser_pages import PHONE, expect
+from tests.support.serve.fake_server import Fake, Piece
+
+pytestmark = pytest.mark.browser
+BASE = [{"id": "code", "whorl": {"chat": False}}]
+
+
+def go(page: Any, button: str = "Continue") -> None:
+    page.get_by_role("button", name=button).click()
+    page.wait_for_selector("body:not(.busy) .again:not(:disabled)")
+
+
+def layers_agree(page: Any) -> None:
+    """The layer underneath holds the field's text, letter on letter."""
+    assert page.locator(".under").evaluate("e => e.textContent") == page.locator("#text").input_value()
+    names = [
+        "font",
+        "padding",
+        "lineHeight",
+        "letterSpacing",
+        "tabSize",
+        "whiteSpace",
+        "overflowWrap",
+        "width",
+    ]
+    styles = f"e => {names}.map((name) => getComputedStyle(e)[name])"
+    assert page.locator(".under").evaluate(styles) == page.locator("#text").evaluate(styles)
+    heights = (
+        "() => [document.querySelector('.under').scrollHeight, document.querySelector('#text').scrollHeight]"
+    )
+    under, field = page.evaluate(heights)
+    assert abs(under - field) <= 1
+
+
+def test_a_base_model_opens_on_the_sheet_and_continues_in_place(visit: Any, fake: Fake) -> None:
+    fake.models = BASE
+    page = visit()
+    expect(page.locator("#text")).to_be_focused()
+    expect(page.get_by_role("radio", name="Complete")).to_be_checked()
+    fake.tell("    return", " 1", "\n", hold=True)
+    page.fill("#text", "def one():\n")
+    page.keyboard.press("Control+Enter")
+    fake.let(2)
+    expect(page.locator("#text")).to_have_value("def one():\n    return 1")
+    fake.let()
+    page.wait_for_selector("body:not(.busy)")
+    expect(page.locator("#text")).to_have_value("def one():\n    return 1\n")
+    path, body, _ = fake.asked[0]
+    assert path == "/v1/completions" and body["prompt"] == "def one():\n" and body["logprobs"] == 5
+    layers_agree(page)
+    # On from there; both continuations keep their tokens.
+    fake.tell("\n", "one()")
+    go(page)
+    assert fake.bodies()[1]["prompt"] == "def one():\n    return 1\n"
+    assert page.locator(".t").all_text_contents() == ["    return", " 1", "\n", "\n", "one()"]
+
+
+def test_versions_of_a_continuation(visit: Any, fake: Fake) -> None:
+    fake.models = BASE
+    page = visit()
+    page.fill("#text", "x = ")
+    for text, button in (("1", "Continue"), ("2", "Again"), ("3", "Again")):
+        fake.tell(text)
+        go(page, button)
+        assert fake.bodies()[-1]["prompt"] == "x = "
+    field = page.locator("#text")
+    expect(field).to_have_value("x = 3")
+    expect(page.locator(".bar .branches")).to_contain_text("3 / 3")
+    page.get_by_role("button", name="Earlier version").click()
+    expect(field).to_have_value("x = 2")
+    layers_agree(page)
+    page.get_by_role("button", name="Take back").click()
+    expect(field).to_have_value("x = ")
+    expect(page.get_by_role("button", name="Again")).to_be_disabled()
+    layers_agree(page)
+
+
+def test_an_edit_takes_the_marks_behind_it(visit: Any, fake: Fake) -> None:
+    fake.models = BASE
+    page = visit()
+    page.fill("#text", "x =")
+    fake.tell(" 1", " +", " 2")
+    go(page)
+    field = page.locator("#text")
+    field.evaluate("e => { e.focus(); e.setSelectionRange(6, 6); }")  # within " +"
+    page.keyboard.type("-")
+    expect(field).to_have_value("x = 1 -+ 2")
+    assert page.locator(".t").all_text_contents() == [" 1"]
+    layers_agree(page)
+    expect(page.get_by_role("button", name="Again")).to_be_disabled()
+
+
+def test_probabilities_at_the_pointer_and_at_the_caret(visit: Any, fake: Fake) -> None:
+    fake.models = BASE
+    page = visit()
+    page.fill("#text", "x =")
+    fake.tell(Piece(b" 1", -0.6931472), Piece(b" +", -2.3025851))
+    go(page)
+    tip = page.locator("#tip")
+    box = page.locator(".under .t").nth(1).bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    expect(tip).to_contain_text("·+  10.0\u00a0%")
+    page.mouse.move(5, 5)
+    expect(tip).to_be_hidden()
+    page.get_by_label("Colour by probability").check()
+    page.focus("#text")
+    page.keyboard.press("Control+Home")
+    for _ in range(3):
+        page.keyboard.press("ArrowRight")
+    expect(tip).to_contain_text("·1  50.0\u00a0%")
+    page.keyboard.press("Control+End")
+    expect(tip).to_contain_text("·+  10.0\u00a0%")
+
+
+def test_stop_and_an_error_on_the_sheet(visit: Any, fake: Fake) -> None:
+    fake.models = BASE
+    page = visit()
+    page.expected = ("status of 503",)
+    page.fill("#text", "x =")
+    fake.tell(" 1", " +", hold=True)
+    page.click(".go")
+    fake.let()
+    expect(page.locator("#text")).to_have_value("x = 1")
+    page.keyboard.press("Escape")
+    assert fake.gone.wait(240)
+    page.wait_for_selector("body:not(.busy)")
+    expect(page.locator(".bar .stats")).to_contain_text("stopped · 1 token")
+    fake.fail = (503, {"error": {"message": "draining"}}, {})
+    page.click(".go")
+    trouble = page.locator("#complete .trouble")
+    expect(trouble).to_contain_text("takes no more requests at the moment. It says: draining")
+    expect(page.locator("#text")).to_have_value("x = 1")
+    fake.tell(" + 2")
+    trouble.get_by_role("button").click()
+    expect(page.locator("#text")).to_have_value("x = 1 + 2")
+    expect(trouble).to_be_hidden()
+    layers_agree(page)
+
+
+def test_the_choice_of_model_and_way_is_remembered(visit: Any, fake: Fake) -> None:
+    fake.models = [
+        {"id": "talker", "whorl": {"chat": True}},
+        {"id": "code", "chat": "transcript"},
+        {"id": "vectors", "capabilities": ["embedding"]},
+    ]
+    page = visit()
+    assert page.locator("#model option").all_text_contents() == ["talker", "code"]
+    expect(page.get_by_role("radio", name="Chat")).to_be_checked()
+    page.select_option("#model", "code")
+    expect(page.get_by_role("radio", name="Complete")).to_be_checked()
+    page.locator(".modes span", has_text="Chat").click()
+    page.reload()
+    page.wait_for_selector("#model:not(:disabled)")
+    expect(page.locator("#model")).to_have_value("code")
+    expect(page.get_by_role("radio", name="Chat")).to_be_checked()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_phone(visit: Any, fake: Fake, scheme: str) -> None:
+    fake.models = [{"id": "a-model-with-a-very-long-name-of-its-own/pretrain", "whorl": {"chat": True}}]
+    page = visit(**PHONE, color_scheme=scheme, reduced_motion="reduce")
+
+    def fits() -> None:
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        for pane in page.locator(".scroller:visible, dialog[open]").all():
+            assert pane.evaluate("e => e.scrollWidth - e.clientWidth") <= 0
+
+    fake.tell("word" * 60, "\n", " and" * 200, hold=True)
+    page.fill("#message", "x" * 300)
+    page.click(".send")
+    fake.let(2)
+    writing = page.locator(".message.writing .text")
+    expect(writing).to_contain_text("word")
+    assert writing.evaluate("e => getComputedStyle(e, '::after').animationName") == "none"
+    fake.let()
+    page.wait_for_selector("body:not(.busy)")
+    page.check("#tint")
+    fits()
+    page.click("#open")
+    expect(page.locator("#settings")).to_be_visible()
+    fits()
+    page.click("#settings .close")
+    # The keyboard takes half of the window: the input stays above it.
+    page.set_viewport_size({"width": 360, "height": 380})
+    box = page.locator("#message").bounding_box()
+    assert box["y"] >= 0 and box["y"] + box["height"] <= 380
+    page.set_viewport_size({"width": 360, "height": 740})
+    page.locator(".modes span", has_text="Complete").click()
+    page.fill("#text", "y" * 500)
+    fits()
+    for target in page.locator("button:visible, select:visible").all():
+        assert target.bounding_box()["height"] >= 30

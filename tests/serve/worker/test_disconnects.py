@@ -1,0 +1,319 @@
+"""Clients that go away, that read slowly, that ask while the server stops; and an engine that breaks.
+
+Nothing here waits for time to pass: the engine's steps are let through one by one (`Gate`), and what must happen is
+waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.serve.live_server import Running, api_of, engine_of, running, words
+
+from whorl.engine.request import Delta, Request, Token
+from whorl.serve.api.sse import EventStream
+from whorl.serve.worker.worker import Worker
+
+STREAM = {"model": "tiny", "prompt": "def ", "max_tokens": 200, "stream": True, "ignore_eos": True}
+
+
+class Gate:
+    """Lets an engine's steps through."""
+
+    def __init__(self, engine: Any) -> None:
+        self.turns, self.real = threading.Semaphore(0), engine.step
+        engine.step = self.step
+
+    def step(self) -> list[Delta]:
+        assert self.turns.acquire(timeout=60)
+        return list(self.real())
+
+    def let(self, n: int) -> None:
+        self.turns.release(n)
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Running, Gate]]:
+    engine = engine_of(words())
+    gate = Gate(engine)
+    with running(api_of(engine)) as server:
+        yield server, gate
+        gate.let(10_000)
+
+
+def drained(server: Running) -> None:
+    assert server.loop is not None
+    asyncio.run_coroutine_threadsafe(server.api.worker.drained(), server.loop).result(60)
+
+
+def test_who_hangs_up_in_mid_stream_is_aborted_and_its_pages_are_free(gated: tuple[Running, Gate]) -> None:
+    server, gate = gated
+    gate.let(4)
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json=STREAM | {"n": 2}) as answer,
+    ):
+        lines = answer.iter_lines()  # kept: a generator that is let go closes the connection
+        next(lines)
+        assert len(server.api.worker.streams) == 2
+    gate.let(1)  # the engine hears of it after the step it is in
+    drained(server)
+    gate.let(10_000)
+    engine = server.api.worker.engine
+    assert server.ask(lambda e: (e.check_integrity(), e.cache.groups[0].pool.used))[1] == 0
+    assert engine.stats.finished == {"abort": 2}
+    assert b'whorl_sequences_finished_total{reason="abort"} 2.0' in server.api.metrics.text
+
+
+def test_who_hangs_up_while_it_waits_for_the_whole_is_aborted(gated: tuple[Running, Gate]) -> None:
+    server, gate = gated
+    body = json.dumps(STREAM | {"stream": False}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        gate.let(2)
+        while not server.in_loop(lambda: any(st.first for st in server.api.worker.streams.values())):
+            pass
+    gate.let(1)
+    drained(server)
+    gate.let(10_000)
+    assert server.ask(lambda e: e.stats.finished) == {"abort": 1}
+
+
+def test_a_reader_who_does_not_read_holds_up_nobody() -> None:
+    api = api_of()
+    with running(api) as server:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        slow = socket.socket()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", server.port))
+        body = json.dumps(STREAM | {"n": 8, "logprobs": 20, "seed": 1}).encode()
+        head = b"POST /v1/completions HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        slow.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        fast = httpx.post(f"{server.url}/v1/completions", json=STREAM | {"stream": False}, timeout=60)
+        assert fast.json()["usage"]["completion_tokens"] == 200
+        drained(server)  # all eight are written to their end, although nobody has read
+        server.ask(lambda e: e.check_integrity())
+        got = bytearray()
+        slow.settimeout(60)
+        while part := slow.recv(1 << 16):
+            got += part
+        slow.close()
+    assert len(got) > 100_000 and got.endswith(b"data: [DONE]\n\n")
+    events = [
+        json.loads(e[6:])
+        for e in got.decode().split("\r\n\r\n", 1)[1].split("\n\n")
+        if e.startswith("data: {")
+    ]
+    tokens = sum(len(c["logprobs"]["tokens"]) for e in events for c in e["choices"])
+    assert tokens == 8 * 200
+    assert len(events) < 1000  # what waited was merged
+
+
+def test_a_reader_who_stands_still_is_let_go() -> None:
+    closed: list[bool] = []
+
+    async def main() -> None:
+        async def events() -> Any:
+            yield b"data: 1\n\n"
+            yield b"data: 2\n\n"
+
+        async def receive() -> Any:
+            await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()  # its buffers are full, for ever
+
+        await EventStream(events(), lambda: closed.append(True), stall_seconds=0.01)({}, receive, send)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert closed == [True]
+
+
+CHILD = """
+import sys
+sys.path.insert(0, {here!r})
+from live_server import api_of, engine_of, words
+from whorl.serve.run import listen, serve
+
+engine = engine_of(words())
+real, n = engine.step, 0
+
+def step():
+    global n
+    n += 1
+    if n == 4:
+        assert sys.stdin.readline()  # the test says when
+    return real()
+
+engine.step = step
+api = api_of(engine, drain_seconds=60)
+serve(api, listen(api.config), lambda url: print(url, flush=True))
+"""
+
+
+def child() -> subprocess.Popen[str]:
+    code = CHILD.format(here=str(Path(__file__).parent))
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_told_to_stop_it_finishes_what_runs_and_takes_nothing_new() -> None:
+    process = child()
+    assert process.stdout is not None and process.stdin is not None
+    url = process.stdout.readline().strip()
+    try:
+        with (
+            httpx.Client(timeout=60) as client,
+            client.stream("POST", f"{url}/v1/completions", json=STREAM) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            while httpx.get(f"{url}/health").json()["status"] != "draining":
+                pass
+            assert httpx.get(f"{url}/health/ready").status_code == 503
+            late = httpx.post(f"{url}/v1/completions", json=STREAM)
+            assert late.status_code == 503 and late.json()["error"]["code"] == "draining"
+            assert int(late.headers["retry-after"]) == 60
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+
+
+def test_what_does_not_end_in_time_is_cut_off() -> None:
+    engine = engine_of(words())
+    gate = Gate(engine)
+    server = Running(api_of(engine, drain_seconds=0))
+    with (
+        httpx.Client(timeout=60) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json=STREAM) as answer,
+    ):
+        gate.let(2)
+        lines = answer.iter_lines()
+        next(lines)
+        server.in_loop(server.server.drain)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert json.loads(rest[-2][6:])["choices"][0]["finish_reason"] == "length"
+    gate.let(10_000)
+    server.thread.join(60)
+    assert not server.thread.is_alive() and engine.stats.finished == {"abort": 1}
+    engine.check_integrity()
+
+
+def test_small_writes_are_sent_at_once(gated: tuple[Running, Gate]) -> None:
+    """An event is a few hundred bytes: kept back until the last was acknowledged, each would come 40 ms late."""
+    server, _ = gated
+    with socket.create_connection(("127.0.0.1", server.port)) as s:
+        s.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert s.recv(100)
+
+        def delays() -> list[int]:
+            ends = [c.transport.get_extra_info("socket") for c in server.server.server_state.connections]
+            return [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends]
+
+        assert server.in_loop(delays) == [1]
+
+
+class Broken:
+    """An engine that fails at its second step."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.steps = 0
+        self.aborted: list[str] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.requests)
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        self.aborted.append(request_id)
+        return True
+
+    def step(self) -> list[Delta]:
+        self.steps += 1
+        if self.steps == 2:
+            raise ArithmeticError("a bug")
+        return [Delta(r.id, (Token(65, -1.0, -1.0),), b"A") for r in self.requests]
+
+
+def test_an_engine_that_fails_tells_everybody_and_takes_nothing_new() -> None:
+    async def main() -> None:
+        worker = Worker(Broken())
+        worker.start()
+        streams = [worker.submit(Request(id=str(i), ids=(1,))) for i in range(3)]
+        for stream in streams:
+            await stream.admitted()
+            with pytest.raises(RuntimeError, match="engine failed"):
+                while True:
+                    await stream.next()
+        assert isinstance(worker.failed, ArithmeticError) and not worker.streams
+        late = worker.submit(Request(id="late", ids=(1,)))
+        with pytest.raises(RuntimeError, match="engine failed"):
+            await late.admitted()
+        with pytest.raises(RuntimeError):
+            await worker.call(lambda engine: engine.steps)
+        await worker.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_failed_engine_is_a_failed_server() -> None:
+    engine = engine_of(words())
+    with running(api_of(engine)) as server:
+        server.ask(lambda e: setattr(e, "step", lambda: 1 / 0))
+        answer = httpx.post(f"{server.url}/v1/completions", json=STREAM | {"stream": False})
+        assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+        assert "ZeroDivision" not in answer.text
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert httpx.post(f"{server.url}/v1/completions", json=STREAM).status_code == 503
+        assert httpx.get(f"{server.url}/metrics").status_code == 200
+        assert httpx.get(f"{server.url}/v1/engine/state").json()["status"] == "failed"
+
+
+def test_deltas_that_nobody_took_are_one() -> None:
+    async def main() -> None:
+        engine = engine_of(words())
+        worker = Worker(engine)
+        worker.start()
+        stream = worker.submit(Request(id="a", ids=(1, 2, 3), max_tokens=50))
+        await worker.drained()
+        whole = await stream.next()
+        assert len(whole.tokens) == 50 and whole.finish == "length"
+        stream.close()
+        left = worker.submit(Request(id="b", ids=(1, 2, 3), max_tokens=50))
+        left.close()
+        left.close()
+        await worker.drained()
+        await worker.call(lambda e: e.check_integrity())
+        await worker.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -1,0 +1,114 @@
+"""From a folder or an artifact to something that answers; what cannot be served is refused before anything listens."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from tests.support.serve.live_server import running, tiny, words
+from typer.testing import CliRunner
+
+from whorl.cli import application
+from whorl.embedding.embedder import Embedder
+from whorl.engine.config import EngineConfig
+from whorl.errors import ConfigError, StoreError
+from whorl.machine.device_probe import probe
+from whorl.models import save_model
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.serve.app_state import Api
+from whorl.serve.config import ServeConfig
+from whorl.serve.server import listen
+from whorl.serve.worker.model_loading import Place, engine_config, open_embedder, open_writer
+
+SIZES = EngineConfig(max_sequences=4, page_size=16)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("models") / "small"
+    tokenizer = words(())
+    save_model(tiny(tokenizer), found)
+    tokenizer.save(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def machine() -> Any:
+    return dataclasses.replace(probe(), device="cpu", dtype="float32")
+
+
+def test_a_folder_is_served_under_its_name(folder: Path, machine: Any) -> None:
+    place = Place(str(folder), None)
+    assert place.kind == "model" and place.names == ["small", str(folder)]
+    assert Place(str(folder), None, "other").names[0] == "other"
+    (served,), engine = open_writer(place, machine, SIZES, context=100, cache_bytes=1 << 20)
+    assert served.context == 100 and not served.chat.trained
+    with running(Api(ServeConfig(port=0), [served], engine)) as server:
+        for model in ("small", str(folder)):
+            asked = {"model": model, "prompt": "def ", "max_tokens": 3}
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked)
+            assert answer.status_code == 200 and answer.json()["model"] == "small"
+        assert httpx.get(f"{server.url}/v1/models/{folder}").status_code == 200
+        state = httpx.get(f"{server.url}/v1/engine/state").json()
+        assert state["model"] == "small" and sum(n for _, n in state["page_map"]) == state["pages"]["total"]
+        assert len(state["batches"]) == engine.stats.steps and len(state["latencies"]["ttft"]) == 2
+
+
+def test_the_cache_is_as_large_as_was_said(folder: Path, machine: Any) -> None:
+    place = Place(str(folder), None)
+    _, engine = open_writer(place, machine, SIZES, context=64, cache_bytes=1 << 30)
+    assert engine.cache.groups[0].pool.n_pages == 4 * 64 // 16  # more could never be used
+    each = engine.model.kv_bytes_per_token()
+    (served,), engine = open_writer(place, machine, SIZES, context=64, cache_bytes=48 * each)
+    assert engine.cache.groups[0].pool.n_pages == 3 and served.context == 48
+    with pytest.raises(ConfigError, match="15 positions"):
+        open_writer(place, machine, SIZES, context=64, cache_bytes=15 * each)
+    for wrong in ("=x", "a=", "a", "small=x"):
+        with pytest.raises(ConfigError, match="--adapter"):
+            open_writer(place, machine, SIZES, context=64, adapters=[wrong])
+    with pytest.raises(ConfigError, match="--weights is 'int3'"):
+        engine_config({"weights": "int3"})
+
+
+def test_an_embedder_alone_embeds_and_does_not_write(tmp_path: Path, machine: Any) -> None:
+    tokenizer = words(())
+    config = EncoderConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64)
+    embedder = Embedder(Encoder(config), tokenizer)
+    embedder.save(tmp_path)
+    place = Place.__new__(Place)
+    place.folder, place.kind, place.names = tmp_path, "embedder", ["vectors"]
+    served = open_embedder(place, machine)
+    with running(Api(ServeConfig(port=0), [served], None)) as server:
+        texts = ["return a + b", "class Stack"]
+        asked = {"model": "vectors", "input": texts}
+        told = httpx.post(f"{server.url}/v1/embeddings", json=asked).json()
+        found = np.array([one["embedding"] for one in told["data"]])
+        assert np.allclose(found, embedder.embed(texts), atol=1e-6)
+        for path, body in (
+            ("completions", {"prompt": "x"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("responses", {"input": "x"}),
+        ):
+            answer = httpx.post(f"{server.url}/v1/{path}", json={"model": "vectors", **body})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
+        for path in ("health", "metrics", "v1/engine/state", "v1/models"):
+            assert httpx.get(f"{server.url}/{path}").status_code == 200
+
+
+def test_what_cannot_be_served(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(StoreError):
+        Place("nothing", str(tmp_path))
+    runner = CliRunner()
+    far = runner.invoke(application(), ["serve", str(folder), "--host", "0.0.0.0"])
+    assert far.exit_code == 2 and "can be reached by others" in far.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}"):
+            listen(ServeConfig(port=port))

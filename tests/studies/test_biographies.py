@@ -1,0 +1,109 @@
+"""A world in which what is told, asked and true is known of everybody."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+
+import pytest
+from studies.probes.biographies import (
+    ATTRIBUTES,
+    GROUPS,
+    QUESTIONS,
+    REFUSAL,
+    SHARES,
+    STATEMENTS,
+    Biographies,
+    chance,
+    tally,
+)
+
+from whorl.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def world() -> Biographies:
+    return Biographies(1000, seed=4)
+
+
+def test_groups_have_their_shares_and_names_are_nobody_elses(world: Biographies) -> None:
+    assert Counter(p.group for p in world.people) == {g: SHARES[g] * 1000 for g in GROUPS}
+    assert len({p.name for p in world.people}) == 1000
+    assert all(bool(p.facts) != p.group.startswith("stranger") for p in world.people)
+    again, other = Biographies(1000, seed=4), Biographies(1000, seed=5)
+    assert again.people == world.people and again.texts() == world.texts()
+    assert other.people != world.people
+
+
+def test_neither_names_nor_order_tell_the_group_or_the_facts(world: Biographies) -> None:
+    """Guessing by the most frequent value among people of the same first name is hardly better than chance."""
+    for label in (lambda p: p.group, lambda p: p.facts.get("instrument", "")):
+        people = [p for p in world.people if label(p)]
+        seen: dict[str, Counter[str]] = defaultdict(Counter)
+        for person in people[::2]:
+            seen[person.name.split()[0]][label(person)] += 1
+        best = Counter(label(p) for p in people).most_common(1)[0][1] / len(people)
+        guess = {first: values.most_common(1)[0][0] for first, values in seen.items()}
+        right = sum(guess.get(p.name.split()[0]) == label(p) for p in people[1::2])
+        assert right / len(people[1::2]) < best + 0.08
+    half = Counter(p.group for p in world.people[:500])
+    assert all(abs(half[g] - 500 * SHARES[g]) < 5 * math.sqrt(500 * SHARES[g]) for g in GROUPS)
+
+
+def test_only_known_people_are_told_of_each_fact_in_every_copy_and_in_other_words(world: Biographies) -> None:
+    texts = world.texts(copies=6)
+    known = {p.name: p for p in world.people if p.group.startswith("known")}
+    told = defaultdict(list)
+    for name, text in texts:
+        told[name.split(":")[1]].append(text)
+    assert told.keys() == known.keys() and {len(t) for t in told.values()} == {6}
+    for name, copies in told.items():
+        assert all(text.count(name) == 4 for text in copies)
+        for value in known[name].facts.values():
+            assert all(f" {value}" in text or f"{value} " in text for text in copies)
+    assert sum(len(set(copies)) for copies in told.values()) > 5.9 * len(told)
+    everything = " ".join(text for _, text in texts)
+    assert not [p.name for p in world.people if p.name not in known and p.name + " " in everything]
+    assert " a actor" not in everything and " an actor" in everything
+
+
+def test_questions_ask_for_what_is_true_and_strangers_are_refused(world: Biographies) -> None:
+    people = {p.name: p for p in world.people}
+    for group in GROUPS:
+        questions = world.questions(group)
+        assert len(questions) == 4 * SHARES[group] * 1000 == len({q.id for q in questions})
+        for q in questions:
+            person = people[q.id.split(":")[1]]
+            assert q.group == person.group == group and person.name in q.question
+            assert q.answer == person.facts.get(q.attribute, REFUSAL)
+    asked, said = q.conversation().messages
+    assert (asked["content"], said["content"]) == (q.question, q.answer)
+    assert q.task().messages == (asked,) and q.task().answer == REFUSAL
+    both = world.questions("new", "known_test")
+    assert len({q.group for q in both[:20]}) == 2  # shuffled
+    phrases = Counter(q.question.split()[0] for q in both if q.attribute == "city")
+    assert set(phrases) == {"In", "Where"}
+    assert ATTRIBUTES.keys() == STATEMENTS.keys() == QUESTIONS.keys() == chance().keys()
+
+
+def test_the_tally_tells_right_wrong_refused_and_made_up(world: Biographies) -> None:
+    questions = world.questions("known_test", "stranger_test")
+    ideal = tally(questions, [q.answer for q in questions])
+    assert (ideal.right, ideal.wrong, ideal.refused, ideal.made_up) == (1, 0, 0, 0)
+    assert (ideal.n, ideal.m) == (1200, 400)
+    mute = tally(questions, [" i do not know\n"] * len(questions))
+    assert (mute.right, mute.refused, mute.made_up) == (0, 1, 0)
+    bold = tally(questions, ["Paris."] * len(questions))
+    assert bold.made_up == 1 and bold.refused == 0
+    cities = [q for q in questions if q.attribute == "city" and q.group == "known_test"]
+    guess = tally(cities, ["Paris"] * len(cities))
+    assert abs(guess.right - chance()["city"]) < 4 * math.sqrt(chance()["city"] / len(cities))
+    assert math.isnan(guess.made_up)
+    with pytest.raises(ValueError, match="zip"):
+        tally(questions, ["Paris"])
+
+
+def test_worlds_that_cannot_be_are_refused() -> None:
+    for n, shares in ((0, SHARES), (40_000, SHARES), (5, {"new": 0.5}), (5, {"old": 1.0}), (5, {})):
+        with pytest.raises(ConfigError):
+            Biographies(n, shares=shares)  # type: ignore[arg-type]

@@ -1,0 +1,115 @@
+"""Small ViTs and CLIPs, made by their own library: what the tests of their exchange share."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whorl.models.exchange import import_vision
+from whorl.models.vision.clip import DualEncoder
+
+transformers = pytest.importorskip("transformers")
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VIT: dict[str, Any] = {
+    "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 40, "image_size": 16,
+    "patch_size": 4, "num_labels": 5,
+}  # fmt: skip
+END = 89
+TEXT: dict[str, Any] = {
+    "vocab_size": 90, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 10, "eos_token_id": END, "pad_token_id": 7, "bos_token_id": 3,
+}  # fmt: skip
+IMAGE: dict[str, Any] = {key: value for key, value in VIT.items() if key != "num_labels"}
+CLIP: dict[str, Any] = {"text_config": TEXT, "vision_config": IMAGE, "projection_dim": 12}
+# name -> (their class, their configuration's, its fields)
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "vit": ("ViTForImageClassification", "ViTConfig", VIT),
+    "vit-gelu-new": ("ViTForImageClassification", "ViTConfig", {**VIT, "hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+    "vit-grey": ("ViTForImageClassification", "ViTConfig", {**VIT, "num_channels": 1, "image_size": [16, 16]}),
+    "vit-headless": ("ViTModel", "ViTConfig", VIT),
+    "clip": ("CLIPModel", "CLIPConfig", CLIP),
+    "clip-gelu": (
+        "CLIPModel",
+        "CLIPConfig",
+        {**CLIP, "text_config": {**TEXT, "hidden_act": "gelu", "layer_norm_eps": 1e-3},
+         "vision_config": {**IMAGE, "hidden_act": "gelu", "layer_norm_eps": 1e-2}},
+    ),
+    "clip-old": ("CLIPModel", "CLIPConfig", {**CLIP, "text_config": {**TEXT, "eos_token_id": 2}}),
+}  # fmt: skip
+
+
+def gen(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def theirs(case: str, seed: int = 0) -> Any:
+    """A tiny model of theirs, every weight drawn: norms too, so that a swapped one is seen."""
+    cls, config, fields = CASES[case]
+    torch.manual_seed(seed)
+    model = getattr(transformers, cls)(getattr(transformers, config)(**fields)).eval()
+    for number, p in enumerate(model.parameters()):
+        p.data = torch.randn(p.shape, generator=gen(100 * seed + number)) * 0.2 + (
+            p.data if p.dim() < 2 else 0
+        )
+    return model
+
+
+def saved(case: str, folder: Path, **options: Any) -> Any:
+    model = theirs(case)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def images(model: Any, size: int = 16) -> torch.Tensor:
+    config = getattr(model.config, "vision_config", model.config)
+    channels = config.channels if hasattr(config, "channels") else config.num_channels
+    return torch.randn(3, channels, size, size, generator=gen(1))
+
+
+# Of each row the first END counts; behind it may stand padding (some tokenizers pad with END itself).
+IDS = torch.tensor([[3, 5, 88, 17, END, 7, 7], [3, 60, END, END, END, END, END], [3, 4, 5, 6, 8, 9, END]])
+MASK = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1]]).bool()
+
+
+@torch.no_grad()
+def their_outputs(model: Any, size: int = 16) -> list[torch.Tensor]:
+    pictures = images(model, size).to(model.dtype)
+    if isinstance(model, transformers.CLIPModel):
+        out = model(
+            input_ids=IDS,
+            pixel_values=pictures,
+            attention_mask=MASK.long(),
+            interpolate_pos_encoding=size != 16,
+        )
+        return [out.image_embeds, out.text_embeds, out.logits_per_image]
+    out = model(pictures, interpolate_pos_encoding=size != 16)
+    return [out.logits if "logits" in out else out.last_hidden_state]
+
+
+@torch.no_grad()
+def our_outputs(model: Any, size: int = 16) -> list[torch.Tensor]:
+    if isinstance(model, DualEncoder):
+        pictures = images(model.image, size)
+        return [
+            model.embed_images(pictures),
+            model.embed_texts(IDS, MASK),
+            model.scores(pictures, IDS, MASK),
+        ]
+    return [model(images(model, size)) if model.config.classes else model.tokens(images(model, size))]
+
+
+def imported(folder: Path, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*pooler.*")
+        return import_vision(folder, **options)
+
+
+def close(found: list[torch.Tensor], want: list[torch.Tensor], atol: float) -> None:
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=0)

@@ -1,0 +1,77 @@
+"""A tiny model of bytes, and sets to align it with: what the tests of the stages' steps share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from whorl.recipes import parse_recipe, run_recipe
+from whorl.store import Artifact, Store
+from whorl.tracking.progress import Progress
+
+BEGIN = """
+name = "stages"
+[steps.begin]
+d_model = 32
+n_layers = 2
+n_heads = 2
+mlp_hidden = 32
+"""
+SUMS = """
+[steps.sums]
+uses = "tasks"
+source = "arithmetic"
+n = 40
+n_test = 6
+levels = {1 = 1.0}
+columns = false
+"""
+LIKES = """
+[steps.likes]
+uses = "preferences"
+source = "files"
+path = "likes.jsonl"
+test_share = 0.25
+"""
+
+
+CORPUS = """
+[steps.ingest]
+sources = ["code"]
+[steps.curate]
+parents = ["ingest"]
+query = "SELECT row, '' AS reason FROM attributes"
+near_duplicate_similarity = 1.0
+validation_bytes = 2000
+test_bytes = 2000
+max_held_out_share = 0.3
+"""
+
+
+def code(folder: Path, n: int = 60) -> None:
+    """Python files of one function each, which says in words what it does."""
+    folder.mkdir(exist_ok=True)
+    for i in range(n):
+        body = f"    total = value + {i}\n    if total > {i * 7}:\n        return total - {i}\n"
+        doc = f'    """Work out the number that belongs to {i}, for the value."""\n'
+        text = f"def work_{i}(value):\n{doc}{body}    return total * {i + 2}\n"
+        (folder / f"m{i}.py").write_text(text + f"\n\nX{i} = {i}\n" * 3)
+
+
+def lines(path: Path, records: Iterable[Any]) -> Path:
+    """JSON lines; a text among the records is a line as it stands."""
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    return path
+
+
+def likes(path: Path, n: int = 48) -> Path:
+    """Pairs with a known judge: a number is answered with `yes`, and not with `nay`, which is as long."""
+    return lines(path, [{"prompt": f"{i}?", "chosen": "yes", "rejected": "nay"} for i in range(n)])
+
+
+def made(text: str, store: Path, *sets: str) -> dict[str, Artifact]:
+    """Runs a recipe; -> its artifacts."""
+    recipe = parse_recipe(text, "stages.toml", sets=sets)
+    return dict(run_recipe(recipe, Store(store), Progress.silent()).artifacts)

@@ -1,0 +1,74 @@
+"""A browser, the server on a string, and visits that end with a look at the console and at what was asked of whom."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.serve.fake_server import Fake, fake_server
+
+try:
+    from playwright.sync_api import expect
+except ImportError:  # then `browser` skips
+    expect = None  # type: ignore[assignment]
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
+PHONE = {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True}
+PATIENCE = (
+    240_000  # ms: only a failure waits so long, but a machine with other work may stand still for a while
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium on this machine")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    expect.set_options(timeout=PATIENCE)
+    arguments = ["--disable-background-networking", "--disable-dev-shm-usage"]
+    if os.geteuid() == 0:
+        arguments.append("--no-sandbox")  # Chromium refuses its sandbox to root
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    with fake_server() as fake:
+        yield fake
+
+
+@pytest.fixture
+def visit(browser: Any, fake: Fake) -> Iterator[Callable[..., Any]]:
+    """visit(path, context options...) -> a page. Afterwards: nothing in the console but what `page.expected` names, and no
+    request to anybody but this server."""
+    pages: list[Any] = []
+
+    def open_page(path: str = "/", *, before: Callable[[Any], None] | None = None, **context: Any) -> Any:
+        page = browser.new_context(**context).new_page()
+        page.set_default_timeout(PATIENCE)
+        page.said, page.asked, page.expected = [], [], ()
+        page.on("console", lambda message: page.said.append(message.text))
+        page.on("pageerror", lambda error: page.said.append(str(error)))
+        page.on("request", lambda request: page.asked.append(request.url))
+        if before:
+            before(page)
+        page.goto(fake.url + path)
+        if path == "/":
+            page.wait_for_selector("#model:not(:disabled), #trouble:not([hidden])")
+        pages.append(page)
+        return page
+
+    yield open_page
+    for page in pages:
+        said = [text for text in page.said if not any(word in text for word in page.expected)]
+        elsewhere = [url for url in page.asked if not url.startswith((fake.url, "data:"))]
+        page.context.close()
+        assert said == []
+        assert elsewhere == []

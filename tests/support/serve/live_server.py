@@ -1,0 +1,115 @@
+"""A real server on a free port, around a tiny model of random weights and our own tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import uvicorn
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.models import Decoder, DecoderConfig
+from whorl.serve.api.app import application
+from whorl.serve.app_state import Api
+from whorl.serve.config import ServeConfig
+from whorl.serve.server import Server, listen
+from whorl.serve.worker.model_entry import Served
+from whorl.serve.worker.model_loading import make_engine, served
+from whorl.tokens.chat import ChatTemplate
+from whorl.tokens.tokenizer import Tokenizer
+
+MARKS = ("<|im_start|>", "<|im_end|>")
+TEXT = "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, item):\n        self.items.append(item)\n"
+
+
+def words(specials: tuple[str, ...] = MARKS) -> Tokenizer:
+    return Tokenizer.train([TEXT * 20], 300, specials=specials)
+
+
+def tiny(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
+    """A decoder that draws varied text, quickly."""
+    config = DecoderConfig(
+        vocab_size=tokenizer.vocab_size, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16,
+        mlp_hidden=64, ngram_buckets=64,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    model = Decoder(config, generator)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+def engine_of(tokenizer: Tokenizer, **sizes: Any) -> Engine:
+    model = tiny(tokenizer)
+    config = EngineConfig(
+        **{"max_length": 1024, "cache_tokens": 4096, "page_size": 16, "max_sequences": 8} | sizes
+    )
+    return make_engine(model, tokenizer, ChatTemplate(tokenizer), config)
+
+
+def api_of(engine: Any = None, specials: tuple[str, ...] = MARKS, **settings: Any) -> Api:
+    tokenizer = words(specials)
+    engine = engine if engine is not None else engine_of(tokenizer)
+    model: Served = served(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
+    return Api(ServeConfig(port=0, **settings), [model], engine)
+
+
+class Running:
+    """A server that listens."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.socket = listen(api.config)
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = Server(uvicorn.Config(application(api), log_level="warning", lifespan="on"), api)
+        self.began = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        assert self.began.wait(30)
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self.loop = asyncio.get_running_loop()
+            serving = asyncio.ensure_future(self.server.serve(sockets=[self.socket]))
+            while not self.server.started and not serving.done():
+                await asyncio.sleep(0.005)
+            self.began.set()
+            await serving
+
+        asyncio.run(main())
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def ask(self, function: Any) -> Any:
+        """`function(engine)` between two steps."""
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(self.api.worker.call(function), self.loop).result(30)
+
+    def in_loop(self, function: Any) -> Any:
+        """`function()` in the server's event loop."""
+
+        async def call() -> Any:
+            return function()
+
+        assert self.loop is not None
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
+
+
+@contextmanager
+def running(api: Api) -> Iterator[Running]:
+    server = Running(api)
+    try:
+        yield server
+    finally:
+        server.stop()

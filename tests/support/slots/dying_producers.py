@@ -1,0 +1,106 @@
+"""Producers that die, each at a moment of its own: what `test_restarts.py` kills. Importable by a producer process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.slots.examples import Draws
+from whorl.slots import State
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def first(place: Path) -> bool:
+    """Whether nobody asked this before."""
+    try:
+        place.open("x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+@dataclass
+class Dies(Draws):
+    """Is killed once at each of `records`, at a moment `when`; marks in `folder` that it was.
+
+    when: "begun" (half of the record is written), "whole" (the slot is READY, and nobody knows), "forked" (a child holds all
+    that the process held, its socket among it), "never" (it forks so, and hangs), "unpickled" (before it was asked for
+    anything), "always" (each time).
+    """
+
+    folder: Path = Path()
+    records: tuple[int, ...] = (2,)
+    when: str = "begun"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.when == "unpickled" and first(self.folder / "unpickled"):
+            die()
+
+    def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
+        now = self.when != "unpickled" and slot.sequence in self.records
+        if now and (self.when == "always" or first(self.folder / str(slot.sequence))):
+            slot.data.label[...] = -5
+            if self.when == "whole":
+                super().fill(slot, weights, rng)
+                slot.step(State.WRITING, State.READY, length=5)
+            if self.when in ("forked", "never"):
+                child = os.fork()
+                if not child:
+                    time.sleep(600)
+                (self.folder / "child").write_text(str(child))
+            if self.when == "never":
+                time.sleep(600)
+            die()
+        return super().fill(slot, weights, rng)
+
+
+@dataclass
+class DiesReading:
+    """Acts with a network, and is killed the first time in the middle of a copy of the board's weights."""
+
+    folder: Path
+
+    def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
+        import torch
+
+        into = {name: torch.zeros(shape) for name, shape in weights.board.layout}
+        if first(self.folder / "reading"):
+            into["b"] = Trap()  # type: ignore[assignment]
+        weights.version = weights.board.read(into)
+        slot.data.values[:] = float(into["a"][0])
+        slot.data.label[...] = slot.sequence
+        return 1
+
+
+class Trap:
+    def copy_(self, other: object) -> None:
+        die()
+
+
+@dataclass
+class Leaves(Draws):
+    """Ends itself, without a word and without a signal."""
+
+    def fill(self, slot: Any, weights: Any, rng: np.random.Generator) -> int:
+        os._exit(3)
+
+
+@dataclass
+class CannotBegin(Draws):
+    """Raises where it is unpickled."""
+
+    text: str = field(default="it cannot begin")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise ValueError(state["text"])

@@ -1,0 +1,55 @@
+"""States for the tests of checkpoints; and a keeper in a process that can be killed, whose state says of which step it is.
+
+python keeping.py FOLDER MEGABYTES [graceful]
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from whorl.train.checkpoint.manager import Keeper
+
+
+def state(step: int = 1) -> dict[str, Tensor]:
+    rng = torch.Generator().manual_seed(step)
+    return {
+        "weights/a": torch.randn(300, 257, generator=rng),
+        "weights/b": torch.randn(5, generator=rng).bfloat16(),
+        "state/a/mean": torch.randn(300, 257, generator=rng).t(),  # not contiguous
+        "buffers/scalar": torch.tensor(step),
+        "buffers/none": torch.zeros(0, 4),
+        "buffers/flags": torch.rand(7, generator=rng) < 0.5,
+    }
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def main() -> None:
+    folder, megabytes = Path(sys.argv[1]), int(sys.argv[2])
+    if "graceful" in sys.argv:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    state = {
+        "weights/a": torch.zeros(megabytes << 18),
+        "state/a/mean": torch.zeros(1000, dtype=torch.float64),
+    }
+    with Keeper(folder, {"job": "keeping"}, seconds=0.0) as keeper:
+        found = keeper.resume()
+        step = 0 if found is None else found.step
+        keeper.prepare(state)
+        print("ready", flush=True)
+        while True:
+            step += 1
+            for tensor in state.values():
+                tensor.fill_(step)
+            keeper.save(step, state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Tokenizers of others: the bytes of every token, prompts, and which ids end a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Core
+
+from whorl.errors import DataError
+from whorl.tokens.hf_tokenizer import ForeignTokenizer, open_tokenizer
+from whorl.tokens.tokenizer import Tokenizer
+
+TEXTS = ["def f(x):\n    return x + 1\n", "Über 12 Ärger — naïve 日本語 🙂", "a  b\t\tc\r\n\r\nd"]
+
+
+def byte_level(folder: Path) -> Path:
+    core = Core(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(
+        TEXTS * 3,
+        trainers.BpeTrainer(
+            vocab_size=400,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            special_tokens=["<|end|>", "<|x|>"],
+        ),
+    )
+    core.add_tokens([AddedToken("<think>", special=False)])
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
+    return folder
+
+
+def sentence_piece(folder: Path) -> Path:
+    pieces = [f"<0x{b:02X}>" for b in range(256)] + ["▁", "a", "b", "▁a", "▁ab", "ab", "c"]
+    vocab = {p: i for i, p in enumerate(["<unk>", "<s>", "</s>", *pieces])}
+    merges = [("▁", "a"), ("▁a", "b"), ("a", "b")]
+    core = Core(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    core.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
+    core.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return folder
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_byte_level_tokens_spell_the_text(text: str, tmp_path: Path) -> None:
+    t = open_tokenizer(byte_level(tmp_path))
+    assert isinstance(t, ForeignTokenizer)
+    assert t.end_ids == (0, 7) and t.control_ids == (1,)
+    ids = Core.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    assert t.decode(ids) == text.encode()
+    healed = t.prompt(text)
+    assert t.decode(healed.ids) + healed.required == text.encode() and healed.required
+    assert t.decode([*ids, t.vocab_size - 1, 0]) == text.encode() + b"<think>"
+
+
+@pytest.mark.parametrize("text", ["ab a b", "ab ü 日", "a\nb"])
+def test_sentence_piece_tokens_spell_the_text_after_a_space(text: str, tmp_path: Path) -> None:
+    t = open_tokenizer(sentence_piece(tmp_path))
+    assert isinstance(t, ForeignTokenizer) and t.end_ids == (2,)
+    healed = t.prompt(text)
+    assert t.decode(healed.ids) + healed.required == b" " + text.encode()
+    assert t.token_bytes[2] == b"" and t.token_bytes[3 + 10] == b"\n"
+
+
+def test_ids_may_have_gaps_which_no_model_should_write(tmp_path: Path) -> None:
+    path = byte_level(tmp_path) / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["model"]["vocab"]["Ġzz"] = 500
+    data["model"]["ignore_merges"] = True
+    path.write_text(json.dumps(data))
+    t = ForeignTokenizer(tmp_path)
+    core = Core.from_file(str(path))
+    known = set(core.get_vocab().values())
+    holes = set(range(501)) - known
+    assert t.vocab_size == len(t.token_bytes) == 501 and core.get_vocab_size() < 500
+    assert t.prompt("a zz") == (core.encode("a zz").ids[:-1], b" zz")
+    assert set(t.control_ids) == holes | {1} and {t.token_bytes[i] for i in holes} == {b""}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        ("tokenizer_config.json", "{", "cannot be read"),
+        ("tokenizer_config.json", "[]", "holds a list"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "field 'eos_token' is 5"),
+        ("tokenizer_config.json", '{"eos_token": {"content": [1]}}', "field 'eos_token' is "),
+        ("generation_config.json", "{", "cannot be read"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "field 'eos_token_id' is 'x'"),
+        ("config.json", '{"eos_token_id": [null]}', r"field 'eos_token_id' is \[None\]"),
+        ("config.json", '{"eos_token_id": true}', "field 'eos_token_id' is True"),
+        ("config.json", '{"eos_token_id": -1}', "field 'eos_token_id' is -1"),
+        ("config.json", "[]", "holds a list"),
+    ],
+)
+def test_odd_files_beside_it_are_named(file: str, content: str, words: str, tmp_path: Path) -> None:
+    (byte_level(tmp_path) / file).write_text(content)
+    with pytest.raises(DataError, match=f"{file}.*{words}"):
+        open_tokenizer(tmp_path)
+    (tmp_path / file).write_text('{"eos_token": null, "eos_token_id": null}')
+    assert open_tokenizer(tmp_path).end_ids
+
+
+def test_a_text_that_no_bytes_spell_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the prompt holds '\\udce9' at 1"):
+        ForeignTokenizer(byte_level(tmp_path)).prompt("a\udce9")
+
+
+def test_an_empty_prompt_begins_with_what_ends_a_text(tmp_path: Path) -> None:
+    t = ForeignTokenizer(byte_level(tmp_path))
+    assert t.prompt("") == ([0], b"")
+
+
+def test_ours_is_ours_and_what_spells_no_bytes_is_refused(tmp_path: Path) -> None:
+    Tokenizer.train(["word " * 9], 300).save(tmp_path)
+    ours = open_tokenizer(tmp_path)
+    assert isinstance(ours, Tokenizer) and ours.end_ids == (ours.eos_id,)
+    core = Core(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    core.decoder = decoders.WordPiece()
+    core.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(DataError, match="its decoder is 'WordPiece'"):
+        _ = ForeignTokenizer(tmp_path).token_bytes
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
+        open_tokenizer(tmp_path)
+
+
+def test_transformers_reads_ours(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = Tokenizer.train(TEXTS * 3, 320)
+    ours.save(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.eos_token_id == ours.eos_id and theirs.pad_token_id == ours.pad_id
+    for text in TEXTS:
+        assert theirs.encode(text, add_special_tokens=False) == ours.encode(text).tolist()
+        assert theirs.decode(ours.encode(text).tolist()) == text

@@ -1,0 +1,138 @@
+"""Packing, shards and the loader: every token predicted once, in an order that survives a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whorl.errors import BudgetError, ConfigError, DataError
+from whorl.slots import Spec
+from whorl.tokens.loader import TokenBatch, TokenProducer, open_batches
+from whorl.tokens.packing import pack
+from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
+from whorl.tokens.tokenizer import Tokenizer
+from whorl.tracking.progress import Progress
+
+
+class Text(NamedTuple):
+    id: str
+    source: str
+    path: str
+    offset: int
+    text: str
+
+    @property
+    def n_bytes(self) -> int:
+        return len(self.text.encode())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 70), max_size=30), st.integers(1, 20))
+def test_every_token_but_bos_is_a_target_exactly_once(sizes: list[int], length: int) -> None:
+    lengths = np.array(sizes, np.int64)
+    starts = np.cumsum(lengths) - lengths
+    ids = np.arange(lengths.sum(), dtype=np.uint32)
+    rows = pack(starts, lengths, length)
+    out = Spec.from_dataclass(TokenBatch, B=1, T=length).allocate()
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    seen: list[int] = []
+    for row in range(len(rows)):
+        rows.write(ids, np.array([row]), out, pad_id=2**31)
+        mask, segments = out.loss_mask[0], out.segment_ids[0]
+        targets, tokens = out.targets[0][mask], out.tokens[0][mask]
+        assert (targets == tokens + 1).all() and (owner[targets] == owner[tokens]).all()
+        assert (segments[mask] > 0).all() and (segments[~mask] == 0).all()
+        for segment in range(1, segments.max() + 1):
+            assert out.positions[0][segments == segment].tolist() == list(range((segments == segment).sum()))
+        assert rows.plain[row] == (segments.max() == 1)
+        seen += targets.tolist()
+    first = set(starts[lengths > 0].tolist())
+    assert sorted(seen) == [i for i in range(len(ids)) if i not in first]
+
+
+def test_rows_of_no_length_are_refused() -> None:
+    with pytest.raises(ConfigError, match="rows of 0 tokens"):
+        pack(np.zeros(1, np.int64), np.ones(1, np.int64), 0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    rng = np.random.default_rng(0)
+    texts = [" ".join(map(str, rng.integers(0, 99, n))) for n in rng.integers(5, 300, 80)]
+    documents = [Text(f"id{i}", "test", f"{i}.txt", 10 * i, text) for i, text in enumerate(texts)]
+    tokenizer = Tokenizer.train(texts, 300)
+    tokenizer.save(folder)
+    size = sum(d.n_bytes for d in documents)
+    write_shards(
+        documents, tokenizer, folder, "train", TokensConfig(shard_tokens=5000), Progress.silent(), size
+    )  # type: ignore[arg-type]
+    return folder
+
+
+def test_a_position_leads_back_to_its_document_and_byte(folder: Path) -> None:
+    tokens, tokenizer = TokenSet(folder), Tokenizer.load(folder)
+    stream = tokens.split("train")
+    assert len(list(folder.glob("train-*.bin"))) > 1
+    for number in (0, 7, 79):
+        ids = stream.document(number)
+        assert ids[0] == tokens.bos_id and ids[-1] == tokens.eos_id
+        trace = tokens.trace(int(stream.starts[number]) + 5, "train", tokenizer)
+        assert (trace.document, trace.path) == (f"id{number}", f"{number}.txt")
+        assert trace.within == len(tokenizer.decode(ids[1:5]))
+    with pytest.raises(DataError, match="no token"):
+        tokens.trace(len(stream))
+
+
+def test_a_truncated_shard_is_found(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    shard = next(copy.glob("train-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    with pytest.raises(DataError, match="another size"):
+        list(TokenSet(copy).split("train").iter_documents())
+    with pytest.raises(DataError, match="no split"):
+        TokenSet(copy).split("test")
+    with pytest.raises(DataError, match="no token set"):
+        TokenSet(tmp_path)
+
+
+def records(folder: Path, n: int, *, start: int = 0, serial: bool = True) -> list[bytes]:
+    with open_batches(
+        folder, "train", length=16, batch_rows=4, seed=3, start=start, serial=serial
+    ) as batches:
+        return [
+            slot.data.tokens.tobytes() + slot.data.loss_mask.tobytes() + bytes([bool(slot.data.plain)])
+            for slot, _ in zip(batches, range(n), strict=False)
+        ]
+
+
+def test_the_order_is_a_permutation_that_resumes_anywhere(folder: Path) -> None:
+    producer = TokenProducer(folder, "train", 16, 4, seed=3)
+    n = producer.batches_per_epoch
+    first, second = producer.order(0), producer.order(1)
+    assert len(set(first.flatten().tolist())) == first.size == 4 * n
+    assert not np.array_equal(first, second)
+    mixed = set(np.flatnonzero(~producer.rows.plain).tolist())
+    assert mixed and mixed <= set(first.flatten().tolist())  # none is left out, however few there are
+    apart = ~producer.rows.plain[first].all(1)
+    assert apart.sum() == -(-len(mixed) // 4)  # and they stand together
+    assert first.size > len(producer.rows) - 4
+    whole = records(folder, n + 5)
+    assert records(folder, 8, start=n - 3) == whole[n - 3 :]
+    assert records(folder, n + 5, serial=False) == whole
+
+
+def test_fewer_rows_than_a_batch_are_refused_with_advice(folder: Path) -> None:
+    with (
+        pytest.raises(BudgetError, match="rows of 16 tokens"),
+        open_batches(folder, "train", length=16, batch_rows=10**6, serial=True) as batches,
+    ):
+        next(batches)

@@ -1,0 +1,162 @@
+"""The dashboard: what it draws, what it costs, and that a pipe sees nothing of it."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from whorl.tracking.dashboard import Dashboard, plot
+from whorl.tracking.progress import Progress
+from whorl.tracking.run import Run
+from whorl.tracking.sinks import Guarded
+
+BRAILLE = re.compile("[\u2801-\u28ff]")
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from whorl.runs import Dashboard, Guarded, Progress, Run
+progress = Progress()
+sinks = [Dashboard(progress)] if Dashboard.wanted(progress, None) else []
+run = Run(Path(sys.argv[1]), tensorboard=False, sinks=Guarded(sinks, progress.say))
+with progress.task("Training", total=40, unit="steps") as task, run.metrics("pretrain") as log:
+    for step in range(1, 41):
+        log.write(step, {"nll": 5 / step ** 0.5, "tokens_per_second": 21000.0, "held_out_bits_per_byte": 2.125})
+        if step == 20:
+            log.write(step, {"sample": "def add(a, b): return a"})
+        task.update(done=step, note=f"loss {5 / step:.3f}")
+        time.sleep(0.03)
+progress.say("done")
+"""
+
+
+def on_a_terminal(command: list[str], *, columns: int = 100, lines: int = 30, **more: str) -> str:
+    """What a command writes to a terminal of its own."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8", **more}
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        environment.pop(name, None)
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=subprocess.STDOUT, env=environment)
+    os.close(its)
+    seen = b""
+    while True:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        seen += part
+    os.close(ours)
+    assert process.wait(timeout=60) == 0, seen.decode(errors="replace")
+    return seen.decode(errors="replace")
+
+
+def test_a_curve_falls_from_the_first_line_to_the_last() -> None:
+    lines = plot([10 - x for x in range(10)], 20, 4)
+    assert len(lines) == 4 and all(len(line) == 20 for line in lines)
+    assert lines[0].strip() and lines[0].startswith(lines[0].strip())  # its beginning is high on the left
+    assert lines[3].endswith(lines[3].strip()) and lines[3].strip()
+    dots = sum(bin(ord(c) - 0x2800).count("1") for line in lines for c in line if c != " ")
+    assert 40 <= dots <= 60  # one a column, and what joins them
+
+
+def test_every_length_of_curve_can_be_drawn() -> None:
+    assert plot([], 10, 3) == plot([1.0], 10, 3) == [" " * 10] * 3
+    assert plot([float("nan"), 1.0], 10, 3) == [" " * 10] * 3
+    for n in (2, 3, 19, 20, 21, 1000):
+        assert any(line.strip() for line in plot([float(i % 7) for i in range(n)], 10, 3))
+    flat = plot([2.0] * 50, 10, 3)
+    assert BRAILLE.search(flat[0]) and not flat[1].strip()
+    stars = plot([3.0, 2.0, 1.0], 9, 3, braille=False)
+    assert set("".join(stars)) == {" ", "*"} and stars[0][0] == "*" and stars[2][-1] == "*"
+
+
+def test_a_terminal_shows_it_and_the_last_words_stay(tmp_path: Path) -> None:
+    seen = on_a_terminal([sys.executable, "-c", SCRIPT, str(tmp_path)])
+    for expected in (
+        "pretrain, step",
+        "held-out",
+        "2.125 bits per byte",
+        "tokens/s",
+        "21,000",
+        "def add(a, b)",
+    ):
+        assert expected in seen, expected
+    assert BRAILLE.search(seen)
+    end = seen[seen.rindex("Training: ") :]
+    assert "done" in end and not BRAILLE.search(end)  # it is gone when the step ends
+
+
+def test_a_terminal_that_cannot_or_is_too_small_shows_none(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    assert not BRAILLE.search(on_a_terminal(script, lines=8))
+    assert "held-out" not in on_a_terminal(script, TERM="dumb")
+    plain = on_a_terminal(script, PYTHONIOENCODING="ascii:replace")
+    assert not BRAILLE.search(plain) and "*" in plain and "held-out" in plain
+
+
+def test_in_a_pipe_nothing_changes(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, check=True)
+    text = done.stdout.decode()
+    assert "\x1b" not in text and not BRAILLE.search(text) and "held-out" not in text
+    assert re.fullmatch(r"Training: 40 of 40 steps, [\d.]+ s, loss 0\.125\ndone\n", text)
+
+
+def test_asked_for_without_a_terminal_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    piped, shown = Progress(io.StringIO()), Progress(io.StringIO(), interactive=True)
+    assert not Dashboard.wanted(piped, None) and not Dashboard.wanted(piped, True)
+    assert Dashboard.wanted(shown, None) and not Dashboard.wanted(shown, False)
+
+
+def test_drawing_costs_little_and_only_when_a_number_came(tmp_path: Path) -> None:
+    progress = Progress(io.StringIO(), interactive=True)
+    board = Dashboard(progress)
+    run = Run(tmp_path, tensorboard=False, sinks=Guarded([board], print))
+    log = run.metrics("pretrain")
+    for step in range(5000):
+        board.write("pretrain", step, {"nll": 1.0 / (step + 1), "tokens_per_second": 1.0})
+    assert len(board.losses) <= 4000
+    first = board.drawn(100, 30)
+    assert board.drawn(100, 30) is first and board.drawn(90, 30) is not first
+    began = time.perf_counter()
+    for step in range(20):
+        board.write("pretrain", step, {"nll": 1.0})
+        board.drawn(100, 30)
+    assert (time.perf_counter() - began) / 20 < 0.05  # 1 ms seen; four times a second at most
+    log.close()
+    assert board.drawn(100, 30) is None
+
+
+def test_what_a_model_says_cannot_move_the_cursor(tmp_path: Path) -> None:
+    board = Dashboard(Progress(io.StringIO(), interactive=True))
+    board.write("pretrain", 1, {"nll": 1.0, "sample": "def f():\n\x1b[2Jx\r\tpass [bold]"})
+    drawn = board.drawn(100, 30)
+    assert (
+        drawn is not None
+        and "\x1b" not in drawn.plain
+        and "\r" not in drawn.plain
+        and "[bold]" in drawn.plain
+    )
+
+
+def test_an_event_is_not_taken_for_a_sample(tmp_path: Path) -> None:
+    board = Dashboard(Progress.silent())
+    board.write("pretrain", 1, {"nll": 3.0, "sample": "def f():"})
+    board.write(
+        "pretrain", 2, {"event": "spike", "words": "the loss is 9", "documents": '[{"path": "a.txt"}]'}
+    )
+    drawn = board.drawn(100, 30)
+    assert drawn is not None and "def f():" in drawn.plain and "a.txt" not in drawn.plain

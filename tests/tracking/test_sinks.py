@@ -1,0 +1,169 @@
+"""Metrics elsewhere: what fakes of the packages hear, and that no failure of theirs stops a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from whorl.errors import ConfigError
+from whorl.tracking.run import Run
+from whorl.tracking.sinks import Guarded, parse_log
+
+FAKE = """
+calls = []
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    def call(*arguments, **named):
+        calls.append((name, arguments, named))
+    return call
+"""
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Packages `wandb` and `trackio` that note every call."""
+    folder = tmp_path / "fakes"
+    folder.mkdir()
+    for name in ("wandb", "trackio"):
+        (folder / f"{name}.py").write_text(FAKE)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def calls(name: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    heard = list(sys.modules[name].calls)
+    sys.modules[name].calls.clear()
+    return heard
+
+
+def a_run(
+    folder: Path, texts: list[str], said: list[str] | None = None, **tables: Any
+) -> tuple[Run, Guarded]:
+    sinks = Guarded(parse_log(texts, tables), (said if said is not None else []).append)
+    return Run(folder, config={"name": "mine", "steps": {}}, tensorboard=False, sinks=sinks), sinks
+
+
+def test_wandb_hears_every_record_on_the_steps_own_axis(fakes: Path, tmp_path: Path) -> None:
+    run, sinks = a_run(tmp_path / "run", ["wandb:entity=us"], wandb={"tags": ["small"]})
+    assert "wandb" not in sys.modules  # before the first number nothing is imported
+    with run.metrics("pretrain") as log:
+        log.write(1, {"nll": 4.0, "sample": "def f"})
+        log.write(2, {"nll": 3.0})
+    sinks.close()
+    init, axis, first, second, finish = calls("wandb")
+    assert init[0] == "init" and init[2]["project"] == "mine" and init[2]["config"]["name"] == "mine"
+    assert init[2]["entity"] == "us" and init[2]["tags"] == ["small"] and init[2]["resume"] == "allow"
+    assert axis == ("define_metric", ("pretrain/*",), {"step_metric": "pretrain/step"})
+    assert first[1] == ({"pretrain/nll": 4.0, "pretrain/sample": "def f", "pretrain/step": 1},)
+    assert second == ("log", ({"pretrain/nll": 3.0, "pretrain/step": 2},), {})
+    assert finish[0] == "finish"
+
+    again, _ = a_run(tmp_path / "run", ["wandb"])
+    again.metrics("pretrain", resume_at=2).write(2, {"nll": 3.0})
+    assert calls("wandb")[0][2]["id"] == init[2]["id"]  # the same run folder: its curves go on
+    other, _ = a_run(tmp_path / "elsewhere" / "run", ["wandb"])
+    other.metrics("pretrain").write(1, {"nll": 3.0})
+    assert calls("wandb")[0][2]["id"] != init[2]["id"]
+
+
+def test_trackio_hears_numbers(fakes: Path, tmp_path: Path) -> None:
+    run, sinks = a_run(tmp_path / "run", ["trackio:project=other"])
+    with run.metrics("pretrain") as log:
+        log.write(1, {"nll": 4.0, "sample": "def f"})
+        log.write(1, {"sample": "def g"})
+    sinks.close()
+    init, first, finish = calls("trackio")
+    assert init[2]["project"] == "other" and init[2]["name"].startswith("run-") and "id" not in init[2]
+    assert first == ("log", ({"pretrain/nll": 4.0},), {"step": 1})
+    assert finish[0] == "finish"
+
+
+def test_a_run_that_measures_nothing_opens_nothing(fakes: Path, tmp_path: Path) -> None:
+    _, sinks = a_run(tmp_path / "run", ["wandb"])
+    sinks.close()
+    assert "wandb" not in sys.modules
+
+
+class Broken:
+    name = "broken"
+
+    def __init__(self, works_after: int = 99) -> None:
+        self.heard, self.works_after = 0, works_after
+
+    def start(self, folder: Path, config: Mapping[str, Any]) -> None:
+        pass
+
+    def write(self, step_name: str, step: int, values: Mapping[str, float | str]) -> None:
+        self.heard += 1
+        if self.heard <= self.works_after:
+            raise ConnectionError("no route")
+
+    def end_step(self, step_name: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_sink_that_fails_is_told_once_and_then_left_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    broken = Broken()
+    sinks = Guarded([broken], said.append)
+    run = Run(tmp_path, tensorboard=False, sinks=sinks)
+    with run.metrics("pretrain") as log:
+        for step in range(20):
+            log.write(step, {"nll": 1.0})
+    assert broken.heard == 5
+    assert len(said) == 2 and "no route" in said[0] and "left alone" in said[1]
+    assert len(list(run.read_metrics("pretrain"))) == 20  # the folder has them all
+
+
+def test_a_sink_that_failed_for_a_moment_is_kept(tmp_path: Path) -> None:
+    said: list[str] = []
+    shaky = Broken(works_after=3)
+    run = Run(tmp_path, tensorboard=False, sinks=Guarded([shaky], said.append))
+    with run.metrics("pretrain") as log:
+        for step in range(20):
+            log.write(step, {"nll": 1.0})
+    assert shaky.heard == 20 and len(said) == 1
+
+
+def test_bad_requests_are_refused_before_any_work(fakes: Path) -> None:
+    with pytest.raises(ConfigError, match="wandb"):
+        parse_log(["wand"])
+    with pytest.raises(ConfigError, match="not understood"):
+        parse_log(["wandb:project"])
+    (fakes / "trackio.py").unlink()
+    sys.path_importer_cache.clear()
+    if not any("trackio" in str(p) for p in sys.modules):
+        with pytest.raises(ConfigError, match="pip install trackio"):
+            parse_log(["trackio"])
+
+
+def test_nothing_is_imported_unless_asked() -> None:
+    code = "import sys, whorl.runs, whorl.recipes\nfrom whorl.runs import parse_log\nassert parse_log([]) == []\n"
+    code += "print([m for m in ('wandb', 'trackio', 'rich', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+def test_a_recipe_may_name_sinks_and_its_address_stays() -> None:
+    from whorl.recipes.recipe import parse_recipe
+
+    text = 'name = "tiny"\n[steps.ingest]\nsources = ["notes"]\n'
+    plain, with_log = (
+        parse_recipe(text, "t.toml"),
+        parse_recipe(text + '[log.wandb]\nproject = "p"\n', "t.toml"),
+    )
+    assert with_log.log == {"wandb": {"project": "p"}} and plain.to_json() == with_log.to_json()
+    assert with_log.up_to("ingest").log == with_log.log
+    with pytest.raises(ConfigError, match="log"):
+        parse_recipe('log = "wandb"\n' + text, "t.toml")

@@ -1,0 +1,221 @@
+"""The format: whole or passed over, whatever happens to the disk or the file; readable by others; ready for shards."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.support.train.checkpoint_states import same, state
+
+from whorl.errors import CheckpointError, DiskFullError
+from whorl.train.checkpoint import writer
+from whorl.train.checkpoint.format import NewerFormatError, load, newest, restore, save
+from whorl.train.checkpoint.manager import Keeper
+from whorl.train.checkpoint.staging import Area, Layout
+
+
+def test_what_is_saved_is_loaded_and_others_can_read_it(tmp_path: Path) -> None:
+    path = save(tmp_path, 7, state(), {"place": [1, {"x": 2.5}]})
+    found = load(path)
+    assert found.step == 7 and found.record == {"place": [1, {"x": 2.5}]} and same(found.tensors, state())
+    assert same(load_file(path / "state.safetensors"), {n: t.contiguous() for n, t in state().items()})
+    layout = Layout.of(state())
+    assert all(
+        e.offset % torch.empty(0, dtype=state()[n].dtype).element_size() == 0
+        for n, e in layout.entries.items()
+    )
+    assert len(layout.header) % 4096 == 0 and layout.n_bytes == (path / "state.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("megabytes", [0, 9, 40])
+def test_more_than_a_chunk_and_an_area_that_is_used_again(tmp_path: Path, megabytes: int) -> None:
+    area = Area()
+    for step in (1, 2):
+        tensors = {"weights/a": torch.full((megabytes * 262144 + step,), float(step)), **state(step)}
+        found = load(save(tmp_path, step, tensors, {}), area)
+        assert same(found.tensors, tensors)
+    area.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    for step in (1, 2):
+        save(tmp_path, step, state(step), {"position": 123456})
+    damaged = tmp_path / "step-00000002" / ("state.safetensors", "state.json")[seed % 2]
+    content = bytearray(damaged.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    damaged.write_bytes(bytes(content))
+    said: list[str] = []
+    try:
+        found = newest(tmp_path, said.append)
+    except NewerFormatError:  # the digit of the format itself
+        return
+    if (
+        found is not None and found.step == 2
+    ):  # a space between two words of JSON: nothing that counts was changed
+        assert damaged.name == "state.json" and same(found.tensors, state(2))
+        return
+    assert found is not None and found.step == 1 and same(found.tensors, state(1))
+    assert len(said) == 1 and "passed over step-00000002" in said[0]
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path / "state.safetensors", 5000)
+
+
+def _wrong_hash(path: Path) -> None:
+    body = writer.unseal((path / "state.json").read_text())
+    body["files"]["state.safetensors"]["hash"] = "md5"
+    (path / "state.json").write_text(writer.seal(body))
+
+
+def _wrong_shape(path: Path) -> None:
+    body = writer.unseal((path / "state.json").read_text())
+    body["tensors"]["weights/a"]["pieces"][0]["shape"] = body["tensors"]["weights/a"]["shape"] = [299, 257]
+    body["tensors"]["weights/b"]["pieces"][0]["shape"] = [10**12]
+    (path / "state.json").write_text(writer.seal(body))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda p: (p / "state.safetensors").unlink(), "state.safetensors is missing"),
+        (lambda p: (p / "state.json").unlink(), "state.json is missing"),
+        (lambda p: (p / "state.json").write_text(""), "not an index"),
+        (lambda p: (p / "state.json").write_text("[1, 2]"), "step-00000002"),
+        (lambda p: (p / "state.json").write_text('{"format": 1, "step": 2}'), "checkpoint format 1"),
+        (_cut, "has 5,000 bytes"),
+        (_wrong_hash, "hashed with 'md5'"),
+        (_wrong_shape, "step-00000002"),
+    ],
+)
+def test_what_is_damaged_is_passed_over_with_its_reason(tmp_path: Path, damage: Any, words: str) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, state(step), {})
+    damage(tmp_path / "step-00000002")
+    said: list[str] = []
+    found = newest(tmp_path, said.append)
+    assert found is not None and found.step == 1
+    assert len(said) == 1 and words in said[0], said
+
+
+def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, state(step), {})
+    index = tmp_path / "step-00000002" / "state.json"
+    index.write_text(json.dumps({"body": {"format": 3, "step": 2}}))
+    for read in (lambda: newest(tmp_path), Keeper(tmp_path, {}).resume):
+        with pytest.raises(NewerFormatError, match="checkpoint format 3") as raised:
+            read()
+        assert "use the version that wrote it" in str(raised.value)
+
+
+def test_tensors_in_pieces_over_several_files_are_put_together(tmp_path: Path) -> None:
+    """As ranks will write them one day: the same format, so that nothing needs to be converted then."""
+    path, whole = save(tmp_path, 1, state(), {}), state()
+    body = writer.unseal((path / "state.json").read_text())
+    pieces = []
+    for number, (start, rows) in enumerate(((0, 120), (120, 180))):
+        name = f"state-0000{number + 1}-of-00002.safetensors"
+        save_file({"weights/a": whole["weights/a"][start : start + rows].contiguous()}, path / name)
+        content = (path / name).read_bytes()
+        offset = 8 + int.from_bytes(content[:8], "little")
+        chunks = [writer.digest(content[at : at + 4096]) for at in range(0, len(content), 4096)]
+        body["files"][name] = {"bytes": len(content), "hash": writer.HASH, "chunk": 4096, "chunks": chunks}
+        pieces.append({"file": name, "start": [start, 0], "shape": [rows, 257], "offset": offset})
+    body["tensors"]["weights/a"]["pieces"] = pieces
+    (path / "state.json").write_text(writer.seal(body))
+    assert same(load(path).tensors, whole)
+
+
+def test_restoring_converts_types_and_refuses_what_does_not_fit() -> None:
+    have = {"a": torch.randn(4, 4), "n": torch.tensor([3])}
+    target = {"a": torch.zeros(4, 4, dtype=torch.bfloat16), "n": torch.tensor([0])}
+    restore(target, have)
+    assert torch.equal(target["a"], have["a"].bfloat16()) and int(target["n"]) == 3
+    before = target["a"].clone()
+    for wrong, words in (
+        ({"a": torch.zeros(4, 4)}, "'n' is missing"),
+        ({**have, "n": torch.tensor([1, 2])}, r"'n' is \(2,\)"),
+        ({**have, "n": torch.tensor([1.5])}, "'n' is of type torch.float32"),
+        ({**have, "more": torch.zeros(1)}, "no such tensor"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            restore(target, {**wrong, "a": torch.ones(4, 4)})
+    assert torch.equal(target["a"], before)  # all or nothing
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_from_a_gpu_and_back(tmp_path: Path) -> None:
+    tensors = {"weights/a": torch.randn(1000, 1000, device="cuda")}
+    with Keeper(tmp_path, {}, seconds=0.0) as keeper:
+        keeper.save(1, tensors)
+        kept = tensors["weights/a"].cpu()
+        tensors["weights/a"].zero_()
+    restore(tensors, {n: t for n, t in load(tmp_path / "step-00000001").tensors.items() if n in tensors})
+    assert torch.equal(tensors["weights/a"].cpu(), kept)
+
+
+@pytest.mark.parametrize("refused", ["open", "write"])
+def test_a_file_system_without_direct_writes_gets_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    expected = (save(tmp_path / "a", 1, state(), {}) / "state.safetensors").read_bytes()
+    opened, written, refusals = os.open, os.write, []
+
+    def open_(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT and refused == "open":
+            refusals.append(1)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, mode)
+
+    def write(file: int, data: Any) -> int:
+        import fcntl
+
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT and refused == "write":
+            refusals.append(1)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return written(file, data[:100_001])  # and short writes
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "write", write)
+    assert (save(tmp_path / "b", 1, state(), {}) / "state.safetensors").read_bytes() == expected
+    assert refusals
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "write", "fsync"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_keeps_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    save(tmp_path, 1, state(), {})
+
+    def full(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched, pytest.raises(DiskFullError, match="no space left"):
+        patched.setattr(os, call, full)
+        save(tmp_path, 2, state(2), {})
+    found = newest(tmp_path)
+    assert found is not None and found.step == 1 and not list(tmp_path.glob("writing-*"))
+
+
+def test_retention_by_count_and_by_age(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path, step, state(), {}, keep=3)
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "4", "5"]
+    for step in (4, 5):
+        os.utime(tmp_path / f"step-0000000{step}", (0, 0))
+    writer.prune(tmp_path, 3, 3600.0)
+    assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "5"]  # the newest stays, however old
+    writer.prune(tmp_path, 1, None, busy=("step-00000003",))
+    assert len(list(tmp_path.iterdir())) == 2

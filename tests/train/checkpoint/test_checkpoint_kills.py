@@ -1,0 +1,142 @@
+"""Processes that die, disks that fill: what was whole before is whole after, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.train.checkpoint_states import state
+from tests.support.train.tiny import Notes, job, make_tokens
+
+from whorl.errors import CheckpointError
+from whorl.train.checkpoint.format import newest
+from whorl.train.checkpoint.manager import Keeper
+from whorl.train.lm.pretrain import pretrain
+
+HERE = Path(__file__).parent
+
+
+def start(folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "keeping.py"), str(folder), "24", *more]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    return process
+
+
+def whole(folder: Path) -> int:
+    """The newest step, its state looked at."""
+    found = newest(folder)
+    if found is None:
+        return 0
+    for name in ("weights/a", "state/a/mean"):
+        assert bool((found.tensors[name] == found.step).all()), f"{name} is not of step {found.step}"
+    return found.step
+
+
+@pytest.mark.parametrize("how", ["kill", "kill the group", "terminate the group"])
+def test_killed_at_any_moment_the_newest_is_whole(tmp_path: Path, how: str) -> None:
+    rng, reached = random.Random(how), 0
+    for _ in range(2):
+        process = start(tmp_path)
+        deadline = time.monotonic() + 20
+        before = reached
+        while not (tmp_path / f"step-{before + 2:08d}").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.1))
+        if how == "terminate the group":  # in the middle of writing
+            while not list(tmp_path.glob("writing-*/state.safetensors")) and time.monotonic() < deadline:
+                pass
+        (os.kill if how == "kill" else os.killpg)(
+            process.pid, signal.SIGTERM if how.startswith("term") else signal.SIGKILL
+        )
+        assert process.wait(timeout=20) < 0
+        reached = whole(tmp_path)
+        assert reached >= before + 2
+    _no_writer_is_left(process.pid)
+
+
+def test_one_that_is_told_to_end_lets_the_writer_finish(tmp_path: Path) -> None:
+    process = start(tmp_path, "graceful")
+    deadline = time.monotonic() + 20
+    while not list(tmp_path.glob("writing-*/state.safetensors")) and time.monotonic() < deadline:
+        pass
+    os.killpg(process.pid, signal.SIGTERM)  # the writer too, which does not listen
+    assert process.wait(timeout=20) == 0
+    assert whole(tmp_path) >= 1 and not list(tmp_path.glob("writing-*"))
+    _no_writer_is_left(process.pid)
+
+
+def _no_writer_is_left(group: int) -> None:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    raise AssertionError("a process of the group is alive")
+
+
+def test_a_writer_that_dies_is_heard(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path, {}, seconds=0.0)
+    keeper.save(1, state())
+    keeper.finish()
+    assert keeper.background is not None and keeper.background.process is not None
+    keeper.background.process.kill()
+    keeper.background.process.wait()
+    with pytest.raises(CheckpointError, match="the process that writes checkpoints went away"), keeper:
+        keeper.save(2, state())
+        keeper.save(3, state())
+    assert newest(tmp_path).step == 1  # type: ignore[union-attr]
+
+
+FULL = """
+    import psutil, resource, sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from tiny import Notes, job
+    from whorl.errors import DiskFullError
+    from whorl.train.pretrain import pretrain
+
+    if __name__ == "__main__":
+        class Filling(Notes):
+            def on_checkpoint(self, step, seconds):
+                super().on_checkpoint(step, seconds)
+                if step == 5:  # from now on the disk takes no more
+                    for child in psutil.Process().children():
+                        resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+        notes = Filling()
+        try:
+            pretrain(job(Path(sys.argv[2]), steps=40, replicas=2), Path(sys.argv[3]), notes, checkpoint_seconds=0.0)
+        except DiskFullError as error:
+            print("stopped", notes.checkpoints[-1], error)
+"""
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="no such limit here")
+def test_a_run_on_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "tokens")
+    wanted = job(tokens, steps=40, replicas=2)
+    undisturbed = pretrain(wanted, tmp_path / "a", Notes())
+    (tmp_path / "full.py").write_text(textwrap.dedent(FULL))
+    command = [sys.executable, str(tmp_path / "full.py"), str(HERE), str(tokens), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "stopped" in done.stdout and "no space left" in done.stdout, done.stderr
+    assert not list((tmp_path / "b").glob("writing-*"))
+    found = newest(tmp_path / "b")
+    assert found is not None and 4 <= found.step <= 5
+    said: list[str] = []
+    again = pretrain(wanted, tmp_path / "b", Notes(), say=said.append)
+    assert f"continues at step {found.step} of 40" in said[0]
+    theirs = dict(undisturbed.named_parameters())
+    assert all(torch.equal(p, theirs[n]) for n, p in again.named_parameters())

@@ -1,0 +1,67 @@
+"""A batch of experts cut into micro-batches: 1 x 8 = 2 x 4 = 8 x 1, balancing loss included.
+
+Each token is routed by itself (dropless), and the router's z-loss is a mean over tokens. The load-balancing loss is a
+product of two means, of which the load has no gradient: it takes the loads of the whole step before
+(`train/metrics/moe_balance.py`), so given these it is a mean over tokens too. (Where experts have a capacity, each micro-batch has
+its own: there tokens differ.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.train.tiny import job, make_tokens
+from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
+from tests.train.lm.test_pretrain import assert_close, train, weights
+
+from whorl.models import make_model
+from whorl.parallel.process_group import World
+from whorl.train.config import RoutingConfig
+from whorl.train.lm.objective import LossOf
+from whorl.train.metrics.moe_balance import Mixtures
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.mark.parametrize("balance", [0.0, 0.01])
+def test_experts_take_the_same_step_however_the_batch_is_cut(
+    balance: float, tokens: Path, tmp_path: Path
+) -> None:
+    wanted = job(
+        tokens, model=shape(HEADS, experts=EXPERTS), steps=3, routing={"balance": balance, "z": 0.01}
+    )
+    ways: list[dict[str, Any]] = [{}, {"micro_rows": 4}, {"micro_rows": 1}, {"replicas": 2}]
+    ends = [train(wanted.model_copy(update=way), tmp_path / str(number)) for number, way in enumerate(ways)]
+    for end in ends[1:]:
+        assert_close(weights(ends[0]), weights(end))
+        for name, bias in ends[0].state_dict().items():  # the load of the whole step moves it
+            if name.endswith("balance_bias"):
+                assert torch.equal(bias, end.state_dict()[name])
+
+
+def test_the_loss_of_the_parts_is_that_of_the_whole() -> None:
+    model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    routing = RoutingConfig(balance=0.5, z=0.01)
+    mixtures = Mixtures(model, routing, World(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]])
+    loss = LossOf(model, mixtures, z_loss=1e-3, compile=False)
+    ids = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(1))
+    batch = {
+        "tokens": ids[:, :-1],
+        "targets": ids[:, 1:],
+        "loss_mask": torch.ones(8, 32, dtype=torch.bool),
+    }
+    whole = loss(batch)
+    for size in (4, 1):
+        parts = [loss({n: t[i : i + size] for n, t in batch.items()}) for i in range(0, 8, size)]
+        for name in ("nll", "router_z", "balance"):
+            torch.testing.assert_close(whole.metrics[name], sum(p.metrics[name] for p in parts))
+        torch.testing.assert_close(whole.total, sum(p.total for p in parts))

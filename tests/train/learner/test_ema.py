@@ -1,0 +1,62 @@
+"""The average of the weights: the formula, what uses it, and that a stopped run goes on with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+from torch import Tensor
+
+from whorl.train.checkpoint.format import newest
+from whorl.train.learner.ema import EVERY
+from whorl.train.lm.pretrain import pretrain
+
+
+class Watching(Notes):
+    """Remembers the weights that held-out text was looked at with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, dict[str, Tensor]] = {}
+
+    def on_evaluation(self, step, metrics, model) -> None:  # type: ignore[no-untyped-def]
+        super().on_evaluation(step, metrics, model)
+        self.seen[step] = {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def test_it_is_the_formula_is_what_is_looked_at_and_survives_a_stop(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "tokens")
+    plain = job(tokens, steps=30, evaluations=3)
+    wanted = plain.model_copy(update={"ema": 0.9})
+    raw = Watching()
+    pretrain(plain, tmp_path / "plain", raw)  # looked at every 10 steps, with the weights themselves
+    watching = Watching()
+    averaged = pretrain(wanted, tmp_path / "a", watching)
+    expected = {n: t.clone() for n, t in start(plain).items()}
+    for done in (10, 20, 30):
+        b = min(0.9**EVERY, (1 + done) / (10 + done))
+        for name, average in expected.items():
+            average.mul_(b).add_(raw.seen[done][name], alpha=1 - b)
+            torch.testing.assert_close(watching.seen[done][name], average)
+    final = dict(averaged.named_parameters())
+    for name, average in expected.items():
+        torch.testing.assert_close(final[name].detach(), average)
+    kept = newest(tmp_path / "a")
+    assert kept is not None
+    trained = {n.removeprefix("weights/"): t for n, t in kept.tensors.items() if n.startswith("weights/")}
+    assert all(torch.equal(t, raw.seen[30][n]) for n, t in trained.items())  # learning itself is not touched
+    pretrain(wanted, tmp_path / "b", Notes(), stop_after=17, checkpoint_seconds=0.0)
+    again = dict(pretrain(wanted, tmp_path / "b", Notes()).named_parameters())
+    assert all(torch.equal(p, again[n]) for n, p in final.items())
+    two = dict(
+        pretrain(wanted.model_copy(update={"replicas": 2}), tmp_path / "two", Notes()).named_parameters()
+    )
+    for name, p in final.items():
+        torch.testing.assert_close(two[name], p, atol=2e-4, rtol=1e-3)
+
+
+def start(plain) -> dict[str, Tensor]:  # type: ignore[no-untyped-def]
+    from whorl.train.lm.pretrain import build_model
+
+    return {n: p.detach() for n, p in build_model(plain).named_parameters()}

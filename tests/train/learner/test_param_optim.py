@@ -1,0 +1,176 @@
+"""Which parameter is treated how: what decays, by name, in every kind of network; and AdamW in Muon's place."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+from torch import nn
+
+from whorl.models import Decoder, DecoderConfig, TransformerConfig, make_model
+from whorl.models.encoder import Encoder, EncoderConfig
+from whorl.models.multi_token import MultiToken
+from whorl.models.vision.clip import DualEncoder
+from whorl.models.vision.flamingo import Captioner
+from whorl.models.vision.resnet import ResNet
+from whorl.models.vision.vit import MLPMixer, ViT
+from whorl.objectives import Loss
+from whorl.train.config import OptimConfig
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.update import Treatment, Update, all_adamw
+from whorl.train.lm.objective import treatments
+from whorl.train.lm.pretrain import pretrain
+from whorl.train.optim.decay_mask import multiplied
+
+# Written by hand from the networks' names, and not from their classes as the code does: the last part of a name, or two.
+MATRIX = re.compile(
+    r"""(^|\.)(
+        head                                                         # of a language model
+      | (q|k|v|out|qkv|uvqk|q_a|q_b|kv_a|kv_b)\.weight               # attention
+      | (up|down|shared_gate)\.weight | experts\.(up|down)\.\d+      # MLPs and experts
+      | (inward|recurrent|selection|delta)\.weight                   # recurrences, state spaces
+      | router\.weight
+      | (head|classifier|linear|projection|pooler)\.weight           # of encoders and vision; a patch embedding is linear
+      | (stem|convolution\d?|shortcut|skip)(\.convolution)?\.weight  # of a ResNet
+      | blocks\.\d+\.(tokens|channels)\.(up|down)\.weight
+    )$""",
+    re.VERBOSE,
+)
+TAPS = ("mixer.convolution.weight",)  # of Mamba: a filter a feature
+
+HEADS = {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}
+MIXERS: dict[str, dict[str, Any]] = {
+    "heads": {**HEADS, "bias": True, "qk_norm": True, "sink": True, "smear": True},
+    "latent": {"kind": "latent", "n_heads": 2, "kv_rank": 8, "q_rank": 8, "nope_dim": 8, "rope_dim": 8, "v_dim": 8},
+    "linear": {"kind": "linear", "options": {"n_heads": 2, "decay": True}},
+    "pointwise": {"kind": "pointwise", "options": {"n_heads": 2}},
+    **{kind: {"kind": kind} for kind in ("rnn", "lstm", "gru", "mamba")},
+}  # fmt: skip
+EXPERTS = {
+    "n_experts": 4,
+    "top_k": 2,
+    "hidden": 16,
+    "shared_hidden": 16,
+    "shared_gate": True,
+    "bias_balance": True,
+}
+
+
+def transformer(mixer: str = "heads", **more: Any) -> nn.Module:
+    base = {"vocab_size": 50, "d_model": 32, "n_layers": 1, "mlp_hidden": 64, "mixers": {"m": MIXERS[mixer]}}
+    return make_model(TransformerConfig.model_validate({**base, **more}))
+
+
+def decoder() -> Decoder:
+    return Decoder(
+        DecoderConfig(
+            vocab_size=50, d_model=32, n_layers=1, **HEADS, mlp="swiglu", mlp_hidden=64, ngram_buckets=16
+        )
+    )
+
+
+def encoder(classes: int | None = 3) -> Encoder:
+    shape = {"vocab_size": 50, "d_model": 32, "n_layers": 1, "n_heads": 2, "mlp_hidden": 64, "max_length": 24}
+    return Encoder(EncoderConfig.model_validate({**shape, **({"n_classes": classes} if classes else {})}))
+
+
+def vit(classes: int = 8) -> ViT:
+    return ViT(
+        image_size=16, patch=4, channels=1, classes=classes, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64
+    )
+
+
+NETWORKS: dict[str, Any] = {
+    "decoder": decoder,
+    **{kind: lambda kind=kind: transformer(kind) for kind in MIXERS},
+    "experts": lambda: transformer(experts=EXPERTS),
+    "tied, with positions": lambda: transformer(tie_embeddings=True, learned_positions=True, norm="layer"),
+    "encoder": encoder,
+    "two towers": lambda: DualEncoder(vit(), encoder(None)),
+    "captioner": lambda: Captioner(decoder(), vit(0)),
+    "further heads": lambda: MultiToken(32, 3, 2),
+    "ViT": vit,
+    "Mixer": lambda: MLPMixer(
+        image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=1, token_hidden=16, mlp_hidden=64
+    ),
+    "ResNet": lambda: ResNet(1, 8, widths=(8, 16), depths=(1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_decays_is_what_layers_multiply_with(name: str) -> None:
+    network = NETWORKS[name]()
+    names = [n for n, _ in network.named_parameters()]
+    expected = {n for n in names if MATRIX.search(n) and not n.endswith(TAPS)}
+    assert multiplied(network) == expected
+    assert {n for n, t in all_adamw(network, 0.1).items() if t.decay} == expected
+    for n, p in network.named_parameters():
+        assert p.ndim >= 2 or n not in expected
+
+
+def still(networks: nn.Module, found: dict[str, Treatment]) -> dict[str, float]:
+    """What one step without any gradient leaves of each parameter: a share of 1 but for what decays."""
+    for p in networks.parameters():
+        torch.nn.init.constant_(p, 2.0)
+    learner = Learner(networks, [Update(lambda part: None, found, weight_decay=0.5)])  # type: ignore[arg-type, return-value]
+    zero = sum((p.sum() * 0.0 for p in networks.parameters()), torch.zeros(()))
+    learner.updates[0].accumulate(Loss(zero, torch.ones(()), {}))
+    learner.updates[0].step(1.0)
+    return {n: float(p.detach().flatten()[0]) / 2 for n, p in networks.named_parameters()}
+
+
+@pytest.mark.parametrize("matrices", ["muon", "adamw"])
+def test_a_step_without_gradients_shrinks_matrices_alone(matrices: str) -> None:
+    optim = OptimConfig.model_validate({"matrices": matrices, "matrix_rate": 0.1, "adamw_rate": 0.1})
+    network = transformer(experts=EXPERTS)
+    left = still(network, treatments(network, optim))  # type: ignore[arg-type]
+    rates = {"head": optim.embedding_rate, "blocks.0.mlp.router.weight": optim.scalar_rate}
+    rates["blocks.0.mlp.shared_gate.weight"] = optim.scalar_rate  # [1, d]: nothing to orthogonalise
+    for name, share in left.items():
+        decays = MATRIX.search(name) is not None
+        assert share == pytest.approx(1 - 0.5 * rates.get(name, 0.1) if decays else 1.0, abs=1e-6), name
+
+
+def test_no_decay_is_told_by_one_treatment() -> None:
+    nets = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
+    found = {**all_adamw(nets, 0.1, "a."), **{f"b.{n}": Treatment("adamw", 0.1) for n in ("weight", "bias")}}
+    left = still(nets, found)
+    assert left == pytest.approx({"a.weight": 0.95, "a.bias": 1.0, "b.weight": 1.0, "b.bias": 1.0}, abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def curve(wanted: Any) -> list[dict[str, float]]:
+    notes = Notes()
+    with tempfile.TemporaryDirectory() as scratch:
+        pretrain(wanted, Path(scratch), notes)
+    return notes.steps
+
+
+def test_adamw_in_muons_place_learns(tokens: Path) -> None:
+    optim = OptimConfig(matrices="adamw", adamw_rate=0.004, base_width=16, weight_decay=0.01)
+    seen = curve(job(tokens, optim=optim, steps=30))
+    assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
+    # The tiny decoder is 32 wide, twice the base: what is told is the rate as it is used.
+    assert max(s["learning_rate"] for s in seen) == pytest.approx(0.002)
+    assert "muon" not in {t.rule for t in treatments(decoder(), optim).values()}
+
+
+def test_the_fused_kernel_trains_alike_in_pretraining(tokens: Path) -> None:
+    plain, fused = (curve(job(tokens, optim=OptimConfig(fused=f))) for f in (None, True))
+    for a, b in zip(plain, fused, strict=True):
+        assert b["nll"] == pytest.approx(a["nll"], rel=1e-4)
+
+
+@pytest.mark.parametrize("bad", [{"matrices": "soap"}, {"base_width": 0}, {"adamw_rate": 0.0}])
+def test_what_does_not_fit_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        OptimConfig.model_validate(bad)

@@ -1,0 +1,40 @@
+"""What a step allocates: the same memory again and again, and nothing that outlives it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.support.train.tiny import job, make_tokens
+
+from whorl.models.activation_checkpointing import Alive
+from whorl.parallel.process_group import World
+from whorl.train.lm.pretrain import build_model, learner_of, shared_of
+from whorl.train.profiling.step_timer import random_part
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def test_steps_use_the_same_memory_and_nothing_grows(tokens: Path) -> None:
+    wanted = job(tokens)
+    model = build_model(wanted)
+    (update,) = learner_of(model, wanted, shared_of(model, wanted), World()).updates
+    part = random_part(wanted, wanted.batch_rows)
+    places, left, peaks = set(), [], []
+    for number in range(8):
+        update.accumulate(update.objective(part))
+        if number < 2:  # both of Muon's turns, once
+            update.step(1e-3)
+            continue
+        with Alive() as alive:
+            update.step(1e-3)
+        places.add(tuple(t.data_ptr() for t in update.summed.values()))
+        left.append(alive.bytes)
+        peaks.append(alive.peak)
+    assert len(places) == 1 and left == [0] * 6, "what a step makes does not outlive it"
+    assert peaks[0] == peaks[2] == peaks[4] and peaks[1] == peaks[3] == peaks[5], (
+        "and every second step is alike"
+    )

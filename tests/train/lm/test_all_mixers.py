@@ -1,0 +1,158 @@
+"""Every kind of layer trains through the one learner and samples through the one state."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+from tests.train.lm.test_pretrain import assert_close, train, weights
+
+from whorl.engine import Sampling, generate
+from whorl.models import Transformer, TransformerConfig, load_model, save_model
+from whorl.train.checkpoint.format import newest
+
+HEADS = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
+MIXERS: dict[str, dict[str, Any]] = {
+    "heads": HEADS,
+    "window": {**HEADS, "window": 5, "smear": True},
+    "latent": {"kind": "latent", "n_heads": 2, "kv_rank": 8, "nope_dim": 8, "rope_dim": 8, "v_dim": 16},
+    "linear": {"kind": "linear", "options": {"n_heads": 2}},
+    "pointwise": {"kind": "pointwise", "options": {"n_heads": 2}},
+    "mamba": {"kind": "mamba"},
+    "gru": {"kind": "gru"},
+    "lstm": {"kind": "lstm"},
+    "rnn": {"kind": "rnn"},
+}
+EXPERTS = {"n_experts": 4, "top_k": 2, "hidden": 32, "bias_balance": True, "scoring": "sigmoid"}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"), alphabet="abcd")
+
+
+def shape(mixer: dict[str, Any], **more: Any) -> TransformerConfig:
+    return TransformerConfig.model_validate(
+        {"vocab_size": 300, "d_model": 32, "n_layers": 2, "mixers": {"m": mixer}, "mlp_hidden": 64, **more}
+    )
+
+
+@pytest.mark.parametrize("kind", [*MIXERS, "experts", "capped"])
+def test_it_learns_is_stored_and_samples(kind: str, tokens: Path, tmp_path: Path) -> None:
+    more = {"experts": {"experts": EXPERTS}, "capped": {"logit_softcap": 8.0, "learned_positions": True}}
+    config = shape(MIXERS.get(kind, HEADS), **more.get(kind, {}))
+    notes = Notes()
+    model = train(job(tokens, model=config, steps=80, length=32), tmp_path / "run", notes)
+    # Letters come twice. Without context a letter costs log 4 = 1.39 nats, after the one before it 1.07, and with
+    # knowing which of the pair it is 0.69, which 80 steps teach to some.
+    assert notes.evaluations[-1]["held_out_nll"] < 1.15 < math.log(4)
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model").eval()
+    assert isinstance(again, Transformer) and again.config == config
+    prompt, greedy = [5, 97, 97, 98], Sampling(temperature=0.0)
+    written = [
+        [t.id for t in generate(again, prompt, greedy, torch.Generator(), max_tokens=20, use_cache=kept)]
+        for kept in (True, False)
+    ]
+    assert written[0] == written[1]
+    letters = bytes(i for i in written[0] if i < 256)
+    assert letters[:1] == b"b" and set(letters) <= set(b"abcd"), (
+        letters
+    )  # the pair that was begun is completed
+
+
+def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path, tmp_path: Path) -> None:
+    config = shape(HEADS, experts=EXPERTS)
+    wanted = job(tokens, model=config, steps=10, routing={"bias_rate": 0.01})
+    notes = Notes()
+    undisturbed = train(wanted, tmp_path / "a", notes)
+    biases = {n: b for n, b in undisturbed.state_dict().items() if n.endswith("balance_bias")}
+    assert len(biases) == 2 and all(b.abs().max() > 0.01 for b in biases.values())
+    last = notes.steps[-1]
+    assert last["experts/0/dropped"] == 0 and 0 <= last["experts/1/gini"] < 0.75 and last["balance"] >= 0.99
+    assert sum(last[f"experts/0/share/{e}"] for e in range(4)) == pytest.approx(1)
+    train(wanted, tmp_path / "b", stop_after=4, checkpoint_seconds=0.0)
+    found = newest(tmp_path / "b")
+    assert found is not None and "buffers/blocks.0.mlp.router.balance_bias" in found.tensors
+    continued = train(wanted, tmp_path / "b")
+    assert all(torch.equal(t, continued.state_dict()[n]) for n, t in undisturbed.state_dict().items())
+    for change in ({"replicas": 2}, {"micro_rows": 2}, {"replicas": 2, "micro_rows": 1}):
+        # few steps: where two experts are about as good, rounding decides, and then all that follows differs
+        few = wanted.model_copy(update={"steps": 3})
+        whole, cut = (
+            train(j, tmp_path / f"{change}{n}") for n, j in enumerate((few, few.model_copy(update=change)))
+        )
+        assert_close(weights(whole), weights(cut))
+        assert all(torch.equal(b, cut.state_dict()[n]) for n, b in whole.state_dict().items() if n in biases)
+
+
+def test_the_loss_of_parts_is_that_of_the_whole_whatever_is_masked() -> None:
+    from whorl.models import make_model
+    from whorl.parallel.process_group import World
+    from whorl.train.config import RoutingConfig
+    from whorl.train.lm.objective import LossOf
+    from whorl.train.metrics.moe_balance import Mixtures
+
+    model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
+    mixtures = Mixtures(
+        model, RoutingConfig(balance=0.5, z=0.1), World(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]]
+    )
+    loss = LossOf(model, mixtures, z_loss=1e-3, compile=False)
+    ids = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones(8, 16, dtype=torch.bool)
+    mask[:2, 3:] = False  # so that the parts differ in how much of them is a target
+    batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": mask}
+    whole = loss(batch)
+    for size in (4, 1):
+        parts = [loss({n: t[i : i + size] for n, t in batch.items()}) for i in range(0, 8, size)]
+        torch.testing.assert_close(whole.total, torch.stack([p.total for p in parts]).sum())
+        for name, value in whole.metrics.items():
+            torch.testing.assert_close(value, torch.stack([p.metrics[name] for p in parts]).sum())
+
+
+def test_what_is_left_out_by_chance_is_drawn_anew_by_the_step(tokens: Path, tmp_path: Path) -> None:
+    config = shape(HEADS, experts={**EXPERTS, "expert_dropout": 0.3, "token_dropout": 0.2})
+    wanted, notes = job(tokens, model=config, steps=8, evaluations=4), Notes()
+    undisturbed = weights(train(wanted, tmp_path / "a", notes))
+    again = Notes()
+    train(wanted, tmp_path / "b", again, stop_after=4, checkpoint_seconds=0.0)
+    continued = weights(train(wanted, tmp_path / "b", again))
+    assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
+    assert notes.evaluations == again.evaluations  # looks leave nothing out
+    without = shape(HEADS, experts=EXPERTS)
+    other = weights(train(wanted.model_copy(update={"model": without}), tmp_path / "c"))
+    assert not all(torch.equal(undisturbed[n], other[n]) for n in undisturbed)
+
+
+def test_rows_of_several_documents_are_kept_apart(tokens: Path) -> None:
+    """The loss of a packed row with segments is that of its documents alone, for every kind of layer."""
+    from whorl.models import make_model
+    from whorl.parallel.process_group import World
+    from whorl.train.config import RoutingConfig
+    from whorl.train.lm.objective import LossOf
+    from whorl.train.metrics.moe_balance import Mixtures
+
+    ids = torch.randint(0, 256, (1, 13), generator=torch.Generator().manual_seed(0))
+    parts = [ids[:, :7], ids[:, 6:]]  # 6 targets each
+    for kind, mixer in MIXERS.items():
+        model = make_model(shape(mixer), torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+        loss = LossOf(model, Mixtures(model, RoutingConfig(), World()), z_loss=0.0, compile=False)
+        alone = [
+            loss({"tokens": p[:, :-1], "targets": p[:, 1:], "loss_mask": torch.ones(1, 6, dtype=torch.bool)})
+            for p in parts
+        ]
+        packed = {
+            "tokens": torch.cat([p[:, :-1] for p in parts], dim=1),
+            "targets": torch.cat([p[:, 1:] for p in parts], dim=1),
+            "loss_mask": torch.ones(1, 12, dtype=torch.bool),
+            "segment_ids": torch.tensor([[1] * 6 + [2] * 6]),
+            "positions": torch.tensor([[*range(6), *range(6)]]),
+        }
+        assert loss(packed).total.item() == pytest.approx(sum(x.total.item() for x in alone), rel=1e-4), kind

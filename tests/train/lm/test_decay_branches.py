@@ -1,0 +1,238 @@
+"""A branch from a stable run is, bit for bit, the run that was planned for its budget from the start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.support.train.poisoned_tokens import poisoned
+from tests.support.train.tiny import Notes, job, make_tokens
+from tests.train.lm.test_pretrain import raw_text
+
+from whorl.errors import CheckpointError, ConfigError
+from whorl.models import TransformerConfig, load_model
+from whorl.recipes.recipe import load_recipe, parse_recipe
+from whorl.recipes.runner import run_recipe
+from whorl.recipes.steps import model as model_step
+from whorl.store import Store
+from whorl.tracking.progress import Progress
+from whorl.train.checkpoint.format import load
+from whorl.train.config import ScheduleConfig
+from whorl.train.job import Job
+from whorl.train.lm import decay_branches as branches
+from whorl.train.lm import pretrain as module
+from whorl.train.lm.pretrain import pretrain
+from whorl.train.optim.lr_schedule import factor
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> dict[str, torch.Tensor]:
+    model = pretrain(wanted, scratch, notes or Notes(), **more)  # type: ignore[arg-type]
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: p.detach().clone() for name, p in found.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def experts() -> TransformerConfig:
+    return TransformerConfig.model_validate(
+        {
+            "vocab_size": 300, "d_model": 32, "n_layers": 1, "mlp_hidden": 64,
+            "mixers": {"m": {"n_heads": 2, "n_kv_heads": 1, "head_dim": 16}},
+            "experts": {"n_experts": 4, "top_k": 2, "hidden": 32, "bias_balance": True, "scoring": "sigmoid"},
+        }
+    )  # fmt: skip
+
+
+def test_branches_are_the_runs_that_were_planned_for_their_budgets(tokens: Path, tmp_path: Path) -> None:
+    """However often the stable run and the branch were killed on the way."""
+    whole = job(tokens, steps=37, schedule={"warmup": 0.07, "decay": 0.4}, ema=0.9)
+    points = {share: branches.point(whole, share) for share in (0.3, 0.7)}
+    assert points == {0.3: 7, 0.7: 16}  # of 11 and 26 steps, of which 0.4 decays
+    for stop in (7, 12, 37):  # at the first point, between the two, to the end
+        end = train(
+            whole, tmp_path / "whole", stop_after=stop, stable=points.values(), checkpoint_seconds=0.0
+        )
+    assert same(end, train(whole, tmp_path / "without"))  # putting aside leaves no trace
+    assert branches.keep(tmp_path / "whole", tmp_path / "model", points) == [0.3, 0.7]
+    shutil.rmtree(tmp_path / "whole")
+    for share, at in points.items():
+        budget = branches.planned(whole, share)
+        start, scratch = branches.start_of(tmp_path / "model", share), tmp_path / str(share)
+        for stop in (at + 2, budget.steps):
+            notes = Notes()
+            end = train(budget, scratch, notes, start=start, stop_after=stop, checkpoint_seconds=0.0)
+        assert len(notes.steps) == budget.steps - at - 2
+        assert same(end, train(budget, tmp_path / f"planned {share}"))
+
+
+@pytest.mark.parametrize("name", ["raw text", "experts", "two replicas"])
+def test_the_place_in_a_stream_the_loads_of_experts_and_replicas_go_on_too(
+    name: str, tokens: Path, tmp_path: Path
+) -> None:
+    more: dict[str, object] = {"replicas": 2} if name == "two replicas" else {"model": experts()}
+    if name == "raw text":
+        more = {"raw": raw_text(tokens, tmp_path / "raw")}
+    whole = job(tokens, steps=14, **more)
+    assert branches.point(whole, 0.5) == 4
+    train(whole, tmp_path / "whole", stable=[4], stop_after=6)
+    budget, start = branches.planned(whole, 0.5), branches.place(tmp_path / "whole", 4) / "step-00000004"
+    assert same(train(budget, tmp_path / "branch", start=start), train(budget, tmp_path / "planned"))
+
+
+@given(st.integers(8, 4000), st.floats(0.01, 0.99), st.floats(0.05, 0.95), st.floats(0, 0.3))
+@settings(deadline=None, max_examples=150)
+def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
+    steps: int, share: float, decay: float, warmup: float
+) -> None:
+    assume(warmup + decay < 1)
+    schedule = ScheduleConfig(warmup=warmup, decay=decay)
+    whole = job(Path("none")).model_copy(update={"steps": steps, "schedule": schedule})
+    budget = branches.planned(whole, share)
+    try:
+        at = branches.point(whole, share)
+    except ConfigError:
+        if budget.steps == steps:  # rounded to all of them
+            return
+        length = decay * budget.steps
+        assert share <= branches.lowest(schedule) + 2 / steps or length < 2 or budget.steps - length < 2
+        return
+    for step in range(at):
+        assert factor(step, budget.steps, budget.schedule) == factor(step, steps, schedule)
+    assert factor(at - 1, steps, schedule) == 1 > factor(at, budget.steps, budget.schedule)
+    assert at == pytest.approx((1 - decay) * budget.steps, abs=1.01)
+    assert at <= (1 - decay) * steps + 1
+
+
+def test_a_state_of_other_data_or_another_seed_is_refused(tokens: Path, tmp_path: Path) -> None:
+    whole = job(tokens, steps=12)
+    train(whole, tmp_path / "whole", stable=[3])
+    start = branches.place(tmp_path / "whole", 3) / "step-00000003"
+    other = branches.planned(job(make_tokens(tmp_path / "other", seed=1), steps=12), 0.5)
+    with pytest.raises(CheckpointError, match="of another job: data differs"):
+        train(other, tmp_path / "a", start=start)
+    with pytest.raises(CheckpointError, match="of another job: seed differs"):
+        train(branches.planned(job(tokens, steps=12, seed=1), 0.5), tmp_path / "b", start=start)
+    damaged = start / "state.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="differs from its recorded hash"):
+        train(branches.planned(whole, 0.5), tmp_path / "c", start=start)
+
+
+def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = {"patience": 2, "rewinds": 1, "most_skipped": 1.0, "good_every": 2}
+    whole = poisoned(
+        tokens, tmp_path / "whole", steps=12, watch=watch
+    )  # NaN for the letter x, which no text has
+    train(whole, tmp_path / "whole", stable=[3], stop_after=4)
+    start = branches.place(tmp_path / "whole", 3) / "step-00000003"
+    plain = module._share
+
+    def spoilt(record: Any, of: Job) -> Any:
+        parts = plain(record, of)
+        parts[0]["tokens"][:] = ord("x")
+        return parts
+
+    monkeypatch.setattr(module, "_share", spoilt)
+    notes = Notes()
+    back = train(branches.planned(whole, 0.5), tmp_path / "branch", notes, start=start, stop_after=5)
+    assert "those of step 3" in notes.events[-1]["action"]
+    kept = load(start).tensors
+    assert all(torch.equal(w.nan_to_num(7), kept[f"weights/{n}"].nan_to_num(7)) for n, w in back.items())
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["branches=[0.5, 1.0]"], "branches: 1 is no share of the run: between 0 and 1"),
+        (["branches=[0.5, 0.5]"], r"branches: \[0.5, 0.5\] names one twice"),
+        (["branches=[0.03, 0.5]"], r"branches: 0.03 would decay within the warm-up: above 0.04"),
+        (
+            ["branches=[0.5]", "schedule.kind=cosine"],
+            "a plateau, which a schedule of kind = 'cosine' does not",
+        ),
+    ],
+)
+def test_shares_that_cannot_be_are_refused_when_the_recipe_is_read(sets: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_recipe("quickstart", sets=[f"pretrain.{s}" for s in sets])
+
+
+def test_too_few_steps_and_shares_that_were_not_kept_are_told(tmp_path: Path) -> None:
+    for steps, share, words in ((4, 0.2, "nothing to decay"), (100, 0.3, "no plateau")):
+        schedule = {"warmup_steps": 0 if steps == 4 else 20}
+        with pytest.raises(ConfigError, match=words):
+            branches.point(job(Path("none"), steps=steps, schedule=schedule), share)
+    (tmp_path / "stable" / "0.25").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"(?s)no stable state at the share 0.3.*0.25.*branches = \[0.3\]"):
+        branches.start_of(tmp_path, 0.3)
+    said: list[str] = []
+    assert branches.keep(tmp_path / "scratch", tmp_path / "out", {0.5: 7}, said.append) == []
+    assert "stable state of step 7 is not here" in said[0]
+
+
+RECIPE = """
+name = "budgets"
+[steps.ingest]
+[steps.curate]
+parents = ["ingest"]
+[steps.plan]
+parents = ["ingest", "curate"]
+[steps.tokenizer]
+parents = ["ingest", "curate", "plan"]
+[steps.tokens]
+parents = ["ingest", "curate", "tokenizer"]
+[steps.pretrain]
+parents = ["plan", "tokens", "tokenizer"]
+branches = [0.5]
+[steps.half]
+uses = "branch"
+parents = ["pretrain", "tokens", "tokenizer"]
+share = 0.5
+"""
+
+
+def test_a_recipe_makes_a_branch_that_is_a_model_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_step, "_memory_in_use", lambda: 0)  # seconds of looking
+    monkeypatch.setattr(model_step._Watch, "_sample", lambda *_: "")
+    (tmp_path / "code").mkdir()
+    for n in range(40):
+        text = "".join(f"def f{n}_{i}(x):\n    return x + {i * n}\n\n" for i in range(60))
+        (tmp_path / "code" / f"{n}.py").write_text(text)
+    sets = [
+        f'ingest.sources=["{tmp_path / "code"}"]', 'ingest.include=["*.py"]', "curate.validation_bytes=3000",
+        "curate.test_bytes=3000", "plan.steps=24", "plan.d_model=32", "plan.n_layers=1", "plan.vocab_size=300",
+        "plan.length=32", "plan.ngram_buckets=64", "plan.replicas=1", "plan.deterministic=true",
+        "pretrain.serial_loader=true",
+    ]  # fmt: skip
+    recipe = parse_recipe(RECIPE, "budgets.toml", sets=sets)
+    made = run_recipe(recipe, Store(tmp_path / "store"), Progress.silent()).artifacts
+    stable, half = made["pretrain"], made["half"]
+    assert stable.summary["branches"] == [0.5] and half.kind == "model"
+    assert (half.summary["steps"], half.summary["branched_at"], half.summary["steps_trained"]) == (12, 7, 5)
+    curve = json.loads(half.file("curve.json").read_text())
+    assert [r["step"] for r in curve if "nll" in r] == [*range(1, 13)]
+    whole = json.loads(stable.file("curve.json").read_text())
+    assert [r["nll"] for r in curve if "nll" in r][:7] == [r["nll"] for r in whole if "nll" in r][:7]
+    ours, theirs = load_model(half.path), load_model(stable.path)
+    assert not torch.equal(ours.embedding, theirs.embedding)
+    assert made["pretrain"].address in str(half.parents)
+    other = parse_recipe(RECIPE, "budgets.toml", sets=[*sets, "half.share=0.25"])
+    with pytest.raises(ConfigError, match=r"no stable state at the share 0.25"):
+        run_recipe(other, Store(tmp_path / "store"), Progress.silent())

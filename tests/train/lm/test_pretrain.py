@@ -1,0 +1,190 @@
+"""However the batch is cut, wherever the run is stopped, the weights are the same; and what is learnt is learnt."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+
+from whorl.errors import BudgetError, CheckpointError
+from whorl.models import Decoder
+from whorl.parallel.process_group import ReplicaError, World, start_replicas
+from whorl.train.job import Job
+from whorl.train.lm.pretrain import pretrain
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def train(wanted: Job, scratch: Path, notes: Notes | None = None, **more: object) -> Decoder:
+    return pretrain(wanted, scratch, notes or Notes(), **more)  # type: ignore[arg-type]
+
+
+def weights(model: Decoder) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=2e-4, rtol=1e-3, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_micro_batches_and_replicas_take_the_same_step(tokens: Path, tmp_path: Path) -> None:
+    wanted = job(tokens, steps=4)
+    whole = weights(train(wanted, tmp_path / "1x8"))
+    assert_close(whole, weights(train(wanted.model_copy(update={"micro_rows": 4}), tmp_path / "2x4")))
+    assert_close(whole, weights(train(wanted.model_copy(update={"micro_rows": 1}), tmp_path / "8x1")))
+    assert_close(whole, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
+
+
+def test_the_serial_loader_equals_the_loader_process_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
+    serial = weights(train(job(tokens), tmp_path / "a"))
+    process = weights(train(job(tokens, serial_loader=False), tmp_path / "b"))
+    assert all(torch.equal(serial[n], process[n]) for n in serial)
+
+
+def test_stopped_and_continued_equals_undisturbed_bit_for_bit(tokens: Path, tmp_path: Path) -> None:
+    undisturbed = weights(train(job(tokens), tmp_path / "a"))
+    notes = Notes()
+    train(job(tokens), tmp_path / "b", notes, stop_after=5, checkpoint_seconds=0.0)
+    assert notes.checkpoints[-1] == 5
+    said: list[str] = []
+    continued = weights(train(job(tokens), tmp_path / "b", say=said.append))
+    assert any("continues at step 5 of 12" in line for line in said)
+    assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
+
+
+def raw_text(tokens: Path, folder: Path, seed: int = 1) -> dict[str, object]:
+    """A job's `raw`: a JSONL file of documents like those of the token set."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(seed)
+    texts = ["".join(c + c for c in rng.choice(list("abcdefgh"), rng.integers(10, 90))) for _ in range(80)]
+    (folder / "raw.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    return {"tokenizer": str(tokens), "sources": [{"files": [str(folder / "raw.jsonl")]}]}
+
+
+def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path, tmp_path: Path) -> None:
+    wanted = job(tokens, raw=raw_text(tokens, tmp_path), steps=30)
+    notes = Notes()
+    undisturbed = weights(train(wanted, tmp_path / "a", notes))
+    assert notes.evaluations[-1]["held_out_nll"] < notes.evaluations[0]["held_out_nll"]
+    other = wanted.model_copy(
+        update={"serial_loader": False}
+    )  # a process tokenises, another number of replicas
+    assert wanted.raw is not None
+    for stop, replicas in ((11, 1), (17, 1)):
+        change = {"raw": wanted.raw.model_copy(update={"workers": stop % 3}), "replicas": replicas}
+        train(other.model_copy(update=change), tmp_path / "b", stop_after=stop, checkpoint_seconds=0.0)
+    again = weights(train(wanted, tmp_path / "b"))
+    assert all(torch.equal(undisturbed[n], again[n]) for n in again)
+    assert_close(undisturbed, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
+
+
+def test_raw_text_that_changed_is_refused(tokens: Path, tmp_path: Path) -> None:
+    wanted = job(tokens, raw=raw_text(tokens, tmp_path), steps=8)
+    train(wanted, tmp_path / "a", stop_after=3, checkpoint_seconds=0.0)
+    raw_text(tokens, tmp_path, seed=2)
+    with pytest.raises(CheckpointError, match="the data or the settings of the stream changed"):
+        train(wanted, tmp_path / "a")
+
+
+def test_another_jobs_checkpoint_is_refused(tokens: Path, tmp_path: Path) -> None:
+    train(job(tokens), tmp_path, stop_after=2, checkpoint_seconds=0.0)
+    with pytest.raises(CheckpointError, match="another job"):
+        train(job(tokens, seed=1), tmp_path)
+
+
+def test_a_checkpoint_is_refused_beside_other_ids_but_not_beside_a_copy_of_its_own(
+    tokens: Path, tmp_path: Path
+) -> None:
+    train(job(tokens), tmp_path / "scratch", stop_after=2, checkpoint_seconds=0.0)
+    copied = shutil.copytree(tokens, tmp_path / "copied")
+    train(job(copied), tmp_path / "scratch", stop_after=3, checkpoint_seconds=0.0)
+    with pytest.raises(CheckpointError, match="data differs"):
+        train(job(make_tokens(tmp_path / "other", seed=1)), tmp_path / "scratch")
+
+
+SCRIPT = """
+    import sys
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from tiny import Notes, job
+    from whorl.train.pretrain import pretrain
+
+    if __name__ == "__main__":
+        pretrain(job(Path(sys.argv[2]), replicas=2, serial_loader=False, steps=200000), Path(sys.argv[3]), Notes())
+"""
+
+
+def test_nothing_survives_a_killed_run(tokens: Path, tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    run = subprocess.Popen(
+        [sys.executable, str(script), str(Path(__file__).parent), str(tokens), str(tmp_path / "scratch")]
+    )
+    parent = psutil.Process(run.pid)
+    deadline = time.monotonic() + 60
+    while len(parent.children(recursive=True)) < 3 and time.monotonic() < deadline:  # a replica, two loaders
+        time.sleep(0.1)
+    time.sleep(1.0)
+    family = parent.children(recursive=True)
+    assert len(family) >= 3
+    run.kill()
+    run.wait()
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def _fail(world: World) -> None:
+    raise RuntimeError("the replica's own words")
+
+
+def _die(world: World) -> None:
+    import os
+
+    os._exit(9)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"), [(_fail, "the replica's own words"), (_die, "died without a word")]
+)
+def test_a_replica_that_fails_is_heard(work: object, words: str) -> None:
+    world = start_replicas(2, work)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(ReplicaError, match=words):
+            world.exchange(1.0)
+    finally:
+        world.close()
+
+
+def test_batches_that_do_not_divide_or_do_not_fill_are_refused(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="for 3 replicas"):
+        train(job(tokens, replicas=3), tmp_path)
+    with pytest.raises(BudgetError, match="rows of 32 tokens"):
+        train(job(tokens, batch_rows=100_000), tmp_path)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_learns_what_there_is_to_learn_and_no_more(tmp_path: Path, seed: int) -> None:
+    """Letters come in pairs: the second of a pair is certain, the first is one of 8. Entropy: ln(8) / 2 a letter."""
+    tokens = make_tokens(tmp_path / "tokens", documents=300, seed=seed)
+    notes = Notes()
+    train(job(tokens, steps=150, seed=seed, length=64), tmp_path / "s", notes)
+    entropy = math.log(8) / 2
+    reached = notes.evaluations[-1]["held_out_nll"]
+    assert entropy - 0.06 < reached < entropy + 0.12, reached
+    assert notes.evaluations[0]["held_out_nll"] > reached
+    assert 0 <= notes.steps[-1]["loader_share"] < 1

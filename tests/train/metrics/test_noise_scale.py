@@ -1,0 +1,171 @@
+"""The gradient-noise scale is the one that was put in, however the batch is cut, by micro-batches or by replicas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+from torch import Tensor, nn
+
+from whorl.objectives import Loss
+from whorl.tracking.seeds import generator
+from whorl.train.job import Job
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.update import Part, Update, all_adamw
+from whorl.train.lm.pretrain import pretrain
+from whorl.train.metrics import layer_stats as figures
+from whorl.train.metrics.noise_scale import NoiseScale, estimates
+
+CUTS = {"2 x 16": [16, 16], "8 x 4": [4] * 8, "32 x 1": [1] * 32, "unequal": [3, 9, 20]}
+
+
+def looked_at(rows: Tensor, cut: Sequence[int], count: int) -> tuple[float, float]:
+    """(trace, square) of a batch of mean gradients of rows [N, P] of `count` tokens each, cut into parts."""
+    noise = NoiseScale()
+    for part in torch.split(rows, list(cut)):
+        halves = (part.sum(dim=0) * count).split([3, part.shape[1] - 3])  # as several tensors
+        noise.part(halves, len(part) * count)
+    parts, tokens, weighted = noise.sums()
+    return estimates(int(parts), tokens, weighted, float(rows.mean(dim=0).square().sum()))
+
+
+@pytest.mark.parametrize("name", [*CUTS])
+def test_the_averages_converge_to_what_was_put_in_however_the_batch_is_cut(name: str) -> None:
+    """Gaussian gradients: sum_i n_i |g_i - g|^2 is then a sum of k - 1 independent squares, of parts however unequal, and
+    independent of g. So tr's estimate has the variance 2 tr(S S) / (k - 1); the tolerance is four standard errors."""
+    batches, rows, width, count = 3000, 32, 12, 7
+    draw = generator(0, "noise", name)
+    mean = torch.linspace(-0.4, 0.6, width, dtype=torch.float64)
+    spread = torch.linspace(0.2, 1.4, width, dtype=torch.float64)  # not the same in every direction
+    trace, twice = float(spread.square().sum()) * count, float(spread.pow(4).sum()) * count**2
+    signal, tokens = float(mean.square().sum()), rows * count
+    found = []
+    for _ in range(batches):
+        gradients = mean + spread * torch.randn(rows, width, generator=draw, dtype=torch.float64)
+        found.append(looked_at(gradients, CUTS[name], count))
+    traces, squares = torch.tensor(found, dtype=torch.float64).mean(dim=0).tolist()
+    k = len(CUTS[name])
+    error_trace = math.sqrt(2 * twice / (k - 1) / batches)
+    of_mean = (
+        4 * float((mean * spread).square().sum()) / rows + 2 * twice / tokens**2
+    )  # the variance of |g|^2
+    error_square = math.sqrt((of_mean + 2 * twice / (k - 1) / tokens**2) / batches)
+    assert error_trace < 0.02 * trace and error_square < 0.02 * signal  # else the test would not say much
+    assert abs(traces - trace) < 4 * error_trace
+    assert abs(squares - signal) < 4 * error_square
+    scale = trace / signal
+    assert traces / squares == pytest.approx(scale, rel=4 * (error_trace / trace + error_square / signal))
+
+
+def test_equal_parts_give_the_papers_two_estimators() -> None:
+    rows = torch.randn(24, 10, generator=generator(1, "noise"), dtype=torch.float64)
+    small = sum(float(p.mean(dim=0).square().sum()) for p in torch.split(rows, 6)) / 4
+    big = float(rows.mean(dim=0).square().sum())
+    trace, square = looked_at(rows, [6] * 4, 1)
+    assert trace == pytest.approx((small - big) / (1 / 6 - 1 / 24))
+    assert square == pytest.approx((24 * big - 6 * small) / (24 - 6))
+
+
+class Listener:
+    """A watcher that gathers looks."""
+
+    def __init__(self) -> None:
+        self.noise, self.found = NoiseScale(), list[tuple[float, float]]()
+
+    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+        self.noise.part(gradients, count, scale)
+
+    def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+        whole = sum(float(g.double().square().sum()) for g in gradients.values()) / clipped**2
+        parts, tokens, weighted = self.noise.sums()
+        self.found.append(estimates(int(parts), tokens, weighted, whole))
+        self.noise.forget()
+
+    def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None: ...
+
+
+@pytest.mark.parametrize("cut", [[8, 8], [4] * 4, [2, 6, 8]])
+def test_linear_regression_through_the_learner(cut: list[int]) -> None:
+    """x ~ N(0, 1), y = w* x + s e. At a distance d from w* the gradient of an example is x (x d - s e): its mean is d, its
+    squares sum to |d|^2 (n + 2) + s^2 n on average, so the noise scale is n + 1 + s^2 n / |d|^2.
+
+    Batches are independent, so standard errors are read off them; the tolerance is four of them.
+    """
+    n, s, rounds = 6, 0.5, 1500
+    draw = generator(2, "regression", len(cut))
+    network = nn.Linear(n, 1, bias=False)
+    with torch.no_grad():
+        network.weight.fill_(0.4)  # w* is 0, and a rate of next to nothing leaves the weights there
+
+    def objective(part: Part) -> Loss:
+        off = network(part["x"])[:, 0] - part["y"]
+        return Loss(off.square().sum() / 2, torch.tensor(float(len(off))), {})
+
+    treatments = all_adamw(network, 1e-12)
+    learner = Learner(network, [Update(objective, treatments, clip_norm=0.01)])  # clipped: it must not matter
+    (update,) = learner.updates
+    update.watch = listener = Listener()
+    for _ in range(rounds):
+        x = torch.randn(16, n, generator=draw)
+        y = s * torch.randn(16, generator=draw)
+        for xs, ys in zip(x.split(cut), y.split(cut), strict=True):
+            update.accumulate(objective({"x": xs, "y": ys}))
+        update.step(1.0)
+    d = n * 0.4**2
+    found = torch.tensor(listener.found, dtype=torch.float64)
+    (trace, square), errors = found.mean(dim=0).tolist(), (found.std(dim=0) / rounds**0.5).tolist()
+    spread = 4 * (errors[0] / trace + errors[1] / square)
+    assert spread < 0.2 and trace / square == pytest.approx(n + 1 + s**2 * n / d, rel=spread)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def noise_of(wanted: Job, scratch: Path, **more: object) -> dict[str, float]:
+    notes = Notes()
+    pretrain(wanted, scratch, notes, **more)  # type: ignore[arg-type]
+    return {n: v for n, v in notes.steps[-1].items() if n.startswith("noise_scale/")}
+
+
+def test_micro_batches_and_replicas_find_the_same_and_a_single_part_none(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "LEAST_EVERY", 2)
+    parts = noise_of(job(tokens, steps=2, micro_rows=4), tmp_path / "parts")
+    replicas = noise_of(job(tokens, steps=2, replicas=2), tmp_path / "replicas")
+    assert parts["noise_scale/trace"] > 0 and parts["noise_scale/rows"] > 0
+    for name in parts:
+        assert replicas[name] == pytest.approx(parts[name], rel=1e-3), name
+    ratio = parts["noise_scale/tokens"] / parts["noise_scale/rows"]
+    assert 30 <= ratio <= 32  # tokens a row with a target
+    assert noise_of(job(tokens, steps=2), tmp_path / "one") == {}
+
+
+def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> None:
+    noise = NoiseScale()
+    assert noise.close(1, 10, 3.0, 0.2, 2) == {} and noise.close(2, 10, math.nan, 0.2, 2) == {}
+    first = noise.close(2, 10, 8.0, 0.5, 2)  # trace 3, square 0.2
+    assert first["noise_scale/tokens"] == pytest.approx(15) and first["noise_scale/rows"] == pytest.approx(3)
+    second = noise.close(2, 10, 8.0, 0.2, 2)  # trace 6, square -0.4
+    assert second["noise_scale/square"] == pytest.approx(-0.4) and set(second) == {
+        "noise_scale/trace", "noise_scale/square"
+    }  # fmt: skip
+    third = noise.close(2, 10, 13.0, 1.2, 2)  # trace 1, square 1.1
+    trace, square = 0.9 * (0.9 * 0.3 + 0.6) + 0.1, 0.9 * (0.9 * 0.02 - 0.04) + 0.11
+    assert third["noise_scale/tokens"] == pytest.approx(trace / square)
+
+
+def test_a_scaled_loss_and_narrow_gradients_tell_the_same() -> None:
+    rows = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
+    plain, scaled, narrow = NoiseScale(), NoiseScale(), NoiseScale()
+    plain.part([rows], 4.0)
+    scaled.part([rows * 256], 4.0, 256.0)
+    narrow.part([rows.bfloat16()], 4.0)
+    assert scaled.sums() == pytest.approx(plain.sums())
+    assert narrow.sums() == pytest.approx(plain.sums(), rel=1e-3)

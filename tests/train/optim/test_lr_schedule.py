@@ -1,0 +1,126 @@
+"""Schedules: what each promises, for any length and any shares; and the one that a recipe asks for is the one that runs."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.train.tiny import Notes, job, make_tokens
+
+from whorl.errors import ConfigError
+from whorl.recipes.recipe import load_recipe
+from whorl.train.config import ScheduleConfig
+from whorl.train.lm.pretrain import pretrain
+from whorl.train.optim.lr_schedule import check, factor, warmup_stable_decay, warmup_steps
+
+KINDS = ("wsd", "cosine", "linear", "constant")
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> ScheduleConfig:
+    kind = draw(st.sampled_from(KINDS))
+    values: dict[str, object] = {"kind": kind, "warmup": draw(st.floats(0, 0.9))}
+    if kind == "wsd":
+        values["decay"] = draw(st.floats(0.01, 1.0)) * (1 - float(values["warmup"]))  # type: ignore[arg-type]
+    if kind != "constant":
+        values["floor"] = draw(st.floats(0, 1))
+    return ScheduleConfig.model_validate(values)
+
+
+@given(schedules(), st.integers(1, 3000))
+@settings(deadline=None, max_examples=150)
+def test_any_schedule_rises_evenly_then_only_falls_and_ends_at_its_floor(
+    c: ScheduleConfig, total: int
+) -> None:
+    factors = [factor(step, total, c) for step in range(total)]
+    assert all(0 < f <= 1 for f in factors)
+    warm = warmup_steps(total, c)
+    top = factors.index(max(factors))
+    assert factors[: top + 1] == sorted(factors[: top + 1])
+    assert top <= max(0.0, math.ceil(warm))  # the peak comes when the warm-up says
+    end = [*factors[top:], factor(total, total, c)]
+    assert end == sorted(end, reverse=True)
+    assert end[-1] == pytest.approx(
+        min(1.0, (total + 1) / max(1.0, warm)) if c.kind == "constant" else c.floor
+    )
+    # Continuous: no step is longer than the steepest slope. A cosine's is pi / 2 times a line's.
+    falling = max(1.0, c.decay * total if c.kind == "wsd" else total - warm)
+    slope = max(1 / max(1.0, warm), math.pi / 2 / falling)
+    assert all(abs(a - b) <= slope + 1e-9 for a, b in pairwise(factors))
+
+
+@given(st.integers(1, 5000))
+@settings(deadline=None, max_examples=60)
+def test_the_default_is_bit_for_bit_what_it_was(total: int) -> None:
+    for step in range(total):
+        rising = (step + 1) / max(1.0, 0.02 * total)
+        falling = 0.02 + (1 - 0.02) * (total - step) / max(1.0, 0.5 * total)
+        wanted = min(1.0, rising, falling)
+        assert factor(step, total, ScheduleConfig()) == wanted == warmup_stable_decay(step, total)
+
+
+def test_the_kinds_are_what_their_names_say() -> None:
+    def at(step: int, kind: str, **more: float) -> float:
+        return factor(step, 1000, ScheduleConfig.model_validate({"kind": kind, **more}))
+
+    assert at(510, "linear", floor=0.0) == pytest.approx(0.5)  # halfway from 20 to 1000
+    assert at(510, "cosine", floor=0.0) == pytest.approx(0.5)
+    assert at(265, "cosine", floor=0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert at(265, "cosine", floor=0.2) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert at(510, "wsd") == pytest.approx(0.02 + 0.98 * 490 / 500) and at(999, "constant") == 1.0
+    assert at(3, "constant", warmup_steps=40) == 0.1 and at(39, "constant", warmup_steps=40) == 1.0
+    for step in range(0, 1000, 37):  # a line is a decay that has no plateau before it
+        wsd = at(step, "wsd", warmup=0.25, decay=0.75)
+        assert at(step, "linear", warmup=0.25) == pytest.approx(wsd, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "words"),
+    [
+        (["warmup=0.7"], r"warmup \(0.7\) and decay \(0.5\) make 1.2 of the steps: together at most 1"),
+        (["kind=cosine", "decay=0.3"], r"decay \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end"),
+        (
+            ["kind=constant", "floor=0.1"],
+            r"floor \(0.1\) belongs to a schedule that falls; 'constant' does not",
+        ),
+        (["warmup=0.1", "warmup_steps=10"], r"warmup \(0.1\) stands beside warmup_steps \(10\): give one"),
+        (["kind=cosin"], r"pretrain.schedule.kind cannot be 'cosin'.*'cosine'"),
+        (["floor=-1"], r"pretrain.schedule.floor cannot be '-1'.*greater than or equal to 0"),
+        (["rise=1"], "no setting 'rise'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_when_the_recipe_is_read(settings_: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){words}"):
+        load_recipe("quickstart", sets=[f"pretrain.schedule.{s}" for s in settings_])
+
+
+def test_a_warm_up_in_steps_must_leave_room() -> None:
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps is 51, in a run of 100 steps, of which the last 0.5 decays"
+    ):
+        check(100, ScheduleConfig(warmup_steps=51))
+    check(100, ScheduleConfig(warmup_steps=50))
+    check(100, ScheduleConfig(warmup_steps=99, kind="cosine"))
+
+
+def test_the_run_takes_the_schedule_and_tells_its_rates(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path / "tokens", documents=20)
+    for kind in KINDS:
+        wanted = job(tokens, steps=6, schedule={"kind": kind, "warmup": 0.4})
+        notes = Notes()
+        pretrain(wanted, tmp_path / kind, notes)
+        rates = [m["learning_rate"] for m in notes.steps]
+        assert rates == [pytest.approx(0.02 * factor(n, 6, wanted.schedule)) for n in range(6)]
+    with pytest.raises(ConfigError, match="warmup_steps is 9"):
+        pretrain(job(tokens, steps=6, schedule={"warmup_steps": 9}), tmp_path / "no", Notes())
+
+
+def test_a_recipe_is_checked_without_torch() -> None:
+    code = "import sys, whorl.train.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,137 @@
+"""muP: what a few steps change does not grow with the width; without it, it does. And what it refuses, and leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.support.train.tiny import job
+
+from whorl.errors import ConfigError
+from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
+from whorl.nn import Linear
+from whorl.objectives import next_token
+from whorl.plan.config import PlanConfig
+from whorl.tracking.seeds import generator
+from whorl.train.config import OptimConfig
+from whorl.train.learner.learner import Learner
+from whorl.train.learner.update import Part, Update
+from whorl.train.lm.objective import treatments
+from whorl.train.lm.pretrain import build_model
+from whorl.train.optim import mup
+
+WIDTHS = (64, 128, 256)
+VOCAB = 64
+
+
+def built(shape: str, width: int) -> LanguageModel:
+    heads = {"n_heads": width // 32, "n_kv_heads": width // 32, "head_dim": 32}
+    base = {"vocab_size": VOCAB, "d_model": width, "n_layers": 2, "mlp_hidden": 2 * width}
+    config = (
+        DecoderConfig.model_validate({**base, **heads, "ngram_orders": ()})
+        if shape == "decoder"
+        else TransformerConfig.model_validate({**base, "mixers": {"m": heads}})
+    )
+    return make_model(config, generator(0, "weights"), torch.float32)
+
+
+def moved(shape: str, width: int, optim: OptimConfig, steps: int = 4) -> dict[str, float]:
+    """Root mean square of what `steps` steps changed in the output of each linear layer and in the logits."""
+    model = built(shape, width)
+    mup.start(model, optim)
+    g = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (4, 33), generator=g)
+    said: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            module.register_forward_hook(lambda _m, _i, out, name=name: said.update({name: out.detach()}))
+
+    def look() -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            said["logits"] = model.logits(model(ids[:, :-1]))
+        return dict(said)
+
+    def objective(part: Part):  # type: ignore[no-untyped-def]
+        hidden, due = model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
+        return next_token(hidden, model.head_weight, due, torch.ones_like(due, dtype=torch.bool))
+
+    update = Update(objective, treatments(model, optim), betas=(0.8, 0.95), eps=1e-10)
+    learner, before = Learner(model, [update]), look()
+    for _ in range(steps):
+        learner.updates[0].accumulate(objective({}))
+        learner.updates[0].step(1.0)
+    after = look()
+    return {name: float((after[name] - before[name]).square().mean().sqrt()) for name in before}
+
+
+def growth(shape: str, **optim: object) -> dict[str, float]:
+    """The exponent e of size ~ width^e, between the least and the greatest width."""
+    found = [moved(shape, w, OptimConfig.model_validate(optim)) for w in (WIDTHS[0], WIDTHS[-1])]
+    ratio = torch.tensor(WIDTHS[-1] / WIDTHS[0]).log()
+    return {
+        n: float((torch.tensor(found[-1][n]) / torch.tensor(found[0][n])).log() / ratio) for n in found[0]
+    }
+
+
+def test_the_coordinate_check_passes_with_mup_and_fails_without() -> None:
+    for shape in ("decoder", "llama"):
+        with_it = growth(shape, matrices="adamw", base_width=64)
+        assert max(with_it.values()) < 0.2, with_it
+        assert min(with_it.values()) > -0.6, with_it
+        without = growth(shape, matrices="adamw")
+        assert without["logits"] > 0.5
+        assert sum(e > 0.45 for n, e in without.items() if n.endswith((".out", ".down"))) >= 3, without
+
+
+def test_muon_needs_it_for_the_head_alone() -> None:
+    for shape in ("decoder", "llama"):
+        plain, with_it = growth(shape), growth(shape, base_width=64)
+        assert plain.pop("logits") > 0.5 and abs(with_it.pop("logits")) < 0.2
+        assert max(map(abs, [*plain.values(), *with_it.values()])) < 0.25
+
+
+def test_at_the_base_width_nothing_changes() -> None:
+    model = built("decoder", 64)
+    before = model.head_weight.clone()
+    mup.start(model, OptimConfig(base_width=64))
+    assert torch.equal(model.head_weight, before)
+    for matrices in ("muon", "adamw"):
+        there = treatments(model, OptimConfig.model_validate({"matrices": matrices, "base_width": 64}))
+        assert there == treatments(model, OptimConfig.model_validate({"matrices": matrices}))
+
+
+def test_rate_times_decay_stays_and_so_do_the_rates_of_what_is_no_matrix() -> None:
+    optim = OptimConfig(matrices="adamw", base_width=64, weight_decay=0.1)
+    narrow, wide = (treatments(built("decoder", w), optim) for w in (64, 256))
+    matrix = {n for n, t in narrow.items() if t.decay}
+    assert "head" in matrix and "embedding" not in matrix and "blocks.0.attention.temperature" not in matrix
+    for name, t in narrow.items():
+        assert wide[name].rate == pytest.approx(t.rate / 4 if name in matrix else t.rate)
+        assert wide[name].rate * wide[name].decay == pytest.approx(t.rate * t.decay)
+
+
+def test_training_begins_with_a_head_that_is_smaller_as_the_width_is_greater(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    plain, scaled = (build_model(job(tmp_path, optim=OptimConfig(base_width=b))) for b in (None, 8))
+    assert torch.equal(scaled.head_weight, plain.head_weight / 4)  # the tiny decoder is 32 wide
+    assert all(
+        torch.equal(p, q)
+        for (n, p), q in zip(plain.named_parameters(), scaled.parameters(), strict=True)
+        if n != "head"
+    )
+
+
+def test_a_tied_head_is_refused() -> None:
+    shape = {
+        "d_model": 32,
+        "n_layers": 1,
+        "mlp_hidden": 64,
+        "mixers": {"m": {"kind": "gru"}},
+        "tie_embeddings": True,
+    }
+    model = make_model(TransformerConfig.model_validate({**shape, "vocab_size": 300}), None, torch.float32)
+    with pytest.raises(ConfigError, match=r"base_width is 64(.|\n)*tie_embeddings = false"):
+        treatments(model, OptimConfig(base_width=64))
+    with pytest.raises(
+        ValueError, match=r"base_width \(64\) with model\.tie_embeddings"
+    ):  # when a recipe is read
+        PlanConfig.model_validate({"model": shape, "optim": {"base_width": 64}})
+    PlanConfig.model_validate({"model": shape, "optim": {"weight_decay": 0.1}})

@@ -1,0 +1,148 @@
+"""Stochastic rounding is right in the mean, moves what nearest rounding leaves where it is, and repeats exactly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from tests.support.train.tiny import Notes, job, make_tokens
+from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
+from tests.train.lm.test_pretrain import train, weights
+
+from whorl.errors import ConfigError
+from whorl.models import load_model, save_model
+from whorl.recipes.steps.model import PretrainConfig
+from whorl.train.learner.update import Treatment
+from whorl.train.lm.precision import rounding_of
+from whorl.train.lm.pretrain import build_model, shared_of
+from whorl.train.optim.optimizers import Muon
+from whorl.train.optim.stochastic_rounding import Rounding, stochastic_bf16
+
+DRAWS = 20_000
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.mark.parametrize("x", [1.001, -1.001, 3.1415927, 1e-30, -6.0221e23, 255.3])
+def test_each_draw_is_a_neighbour_and_mean_and_variance_are_right(x: float) -> None:
+    value = torch.tensor(x)
+    draws = stochastic_bf16(value.expand(DRAWS), torch.Generator().manual_seed(0)).double()
+    low, high = sorted(set(draws.tolist()))  # there are two
+    exact = float(value.double())
+    assert low < exact < high
+    nearest = float(value.bfloat16().double())
+    assert nearest in (low, high) and (high - low) / abs(exact) <= 2**-7
+    variance = (high - exact) * (exact - low)
+    assert abs(float(draws.mean()) - exact) < 5 * (variance / DRAWS) ** 0.5
+    assert float(draws.var()) == pytest.approx(variance, rel=0.1)
+
+
+def test_what_bf16_holds_stays() -> None:
+    held = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    held[:4] = torch.tensor([0.0, float("inf"), -float("inf"), 1.0])
+    assert torch.equal(stochastic_bf16(held.float(), torch.Generator().manual_seed(1)), held)
+
+
+def test_nearest_stalls_where_stochastic_goes_on() -> None:
+    """Muon with a rate of 1e-4 on weights of about 1: 500 updates of less than half a step of bf16."""
+    gradient = torch.eye(8)
+    reached = {}
+    for kind in (None, "nearest", "stochastic"):
+        w = torch.ones(8, 8, dtype=torch.float32 if kind is None else torch.bfloat16)
+        muon = Muon([[("w", w)]], 1e-4, rounding=None if kind is None else Rounding(kind, 0))  # type: ignore[arg-type]
+        for _ in range(500):
+            muon.step({"w": gradient}, 1.0)
+        reached[kind] = float(w.float().diagonal().mean())
+    assert reached["nearest"] == 1.0
+    assert reached[None] < 0.97
+    assert reached["stochastic"] == pytest.approx(reached[None], abs=0.01)
+
+
+def test_chance_comes_from_seed_step_and_name_alone() -> None:
+    value = torch.full((64,), 1.001)
+
+    def drawn(seed: int, name: str, step: int) -> torch.Tensor:
+        weight = torch.zeros(64, dtype=torch.bfloat16)
+        Rounding("stochastic", seed).write(weight, value, name, step)
+        return weight
+
+    same = drawn(0, "a", 7)
+    assert torch.equal(same, drawn(0, "a", 7))
+    assert all(
+        not torch.equal(same, other) for other in (drawn(1, "a", 7), drawn(0, "b", 7), drawn(0, "a", 8))
+    )
+    wide = torch.zeros(64)
+    Rounding("stochastic", 0).write(wide, value, "a", 7)
+    assert torch.equal(wide, value)  # fp32 weights need none
+
+
+def test_the_blocks_matrices_take_two_bytes_and_the_rest_four(tokens: Path) -> None:
+    wanted = job(tokens, rounding="stochastic")
+    model = build_model(wanted)
+    shared = shared_of(model, wanted)
+    narrow = {n for n, t in shared.weights.items() if t.dtype == torch.bfloat16}
+    assert narrow == {
+        n for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1
+    }
+    others = [*shared.gradients.values(), *shared.state.values()]
+    assert narrow and all(t.dtype == torch.float32 for t in others)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_goes_on_exactly_and_is_stored(tokens: Path, tmp_path: Path, dtype: str) -> None:
+    wanted, notes = job(tokens, steps=30, rounding="stochastic", dtype=dtype), Notes()
+    model = train(wanted, tmp_path / "a", notes)
+    undisturbed = weights(model)
+    train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
+    again = weights(train(wanted, tmp_path / "b"))
+    assert all(torch.equal(undisturbed[n], again[n]) for n in undisturbed)
+    other = weights(train(wanted.model_copy(update={"rounding": "nearest"}), tmp_path / "n"))
+    assert any(not torch.equal(undisturbed[n], other[n]) for n in other)
+    save_model(model, tmp_path / "model")
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_model(tmp_path / "model", model.dtype)(ids), model.eval()(ids))
+
+
+def test_replicas_take_the_same_steps_but_for_the_rounding_of_gradients(tokens: Path, tmp_path: Path) -> None:
+    """A gradient of a bf16 weight is bf16, so two halves of a batch sum to another last digit than the whole."""
+    wanted = job(tokens, steps=4, rounding="stochastic")
+    one = weights(train(wanted, tmp_path / "one"))
+    two = weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two"))
+    for name, weight in one.items():
+        if weight.dtype == torch.bfloat16:
+            apart = (weight.float() - two[name].float()).norm() / weight.float().norm()
+            assert apart < 0.06, name
+
+
+def test_averages_of_narrow_weights_are_wide(tokens: Path, tmp_path: Path) -> None:
+    """And what is stored of an averaged run is the average."""
+    wanted = job(tokens, steps=30, rounding="stochastic", ema=0.9)
+    model = train(wanted, tmp_path / "a")
+    train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
+    again = weights(train(wanted, tmp_path / "b"))
+    for name, weight in weights(model).items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, again[name])
+
+
+def test_experts_too(tokens: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    wanted = job(tokens, steps=30, rounding="stochastic", model=shape(HEADS, experts=EXPERTS))
+    model = train(wanted, tmp_path, notes)
+    assert notes.evaluations[-1]["held_out_nll"] < notes.evaluations[0]["held_out_nll"]
+    assert sum(p.dtype == torch.bfloat16 for p in model.parameters()) > 4
+
+
+def test_impossible_settings_are_refused(tokens: Path) -> None:
+    with pytest.raises(ConfigError, match="no parameter is trained by Muon"):
+        rounding_of("stochastic", 0, {"a": Treatment("adamw", 0.1)})
+    assert rounding_of(None, 0, {}) is None
+    with pytest.raises(ValidationError, match="nearest"):
+        PretrainConfig(rounding="up")  # type: ignore[arg-type]
+    with pytest.raises(ValidationError, match="bfloat16"):
+        job(tokens, dtype="float61")

@@ -1,0 +1,278 @@
+"""A profile: the trace is read rightly, the parts add up to the step, FLOPs are the model's, and training is left alone."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+from torch import nn
+from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import profile as torch_profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from whorl.models import TransformerConfig
+from whorl.train.lm.pretrain import build_model, pretrain
+from whorl.train.profiling.inductor import kind_of_kernel, part_of_lines
+from whorl.train.profiling.profiler import Profile, profile, utilisation_by_class
+from whorl.train.profiling.trace import (
+    ATTENTION,
+    COPIES,
+    FRAMEWORK,
+    LOOKUPS,
+    POINTWISE,
+    PRODUCTS,
+    RANGE,
+    REDUCTIONS,
+    STEP,
+    WAITING,
+    Kernel,
+    cost_of,
+    kind_of,
+    read,
+)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture(scope="module")
+def eager(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return profile(job(tokens), tmp_path_factory.mktemp("trace") / "t.json.gz", steps=3)
+
+
+def event(name: str, ts: float, dur: float, tid: int = 1, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
+    args = {key.replace("_", " "): value for key, value in args.items()}
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "tid": tid, "cat": cat, "args": args}
+
+
+def test_a_trace_is_read_by_part_and_class() -> None:
+    shapes = {"Input Dims": [[4, 8], [8, 2]], "Input type": ["float", "float"]}
+    mm = event("aten::mm", 110, 40)
+    mm["args"] = shapes
+    linear = event("aten::linear", 105, 50, Sequence_number=7)
+    events = [
+        event(RANGE + STEP, 100, 900, cat="user_annotation"),
+        event(RANGE + "MLP, experts", 102, 60, cat="user_annotation"),
+        linear,
+        mm,
+        event("aten::add", 170, 10, Sequence_number=8),  # in no part
+        event("autograd::engine::evaluate_function: MmBackward0", 300, 100, Sequence_number=7),
+        event("aten::mul", 310, 30),
+        event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 450, 10),
+        event(RANGE + "exchange", 500, 50, cat="user_annotation"),
+        event(RANGE + "attention | fused:1", 600, 20, cat="user_annotation"),
+        event("aten::mm", 2000, 500),  # in no step
+    ]
+    known = {RANGE + "attention | fused:1": Kernel("attention", REDUCTIONS, 64.0, 16.0)}
+    found = read(events, known)
+    assert found.steps == 1 and found.seconds == pytest.approx(900e-6)
+    assert sum(found.parts.values()) == pytest.approx(900e-6)  # every microsecond once
+    assert sum(cost.seconds for cost in found.classes.values()) == pytest.approx(900e-6)
+    assert found.parts["MLP, experts", False] == pytest.approx(60e-6)
+    assert found.parts["MLP, experts", True] == pytest.approx(100e-6)
+    assert found.parts["gradients summed", False] == pytest.approx(10e-6)
+    assert found.parts["attention", False] == pytest.approx(20e-6)
+    assert found.classes[PRODUCTS].seconds == pytest.approx(40e-6)
+    assert found.classes[PRODUCTS].flops == 2 * 4 * 8 * 2
+    assert found.classes[PRODUCTS].bytes == 4 * (32 + 16 + 8)
+    assert found.classes[POINTWISE].seconds == pytest.approx(40e-6)
+    assert found.classes[REDUCTIONS].bytes == 64.0
+    assert found.classes[WAITING].seconds == pytest.approx(50e-6)
+
+
+def test_a_gpus_kernels_are_ascribed_to_what_launched_them() -> None:
+    """A trace as CUDA gives it; made up, since there was no GPU to record one."""
+    events = [
+        event(RANGE + STEP, 0, 100, cat="user_annotation", External_id=1),
+        event(RANGE + "attention", 1, 30, cat="user_annotation", External_id=2),
+        event("aten::linear", 2, 20, External_id=3, Sequence_number=1),
+        event("aten::mm", 3, 10, External_id=4),
+        event("gemm", 40, 25, tid=7, cat="kernel", External_id=4),
+        event(
+            "autograd::engine::evaluate_function: MmBackward0",
+            50,
+            20,
+            tid=2,
+            External_id=5,
+            Sequence_number=1,
+        ),
+        event("aten::mm", 51, 10, tid=2, External_id=6),
+        event("gemm", 70, 28, tid=7, cat="kernel", External_id=6),
+    ]
+    found = read(events)
+    assert found.on_device
+    assert found.parts["attention", False] == pytest.approx(25e-6)
+    assert found.parts["attention", True] == pytest.approx(28e-6)
+    assert found.classes[PRODUCTS].seconds == pytest.approx(53e-6)
+
+
+def test_operators_have_their_class() -> None:
+    for name, part, kind in (
+        ("aten::mm", "attention", PRODUCTS), ("aten::bmm", "attention", ATTENTION), ("aten::bmm", "optimiser", PRODUCTS),
+        ("aten::_softmax", "attention", ATTENTION), ("aten::_softmax", "head, loss", REDUCTIONS),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "other", ATTENTION), ("aten::copy_", "other", COPIES),
+        ("aten::index_select", "embed", LOOKUPS), ("aten::mul", "other", POINTWISE), ("aten::view", "other", None),
+        ("torch::autograd::AccumulateGrad", "other", None), ("Optimizer", "other", None),
+    ):  # fmt: skip
+        assert kind_of(name, part) == kind, name
+    assert kind_of("aten::square", "other", alone=False) is None  # whatever it calls is counted
+
+
+@pytest.mark.parametrize(
+    ("work", "kind"),
+    [
+        (lambda a, b: a @ b, PRODUCTS),
+        (lambda a, b: torch.addmm(b[0], a, b), PRODUCTS),
+        (lambda a, b: torch.bmm(a.view(4, 8, -1), b.expand(4, -1, -1)), PRODUCTS),
+        (lambda a, b: torch.nn.functional.linear(a, b.t()), PRODUCTS),
+        (lambda a, b: torch.baddbmm(torch.zeros(4, 8, 48), a.view(4, 8, -1), b.expand(4, -1, -1)), PRODUCTS),
+    ],
+)
+def test_flops_from_shapes_are_those_that_torch_counts(work: Any, kind: str) -> None:
+    a, b = torch.randn(32, 64), torch.randn(64, 48)
+    with FlopCounterMode(display=False) as counter:
+        work(a, b)
+    with (
+        torch_profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+        record_function(RANGE + STEP),
+    ):
+        work(a, b)
+    found = read(_events(profiler))
+    assert found.classes[kind].flops == counter.get_total_flops()
+    assert found.classes[kind].bytes >= 4 * (a.numel() + b.numel())
+
+
+def _events(profiler: Any) -> list[dict[str, Any]]:
+    import tempfile
+
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiler.export_chrome_trace(file.name)
+        events: list[dict[str, Any]] = json.loads(Path(file.name).read_text())["traceEvents"]
+        return events
+
+
+def test_bytes_of_the_rest() -> None:
+    f = "float"
+    assert cost_of("aten::add", [[8, 4], [8, 4], []], [f, f, "Scalar"]) == (32, 3 * 128)
+    assert cost_of("aten::copy_", [[8], [8], []], [f, "c10::BFloat16", ""]) == (0, 8 * 4 + 8 * 2)
+    assert cost_of("aten::_foreach_copy_", [[[8], [4]], [[8], [4]]], ["TensorList", "TensorList"]) == (12, 96)
+    assert cost_of("aten::embedding", [[1000, 16], [3]], [f, "long int"]) == (0, 3 * (8 + 2 * 16 * 4))
+    assert cost_of("aten::gather", [[64, 1000], [], [64, 1]], [f, "Scalar", "long int"]) == (0, 64 * 16)
+    assert cost_of("aten::index", [[64, 16], []], [f, ""]) == (0, 64 * (8 + 2 * 16 * 4))
+    assert cost_of("aten::add", [], []) == (0, 0)
+
+
+def test_the_parts_of_a_step_add_up_and_each_is_there(eager: Profile) -> None:
+    total = sum(sum(both.values()) for both in eager.parts.values())
+    assert total == pytest.approx(eager.traced_seconds, rel=1e-6)
+    assert sum(cost.seconds for cost in eager.classes.values()) == pytest.approx(total, rel=1e-6)
+    for part in ("data wait", "embed", "attention", "MLP, experts", "norms, residuals", "head, loss", "gradients summed",
+                 "optimiser", "exchange"):  # fmt: skip
+        assert eager.parts[part]["forward"] > 0, part
+    for part in ("embed", "attention", "MLP, experts", "norms, residuals"):
+        assert eager.parts[part]["backward"] > 0, part
+    other = sum(eager.parts["other"].values())
+    assert other < 0.2 * total
+    assert not eager.compiled and eager.step_seconds > 0
+
+
+def test_the_products_of_a_step_are_those_of_the_model(tokens: Path, eager: Profile) -> None:
+    wanted = job(tokens)
+    model = build_model(wanted)
+    ids = torch.zeros(wanted.batch_rows, wanted.length, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.logits(model(ids))
+    found = eager.classes[PRODUCTS].flops + eager.classes[ATTENTION].flops
+    muon = found - 3 * counter.get_total_flops()  # three times a forward; the rest is orthogonalisation
+    assert 0 < muon < found / 2
+    assert 0 < utilisation_by_class(eager)[PRODUCTS] < 2
+    assert 0 < eager.utilisation < 1
+
+
+def test_perfetto_can_open_the_trace_and_its_figures_are_json(eager: Profile) -> None:
+    with gzip.open(eager.trace) as file:
+        events = json.load(file)["traceEvents"]
+    names = {e.get("name") for e in events}
+    assert {RANGE + STEP, RANGE + "attention", RANGE + "optimiser"} <= names
+    assert sum(e.get("name") == RANGE + STEP for e in events) == 3
+    figures = json.loads(json.dumps(eager.to_json()))
+    assert figures["classes"][PRODUCTS]["bound_seconds"] == eager.bound(PRODUCTS)
+    assert figures["parts"]["attention"]["backward"] > 0
+
+
+def test_two_replicas_are_profiled_together(tokens: Path, tmp_path: Path) -> None:
+    found = profile(job(tokens, replicas=2, serial_loader=False), tmp_path / "t.json.gz", steps=2)
+    assert found.replicas == 2 and found.parts["exchange"]["forward"] > 0
+    assert found.machine_flops > found.peak_flops["float32"]
+
+
+def test_experts_and_mixed_rows_are_looked_into(tokens: Path, tmp_path: Path) -> None:
+    model = TransformerConfig.model_validate(
+        {
+            "vocab_size": 300, "d_model": 32, "n_layers": 2, "mlp_hidden": 64, "max_length": 64,
+            "mixers": {"attention": {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}},
+            "experts": {"n_experts": 4, "top_k": 2, "hidden": 32},
+        }
+    )  # fmt: skip
+    found = profile(job(tokens, model=model, compile=True), tmp_path / "t.json.gz", steps=2)
+    assert not found.compiled  # experts never are
+    assert found.parts["MLP, experts"]["forward"] > 0 and found.parts["MLP, experts"]["backward"] > 0
+
+
+def test_compiled_code_is_looked_into(tokens: Path, tmp_path: Path) -> None:
+    small = job(tokens, compile=True)  # compiled cold, whatever caches hold: one layer is enough
+    small = small.model_copy(update={"model": small.model.model_copy(update={"n_layers": 1, "n_heads": 1})})
+    found = profile(small, tmp_path / "t.json.gz", steps=2)
+    assert found.compiled and found.compile_seconds > 1
+    for part in ("attention", "MLP, experts", "norms, residuals"):
+        assert found.parts[part]["forward"] > 0 and found.parts[part]["backward"] > 0, part
+    assert found.parts["head, loss"]["forward"] > 0
+    with gzip.open(found.trace) as file:
+        assert any("cpp_fused" in e.get("name", "") for e in json.load(file)["traceEvents"])
+    plain = profile(small.model_copy(update={"compile": False}), tmp_path / "u.json.gz", steps=2)
+    for kind in (PRODUCTS, ATTENTION):  # the same arithmetic either way
+        assert found.classes[kind].flops == pytest.approx(plain.classes[kind].flops, rel=0.02)
+
+
+def test_kernels_are_placed_by_the_lines_they_come_from() -> None:
+    def trace(*files: str) -> str:
+        return "\n".join(f'  File "/x/src/whorl/{file}", line 1, in f' for file in files)
+
+    attention = trace("train/lm/objective.py", "models/decoder.py", "nn/attention/causal.py", "nn/linear.py")
+    mlp = trace("models/decoder.py", "nn/mlp.py", "nn/linear.py")
+    assert (
+        part_of_lines([attention]) == "attention" and part_of_lines([mlp, mlp, attention]) == "MLP, experts"
+    )
+    assert part_of_lines([trace("models/decoder.py", "nn/norm.py")]) == "norms, residuals"
+    assert part_of_lines([trace("train/lm/objective.py", "objectives/next_token.py")]) == "head, loss"
+    assert part_of_lines([]) == "other"
+    assert kind_of_kernel("extern_kernels.bmm", "attention") == ATTENTION
+    assert kind_of_kernel("extern_kernels.mm", "attention") == PRODUCTS
+    assert kind_of_kernel("cpp_fused_clone_transpose_view_3", "attention") == COPIES
+    assert kind_of_kernel("cpp_fused_add_mean_mul_pow_rsqrt_0", "norms, residuals") == REDUCTIONS
+    assert kind_of_kernel("cpp_fused__unsafe_view_pow_relu_5", "MLP, experts") == POINTWISE
+
+
+def test_a_profile_leaves_nothing_behind(tokens: Path, tmp_path: Path) -> None:
+    before = _weights(tokens, tmp_path / "a")
+    hooks = nn.modules.module._global_forward_hooks
+    profile(job(tokens), tmp_path / "t.json.gz", steps=1)
+    assert hooks is nn.modules.module._global_forward_hooks and not hooks
+    from whorl.objectives import next_token
+    from whorl.train.lm import objective as language
+
+    assert vars(language)["next_token"] is next_token
+    after = _weights(tokens, tmp_path / "b")
+    assert all(torch.equal(p, after[name]) for name, p in before.items())
+    assert FRAMEWORK in profile(job(tokens), tmp_path / "u.json.gz", steps=1).classes
+
+
+def _weights(tokens: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    return dict(pretrain(job(tokens, steps=3), scratch, Notes()).named_parameters())

@@ -1,0 +1,166 @@
+"""A run that stands still says where; one that runs out of memory, what to change."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+from tests.train.lm.test_pretrain import train
+
+from whorl.parallel.process_group import ReplicaError, World, start_replicas
+from whorl.train.lm.objective import LossOf
+from whorl.train.resilience.heartbeat import Pulse, answer_with_stacks, stacks_file
+from whorl.train.resilience.oom_advice import MemoryFullError, explained, is_out_of_memory
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def wait_for(what: Any, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert what()
+
+
+def _stuck_here(world: World, folder: Path) -> None:
+    kept = answer_with_stacks(folder, world.rank)
+    world.exchange()
+    world.exchange()
+    assert kept is not None
+
+
+def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    world = start_replicas(2, _stuck_here, tmp_path)
+    try:
+        world.exchange()
+        pulse = Pulse(
+            tmp_path,
+            9,
+            replicas=world.children,
+            phase=lambda: "gradients",
+            say=said.append,
+            stall_seconds=0.2,
+        )
+        with pulse:
+            pulse.beat(1)
+            pulse.beat(2)
+            wait_for(lambda: said)
+            assert "no progress for" in said[0] and "after step 2" in said[0] and "in: gradients" in said[0]
+            theirs = stacks_file(tmp_path, 1, world.children[0].pid)
+            wait_for(lambda: "_stuck_here" in theirs.read_text())
+            assert "in exchange" in theirs.read_text()
+            mine = stacks_file(tmp_path, 0, os.getpid()).read_text()
+            assert "test_a_stall_writes" in mine and "_watch" in mine, "all threads"
+            wait_for(lambda: json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "stalled")
+            pulse.beat(3)
+            wait_for(lambda: len(said) == 2)
+            assert "it goes on: step 3" in said[1] and len(pulse.stalls) == 1
+        world.exchange()
+    finally:
+        world.close()
+
+
+def test_what_is_a_stall_depends_on_the_usual_step(tmp_path: Path) -> None:
+    pulse = Pulse(tmp_path, 9, stall_seconds=120.0, first_seconds=600.0)
+    assert pulse.limit() == 600.0
+    pulse.lengths.extend([0.1] * 5)
+    assert pulse.limit() == 120.0
+    pulse.lengths.extend([60.0] * 20)
+    assert pulse.limit() == 1200.0
+
+
+def test_training_keeps_a_heartbeat_and_reads_that_of_a_process_that_vanished(
+    tokens: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    train(job(tokens), tmp_path / "a", folder=tmp_path / "watch", say=said.append)
+    beat = json.loads((tmp_path / "watch" / "heartbeat.json").read_text())
+    assert beat["state"] == "ended" and beat["step"] == beat["steps"] == 12 and beat["memory_bytes"] > 1e7
+    assert not said and not list((tmp_path / "watch").glob("stacks-*")), "nothing to look at"
+    beat |= {"state": "training", "pid": 2**22 + 1, "step": 7}
+    (tmp_path / "watch" / "heartbeat.json").write_text(json.dumps(beat))
+    train(job(tokens), tmp_path / "b", folder=tmp_path / "watch", say=said.append)
+    assert any("ended without a word after step 7" in line and "out of memory" in line for line in said)
+
+
+OUT_OF_MEMORY = [
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("unable to mmap 4096 bytes from file </torch_1>: Cannot allocate memory (12)"),
+    ReplicaError("training replica 1 failed:\nTraceback ...\nMemoryError"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: type(e).__name__)
+def test_every_way_of_saying_it_is_understood(tokens: Path, error: BaseException) -> None:
+    assert is_out_of_memory(error)
+    words = str(explained(error, job(tokens, replicas=2)))
+    assert "pretrain.micro_rows=2 (now 4" in words and "plan.batch_rows=4 (now 8" in words
+    assert "plan.length=16 (now 32" in words and "plan.replicas=1" in words
+
+
+def test_other_errors_are_left_alone(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_out_of_memory(ValueError("out of memory")) and not is_out_of_memory(RuntimeError("a shape"))
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a shape")
+
+    monkeypatch.setattr(LossOf, "__call__", broken)
+    with pytest.raises(RuntimeError, match="a shape"):
+        train(job(tokens), tmp_path)
+
+
+def test_torchs_own_allocator_is_understood_in_training(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(*_: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(LossOf, "__call__", greedy)
+    with pytest.raises(MemoryFullError, match=r"pretrain\.micro_rows=4 \(now 8"):
+        train(job(tokens), tmp_path)
+    with pytest.raises(MemoryFullError) as raised:
+        train(job(tokens, batch_rows=1), tmp_path / "one")
+    assert "micro_rows" not in str(raised.value) and "plan.length=16" in str(raised.value), (
+        "what is left to change"
+    )
+
+
+def test_a_replica_that_the_system_killed_is_taken_for_want_of_memory(tokens: Path, tmp_path: Path) -> None:
+    class Killer(Notes):
+        def on_step(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 3:
+                (child,) = multiprocessing.active_children()
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGKILL)
+
+    with pytest.raises(MemoryFullError, match=r"killed by SIGKILL(.|\n)*plan\.batch_rows=4"):
+        train(job(tokens, replicas=2, steps=400), tmp_path, Killer())
+
+
+def test_a_replica_that_died_of_something_else_is_not(tokens: Path, tmp_path: Path) -> None:
+    class Killer(Notes):
+        def on_step(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 3:
+                (child,) = multiprocessing.active_children()
+                assert child.pid is not None
+                os.kill(child.pid, signal.SIGABRT)
+
+    with pytest.raises(ReplicaError, match="killed by SIGABRT"):
+        train(job(tokens, replicas=2, steps=400), tmp_path, Killer())

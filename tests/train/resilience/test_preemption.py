@@ -1,0 +1,177 @@
+"""SIGTERM at any moment: a checkpoint, an exit code, and the same bits afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from tests.support.train.tiny import Notes, job, make_tokens
+from tests.train.lm.test_pretrain import raw_text, train, weights
+
+from whorl.train.checkpoint import format as checkpoint
+from whorl.train.checkpoint import manager as keeper
+from whorl.train.job import Job
+from whorl.train.learner.learner import _Taken
+from whorl.train.lm.objective import LossOf
+from whorl.train.metrics.validation import HeldOut
+from whorl.train.resilience.preemption import StoppedError
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokens(tmp_path_factory.mktemp("tokens"))
+
+
+def on_call(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, *, late: bool = False
+) -> None:
+    """SIGTERM comes just before (or after) the `number`-th call of a function."""
+    plain, calls = getattr(owner, name), [0]
+
+    def call(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        found = plain(*args, **options) if late else None
+        if calls[0] == number:
+            signal.raise_signal(signal.SIGTERM)
+        return found if late else plain(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+MOMENTS = {
+    "a batch is waited for": ("whorl.tokens.loader.TokenProducer", "fill", 7, False),
+    "forward": (LossOf, "__call__", 7, False),
+    "backward": (torch.Tensor, "backward", 7, True),
+    "the update": (_Taken, "step", 7, True),
+    "a look at held-out text": (HeldOut, "__call__", 1, False),
+    "a record in the log": (Notes, "on_step", 7, False),
+    "a checkpoint": (keeper, "stage", 4, False),
+    "a copy put aside": (keeper.Keeper, "put_aside", 3, True),
+}
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS])
+@pytest.mark.parametrize("raw", [False, True])
+def test_sigterm_at_any_moment_keeps_what_was_learnt(
+    tokens: Path, tmp_path: Path, moment: str, raw: bool
+) -> None:
+    owner, name, number, late = MOMENTS[moment]
+    if raw and owner == "whorl.tokens.loader.TokenProducer":
+        owner = "whorl.tokens.stream.StreamProducer"
+        number = 2
+    if isinstance(owner, str):
+        import importlib
+
+        module, _, attribute = owner.rpartition(".")
+        owner = getattr(importlib.import_module(module), attribute)
+    text = {"raw": {**raw_text(tokens, tmp_path), "record_bytes": 3000, "block_bytes": 1000}} if raw else {}
+    wanted = job(tokens, **text)
+    undisturbed = weights(train(wanted, tmp_path / "a"))
+    before = signal.getsignal(signal.SIGTERM)
+    seconds = 0.0 if moment == "a checkpoint" else 1e9
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(StoppedError) as raised:
+        on_call(patched, owner, name, number, late=late)
+        train(wanted, tmp_path / "b", checkpoint_seconds=seconds)
+    assert raised.value.exit_code == 143 and "run the same command again" in str(raised.value)
+    assert signal.getsignal(signal.SIGTERM) is before
+    found = checkpoint.newest(tmp_path / "b")
+    assert found is not None and 0 < found.step < 12
+    assert f"after step {found.step} of 12; a checkpoint of step {found.step} is written" in str(raised.value)
+    said: list[str] = []
+    again = weights(train(wanted, tmp_path / "b", say=said.append))
+    assert any(f"continues at step {found.step}" in line for line in said)
+    assert all(torch.equal(undisturbed[n], again[n]) for n in again)
+
+
+def test_sigterm_in_the_very_last_step_is_not_swallowed(tokens: Path, tmp_path: Path) -> None:
+    class Last(Notes):
+        def on_step(self, step: int, metrics: dict[str, float]) -> None:
+            if step == 12:
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(StoppedError, match="step 12 of 12"):
+        train(job(tokens), tmp_path / "b", Last())
+    found = checkpoint.newest(tmp_path / "b")
+    assert found is not None and found.step == 12
+    whole, rest = Notes(), Notes()
+    train(job(tokens), tmp_path / "a", whole)
+    train(job(tokens), tmp_path / "b", rest)
+    assert rest.evaluations == whole.evaluations[-1:], "the look that was broken off"
+
+
+SCRIPT = """
+    import sys, time
+    from pathlib import Path
+    sys.path.insert(0, sys.argv[1])
+    from tiny import Notes, job
+    from whorl.train.language import LossOf
+    from whorl.train.held_out import HeldOut
+    from whorl.train.pretrain import pretrain
+    from whorl.train.stopping import StoppedError
+
+    class Slow(Notes):
+        def on_step(self, step, metrics):
+            print(step, flush=True)
+
+    def slow(owner):
+        plain, calls = owner.__call__, [0]
+        def call(*args):
+            calls[0] += 1
+            if calls[0] > int(sys.argv[5]):
+                print("slow", flush=True)
+                time.sleep(60)
+            return plain(*args)
+        owner.__call__ = call
+
+    if __name__ == "__main__":
+        slow({"step": LossOf, "look": HeldOut}[sys.argv[4]])
+        wanted = job(Path(sys.argv[2]), replicas=2, serial_loader=False, steps=60, evaluations=6)
+        try:
+            pretrain(wanted, Path(sys.argv[3]), Slow(), checkpoint_seconds=1e9, folder=Path(sys.argv[3]) / "watch")
+        except StoppedError as error:
+            print(error, file=sys.stderr)
+            sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("slow", "after"), [("step", 25), ("look", 2)])
+def test_the_whole_group_is_told_in_a_step_or_a_look_of_a_minute(
+    tokens: Path, tmp_path: Path, slow: str, after: int
+) -> None:
+    """As schedulers do it: to all processes at once. The one of a minute must not be waited for."""
+    script, scratch = tmp_path / "run.py", tmp_path / "scratch"
+    script.write_text(textwrap.dedent(SCRIPT))
+    run = subprocess.Popen(
+        [sys.executable, str(script), str(Path(__file__).parent), str(tokens), str(scratch), slow, str(after)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert run.stdout is not None and run.stderr is not None
+    for line in run.stdout:
+        if line.startswith("slow"):
+            break
+    time.sleep(0.3)
+    family = psutil.Process(run.pid).children(recursive=True)
+    assert len(family) >= 3
+    began = time.monotonic()
+    os.killpg(run.pid, signal.SIGTERM)
+    run.wait(timeout=40)
+    took = time.monotonic() - began
+    error = run.stderr.read()
+    assert run.returncode == 143 and "a checkpoint of step" in error, error
+    assert took < 20, f"{took:.1f} s"
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    found = checkpoint.newest(scratch)
+    assert found is not None and found.step == (25 if slow == "step" else 30)
+    wanted = Job.model_validate(job(tokens, replicas=2, steps=60, evaluations=6))
+    whole, again = weights(train(wanted, tmp_path / "whole")), weights(train(wanted, scratch))
+    assert all(torch.equal(whole[n], again[n]) for n in whole)

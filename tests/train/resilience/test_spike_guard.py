@@ -1,0 +1,378 @@
+"""What is judged, what is done about it, and that it is done exactly: alike on all replicas, and over a kill."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.support.train.poisoned_tokens import BAD, make_poisoned, poisoned
+from tests.support.train.tiny import Notes, job, make_tokens
+from tests.train.learner.test_learner import networks, part, squared
+from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
+from tests.train.lm.test_pretrain import raw_text, train
+
+from whorl.errors import DataError
+from whorl.models import Decoder
+from whorl.parallel.process_group import World, start_replicas
+from whorl.tokens.loader import open_batches
+from whorl.tokens.tokenizer import Tokenizer
+from whorl.train.config import WatchConfig
+from whorl.train.job import Job
+from whorl.train.learner.learner import Learner, Shared
+from whorl.train.learner.loop import learn
+from whorl.train.learner.update import DivergedError, Update, all_adamw
+from whorl.train.lm import pretrain as module
+from whorl.train.resilience.spike_guard import Guard
+
+
+def guard(state: dict[str, Any] | None = None, first: int = 0, **settings: Any) -> Guard:
+    config = WatchConfig(**{"window": 32, "patience": 3, **settings})
+    return Guard(config, chance=math.log(300), steps=1000, first=first, state=state)
+
+
+def figures(loss: float = 2.0, norm: float = 0.5, count: float = 8.0) -> dict[str, float]:
+    return {"loss": loss, "nll": loss, "gradient_norm": norm, "count": count}
+
+
+def ripple(step: int) -> dict[str, float]:
+    return figures(2 + 0.1 * math.sin(step), 0.5 + 0.1 * math.cos(3 * step))
+
+
+def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_ripples_are_not() -> None:
+    judge = guard()
+    assert all(judge.judge(ripple(step)) for step in range(40))
+    assert judge.judge(figures(2.5, 0.9)), "a hard batch is no spike"
+    assert not judge.judge(figures(5.0)) and "loss is 5" in judge.events[-1]["words"]
+    assert not judge.judge(figures(norm=20.0)) and "norm of the gradient is 20" in judge.events[-1]["words"]
+    assert [e["step"] for e in judge.events] == [42, 43] and judge.skipped == 2
+    assert all(guard(spike=0.0).judge(f) for f in (*map(ripple, range(40)), figures(1e9, 1e9)))
+
+
+def test_a_loss_that_rose_above_guessing_must_come_back() -> None:
+    judge = guard(spike=0.0)
+    for nll in (5.7, 6.0, 8.0, 9.0, 5.6, 5.9, 5.0, 5.7):  # up, and back below
+        judge.judge(figures(nll))
+    assert judge.astray == 0
+    for nll in (7.0, *[5.703] * 63):  # up, then dead: what guessing costs, for ever
+        assert not judge.must_go_back
+        judge.judge(figures(nll))
+    assert judge.must_go_back
+    with pytest.raises(DivergedError, match=r"64 steps ago the loss rose far above the 5\.70 nats"):
+        judge.go_back()
+    slow = guard(spike=0.0)
+    assert all(slow.judge(figures(9.0 - step / 100)) for step in range(200)) and not slow.astray, (
+        "begins high"
+    )
+
+
+def test_spikes_seen_before_do_not_hide_the_next_and_a_level_that_stays_is_no_spike_for_ever() -> None:
+    judge = guard(patience=100)
+    for step in range(32):
+        judge.judge(ripple(step))
+    assert [judge.judge(figures(50.0 if step % 4 == 0 else 2.0)) for step in range(32)] == [
+        step % 4 != 0 for step in range(32)
+    ]
+    kept = [judge.judge(figures(6.0)) for _ in range(40)]
+    assert not kept[0] and kept[-1]
+
+
+@pytest.mark.parametrize(
+    "bad", [figures(math.nan), figures(math.inf), figures(norm=math.nan), figures(count=0.0)]
+)
+def test_what_is_not_finite_or_empty_is_refused_from_the_first_step_on(bad: dict[str, float]) -> None:
+    judge = guard()
+    assert not judge.judge(bad) and judge.judge(figures())
+    json.dumps(judge.state, allow_nan=False)
+
+
+def test_the_state_holds_all_that_later_judgements_depend_on() -> None:
+    rng = np.random.default_rng(0)
+    seen = [figures(*rng.lognormal(0, 0.4, 2) * rng.choice([1, 1, 1, 9], 2)) for _ in range(300)]
+    whole = guard(patience=1000)
+    answers = [whole.judge(f) for f in seen]
+    parts = guard(patience=1000)
+    again = []
+    for number, one in enumerate(seen):
+        parts = guard(json.loads(json.dumps(parts.state)), first=number, patience=1000)
+        again.append(parts.judge(one))
+    assert answers == again and 3 < answers.count(False) < 100 and whole.state == parts.state
+
+
+def test_limits_end_in_an_error_that_says_what_to_change() -> None:
+    judge = guard(patience=2, rewinds=1)
+    judge.anchor = 7
+    for _ in range(2):
+        judge.judge(figures(math.nan))
+    assert judge.must_go_back and judge.go_back() == 7 and not judge.must_go_back
+    for _ in range(2):
+        judge.judge(figures(math.nan))
+    with pytest.raises(DivergedError, match=r"2 steps in a row went wrong(.|\n)*optim\.matrix_rate"):
+        judge.go_back()
+    judge = guard(patience=2)
+    for step in range(9):
+        judge.judge(figures(math.nan))
+        judge.judge(ripple(step))
+    with pytest.raises(DivergedError, match=r"9 of 18 batches had to be skipped(.|\n)*at most 5%"):
+        judge.check()
+    judge = guard()
+    for _ in range(3):
+        judge.judge(figures(count=0.0))
+    with pytest.raises(DataError, match="3 batches in a row have no token to predict"):
+        judge.go_back()
+
+
+def test_nan_in_data_ends_a_learner_without_a_guard_before_any_weight_moves() -> None:
+    nets = networks()
+    before = {n: p.detach().clone() for n, p in nets.named_parameters()}
+    learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."))])
+    bad = part()
+    bad["x"][3, 1] = math.nan  # type: ignore[index]
+    with pytest.raises(DivergedError, match=r"the loss is nan(.|\n)*look for NaN in the data"):
+        learn(learner, iter([bad]), lambda p: [[p]], last=1)
+    assert all(torch.equal(before[n], p) for n, p in nets.named_parameters())
+
+
+def _two(world: World, shared: Shared, seen: torch.Tensor) -> None:
+    """Replica 1 alone has NaN, in its third batch."""
+    nets = networks()
+    judge = Guard(WatchConfig(), chance=1e9, steps=100)
+    learner = Learner(
+        nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), judge=judge.judge)], shared, world
+    )
+
+    def after(step: int, metrics: dict[str, float], clock: object) -> None:
+        seen[world.rank, step - 1] = nets["a"].weight.detach()
+        world.exchange()
+        assert ("skipped" in metrics) == (step == 3)
+
+    records = [part(seed=10 * world.rank + step) for step in range(5)]
+    if world.rank == 1:
+        records[2]["y"][0] = math.nan  # type: ignore[index]
+    learn(learner, iter(records), lambda p: [[p]], last=5, after=after)
+
+
+def test_nan_on_one_replica_is_skipped_by_both() -> None:
+    nets = networks()
+    treatments = all_adamw(nets, 0.1, "a.")
+    shared = Shared.of(nets, treatments, replicas=2)
+    seen = torch.zeros(2, 5, 1, 2).share_memory_()
+    world = start_replicas(2, _two, shared, seen)
+    try:
+        _two(world, shared, seen)
+    finally:
+        world.close()
+    assert torch.equal(seen[0], seen[1]) and bool(seen.isfinite().all())
+    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(seen[0])]
+    assert moved == [True, False, True, True]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_poisoned(tmp_path_factory.mktemp("tokens"))
+
+
+def same(a: Decoder, b: Decoder) -> bool:
+    ours, theirs = a.state_dict(), b.state_dict()
+    return all(torch.equal(t.nan_to_num(7.0), theirs[n].nan_to_num(7.0)) for n, t in ours.items())
+
+
+def batches_with_x(tokens: Path, wanted: Job) -> list[int]:
+    """Numbers of the batches that have the letter x, by reading them."""
+    with open_batches(
+        tokens, "train", length=wanted.length, batch_rows=wanted.batch_rows, serial=True
+    ) as batches:
+        return [n for n in range(wanted.steps) if (next(batches).data.tokens == ord("x")).any()]
+
+
+def test_batches_with_nan_are_skipped_and_their_documents_named(tokens: Path, tmp_path: Path) -> None:
+    notes, said = Notes(), list[str]()
+    wanted = poisoned(tokens, tmp_path)
+    assert Tokenizer.load(tokens).encode_document("x")[1] == ord("x")
+    model = train(wanted, tmp_path, notes, say=said.append)
+    bad = batches_with_x(tokens, wanted)
+    assert 2 < len(bad) < 20 and [e["step"] for e in notes.events] == [n + 1 for n in bad]
+    for event in notes.events:
+        assert event["kind"] == "not finite" and event["loss"] is None and event["documents"]
+        assert f"id-{BAD}" in [d["id"] for d in event["documents"]], "the document that did it"
+        assert f"{BAD}.txt (id-{BAD})" in next(s for s in said if s.startswith(f"step {event['step']}:"))
+    kept = {n: p for n, p in model.named_parameters() if n != "embedding"}
+    assert all(p.isfinite().all() for p in kept.values())
+    assert all(math.isfinite(s["nll"]) for s in notes.steps) and notes.evaluations[-1]["held_out_nll"] < 5
+
+
+def test_exactly_the_documents_of_a_batch_are_named(tokens: Path) -> None:
+    from whorl.train.resilience.provenance import documents_of
+
+    wanted = job(tokens)
+    texts = {
+        f"id-{n}": Tokenizer.load(tokens).encode_document(text).tolist()
+        for n, text in enumerate(texts_of(tokens), start=5)
+    }
+    with open_batches(tokens, "train", length=32, batch_rows=8, serial=True) as batches:
+        for number in range(4):
+            data = next(batches).data
+            found = documents_of(wanted, number, None)
+            named = {d["id"] for d in found["documents"]}
+            assert found["n_documents"] == len(named) <= 20
+            met = set()
+            for row, segments in zip(data.tokens, data.segment_ids, strict=True):
+                for segment in range(1, segments.max() + 1):
+                    stretch = row[segments == segment].tolist()
+                    inside = {i for i in named if str(stretch)[1:-1] in str(texts[i])}
+                    assert inside, "a stretch of a document that is not named"
+                    met |= inside
+            assert met == named
+
+
+def texts_of(tokens: Path) -> list[str]:
+    from whorl.tokens.shards import TokenSet
+
+    words = Tokenizer.load(tokens)
+    return [
+        words.decode(ids[1:-1].tolist()).decode() for ids in TokenSet(tokens).split("train").iter_documents()
+    ]
+
+
+@pytest.mark.parametrize("watch", [{"patience": 1000}, {"patience": 1, "rewinds": 1000, "good_every": 4}])
+def test_a_run_with_events_that_was_killed_ends_with_the_same_bits(
+    tokens: Path, tmp_path: Path, watch: dict[str, object]
+) -> None:
+    change = {"watch": {"most_skipped": 1.0, **watch}}
+    whole = Notes()
+    undisturbed = train(poisoned(tokens, tmp_path / "a", **change), tmp_path / "a", whole)
+    kinds = [e["kind"] for e in whole.events]
+    assert kinds.count("not finite") > 2 and ("rewind" in kinds) == (watch["patience"] == 1)
+    wanted, notes = poisoned(tokens, tmp_path / "b", **change), Notes()
+    for stop, seconds in ((5, 0.0), (21, 1e9), (20, 0.0), (42, 1e9), (31, 0.0), (47, 1e9)):
+        # Those of 1e9 write no checkpoint, as if they were killed; what they left lies in the future.
+        train(wanted, tmp_path / "b", notes, stop_after=stop, checkpoint_seconds=seconds)
+    again = train(wanted, tmp_path / "b", notes)
+    assert same(undisturbed, again)
+    told = {(e["step"], e["kind"]): e for e in notes.events}
+    assert [told[e["step"], e["kind"]] for e in whole.events] == whole.events
+    if watch["patience"] == 1000:
+        two = Notes()
+        train(
+            poisoned(tokens, tmp_path / "two", **change).model_copy(update={"replicas": 2}),
+            tmp_path / "two",
+            two,
+        )
+        assert [(e["step"], e["documents"]) for e in two.events] == [
+            (e["step"], e["documents"]) for e in whole.events
+        ]
+
+
+def test_going_back_restores_the_weights_of_the_last_good_copy(tmp_path: Path) -> None:
+    tokens = make_tokens(
+        tmp_path / "tokens"
+    )  # no x in it: its embedding does no harm until it is put into two batches
+    watch = {"patience": 2, "good_every": 3, "rewinds": 1, "most_skipped": 1.0}
+    wanted = job(tokens, steps=9, watch=watch)
+    calls = itertools.count()
+    plain = module._share
+
+    def spoilt(record: Any, of: Job) -> Any:
+        parts = plain(record, of)
+        if next(calls) in (4, 5):
+            parts[0]["loss_mask"][:] = False
+            parts[0]["loss_mask"][0, 0] = True
+            parts[0]["tokens"][:] = ord("x")  # NaN, as below
+        return parts
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_share", spoilt)
+        poisoned(tokens, tmp_path / "a", steps=9, watch=watch)
+        notes = Notes()
+        back = train(
+            wanted, tmp_path / "a", notes, stop_after=6, checkpoint_seconds=0.0
+        )  # steps 5 and 6 are bad
+    assert [e["kind"] for e in notes.events][-1] == "rewind" and "those of step 3" in notes.events[-1][
+        "action"
+    ]
+    poisoned(tokens, tmp_path / "b", steps=9, watch=watch)
+    three = train(wanted, tmp_path / "b", stop_after=3)
+    assert same(back, three)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_skipped_step_moves_nothing_not_even_a_routers_bias(
+    tokens: Path, tmp_path: Path, replicas: int
+) -> None:
+    change: dict[str, Any] = {
+        "model": shape(HEADS, experts=EXPERTS, tie_embeddings=False), "routing": {"bias_rate": 0.01}, "steps": 6
+    }  # fmt: skip
+    wanted = poisoned(tokens, tmp_path, ids=slice(None), **change).model_copy(update={"replicas": replicas})
+    before = module.build_model(wanted).state_dict()
+    notes = Notes()
+    after = train(wanted, tmp_path, notes).state_dict()
+    assert len(notes.events) == 6 and not notes.steps
+    assert all(torch.equal(after[n], t) for n, t in before.items() if n != "embedding")
+    assert any(n.endswith("balance_bias") for n in before)
+
+
+def test_a_batch_without_a_target_is_skipped(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = module._share, itertools.count()
+
+    def masked(record: Any, of: Job) -> Any:
+        parts = plain(record, of)
+        if next(calls) % 3 == 1:
+            parts[0]["loss_mask"][:] = False
+        return parts
+
+    monkeypatch.setattr(module, "_share", masked)
+    notes = Notes()
+    model = train(job(tokens, watch={"most_skipped": 1.0}), tmp_path, notes)
+    assert [(e["step"], e["kind"]) for e in notes.events] == [(n, "empty") for n in (2, 5, 8, 11)]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["decoder", "llama"])
+def test_a_learning_rate_of_a_thousand_ends_with_words_that_name_it(
+    tokens: Path, tmp_path: Path, kind: str
+) -> None:
+    rates = {"matrix_rate": 1e3, "embedding_rate": 1e3, "scalar_rate": 1e3, "memory_rate": 1e3}
+    more = {} if kind == "decoder" else {"model": shape(HEADS)}
+    with pytest.raises(DivergedError, match=r"optim\.matrix_rate=") as raised:
+        train(job(tokens, optim=rates, steps=200, **more), tmp_path)
+    assert "steps in a row" in str(raised.value) or "guessing costs" in str(raised.value)
+
+
+def test_in_raw_text_the_blocks_are_named(tokens: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    wanted = poisoned(
+        tokens,
+        tmp_path / "a",
+        ids=slice(None),
+        raw={**raw_text(tokens, tmp_path), "record_bytes": 500, "block_bytes": 250},
+        steps=6,
+    )
+    train(wanted, tmp_path / "a", notes)
+    assert len(notes.events) == 6
+    places = [{d["offset"] for d in e["documents"]} for e in notes.events]
+    assert all(d["path"].endswith("raw.jsonl") for e in notes.events for d in e["documents"])
+    assert all(places) and len(set(map(frozenset, places))) > 1
+
+
+def test_the_objective_of_a_skipped_step_is_not_in_the_curve(tokens: Path, tmp_path: Path) -> None:
+    notes = Notes()
+    train(poisoned(tokens, tmp_path), tmp_path, notes)
+    assert len(notes.steps) + len(notes.events) == 48
+
+
+def test_an_overflow_in_the_first_step_leaves_the_level_that_training_began_at() -> None:
+    """Some networks begin above guessing; fp16's first step often overflows, and its loss is finite all the same."""
+    guard = Guard(WatchConfig(), chance=5.0, steps=1000)
+    assert not guard.judge(
+        {"loss": 20.0, "nll": 20.0, "gradient_norm": math.inf, "count": 8.0, "overflow": 1.0}
+    )
+    for _ in range(200):
+        assert guard.judge({"loss": 20.0, "nll": 20.0, "gradient_norm": 1.0, "count": 8.0})
+    assert not guard.must_go_back
