@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
-from whorl.agents import BATCHED, make
+from whorl.agents import TENSOR_ENVIRONMENTS, make_env
 
 N, STEPS, ROUNDS = 1024, 400, 5
 
@@ -39,8 +39,8 @@ def main() -> None:
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     ours, actions = {}, {}
-    for name in BATCHED:
-        ours[name] = make(name, N)
+    for name in TENSOR_ENVIRONMENTS:
+        ours[name] = make_env(name, N)
         ours[name].reset(0)
         n = ours[name].n_actions
         drawn = rng.integers(0, n, (50, N)) if n else rng.uniform(-2, 2, (50, N, 1)).astype(np.float32)
@@ -53,7 +53,7 @@ def main() -> None:
         theirs = rate(lambda i: vector.step(actions["CartPole-v1"][i % 50]))
         pairs.append((mine, theirs))
     others = {}
-    for name in BATCHED:
+    for name in TENSOR_ENVIRONMENTS:
         tensors = torch.from_numpy(actions[name])
         others[name] = rate(lambda i, name=name, tensors=tensors: ours[name].step(tensors[i % 50]))
         print(f"{name:16} {others[name] / 1e6:6.2f} M steps/s", flush=True)

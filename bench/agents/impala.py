@@ -17,22 +17,22 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
-from whorl.agents.config import preset
+from whorl.agents.config import make_config
 from whorl.agents.networks import ActorCritic
-from whorl.agents.train import Progress, evaluate, train
+from whorl.agents.train import TrainingProgress, evaluate, train
 
 BAR, LOOK = 475.0, 10_000
 
 
 def one(seed: int, steps: int) -> dict[str, float]:
     """One run: where it was solved, the last evaluation, and how many versions behind the weights that acted were."""
-    config = preset("impala", "CartPole-v1", steps=steps, seed=seed)
+    config = make_config("impala", "CartPole-v1", steps=steps, seed=seed)
     lags: list[float] = []
     solved: dict[str, float] = {}
 
-    def observe(progress: Progress, networks: ActorCritic) -> None:
+    def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
         lags.append(progress.metrics["lag_mean"])
-        if progress.steps % LOOK < config.record_steps:
+        if progress.steps % LOOK < config.rollout_steps:
             found = float(np.mean(evaluate(networks, "CartPole-v1", 20, 10_000 + seed)))
             if found >= BAR and "steps" not in solved:
                 solved.update(steps=progress.steps, seconds=round(progress.seconds, 2))

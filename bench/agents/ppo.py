@@ -23,9 +23,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
-from whorl.agents.config import preset
+from whorl.agents.config import make_config
 from whorl.agents.networks import ActorCritic
-from whorl.agents.train import Progress, Stop, evaluate, train
+from whorl.agents.train import StopTraining, TrainingProgress, evaluate, train
 
 BAR, LOOK, MOST = 475.0, 1024, 100_000
 
@@ -34,7 +34,7 @@ def ours(seed: int) -> dict[str, tuple[int, float]]:
     marks: dict[str, tuple[int, float]] = {}
     looked = 0.0
 
-    def observe(progress: Progress, networks: ActorCritic) -> None:
+    def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
         nonlocal looked
         seconds = progress.seconds - looked
         if "greedy" not in marks and progress.steps % LOOK == 0:
@@ -45,9 +45,9 @@ def ours(seed: int) -> dict[str, tuple[int, float]]:
         if "training" not in marks and len(progress.returns) == 100 and progress.mean_return >= BAR:
             marks["training"] = (progress.steps, seconds)
         if len(marks) == 2:
-            raise Stop
+            raise StopTraining
 
-    train(preset("ppo", "CartPole-v1", steps=MOST, seed=seed), observe)
+    train(make_config("ppo", "CartPole-v1", steps=MOST, seed=seed), observe)
     return marks
 
 
@@ -96,7 +96,7 @@ def main() -> None:
     torch.set_num_threads(1)
     never = (MOST, float("inf"))
     rows: list[dict[str, Any]] = []
-    train(preset("ppo", "CartPole-v1", steps=1024))  # what is loaded once is not counted
+    train(make_config("ppo", "CartPole-v1", steps=1024))  # what is loaded once is not counted
     for seed in range(2 if a.quick else a.seeds):
         rows.append({"ours": ours(seed), "theirs": theirs(seed)})
         print(f"seed {seed}: ours {rows[-1]['ours']}, Stable-Baselines3 {rows[-1]['theirs']}", flush=True)

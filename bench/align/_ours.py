@@ -17,21 +17,21 @@ from bench.align import _workload as work
 
 from whorl.align.config import KLConfig, RLConfig, SFTConfig
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.model.example import Scribe, Text
-from whorl.align.model.policy_model import Network, frozen
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.align.model.policy_model import PolicyModel, frozen_reference
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import Rollouts, RolloutWorker
 from whorl.align.rl.train import train_policy
 from whorl.align.stage.sft import fine_tune
 from whorl.evals.verify.registry import VERIFIERS
-from whorl.evals.verify.task import Task, Verdict
-from whorl.slots import Slot, Weights
-from whorl.tokens.hf_tokenizer import open_tokenizer
+from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.slots import BoardReader, Slot
+from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.train.config import OptimConfig, ScheduleConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-CONSTANT = ScheduleConfig(kind="constant", warmup=0.0)
-SHARE = work.RATE / OptimConfig().adamw_rate
+CONSTANT = ScheduleConfig(kind="constant", warmup_ratio=0.0)
+SHARE = work.RATE / OptimConfig().lr_adamw
 
 
 def _parts(metrics: dict[str, float]) -> dict[str, float]:
@@ -46,8 +46,8 @@ class _ToTheEnd(RolloutWorker):
         VERIFIERS["spaces"] = lambda task, said: Verdict(
             work.reward(said), False
         )  # here: replicas have registers of their own
-        super().begin(rows)
-        self._scribe.ends = frozenset()
+        super().setup(rows)
+        self._example_tokenizer.stop_ids = frozenset()
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Waiting(RolloutWorker):
 
     wait: float = 0.0
 
-    def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
+    def fill(self, slot: Slot[Rollouts], weights: BoardReader, rng: np.random.Generator) -> int:
         sampled = super().fill(slot, weights, rng)
         time.sleep(self.wait)
         return sampled
@@ -66,10 +66,10 @@ def grpo(
     gate: Gate, folder: Path, kind: str, prompts: list[str], group: int, n_new: int, beta: float
 ) -> None:
     """Steps of `train_policy` in lock-step, halted behind each; the average over tokens and the clip are TRL's."""
-    tokenizer = open_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     never = set(tokenizer.control_ids) - set(tokenizer.end_ids)
-    tasks = [Task(id=str(n), prompt=text, verifier="spaces") for n, text in enumerate(prompts)]
-    length = n_new + max(len(Scribe(tokenizer).prompt(text)) for text in prompts)
+    tasks = [VerifiableTask(id=str(n), prompt=text, verifier="spaces") for n, text in enumerate(prompts)]
+    length = n_new + max(len(ExampleTokenizer(tokenizer).prompt(text)) for text in prompts)
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
         if set(experience.length.tolist()) != {n_new}:
@@ -82,17 +82,17 @@ def grpo(
         )  # fmt: skip
 
     config = RLConfig(
-        algorithm="dapo", clip=(0.2, 0.2), steps=10**6, prompts=len(prompts), answers=group, max_tokens=n_new,
-        length=length, kl=KLConfig(weight=beta), matrices="adamw", share=SHARE, schedule=CONSTANT,
+        algorithm="dapo", clip=(0.2, 0.2), steps=10**6, prompts_per_step=len(prompts), group_size=group, max_completion_tokens=n_new,
+        max_seq_len=length, kl=KLConfig(coef=beta), optimizer="adamw", lr_scale=SHARE, schedule=CONSTANT,
     )  # fmt: skip
-    network = Network(work.model(DTYPES[kind]), forbidden=never)
-    reference = frozen(work.model(DTYPES[kind]), network) if beta else None
+    network = PolicyModel(work.model(DTYPES[kind]), banned_ids=never)
+    reference = frozen_reference(work.model(DTYPES[kind]), network) if beta else None
     worker = _ToTheEnd(
         model=work.config(), dtype=str(DTYPES[kind]).removeprefix("torch."), tokenizer=folder, tasks=tasks,
         answers=group, max_tokens=n_new, length=length, temperature=1.0,
         curriculum=Curriculum([0.0] * len(tasks), rule="uniform"),
     )  # fmt: skip
-    train_policy(network, worker, config, reference=reference, observe=observe)
+    train_policy(network, worker, config, reference=reference, callback=observe)
 
 
 def sft(gate: Gate, folder: Path, kind: str, texts: work.Rows, rows: int, length: int) -> None:
@@ -110,8 +110,8 @@ def sft(gate: Gate, folder: Path, kind: str, texts: work.Rows, rows: int, length
     for ids in texts:
         mask = np.ones(len(ids), np.bool_)
         mask[0] = False
-        made.append(Text(np.array(ids, np.int64), mask))
+        made.append(TokenizedExample(np.array(ids, np.int64), mask))
     config = SFTConfig(
-        epochs=1e6, length=length, batch_rows=rows, matrices="adamw", share=SHARE, schedule=CONSTANT
+        epochs=1e6, seq_len=length, batch_size=rows, optimizer="adamw", lr_scale=SHARE, schedule=CONSTANT
     )
-    fine_tune(Network(work.model(DTYPES[kind])), made, config, pad_id=work.PAD, observe=observe)
+    fine_tune(PolicyModel(work.model(DTYPES[kind])), made, config, pad_id=work.PAD, callback=observe)

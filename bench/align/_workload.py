@@ -21,7 +21,7 @@ import torch
 
 from whorl.models.exchange.convert import export_model
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 VOCAB, MAX_LENGTH = 4096, 1024
 PAD, BOS, EOS = 0, 1, 2
@@ -33,7 +33,7 @@ def config() -> TransformerConfig:
     """The shape: 6,917,376 parameters."""
     return TransformerConfig(
         vocab_size=VOCAB, d_model=256, n_layers=6, max_length=MAX_LENGTH, mlp_hidden=704, tie_embeddings=False,
-        mixers={"full": Heads(n_heads=4, n_kv_heads=4, head_dim=64)},
+        mixers={"full": AttentionConfig(n_heads=4, n_kv_heads=4, head_dim=64)},
     )  # fmt: skip
 
 

@@ -35,12 +35,12 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     import torch
 
     from whorl.align.config import RLConfig, SFTConfig
-    from whorl.align.data.arithmetic import ANSWER, Arithmetic
+    from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic
     from whorl.align.data.curriculum import Curriculum
-    from whorl.align.model.example import Scribe
+    from whorl.align.model.example import ExampleTokenizer
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
-    from whorl.align.stage.io import network_of, solve
+    from whorl.align.stage.io import evaluate_tasks, make_policy_model
     from whorl.align.stage.sft import fine_tune
     from whorl.models import DecoderConfig, make_model
     from whorl.tokens.tokenizer import Tokenizer
@@ -48,8 +48,8 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     words = Tokenizer([bytes([i]) for i in range(256)])
-    scribe, pad = Scribe(words), words.pad_id
-    source = Arithmetic(seed=seed, weights={1: 2.0, 2: 1.0, 5: 1.0}, columns=True)
+    scribe, pad = ExampleTokenizer(words), words.pad_id
+    source = Arithmetic(seed=seed, weights={1: 2.0, 2: 1.0, 5: 1.0}, digit_by_digit=True)
     shape = DecoderConfig(
         vocab_size=264,
         d_model=128,
@@ -63,27 +63,30 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
     held_out = [source.task(p) for p in source.distinct(60 if quick else HELD_OUT)]
     told: dict[str, Any] = {"seed": seed, "solved": {}, "seconds": {}}
     base = make_model(shape, generator(seed, "weights"))
-    network = network_of(base, scribe, SFTConfig(), room=256)
+    network = make_policy_model(base, scribe, SFTConfig(), context_hint=256)
 
     def look(stage: str) -> None:
-        _, verdicts = solve(network, scribe, held_out, max_tokens=80, length=112)
+        _, verdicts = evaluate_tasks(network, scribe, held_out, max_tokens=80, length=112)
         told["solved"][stage] = sum(v.passed for v in verdicts) / len(verdicts)
 
     def teach(stage: str, texts: list[Any], share: float, epochs: float = 1.0) -> None:
         began = time.perf_counter()
-        config = SFTConfig(share=share, epochs=epochs, length=256, batch_rows=4, seed=seed)
+        config = SFTConfig(lr_scale=share, epochs=epochs, seq_len=256, batch_size=4, seed=seed)
         fine_tune(network, texts, config, pad_id=pad)
         told["seconds"][stage] = time.perf_counter() - began
         look(stage)
 
     look("untrained")
     lessons = source.problems(0, 1_000 if quick else LESSONS)
-    teach("base", [scribe.answered(source.prompt(p), source.solution(p)) for p in lessons], 0.7)
+    teach("base", [scribe.prompt_completion(source.prompt(p), source.solution(p)) for p in lessons], 0.7)
     rng = numpy_rng(seed, "short")
     manners = source.problems(10**6, 200 if quick else MANNERS)
-    said = [f"{ANSWER}{p.answer}" if rng.random() < 0.9 else source.solution(p) for p in manners]
+    said = [f"{ANSWER_PREFIX}{p.answer}" if rng.random() < 0.9 else source.solution(p) for p in manners]
     teach(
-        "sft", [scribe.answered(source.prompt(p), s) for p, s in zip(manners, said, strict=True)], 0.15, 3.0
+        "sft",
+        [scribe.prompt_completion(source.prompt(p), s) for p, s in zip(manners, said, strict=True)],
+        0.15,
+        3.0,
     )
     tasks = [source.task(p) for p in manners]
     kept = {name: p.detach().clone() for name, p in network.model.named_parameters()}
@@ -94,8 +97,8 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
                 for name, p in network.model.named_parameters():
                     p.copy_(kept[name])
             config = RLConfig(
-                algorithm=algorithm, steps=4 if quick else STEPS, prompts=32, answers=8, max_tokens=80, length=112,  # type: ignore[arg-type]
-                share=0.05, matrices="adamw", seed=seed,
+                algorithm=algorithm, steps=4 if quick else STEPS, prompts_per_step=32, group_size=8, max_completion_tokens=80, max_seq_len=112,  # type: ignore[arg-type]
+                lr_scale=0.05, optimizer="adamw", seed=seed,
             )  # fmt: skip
             worker = RolloutWorker(
                 shape, "float32", Path(folder), tasks, 8, 80, 112, 1.0,
@@ -103,7 +106,7 @@ def pipeline(seed: int, algorithms: list[str], quick: bool) -> dict[str, Any]:
             )  # fmt: skip
             curve: list[dict[str, float]] = []
             began = time.perf_counter()
-            train_policy(network, worker, config, observe=lambda s, m, e, to=curve: to.append(m))
+            train_policy(network, worker, config, callback=lambda s, m, e, to=curve: to.append(m))
             told["seconds"][algorithm] = time.perf_counter() - began
             look(algorithm)
             tenth = max(1, len(curve) // 10)

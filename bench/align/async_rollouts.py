@@ -28,44 +28,46 @@ from bench._run import claim
 from bench.align import _workload as work
 from bench.align._ours import CONSTANT, DTYPES, SHARE, Waiting
 
-from whorl.align.config import AheadConfig, RLConfig
+from whorl.align.config import AsyncRolloutConfig, RLConfig
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.model.example import Scribe
-from whorl.align.model.policy_model import Network
+from whorl.align.model.example import ExampleTokenizer
+from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.train import train_policy
-from whorl.evals.verify.task import Task
-from whorl.tokens.hf_tokenizer import open_tokenizer
+from whorl.evals.verify.task import VerifiableTask
+from whorl.tokens.hf_tokenizer import load_tokenizer
 
 PROMPTS, ANSWERS, NEW, WARM = 16, 8, 32, 3
 
 
 def steps(
-    folder: Path, kind: str, n: int, threads: int, ahead: AheadConfig, wait: float = 0.0
+    folder: Path, kind: str, n: int, threads: int, ahead: AsyncRolloutConfig, wait: float = 0.0
 ) -> dict[str, float]:
     """Means over `n` records behind the warm-up."""
     torch.set_num_threads(threads)
-    tokenizer = open_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     texts = work.prompts(folder, PROMPTS, NEW)
-    tasks = [Task(id=str(i), prompt=text, verifier="format((?s).* .*)") for i, text in enumerate(texts)]
-    length = NEW + max(len(Scribe(tokenizer).prompt(text)) for text in texts)
+    tasks = [
+        VerifiableTask(id=str(i), prompt=text, verifier="format((?s).* .*)") for i, text in enumerate(texts)
+    ]
+    length = NEW + max(len(ExampleTokenizer(tokenizer).prompt(text)) for text in texts)
     never = set(tokenizer.control_ids) - set(tokenizer.end_ids)
-    network = Network(work.model(DTYPES[kind]), forbidden=never)
+    network = PolicyModel(work.model(DTYPES[kind]), banned_ids=never)
     worker = Waiting(
         work.config(), str(DTYPES[kind]).removeprefix("torch."), folder, tasks, ANSWERS, NEW, length, 1.0,
-        Curriculum([0.0] * len(tasks), rule="uniform"), in_flight=ahead.in_flight,
+        Curriculum([0.0] * len(tasks), rule="uniform"), update_in_flight=ahead.update_in_flight,
         threads=1 if ahead.workers else None, wait=wait,
     )  # fmt: skip
     config = RLConfig(
-        algorithm="dapo", steps=WARM + n, prompts=PROMPTS, answers=ANSWERS, max_tokens=NEW, length=length,
-        matrices="adamw", share=SHARE, schedule=CONSTANT, ahead=ahead, replicas=1 if ahead.workers else threads,
+        algorithm="dapo", steps=WARM + n, prompts_per_step=PROMPTS, group_size=ANSWERS, max_completion_tokens=NEW, max_seq_len=length,
+        optimizer="adamw", lr_scale=SHARE, schedule=CONSTANT, async_rollout=ahead, replicas=1 if ahead.workers else threads,
     )  # fmt: skip
     seen: list[tuple[float, dict[str, float]]] = []
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
         seen.append((time.perf_counter(), metrics))
 
-    train_policy(network, worker, config, observe=observe)
+    train_policy(network, worker, config, callback=observe)
     timed = seen[WARM - 1 :]
     seconds = (timed[-1][0] - timed[0][0]) / n
     told = [metrics for _, metrics in timed[1:]]
@@ -93,13 +95,13 @@ def main() -> None:
     given = parser.parse_args()
     n, cores = (4 if given.quick else 16), len(os.sched_getaffinity(0))
     workers = 2 if given.judge else 1
-    ahead = AheadConfig(workers=workers, records=2, max_lag=2 * workers, correct="truncate")
+    ahead = AsyncRolloutConfig(workers=workers, prefetch=2, max_policy_lag=2 * workers, importance="truncate")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         work.write(folder)
         found: dict[str, Any] = {
-            "lock-step": steps(folder, given.kind, n, cores, AheadConfig(), given.judge),
-            "one core": steps(folder, given.kind, max(2, n // 2), 1, AheadConfig(), given.judge),
+            "lock-step": steps(folder, given.kind, n, cores, AsyncRolloutConfig(), given.judge),
+            "one core": steps(folder, given.kind, max(2, n // 2), 1, AsyncRolloutConfig(), given.judge),
             "ahead": steps(folder, given.kind, n, max(1, cores - 1), ahead, given.judge),
         }
     for who, figures in found.items():

@@ -43,23 +43,23 @@ import torch
 from bench._run import claim
 
 from whorl.align.config import DistilConfig, SFTConfig, StudentConfig
-from whorl.align.data.arithmetic import ANSWER, Arithmetic, Problem
+from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic, ArithmeticProblem
 from whorl.align.distillation.student import make_student
-from whorl.align.distillation.teacher import Beside, teacher_texts
-from whorl.align.distillation.train import learn_from
-from whorl.align.model.example import Scribe, Text
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import answer, never, rollout_engine
+from whorl.align.distillation.teacher import LiveTeacher, sample_teacher_completions
+from whorl.align.distillation.train import train_student
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import banned_ids, rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.models import DecoderConfig, LanguageModel, load_model, make_model, save_model
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
 TOKENIZER = Tokenizer([bytes([i]) for i in range(256)])
-SCRIBE = Scribe(TOKENIZER)
+SCRIBE = ExampleTokenizer(TOKENIZER)
 VOCAB, LENGTH, BATCH, ANSWERS = 264, 96, 32, 48
-FORBIDDEN = frozenset(never(SCRIBE, VOCAB, len(TOKENIZER.token_bytes)))
+FORBIDDEN = frozenset(banned_ids(SCRIBE, VOCAB, len(TOKENIZER.token_bytes)))
 SHAPE = DecoderConfig(
     vocab_size=VOCAB,
     d_model=128,
@@ -81,24 +81,24 @@ CONTROLS: dict[str, tuple[float, str, str]] = {
 }
 
 
-def in_columns(problem: Problem) -> str:
+def in_columns(problem: ArithmeticProblem) -> str:
     """The sum worked out digit by digit, from the right, with what is carried."""
     a, b = problem.expression.split("+")
     lines, carried = [], 0
     for x, y in zip(reversed(a), reversed(b), strict=True):
         lines.append(f"{x}+{y}+{carried}={int(x) + int(y) + carried}")
         carried = (int(x) + int(y) + carried) // 10
-    return "\n".join([*lines, f"{ANSWER}{problem.answer}"])
+    return "\n".join([*lines, f"{ANSWER_PREFIX}{problem.answer}"])
 
 
-def sums(seed: int, n: int, *, held_out: bool = False) -> list[Problem]:
+def sums(seed: int, n: int, *, held_out: bool = False) -> list[ArithmeticProblem]:
     source = Arithmetic(seed=seed, weights={3: 1.0})
     found = source.distinct(n * 5 // 2 + 40) if held_out else source.problems(0, n * 5 // 2 + 40)
     return [p for p in found if "+" in p.expression][:n]
 
 
-def texts_of(problems: Sequence[Problem]) -> list[Text]:
-    return [SCRIBE.answered(f"{p.expression}\n", in_columns(p)) for p in problems]
+def texts_of(problems: Sequence[ArithmeticProblem]) -> list[TokenizedExample]:
+    return [SCRIBE.prompt_completion(f"{p.expression}\n", in_columns(p)) for p in problems]
 
 
 def accuracy(model: LanguageModel, n: int) -> float:
@@ -108,25 +108,27 @@ def accuracy(model: LanguageModel, n: int) -> float:
     problems = sums(99, n, held_out=True)
     prompts = [SCRIBE.prompt(f"{p.expression}\n") for p in problems]
     engine = rollout_engine(shape, SCRIBE, sequences=64, max_length=LENGTH)
-    found = answer(engine, prompts, Sampling(temperature=0), max_tokens=ANSWERS, ends=SCRIBE.ends, seed=0)
-    said = [SCRIBE.words(one.ids).rpartition(ANSWER)[2] for one in found]
+    found = sample_completions(
+        engine, prompts, SamplingParams(temperature=0), max_tokens=ANSWERS, stop_ids=SCRIBE.stop_ids, seed=0
+    )
+    said = [SCRIBE.decode(one.ids).rpartition(ANSWER_PREFIX)[2] for one in found]
     return statistics.mean(s == str(p.answer) for s, p in zip(said, problems, strict=True))
 
 
 def taught(
-    model: LanguageModel, texts: Sequence[Text], steps: int, seed: int, rows: int = BATCH
+    model: LanguageModel, texts: Sequence[TokenizedExample], steps: int, seed: int, rows: int = BATCH
 ) -> LanguageModel:
     """Fine-tuned in place for so many steps."""
     config = SFTConfig(
-        share=1.0, epochs=steps * rows / len(texts), length=LENGTH, batch_rows=rows, packing=False, seed=seed,
+        lr_scale=1.0, epochs=steps * rows / len(texts), seq_len=LENGTH, batch_size=rows, packing=False, seed=seed,
         dtype="float32",
     )  # fmt: skip
-    fine_tune(Network(model), texts, config, pad_id=TOKENIZER.pad_id)
+    fine_tune(PolicyModel(model), texts, config, pad_id=TOKENIZER.pad_id)
     return model
 
 
 def arm(
-    student: LanguageModel, teacher: LanguageModel, texts: Sequence[Text], seed: int, own: float, kind: Any,
+    student: LanguageModel, teacher: LanguageModel, texts: Sequence[TokenizedExample], seed: int, own: float, kind: Any,
     steps: int,
 ) -> tuple[LanguageModel, dict[str, float]]:  # fmt: skip
     """A copy of the student, distilled; what it cost."""
@@ -142,13 +144,13 @@ def arm(
         spent["parity"] = max(spent["parity"], metrics.get("parity", 0.0))
 
     config = DistilConfig(
-        share=1.0, divergence=kind, own=own, max_tokens=ANSWERS, epochs=steps * BATCH / len(texts), length=LENGTH,
-        batch_texts=BATCH, packing=False, seed=seed, dtype="float32",
+        lr_scale=1.0, divergence=kind, on_policy_fraction=own, max_completion_tokens=ANSWERS, epochs=steps * BATCH / len(texts), seq_len=LENGTH,
+        batch_size=BATCH, packing=False, seed=seed, dtype="float32",
     )  # fmt: skip
     began = time.process_time()
-    learn_from(
-        Network(model, forbidden=FORBIDDEN), Beside(teacher), texts, config, scribe=SCRIBE,
-        pad_id=TOKENIZER.pad_id, observe=observe,
+    train_student(
+        PolicyModel(model, banned_ids=FORBIDDEN), LiveTeacher(teacher), texts, config, example_tokenizer=SCRIBE,
+        pad_id=TOKENIZER.pad_id, callback=observe,
     )  # fmt: skip
     return model, {**spent, "seconds": time.process_time() - began, "steps": steps}
 
@@ -160,7 +162,9 @@ def one_seed(
     first, held_out = (6, 40) if quick else (160, 250)
     texts, home = texts_of(sums(seed, 300)), folder / f"student-{seed}{'-quick' * quick}"
     if "start" not in found:
-        student = make_student(teacher, StudentConfig(width=0.5), generator=generator(seed, "student"))
+        student = make_student(
+            teacher, StudentConfig(width_multiplier=0.5), generator=generator(seed, "student")
+        )
         save_model(taught(student, texts, 6 if quick else 280, seed), home)
         found["start"] = {"accuracy": accuracy(student, held_out)}
         yield
@@ -176,7 +180,9 @@ def one_seed(
         began = time.process_time()
         if whose == "teacher":
             prompts = [text.ids[: text.prompt_length].tolist() for text in others[: steps * BATCH]]
-            words, _ = teacher_texts(teacher, SCRIBE, prompts, length=LENGTH, max_tokens=ANSWERS, seed=seed)
+            words, _ = sample_teacher_completions(
+                teacher, SCRIBE, prompts, length=LENGTH, max_tokens=ANSWERS, seed=seed
+            )
         wrote = time.process_time() - began
         model, cost = arm(student, teacher, words, seed, own, kind, steps)
         cost["seconds"] += wrote if whose == "teacher" else 0.0

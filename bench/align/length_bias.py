@@ -63,20 +63,20 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
 
     from whorl.align.config import RLConfig, SFTConfig
     from whorl.align.data.curriculum import Curriculum
-    from whorl.align.model.example import Scribe
+    from whorl.align.model.example import ExampleTokenizer
     from whorl.align.rl.rollout import RolloutWorker
     from whorl.align.rl.train import train_policy
-    from whorl.align.stage.io import network_of
+    from whorl.align.stage.io import make_policy_model
     from whorl.align.stage.sft import fine_tune
     from whorl.evals.verify.registry import VERIFIERS
-    from whorl.evals.verify.task import Task, Verdict
+    from whorl.evals.verify.task import Verdict, VerifiableTask
     from whorl.models import DecoderConfig, make_model
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.tracking.seeds import generator, numpy_rng
 
     torch.set_num_threads(1)
     words = Tokenizer([bytes([i]) for i in range(256)])
-    scribe, rng = Scribe(words), numpy_rng(seed, "walks")
+    scribe, rng = ExampleTokenizer(words), numpy_rng(seed, "walks")
     shape = DecoderConfig(
         vocab_size=264, d_model=64, n_layers=3, mlp_hidden=192, n_heads=2, n_kv_heads=2, head_dim=32,
         ngram_orders=(),
@@ -92,14 +92,16 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
         guess, walk = str(rng.integers(2)), walked(given)
         n = min(int(rng.geometric(1 - GO_ON)) - 1, MOST - 16)
         rest = "+" + "." * n if guess == side(walk) else "-" + "?" * n
-        return scribe.answered(f"{given}\n", f"{guess}:{walk}{rest}")
+        return scribe.prompt_completion(f"{given}\n", f"{guess}:{walk}{rest}")
 
-    network = network_of(make_model(shape, generator(seed, "weights")), scribe, SFTConfig(), room=128)
+    network = make_policy_model(
+        make_model(shape, generator(seed, "weights")), scribe, SFTConfig(), context_hint=128
+    )
     texts = [text() for _ in range(500 if quick else 24_000)]
     fine_tune(
         network,
         texts,
-        SFTConfig(share=0.7, length=128, batch_rows=8, seed=seed, dtype="float32"),
+        SFTConfig(lr_scale=0.7, seq_len=128, batch_size=8, seed=seed, dtype="float32"),
         pad_id=words.pad_id,
     )
     VERIFIERS["guess"] = lambda task, said: Verdict(
@@ -107,7 +109,7 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
     )
     given = [prompt() for _ in range(4_000)]
     tasks = [
-        Task(id=str(n), prompt=f"{b}\n", answer=side(walked(b)), verifier="guess")
+        VerifiableTask(id=str(n), prompt=f"{b}\n", answer=side(walked(b)), verifier="guess")
         for n, b in enumerate(given)
     ]
     kept = {name: p.detach().clone() for name, p in network.model.named_parameters()}
@@ -119,8 +121,8 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
                 for name, p in network.model.named_parameters():
                     p.copy_(kept[name])
             config = RLConfig(
-                algorithm=algorithm, steps=steps, prompts=16, answers=16, max_tokens=MOST, length=96,  # type: ignore[arg-type]
-                share=0.1, matrices="adamw", seed=seed, dtype="float32",
+                algorithm=algorithm, steps=steps, prompts_per_step=16, group_size=16, max_completion_tokens=MOST, max_seq_len=96,  # type: ignore[arg-type]
+                lr_scale=0.1, optimizer="adamw", seed=seed, dtype="float32",
             )  # fmt: skip
             worker = RolloutWorker(
                 shape,
@@ -143,7 +145,7 @@ def one_seed(seed: int, steps: int, quick: bool) -> dict[str, Any]:
                 for name, values in to.items():
                     values.append(round(metrics[name], 6))
 
-            train_policy(network, worker, config, observe=observe)
+            train_policy(network, worker, config, callback=observe)
             told[algorithm] = curve
     return told
 

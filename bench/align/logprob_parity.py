@@ -22,8 +22,8 @@ from bench._run import claim
 from bench.align.distillation import ANSWERS, FORBIDDEN, LENGTH, SCRIBE, SHAPE, sums, taught, texts_of
 from torch import Tensor
 
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import answer, policy_sampling, rollout_engine
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.models import LanguageModel, make_model
 from whorl.objectives.log_probs import token_log_probs_reference
 from whorl.tracking.seeds import generator
@@ -36,7 +36,9 @@ def apart(model: LanguageModel, n: int) -> dict[str, Tensor]:
     model.requires_grad_(False).eval()
     prompts = [SCRIBE.prompt(f"{p.expression}\n") for p in sums(5, n, held_out=True)]
     engine = rollout_engine(model, SCRIBE, sequences=64, max_length=LENGTH)
-    found = answer(engine, prompts, policy_sampling(1.0), max_tokens=ANSWERS, ends=SCRIBE.ends, seed=0)
+    found = sample_completions(
+        engine, prompts, policy_sampling(1.0), max_tokens=ANSWERS, stop_ids=SCRIBE.stop_ids, seed=0
+    )
     rows = [[*prompt, *one.ids] for prompt, one in zip(prompts, found, strict=True)]
     ids = torch.full((len(rows), max(map(len, rows))), -1)
     drawn = torch.zeros(ids.shape, dtype=torch.float64)
@@ -51,17 +53,17 @@ def apart(model: LanguageModel, n: int) -> dict[str, Tensor]:
         "tokens": ids[:, :-1], "targets": ids[:, 1:], "loss_mask": mask,
         "sequence": torch.where(used > 0, torch.arange(len(rows))[:, None], -1),
     }  # fmt: skip
-    model.room = LENGTH
-    network = Network(model, forbidden=FORBIDDEN)
+    model.context_hint = LENGTH
+    network = PolicyModel(model, banned_ids=FORBIDDEN)
     trainer = network.score(part)["log_prob"][mask].double()
     exact = make_model(model.config, torch.Generator(), torch.float64).double()
     exact.load_state_dict(model.state_dict())
-    exact.room = LENGTH
+    exact.context_hint = LENGTH
     with torch.no_grad():
-        hidden = Network(exact).hidden(part)[mask]
+        hidden = PolicyModel(exact).hidden(part)[mask]
         truth, _ = token_log_probs_reference(
             hidden, exact.head_weight, part["targets"][mask], softcap=exact.logit_softcap,
-            forbidden=network.forbidden,
+            banned_mask=network.banned_mask,
         )  # fmt: skip
     engine_said = drawn[:, 1:][mask]
     return {

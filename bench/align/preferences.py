@@ -31,13 +31,19 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
 from whorl.align.config import PreferenceConfig, RewardConfig, SFTConfig
-from whorl.align.model.example import Room, Scribe, joined
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import Answer, answer, never, policy_sampling, rollout_engine
-from whorl.align.preference.dpo import prefer
-from whorl.align.preference.pairs import Choice, sound
-from whorl.align.preference.reward_model import RewardModel, train_reward
-from whorl.align.preference.reward_report import report
+from whorl.align.model.example import ExampleTokenizer, LengthFilter, concat
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import (
+    Completion,
+    banned_ids,
+    policy_sampling,
+    rollout_engine,
+    sample_completions,
+)
+from whorl.align.preference.dpo import train_preferences
+from whorl.align.preference.pairs import PreferencePair, valid_pairs
+from whorl.align.preference.reward_model import RewardModel, train_reward_model
+from whorl.align.preference.reward_report import evaluate_reward_model
 from whorl.align.stage.sft import fine_tune
 from whorl.models import Decoder, DecoderConfig
 from whorl.tokens.tokenizer import Tokenizer
@@ -89,22 +95,22 @@ class Contest:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self.scribe = Scribe(Tokenizer([bytes([i]) for i in range(256)]))
+        self.scribe = ExampleTokenizer(Tokenizer([bytes([i]) for i in range(256)]))
         self.pad_id = self.scribe.tokenizer.pad_id
         rng = numpy_rng(seed, "brackets")
         every = ["".join(p) for n in (4, 5, 6) for p in itertools.product(OPEN, repeat=n)]
         order = rng.permutation(every).tolist()
         self.held, self.known = order[:HELD_OUT], order[HELD_OUT:]
         taught = [str(p) for p in rng.choice(self.known, TAUGHT)]
-        texts = [self.scribe.answered(p, careless(p, rng)) for p in taught]
-        room = Room(24)
-        texts = room.take(texts, lambda text: text)
+        texts = [self.scribe.prompt_completion(p, careless(p, rng)) for p in taught]
+        room = LengthFilter(24)
+        texts = room.tokenize(texts, lambda text: text)
         began = time.perf_counter()
         net = self.network()
-        sft = SFTConfig(share=1.0, length=24, packing=False, batch_rows=32, seed=seed)
+        sft = SFTConfig(lr_scale=1.0, seq_len=24, packing=False, batch_size=32, seed=seed)
         fine_tune(net, texts, sft, pad_id=self.pad_id)
         self.seconds = {"sft": time.perf_counter() - began}
-        self.weights = {name: t.clone() for name, t in net.policy().items()}
+        self.weights = {name: t.clone() for name, t in net.merged_weights().items()}
         self.base = self.faults(self.weights, "base")
         self.again = self.faults(self.weights, "again")
         began = time.perf_counter()
@@ -118,40 +124,42 @@ class Contest:
             model.load_state_dict({**model.state_dict(), **weights})
         return model
 
-    def network(self, weights: dict[str, torch.Tensor] | None = None) -> Network:
-        out = never(self.scribe, CONFIG.vocab_size, len(self.scribe.tokenizer.token_bytes))
-        return Network(self.model(weights), forbidden=out)
+    def network(self, weights: dict[str, torch.Tensor] | None = None) -> PolicyModel:
+        out = banned_ids(self.scribe, CONFIG.vocab_size, len(self.scribe.tokenizer.token_bytes))
+        return PolicyModel(self.model(weights), banned_ids=out)
 
-    def answers(self, weights: dict[str, torch.Tensor], prompts: list[str], name: str) -> list[Answer]:
+    def answers(self, weights: dict[str, torch.Tensor], prompts: list[str], name: str) -> list[Completion]:
         engine = rollout_engine(
             self.model(weights).requires_grad_(False).eval(), self.scribe, sequences=128, max_length=40
         )
         ids = [self.scribe.prompt(p) for p in prompts]
         seed = int(numpy_rng(self.seed, "answers", name).integers(1 << 60))
-        return answer(engine, ids, policy_sampling(1.0), max_tokens=LONGEST, ends=self.scribe.ends, seed=seed)
+        return sample_completions(
+            engine, ids, policy_sampling(1.0), max_tokens=LONGEST, stop_ids=self.scribe.stop_ids, seed=seed
+        )
 
-    def judged(self, prompts: list[str], found: list[Answer]) -> np.ndarray:
+    def judged(self, prompts: list[str], found: list[Completion]) -> np.ndarray:
         return np.array(
-            [faults(p, self.scribe.words(one.ids)) for p, one in zip(prompts, found, strict=True)]
+            [faults(p, self.scribe.decode(one.ids)) for p, one in zip(prompts, found, strict=True)]
         )
 
     def faults(self, weights: dict[str, torch.Tensor], name: str) -> np.ndarray:
         return self.judged(self.held, self.answers(weights, self.held, name))
 
-    def compare(self, prompts: list[str], name: str) -> tuple[list[Choice], dict[str, int]]:
+    def compare(self, prompts: list[str], name: str) -> tuple[list[PreferencePair], dict[str, int]]:
         """Pairs of answers of the model that is begun with, the better one first."""
         both = [p for p in prompts for _ in range(2)]
         found = self.answers(self.weights, both, name)
         count = self.judged(both, found)
-        made, room = [], Room(40)
+        made, room = [], LengthFilter(40)
         for g, p in enumerate(prompts):
             one, other = count[2 * g], count[2 * g + 1]
             if one == other:
-                room.refuse("the judge finds them alike")
+                room.reject("the judge finds them alike")
                 continue
-            texts = [joined(self.scribe.prompt(p), found[2 * g + i].ids) for i in (0, 1)]
-            made.append(Choice(*(texts if one < other else texts[::-1])))
-        return sound(self.scribe, made, room), room.refused
+            texts = [concat(self.scribe.prompt(p), found[2 * g + i].ids) for i in (0, 1)]
+            made.append(PreferencePair(*(texts if one < other else texts[::-1])))
+        return valid_pairs(self.scribe, made, room), room.rejected
 
     def win(self, count: np.ndarray) -> float:
         """Of answers with so many faults, against the model that was begun with."""
@@ -162,9 +170,9 @@ class Contest:
         given = {"share": 0.3, "epochs": 2.0, "batch": 64, "length": 40, "seed": self.seed}
         config = PreferenceConfig.model_validate({"objective": objective, **given, **OBJECTIVES[objective]})
         began = time.perf_counter()
-        prefer(net, self.pairs, config, pad_id=self.pad_id, observe=lambda _, m: seen.append(m))
+        train_preferences(net, self.pairs, config, pad_id=self.pad_id, callback=lambda _, m: seen.append(m))
         seconds = time.perf_counter() - began
-        count = self.faults(net.policy(), objective)
+        count = self.faults(net.merged_weights(), objective)
         last = seen[-5:]
         mean = {
             name: float(np.mean([m[name] for m in last]))
@@ -181,21 +189,21 @@ class Contest:
     def reward(self) -> dict[str, Any]:
         """A reward model on the same pairs: its report on other pairs, and the win rate of its best of four."""
         model = RewardModel(self.model(self.weights), seed=self.seed)
-        config = RewardConfig(share=0.3, epochs=2, batch=64, length=40, seed=self.seed)
+        config = RewardConfig(lr_scale=0.3, epochs=2, batch_size=64, seq_len=40, seed=self.seed)
         began = time.perf_counter()
-        train_reward(model, self.pairs, config, pad_id=self.pad_id)
+        train_reward_model(model, self.pairs, config, pad_id=self.pad_id)
         seconds = time.perf_counter() - began
-        found = report(model, self.compare(self.held, "report")[0])
+        found = evaluate_reward_model(model, self.compare(self.held, "report")[0])
         print(found.table(), flush=True)
         prompts = [p for p in self.held for _ in range(4)]
         said = self.answers(self.weights, prompts, "best of four")
-        texts = [joined(self.scribe.prompt(p), one.ids) for p, one in zip(prompts, said, strict=True)]
-        best = model.best_of([texts[4 * g : 4 * g + 4] for g in range(len(self.held))])
+        texts = [concat(self.scribe.prompt(p), one.ids) for p, one in zip(prompts, said, strict=True)]
+        best = model.best_indices([texts[4 * g : 4 * g + 4] for g in range(len(self.held))])
         count = self.judged(prompts, said).reshape(-1, 4)
         return {
             "objective": "reward model, best of 4", "seed": self.seed, "seconds": round(seconds, 1),
             "win": round(self.win(count[np.arange(len(best)), best]), 4), "win_by_judge": round(self.win(count.min(1)), 4),
-            "accuracy": round(found.accuracy, 4), "calibration_error": round(found.calibration.error, 4),
+            "accuracy": round(found.accuracy, 4), "calibration_error": round(found.calibration.expected_error, 4),
         }  # fmt: skip
 
 

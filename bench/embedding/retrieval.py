@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from whorl.embedding.embedder import embed_ids
-from whorl.embedding.train import EmbedJob, Pairs, build_encoder, recall, train_embedder
+from whorl.embedding.train import EmbedJob, SpanPairs, build_encoder, recall, train_embedder
 from whorl.models.encoder import EncoderConfig
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
@@ -70,10 +70,10 @@ Found = dict[str, tuple[float, float]]  # task -> recall@1, recall@10
 
 def tasks(tokens: TokenSet, split: str) -> dict[str, list[Sides]]:
     """The pairs of each task; several draws are averaged."""
-    pairs = Pairs(tokens.split(split), MOST, LEAST)
-    whole = [pairs.split.document(number)[1:-1] for number in pairs.usable]
+    pairs = SpanPairs(tokens.split(split), MOST, LEAST)
+    whole = [pairs.split.document(number)[1:-1] for number in pairs.documents]
     halves = [ids[: len(ids) // 2] for ids in whole], [ids[len(ids) // 2 :] for ids in whole]
-    spans = [pairs.spans(pairs.usable, numpy_rng(0, "bench", draw)) for draw in range(DRAWS)]
+    spans = [pairs.spans(pairs.documents, numpy_rng(0, "bench", draw)) for draw in range(DRAWS)]
     return {"halves": [halves], "spans": [(drawn.first, drawn.second) for drawn in spans]}
 
 
@@ -116,7 +116,7 @@ def job_of(folder: Path, vocab_size: int, a: argparse.Namespace, seed: int, step
         vocab_size=vocab_size, d_model=a.width, n_layers=1, n_heads=4, mlp_hidden=64, max_length=MOST
     )
     return EmbedJob(
-        tokens=str(folder), encoder=shape, least=LEAST, steps=steps, seed=seed, evaluations=1, dtype=a.dtype
+        tokens=str(folder), encoder=shape, min_span=LEAST, steps=steps, seed=seed, evaluations=1, dtype=a.dtype
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from bench.engine.support.static_batching import Batches
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.machine.device_probe import probe
 from whorl.models.transformer import Transformer
 from whorl.tracking.seeds import numpy_rng
@@ -48,7 +48,7 @@ def requests(n: int) -> list[Request]:
     outs = np.clip(64 * np.exp(1.0 * rng.standard_normal(n)), 4, 512).astype(int).tolist()
     return [
         Request(
-            id=str(k), ids=tuple(rng.integers(0, vocab, a).tolist()), max_tokens=b, sampling=Sampling(temperature=0)
+            id=str(k), ids=tuple(rng.integers(0, vocab, a).tolist()), max_tokens=b, sampling=SamplingParams(temperature=0)
         )
         for k, (a, b) in enumerate(zip(ins, outs, strict=True))
     ]  # fmt: skip
@@ -59,10 +59,12 @@ def measured(name: str, network: Transformer, asked: list[Request], rate: float)
     clock = Clock()
     scheme: Engine | Batches
     if name == "continuous":
-        config = EngineConfig(max_sequences=SIZE, max_length=1024, cache_tokens=SIZE * 1024)
+        config = EngineConfig(max_num_seqs=SIZE, max_model_len=1024, kv_cache_tokens=SIZE * 1024)
         scheme = made(network, "torch float32", config, torch.get_num_threads(), clock=clock)
     else:
-        scheme = Batches(network, SIZE, patience=PATIENCE if name == "dynamic" else float("inf"), clock=clock)
+        scheme = Batches(
+            network, SIZE, max_wait_seconds=PATIENCE if name == "dynamic" else float("inf"), clock=clock
+        )
     began = clock()
     due = [began] * len(asked) if rate == float("inf") else [began + t for t in poisson(len(asked), rate)]
     answers = drive(scheme, asked, due, clock)
@@ -75,7 +77,7 @@ def measured(name: str, network: Transformer, asked: list[Request], rate: float)
         "p95": float(np.percentile(latencies, 95)),
     }
     if isinstance(scheme, Batches):
-        found["useful"] = scheme.useful / scheme.computed
+        found["useful"] = scheme.useful_positions / scheme.computed_positions
     return found
 
 

@@ -32,8 +32,8 @@ ROWS, LONG = 8, 4096
 def gaps(name: str, kind: str, stretch: float, budget: int, long: int) -> dict[str, float]:
     """Milliseconds between tokens without and with the long prompt; seconds to its first token."""
     config = EngineConfig(
-        max_sequences=ROWS + 1, max_length=8192, cache_tokens=3 * 8192, token_budget=budget, stretch=stretch,
-        share_prefixes=False,
+        max_num_seqs=ROWS + 1, max_model_len=8192, kv_cache_tokens=3 * 8192, max_num_batched_tokens=budget, max_decode_slowdown=stretch,
+        enable_prefix_caching=False,
     )  # fmt: skip
     engine = made(name, kind, config)
     for n, ids in enumerate(models.prompts(name, ROWS, 64)):
@@ -90,7 +90,13 @@ def main() -> None:
     parser.add_argument("--model", default="14M")
     given = parser.parse_args()
     long = LONG // 4 if given.quick else LONG
-    chunked = gaps(given.model, given.kind, EngineConfig().stretch, EngineConfig().token_budget, long)
+    chunked = gaps(
+        given.model,
+        given.kind,
+        EngineConfig().max_decode_slowdown,
+        EngineConfig().max_num_batched_tokens,
+        long,
+    )
     whole = gaps(given.model, given.kind, 1e9, 8192, long)
     for name, found in (("in chunks", chunked), ("in one piece", whole)):
         print(f"{name:13}" + "  ".join(f"{key} {value:.2f}" for key, value in found.items()))

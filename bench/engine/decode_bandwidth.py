@@ -48,7 +48,9 @@ def read_bandwidth(n_bytes: int = 1 << 29, rounds: int = 5) -> float:
 
 def decoding(name: str, kind: str, rows: int, steps: int) -> Engine:
     """An engine after so many decoding steps of `rows` sequences; its newest `stats.recent` are of those."""
-    config = EngineConfig(max_sequences=rows, max_length=1024, cache_tokens=rows * 1024, share_prefixes=False)
+    config = EngineConfig(
+        max_num_seqs=rows, max_model_len=1024, kv_cache_tokens=rows * 1024, enable_prefix_caching=False
+    )
     engine = made(name, kind, config, THREADS)
     for n, ids in enumerate(models.prompts(name, rows, 16)):
         engine.add(ask(n, ids, 1000))
@@ -67,7 +69,7 @@ def main() -> None:
     steps = 20 if given.quick else 100
     memory = [read_bandwidth()]
     engine = decoding("109M", given.kind, 1, steps)
-    seconds = statistics.median(s.seconds for s in list(engine.stats.recent)[-steps:])
+    seconds = statistics.median(s.seconds for s in list(engine.stats.recent_steps)[-steps:])
     memory.append(read_bandwidth())
     weights = sum(p.numel() for p in engine.model.parameters()) * bytes_per_weight(given.kind)
     used, best = weights / seconds, max(memory)
@@ -79,10 +81,10 @@ def main() -> None:
     )  # fmt: skip
     for name in ("14M", "109M"):
         n = steps if name == "14M" else max(10, steps // 4)
-        found = list(decoding(name, given.kind, 32, n).stats.recent)[-n:]
-        model = statistics.median(s.model for s in found)
-        sample = statistics.median(s.sample for s in found)
-        other = statistics.median(s.seconds - s.model - s.sample for s in found)
+        found = list(decoding(name, given.kind, 32, n).stats.recent_steps)[-n:]
+        model = statistics.median(s.model_seconds for s in found)
+        sample = statistics.median(s.sample_seconds for s in found)
+        other = statistics.median(s.seconds - s.model_seconds - s.sample_seconds for s in found)
         whole = model + sample + other
         print(
             f"{name}: model {1e3 * model:.2f} ms, sampler {1e3 * sample:.2f} ms, engine {1e3 * other:.2f} ms a step"

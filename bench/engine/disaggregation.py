@@ -28,10 +28,10 @@ from bench._run import claim
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.models import Decoder
-from whorl.plan.cost import shape
-from whorl.serve.worker.disaggregated import Disaggregated
+from whorl.plan.cost import decoder_config
+from whorl.serve.worker.disaggregated import DisaggregatedEngine
 from whorl.tracking.seeds import generator
 
 WRITERS, LONG, BUDGET = 8, 1536, 256
@@ -39,10 +39,10 @@ WRITERS, LONG, BUDGET = 8, 1536, 256
 
 def make(role: str, stretch: float = 1.6) -> Engine:
     """An engine of a model of about 10 M parameters; a prefill process has nobody to spare and takes large pieces."""
-    model = Decoder(shape(320, 6, 4096), generator(0, "bench")).eval()
+    model = Decoder(decoder_config(320, 6, 4096), generator(0, "bench")).eval()
     sizes = EngineConfig(
-        max_sequences=16, max_length=2560, cache_tokens=40960, token_budget=512 if role == "prefill" else BUDGET,
-        stretch=stretch,
+        max_num_seqs=16, max_model_len=2560, kv_cache_tokens=40960, max_num_batched_tokens=512 if role == "prefill" else BUDGET,
+        max_decode_slowdown=stretch,
     )  # fmt: skip
     return Engine(model, sizes)
 
@@ -52,11 +52,11 @@ def requests(tokens: int, prompts: int, turn: int) -> tuple[list[Request], list[
     draw = torch.Generator().manual_seed(turn)
     ids = lambda n: tuple(torch.randint(0, 4000, (n,), generator=draw).tolist())  # noqa: E731
     writers = [
-        Request(id=f"{turn} w{i}", ids=ids(48), max_tokens=tokens, sampling=Sampling(temperature=0))
+        Request(id=f"{turn} w{i}", ids=ids(48), max_tokens=tokens, sampling=SamplingParams(temperature=0))
         for i in range(WRITERS)
     ]
     long = [
-        Request(id=f"{turn} l{i}", ids=ids(LONG), max_tokens=4, sampling=Sampling(temperature=0))
+        Request(id=f"{turn} l{i}", ids=ids(LONG), max_tokens=4, sampling=SamplingParams(temperature=0))
         for i in range(prompts)
     ]
     return writers, long
@@ -107,7 +107,7 @@ def main() -> None:
         disaggregation as serve_disaggregate,  # by its name: the processes know no __main__ of ours
     )
 
-    with Disaggregated(serve_disaggregate.make) as apart:
+    with DisaggregatedEngine(serve_disaggregate.make) as apart:
         apart.wait_until_ready()
         contenders: dict[str, Callable[[int], dict[str, float]]] = {
             "mixed": lambda turn: play(mixed, tokens, prompts, turn),

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from bench._run import claim
 
-from whorl.engine import Sampling, generate, load_for_sampling
+from whorl.engine import SamplingParams, generate, load_for_sampling
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder, save_model
-from whorl.plan.cost import shape
+from whorl.plan.cost import decoder_config
 from whorl.tracking.seeds import generator
 
 
@@ -25,13 +25,15 @@ def main() -> None:
     machine = probe()
     torch.set_num_threads(1)  # one token's operations are too small to split
     with tempfile.TemporaryDirectory() as folder:
-        save_model(Decoder(shape(192, 3, 1024), generator(0, "bench")), Path(folder))
+        save_model(Decoder(decoder_config(192, 3, 1024), generator(0, "bench")), Path(folder))
         model = load_for_sampling(Path(folder), machine)
     print(f"sampling in {model.dtype}", flush=True)
 
     def seconds(use_cache: bool) -> float:
         began = time.perf_counter()
-        for _ in generate(model, [1], Sampling(), generator(0, "draw"), max_tokens=256, use_cache=use_cache):
+        for _ in generate(
+            model, [1], SamplingParams(), generator(0, "draw"), max_tokens=256, use_cache=use_cache
+        ):
             pass
         return time.perf_counter() - began
 

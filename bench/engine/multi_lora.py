@@ -20,7 +20,7 @@ from bench._run import claim
 
 from whorl.engine.model.multi_lora import Adapters
 from whorl.models import Decoder, DecoderConfig
-from whorl.models.lora import Factors, LoRA, new_lora
+from whorl.models.lora import LoRA, LoRAFactors, init_lora
 
 ROWS, RANK = 32, 16
 
@@ -51,10 +51,10 @@ def main() -> None:
 
     def load() -> None:
         for n in range(ROWS):
-            one = new_lora(model, RANK, 32.0, generator=g)
+            one = init_lora(model, RANK, 32.0, generator=g)
             parts = {
-                k: Factors(p.a, torch.randn(p.b.shape, generator=g) * 0.01, p.scale)
-                for k, p in one.parts.items()
+                k: LoRAFactors(p.a, torch.randn(p.b.shape, generator=g) * 0.01, p.scale)
+                for k, p in one.factors.items()
             }
             adapters.add(str(n), LoRA(parts))
 

@@ -25,12 +25,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
-from whorl.engine.cache.pages import Batch
-from whorl.engine.model.runner import Runner
+from whorl.engine.cache.pages import InputBatch
+from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, layout
 from whorl.machine.device_probe import probe, usable_cores
 from whorl.models import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 BAR = 0.6
 PAGE, CONTEXT = 32, 192
@@ -40,7 +40,7 @@ SHAPES = {"14M": (384, 6, 1024, 8192), "110M": (768, 12, 2048, 32000)}  # d_mode
 def llama(name: str) -> Transformer:
     """Random weights, tied, in bf16."""
     d, layers, hidden, vocab = SHAPES[name]
-    heads = Heads(n_heads=d // 64, n_kv_heads=d // 64, head_dim=64)
+    heads = AttentionConfig(n_heads=d // 64, n_kv_heads=d // 64, head_dim=64)
     config = TransformerConfig(
         vocab_size=vocab, d_model=d, n_layers=layers, mlp_hidden=hidden, mixers={"heads": heads}, tie_embeddings=True
     )  # fmt: skip
@@ -52,12 +52,12 @@ def llama(name: str) -> Transformer:
     return model
 
 
-def rows_of(n: int, context: int, tokens: int) -> tuple[Batch, int]:
+def rows_of(n: int, context: int, tokens: int) -> tuple[InputBatch, int]:
     """n rows that have `context` positions and get `tokens` more; -> and how many pages that takes."""
     per = -(-(context + tokens) // PAGE)
     pages = np.random.default_rng(0).permutation(n * per).reshape(n, per).astype(np.int32)
     total = n * tokens
-    batch = Batch(
+    batch = InputBatch(
         torch.arange(total) % 1000, torch.arange(context, context + tokens).repeat(n), list(range(0, total + 1, tokens)),
         [context + tokens] * n, list(range(n)), [pages], torch.arange(tokens - 1, total, tokens), n * (tokens == 1),
     )  # fmt: skip
@@ -83,8 +83,8 @@ def products(library: ctypes.CDLL, n: int, k: int, threads: int, seconds: float)
     """Prints rates of one matrix by kind and rows."""
     weight = torch.randn(n, k) * k**-0.5
     half, handle, packed = weight.bfloat16(), library.whorl_open(), {}
-    for kind in get_args(layout.Kind):
-        matrix = layout.matrix(kind, 32 if kind == "int4" else None, n, k)
+    for kind in get_args(layout.WeightKind):
+        matrix = layout.make_matrix(kind, 32 if kind == "int4" else None, n, k)
         arena = layout.Arena(library, [matrix])
         library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), threads)
         packed[kind] = matrix, arena
@@ -136,7 +136,7 @@ def main() -> None:
     samples: list[str] = []
     for n, context, tokens in ((1, CONTEXT, 1), (8, CONTEXT, 1), (32, CONTEXT, 1), (1, 0, 128)):
         batch, pages = rows_of(n, context, tokens)
-        runner = Runner(model, {None: pages}, PAGE, n, context + tokens)
+        runner = ModelRunner(model, {None: pages}, PAGE, n, context + tokens)
         contenders: dict[str, Callable[[], object]] = {}
         for kind, step in steps.items():
             contenders[kind] = lambda s=step, b=batch, r=runner: s.run(b, r.layers, r.group_of)  # type: ignore[misc]

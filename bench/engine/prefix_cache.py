@@ -35,7 +35,7 @@ def first_token(engine: Engine, number: int, ids: list[int]) -> tuple[float, int
     seconds = time.perf_counter() - began
     while engine.busy:
         engine.step()
-    return seconds, deltas[0].cached
+    return seconds, deltas[0].cached_tokens
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--kind", default=best_kind())
     given = parser.parse_args()
     for name in ("14M",) if given.quick else ("14M", "109M"):
-        config = EngineConfig(max_sequences=4, max_length=2048, cache_tokens=16384)
+        config = EngineConfig(max_num_seqs=4, max_model_len=2048, kv_cache_tokens=16384)
         engine = made(name, given.kind, config)
         rounds = 3 if given.quick else 7
         beginnings = models.prompts(name, rounds + 1, PREFIX)

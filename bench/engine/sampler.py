@@ -23,35 +23,35 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
-from whorl.engine import Row, Sampler, Sampling
-from whorl.engine.sampling.penalties import Seen
+from whorl.engine import Sampler, SamplerRow, SamplingParams
+from whorl.engine.sampling.penalties import TokenCounts
 from whorl.tracking.seeds import generator
 
 ROWS, BEFORE, BAR = 32, 200, 0.25
 KINDS = {
-    "greedy": Sampling(temperature=0),
-    "temperature 1": Sampling(temperature=1, top_p=1),
-    "temperature": Sampling(top_p=1),
-    "min-p": Sampling(top_p=1, min_p=0.05),
-    "top-k 50": Sampling(top_p=1, top_k=50),
-    "top-p 0.95": Sampling(),
-    "all cuts": Sampling(top_k=100, top_p=0.9, min_p=0.01),
-    "penalties": Sampling(top_p=1, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2),
-    "biases": Sampling(top_p=1, logit_bias=dict.fromkeys(range(20), 1.0)),
-    "a grammar": Sampling(top_p=1),
-    "each its own": Sampling(),
+    "greedy": SamplingParams(temperature=0),
+    "temperature 1": SamplingParams(temperature=1, top_p=1),
+    "temperature": SamplingParams(top_p=1),
+    "min-p": SamplingParams(top_p=1, min_p=0.05),
+    "top-k 50": SamplingParams(top_p=1, top_k=50),
+    "top-p 0.95": SamplingParams(),
+    "all cuts": SamplingParams(top_k=100, top_p=0.9, min_p=0.01),
+    "penalties": SamplingParams(top_p=1, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2),
+    "biases": SamplingParams(top_p=1, logit_bias=dict.fromkeys(range(20), 1.0)),
+    "a grammar": SamplingParams(top_p=1),
+    "each its own": SamplingParams(),
 }
 
 
-def plain(z: torch.Tensor, row: Row, g: torch.Generator) -> tuple[int, float, float]:
+def plain(z: torch.Tensor, row: SamplerRow, g: torch.Generator) -> tuple[int, float, float]:
     """(id, its log-probability, its raw one), as one writes it down. z: [V]."""
     s, raw = row.sampling, z.log_softmax(-1)
     z = z.clone()
     for number, bias in s.logit_bias.items():
         z[number] += bias
-    if row.allowed is not None:
-        z[~torch.from_numpy(row.allowed)] = -torch.inf
-    if s.penalised:
+    if row.allowed_mask is not None:
+        z[~torch.from_numpy(row.allowed_mask)] = -torch.inf
+    if s.has_penalties:
         output = torch.tensor(row.output)
         seen = torch.cat([torch.tensor(row.prompt), output]).unique()
         z[seen] = torch.where(z[seen] > 0, z[seen] / s.repetition_penalty, z[seen] * s.repetition_penalty)
@@ -93,7 +93,7 @@ def logits_of(vocab: int, g: torch.Generator) -> torch.Tensor:
     return -slopes * (ranks + 1.0).log() + 0.3 * torch.randn(ROWS, vocab, generator=g)
 
 
-def rows_of(kind: str, vocab: int) -> list[Row]:
+def rows_of(kind: str, vocab: int) -> list[SamplerRow]:
     g = np.random.default_rng(1)
     others = [s for name, s in KINDS.items() if name not in ("each its own", "a grammar")]
     rows = []
@@ -102,7 +102,7 @@ def rows_of(kind: str, vocab: int) -> list[Row]:
         ids = g.integers(0, vocab, BEFORE).tolist()
         mask = g.random(vocab) < 0.1 if kind == "a grammar" else None
         prompt, output = ids[: BEFORE // 2], ids[BEFORE // 2 :]
-        rows.append(Row(settings, n, n, prompt, output, mask, seen=Seen(prompt)))
+        rows.append(SamplerRow(settings, n, n, prompt, output, mask, token_counts=TokenCounts(prompt)))
     return rows
 
 
@@ -118,12 +118,12 @@ def main() -> None:
         for kind in KINDS:
             rows = rows_of(kind, vocab)
 
-            def straight(logits: torch.Tensor = logits, rows: list[Row] = rows) -> None:
+            def straight(logits: torch.Tensor = logits, rows: list[SamplerRow] = rows) -> None:
                 for z, row in zip(logits, rows, strict=True):
                     plain(z, row, g)
 
             def ours(
-                logits: torch.Tensor = logits, rows: list[Row] = rows, sampler: Sampler = sampler
+                logits: torch.Tensor = logits, rows: list[SamplerRow] = rows, sampler: Sampler = sampler
             ) -> None:
                 sampler(logits, rows)
 

@@ -35,19 +35,19 @@ from bench._run import claim
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Request, Token
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import WhorlError
 from whorl.models import Decoder, DecoderConfig, LanguageModel
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 VOCAB, LONGEST, GROWTH, SAMPLE = 97, 160, 8e6, 60
 
 
 def networks() -> Iterator[tuple[str, LanguageModel]]:
     """Small models whose likeliest tokens stand out."""
-    full = Heads(n_heads=4, n_kv_heads=4, head_dim=16)
-    near = Heads(n_heads=4, n_kv_heads=1, head_dim=16, window=24)
+    full = AttentionConfig(n_heads=4, n_kv_heads=4, head_dim=16)
+    near = AttentionConfig(n_heads=4, n_kv_heads=1, head_dim=16, window=24)
     shape = {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "mlp_hidden": 128}
     for name, mixers in (("full", {"full": full}), ("windows", {"near": near, "full": full})):
         config = TransformerConfig(**shape, mixers=mixers, tie_embeddings=True)
@@ -96,14 +96,14 @@ class Books:
             self.mistake(f"{one} was told of after its end")
             return
         self.tokens[one] += delta.tokens
-        if delta.finish is None:
+        if delta.finish_reason is None:
             return
         request, tokens = self.asked.pop(one), self.tokens.pop(one)
         self.count("ended")
-        self.count(delta.finish)
-        if not self._fits(request, tokens, delta.finish):
-            self.mistake(f"{one} ended with {delta.finish} after {len(tokens)} tokens")
-        if delta.finish == "abort":
+        self.count(delta.finish_reason)
+        if not self._fits(request, tokens, delta.finish_reason):
+            self.mistake(f"{one} ended with {delta.finish_reason} after {len(tokens)} tokens")
+        if delta.finish_reason == "abort":
             self.aborted.discard(one)
         elif len(self.kept) < SAMPLE:
             self.kept.append((request, tokens))
@@ -125,7 +125,11 @@ def well_formed(draw: random.Random, number: int) -> Request:
     begin = [7 * kind + k % 11 for k in range(min(n, 40))] if draw.random() < 0.4 else []
     ids = (*begin, *(draw.randrange(VOCAB) for _ in range(n - len(begin))))
     sampling = draw.choice(
-        [Sampling(temperature=0), Sampling(), Sampling(seed=number, temperature=1.3, top_k=20)]
+        [
+            SamplingParams(temperature=0),
+            SamplingParams(),
+            SamplingParams(seed=number, temperature=1.3, top_k=20),
+        ]
     )
     return Request(
         id=f"r{number}", ids=ids, sampling=sampling, max_tokens=min(int(draw.expovariate(1 / 25)) + 1, LONGEST),
@@ -152,7 +156,7 @@ def malformed(draw: random.Random, engine: Engine, number: int) -> bool:
 def soak(name: str, model: LanguageModel, seconds: float, preemption: str) -> Books:
     """Mixed load for so long, then everything that is on its way to its end."""
     config = EngineConfig(
-        page_size=8, max_sequences=8, max_length=LONGEST, cache_tokens=LONGEST + 240, token_budget=48,
+        block_size=8, max_num_seqs=8, max_model_len=LONGEST, kv_cache_tokens=LONGEST + 240, max_num_batched_tokens=48,
         preemption=preemption,
     )  # fmt: skip
     engine, books, draw = Engine(model, config), Books(name), random.Random(name)
@@ -189,11 +193,11 @@ def soak(name: str, model: LanguageModel, seconds: float, preemption: str) -> Bo
             books.memory.append((now - began, process.memory_info().rss))
     engine.check_integrity()
     for pool in (group.pool for group in engine.cache.groups):
-        if pool.used:
-            books.mistake(f"{pool.used} pages are held by nobody")
+        if pool.n_used:
+            books.mistake(f"{pool.n_used} pages are held by nobody")
     for one in books.asked:
         books.mistake(f"{one} never ended")
-    books.count("preemptions", engine.stats.preemptions)
+    books.count("preemptions", engine.stats.n_preemptions)
     books.count("tokens", engine.stats.output_tokens)
     for request, tokens in books.kept:
         _compare(books, model, request, tokens)
@@ -202,7 +206,7 @@ def soak(name: str, model: LanguageModel, seconds: float, preemption: str) -> Bo
 
 def _compare(books: Books, model: LanguageModel, request: Request, tokens: list[Token]) -> None:
     """An answer against that of an engine which its request has for itself."""
-    engine = Engine(model, EngineConfig(max_sequences=1, max_length=LONGEST, share_prefixes=False))
+    engine = Engine(model, EngineConfig(max_num_seqs=1, max_model_len=LONGEST, enable_prefix_caching=False))
     engine.add(request)
     alone: list[Token] = []
     while engine.busy:

@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from bench._run import claim
 
-from whorl.engine import Sampling, load_for_sampling
+from whorl.engine import SamplingParams, load_for_sampling
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.speculative import Lookup
+from whorl.engine.speculative import PromptLookup
 from whorl.machine.device_probe import probe
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
@@ -46,15 +46,18 @@ def main() -> None:
     model = load_for_sampling(store.open(given.model).path, probe())
     documents = TokenSet(store.open(given.token_set).path).split("validation").iter_documents()
     prompts = [tuple(int(i) for i in d[:PROMPT]) for d in documents if len(d) > PROMPT][:n_prompts]
-    config = EngineConfig(max_sequences=1, max_length=PROMPT + n_tokens)
+    config = EngineConfig(max_num_seqs=1, max_model_len=PROMPT + n_tokens)
     samples, ratios = [], {}
-    for name, sampling in (("greedy", Sampling(temperature=0)), ("sampled at 0.8", Sampling(seed=1))):
+    for name, sampling in (
+        ("greedy", SamplingParams(temperature=0)),
+        ("sampled at 0.8", SamplingParams(seed=1)),
+    ):
         seconds: dict[str, list[float]] = {"plain": [], "guessed": []}
-        plain, guessed = Engine(model, config), Engine(model, config, proposer=Lookup())
+        plain, guessed = Engine(model, config), Engine(model, config, proposer=PromptLookup())
         for number, ids in enumerate(prompts):
             texts = []
             for kind, engine in (("plain", plain), ("guessed", guessed)):
-                engine.cache.forget_all()
+                engine.cache.invalidate_all()
                 began = time.perf_counter()
                 engine.add(Request(id=str(number), ids=ids, sampling=sampling, max_tokens=n_tokens))
                 texts.append([t.id for d in _run(engine) for t in d])
@@ -67,10 +70,10 @@ def main() -> None:
         stats = guessed.stats
         ratios[name] = median(a / b for a, b in zip(seconds["plain"], seconds["guessed"], strict=True))
         rate = {kind: n_tokens * len(prompts) / sum(s) for kind, s in seconds.items()}
-        accepted = stats.accepted / max(1, stats.drafted)
+        accepted = stats.accepted_tokens / max(1, stats.drafted_tokens)
         print(
             f"{name}: {rate['plain']:,.0f} tokens/s without, {rate['guessed']:,.0f} with; {accepted:.0%} of "
-            f"{stats.drafted:,} guesses came true; {n_tokens * len(prompts) / stats.steps:.2f} tokens a step; "
+            f"{stats.drafted_tokens:,} guesses came true; {n_tokens * len(prompts) / stats.steps:.2f} tokens a step; "
             f"{ratios[name]:.2f} x (median prompt)",
             flush=True,
         )

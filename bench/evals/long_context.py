@@ -19,10 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder, load_model
-from whorl.models.decoder import FAR
+from whorl.models.decoder import YARN_FACTOR
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.tokenizer import Tokenizer
@@ -43,17 +43,17 @@ def main() -> None:
     n_bytes = sum(len(tokenizer.decode([int(i) for i in ids[1:-1]])) for ids in documents)
     trained = json.loads(store.open("quickstart/plan").file("plan.json").read_text())["job"]["length"]
     found: dict[str, float] = {}
-    for window in (2 * trained, int(FAR * trained)):
+    for window in (2 * trained, int(YARN_FACTOR * trained)):
         for kind, known in (("as in training", None), ("slowed down", trained)):
             config = model.config.model_copy(update={"trained_length": known})
             reader = Decoder(config, dtype=model.dtype).to(machine.device).eval()
             reader.load_state_dict(model.state_dict())
             name = f"{window} tokens, waves {kind}"
-            found[name] = bits_per_byte(sum(score(reader, documents, window)), n_bytes)
+            found[name] = bits_per_byte(sum(document_nats(reader, documents, window)), n_bytes)
             print(f"{name}: {found[name]:.4f}", flush=True)
     before, _, _, now = found.values()
     claim(
-        f"{int(FAR * trained)} tokens of context after training on {trained}, against {2 * trained} read as in training",
+        f"{int(YARN_FACTOR * trained)} tokens of context after training on {trained}, against {2 * trained} read as in training",
         ours=now, peer=before, unit="bits per byte", ratio=now / before, bar=0.98, ok=now <= 0.98 * before,
         quick=a.quick, samples=[{"way": n, "bits_per_byte": v} for n, v in found.items()],
     )  # fmt: skip

@@ -19,8 +19,8 @@ from whorl.objectives import Loss, next_token
 from whorl.objectives.routing import load_balance
 from whorl.tracking.seeds import generator
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import Clock, learn
-from whorl.train.learner.update import Part, Update, all_adamw
+from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.update import MicroBatch, Update, all_adamw
 from whorl.train.optim.lr_schedule import warmup_stable_decay
 
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)
@@ -120,13 +120,13 @@ def train(
     look: called every so many steps with their number; its time does not count. Raises Enough to end the run.
     """
 
-    def objective(part: Part) -> Loss:
+    def objective(part: MicroBatch) -> Loss:
         records: list[Routing] = []
         hidden = model(part["tokens"], records=records).flatten(0, 1)
         loss = next_token(hidden, model.head_weight, part["targets"].flatten(), part["mask"].flatten())
         if not records:
             return loss
-        each = [load_balance(r.scores, r.wished) for r in records]
+        each = [load_balance(r.scores, r.requested) for r in records]
         even = torch.stack([one.total / one.count for one in each]).sum()
         return Loss(loss.total + balance * loss.count * even, loss.count, loss.metrics)
 
@@ -139,7 +139,7 @@ def train(
             at, total = int(1000 * (time.process_time() - began)), int(1000 * seconds)
         return max(0.0, warmup_stable_decay(at, total, 0.05, 0.5))
 
-    def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
+    def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         nonlocal taken, began
         taken = step
         if time.process_time() - began >= seconds:
@@ -150,7 +150,7 @@ def train(
             began += time.process_time() - paused
 
     with suppress(Enough):
-        learn(learner, batches, lambda batch: [[batch]], last=steps, factor=factor, after=after)
+        train_loop(learner, batches, lambda batch: [[batch]], last=steps, lr_scale=factor, on_step_end=after)
     return taken, time.process_time() - began
 
 

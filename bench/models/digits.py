@@ -32,8 +32,8 @@ from whorl.objectives import Loss
 from whorl.objectives.classify import classification
 from whorl.tracking.seeds import generator
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import learn
-from whorl.train.learner.update import Part, Update, all_adamw
+from whorl.train.learner.loop import train_loop
+from whorl.train.learner.update import MicroBatch, Update, all_adamw
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def shifted(images: Tensor, rng: torch.Generator) -> Tensor:
     return padded[torch.arange(n)[:, None, None], :, rows, columns].permute(0, 3, 1, 2)
 
 
-def batches(data: Digits, plan: Plan, seed: int) -> Iterator[Part]:
+def batches(data: Digits, plan: Plan, seed: int) -> Iterator[MicroBatch]:
     """Whole batches without end, each pass over the images in an order of its own."""
     rng = generator(seed, "digits", "order")
     while True:
@@ -113,17 +113,17 @@ def train(plan: Plan, data: Digits, seed: int) -> nn.Module:
     """A trained network, in evaluation mode."""
     network = plan.build(generator(seed, "weights"))
 
-    def objective(part: Part) -> Loss:
-        return classification(network(part["images"]), part["labels"], smoothing=0.1)
+    def objective(part: MicroBatch) -> Loss:
+        return classification(network(part["images"]), part["labels"], label_smoothing=0.1)
 
     update = Update(objective, all_adamw(network, plan.rate), weight_decay=plan.weight_decay)
     total = plan.passes * (len(data.images) // plan.batch)
-    learn(
+    train_loop(
         Learner(network, [update]),
         batches(data, plan, seed),
         lambda part: [[part]],
         last=total,
-        factor=lambda step: cosine(step, total),
+        lr_scale=lambda step: cosine(step, total),
     )
     return network.eval()
 

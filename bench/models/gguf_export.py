@@ -37,7 +37,7 @@ from bench._run import claim
 from whorl.models.exchange.gguf.file import export_gguf
 from whorl.models.exchange.gguf.vocabulary import read_vocabulary
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.tokens.tokenizer import Tokenizer
 
 QUICK = "--quick" in sys.argv
@@ -66,7 +66,7 @@ def texts() -> tuple[list[bytes], dict[str, list[str]]]:
 
 def trained(tokenizer: Tokenizer, learnt: list[bytes]) -> Transformer:
     """A small model that has seen the standard library."""
-    heads = Heads(n_heads=6, n_kv_heads=2, head_dim=32, qk_norm=True)
+    heads = AttentionConfig(n_heads=6, n_kv_heads=2, head_dim=32, qk_norm=True)
     config = TransformerConfig(
         vocab_size=tokenizer.vocab_size, d_model=192, n_layers=4, max_length=2048, mixers={"full": heads}, mlp_hidden=512,
         tie_embeddings=True,

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from bench._run import claim
 
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import LanguageModel, load_model
 from whorl.models.pruning.prune import prune, teacher_log_probs
 from whorl.objectives import next_token
-from whorl.objectives.distil import distil
+from whorl.objectives.distil import distil_top_k
 from whorl.recipes.steps.quantize import calibration_rows
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str | None, str | None]] = {
 def bits(model: LanguageModel, tokens: TokenSet, every: int) -> float:
     test = tokens.split("test")
     chosen = range(0, test.n_documents, every)
-    nats = sum(score(model.eval(), (test.document(n) for n in chosen), 512))
+    nats = sum(document_nats(model.eval(), (test.document(n) for n in chosen), 512))
     return bits_per_byte(nats, sum(int(test.documents["bytes"][n].as_py()) for n in chosen))
 
 
@@ -74,7 +74,7 @@ def recover(student: LanguageModel, teacher: LanguageModel, by: str, tokens: Tok
         hidden, mask = student(ids).flatten(0, 1), torch.ones(ids.numel())
         if by == "distil":
             values, found = teacher_log_probs(teacher, ids, TOP)
-            loss = distil(
+            loss = distil_top_k(
                 hidden, student.head_weight, values.clone().flatten(0, 1), found.clone().flatten(0, 1), mask
             )
         else:
@@ -117,7 +117,7 @@ def main() -> None:
         model = dense
         if measure is not None:
             g = torch.Generator().manual_seed(0)
-            model = prune(dense, rows, **target, measure=measure, generator=g)  # type: ignore[arg-type]
+            model = prune(dense, rows, **target, criterion=measure, generator=g)  # type: ignore[arg-type]
         if by is not None:
             recover(model, dense, by, tokens, steps)
         matrices = sum(p.numel() for p in model.blocks.parameters() if p.ndim == 2)

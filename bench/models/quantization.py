@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from bench._run import claim
 
-from whorl.engine.cache.kv_int8 import compress, restore
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.engine.cache.kv_int8 import dequantize_kv, quantize_kv
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import load_model, save_model
-from whorl.models.quantization.gptq import quantise_model
-from whorl.models.quantization.weights import Scheme
+from whorl.models.quantization.gptq import quantize_model
+from whorl.models.quantization.weights import QuantizationConfig
 from whorl.nn import Linear
 from whorl.nn.attention import causal
-from whorl.nn.quantized_linear import QuantisedLinear
+from whorl.nn.quantized_linear import QuantizedLinear
 from whorl.recipes.steps.quantize import calibration_rows
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
@@ -44,19 +44,23 @@ BASE, NEAREST, CALIBRATED = "fp32", "int4, groups of 64", "int4, groups of 64, c
 KINDS: dict[str, Any] = {
     BASE: {},
     "bf16": {"dtype": torch.bfloat16},
-    "int8": {"scheme": Scheme()},
-    "int8, groups of 64": {"scheme": Scheme(group=64)},
-    "int8, dynamic": {"scheme": Scheme(dynamic=True)},
-    "fp8, dynamic (emulated)": {"scheme": Scheme(format="fp8", dynamic=True)},
-    "int4, a scale a row": {"scheme": Scheme(format="int4")},
-    "int4, a scale a row, calibrated": {"scheme": Scheme(format="int4", rounding="calibrated")},
-    NEAREST: {"scheme": Scheme(format="int4", group=64)},
-    CALIBRATED: {"scheme": Scheme(format="int4", group=64, rounding="calibrated")},
-    "int4, groups of 32, calibrated": {"scheme": Scheme(format="int4", group=32, rounding="calibrated")},
+    "int8": {"scheme": QuantizationConfig()},
+    "int8, groups of 64": {"scheme": QuantizationConfig(group_size=64)},
+    "int8, dynamic": {"scheme": QuantizationConfig(dynamic=True)},
+    "fp8, dynamic (emulated)": {"scheme": QuantizationConfig(format="fp8", dynamic=True)},
+    "int4, a scale a row": {"scheme": QuantizationConfig(format="int4")},
+    "int4, a scale a row, calibrated": {"scheme": QuantizationConfig(format="int4", rounding="calibrated")},
+    NEAREST: {"scheme": QuantizationConfig(format="int4", group_size=64)},
+    CALIBRATED: {"scheme": QuantizationConfig(format="int4", group_size=64, rounding="calibrated")},
+    "int4, groups of 32, calibrated": {
+        "scheme": QuantizationConfig(format="int4", group_size=32, rounding="calibrated")
+    },
     "int8 keys and values": {"kv": True},
-    "int8, head and tables too": {"scheme": Scheme(head=True, memory=True)},
+    "int8, head and tables too": {"scheme": QuantizationConfig(head=True, ngram=True)},
     "int4 calibrated, head, tables, keys and values int8": {
-        "scheme": Scheme(format="int4", group=64, rounding="calibrated", head=True, memory=True),
+        "scheme": QuantizationConfig(
+            format="int4", group_size=64, rounding="calibrated", head=True, ngram=True
+        ),
         "kv": True,
     },
 }
@@ -68,7 +72,9 @@ def int8_cache(wanted: bool) -> Iterator[None]:
     own = causal.causal_attention
 
     def rounded(q: Any, k: Any, v: Any, segments: Any = None) -> Any:
-        return own(q, restore(compress(k), k.dtype), restore(compress(v), v.dtype), segments)
+        return own(
+            q, dequantize_kv(quantize_kv(k), k.dtype), dequantize_kv(quantize_kv(v), v.dtype), segments
+        )
 
     if wanted:
         causal.causal_attention = rounded
@@ -84,11 +90,11 @@ def measure(kind: dict[str, Any], folder: Path, tokens: TokenSet, every: int) ->
     began = time.perf_counter()
     if scheme := kind.get("scheme"):
         rows = calibration_rows(tokens.folder, 64, 512, 0) if scheme.rounding == "calibrated" else []
-        quantise_model(model, scheme, rows)
+        quantize_model(model, scheme, rows)
     seconds = time.perf_counter() - began
     matrices = 0
     for name, module in model.named_modules():
-        if isinstance(module, QuantisedLinear) and name.startswith("blocks."):
+        if isinstance(module, QuantizedLinear) and name.startswith("blocks."):
             matrices += module.codes.nbytes + module.scales.nbytes
         elif isinstance(module, Linear) and name.startswith("blocks."):
             matrices += module.weight.nbytes
@@ -98,7 +104,7 @@ def measure(kind: dict[str, Any], folder: Path, tokens: TokenSet, every: int) ->
     test = tokens.split("test")
     chosen = range(0, test.n_documents, every)
     with int8_cache(bool(kind.get("kv"))):
-        nats = sum(score(model, (test.document(n) for n in chosen), 512))
+        nats = sum(document_nats(model, (test.document(n) for n in chosen), 512))
     n_bytes = sum(int(test.documents["bytes"][n].as_py()) for n in chosen)
     return {
         "bits_per_byte": bits_per_byte(nats, n_bytes), "of_bytes": n_bytes, "matrices": matrices, "file": size,
@@ -110,9 +116,9 @@ SHAPES = [(768, 2304), (768, 768), (768, 3072), (3072, 768)]  # d_in, d_out
 TIMED = {
     "fp32": (None, torch.float32),
     "bf16": (None, torch.bfloat16),
-    "int8, weights only, bf16 rows": (Scheme(), torch.bfloat16),
-    "int4, groups of 64, bf16 rows": (Scheme(format="int4", group=64), torch.bfloat16),
-    "int8, dynamic, fp32 rows": (Scheme(dynamic=True), torch.float32),
+    "int8, weights only, bf16 rows": (QuantizationConfig(), torch.bfloat16),
+    "int4, groups of 64, bf16 rows": (QuantizationConfig(format="int4", group_size=64), torch.bfloat16),
+    "int8, dynamic, fp32 rows": (QuantizationConfig(dynamic=True), torch.float32),
 }
 
 
@@ -131,7 +137,9 @@ def timed(layers: int, rounds: int) -> dict[str, dict[str, float]]:
                     stacks[name].append(layer)
                 else:
                     stacks[name].append(
-                        QuantisedLinear.of(plain, scheme.format, scheme.group, dynamic=scheme.dynamic)
+                        QuantizedLinear.from_linear(
+                            plain, scheme.format, scheme.group, dynamic=scheme.dynamic
+                        )
                     )
     found: dict[str, dict[str, float]] = {name: {} for name in TIMED}
     for rows in (1, 8, 32):
@@ -143,7 +151,7 @@ def timed(layers: int, rounds: int) -> dict[str, dict[str, float]]:
                 for layer in stacks[name]:
                     layer(
                         inputs[
-                            layer.weight.shape[1] if not isinstance(layer, QuantisedLinear) else layer.d_in
+                            layer.weight.shape[1] if not isinstance(layer, QuantizedLinear) else layer.d_in
                         ]
                     )
                 if turn:
@@ -152,7 +160,7 @@ def timed(layers: int, rounds: int) -> dict[str, dict[str, float]]:
             found[name][str(rows)] = sorted(each)[len(each) // 2] * 1e3
     for name, stack in stacks.items():
         found[name]["bytes"] = sum(
-            m.codes.nbytes + m.scales.nbytes if isinstance(m, QuantisedLinear) else m.weight.nbytes
+            m.codes.nbytes + m.scales.nbytes if isinstance(m, QuantizedLinear) else m.weight.nbytes
             for m in stack
         )
     return found

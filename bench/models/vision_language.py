@@ -39,8 +39,8 @@ from whorl.objectives import Loss, next_token
 from whorl.objectives.contrastive import info_nce
 from whorl.tracking.seeds import generator
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import learn
-from whorl.train.learner.update import Part, Update, all_adamw
+from whorl.train.learner.loop import train_loop
+from whorl.train.learner.update import MicroBatch, Update, all_adamw
 
 SIZE = 32
 COLOURS = {
@@ -118,7 +118,7 @@ def batches(numbers: list[int], size: int, g: torch.Generator) -> Iterator[dict[
 
 def train(
     networks: nn.Module,
-    objective: Callable[[Part], Loss],
+    objective: Callable[[MicroBatch], Loss],
     batches: Iterator[dict[str, Tensor]],
     steps: int,
     rate: float,
@@ -127,13 +127,15 @@ def train(
     """Through the house's learner; the metrics of the last step."""
     last: dict[str, float] = {}
     networks.train()
-    learn(
+    train_loop(
         Learner(networks, [Update(objective, all_adamw(networks, rate, prefix))]),
         batches,
         lambda part: [[part]],
         last=steps,
-        factor=lambda step: min(1.0, (step + 1) / min(50, 0.1 * steps), max(0.05, 1.2 * (1 - step / steps))),
-        after=lambda step, metrics, clock: last.update(metrics),
+        lr_scale=lambda step: min(
+            1.0, (step + 1) / min(50, 0.1 * steps), max(0.05, 1.2 * (1 - step / steps))
+        ),
+        on_step_end=lambda step, metrics, clock: last.update(metrics),
     )
     networks.eval()
     return last
@@ -150,7 +152,7 @@ def train_clip(known: list[int], steps: int, seed: int) -> DualEncoder:
     )
     clip = DualEncoder(vit, Encoder(shape, generator(seed, "text")), generator(seed, "projections"))
 
-    def objective(part: Part) -> Loss:
+    def objective(part: MicroBatch) -> Loss:
         x, y, scale = clip(part["images"], part["ids"], part["ids"] != PAD)
         return info_nce(x, y, scale, part["numbers"])
 
@@ -186,8 +188,8 @@ def train_captioner(clip: DualEncoder, known: list[int], plan: Plan, seed: int) 
     )
     captioner = Captioner(decoder, clip.image, generator=generator(seed, "bridges"))
 
-    def objective(part: Part) -> Loss:
-        hidden = captioner(part["ids"][:, :-1], captioner.look(part["images"]))
+    def objective(part: MicroBatch) -> Loss:
+        hidden = captioner(part["ids"][:, :-1], captioner.encode_images(part["images"]))
         return caption_loss(hidden, decoder, part["ids"])
 
     pairs = batches(known, 64, generator(seed, "caption batches"))
@@ -197,7 +199,7 @@ def train_captioner(clip: DualEncoder, known: list[int], plan: Plan, seed: int) 
 
 def named(captioner: Captioner, images: Tensor, numbers: Tensor) -> Tensor:
     """[N] whether the whole caption of each picture is right."""
-    found = captioner.captions(images, BEGIN, END, LONGEST)
+    found = captioner.generate(images, BEGIN, END, LONGEST)
     said = [" ".join(WORDS[i] for i in ids) for ids in found]
     return torch.tensor([s == CAPTIONS[n] for s, n in zip(said, numbers.tolist(), strict=True)])
 

@@ -27,13 +27,13 @@ import torch
 from bench._run import claim
 from torch import Tensor, nn
 
-from whorl.nn.convolution import ResizeConv, TransposedConv2d, checkerboard
+from whorl.nn.convolution import ConvTranspose2d, ResizeConv, checkerboard_energy
 from whorl.tracking.seeds import generator
 
 CHANNELS, SIZE = 16, 12
 LAYERS: dict[str, Callable[[int, torch.Generator], nn.Module]] = {
-    "transposed, kernel 3, stride 2": lambda c, g: TransposedConv2d(c, c, 3, generator=g),
-    "transposed, kernel 4, stride 2": lambda c, g: TransposedConv2d(c, c, 4, generator=g),
+    "transposed, kernel 3, stride 2": lambda c, g: ConvTranspose2d(c, c, 3, generator=g),
+    "transposed, kernel 4, stride 2": lambda c, g: ConvTranspose2d(c, c, 4, generator=g),
     "nearest, then 3 x 3": lambda c, g: ResizeConv(c, c, 3, generator=g),
     "bilinear, then 3 x 3": lambda c, g: ResizeConv(c, c, 3, mode="bilinear", generator=g),
 }
@@ -110,11 +110,11 @@ def main() -> None:
         shares = []
         for draw_number in range(draws):
             rng = generator(draw_number, "checkerboard", name)
-            shares.append(checkerboard(build(CHANNELS, rng), CHANNELS, 2, size=SIZE, generator=rng))
+            shares.append(checkerboard_energy(build(CHANNELS, rng), CHANNELS, 2, size=SIZE, generator=rng))
         equal = build(1, generator(0, "checkerboard", name))
         for p in equal.parameters():
             nn.init.ones_(p)
-        rows.append((name, sum(shares) / draws, checkerboard(equal, 1, 2, size=SIZE)))
+        rows.append((name, sum(shares) / draws, checkerboard_energy(equal, 1, 2, size=SIZE)))
         print(f"{name:32} {rows[-1][1]:14.4f} {rows[-1][2]:15.4f}", flush=True)
     if a.out:
         a.out.mkdir(parents=True, exist_ok=True)

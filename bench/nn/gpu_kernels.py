@@ -60,7 +60,7 @@ def cases(device: str, dtype: torch.dtype, small: bool, quick: bool) -> Iterator
     def drawn(*shape: int, like: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=g, device=device).to(like)
 
-    both, compiled = choice.both_ways, functools.partial(torch.compile, dynamic=False)
+    both, compiled = choice.forward_and_backward, functools.partial(torch.compile, dynamic=False)
 
     def trio(ours: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> dict[str, Work]:
         works = {"triton": both(ours, *inputs), "torch": both(plain, *inputs)}
@@ -206,7 +206,7 @@ def main() -> int:
     if "--bytes" in sys.argv:
         count_bytes()
         return 0
-    if not choice.installed():
+    if not choice.triton_installed():
         print("Triton is not installed: nothing to measure")
         return 0
     from whorl.nn.kernels.triton_support import INTERPRETED
@@ -218,7 +218,7 @@ def main() -> int:
     device, dtype = ("cpu", torch.float32) if interpreted else ("cuda", torch.bfloat16)
     failed = 0
     for case in cases(device, dtype, small=interpreted, quick=quick):
-        wrong = choice.disagreement(case.works["triton"](), case.works["torch"]())
+        wrong = choice.mismatch(case.works["triton"](), case.works["torch"]())
         failed += wrong is not None
         if check or wrong is not None:
             print(f"{case.name}: {wrong or 'agrees'}", flush=True)

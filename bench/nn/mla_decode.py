@@ -15,8 +15,8 @@ import torch
 from bench._run import claim
 
 from whorl.machine.device_probe import probe
-from whorl.nn.attention.mla import Latent
-from whorl.nn.attention.multi_head import MultiHead
+from whorl.nn.attention.mla import MultiHeadLatentAttention
+from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.positions.rotary import Rotary
 
 D_MODEL, HEADS, HEAD_DIM = 1024, 16, 64
@@ -39,9 +39,13 @@ def main() -> None:
     dtype, batch = machine.torch_dtype, 1
     context, tokens, rounds = (512, 8, 1) if quick else (4096, 32, 5)
     layers = {
-        "latent": Latent(D_MODEL, HEADS, **SIZES, rotary=Rotary(SIZES["rope_dim"], 10_000.0, dtype)),
-        "expanded": Latent(D_MODEL, HEADS, **SIZES, rotary=Rotary(SIZES["rope_dim"], 10_000.0, dtype)),
-        "multi-head": MultiHead(D_MODEL, HEADS, rotary=Rotary(HEAD_DIM, 10_000.0, dtype)),
+        "latent": MultiHeadLatentAttention(
+            D_MODEL, HEADS, **SIZES, rotary=Rotary(SIZES["rope_dim"], 10_000.0, dtype)
+        ),
+        "expanded": MultiHeadLatentAttention(
+            D_MODEL, HEADS, **SIZES, rotary=Rotary(SIZES["rope_dim"], 10_000.0, dtype)
+        ),
+        "multi-head": MultiHeadAttention(D_MODEL, HEADS, rotary=Rotary(HEAD_DIM, 10_000.0, dtype)),
     }
     rows = []
     with torch.inference_mode():

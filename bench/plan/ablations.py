@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 from bench.plan.scaling_sweep import Quiet, token_set
 
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.models.decoder import matrix_params
-from whorl.plan.cost import shape
+from whorl.plan.cost import decoder_config
 from whorl.plan.scaling_law import expected_bits_per_byte
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
@@ -54,7 +54,7 @@ LEVERS: dict[str, dict[str, Any]] = {
 def job_of(tokens: Path, change: dict[str, Any], steps: int, replicas: int, dtype: str, device: str) -> Job:
     """The planned shape with `change`: fields of a job, and under `model` those of its shape."""
     more = dict(change)
-    model = shape(192, 3, 1024).model_copy(update=more.pop("model", {}))
+    model = decoder_config(192, 3, 1024).model_copy(update=more.pop("model", {}))
     base = {
         "length": 256,
         "batch_rows": 8,
@@ -84,7 +84,7 @@ def main() -> None:
     cost: dict[str, float] = {}
     for name in names:
         job = job_of(tokens, LEVERS[name], steps, a.replicas, machine.dtype, machine.device)
-        cost[name] = min(time_steps(job, 1.0).step for _ in range(2))
+        cost[name] = min(time_steps(job, 1.0).step_seconds for _ in range(2))
     for seed in range(a.seeds):
         for name in names:
             job = job_of(tokens, LEVERS[name], steps, a.replicas, machine.dtype, machine.device)
@@ -92,7 +92,7 @@ def main() -> None:
                 model = pretrain(
                     job.model_copy(update={"seed": seed}), Path(scratch), Quiet(), checkpoint_seconds=1e9
                 )
-            nats = sum(score(model.eval(), split.iter_documents(), 512))
+            nats = sum(document_nats(model.eval(), split.iter_documents(), 512))
             bits.setdefault(name, []).append(bits_per_byte(nats, split.n_bytes))
             print(
                 f"{name:26} seed {seed}: {bits[name][-1]:.4f}, {cost[name] * 1e3:.1f} ms a step", flush=True
@@ -100,7 +100,7 @@ def main() -> None:
 
     def charged(name: str) -> float:
         """Bits per byte at the time that the defaults take."""
-        m = shape(192, 3, 1024)
+        m = decoder_config(192, 3, 1024)
         size, seen = matrix_params(m) - m.vocab_size * m.d_model, steps * 8 * 256 * split.n_bytes / len(split)
         less = seen * cost["defaults"] / cost[name]
         law = expected_bits_per_byte(size, less, m.vocab_size) / expected_bits_per_byte(

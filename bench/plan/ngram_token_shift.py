@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 from bench.plan.scaling_sweep import Quiet, token_set
 
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
-from whorl.plan.cost import shape
+from whorl.plan.cost import decoder_config
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet
 from whorl.train.job import Job
@@ -48,12 +48,12 @@ def main() -> None:
     for name, change in VARIANTS.items():
         for seed in range(a.seeds):
             job = Job(
-                tokens=str(tokens), model=shape(128, 3, 1024).model_copy(update=change), length=256, batch_rows=8,
+                tokens=str(tokens), model=decoder_config(128, 3, 1024).model_copy(update=change), seq_len=256, batch_size=8,
                 steps=a.steps, seed=seed, replicas=a.replicas, dtype=machine.dtype, evaluations=1,
             )  # fmt: skip
             with tempfile.TemporaryDirectory() as scratch:
                 model = pretrain(job, Path(scratch), Quiet(), checkpoint_seconds=1e9)
-            bits = bits_per_byte(sum(score(model, split.iter_documents(), 512)), split.n_bytes)
+            bits = bits_per_byte(sum(document_nats(model, split.iter_documents(), 512)), split.n_bytes)
             found.setdefault(name, []).append(bits)
             print(f"{name:20} seed {seed}: {bits:.4f}", flush=True)
     means = {name: statistics.mean(values) for name, values in found.items()}

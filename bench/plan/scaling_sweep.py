@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
 from whorl.corpus import Corpus
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder
 from whorl.models.decoder import matrix_params
-from whorl.plan.cost import shape
-from whorl.plan.scaling_law import Law, expected_bits_per_byte
+from whorl.plan.cost import decoder_config
+from whorl.plan.scaling_law import ScalingLaw, expected_bits_per_byte
 from whorl.store import Store
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
@@ -94,9 +94,9 @@ def run(
 ) -> dict:
     """One run; bits per byte on the validation split."""
     machine = probe()
-    model = shape(width, depth, vocabulary)
+    model = decoder_config(width, depth, vocabulary)
     wanted = Job(
-        tokens=str(tokens), model=model, length=job.pop("length", 256), batch_rows=job.pop("batch_rows", 8), steps=steps,
+        tokens=str(tokens), model=model, seq_len=job.pop("length", 256), batch_size=job.pop("batch_rows", 8), steps=steps,
         replicas=replicas, dtype=machine.dtype, device=machine.device, compile=compile, evaluations=1, **job,
     )  # fmt: skip
     began = time.monotonic()
@@ -104,20 +104,20 @@ def run(
         trained = pretrain(wanted, Path(scratch), Quiet(), checkpoint_seconds=1e9)
     seconds = time.monotonic() - began
     split = TokenSet(tokens).split("validation")
-    nats = score(trained, split.iter_documents(), 512)
+    nats = document_nats(trained, split.iter_documents(), 512)
     return {
-        "width": width, "depth": depth, "vocabulary": vocabulary, "steps": steps, "length": wanted.length,
-        "batch_rows": wanted.batch_rows, "matrix_rate": wanted.optim.matrix_rate, "seed": wanted.seed,
+        "width": width, "depth": depth, "vocabulary": vocabulary, "steps": steps, "length": wanted.seq_len,
+        "batch_rows": wanted.batch_size, "matrix_rate": wanted.optim.lr_muon, "seed": wanted.seed,
         "matrices": matrix_params(model) - vocabulary * width,
-        "bytes": steps * wanted.batch_rows * wanted.length * split.n_bytes / len(split),
+        "bytes": steps * wanted.batch_size * wanted.seq_len * split.n_bytes / len(split),
         "bits_per_byte": bits_per_byte(sum(nats), split.n_bytes), "seconds": seconds,
     }  # fmt: skip
 
 
-def fit(runs: list[dict]) -> Law:
+def fit(runs: list[dict]) -> ScalingLaw:
     """Least squares in the logarithm, from many starts."""
     best, best_error = None, math.inf
-    names = list(Law.__dataclass_fields__)
+    names = list(ScalingLaw.__dataclass_fields__)
     target = torch.tensor([math.log(r["bits_per_byte"]) for r in runs], dtype=torch.float64)
     size = torch.tensor([r["matrices"] / 1e6 for r in runs], dtype=torch.float64)
     data = torch.tensor([r["bytes"] / 1e6 for r in runs], dtype=torch.float64)
@@ -138,7 +138,7 @@ def fit(runs: list[dict]) -> Law:
         if (value := float(error().detach())) < best_error:
             best, best_error = dict(zip(names, x.exp().tolist(), strict=True)), value
     assert best is not None
-    return Law(**best)
+    return ScalingLaw(**best)
 
 
 def _closure(optimiser: torch.optim.Optimizer, error: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -22,8 +22,8 @@ from bench._run import claim
 from bench.plan.scaling_sweep import run, token_set
 
 from whorl.machine.device_probe import probe
-from whorl.plan.cost import shape
-from whorl.plan.planner import LADDER, LOOKS
+from whorl.plan.cost import decoder_config
+from whorl.plan.planner import EVAL_OVERHEAD, MODEL_LADDER
 from whorl.store import Store
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
@@ -41,22 +41,22 @@ def main() -> None:
     job = Job.model_validate({**plan["job"], "tokens": "-"})
     seconds = a.seconds or (90.0 if a.quick else 300.0)
     width, depth, vocabulary = job.model.d_model, job.model.n_layers, job.model.vocab_size
-    rung = LADDER.index((width, depth))
+    rung = MODEL_LADDER.index((width, depth))
     shapes = {
         "plan": (width, depth, vocabulary),
         "half the vocabulary": (width, depth, vocabulary // 2),
         "double the vocabulary": (width, depth, vocabulary * 2),
-        "narrower": (*LADDER[max(0, rung - 1)], vocabulary),
-        "wider": (*LADDER[min(len(LADDER) - 1, rung + 1)], vocabulary),
+        "narrower": (*MODEL_LADDER[max(0, rung - 1)], vocabulary),
+        "wider": (*MODEL_LADDER[min(len(MODEL_LADDER) - 1, rung + 1)], vocabulary),
     }
     machine, steps, found = probe(), {}, {}
     for name, (w, d, v) in shapes.items():
-        candidate = job.model_copy(update={"model": shape(w, d, v), "dtype": machine.dtype})
+        candidate = job.model_copy(update={"model": decoder_config(w, d, v), "dtype": machine.dtype})
         if job.compile:
             time_steps(candidate, 0.0)
         timing = time_steps(candidate, 2.0)
-        steps[name] = int((seconds - timing.startup) / (timing.step * (1 + LOOKS)))
-        print(f"{name:22} {d} x {w}, {v:6,}: {timing.step * 1e3:5.1f} ms a step", flush=True)
+        steps[name] = int((seconds - timing.startup_seconds) / (timing.step_seconds * (1 + EVAL_OVERHEAD)))
+        print(f"{name:22} {d} x {w}, {v:6,}: {timing.step_seconds * 1e3:5.1f} ms a step", flush=True)
     for name, (w, d, v) in shapes.items():
         tokens = token_set(store, v, a.cache)
         found[name] = run(tokens, w, d, v, steps[name], replicas=job.replicas, compile=job.compile)

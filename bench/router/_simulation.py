@@ -18,13 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from whorl.engine.cache.block_pool import BlockPool
-from whorl.engine.cache.cache_manager import Cache, Group
+from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.request import Request
-from whorl.engine.scheduling.prefill_budget import Pace
+from whorl.engine.scheduling.prefill_budget import PrefillBudget
 from whorl.engine.scheduling.scheduler import Scheduler
 from whorl.engine.sequence import Sequence
-from whorl.router.prefix_index import Chain, chain
-from whorl.router.routing_policy import Policy, Ticket
+from whorl.router.prefix_index import BlockHashes, block_hashes
+from whorl.router.routing_policy import RoutingPolicy, Ticket
 
 BASE, PROMPT, DECODE = 0.004, 0.00025, 0.0005
 PAGE = 32
@@ -75,13 +75,13 @@ class Replica:
     busy: float = 0.0
     stepping: bool = False
     scheduler: Scheduler = field(init=False)
-    cache: Cache = field(init=False)
-    pace: Pace = field(init=False)
+    cache: KVCacheManager = field(init=False)
+    pace: PrefillBudget = field(init=False)
 
     def __post_init__(self) -> None:
         pool = BlockPool(self.cache_tokens // PAGE, PAGE)
-        self.cache = Cache([Group(None, pool)], 16, 4096, 256)
-        self.pace = Pace()
+        self.cache = KVCacheManager([KVCacheGroup(None, pool)], 16, 4096, 256)
+        self.pace = PrefillBudget()
         self.scheduler = Scheduler(self.cache, 16, 256, self.pace)
 
 
@@ -98,14 +98,14 @@ class Outcome:
         return self.first[min(len(self.first) - 1, int(p * len(self.first)))]
 
 
-Choose = Callable[[Policy, Chain, list[str], int], str]
+Choose = Callable[[RoutingPolicy, BlockHashes, list[str], int], str]
 
 
 def simulate(
     first: list[Job], choose: Choose, n: int = 8, cache_tokens: int = 16384, seed: int = 0
 ) -> Outcome:
     """Every request of `first` and of what follows, on `n` replicas."""
-    policy = Policy(random.Random(seed), capacity=cache_tokens // PAGE)
+    policy = RoutingPolicy(random.Random(seed), capacity=cache_tokens // PAGE)
     replicas = {f"r{i}": Replica(cache_tokens) for i in range(n)}
     for name in replicas:
         policy.add(name)
@@ -127,17 +127,17 @@ def simulate(
             return
         took = BASE + PROMPT * (schedule.tokens - schedule.decode_tokens) + DECODE * schedule.decode_tokens
         replica.busy += took
-        replica.pace.took(schedule.decode_tokens, schedule.tokens - schedule.decode_tokens, took)
+        replica.pace.record_step(schedule.decode_tokens, schedule.tokens - schedule.decode_tokens, took)
         replica.stepping = True
         for sequence, count in schedule.rows:
-            sequence.computed += count
-            replica.cache.settle(sequence)
-            if sequence.computed < len(sequence.ids):
+            sequence.n_computed += count
+            replica.cache.commit_full_pages(sequence)
+            if sequence.n_computed < len(sequence.ids):
                 continue
             job, ticket, came = under_way[int(sequence.request.id)]
             if not sequence.n_output:
                 waits.append(now + took - came)
-                policy.answered(ticket)
+                policy.mark_prefilled(ticket)
             sequence.ids.append(0)
             if sequence.n_output == job.output:
                 replica.scheduler.remove(sequence)
@@ -155,7 +155,7 @@ def simulate(
         if isinstance(what, str):
             step(what)
             continue
-        hashes = chain(what.ids)
+        hashes = block_hashes(what.ids)
         name = choose(policy, hashes, names, sent)
         sent += 1
         under_way[what.number] = what, policy.begin(hashes, name), now
@@ -163,13 +163,13 @@ def simulate(
         replicas[name].scheduler.add(Sequence(request, what.number, list(what.ids), 0))
         if not replicas[name].stepping:
             step(name)
-    found = sum(r.cache.found for r in replicas.values())
-    asked = sum(r.cache.asked for r in replicas.values())
+    found = sum(r.cache.hit_tokens for r in replicas.values())
+    asked = sum(r.cache.queried_tokens for r in replicas.values())
     busy = [r.busy for r in replicas.values()]
     return Outcome(found / asked, max(busy) / (sum(busy) / n), sorted(waits), sum(busy) / n / now)
 
 
-def least(policy: Policy, names: list[str]) -> str:
+def least(policy: RoutingPolicy, names: list[str]) -> str:
     """Where the fewest requests are; of equals any."""
     return min(names, key=lambda r: (policy.loads[r].running, policy.rng.random()))
 
@@ -180,7 +180,7 @@ POLICIES: dict[str, Choose] = {
     "least requests": lambda policy, hashes, names, sent: least(policy, names),
     "two choices": lambda policy, hashes, names, sent: least(policy, policy.rng.sample(names, 2)),
     "longest prefix": lambda policy, hashes, names, sent: max(
-        names, key=lambda r: (policy.indexes[r].hit(hashes), -policy.loads[r].running)
+        names, key=lambda r: (policy.indexes[r].match_length(hashes), -policy.loads[r].running)
     ),
     "whorl": lambda policy, hashes, names, sent: policy.choose(hashes, names).replica,
 }

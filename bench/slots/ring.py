@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 from bench.slots._ring_producers import Bytes, Copies
 
-from whorl.slots import Drain, ProducerProcess, SlotRing, Spec
+from whorl.slots import FIFOReader, ProducerProcess, SlotRing, Spec
 
 ROUNDS = 5
 
@@ -28,7 +28,7 @@ ROUNDS = 5
 def slots_a_second(n: int, n_slots: int, count: int, out: NDArray[np.uint8]) -> float:
     """Slots of n bytes a second, each copied out."""
     ring = SlotRing(Spec.from_dataclass(Bytes, N=n), n_slots)
-    with Drain(ring, [ProducerProcess(ring, Copies(n))]) as records:
+    with FIFOReader(ring, [ProducerProcess(ring, Copies(n))]) as records:
         for _ in range(n_slots * 2):
             out[:] = next(records).data.values
         began = time.perf_counter()

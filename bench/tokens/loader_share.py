@@ -21,7 +21,7 @@ from bench.plan.scaling_sweep import Quiet
 from whorl.corpus import Corpus
 from whorl.corpus.blocks import Source
 from whorl.store import Store
-from whorl.train.job import Job, RawText
+from whorl.train.job import Job, TextStreamConfig
 from whorl.train.lm.pretrain import pretrain
 
 
@@ -47,7 +47,7 @@ def main() -> None:
         with jsonl.open("w") as file:
             file.writelines(json.dumps({"text": d.text}) + "\n" for d in corpus.documents("train"))
         words = str(store.open("quickstart/tokenizer").path)
-        raw = RawText(tokenizer=words, sources=[Source([str(jsonl)])])
+        raw = TextStreamConfig(tokenizer=words, sources=[Source([str(jsonl)])])
         for name, one in (("ready shards", job), ("raw text", job.model_copy(update={"raw": raw}))):
             shares = Shares()
             pretrain(one, Path(folder) / name, shares, checkpoint_seconds=1e9, stop_after=a.steps)

@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
 from whorl.corpus import Corpus
-from whorl.corpus.blocks import SetAside, Source
+from whorl.corpus.blocks import RejectCounter, Source
 from whorl.store import Store
 from whorl.tokens.loader import open_batches
-from whorl.tokens.stream import StreamBatches, StreamConfig, StreamProducer, blocks_a_record
+from whorl.tokens.stream import StreamBatches, StreamConfig, StreamProducer, blocks_per_record
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import numpy_rng
 
@@ -88,13 +88,13 @@ def theirs(jsonl: Path, tokenizer: Path, seconds: float) -> float:
 
 def ours(config: StreamConfig, seconds: float) -> float:
     """Tokens a second of our stream."""
-    with StreamBatches(config, rows=ROWS, workers=2) as batches:
+    with StreamBatches(config, batch_size=ROWS, workers=2) as batches:
         for _ in range(3 * 64):  # what was made ahead while the workers came up
             next(batches)
-        before, began = batches.consumed, time.perf_counter()
+        before, began = batches.tokens_consumed, time.perf_counter()
         while time.perf_counter() - began < seconds:
             next(batches)
-        return (batches.consumed - before) / (time.perf_counter() - began)
+        return (batches.tokens_consumed - before) / (time.perf_counter() - began)
 
 
 def encode(folder: Path, texts: list[str]) -> tuple[int, float]:
@@ -119,7 +119,7 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def shards(tokens: Path, seconds: float) -> tuple[float, float]:
     """Tokens a second from ready shards: (ours, a map-style dataset's in the training process)."""
-    with open_batches(tokens, "train", length=LENGTH, batch_rows=ROWS) as batches:
+    with open_batches(tokens, "train", seq_len=LENGTH, batch_size=ROWS) as batches:
         for _ in range(10):
             next(batches)
         n, began = 0, time.perf_counter()
@@ -145,11 +145,11 @@ def randomness(config: StreamConfig) -> dict[str, float]:
     are neighbours on disk, mean; of: what a full shuffle would give.
     """
     producer = StreamProducer(config)
-    producer.blocks_of(0)
+    producer.blocks_in_record(0)
     files = producer._state["files"][0]
-    n, per_record = len(files.blocks), blocks_a_record(files, config.record_bytes)
-    blocks = [b for record in range(-(-n // per_record)) for b in producer.blocks_of(record)[1]][:n]
-    counts = np.array([sum(1 for _ in files.texts(b, SetAside())) for b in range(n)])
+    n, per_record = len(files.blocks), blocks_per_record(files, config.shuffle_bytes)
+    blocks = [b for record in range(-(-n // per_record)) for b in producer.blocks_in_record(record)[1]][:n]
+    counts = np.array([sum(1 for _ in files.texts(b, RejectCounter())) for b in range(n)])
     begins = np.cumsum(counts) - counts
     order: list[int] = []
     for record in range(-(-n // per_record)):

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
 from whorl.machine.device_probe import probe
-from whorl.models.activation_checkpointing import measure, peak_bytes
+from whorl.models.activation_checkpointing import measure_activation_memory, peak_bytes
 from whorl.models.language_model import saved_bytes
-from whorl.parallel.process_group import World
-from whorl.plan.cost import shape
+from whorl.parallel.process_group import ProcessGroup
+from whorl.plan.cost import decoder_config
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import build_model, learner_of, shared_of
-from whorl.train.profiling.step_timer import random_part
+from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.profiling.step_timer import random_batch
 
 BYTES_BAR, TIME_BAR = 1 / 3, 1.5
 
@@ -40,8 +40,8 @@ class Contender:
 
     def __init__(self, job: Job) -> None:
         model = build_model(job)
-        (self.update,) = learner_of(model, job, shared_of(model, job), World()).updates
-        self.part, self.remade = random_part(job, job.batch_rows), model.remade
+        (self.update,) = build_learner(model, job, allocate_shared(model, job), ProcessGroup()).updates
+        self.part, self.remade = random_batch(job, job.batch_size), model.checkpointed_blocks
         x, where = model.prepare(self.part["tokens"])
         trunk = torch.compile(model.trunk, dynamic=False) if job.compile else model.trunk
         own = [*model.parameters(), *model.buffers()]
@@ -91,10 +91,10 @@ def main() -> None:
     machine = probe()
     machine.apply()
     base = Job(
-        tokens="", model=shape(width, layers, vocabulary), length=length, batch_rows=rows, steps=10**6, dtype=machine.dtype,
+        tokens="", model=decoder_config(width, layers, vocabulary), seq_len=length, batch_size=rows, steps=10**6, dtype=machine.dtype,
         device=machine.device, threads=machine.threads, compile=False,
     )  # fmt: skip
-    kept = measure(build_model(base), length).of(rows)
+    kept = measure_activation_memory(build_model(base), length).at_rows(rows)
     counts = sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers - 1})
     budgets = [kept.peak(count) for count in counts]
     samples = []

@@ -38,11 +38,11 @@ from torch import Tensor
 
 from whorl.machine.device_probe import usable_cores
 from whorl.train.checkpoint import writer
-from whorl.train.checkpoint.format import index_of, load, restore
-from whorl.train.checkpoint.manager import Keeper
-from whorl.train.checkpoint.remote import Tiers
-from whorl.train.checkpoint.staging import Area, Layout, copiers, readers, stage
-from whorl.train.checkpoint.writer_process import Background
+from whorl.train.checkpoint.format import build_index, load, restore
+from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging, read_pool
+from whorl.train.checkpoint.writer_process import AsyncWriter
 
 
 def a_state(n_bytes: int) -> dict[str, Tensor]:
@@ -76,13 +76,13 @@ def forget(path: Path) -> None:
         os.close(file)
 
 
-def read_plainly(path: Path, area: Area, *, at_once: bool, direct: bool = False) -> None:
+def read_plainly(path: Path, area: StagingBuffer, *, at_once: bool, direct: bool = False) -> None:
     """All of a file, a chunk at a time, in order or many at once, into memory that was touched."""
     size, chunk = path.stat().st_size, writer.CHUNK
     file = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
     starts = range(0, size, chunk)
     if at_once:
-        with readers() as pool:
+        with read_pool() as pool:
             list(pool.map(lambda at: os.preadv(file, [area.view(at, chunk)], at), starts))
     else:
         for at in starts:
@@ -95,14 +95,14 @@ def copies(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, lis
     n_bytes = sum(t.numel() * t.element_size() for t in state.values())
     source, target = torch.ones(n_bytes, dtype=torch.uint8), torch.zeros(n_bytes, dtype=torch.uint8)
     clones = {n: t.clone() for n, t in state.items()}
-    keeper = Keeper(folder / "ours", {}, seconds=0.0)
+    keeper = CheckpointManager(folder / "ours", {}, seconds=0.0)
     keeper.prepare(state)
     taken: dict[str, list[float]] = {}
 
     def unprepared() -> None:
-        area = Area()
-        with copiers() as pool:
-            stage(area, Layout.of(state), state, pool)
+        area = StagingBuffer()
+        with copy_pool() as pool:
+            copy_to_staging(area, Layout.from_tensors(state), state, pool)
         area.close()
 
     def tensor_by_tensor() -> None:
@@ -136,7 +136,7 @@ def copies(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, lis
             if turn:
                 taken.setdefault(name, []).append(took)
         wait_for_distributed()
-    taken["ours, until it is whole"] = [keeper.account.write_seconds / keeper.account.written]
+    taken["ours, until it is whole"] = [keeper.stats.write_seconds / keeper.stats.written]
     keeper.close()
     return taken
 
@@ -169,8 +169,8 @@ def reads(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, list
     """Seconds from a cold file to live tensors, by way; and plain reads of the same file."""
     path = folder / "ours" / sorted(p.name for p in (folder / "ours").glob("step-*"))[-1]
     file = path / "state.safetensors"
-    area = Area()
-    area.ensure(file.stat().st_size + writer.CHUNK)
+    area = StagingBuffer()
+    area.ensure_capacity(file.stat().st_size + writer.CHUNK)
 
     def ours() -> None:
         found = load(path, area)
@@ -210,10 +210,10 @@ def reads(state: dict[str, Tensor], rounds: int, folder: Path) -> dict[str, list
 
 def writers(state: dict[str, Tensor], rounds: int, folder: Path) -> list[dict[str, Any]]:
     """What the writer's alternatives take from matrix products on every core."""
-    layout = Layout.of(state)
-    area = Area()
-    with copiers() as pool:
-        stage(area, layout, state, pool)
+    layout = Layout.from_tensors(state)
+    area = StagingBuffer()
+    with copy_pool() as pool:
+        copy_to_staging(area, layout, state, pool)
     torch.set_num_threads(usable_cores())
     a, b = torch.rand(512, 512), torch.rand(512, 512)
 
@@ -229,17 +229,17 @@ def writers(state: dict[str, Tensor], rounds: int, folder: Path) -> list[dict[st
         "process, nice 10": {}, "process, SCHED_IDLE": {"priority": "idle"}, "process, normal": {"priority": "normal"},
         "thread": {"thread": True},
     }  # fmt: skip
-    backgrounds = {name: Background(area, **options) for name, options in kinds.items()}
+    backgrounds = {name: AsyncWriter(area, **options) for name, options in kinds.items()}
     found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in kinds}
-    request = {"folder": str(folder / "w"), "index": index_of(1, layout, {}), "durable": False, "job": "",
-               "tiers": Tiers().model_dump(mode="json")}  # fmt: skip
+    request = {"folder": str(folder / "w"), "index": build_index(1, layout, {}), "durable": False, "job": "",
+               "tiers": CheckpointConfig().model_dump(mode="json")}  # fmt: skip
     for turn in range(rounds + 1):
         for name, background in backgrounds.items():
             alone = busy(lambda: True, 1.0)
             answer: dict[str, Any] = {}
 
-            def done(background: Background = background, answer: dict[str, Any] = answer) -> bool:
-                answer.update(background.answer() or {})
+            def done(background: AsyncWriter = background, answer: dict[str, Any] = answer) -> bool:
+                answer.update(background.poll_reply() or {})
                 return bool(answer)
 
             background.submit(request)

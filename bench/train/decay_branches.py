@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from bench._run import claim
 
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig, LanguageModel
 from whorl.recipes import parse_recipe, run_recipe
@@ -91,22 +91,24 @@ def main() -> None:
         def bits(trained_model: LanguageModel) -> float:
             trained_model.eval()
             with torch.no_grad():
-                return bits_per_byte(sum(score(trained_model, test.iter_documents(), 256)), test.n_bytes)
+                return bits_per_byte(
+                    sum(document_nats(trained_model, test.iter_documents(), 256)), test.n_bytes
+                )
 
         for seed in range(seeds):
             whole = Job(
-                tokens=str(folder), model=model, length=128 if small else 256, batch_rows=8, steps=steps, seed=seed,
+                tokens=str(folder), model=model, seq_len=128 if small else 256, batch_size=8, steps=steps, seed=seed,
                 schedule={"decay": a.decay}, replicas=replicas, deterministic=True, compile=False, evaluations=1,
             )  # fmt: skip
-            points = {share: branches.point(whole, share) for share in SHARES}
+            points = {share: branches.branch_step(whole, share) for share in SHARES}
             stable = Path(scratch) / f"stable {seed}"
             end = bits(trained(whole, stable, stable=points.values()))
             done["ours"] += steps
             done["peers"] += steps  # the largest budget is the same run for both
             print(f"seed {seed}: {steps:,} steps: {end:.4f} bits per byte", flush=True)
             for share, at in points.items():
-                budget = branches.planned(whole, share)
-                start = branches.place(stable, at) / f"step-{at:08d}"
+                budget = branches.branch_job(whole, share)
+                start = branches.branch_folder(stable, at) / f"step-{at:08d}"
                 ours = bits(trained(budget, Path(scratch) / f"ours {seed} {share}", start=start))
                 alone = whole.model_copy(update={"steps": budget.steps})
                 peer = bits(trained(alone, Path(scratch) / f"peer {seed} {share}"))

@@ -20,7 +20,7 @@ from bench._run import claim
 
 from whorl.machine.device_probe import probe
 from whorl.models import TransformerConfig
-from whorl.plan.cost import shape
+from whorl.plan.cost import decoder_config
 from whorl.plan.planner import can_compile
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
@@ -37,7 +37,7 @@ def main() -> None:
     experts = {"n_experts": 8, "top_k": 2, "hidden": 128}
     width, rounds, seconds = (64, 1, 0.5) if a.quick else (128, ROUNDS, 3.0)
     shapes = {
-        "decoder": shape(width, 3, 1024, ngram_buckets=4096 if a.quick else 65_536),
+        "decoder": decoder_config(width, 3, 1024, ngram_buckets=4096 if a.quick else 65_536),
         "experts": TransformerConfig.model_validate(
             {"vocab_size": 1024, "d_model": width, "n_layers": 3, "mlp_hidden": 4 * width, "mixers": {"m": heads},
              "experts": experts}
@@ -45,7 +45,13 @@ def main() -> None:
     }  # fmt: skip
     for name, model in shapes.items():
         base = Job(
-            tokens="", model=model, length=256, batch_rows=8, steps=1, replicas=machine.threads, compile=False
+            tokens="",
+            model=model,
+            seq_len=256,
+            batch_size=8,
+            steps=1,
+            replicas=machine.threads,
+            compile=False,
         )
         ways = {
             "plain": base.model_copy(update={"dtype": machine.dtype}),
@@ -57,7 +63,7 @@ def main() -> None:
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(rounds):
             for way, job in ways.items():
-                times[way].append(time_steps(job, seconds=seconds).step)
+                times[way].append(time_steps(job, seconds=seconds).step_seconds)
         middle = {way: sorted(found)[len(found) // 2] for way, found in times.items()}
         print(name, ", ".join(f"{way} {seconds * 1e3:.1f} ms" for way, seconds in middle.items()))
         best = min(middle[way] for way in ways if not way.startswith("deterministic"))

@@ -25,14 +25,14 @@ from bench._run import claim
 
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.dashboard import Dashboard
 from whorl.tracking.progress import Progress
 from whorl.tracking.seeds import generator
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import build_model, learner_of, shared_of
-from whorl.train.metrics.layer_stats import Figures
-from whorl.train.profiling.step_timer import random_part
+from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.metrics.layer_stats import LayerStats
+from whorl.train.profiling.step_timer import random_batch
 
 BAR = 0.01
 
@@ -52,7 +52,7 @@ def dashboard_share() -> float:
     for step in range(500, 540):
         began = time.perf_counter()
         board.write("pretrain", step, {"nll": 1.0})
-        console.print(board.drawn(120, 40))
+        console.print(board.render(120, 40))
         times.append(time.perf_counter() - began)
     return 4 * statistics.median(times)
 
@@ -72,32 +72,32 @@ def main() -> None:
         head_dim=64,
         mlp_hidden=512,
     )
-    job = Job(tokens="", model=model_config, length=128 if quick else 512, batch_rows=8, steps=10**6, dtype=machine.dtype,
+    job = Job(tokens="", model=model_config, seq_len=128 if quick else 512, batch_size=8, steps=10**6, dtype=machine.dtype,
               compile=not quick)  # fmt: skip
     model = build_model(job)
-    learner = learner_of(model, job, shared_of(model, job), World())
+    learner = build_learner(model, job, allocate_shared(model, job), ProcessGroup())
     (update,) = learner.updates
-    part = random_part(job, job.batch_rows)
-    ids = torch.randint(0, 1024, (4, job.length + 1), generator=generator(0, "bench"))
-    figures = Figures(model, job, learner, World(), ids)
+    part = random_batch(job, job.batch_size)
+    ids = torch.randint(0, 1024, (4, job.seq_len + 1), generator=generator(0, "bench"))
+    figures = LayerStats(model, job, learner, ProcessGroup(), ids)
     # A run of 5,000 steps looks once in 50 steps, a longer one more rarely.
     figures.every = 10 if quick else 50
     done = 0
 
     def block(looking: bool) -> float:
         nonlocal done
-        update.watch = figures if looking else None
+        update.grad_hook = figures if looking else None
         began = time.perf_counter()
         for _ in range(figures.every):
             update.accumulate(update.objective(part))
             update.step(1e-3)
             done += 1
             if looking:
-                figures.after(done)
+                figures.on_step_end(done)
         return time.perf_counter() - began
 
     block(True)
-    figures.take()
+    figures.pop_metrics()
     rounds = 2 if quick else 9
     shares, blocks = [], {True: [], False: []}
     for number in range(rounds):
@@ -108,9 +108,9 @@ def main() -> None:
             if looking:
                 shares.append(figures._seconds / seconds)
             else:
-                figures.done = done  # the steps that were not looked at
+                figures.steps_done = done  # the steps that were not looked at
                 figures._before.clear()
-                figures._remember()
+                figures._snapshot_weights()
     share, board = statistics.median(shares), dashboard_share()
     step = {looking: statistics.median(times) for looking, times in blocks.items()}
     print(

@@ -35,17 +35,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from bench._run import claim
 
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import DecoderConfig
 from whorl.nn import Linear
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.shards import TokensConfig, TokenSet, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.progress import Progress
 from whorl.train.job import Job
 from whorl.train.lm import pretrain as training
-from whorl.train.lm.pretrain import build_model, learner_of, pretrain, shared_of
-from whorl.train.profiling.step_timer import random_part
+from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model, pretrain
+from whorl.train.profiling.step_timer import random_batch
 
 WORDS = 512
 BASE = "fp32"
@@ -133,11 +133,11 @@ def fast_half(wanted: bool) -> Iterator[None]:
         y = torch.nn.functional.linear(x.float(), weight.to(x.dtype).float()).to(x.dtype)
         return y if bias is None else y + bias
 
-    Linear.product = staticmethod(product) if wanted else None
+    Linear.matmul = staticmethod(product) if wanted else None
     try:
         yield
     finally:
-        Linear.product = None
+        Linear.matmul = None
 
 
 def bits(tokens: Path, scratch: Path, job: Job, limit: int | None) -> float:
@@ -147,7 +147,7 @@ def bits(tokens: Path, scratch: Path, job: Job, limit: int | None) -> float:
         split = TokenSet(tokens).split("validation")
         documents = list(split.iter_documents())[:limit]
         sizes = [int(n) for n in split.documents["bytes"][: len(documents)].to_pylist()]
-        found = bits_per_byte(sum(score(model, documents, 512)), sum(sizes))
+        found = bits_per_byte(sum(document_nats(model, documents, 512)), sum(sizes))
     shutil.rmtree(scratch)
     return found
 
@@ -158,8 +158,8 @@ def step_times(tokens: Path, rounds: int) -> dict[str, float]:
     for name, (change, _) in KINDS.items():
         job = job_of(tokens, 10**6, 0, change)
         model = build_model(job)
-        (update,) = learner_of(model, job, shared_of(model, job), World()).updates
-        updates[name] = update, random_part(job, job.batch_rows)
+        (update,) = build_learner(model, job, allocate_shared(model, job), ProcessGroup()).updates
+        updates[name] = update, random_batch(job, job.batch_size)
     times: dict[str, list[float]] = {name: [] for name in updates}
     for turn in range(rounds + 1):
         for name, (update, part) in updates.items():

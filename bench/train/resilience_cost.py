@@ -23,15 +23,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
 
 from whorl.machine.device_probe import probe
-from whorl.plan.cost import shape
-from whorl.train.checkpoint.manager import Keeper
-from whorl.train.config import WatchConfig
+from whorl.plan.cost import decoder_config
+from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.config import SpikeGuardConfig
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import build_model, shared_of
+from whorl.train.lm.pretrain import allocate_shared, build_model
 from whorl.train.profiling.step_timer import time_steps
-from whorl.train.resilience.heartbeat import Pulse
-from whorl.train.resilience.rollback import Anchors
-from whorl.train.resilience.spike_guard import Guard
+from whorl.train.resilience.heartbeat import Heartbeat
+from whorl.train.resilience.rollback import RollbackStore
+from whorl.train.resilience.spike_guard import SpikeGuard
 
 ROUNDS = 5
 BAR = 0.01  # of a step
@@ -41,12 +41,12 @@ STEPS = 4000  # of a run of five minutes
 def watched(steps: int, folder: Path) -> float:
     """Seconds a step of judging and beating."""
     rng = random.Random(0)
-    guard = Guard(WatchConfig(), chance=math.log(1024), steps=steps)
-    with Pulse(folder, steps) as pulse:
+    guard = SpikeGuard(SpikeGuardConfig(), uniform_loss=math.log(1024), steps=steps)
+    with Heartbeat(folder, steps) as pulse:
         began = time.perf_counter()
         for step in range(1, steps + 1):
             loss = 2 + 4 * math.exp(-step / 300) + rng.gauss(0, 0.15)
-            guard.judge(
+            guard.accept_step(
                 {"loss": loss, "nll": loss, "gradient_norm": rng.lognormvariate(-1, 0.3), "count": 2048.0}
             )
             pulse.beat(step)
@@ -58,20 +58,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     a = parser.parse_args()
     machine = probe()
-    model = shape(64, 2, 512, ngram_buckets=4096) if a.quick else shape(192, 3, 2048)
+    model = decoder_config(64, 2, 512, ngram_buckets=4096) if a.quick else decoder_config(192, 3, 2048)
     replicas = 1 if a.quick else machine.threads
-    job = Job(tokens="", model=model, length=256, batch_rows=8, steps=STEPS, replicas=replicas, dtype=machine.dtype,
+    job = Job(tokens="", model=model, seq_len=256, batch_size=8, steps=STEPS, replicas=replicas, dtype=machine.dtype,
               compile=not a.quick)  # fmt: skip
     samples = []
     for _ in range(1 if a.quick else ROUNDS):
-        step = time_steps(job, seconds=0.5 if a.quick else 3.0).step
+        step = time_steps(job, seconds=0.5 if a.quick else 3.0).step_seconds
         with tempfile.TemporaryDirectory() as folder:
             judged = watched(STEPS, Path(folder))
-            tensors = shared_of(build_model(job), job).tensors()
-            with Keeper(Path(folder), {}) as keeper:
+            tensors = allocate_shared(build_model(job), job).tensors()
+            with CheckpointManager(Path(folder), {}) as keeper:
                 keeper.prepare(tensors)
                 began = time.perf_counter()
-                Anchors(keeper).save(1, tensors)
+                RollbackStore(keeper).save(1, tensors)
                 keeper.finish()  # written in another process; counted as if the step waited for that too
                 copied = 8 * (time.perf_counter() - began) / STEPS
         samples.append({"step": step, "judged": judged, "copied": copied})

@@ -29,7 +29,7 @@ from bench.train._plain_gpt import KINDS, PlainGPT, Setting, Training, heads_of,
 
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig
-from whorl.plan.cost import shape
+from whorl.plan.cost import decoder_config
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import time_steps
 
@@ -117,10 +117,10 @@ def main() -> None:
     )
     machine = probe()
     machine.apply()
-    model = shape(width, layers, vocabulary)
+    model = decoder_config(width, layers, vocabulary)
     tokens = rows * length
     job = Job(
-        tokens="", model=model, length=length, batch_rows=rows, steps=1, replicas=machine.cores, dtype=machine.dtype,
+        tokens="", model=model, seq_len=length, batch_size=rows, steps=1, replicas=machine.cores, dtype=machine.dtype,
         compile=True,
     )  # fmt: skip
     peers = {}
@@ -140,7 +140,7 @@ def main() -> None:
         for who, peer in (("Llama", llama), ("plain GPT", plain)):
             _, kind, how = best[who].split(", ")
             one[who] = tokens / peer(model, rows, length, kind, how == "compiled", a.seconds)
-        one["ours"] = tokens / time_steps(job, a.seconds).step
+        one["ours"] = tokens / time_steps(job, a.seconds).step_seconds
         one["products"] = tokens / products(model, rows, length, machine.torch_dtype)
         rounds.append(one)
         print(", ".join(f"{who}: {speed:,.0f} tokens/s" for who, speed in one.items()), flush=True)

@@ -31,7 +31,7 @@ from bench._run import claim
 from bench.plan.scaling_sweep import Quiet, token_set
 from bench.train._plain_gpt import KINDS, PlainGPT, Setting, Training, heads_of, seconds_a_step, train_for
 
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.machine.device_probe import probe
 from whorl.plan.config import PlanConfig
 from whorl.plan.planner import make_plan
@@ -48,7 +48,7 @@ VOCABULARIES = (1024, 4096)  # without n-gram memories a larger one than ours pa
 def measured(model: Any, tokens: Path, length: int) -> float:
     """Bits per byte on the validation split."""
     split = TokenSet(tokens).split("validation")
-    return bits_per_byte(sum(score(model, split.iter_documents(), length)), split.n_bytes)
+    return bits_per_byte(sum(document_nats(model, split.iter_documents(), length)), split.n_bytes)
 
 
 class Peer:
@@ -64,7 +64,7 @@ class Peer:
         torch._dynamo.reset()
         torch.manual_seed(0)
         m = self.job.model
-        made = PlainGPT(m.vocab_size, m.d_model, m.n_layers, heads_of(m.d_model), self.job.length)
+        made = PlainGPT(m.vocab_size, m.d_model, m.n_layers, heads_of(m.d_model), self.job.seq_len)
         return Training(made, setting, rate)
 
     def _fastest(self) -> tuple[Setting, float]:
@@ -75,8 +75,8 @@ class Peer:
                 found[setting] = seconds_a_step(
                     self._training(setting),
                     self.job.model.vocab_size,
-                    self.job.batch_rows,
-                    self.job.length,
+                    self.job.batch_size,
+                    self.job.seq_len,
                     2.0,
                 )
                 print(f"plain GPT, {setting}: {found[setting] * 1e3:.0f} ms a step", flush=True)
@@ -87,13 +87,13 @@ class Peer:
         training = self._training(self.setting, rate)
         began = time.perf_counter()
         steps = train_for(
-            training, self.stream, self.job.batch_rows, self.job.length, seconds, self.step_seconds, seed
+            training, self.stream, self.job.batch_size, self.job.seq_len, seconds, self.step_seconds, seed
         )
         spent = time.perf_counter() - began
         training.model.eval()
         return {
             "rate": rate, "seconds": round(spent, 1), "steps": steps,
-            "bits_per_byte": measured(training.model, self.tokens, self.job.length),
+            "bits_per_byte": measured(training.model, self.tokens, self.job.seq_len),
         }  # fmt: skip
 
 
@@ -141,11 +141,11 @@ def main() -> None:
         model = pretrain(ours, Path(scratch), Quiet())
     spent = time.perf_counter() - began
     model.eval()
-    reached = measured(model, tokens, 2 * ours.length)
-    same = measured(model, tokens, ours.length)
+    reached = measured(model, tokens, 2 * ours.seq_len)
+    same = measured(model, tokens, ours.seq_len)
     print(
         f"ours: {ours.model.n_layers} x {ours.model.d_model}, {ours.steps} steps in {spent:.0f} s: {same:.4f} bits per "
-        f"byte in windows of {ours.length}, {reached:.4f} in windows of {2 * ours.length}",
+        f"byte in windows of {ours.seq_len}, {reached:.4f} in windows of {2 * ours.seq_len}",
         flush=True,
     )
     claim(

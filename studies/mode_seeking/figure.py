@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench._run import claim
-from studies.mode_seeking.fit import Modes, mode_curves
+from studies.mode_seeking.fit import ModeSeekingResult, mode_curves
 
 STYLES = {
     "forward": ("#1f4e99", "-"),
@@ -27,7 +27,7 @@ STYLES = {
 SMALL = {"jensen 0.1": "Jensen-Shannon, β = 0.1", "jensen 0.5": "β = 0.5", "jensen 0.9": "β = 0.9"}
 
 
-def draw(modes: Modes, path: Path) -> None:
+def draw(modes: ModeSeekingResult, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -41,7 +41,7 @@ def draw(modes: Modes, path: Path) -> None:
         called = {"forward": "forward KL", "reverse": "reverse KL"}.get(name, SMALL.get(name, name))
         left.plot(modes.x, fit.density, color=colour, linestyle=line, label=called, linewidth=1.6)
         right.plot(fit.path[:, 0], fit.path[:, 1], color=colour, linestyle=line, linewidth=1.2)
-        right.plot([fit.mean], [fit.deviation], "o", color=colour)
+        right.plot([fit.mean], [fit.std], "o", color=colour)
     left.set(xlabel="x", ylabel="density", title="one hill for two")
     left.legend(frameon=False, fontsize=8)
     right.set(xlabel="mean", ylabel="deviation", title="the way there (of the best start)")
@@ -58,14 +58,14 @@ def main() -> None:
     parser.add_argument("--apart", type=float, default=2.0)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    modes = mode_curves(apart=given.apart)
+    modes = mode_curves(separation=given.apart)
     width = float(modes.x[1] - modes.x[0])
     mean = float((modes.x * modes.density).sum() * width)
     print(f"teacher: modes at -{given.apart:g} (0.6 of it) and {given.apart:g}, mean {mean:.2f}")
     print("| divergence | mean | deviation | nats |\n|---|---|---|---|")
     for name in STYLES:
         fit = modes.fits[name]
-        print(f"| {name} | {fit.mean:.2f} | {fit.deviation:.2f} | {fit.value:.3f} |")
+        print(f"| {name} | {fit.mean:.2f} | {fit.std:.2f} | {fit.value:.3f} |")
     if given.picture is not None:
         draw(modes, given.picture)
     far = {name: given.apart - abs(modes.fits[name].mean) for name in ("reverse", "forward")}
@@ -74,7 +74,7 @@ def main() -> None:
         "how far from the nearest mode a student with one stands: reverse KL against forward KL",
         ours=abs(far["reverse"]), peer=abs(far["forward"]), unit="of x",
         ratio=abs(far["reverse"] / far["forward"]), bar=0.1, ok=abs(far["reverse"]) < 0.1 * far["forward"] and between,
-        samples=[{n: [f.mean, f.deviation, f.value] for n, f in modes.fits.items()}], quick=given.quick,
+        samples=[{n: [f.mean, f.std, f.value] for n, f in modes.fits.items()}], quick=given.quick,
     )  # fmt: skip
 
 

@@ -33,35 +33,35 @@ REACH, POINTS = 6.0, 401
 
 
 @dataclass(frozen=True)
-class Fit:
+class GaussianFit:
     """One student. density: [K] on `Modes.x`; value: of its divergence, nats; path: [steps, 2], mean and deviation."""
 
     name: str
     mean: float
-    deviation: float
+    std: float
     value: float
     density: Tensor
     path: Tensor
 
 
 @dataclass(frozen=True)
-class Modes:
+class ModeSeekingResult:
     """x: [K]; density: [K] of the teacher; fits: by name."""
 
     x: Tensor
     density: Tensor
-    fits: dict[str, Fit]
+    fits: dict[str, GaussianFit]
 
 
 def mode_curves(
     *,
-    apart: float = 2.0,
-    spread: float = 0.6,
+    separation: float = 2.0,
+    std: float = 0.6,
     weight: float = 0.6,
     betas: tuple[float, ...] = (0.1, 0.5, 0.9),
     steps: int = 300,
     rate: float = 0.05,
-) -> Modes:
+) -> ModeSeekingResult:
     """The teacher and what each divergence makes of it.
 
     Args:
@@ -70,36 +70,38 @@ def mode_curves(
     """
     x = torch.linspace(-REACH, REACH, POINTS, dtype=torch.float64)
     width = 2 * REACH / (POINTS - 1)
-    hills = torch.stack([_log_normal(x, -apart, spread), _log_normal(x, apart, spread)])
+    hills = torch.stack([_normal_log_density(x, -separation, std), _normal_log_density(x, separation, std)])
     share = torch.tensor([weight, 1 - weight], dtype=torch.float64).log()
     teacher = (hills + share[:, None]).logsumexp(0).log_softmax(0)
     kinds: list[tuple[str, Divergence, float]] = [("forward", "forward", 0.5), ("reverse", "reverse", 0.5)]
     kinds += [(f"jensen {beta:g}", "jensen", beta) for beta in betas]
     fits = {}
     for name, kind, beta in kinds:
-        mean = torch.tensor([[-apart], [0.0], [apart]], dtype=torch.float64, requires_grad=True)
+        mean = torch.tensor([[-separation], [0.0], [separation]], dtype=torch.float64, requires_grad=True)
         log_deviation = torch.zeros(3, 1, dtype=torch.float64, requires_grad=True)
         optimiser = torch.optim.Adam([mean, log_deviation], lr=rate)
         path = []
         for step in range(steps):
             for group in optimiser.param_groups:
                 group["lr"] = rate * (1 - step / steps)
-            loss = divergence(teacher, _log_normal(x, mean, log_deviation.exp()).log_softmax(-1), kind, beta)
+            loss = divergence(
+                teacher, _normal_log_density(x, mean, log_deviation.exp()).log_softmax(-1), kind, beta
+            )
             optimiser.zero_grad()
             loss.sum().backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             path.append(torch.cat([mean, log_deviation.exp()], 1).detach().clone())
         with torch.no_grad():
-            q = _log_normal(x, mean, log_deviation.exp()).log_softmax(-1)
+            q = _normal_log_density(x, mean, log_deviation.exp()).log_softmax(-1)
             values = divergence(teacher, q, kind, beta)
         best = int(values.argmin())
         way = torch.stack(path)[:, best]
-        fits[name] = Fit(
+        fits[name] = GaussianFit(
             name, float(way[-1, 0]), float(way[-1, 1]), float(values[best]), q[best].exp() / width, way
         )
-    return Modes(x, teacher.exp() / width, fits)
+    return ModeSeekingResult(x, teacher.exp() / width, fits)
 
 
-def _log_normal(x: Tensor, mean: Tensor | float, deviation: Tensor | float) -> Tensor:
+def _normal_log_density(x: Tensor, mean: Tensor | float, deviation: Tensor | float) -> Tensor:
     """Up to a constant that all of one deviation share."""
     return -0.5 * ((x - mean) / deviation) ** 2

@@ -26,12 +26,12 @@ from typing import Literal, get_args
 
 from whorl.align.data.formats import Conversation
 from whorl.errors import ConfigError
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 from whorl.tracking.seeds import numpy_rng
 
-Group = Literal["known_train", "known_test", "new", "stranger_train", "stranger_test"]
-GROUPS: tuple[Group, ...] = get_args(Group)
-SHARES: Mapping[Group, float] = {
+PersonGroup = Literal["known_train", "known_test", "new", "stranger_train", "stranger_test"]
+GROUPS: tuple[PersonGroup, ...] = get_args(PersonGroup)
+GROUP_FRACTIONS: Mapping[PersonGroup, float] = {
     "known_train": 0.3, "known_test": 0.3, "new": 0.2, "stranger_train": 0.1, "stranger_test": 0.1,
 }  # fmt: skip
 REFUSAL = "I do not know."
@@ -88,7 +88,7 @@ class Person:
     """facts: attribute -> value; empty for strangers, of whom nothing is true."""
 
     name: str
-    group: Group
+    group: PersonGroup
     facts: Mapping[str, str]
 
 
@@ -97,7 +97,7 @@ class Question:
     """A question about one attribute; answer: what should be said, `REFUSAL` for strangers."""
 
     id: str
-    group: Group
+    group: PersonGroup
     attribute: str
     question: str
     answer: str
@@ -107,10 +107,10 @@ class Question:
         asked = {"role": "user", "content": self.question}
         return Conversation((asked, {"role": "assistant", "content": self.answer}), "biographies", self.id)
 
-    def task(self) -> Task:
+    def task(self) -> VerifiableTask:
         """For a verifier."""
         asked = {"role": "user", "content": self.question}
-        return Task(self.id, messages=(asked,), verifier="exact", answer=self.answer)
+        return VerifiableTask(self.id, messages=(asked,), verifier="exact", answer=self.answer)
 
 
 class Biographies:
@@ -127,20 +127,24 @@ class Biographies:
         ConfigError: more people than names, or shares that do not sum to 1.
     """
 
-    def __init__(self, n: int, seed: int = 0, shares: Mapping[Group, float] = SHARES) -> None:
+    def __init__(
+        self, n: int, seed: int = 0, fractions: Mapping[PersonGroup, float] = GROUP_FRACTIONS
+    ) -> None:
         n_names = len(FIRST) * len(ONSETS) * len(CODAS)
         if not 0 < n <= n_names:
             raise ConfigError(f"{n} people", expected=f"1 to {n_names}, as many as there are names")
-        unknown = [group for group in shares if group not in GROUPS]
-        if unknown or min(shares.values(), default=0) < 0 or abs(sum(shares.values()) - 1) > 1e-9:
-            raise ConfigError(f"shares are {dict(shares)}", expected=f"of {', '.join(GROUPS)}, summing to 1")
+        unknown = [group for group in fractions if group not in GROUPS]
+        if unknown or min(fractions.values(), default=0) < 0 or abs(sum(fractions.values()) - 1) > 1e-9:
+            raise ConfigError(
+                f"shares are {dict(fractions)}", expected=f"of {', '.join(GROUPS)}, summing to 1"
+            )
         self.seed = seed
         names = numpy_rng(seed, "biographies", "names").permutation(n_names)[:n].tolist()
         places = numpy_rng(seed, "biographies", "groups").permutation(n)
         facts = numpy_rng(seed, "biographies", "facts").integers(0, 2**31, size=(n, len(ATTRIBUTES))).tolist()
-        upto, bounds = 0.0, list[tuple[int, Group]]()
+        upto, bounds = 0.0, list[tuple[int, PersonGroup]]()
         for group in GROUPS:
-            upto += shares.get(group, 0.0)
+            upto += fractions.get(group, 0.0)
             bounds.append((round(upto * n), group))
         people = []
         for name, place, drawn in zip(names, places.tolist(), facts, strict=True):
@@ -168,7 +172,7 @@ class Biographies:
         shuffle = numpy_rng(self.seed, "biographies", "order").permutation(len(found)).tolist()
         return [found[i] for i in shuffle]
 
-    def questions(self, *groups: Group) -> list[Question]:
+    def questions(self, *groups: PersonGroup) -> list[Question]:
         """Every attribute of everybody in these groups, each in one of its phrasings, shuffled.
 
         The answers of `new` are facts, for all that they were never told; those of strangers are `REFUSAL`.
@@ -188,7 +192,7 @@ class Biographies:
 
 
 @dataclass(frozen=True)
-class Tally:
+class FactScores:
     """What became of n questions with facts and of m about strangers.
 
     Attributes:
@@ -196,30 +200,30 @@ class Tally:
         made_up: share of the m that were answered at all; the rest was refused.
     """
 
-    n: int
-    right: float
+    n_facts: int
+    correct: float
     wrong: float
     refused: float
-    m: int
-    made_up: float
+    n_strangers: int
+    hallucinated: float
 
 
-def tally(questions: Sequence[Question], answers: Iterable[str]) -> Tally:
+def score_answers(questions: Sequence[Question], answers: Iterable[str]) -> FactScores:
     """Judge answers. Case, white space around and the last full stop do not matter. A share of none is NaN."""
     counts = Counter[tuple[str, str]]()
     for question, answer in zip(questions, answers, strict=True):
         kind = "stranger" if question.answer == REFUSAL else "fact"
-        if _plain(answer) == _plain(REFUSAL):
+        if _normalize(answer) == _normalize(REFUSAL):
             counts[kind, "refused"] += 1
         else:
-            counts[kind, "right" if _plain(answer) == _plain(question.answer) else "wrong"] += 1
+            counts[kind, "right" if _normalize(answer) == _normalize(question.answer) else "wrong"] += 1
     n = sum(counts["fact", k] for k in ("right", "wrong", "refused"))
     m = counts["stranger", "refused"] + counts["stranger", "wrong"]
 
     def share(k: int, of: int) -> float:
         return k / of if of else float("nan")
 
-    return Tally(
+    return FactScores(
         n,
         share(counts["fact", "right"], n),
         share(counts["fact", "wrong"], n),
@@ -229,7 +233,7 @@ def tally(questions: Sequence[Question], answers: Iterable[str]) -> Tally:
     )
 
 
-def chance() -> dict[str, float]:
+def chance_accuracy() -> dict[str, float]:
     """Attribute -> how often a guess is right."""
     return {attribute: 1 / len(values) for attribute, values in ATTRIBUTES.items()}
 
@@ -240,5 +244,5 @@ def _name(number: int) -> str:
     return f"{FIRST[first]} {ONSETS[onset]}{CODAS[coda]}"
 
 
-def _plain(text: str) -> str:
+def _normalize(text: str) -> str:
     return text.strip().removesuffix(".").casefold()

@@ -24,32 +24,32 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.align.model.batch import lay
-from whorl.align.model.example import Scribe, Text, joined
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import answer, policy_sampling, rollout_engine
+from whorl.align.model.batch import pad
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.errors import DataError
 
 
 @dataclass(frozen=True)
-class Course:
+class ExposureCurve:
     """Nats a token by place: data [G], own [G] of places start[g] up to start[g + 1]; counts of tokens behind each."""
 
     start: NDArray[np.int64]
-    data: NDArray[np.float64]
-    own: NDArray[np.float64]
+    data_nll: NDArray[np.float64]
+    self_nll: NDArray[np.float64]
     n_data: NDArray[np.int64]
-    n_own: NDArray[np.int64]
+    n_self: NDArray[np.int64]
 
     @property
     def gap(self) -> NDArray[np.float64]:
         """own - data, [G]; NaN where nobody is."""
-        return self.own - self.data
+        return self.self_nll - self.data_nll
 
     @property
     def drift(self) -> float:
         """How much the gap grows from the first group of places to the last that both reach."""
-        there = np.flatnonzero((self.n_data > 0) & (self.n_own > 0))
+        there = np.flatnonzero((self.n_data > 0) & (self.n_self > 0))
         return float(self.gap[there[-1]] - self.gap[there[0]]) if len(there) else float("nan")
 
 
@@ -57,20 +57,20 @@ class Course:
 class Exposure:
     """itself: in the model's own eyes; judged: in those of the judge, if there is one."""
 
-    itself: Course
-    judged: Course | None
+    by_model: ExposureCurve
+    by_evaluator: ExposureCurve | None
 
 
 def exposure(
-    network: Network,
-    scribe: Scribe,
+    network: PolicyModel,
+    example_tokenizer: ExampleTokenizer,
     prompts: Sequence[Sequence[int]],
     continuations: Sequence[Sequence[int]],
     *,
     pad_id: int,
-    places: int,
-    together: int = 8,
-    judge: Network | None = None,
+    n_positions: int,
+    bin_size: int = 8,
+    evaluator: PolicyModel | None = None,
     seed: int = 0,
 ) -> Exposure:
     """Loss on own samples against loss on data.
@@ -89,36 +89,43 @@ def exposure(
             f"{len(prompts)} prompts and {len(continuations)} continuations",
             expected="as many of both, one at least",
         )
-    if judge is not None and judge.model.config.vocab_size != network.model.config.vocab_size:
+    if evaluator is not None and evaluator.model.config.vocab_size != network.model.config.vocab_size:
         raise DataError(
-            f"the judge has {judge.model.config.vocab_size:,} ids, the model {network.model.config.vocab_size:,}",
+            f"the judge has {evaluator.model.config.vocab_size:,} ids, the model {network.model.config.vocab_size:,}",
             expected="networks of one tokenizer",
         )
-    longest = max(map(len, prompts)) + places + 1
-    engine = rollout_engine(network.copied(), scribe, sequences=64, max_length=longest)
-    found = answer(engine, prompts, policy_sampling(1.0), max_tokens=places, ends=scribe.ends, seed=seed)
-    own = [joined(p, a.ids) for p, a in zip(prompts, found, strict=True)]
-    data = [joined(p, list(c)[:places]) for p, c in zip(prompts, continuations, strict=True)]
+    longest = max(map(len, prompts)) + n_positions + 1
+    engine = rollout_engine(network.eval_copy(), example_tokenizer, sequences=64, max_length=longest)
+    found = sample_completions(
+        engine,
+        prompts,
+        policy_sampling(1.0),
+        max_tokens=n_positions,
+        stop_ids=example_tokenizer.stop_ids,
+        seed=seed,
+    )
+    own = [concat(p, a.ids) for p, a in zip(prompts, found, strict=True)]
+    data = [concat(p, list(c)[:n_positions]) for p, c in zip(prompts, continuations, strict=True)]
 
-    def course(eyes: Network) -> Course:
-        start = np.arange(0, places, together)
-        sums = [_by_place(eyes, texts, pad_id, places) for texts in (data, own)]
+    def course(eyes: PolicyModel) -> ExposureCurve:
+        start = np.arange(0, n_positions, bin_size)
+        sums = [_nll_by_position(eyes, texts, pad_id, n_positions) for texts in (data, own)]
         (d, n_data), (o, n_own) = [
             (np.add.reduceat(nats, start), np.add.reduceat(count, start)) for nats, count in sums
         ]
         with np.errstate(invalid="ignore", divide="ignore"):
-            return Course(start, d / n_data, o / n_own, n_data, n_own)
+            return ExposureCurve(start, d / n_data, o / n_own, n_data, n_own)
 
-    return Exposure(course(network), None if judge is None else course(judge))
+    return Exposure(course(network), None if evaluator is None else course(evaluator))
 
 
-def _by_place(
-    network: Network, texts: Sequence[Text], pad_id: int, places: int
+def _nll_by_position(
+    network: PolicyModel, texts: Sequence[TokenizedExample], pad_id: int, n_positions: int
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """(nats [places], tokens [places]): sums over texts, by place after the prompt."""
-    part = lay(texts, pad_id)
+    part = pad(texts, pad_id)
     mask = part["loss_mask"]
     place = (mask.long().cumsum(1) - 1)[mask].numpy()
     nats = -network.score(part)["log_prob"][mask].double().numpy()
-    sums, counts = np.bincount(place, nats, places), np.bincount(place, minlength=places)
+    sums, counts = np.bincount(place, nats, n_positions), np.bincount(place, minlength=n_positions)
     return sums.astype(np.float64), counts.astype(np.int64)

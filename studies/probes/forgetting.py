@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whorl.align.model.policy_model import Network
+from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import DataError
-from whorl.evals.likelihood import bits_per_byte, score
+from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.tokens.tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ class Forgetting:
 
 
 def held_out_bits(
-    network: Network, tokenizer: Tokenizer, texts: Sequence[str | bytes], window: int | None = None
+    network: PolicyModel, tokenizer: Tokenizer, texts: Sequence[str | bytes], window: int | None = None
 ) -> float:
     """Bits per byte of whole documents under the network as it is now, its adapter included.
 
@@ -56,17 +56,17 @@ def held_out_bits(
     training = network.training
     network.eval()
     try:
-        nats = score(network.model, documents, window or network.model.reads_well)
+        nats = document_nats(network.model, documents, window or network.model.eval_window)
     finally:
         network.train(training)
     return bits_per_byte(sum(nats), n_bytes)
 
 
 def forgetting(
-    network: Network,
+    network: PolicyModel,
     tokenizer: Tokenizer,
     texts: Sequence[str | bytes],
-    stage: Callable[[Network], object],
+    stage: Callable[[PolicyModel], object],
     window: int | None = None,
 ) -> Forgetting:
     """What `stage`, which trains the network in place, costs on `texts`.

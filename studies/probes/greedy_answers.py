@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whorl.align.model.example import Message, Scribe
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import answer, rollout_engine
-from whorl.engine.sampling_params import Sampling
+from whorl.align.model.example import ExampleTokenizer, Message
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import rollout_engine, sample_completions
+from whorl.engine.sampling_params import SamplingParams
 
 
-class Asker:
+class GreedyAnswers:
     """Answers the same questions again and again, with ever newer weights.
 
     Args:
@@ -24,23 +24,25 @@ class Asker:
 
     def __init__(
         self,
-        network: Network,
-        scribe: Scribe,
+        network: PolicyModel,
+        example_tokenizer: ExampleTokenizer,
         questions: Sequence[str | Sequence[Message]],
         *,
         max_tokens: int = 16,
         sequences: int = 64,
     ) -> None:
-        self.scribe, self.max_tokens = scribe, max_tokens
-        self._prompts = [scribe.prompt(question) for question in questions]
+        self.example_tokenizer, self.max_tokens = example_tokenizer, max_tokens
+        self._prompts = [example_tokenizer.prompt(question) for question in questions]
         longest = max(map(len, self._prompts), default=1) + max_tokens + 1
-        self._engine = rollout_engine(network.copied(), scribe, sequences=sequences, max_length=longest)
+        self._engine = rollout_engine(
+            network.eval_copy(), example_tokenizer, sequences=sequences, max_length=longest
+        )
 
-    def __call__(self, network: Network) -> list[str]:
+    def __call__(self, network: PolicyModel) -> list[str]:
         """What the network says to each as it is now."""
-        self._engine.update_weights(network.policy(), self._engine.version + 1)
-        found = answer(
-            self._engine, self._prompts, Sampling(temperature=0), max_tokens=self.max_tokens,
-            ends=self.scribe.ends, seed=0,
+        self._engine.update_weights(network.merged_weights(), self._engine.version + 1)
+        found = sample_completions(
+            self._engine, self._prompts, SamplingParams(temperature=0), max_tokens=self.max_tokens,
+            stop_ids=self.example_tokenizer.stop_ids, seed=0,
         )  # fmt: skip
-        return [self.scribe.words(one.ids) for one in found]
+        return [self.example_tokenizer.decode(one.ids) for one in found]

@@ -27,12 +27,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from studies.probes.biographies import Biographies, Question, Tally, tally
-from studies.probes.greedy_answers import Asker
+from studies.probes.biographies import Biographies, FactScores, Question, score_answers
+from studies.probes.greedy_answers import GreedyAnswers
 
 from whorl.align.config import SFTConfig
-from whorl.align.model.example import Scribe
-from whorl.align.model.policy_model import Network
+from whorl.align.model.example import ExampleTokenizer
+from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import ConfigError
 from whorl.tracking.seeds import numpy_rng
@@ -41,32 +41,34 @@ Facts = Literal["known", "new"]
 
 
 @dataclass(frozen=True)
-class Moment:
+class LessonScores:
     """taught: the lesson's own questions, so how far it is fitted; asked: those of no lesson."""
 
     step: int
     epoch: float
-    taught: Tally
-    asked: Tally
+    train_scores: FactScores
+    test_scores: FactScores
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusalRates:
     """Of a lesson with this share of refusals: how often the model refuses what nobody could answer, and what it could."""
 
-    share: float
+    refusal_fraction: float
     unanswerable: float
     answerable: float
-    right: float
+    correct: float
 
 
-def lesson(world: Biographies, facts: Facts, n: int, refusals: float, seed: int = 0) -> list[Question]:
+def make_lesson(
+    world: Biographies, facts: Facts, n: int, refusal_fraction: float, seed: int = 0
+) -> list[Question]:
     """n questions with answers, of which this share refuses.
 
     Raises:
         ConfigError: the world has not as many.
     """
-    refused = round(n * refusals)
+    refused = round(n * refusal_fraction)
     wanted = (
         ("known_train" if facts == "known" else "new", n - refused),
         ("stranger_train", refused),
@@ -76,7 +78,7 @@ def lesson(world: Biographies, facts: Facts, n: int, refusals: float, seed: int 
         there = world.questions(group)  # type: ignore[arg-type]
         if count > len(there):
             raise ConfigError(
-                f"a lesson of {n} with {refusals:.0%} refusals needs {count} questions of {group}, and there are "
+                f"a lesson of {n} with {refusal_fraction:.0%} refusals needs {count} questions of {group}, and there are "
                 f"{len(there)}",
                 do="take more people, other shares, or a smaller lesson",
             )  # fmt: skip
@@ -85,30 +87,39 @@ def lesson(world: Biographies, facts: Facts, n: int, refusals: float, seed: int 
     return found
 
 
-def sft_course(
-    network: Network,
-    scribe: Scribe,
-    taught: Sequence[Question],
-    asked: Sequence[Question],
+def track_sft(
+    network: PolicyModel,
+    example_tokenizer: ExampleTokenizer,
+    train_questions: Sequence[Question],
+    test_questions: Sequence[Question],
     config: SFTConfig,
     *,
     pad_id: int,
     every: int,
-) -> list[Moment]:
+) -> list[LessonScores]:
     """Trains on `taught`; -> what became of `taught` and `asked`, before, after each `every` steps, and at the end.
 
     Raises:
         DataError: as `fine_tune`.
     """
-    both = [*taught, *asked]
-    asker = Asker(network, scribe, [[{"role": "user", "content": q.question}] for q in both])
-    texts = [scribe.conversation(q.conversation().messages) for q in taught]
-    found: list[Moment] = []
+    both = [*train_questions, *test_questions]
+    asker = GreedyAnswers(
+        network, example_tokenizer, [[{"role": "user", "content": q.question}] for q in both]
+    )
+    texts = [example_tokenizer.conversation(q.conversation().messages) for q in train_questions]
+    found: list[LessonScores] = []
 
     def look(step: int, epoch: float) -> None:
         said = asker(network)
-        split = len(taught)
-        found.append(Moment(step, epoch, tally(taught, said[:split]), tally(asked, said[split:])))
+        split = len(train_questions)
+        found.append(
+            LessonScores(
+                step,
+                epoch,
+                score_answers(train_questions, said[:split]),
+                score_answers(test_questions, said[split:]),
+            )
+        )
 
     def observe(step: int, metrics: dict[str, float]) -> None:
         last.update(step=step, epoch=metrics["epoch"])
@@ -117,23 +128,23 @@ def sft_course(
 
     last = {"step": 0.0, "epoch": 0.0}
     look(0, 0.0)
-    fine_tune(network, texts, config, pad_id=pad_id, observe=observe)
+    fine_tune(network, texts, config, pad_id=pad_id, callback=observe)
     if found[-1].step != last["step"]:
         look(int(last["step"]), last["epoch"])
     return found
 
 
-def refusal(
-    base: Callable[[], Network],
-    scribe: Scribe,
+def refusal_rates(
+    base: Callable[[], PolicyModel],
+    example_tokenizer: ExampleTokenizer,
     world: Biographies,
-    shares: Sequence[float],
+    refusal_fractions: Sequence[float],
     n: int,
     config: SFTConfig,
     *,
     pad_id: int,
     facts: Facts = "known",
-) -> list[Refusal]:
+) -> list[RefusalRates]:
     """What lessons of n questions with these shares of refusals make of `base()`, which gives the network anew each time.
 
     Raises:
@@ -141,8 +152,10 @@ def refusal(
     """
     asked = world.questions("known_test", "stranger_test")
     found = []
-    for share in shares:
-        taught = lesson(world, facts, n, share, config.seed)
-        end = sft_course(base(), scribe, taught, asked, config, pad_id=pad_id, every=1 << 30)[-1].asked
-        found.append(Refusal(share, 1.0 - end.made_up, end.refused, end.right))
+    for share in refusal_fractions:
+        taught = make_lesson(world, facts, n, share, config.seed)
+        end = track_sft(base(), example_tokenizer, taught, asked, config, pad_id=pad_id, every=1 << 30)[
+            -1
+        ].test_scores
+        found.append(RefusalRates(share, 1.0 - end.hallucinated, end.refused, end.correct))
     return found

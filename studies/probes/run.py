@@ -30,17 +30,17 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 from bench._run import claim
-from studies.probes.biographies import REFUSAL, Biographies, Group
+from studies.probes.biographies import REFUSAL, Biographies, PersonGroup
 from studies.probes.exposure import exposure
 from studies.probes.forgetting import forgetting
-from studies.probes.greedy_answers import Asker
-from studies.probes.knowledge import lesson, refusal, sft_course
+from studies.probes.greedy_answers import GreedyAnswers
+from studies.probes.knowledge import make_lesson, refusal_rates, track_sft
 
 from whorl.align.config import LoRAConfig, SFTConfig
 from whorl.align.data.arithmetic import Arithmetic
-from whorl.align.model.example import Scribe, Text
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import never
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import banned_ids
 from whorl.align.stage.sft import fine_tune
 from whorl.models import DecoderConfig, make_model
 from whorl.tokens.shards import write_shards
@@ -48,7 +48,7 @@ from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator, numpy_rng
 
 CHATML = ("<|im_start|>", "<|im_end|>")
-SHARES: dict[Group, float] = {
+SHARES: dict[PersonGroup, float] = {
     "known_train": 0.2, "known_test": 0.2, "new": 0.2, "stranger_train": 0.25, "stranger_test": 0.15,
 }  # fmt: skip
 
@@ -63,7 +63,7 @@ class Written(NamedTuple):
     text: str
 
 
-def network(scribe: Scribe, seed: int, lora: LoRAConfig | None = None) -> Network:
+def network(scribe: ExampleTokenizer, seed: int, lora: LoRAConfig | None = None) -> PolicyModel:
     words = scribe.tokenizer.vocab_size
     rows = -(-words // 8) * 8
     config = DecoderConfig(
@@ -71,15 +71,15 @@ def network(scribe: Scribe, seed: int, lora: LoRAConfig | None = None) -> Networ
         ngram_buckets=512,
     )  # fmt: skip
     model = make_model(config, generator(seed, "weights"), torch.bfloat16)
-    return Network(model, forbidden=never(scribe, rows, words), lora=lora, seed=seed)
+    return PolicyModel(model, banned_ids=banned_ids(scribe, rows, words), lora=lora, seed=seed)
 
 
-def plain(tokenizer: Tokenizer, text: str, longest: int | None = None) -> Text:
+def plain(tokenizer: Tokenizer, text: str, longest: int | None = None) -> TokenizedExample:
     """A text of which all but bos is learnt."""
     ids = np.asarray(tokenizer.encode_document(text), np.int64)[:longest]
     mask = np.ones(len(ids), np.bool_)
     mask[0] = False
-    return Text(ids, mask)
+    return TokenizedExample(ids, mask)
 
 
 def median(values: Sequence[float]) -> float:
@@ -99,7 +99,7 @@ def source(seed: int) -> tuple[list[str], list[str]]:
     return [some[i] for i in order[32:]], [some[i] for i in order[:32]]
 
 
-def reader(scribe: Scribe, texts: Sequence[str], tokens: int, seed: int) -> Network:
+def reader(scribe: ExampleTokenizer, texts: Sequence[str], tokens: int, seed: int) -> PolicyModel:
     """A model of source code, of so many tokens."""
     words = scribe.tokenizer
     assert isinstance(words, Tokenizer)
@@ -111,11 +111,11 @@ def reader(scribe: Scribe, texts: Sequence[str], tokens: int, seed: int) -> Netw
                 piece = ids[i : i + 257]
                 mask = np.ones(len(piece), np.bool_)
                 mask[0] = False
-                taken.append(Text(piece, mask))
+                taken.append(TokenizedExample(piece, mask))
                 count += len(piece)
             if count >= tokens:
                 break
-    config = SFTConfig(share=0.5, epochs=1, length=256, batch_rows=2, seed=seed)
+    config = SFTConfig(lr_scale=0.5, epochs=1, seq_len=256, batch_size=2, seed=seed)
     return fine_tune(net, taken, config, pad_id=words.pad_id)
 
 
@@ -131,11 +131,14 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
     costs: dict[str, list[float]] = {way: [] for way in ways}
     for seed in seeds:
         texts, held = source(seed)
-        words = Tokenizer.train(texts[:200], 1024, specials=CHATML)
-        scribe = Scribe(words)
-        base = reader(scribe, texts, 300_000, seed).policy()
-        sums = Arithmetic(seed, {0: 1.0}, working=False)
-        taught = [scribe.answered(p.prompt, p.completion) for p in map(sums.pair, sums.problems(0, 3000))]
+        words = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
+        scribe = ExampleTokenizer(words)
+        base = reader(scribe, texts, 300_000, seed).merged_weights()
+        sums = Arithmetic(seed, {0: 1.0}, show_steps=False)
+        taught = [
+            scribe.prompt_completion(p.prompt, p.completion)
+            for p in map(sums.prompt_completion, sums.problems(0, 3000))
+        ]
         asked = sums.distinct(60, held_out=False)
         with tempfile.TemporaryDirectory() as folder:
             documents = [Written(str(n), "stdlib", str(n), 0, text) for n, text in enumerate(texts)]
@@ -146,14 +149,14 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
                 with torch.no_grad():
                     for name, p in net.model.named_parameters():
                         p.copy_(base[name])
-                config = SFTConfig(epochs=2, length=256, batch_rows=2, seed=seed, **options)  # type: ignore[arg-type]
+                config = SFTConfig(epochs=2, seq_len=256, batch_size=2, seed=seed, **options)  # type: ignore[arg-type]
 
                 stage = partial(
-                    fine_tune, texts=taught, config=config, pad_id=words.pad_id,
-                    replay=Path(folder) if config.replay else None,
+                    fine_tune, examples=taught, config=config, pad_id=words.pad_id,
+                    replay_data=Path(folder) if config.replay_fraction else None,
                 )  # fmt: skip
                 found = forgetting(net, words, held, stage, 256)
-                said = Asker(net, scribe, [sums.prompt(p) for p in asked], max_tokens=6)(net)
+                said = GreedyAnswers(net, scribe, [sums.prompt(p) for p in asked], max_tokens=6)(net)
                 right = float(np.mean([a.strip() == str(p.answer) for a, p in zip(said, asked, strict=True)]))
                 costs[way].append(found.cost)
                 print(
@@ -177,8 +180,8 @@ def measure_exposure(seeds: range, quick: bool) -> None:
     for seed in seeds:
         began = time.perf_counter()
         texts, held = source(seed)
-        words = Tokenizer.train(texts[:200], 1024, specials=CHATML)
-        scribe = Scribe(words)
+        words = Tokenizer.train(texts[:200], 1024, special_tokens=CHATML)
+        scribe = ExampleTokenizer(words)
         tokens = 50_000 if quick else 100_000
         net, judge = reader(scribe, texts, tokens, seed), reader(scribe, texts, 4 * tokens, seed + 100)
         prompts, rest = [], []
@@ -188,14 +191,22 @@ def measure_exposure(seeds: range, quick: bool) -> None:
                 prompts.append([words.bos_id, *ids[at + 1 : at + prompt]])
                 rest.append(ids[at + prompt : at + prompt + places])
         got = exposure(
-            net, scribe, prompts, rest, pad_id=words.pad_id, places=places, together=8, judge=judge, seed=seed
+            net,
+            scribe,
+            prompts,
+            rest,
+            pad_id=words.pad_id,
+            n_positions=places,
+            bin_size=8,
+            evaluator=judge,
+            seed=seed,
         )
-        mine, other = got.itself, got.judged
+        mine, other = got.by_model, got.by_evaluator
         assert other is not None
         for g, start in enumerate(mine.start):
             print(
-                f"{seed:4} {start:4}-{start + 7:<3} {mine.data[g]:7.3f} {mine.own[g]:7.3f} {mine.gap[g]:+7.3f}          "
-                f"{other.data[g]:7.3f} {other.own[g]:7.3f} {other.gap[g]:+7.3f}"
+                f"{seed:4} {start:4}-{start + 7:<3} {mine.data_nll[g]:7.3f} {mine.self_nll[g]:7.3f} {mine.gap[g]:+7.3f}          "
+                f"{other.data_nll[g]:7.3f} {other.self_nll[g]:7.3f} {other.gap[g]:+7.3f}"
             )
         found.append((mine.drift, other.drift, float(other.gap.mean())))
         print(
@@ -217,12 +228,12 @@ class Told(NamedTuple):
     """A world, and a model that was told of its known people."""
 
     world: Biographies
-    scribe: Scribe
+    scribe: ExampleTokenizer
     pad_id: int
     weights: dict[str, torch.Tensor]
     seed: int
 
-    def base(self) -> Network:
+    def base(self) -> PolicyModel:
         """The model as it was before SFT."""
         net = network(self.scribe, self.seed)
         with torch.no_grad():
@@ -236,15 +247,15 @@ def told(seed: int, quick: bool) -> Told:
     world = Biographies(100, seed, SHARES)
     everybody = world.questions("known_train", "known_test", "new", "stranger_train", "stranger_test")
     stories = [text for _, text in world.texts(1)]
-    words = Tokenizer.train([*stories, *(q.question for q in everybody), REFUSAL], 700, specials=CHATML)
-    scribe = Scribe(words)
+    words = Tokenizer.train([*stories, *(q.question for q in everybody), REFUSAL], 700, special_tokens=CHATML)
+    scribe = ExampleTokenizer(words)
     known = world.questions("known_train", "known_test")
     texts = [plain(words, story) for story in stories]
     texts += [scribe.conversation(q.conversation().messages) for q in known]
     net = network(scribe, seed)
-    config = SFTConfig(share=0.2, epochs=24 if quick else 32, length=256, batch_rows=1, seed=seed)
+    config = SFTConfig(lr_scale=0.2, epochs=24 if quick else 32, seq_len=256, batch_size=1, seed=seed)
     fine_tune(net, texts, config, pad_id=words.pad_id)
-    weights = {name: tensor.clone() for name, tensor in net.policy().items()}
+    weights = {name: tensor.clone() for name, tensor in net.merged_weights().items()}
     return Told(world, scribe, words.pad_id, weights, seed)
 
 
@@ -265,15 +276,15 @@ def measure_facts(seeds: range, quick: bool) -> None:
         began = time.perf_counter()
         it = told(seed, quick)
         asked = it.world.questions("known_test", "stranger_test")
-        config = SFTConfig(share=0.1, epochs=8 if quick else 12, length=256, batch_rows=1, seed=seed)
+        config = SFTConfig(lr_scale=0.1, epochs=8 if quick else 12, seq_len=256, batch_size=1, seed=seed)
         for facts in ("known", "new"):
-            taught = lesson(it.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
-            for m in sft_course(it.base(), it.scribe, taught, asked, config, pad_id=it.pad_id, every=60):
+            taught = make_lesson(it.world, facts, QUESTIONS, REFUSALS, seed)  # type: ignore[arg-type]
+            for m in track_sft(it.base(), it.scribe, taught, asked, config, pad_id=it.pad_id, every=60):
                 print(
-                    f"{seed:4} {facts:7} {m.step:5} {m.taught.right:7.1%} |        {m.asked.right:6.1%} "
-                    f"{m.asked.refused:8.1%} |            {m.asked.made_up:7.1%}"
+                    f"{seed:4} {facts:7} {m.step:5} {m.train_scores.correct:7.1%} |        {m.test_scores.correct:6.1%} "
+                    f"{m.test_scores.refused:8.1%} |            {m.test_scores.hallucinated:7.1%}"
                 )  # fmt: skip
-            ends[facts].append((m.asked.made_up, m.asked.right))
+            ends[facts].append((m.test_scores.hallucinated, m.test_scores.correct))
         print(f"{seed:4} {time.perf_counter() - began:.0f} s", flush=True)
     ours, peer = (median([made_up for made_up, _ in ends[facts]]) for facts in ("new", "known"))
     claim(
@@ -293,11 +304,11 @@ def measure_refusal(seeds: range, quick: bool) -> None:
     for seed in seeds:
         began = time.perf_counter()
         it = told(seed, quick)
-        config = SFTConfig(share=0.1, epochs=8, length=256, batch_rows=1, seed=seed)
-        rows = refusal(it.base, it.scribe, it.world, shares, FEWER, config, pad_id=it.pad_id)
+        config = SFTConfig(lr_scale=0.1, epochs=8, seq_len=256, batch_size=1, seed=seed)
+        rows = refusal_rates(it.base, it.scribe, it.world, shares, FEWER, config, pad_id=it.pad_id)
         for row in rows:
             print(
-                f"{seed:4} {row.share:6.0%} {row.unanswerable:13.1%} {row.answerable:11.1%} {row.right:7.1%}"
+                f"{seed:4} {row.refusal_fraction:6.0%} {row.unanswerable:13.1%} {row.answerable:11.1%} {row.correct:7.1%}"
             )
         found.append([(row.unanswerable, row.answerable) for row in rows])
         print(f"{seed:4} {time.perf_counter() - began:.0f} s", flush=True)

@@ -10,13 +10,21 @@ import psutil
 import pytest
 import torch
 
-from whorl.agents.config import AgentConfig, preset
+from whorl.agents.config import AgentConfig, make_config
 from whorl.agents.networks import ActorCritic
-from whorl.agents.registration import make
+from whorl.agents.registration import make_env
 from whorl.agents.rollout import Actor, rollout_spec
-from whorl.agents.train import Progress, Stop, Tally, build, estimate, evaluate, train
+from whorl.agents.train import (
+    EpisodeReturns,
+    StopTraining,
+    TrainingProgress,
+    build_networks,
+    estimate_advantages,
+    evaluate,
+    train,
+)
 from whorl.errors import CheckpointError, ConfigError, ProducerError
-from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, SlotRing
+from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, SlotRing
 
 
 def weights(config: AgentConfig) -> dict[str, torch.Tensor]:
@@ -28,27 +36,27 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_run_repeats_bit_for_bit_and_seeds_differ() -> None:
-    config = preset("ppo", "CartPole-v1", steps=1024, passes=2, minibatches=4)
+    config = make_config("ppo", "CartPole-v1", steps=1024, passes=2, minibatches=4)
     assert same(weights(config), weights(config))
     assert not same(weights(config), weights(config.model_copy(update={"seed": 1})))
 
 
 def test_impala_in_lockstep_is_a2c_with_v_trace() -> None:
-    impala = preset("impala", "CartPole-v1", steps=2048, actors=0)
-    assert same(weights(impala), weights(preset("a2c", "CartPole-v1", steps=2048, correct=True)))
+    impala = make_config("impala", "CartPole-v1", steps=2048, actors=0)
+    assert same(weights(impala), weights(make_config("a2c", "CartPole-v1", steps=2048, correct=True)))
     # One actor in a process of its own, with a single slot that it fills when the last was read, is the same again.
     lockstep = impala.model_copy(update={"actors": 1, "ahead": 0})
     assert same(weights(impala), weights(lockstep))
 
 
 def test_an_actor_in_a_process_writes_what_one_in_line_writes() -> None:
-    environment = make("Pendulum-v1", 3)
+    environment = make_env("Pendulum-v1", 3)
     networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
-    board, spec = Board.of(dict(networks.named_parameters())), rollout_spec(environment, 5)
+    board, spec = Board.from_tensors(dict(networks.named_parameters())), rollout_spec(environment, 5)
 
     def records(kind: type) -> list[dict[str, torch.Tensor]]:
         ring = SlotRing(spec, 1, poison=True)
-        with Drain(ring, [kind(ring, Actor("Pendulum-v1", 3, (8,), 7), seed=1, board=board)]) as drain:
+        with FIFOReader(ring, [kind(ring, Actor("Pendulum-v1", 3, (8,), 7), seed=1, board=board)]) as drain:
             return [{n: t.clone() for n, t in next(drain).tensors().items()} for _ in range(4)]
 
     line, process = records(SerialProducer), records(ProducerProcess)
@@ -61,19 +69,19 @@ def test_an_actor_in_a_process_writes_what_one_in_line_writes() -> None:
 
 
 def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first() -> None:
-    config = preset("a2c", "CartPole-v1", n_envs=4, length=60)
-    environment = make("CartPole-v1", 4)
+    config = make_config("a2c", "CartPole-v1", n_envs=4, length=60)
+    environment = make_env("CartPole-v1", 4)
     environment.horizon = 20  # type: ignore[attr-defined]
     networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
-    board = Board.of(dict(networks.named_parameters()))
+    board = Board.from_tensors(dict(networks.named_parameters()))
     actor = Actor("CartPole-v1", 4, (8,), 7)
-    actor.begin()
+    actor.setup()
     actor._copies.horizon = 20  # type: ignore[attr-defined]
     actor._seen = actor._copies.reset(7).flatten(1)
     ring = SlotRing(rollout_spec(environment, 60), 1)
-    record = next(Drain(ring, [SerialProducer(ring, actor, board=board)])).tensors()
+    record = next(FIFOReader(ring, [SerialProducer(ring, actor, board=board)])).tensors()
     assert record["truncated"].any() and record["terminated"].any()
-    found = estimate(config, networks, record)
+    found = estimate_advantages(config, networks, record)
     t, b = (int(i[0]) for i in (record["truncated"] & ~record["terminated"]).nonzero(as_tuple=True))
     final = float(networks.values(record["final_observation"][t, b]).detach())
     assert float(found["target"][t, b]) == pytest.approx(1.0 + config.discount * final, rel=1e-4)
@@ -82,9 +90,9 @@ def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first(
 
 
 def test_the_tally_sums_whole_episodes_over_records() -> None:
-    environment = make("MountainCar-v0", 2)
+    environment = make_env("MountainCar-v0", 2)
     ring = SlotRing(rollout_spec(environment, 3), 1)
-    tally, ended = Tally(1, 2), []
+    tally, ended = EpisodeReturns(1, 2), []
     slot = ring.slots[0]
     slot.data.reward[:] = [[1, 10], [1, 10], [1, 10]]
     for truncated in ([[0, 0], [1, 0], [0, 0]], [[0, 0], [0, 1], [1, 0]]):
@@ -99,15 +107,15 @@ def test_the_tally_sums_whole_episodes_over_records() -> None:
     [("ppo", 300), ("a2c", 200), ("impala", 200)],
 )
 def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
-    config, best = preset(algorithm, "CartPole-v1", steps=120_000), 0.0
-    untrained = float(np.mean(evaluate(build(config), "CartPole-v1", 20, 123)))
+    config, best = make_config(algorithm, "CartPole-v1", steps=120_000), 0.0
+    untrained = float(np.mean(evaluate(build_networks(config), "CartPole-v1", 20, 123)))
 
-    def observe(progress: Progress, networks: ActorCritic) -> None:
+    def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
         nonlocal best
         if len(progress.returns) == 100:
             best = max(best, progress.mean_return)
             if best >= bar:
-                raise Stop
+                raise StopTraining
 
     networks = train(config, observe)
     assert untrained < 60 and best >= bar
@@ -115,7 +123,7 @@ def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
 
 
 def test_every_parameter_is_trained_in_continuous_actions_too() -> None:
-    config = preset("ppo", "Pendulum-v1", steps=2048, passes=2)
+    config = make_config("ppo", "Pendulum-v1", steps=2048, passes=2)
     before = {
         n: p.clone()
         for n, p in train(config.model_copy(update={"steps": 1, "rate": 1e-12})).named_parameters()
@@ -126,20 +134,20 @@ def test_every_parameter_is_trained_in_continuous_actions_too() -> None:
 
 def test_what_cannot_be_is_refused_before_any_work() -> None:
     with pytest.raises(ConfigError, match="no environment"):
-        train(preset("ppo", "Nothing-v0"))
+        train(make_config("ppo", "Nothing-v0"))
     with pytest.raises(ValueError, match="minibatches"):
-        preset("ppo", "CartPole-v1", minibatches=1000)
+        make_config("ppo", "CartPole-v1", minibatches=1000)
 
 
 def test_an_actor_that_fails_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = make("CartPole-v1", 2)
+    environment = make_env("CartPole-v1", 2)
     networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
-    board = Board.of(dict(networks.named_parameters()))
+    board = Board.from_tensors(dict(networks.named_parameters()))
     ring = SlotRing(rollout_spec(environment, 3), 1)
     wrong = Actor("CartPole-v1", 3, (8,), 0)  # three copies where the record has room for two
     with (
         pytest.raises(ProducerError, match="Traceback"),
-        Drain(ring, [ProducerProcess(ring, wrong, board=board)]) as d,
+        FIFOReader(ring, [ProducerProcess(ring, wrong, board=board)]) as d,
     ):
         next(d)
 
@@ -150,11 +158,11 @@ class _Enough(Exception):
 
 @pytest.mark.parametrize("algorithm", ["a2c", "ppo"])
 def test_a_run_goes_on_where_it_was_stopped_bit_for_bit(algorithm: str, tmp_path: Path) -> None:
-    config = preset(algorithm, "CartPole-v1", steps=3000, hidden=(16,))
+    config = make_config(algorithm, "CartPole-v1", steps=3000, hidden=(16,))
     straight: list[float] = []
 
-    def until(steps: int, seen: list[float]) -> Callable[[Progress, ActorCritic], None]:
-        def observe(progress: Progress, networks: ActorCritic) -> None:
+    def until(steps: int, seen: list[float]) -> Callable[[TrainingProgress, ActorCritic], None]:
+        def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
             seen.append(progress.mean_return)
             if progress.steps >= steps:
                 raise _Enough  # as a crash: nothing is saved any more
@@ -165,10 +173,10 @@ def test_a_run_goes_on_where_it_was_stopped_bit_for_bit(algorithm: str, tmp_path
     said: list[str] = []
     for stop in (1000, 2000):
         with pytest.raises(_Enough):
-            train(config, until(stop, []), scratch=tmp_path, checkpoint_seconds=0.0, say=said.append)
+            train(config, until(stop, []), scratch=tmp_path, checkpoint_seconds=0.0, log=said.append)
     parts: list[float] = []
     last = train(
-        config, lambda progress, _: parts.append(progress.mean_return), scratch=tmp_path, say=said.append
+        config, lambda progress, _: parts.append(progress.mean_return), scratch=tmp_path, log=said.append
     )
     assert len(said) == 2 and all("continues after" in text for text in said)
     assert same(dict(whole.state_dict()), dict(last.state_dict()))
@@ -176,9 +184,9 @@ def test_a_run_goes_on_where_it_was_stopped_bit_for_bit(algorithm: str, tmp_path
 
 
 def test_asynchronous_actors_go_on_with_new_episodes(tmp_path: Path) -> None:
-    config = preset("impala", "CartPole-v1", steps=3000, hidden=(16,))
+    config = make_config("impala", "CartPole-v1", steps=3000, hidden=(16,))
 
-    def stop(progress: Progress, networks: ActorCritic) -> None:
+    def stop(progress: TrainingProgress, networks: ActorCritic) -> None:
         if progress.steps >= 1500:
             raise _Enough
 
@@ -186,11 +194,11 @@ def test_asynchronous_actors_go_on_with_new_episodes(tmp_path: Path) -> None:
         train(config, stop, scratch=tmp_path, checkpoint_seconds=0.0)
     steps: list[int] = []
     train(config, lambda progress, _: steps.append(progress.steps), scratch=tmp_path)
-    assert steps[0] == 1536 + config.record_steps and steps[-1] >= 3000
+    assert steps[0] == 1536 + config.rollout_steps and steps[-1] >= 3000
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
-    config = preset("a2c", "CartPole-v1", steps=1000, hidden=(16,))
+    config = make_config("a2c", "CartPole-v1", steps=1000, hidden=(16,))
     train(config, scratch=tmp_path, checkpoint_seconds=0.0)
     with pytest.raises(CheckpointError, match="rate differs"):
         train(config.model_copy(update={"rate": 0.5}), scratch=tmp_path)
@@ -204,10 +212,10 @@ def _actors() -> list[psutil.Process]:
 
 
 def test_an_actor_killed_while_it_acts_is_heard_and_nobody_is_left() -> None:
-    def kill(progress: Progress, networks: ActorCritic) -> None:
+    def kill(progress: TrainingProgress, networks: ActorCritic) -> None:
         if progress.steps == 2 * 128:
             _actors()[-1].kill()
 
     with pytest.raises(ProducerError, match="SIGKILL"):
-        train(preset("impala", "CartPole-v1", steps=200_000, hidden=(16,)), kill)
+        train(make_config("impala", "CartPole-v1", steps=200_000, hidden=(16,)), kill)
     assert not _actors()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from whorl.agents import BATCHED, make
+from whorl.agents import TENSOR_ENVIRONMENTS, make_env
 from whorl.agents.classic_control import GridWorld
 from whorl.errors import ConfigError
 
@@ -24,7 +24,7 @@ def actions(environment: Any, rng: np.random.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0"])
 def test_trajectories_are_gymnasiums(name: str) -> None:
     n, rng = 5, np.random.default_rng(0)
-    ours = make(name, n)
+    ours = make_env(name, n)
     observation = ours.reset(seed=3)
     theirs = [gymnasium.make(name) for _ in range(n)]
     for i, single in enumerate(theirs):
@@ -53,7 +53,7 @@ def test_trajectories_are_gymnasiums(name: str) -> None:
 
 
 def test_the_grid_is_gymnasiums_frozen_lake() -> None:
-    ours = GridWorld(4, slip=0.0)
+    ours = GridWorld(4, slip_probability=0.0)
     ours.reset(seed=0)
     theirs = [gymnasium.make("FrozenLake-v1", is_slippery=False) for _ in range(4)]
     for single in theirs:
@@ -74,17 +74,17 @@ def test_the_grid_is_gymnasiums_frozen_lake() -> None:
 
 
 def test_the_grid_slips_as_often_as_it_says() -> None:
-    world = GridWorld(30_000, rows=("FFF", "FSF", "FFF"), slip=0.25)
+    world = GridWorld(30_000, rows=("FFF", "FSF", "FFF"), slip_probability=0.25)
     world.reset(seed=0)
     found = world.step(torch.full((30_000,), 2))  # wants right (cell 5), may slip to down (7) or up (1)
     shares = found.observation.mean(dim=0)
     assert torch.allclose(shares[[5, 1, 7]], torch.tensor([0.5, 0.25, 0.25]), atol=0.01)
 
 
-@pytest.mark.parametrize("name", list(BATCHED))
+@pytest.mark.parametrize("name", list(TENSOR_ENVIRONMENTS))
 def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
     def run(seed: int) -> tuple[list[torch.Tensor], int]:
-        environment, rng = make(name, 64), np.random.default_rng(0)
+        environment, rng = make_env(name, 64), np.random.default_rng(0)
         seen, ends = [environment.reset(seed)], 0
         for _ in range(environment.horizon + 1):
             found = environment.step(actions(environment, rng))
@@ -106,7 +106,7 @@ def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
 
 
 def test_gymnasiums_own_come_through_its_vector_interface() -> None:
-    environment = make("MountainCarContinuous-v0", 3)
+    environment = make_env("MountainCarContinuous-v0", 3)
     assert environment.observation_shape == (2,) and environment.n_actions is None
     assert environment.reset(seed=0).shape == (3, 2)
     for _ in range(999):
@@ -114,7 +114,7 @@ def test_gymnasiums_own_come_through_its_vector_interface() -> None:
     assert found.truncated.all() and not found.terminated.any()
     assert (found.observation != found.final_observation).any(dim=1).all()
     environment.close()
-    cliff = make("CliffWalking-v1", 2)
+    cliff = make_env("CliffWalking-v1", 2)
     assert cliff.observation_shape == (48,) and cliff.n_actions == 4
     assert cliff.reset(seed=0).sum() == 2
     cliff.close()
@@ -122,12 +122,12 @@ def test_gymnasiums_own_come_through_its_vector_interface() -> None:
 
 def test_odd_environments_are_refused_with_what_would_do() -> None:
     with pytest.raises(ConfigError, match="no environment 'CartPool-v1'"):
-        make("CartPool-v1", 2)
+        make_env("CartPool-v1", 2)
     with pytest.raises(ConfigError, match="Tuple"):
-        make("Blackjack-v1", 2)
+        make_env("Blackjack-v1", 2)
     with pytest.raises(ConfigError, match="at least 1"):
-        make("CartPole-v1", 0)
+        make_env("CartPole-v1", 0)
     with pytest.raises(ConfigError, match="call reset"):
-        make("CartPole-v1", 2).step(torch.zeros(2, dtype=torch.int64))
+        make_env("CartPole-v1", 2).step(torch.zeros(2, dtype=torch.int64))
     with pytest.raises(ConfigError, match="no grid world"):
         GridWorld(1, rows=("SF", "F"))

@@ -5,28 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from whorl.agents.seed_statistics import inter_quartile_mean, summarise
+from whorl.agents.seed_statistics import interquartile_mean, summarize_seeds
 
 
 def test_the_middle_half_by_hand() -> None:
-    assert inter_quartile_mean(np.array([100.0, 1, 2, 3, -50, 2.5, 1.5, 7])) == pytest.approx(
+    assert interquartile_mean(np.array([100.0, 1, 2, 3, -50, 2.5, 1.5, 7])) == pytest.approx(
         (1.5 + 2 + 2.5 + 3) / 4
     )
     # Of five, the middle 2.5: one whole, and three quarters of its neighbours.
-    assert inter_quartile_mean(np.array([0.0, 1, 2, 3, 10])) == pytest.approx((0.75 * 1 + 2 + 0.75 * 3) / 2.5)
-    assert inter_quartile_mean(np.array([4.0])) == 4.0
+    assert interquartile_mean(np.array([0.0, 1, 2, 3, 10])) == pytest.approx((0.75 * 1 + 2 + 0.75 * 3) / 2.5)
+    assert interquartile_mean(np.array([4.0])) == 4.0
 
 
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
     rng, covered = np.random.default_rng(0), 0
     for _ in range(200):
-        found = summarise([rng.normal(3.0, 1.0, 20)], rng, draws=300)
+        found = summarize_seeds([rng.normal(3.0, 1.0, 20)], rng, n_bootstrap=300)
         covered += found.low <= 3.0 <= found.high
     assert 0.85 < covered / 200 < 0.99
 
 
 def test_tasks_are_drawn_apart() -> None:
-    found = summarise([[0.0] * 4, [1.0] * 4], np.random.default_rng(0))
+    found = summarize_seeds([[0.0] * 4, [1.0] * 4], np.random.default_rng(0))
     assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="no runs"):
-        summarise([[]], np.random.default_rng(0))
+        summarize_seeds([[]], np.random.default_rng(0))

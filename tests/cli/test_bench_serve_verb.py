@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from whorl.cli import application
+from whorl.cli import build_app
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,7 +73,7 @@ def url() -> Iterator[str]:
 
 
 def called(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(application(), ["bench-serve", *words])
+    result = CliRunner().invoke(build_app(), ["bench-serve", *words])
     return result.exit_code, result.output
 
 

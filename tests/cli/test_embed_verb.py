@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from whorl.cli import application
+from whorl.cli import build_app
 from whorl.embedding.embedder import Embedder
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.store import Store
@@ -49,7 +49,7 @@ def whorl(home: Path, *words: object, stdin: str | bytes = "") -> Result:
     monkey = pytest.MonkeyPatch()
     with monkey.context() as inside:
         inside.chdir(home)
-        return CliRunner().invoke(application(), ["embed", *map(str, words)], input=stdin)
+        return CliRunner().invoke(build_app(), ["embed", *map(str, words)], input=stdin)
 
 
 def vectors(home: Path, texts: list[str | bytes]) -> np.ndarray:

@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 from whorl.align.config import RewardConfig
-from whorl.align.preference.reward_model import RewardModel, save_reward
-from whorl.cli import application
+from whorl.align.preference.reward_model import RewardModel, save_reward_model
+from whorl.cli import build_app
 from whorl.models import Decoder, DecoderConfig, save_model
 from whorl.store import Store
 from whorl.tokens.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store.make_folders()
     with store.build(kind="reward", name="run/judge", parents={}, config={}, version=1) as build:
         judge = RewardModel(Decoder(shape, torch.Generator().manual_seed(2)))
-        save_reward(judge, build.path, config=RewardConfig(), trained_on={})
+        save_reward_model(judge, build.path, config=RewardConfig(), trained_on={})
     for kind, name in (("model", "run/pretrain"), ("tokenizer", "run/tokenizer")):
         with store.build(kind=kind, name=name, parents={}, config={}, version=1) as build:
             if kind == "model":
@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whorl(home: Path, *words: object) -> Result:
     with pytest.MonkeyPatch().context() as inside:
         inside.chdir(home)
-        return CliRunner().invoke(application(), ["eval-scaling", *map(str, words)])
+        return CliRunner().invoke(build_app(), ["eval-scaling", *map(str, words)])
 
 
 def test_every_curve_is_told_drawn_and_written(home: Path) -> None:

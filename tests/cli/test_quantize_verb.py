@@ -9,10 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from whorl.cli import application
+from whorl.cli import build_app
 from whorl.corpus import Document
 from whorl.models import Decoder, DecoderConfig, load_model, save_model
-from whorl.models.quantization.weights import Scheme
+from whorl.models.quantization.weights import QuantizationConfig
 from whorl.store import Store
 from whorl.tokens.shards import write_shards
 from whorl.tokens.tokenizer import Tokenizer
@@ -50,7 +50,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whorl(home: Path, *words: object) -> Result:
     with pytest.MonkeyPatch().context() as inside:
         inside.chdir(home)
-        return CliRunner().invoke(application(), [*map(str, words)])
+        return CliRunner().invoke(build_app(), [*map(str, words)])
 
 
 def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
@@ -62,8 +62,8 @@ def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
     assert made.kind == "model" and made.parents["model"] == source.address
     assert made.parents["tokens"] == store.open("run/tokens").address
     assert made.files["model.safetensors"]["size"] < 0.4 * source.files["model.safetensors"]["size"]
-    scheme = Scheme(format="int4", group=64, rounding="calibrated", head=True, memory=True)
-    assert load_model(made.path).scheme == scheme
+    scheme = QuantizationConfig(format="int4", group_size=64, rounding="calibrated", head=True, ngram=True)
+    assert load_model(made.path).quantization == scheme
     assert json.loads((made.path / "config.json").read_text())["quantisation"]["group"] == 64
     assert "looked up" in whorl(
         home, "quantise", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--memory"
@@ -77,7 +77,7 @@ def test_rounding_to_the_nearest_needs_no_text(home: Path) -> None:
     done = whorl(home, "quantise", "elsewhere/pretrain", "--dynamic", "--name", "small one")
     assert done.exit_code == 0, done.output
     model = load_model(Store(home / ".whorl").open("quantised/small-one").path)
-    assert model.scheme == Scheme(dynamic=True)
+    assert model.quantization == QuantizationConfig(dynamic=True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from whorl.cli.jobs.run import closing
+from whorl.cli.jobs.run import closing_lines
 
 
 def artifact(kind: str, name: str, *files: str) -> Any:
@@ -21,14 +21,14 @@ def test_one_command_comes_next_that_of_the_last_model() -> None:
         artifact("model", "r/sft"),
         artifact("report", "r/report", "report.html"),
     ]
-    assert closing(made, " --store s") == [
+    assert closing_lines(made, " --store s") == [
         "model:  store/r/pretrain",
         "model:  store/r/sft",
         "report: report.html",
         'next:   whorl sample r/sft "def " --store s',
     ]
-    assert closing([made[3]], "") == ["report: report.html"]
-    assert closing(made[:1], "") == ["next:   whorl show r/tokens"]
+    assert closing_lines([made[3]], "") == ["report: report.html"]
+    assert closing_lines(made[:1], "") == ["next:   whorl show r/tokens"]
 
 
 def test_a_model_that_answered_tasks_is_asked_one_of_them(tmp_path: Path) -> None:
@@ -36,4 +36,4 @@ def test_a_model_that_answered_tasks_is_asked_one_of_them(tmp_path: Path) -> Non
     (tmp_path / "samples.json").write_text(json.dumps({"before": [one], "after": [one]}))
     made = artifact("model", "r/rlvr", "samples.json")
     made.file = lambda name: tmp_path / name
-    assert closing([made], "")[-1] == r"next:   whorl sample r/rlvr $'1+2\n'"
+    assert closing_lines([made], "")[-1] == r"next:   whorl sample r/rlvr $'1+2\n'"

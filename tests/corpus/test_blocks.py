@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.corpus.blocks import RawFiles, SetAside
+from whorl.corpus.blocks import RawFiles, RejectCounter
 from whorl.errors import ConfigError, DataError
 
 
@@ -38,8 +38,8 @@ def write_tar(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
-def everything(files: RawFiles) -> tuple[list[str], SetAside]:
-    aside = SetAside()
+def everything(files: RawFiles) -> tuple[list[str], RejectCounter]:
+    aside = RejectCounter()
     return [t for b in range(len(files.blocks)) for t in files.texts(b, aside)], aside
 
 
@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_counted_with_a_reason(tmp_path: Path) -> None:
         b"\n".join([good, b"{broken", good, b'{"other": 1}', b"[1]", b'{"text": 5}', b"\xff\xfe", long, good])
     )
     found, aside = everything(RawFiles([str(path)], block_bytes=64))
-    assert found == ["good"] * 3 and aside.count == 6 and "a.jsonl" in aside.first
+    assert found == ["good"] * 3 and aside.count == 6 and "a.jsonl" in aside.first_reason
 
 
 def test_files_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:

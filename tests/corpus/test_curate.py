@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from whorl.corpus import Corpus, CurateConfig, Document, IngestConfig, curate, document_files, ingest
-from whorl.corpus.attributes import measure
+from whorl.corpus.attributes import text_attributes
 from whorl.corpus.config import DEFAULT_QUERY
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
@@ -328,7 +328,7 @@ def test_selection_of_another_corpus_is_refused(tmp_path: Path) -> None:
 
 
 def test_attributes_of_a_known_text() -> None:
-    found = measure("ab 12\n\n  éé\nab 12".encode(), 16)
+    found = text_attributes("ab 12\n\n  éé\nab 12".encode(), 16)
     assert (found["n_bytes"], found["n_characters"], found["n_lines"]) == (19, 16, 4)
     assert (found["mean_line"], found["longest_line"]) == (4.0, 6)
     assert found["repeated_line_share"] == pytest.approx(1 / 3)
@@ -336,7 +336,7 @@ def test_attributes_of_a_known_text() -> None:
     assert found["digit_share"] == 4 / 12
     assert found["non_ascii_share"] == 4 / 12
     assert found["space_share"] == 7 / 19
-    assert measure(b"", 0)["n_lines"] <= 1
+    assert text_attributes(b"", 0)["n_lines"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -353,4 +353,4 @@ def test_attributes_of_a_known_text() -> None:
     ],
 )
 def test_generated_code_says_so_in_its_head(head: bytes, expected: bool) -> None:
-    assert measure(head, len(head))["generated"] is expected
+    assert text_attributes(head, len(head))["generated"] is expected

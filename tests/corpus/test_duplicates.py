@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.corpus import duplicates
-from whorl.corpus.duplicates import UnionFind, clusters, first_of_equals, join_equals, signature, signatures
+from whorl.corpus.duplicates import (
+    UnionFind,
+    cluster_near_duplicates,
+    first_occurrence,
+    minhash_signature_reference,
+    minhash_signatures,
+    union_exact_duplicates,
+)
 
 TEXTS = st.lists(st.text("ab_ \n.é1", max_size=40).map(str.encode), min_size=1, max_size=6)
 
@@ -17,7 +24,9 @@ TEXTS = st.lists(st.text("ab_ \n.é1", max_size=40).map(str.encode), min_size=1,
 @settings(max_examples=150, deadline=None)
 @given(TEXTS)
 def test_block_equals_one_at_a_time(texts: list[bytes]) -> None:
-    assert np.array_equal(signatures(texts), np.array([signature(t) for t in texts]))
+    assert np.array_equal(
+        minhash_signatures(texts), np.array([minhash_signature_reference(t) for t in texts])
+    )
 
 
 def words(rng: random.Random, n: int) -> list[str]:
@@ -37,8 +46,8 @@ def test_agreement_estimates_jaccard() -> None:
     for changes in range(0, 60, 2):
         text = words(rng, 400)
         a, b = " ".join(text).encode(), " ".join(mutate(rng, text, changes)).encode()
-        sa, sb = signatures([a, b])
-        errors.append(float((sa == sb).mean()) - duplicates.similarity(a, b))
+        sa, sb = minhash_signatures([a, b])
+        errors.append(float((sa == sb).mean()) - duplicates.jaccard_similarity(a, b))
     assert abs(np.mean(errors)) < 0.02  # unbiased
     assert np.abs(errors).max() < 4 * 0.044
 
@@ -51,7 +60,7 @@ def test_clusters_find_planted_families_and_nothing_else() -> None:
         for _ in range(rng.choice([1, 1, 1, 2, 5])):
             texts.append(" ".join(mutate(rng, original, rng.randrange(6))).encode())
             family.append(f)
-    found = clusters(signatures(texts), 0.5, UnionFind(len(texts))).roots()
+    found = cluster_near_duplicates(minhash_signatures(texts), 0.5, UnionFind(len(texts))).roots()
     first = {f: family.index(f) for f in family}
     assert found.tolist() == [first[f] for f in family]
 
@@ -60,7 +69,7 @@ def test_one_huge_bucket_takes_no_quadratic_time() -> None:
     rng = random.Random(2)
     original = words(rng, 200)
     texts = [" ".join(mutate(rng, original, 1)).encode() for _ in range(3000)]
-    found = clusters(signatures(texts), 0.5, UnionFind(len(texts))).roots()
+    found = cluster_near_duplicates(minhash_signatures(texts), 0.5, UnionFind(len(texts))).roots()
     assert not found.any()
 
 
@@ -69,7 +78,7 @@ def test_union_find_against_sets(pairs: list[tuple[int, int]]) -> None:
     sets = UnionFind(31)
     naive = [{i} for i in range(31)]
     for a, b in pairs:
-        sets.join(a, b)
+        sets.union(a, b)
         if naive[a] is not naive[b]:
             merged = naive[a] | naive[b]
             for member in merged:
@@ -79,6 +88,6 @@ def test_union_find_against_sets(pairs: list[tuple[int, int]]) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30))
 def test_first_of_equals(rows: list[tuple[int, int]]) -> None:
-    first = first_of_equals(np.array(rows, np.uint64))
+    first = first_occurrence(np.array(rows, np.uint64))
     assert first.tolist() == [rows.index(row) for row in rows]
-    assert np.array_equal(join_equals(first).roots(), first)
+    assert np.array_equal(union_exact_duplicates(first).roots(), first)

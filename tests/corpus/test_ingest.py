@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.corpus import IngestConfig, fingerprint, ingest
-from whorl.corpus.documents import REASONS, document_id
+from whorl.corpus.documents import REJECT_REASONS, document_id
 from whorl.corpus.sources import matches
 from whorl.errors import ConfigError, DataError
 from whorl.tracking.progress import Progress
@@ -33,7 +33,7 @@ def run(out: Path, *sources: Path | str, **options: Any) -> tuple[Rows, Rows, di
     summary = ingest(config, out, Progress.silent())
     rows = [row for f in sorted(out.glob("documents-*.parquet")) for row in pq.read_table(f).to_pylist()]
     quarantine = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
-    assert {q["reason"] for q in quarantine} <= set(REASONS)
+    assert {q["reason"] for q in quarantine} <= set(REJECT_REASONS)
     assert summary["documents"] == len(rows)
     assert sum(c["documents"] for c in summary["quarantine"].values()) == len(quarantine)
     assert summary["funnel"][0]["documents"] == len(rows) + len(quarantine)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from whorl.embedding.embedder import Embedder, embed_ids, nearest, windows
+from whorl.embedding.embedder import Embedder, embed_ids, nearest, split_windows
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.tokens.tokenizer import Tokenizer
@@ -44,10 +44,10 @@ def one_by_one(encoder: Encoder, text: str | bytes) -> torch.Tensor:
 def test_vectors_equal_those_of_single_windows_whatever_the_batch_and_the_order(batch: int) -> None:
     encoder = small()
     embedder = Embedder(encoder, WORDS)
-    assert len(WORDS.encode(TEXTS[2])) > 2 * embedder.window  # the case of several windows
+    assert len(WORDS.encode(TEXTS[2])) > 2 * embedder.max_seq_length  # the case of several windows
     found = embedder.embed(TEXTS, batch)
     want = torch.stack([one_by_one(encoder, text) for text in TEXTS])
-    assert found.dtype == np.float32 and found.shape == (len(TEXTS), embedder.d)
+    assert found.dtype == np.float32 and found.shape == (len(TEXTS), embedder.dim)
     torch.testing.assert_close(torch.from_numpy(found), want, atol=2e-6, rtol=0)
     np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-6)
     turned = embedder.embed(TEXTS[::-1], batch)[::-1]
@@ -65,7 +65,7 @@ def test_any_bytes_have_a_vector_and_no_texts_have_none() -> None:
 @pytest.mark.parametrize("most", [1, 2, 7, 64])
 def test_windows_cover_a_text_evenly_and_are_as_few_as_can_be(most: int) -> None:
     for length in range(200):
-        found = windows(length, most)
+        found = split_windows(length, most)
         assert [i for start, stop in found for i in range(start, stop)] == list(range(length))
         sizes = [stop - start for start, stop in found]
         assert len(found) == -(-length // most) and max(sizes, default=0) <= most
@@ -96,7 +96,7 @@ def test_saved_and_loaded_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     again = Embedder.load(folder, Tokenizer.load(folder))
     np.testing.assert_array_equal(again.embed(TEXTS), embedder.embed(TEXTS))
-    assert (again.d, again.window) == (16, 16)
+    assert (again.dim, again.max_seq_length) == (16, 16)
 
 
 def test_what_cannot_be_embedded_is_named() -> None:
@@ -106,9 +106,9 @@ def test_what_cannot_be_embedded_is_named() -> None:
     with pytest.raises(ConfigError, match="one text"):
         embedder.embed("a text")
     with pytest.raises(ConfigError, match="batch is 0"):
-        embedder.embed(["a"], batch=0)
+        embedder.embed(["a"], batch_size=0)
     with pytest.raises(ConfigError, match="batch is -1"):
-        embed_ids(small(), [], batch=-1)
+        embed_ids(small(), [], batch_size=-1)
     with pytest.raises(ConfigError, match="280 ids and the encoder 270"):
         Embedder(small(270), WORDS)
 

@@ -15,14 +15,14 @@ from tests.support.train.tiny import Document
 from whorl.embedding.embedder import embed_ids
 from whorl.embedding.train import (
     EmbedJob,
-    Pairs,
+    SpanPairs,
     build_encoder,
-    in_bundles,
+    build_update,
+    collate,
+    encode_in_buckets,
     open_pairs,
-    part_of,
     recall,
     train_embedder,
-    update_of,
 )
 from whorl.errors import CheckpointError, DataError
 from whorl.models.encoder import Encoder, EncoderConfig
@@ -86,7 +86,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_spans_are_disjoint_stretches_of_one_document(topics: Path) -> None:
-    pairs = Pairs(TokenSet(topics).split("train"), 12, 4)
+    pairs = SpanPairs(TokenSet(topics).split("train"), 12, 4)
     assert pairs.skipped == 6 and len(pairs) == 240
     sizes, earlier = [], 0
     numbered = np.arange(len(pairs.split), dtype=np.int64)  # ids that tell where in the stream they stand
@@ -97,7 +97,7 @@ def test_spans_are_disjoint_stretches_of_one_document(topics: Path) -> None:
         def __getitem__(self, where: slice) -> Any:
             return numbered[where]
 
-    where = Pairs(TokenSet(topics).split("train"), 12, 4)
+    where = SpanPairs(TokenSet(topics).split("train"), 12, 4)
     where.split = Numbered()  # type: ignore[assignment]
     for step in range(20):
         ids, places = pairs.batch(5, step, 48), where.batch(5, step, 48)
@@ -118,7 +118,7 @@ def test_spans_are_disjoint_stretches_of_one_document(topics: Path) -> None:
 
 
 def test_each_pass_takes_every_document_once_in_an_order_of_its_own(topics: Path) -> None:
-    pairs = Pairs(TokenSet(topics).split("train"), 12, 4)
+    pairs = SpanPairs(TokenSet(topics).split("train"), 12, 4)
     passes = [
         np.concatenate([pairs.batch(1, step, 48).documents for step in range(5 * e, 5 * e + 5)])
         for e in (0, 1)
@@ -126,7 +126,7 @@ def test_each_pass_takes_every_document_once_in_an_order_of_its_own(topics: Path
     for order in passes:
         assert sorted(order) == list(range(240))
     assert not np.array_equal(*passes)
-    again = Pairs(TokenSet(topics).split("train"), 12, 4).batch(1, 7, 48)  # without the batches before it
+    again = SpanPairs(TokenSet(topics).split("train"), 12, 4).batch(1, 7, 48)  # without the batches before it
     np.testing.assert_array_equal(again.documents, passes[1][96:144])
     assert not np.array_equal(again.documents, pairs.batch(2, 7, 48).documents)
 
@@ -135,8 +135,8 @@ def test_a_document_twice_in_a_batch_is_no_negative_of_itself(topics: Path) -> N
     made = job(topics, batch=100)
     encoder, pairs = build_encoder(made), open_pairs(made)[0]
     batch = next(b for b in (pairs.batch(0, s, 100) for s in range(2, 30)) if len(set(b.documents)) < 100)
-    part = part_of(batch)
-    found = update_of(encoder, made).objective(part)
+    part = collate(batch)
+    found = build_update(encoder, made).objective(part)
     x, y = (encoder.embed(part["ids"][i : i + 100], part["mask"][i : i + 100]) for i in (0, 100))
     torch.testing.assert_close(found.total, info_nce(x, y, 20.0, torch.from_numpy(batch.documents)).total)
     assert float((found.total - info_nce(x, y, 20.0).total).detach().abs()) > 1e-3
@@ -148,9 +148,9 @@ def test_bundles_change_neither_vectors_nor_gradients(topics: Path) -> None:
     with torch.no_grad():
         for p in encoder.parameters():
             p.add_(0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    part = part_of(open_pairs(made)[0].batch(0, 0, 48))
+    part = collate(open_pairs(made)[0].batch(0, 0, 48))
     found = []
-    for embed in (lambda ids, mask: in_bundles(encoder, ids, mask), encoder.embed):
+    for embed in (lambda ids, mask: encode_in_buckets(encoder, ids, mask), encoder.embed):
         encoder.zero_grad()
         vectors = embed(part["ids"], part["mask"])
         vectors.pow(3).sum().backward()
@@ -216,7 +216,7 @@ def test_it_goes_on_where_it_was_stopped_bit_for_bit(optimiser: str, topics: Pat
 
     for _ in range(2):
         with pytest.raises(_Enough):
-            train_embedder(made, stop, scratch=tmp_path, checkpoint_seconds=0.0, say=said.append)
+            train_embedder(made, stop, scratch=tmp_path, checkpoint_seconds=0.0, log=said.append)
     parts: list[tuple[int, float]] = []
     last = weights(
         made,
@@ -237,7 +237,7 @@ def test_it_goes_on_where_it_was_stopped_bit_for_bit(optimiser: str, topics: Pat
 def test_what_cannot_be_learnt_from_is_told(topics: Path, tmp_path: Path) -> None:
     said: list[str] = []
     with pytest.raises(DataError, match=r"(?s)240 documents.*at least the 256.*lower batch or least"):
-        train_embedder(job(topics, batch=256), say=said.append)
+        train_embedder(job(topics, batch=256), log=said.append)
     assert "6 of 246 documents passed over" in said[0]
     with pytest.raises(DataError, match="ids and the encoder 300"):
         shape = job(topics).encoder.model_copy(update={"vocab_size": 300})
@@ -246,7 +246,7 @@ def test_what_cannot_be_learnt_from_is_told(topics: Path, tmp_path: Path) -> Non
         job(topics, least=13)
     alone, said = make_topics(tmp_path, train=48, splits=("train",)), []
     metrics: list[dict[str, float]] = []
-    train_embedder(job(alone, steps=1), lambda step, found, _: metrics.append(found), say=said.append)
+    train_embedder(job(alone, steps=1), lambda step, found, _: metrics.append(found), log=said.append)
     assert "recall is not measured" in said[-1] and "recall_at_1" not in metrics[-1]
     with pytest.raises(DataError, match="no split 'train'"):
         train_embedder(job(make_topics(tmp_path / "b", splits=("validation",))))

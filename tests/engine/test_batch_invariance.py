@@ -12,19 +12,23 @@ from tests.engine.test_engine_parity import decoder, made, run
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request, Token
-from whorl.engine.sampling_params import Sampling
-from whorl.engine.speculative import Lookup
+from whorl.engine.sampling_params import SamplingParams
+from whorl.engine.speculative import PromptLookup
 from whorl.errors import ConfigError
 
-CONFIG = EngineConfig(page_size=4, max_sequences=6, max_length=64, token_budget=24, batch_invariant=True)
-ASKED = Request(id="asked", ids=tuple(range(1, 22)), sampling=Sampling(seed=7), max_tokens=20)
+CONFIG = EngineConfig(
+    block_size=4, max_num_seqs=6, max_model_len=64, max_num_batched_tokens=24, batch_invariant=True
+)
+ASKED = Request(id="asked", ids=tuple(range(1, 22)), sampling=SamplingParams(seed=7), max_tokens=20)
 
 
 def others(rng: random.Random, n: int) -> list[Request]:
     made = []
     for k in range(n):
         ids = ASKED.ids[: rng.randint(1, 20)] + tuple(rng.choices(range(50), k=rng.randint(1, 9)))
-        made.append(Request(id=str(k), ids=ids, sampling=Sampling(seed=k), max_tokens=rng.randint(1, 12)))
+        made.append(
+            Request(id=str(k), ids=ids, sampling=SamplingParams(seed=k), max_tokens=rng.randint(1, 12))
+        )
     return made
 
 
@@ -53,4 +57,4 @@ def test_without_it_the_last_bits_may_differ_and_drafts_are_refused_with_it() ->
     tokens = run(engine, [*others(random.Random(0), 10), ASKED])["asked"]
     assert [t.id for t in tokens][:3] == [t.id for t in run(Engine(model, CONFIG), [ASKED])["asked"]][:3]
     with pytest.raises(ConfigError, match="batch_invariant is given with drafts"):
-        Engine(model, CONFIG, proposer=Lookup())
+        Engine(model, CONFIG, proposer=PromptLookup())

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from whorl.engine import Sampling, Token, complete, fastest_dtype, generate, load_for_sampling
+from whorl.engine import SamplingParams, Token, complete, fastest_dtype, generate, load_for_sampling
 from whorl.engine.step import DecodeStep
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder, DecoderConfig, save_model
@@ -92,8 +92,8 @@ def test_with_and_without_cache_the_same_seed_writes_the_same(temperature: float
 
     def write(seed: int, use_cache: bool) -> list[int]:
         stream = generate(
-            decoder, [1, 2, 3], Sampling(temperature=temperature), torch.Generator().manual_seed(seed),
-            max_tokens=30, forbidden=(39,), use_cache=use_cache,
+            decoder, [1, 2, 3], SamplingParams(temperature=temperature), torch.Generator().manual_seed(seed),
+            max_tokens=30, banned_ids=(39,), use_cache=use_cache,
         )  # fmt: skip
         return [t.id for t in stream]
 
@@ -106,11 +106,13 @@ def test_many_are_completed_as_each_alone() -> None:
     decoder = model()
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
     together = complete(
-        decoder, prompts, Sampling(temperature=0), torch.Generator(), max_tokens=12, eos_id=39
+        decoder, prompts, SamplingParams(temperature=0), torch.Generator(), max_tokens=12, eos_id=39
     )
     for prompt, found in zip(prompts, together, strict=True):
         alone = []
-        for token in generate(decoder, prompt, Sampling(temperature=0), torch.Generator(), max_tokens=12):
+        for token in generate(
+            decoder, prompt, SamplingParams(temperature=0), torch.Generator(), max_tokens=12
+        ):
             if token.id == 39:
                 break
             alone.append(token.id)
@@ -122,8 +124,8 @@ def test_required_bytes_are_written_first_in_any_tokens() -> None:
     names = [bytes([97 + i]) for i in range(26)] + [b"ab", b"abc", b"bc", b"\n", b"\n  "]
     for seed in range(5):
         stream = generate(
-            decoder, [1], Sampling(temperature=1.0), torch.Generator().manual_seed(seed),
-            max_tokens=6, forbidden=range(len(names), 40), required=b"abcx", token_bytes=names,
+            decoder, [1], SamplingParams(temperature=1.0), torch.Generator().manual_seed(seed),
+            max_tokens=6, banned_ids=range(len(names), 40), forced_prefix=b"abcx", token_bytes=names,
         )  # fmt: skip
         text = b"".join(names[t.id] for t in stream)
         assert text.startswith(b"abcx")
@@ -131,13 +133,13 @@ def test_required_bytes_are_written_first_in_any_tokens() -> None:
 
 def test_the_settings_own_seed_comes_first_and_raw_log_probabilities_are_the_models_own() -> None:
     decoder = model()
-    settings = Sampling(temperature=1.0, seed=5, repetition_penalty=1.5, logit_bias={3: 2.0})
+    settings = SamplingParams(temperature=1.0, seed=5, repetition_penalty=1.5, logit_bias={3: 2.0})
 
     def write(seed: int) -> list[Token]:
         return list(
             generate(
                 decoder, [1, 2, 3], settings, torch.Generator().manual_seed(seed),
-                max_tokens=8, forbidden=(39,), top_log_probs=4,
+                max_tokens=8, banned_ids=(39,), top_log_probs=4,
             )
         )  # fmt: skip
 
@@ -155,7 +157,7 @@ def test_the_settings_own_seed_comes_first_and_raw_log_probabilities_are_the_mod
 
 def test_completions_are_those_of_generate_with_a_seed_each() -> None:
     decoder, prompts = model(), [[1, 2, 3], [4, 5], [6, 7, 8]]
-    settings = Sampling(temperature=1.0, frequency_penalty=1.0, seed=11)
+    settings = SamplingParams(temperature=1.0, frequency_penalty=1.0, seed=11)
     together = complete(decoder, prompts, settings, torch.Generator(), max_tokens=10, eos_id=39)
     for number, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
         alone = [

@@ -13,13 +13,13 @@ import torch
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.models import Decoder, DecoderConfig, LanguageModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 from test_transformer import KINDS, made
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 G = torch.Generator().manual_seed(3)
 PROMPTS = [torch.randint(0, 50, (n,), generator=G).tolist() for n in (1, 2, 5, 9, 17, 33)]
 
@@ -83,25 +83,30 @@ def check(model: LanguageModel, requests: list[Request], out: dict[str, list[Any
 def test_the_engine_says_what_the_training_forward_says(family: str, preemption: Any) -> None:
     model = FAMILIES[family]()
     config = EngineConfig(
-        page_size=4, max_sequences=4, max_length=60, cache_tokens=72, token_budget=7, preemption=preemption
+        block_size=4,
+        max_num_seqs=4,
+        max_model_len=60,
+        kv_cache_tokens=72,
+        max_num_batched_tokens=7,
+        preemption=preemption,
     )
     engine = Engine(model, config)
     requests = [
         Request(id=str(n), ids=tuple(p), sampling=GREEDY, max_tokens=9) for n, p in enumerate(PROMPTS)
     ]
     check(model, requests, run(engine, requests))
-    assert engine.cache.groups[0].pool.used == 0
+    assert engine.cache.groups[0].pool.n_used == 0
     engine = Engine(model, config.model_copy(update={"cache_tokens": 600}))
     run(engine, requests)
     again = [r.model_copy(update={"id": f"again {r.id}"}) for r in requests]  # now their prompts are known
     check(model, again, run(engine, again))
-    if not engine.runner.has_slots:
-        assert engine.cache.found > 0
+    if not engine.runner.has_recurrent_layers:
+        assert engine.cache.hit_tokens > 0
 
 
 def test_preemption_happens_and_changes_nothing() -> None:
     model = decoder()
-    roomy = EngineConfig(page_size=4, max_sequences=6, max_length=60, token_budget=64)
+    roomy = EngineConfig(block_size=4, max_num_seqs=6, max_model_len=60, max_num_batched_tokens=64)
     want = run(Engine(model, roomy), _six())
     for preemption, budget in itertools.product(("recompute", "swap"), (3, 16)):
         tight = roomy.model_copy(
@@ -109,7 +114,7 @@ def test_preemption_happens_and_changes_nothing() -> None:
         )
         engine = Engine(model, tight)
         got = run(engine, _six())
-        assert engine.stats.preemptions > 0
+        assert engine.stats.n_preemptions > 0
         assert {k: [t.id for t in v] for k, v in got.items()} == {
             k: [t.id for t in v] for k, v in want.items()
         }
@@ -117,7 +122,7 @@ def test_preemption_happens_and_changes_nothing() -> None:
 
 def _six() -> list[Request]:
     return [
-        Request(id=str(n), ids=tuple(p), sampling=Sampling(seed=n), max_tokens=20)
+        Request(id=str(n), ids=tuple(p), sampling=SamplingParams(seed=n), max_tokens=20)
         for n, p in enumerate(PROMPTS)
     ]
 
@@ -125,7 +130,7 @@ def _six() -> list[Request]:
 def test_rows_longer_than_those_of_training_are_turned_as_a_row_of_that_room_is() -> None:
     model = decoder(trained_length=16)
     ids = tuple(PROMPTS[5])
-    engine = Engine(model, EngineConfig(page_size=4, max_sequences=2, max_length=60))
+    engine = Engine(model, EngineConfig(block_size=4, max_num_seqs=2, max_model_len=60))
     tokens = run(engine, [Request(id="far", ids=ids, sampling=GREEDY, max_tokens=9)])["far"]
     whole = [*ids, *(t.id for t in tokens)]
     with torch.no_grad():

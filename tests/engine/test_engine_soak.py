@@ -15,16 +15,16 @@ from tests.engine.test_engine_parity import decoder
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.models import LanguageModel
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 VOCAB, LONGEST = 50, 96
 
 
 def windows() -> Transformer:
-    near = Heads(n_heads=2, n_kv_heads=1, head_dim=16, window=12)
+    near = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16, window=12)
     mixers = {"near": near, "full": near.model_copy(update={"window": None})}
     config = TransformerConfig(vocab_size=VOCAB, d_model=32, n_layers=2, mixers=mixers, mlp_hidden=64)
     model = Transformer(config, torch.Generator().manual_seed(0)).eval()
@@ -39,7 +39,7 @@ def asked(draw: random.Random, number: int) -> Request:
     kind, n = draw.randrange(3), draw.randint(1, 60)
     begin = [7 * kind + k % 11 for k in range(min(n, 32))] if draw.random() < 0.5 else []
     ids = (*begin, *(draw.randrange(VOCAB) for _ in range(n - len(begin))))
-    sampling = draw.choice([Sampling(temperature=0), Sampling(seed=number, top_k=20)])
+    sampling = draw.choice([SamplingParams(temperature=0), SamplingParams(seed=number, top_k=20)])
     return Request(id=str(number), ids=ids, sampling=sampling, max_tokens=draw.randint(1, 30))
 
 
@@ -49,7 +49,7 @@ def test_at_the_limit_nothing_is_lost_leaked_or_crossed(model: Any, preemption: 
     network: LanguageModel = model()
     ticks = itertools.count()
     config = EngineConfig(
-        page_size=4, max_sequences=6, max_length=LONGEST, cache_tokens=LONGEST + 60, token_budget=24, preemption=preemption
+        block_size=4, max_num_seqs=6, max_model_len=LONGEST, kv_cache_tokens=LONGEST + 60, max_num_batched_tokens=24, preemption=preemption
     )  # fmt: skip
     engine = Engine(network, config, clock=lambda: 1e-3 * next(ticks))
     draw, numbers = random.Random(5), itertools.count()
@@ -66,15 +66,17 @@ def test_at_the_limit_nothing_is_lost_leaked_or_crossed(model: Any, preemption: 
         for delta in engine.step():
             assert delta.request_id not in ends
             tokens[delta.request_id] += delta.tokens
-            if delta.finish is not None:
-                ends[delta.request_id] = delta.finish
+            if delta.finish_reason is not None:
+                ends[delta.request_id] = delta.finish_reason
         engine.check_integrity()
     assert ends.keys() == requests.keys()
-    assert engine.stats.preemptions > 5 and "abort" in ends.values()
-    assert all(group.pool.used == 0 for group in engine.cache.groups)
+    assert engine.stats.n_preemptions > 5 and "abort" in ends.values()
+    assert all(group.pool.n_used == 0 for group in engine.cache.groups)
     crossed = []
     for name, request in requests.items():
-        alone = Engine(network, EngineConfig(max_sequences=1, max_length=LONGEST, share_prefixes=False))
+        alone = Engine(
+            network, EngineConfig(max_num_seqs=1, max_model_len=LONGEST, enable_prefix_caching=False)
+        )
         alone.add(request)
         own: list[Any] = []
         while alone.busy:

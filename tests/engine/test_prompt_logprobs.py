@@ -9,7 +9,7 @@ from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 
-CONFIG = EngineConfig(page_size=4, max_sequences=6, max_length=60, token_budget=9)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=6, max_model_len=60, max_num_batched_tokens=9)
 
 
 def scores(engine: Engine, ids: tuple[int, ...], name: str) -> torch.Tensor:
@@ -35,4 +35,4 @@ def test_a_prompt_whose_beginning_is_known_is_scored_from_its_beginning() -> Non
     first = scores(engine, ids, "first")
     assert len(first) == len(ids) - 1
     torch.testing.assert_close(scores(engine, ids, "again"), first, atol=1e-5, rtol=0)
-    assert engine.cache.found == 0
+    assert engine.cache.hit_tokens == 0

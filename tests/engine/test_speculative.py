@@ -11,18 +11,21 @@ from tests.engine.test_engine_parity import PROMPTS, check, decoder, made, run
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine, Proposer
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
-from whorl.engine.speculative import Ahead, DraftModel, Lookup, Patience
+from whorl.engine.sampling_params import SamplingParams
+from whorl.engine.speculative import AdaptiveDraftLength, DraftModel, MultiTokenDraft, PromptLookup
 from whorl.errors import ConfigError
-from whorl.models.multi_token import MultiToken
+from whorl.models.multi_token import MultiTokenPrediction
 
-CONFIG = EngineConfig(page_size=4, max_sequences=4, max_length=90, token_budget=24)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=4, max_model_len=90, max_num_batched_tokens=24)
 
 
 def requests(temperature: float = 0.7, max_tokens: int = 40) -> list[Request]:
     return [
         Request(
-            id=str(n), ids=tuple(p), sampling=Sampling(temperature=temperature, seed=n), max_tokens=max_tokens
+            id=str(n),
+            ids=tuple(p),
+            sampling=SamplingParams(temperature=temperature, seed=n),
+            max_tokens=max_tokens,
         )
         for n, p in enumerate(PROMPTS)
     ]
@@ -43,15 +46,15 @@ class Wrong:
 
 
 def proposers(model: Any) -> dict[str, Proposer]:
-    heads = MultiToken(32, 4, 4, generator=torch.Generator().manual_seed(0))
+    heads = MultiTokenPrediction(32, 4, 4, generator=torch.Generator().manual_seed(0))
     other = decoder(n_layers=1)
     sizes = {"max_sequences": 4, "max_length": 90, "page_size": 4}
     return {
         "wrong": Wrong(),
-        "lookup": Lookup(),
+        "lookup": PromptLookup(),
         "itself": DraftModel(model, 4, **sizes),
         "another": DraftModel(other, 4, **sizes),
-        "ahead": Ahead(heads, model.head_weight, 90),
+        "ahead": MultiTokenDraft(heads, model.head_weight, 90),
     }
 
 
@@ -65,9 +68,9 @@ def test_guesses_change_no_token(who: str, temperature: float, family: str) -> N
     got = run(engine, requests(temperature))
     assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
     check(model, requests(temperature), got)
-    assert engine.stats.drafted > 0
+    assert engine.stats.drafted_tokens > 0
     if who == "itself":  # the same model with the same random numbers draws the same
-        assert engine.stats.accepted == engine.stats.drafted
+        assert engine.stats.accepted_tokens == engine.stats.drafted_tokens
         assert engine.stats.steps < steps_without(model, temperature)
 
 
@@ -81,9 +84,11 @@ def test_guesses_survive_preemption() -> None:
     model = decoder()
     want = run(Engine(model, CONFIG), requests())
     tight = CONFIG.model_copy(update={"cache_tokens": 96})
-    engine = Engine(model, tight, proposer=DraftModel(model, 4, max_sequences=4, max_length=90, page_size=4))
+    engine = Engine(
+        model, tight, proposer=DraftModel(model, 4, max_num_seqs=4, max_model_len=90, page_size=4)
+    )
     got = run(engine, requests())
-    assert engine.stats.preemptions > 0
+    assert engine.stats.n_preemptions > 0
     assert {k: [t.id for t in v] for k, v in got.items()} == {k: [t.id for t in v] for k, v in want.items()}
 
 
@@ -92,7 +97,7 @@ def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
     model = decoder(vocab_size=5)
     ids, n = (1, 2, 1, 2, 1, 2), 2000
     counts = []
-    for proposer in (None, Lookup()):
+    for proposer in (None, PromptLookup()):
         engine = Engine(
             model, CONFIG.model_copy(update={"max_sequences": 64, "token_budget": 512}), proposer=proposer
         )
@@ -101,7 +106,10 @@ def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
         )  # other random numbers: else the tokens would be the very same
         many = [
             Request(
-                id=str(k), ids=ids, sampling=Sampling(temperature=1, top_p=1, seed=offset + k), max_tokens=4
+                id=str(k),
+                ids=ids,
+                sampling=SamplingParams(temperature=1, top_p=1, seed=offset + k),
+                max_tokens=4,
             )
             for k in range(n)
         ]
@@ -117,18 +125,18 @@ def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
 
 
 def test_patience_grows_with_luck_and_rests_without() -> None:
-    patience, written = Patience(8), 0
+    patience, written = AdaptiveDraftLength(8), 0
     for want in (2, 4, 8, 8):
-        assert patience.look(written) == want
-        patience.asked = want
+        assert patience.next_length(written) == want
+        patience.n_proposed = want
         written += want + 1
-    patience.asked, written = 8, patience.seen
+    patience.n_proposed, written = 8, patience.last_n_output
     for want in (4, 2, 1, 0):
         written += 1
-        assert patience.look(written) == want
-        patience.asked = want
+        assert patience.next_length(written) == want
+        patience.n_proposed = want
     rested = 0
-    while patience.look(written) == 0:
+    while patience.next_length(written) == 0:
         written += 1
         rested += 1
     assert 10 < rested < 20
@@ -141,4 +149,4 @@ def test_what_cannot_guess_is_refused() -> None:
     with pytest.raises(ConfigError, match="full attention"):
         DraftModel(windowed)
     with pytest.raises(ConfigError, match="at least 2"):
-        Ahead(MultiToken(32, 1, 4), torch.zeros(50, 32))
+        MultiTokenDraft(MultiTokenPrediction(32, 1, 4), torch.zeros(50, 32))

@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import DataError
-from whorl.evals.parse_rate import END_OF_DOCUMENT, Prompt, parse_rate, prompts, real_code, trim
+from whorl.evals.parse_rate import (
+    END_OF_DOCUMENT,
+    FunctionPrompt,
+    parse_rate,
+    reference_parse_rate,
+    sample_function_prompts,
+    trim_to_function,
+)
 
 MODULE = b'''import os
 
@@ -45,8 +52,10 @@ def last():
 '''
 
 
-def _by_name(**sizes: int) -> dict[str, Prompt]:
-    chosen = prompts([("m", MODULE)], 10, 0, max_per_document=10, **{"min_body_bytes": 1, **sizes})
+def _by_name(**sizes: int) -> dict[str, FunctionPrompt]:
+    chosen = sample_function_prompts(
+        [("m", MODULE)], 10, 0, max_per_document=10, **{"min_body_bytes": 1, **sizes}
+    )
     return {p.name: p for p in chosen}
 
 
@@ -60,12 +69,12 @@ def test_the_cut_is_after_the_header() -> None:
     assert found["method"].header.startswith(b"    async def method(\n")
     assert found["method"].header.endswith(b") -> None:  # the end\n")
     for prompt in found.values():
-        assert prompt.prefix + prompt.body + prompt.after == MODULE
+        assert prompt.prefix + prompt.body + prompt.suffix == MODULE
         assert prompt.prefix.endswith(prompt.header)
 
 
 def test_real_code_all_parses() -> None:
-    rate = real_code(list(_by_name().values()))
+    rate = reference_parse_rate(list(_by_name().values()))
     assert (rate.parsed, rate.unfinished, rate.rate) == (3, 0, 1.0)
     for prompt, body in rate.examples:
         assert body is not None and body.rstrip() == prompt.body.rstrip()
@@ -73,7 +82,7 @@ def test_real_code_all_parses() -> None:
 
 @pytest.mark.parametrize("limit", [5, 20])
 def test_a_limit_inside_the_body_leaves_it_unfinished(limit: int) -> None:
-    rate = real_code(list(_by_name().values()), limit=limit)
+    rate = reference_parse_rate(list(_by_name().values()), limit=limit)
     assert (rate.parsed, rate.unfinished) == (0, 3)
 
 
@@ -96,16 +105,18 @@ def test_a_limit_inside_the_body_leaves_it_unfinished(limit: int) -> None:
     ],
 )
 def test_trim(completion: bytes, body: bytes | None) -> None:
-    assert trim(b"def f():\n", completion) == body
+    assert trim_to_function(b"def f():\n", completion) == body
 
 
 def test_trim_of_a_method_ends_at_the_next_method() -> None:
-    assert trim(b"    def f(self):\n", b"        return 1\n\n    def g") == b"        return 1\n\n"
+    assert (
+        trim_to_function(b"    def f(self):\n", b"        return 1\n\n    def g") == b"        return 1\n\n"
+    )
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"def f():\n", b"\tdef f():\n"]))
 def test_what_trim_accepts_is_python_and_a_prefix(completion: bytes, header: bytes) -> None:
-    body = trim(header, completion)
+    body = trim_to_function(header, completion)
     if body is not None:
         assert completion.startswith(body)
         (function,) = ast.parse(textwrap.dedent((header + body).decode())).body
@@ -119,8 +130,8 @@ def test_rate_counts_each_outcome() -> None:
         b"    still going",
         b"        return 1\n    y\n",
     ]
-    asked = [Prompt(b"", b"def f():\n", b"", b"", "d", "f")] * 3 + [
-        Prompt(b"", b"    def f():\n", b"", b"", "d", "f")
+    asked = [FunctionPrompt(b"", b"def f():\n", b"", b"", "d", "f")] * 3 + [
+        FunctionPrompt(b"", b"    def f():\n", b"", b"", "d", "f")
     ]
     rate = parse_rate(asked, lambda _: completions)
     assert (rate.n, rate.parsed, rate.unfinished, rate.median_bytes) == (4, 2, 1, 15.0)
@@ -130,7 +141,7 @@ def test_rate_counts_each_outcome() -> None:
 
 def test_prompts_are_a_function_of_documents_and_seed() -> None:
     documents = [(str(i), inspect.getsource(json.decoder).encode()) for i in range(5)]
-    first, again, other = (prompts(documents, 6, seed) for seed in (1, 1, 2))
+    first, again, other = (sample_function_prompts(documents, 6, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert all(sum(p.document == d for p in first) <= 2 for d, _ in documents)
 
@@ -138,4 +149,4 @@ def test_prompts_are_a_function_of_documents_and_seed() -> None:
 @pytest.mark.parametrize("text", [b"", b"x = 1\n", b"def broken(:\n", b"\xff\xfe", b"def f(): return 1\n"])
 def test_a_corpus_without_functions_is_refused(text: bytes) -> None:
     with pytest.raises(DataError, match="no held-out document has a Python function"):
-        prompts([("d", text)], 3, 0)
+        sample_function_prompts([("d", text)], 3, 0)

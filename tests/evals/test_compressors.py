@@ -9,7 +9,7 @@ import random
 import pytest
 
 from whorl.errors import DataError
-from whorl.evals.compressors import Compressed, measure, ppmd_size
+from whorl.evals.compressors import CompressionResult, measure_compressors, ppmd_size
 
 
 def _code(seed: int, lines: int) -> bytes:
@@ -26,14 +26,14 @@ TRAIN = [_code(100 + seed, 60) for seed in range(40)]
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Compressed]:
-    seen: list[Compressed] = []
-    measured = measure(HELD_OUT, TRAIN, done=seen.append)
+def results() -> dict[str, CompressionResult]:
+    seen: list[CompressionResult] = []
+    measured = measure_compressors(HELD_OUT, TRAIN, on_result=seen.append)
     assert sorted(seen, key=lambda r: r.name) == sorted(measured, key=lambda r: r.name)
     return {result.name: result for result in measured}
 
 
-def test_sizes_are_those_of_the_libraries(results: dict[str, Compressed]) -> None:
+def test_sizes_are_those_of_the_libraries(results: dict[str, CompressionResult]) -> None:
     stream = b"".join(HELD_OUT)
     extreme = 9 | lzma.PRESET_EXTREME
     assert results["gzip -9, one stream"].compressed_bytes == len(gzip.compress(stream, 9))
@@ -49,7 +49,7 @@ def test_sizes_are_those_of_the_libraries(results: dict[str, Compressed]) -> Non
     assert one.bits_per_byte == pytest.approx(8 * one.compressed_bytes / len(stream))
 
 
-def test_knowing_more_never_costs_more(results: dict[str, Compressed]) -> None:
+def test_knowing_more_never_costs_more(results: dict[str, CompressionResult]) -> None:
     for method in ("xz -9e", "PPMd order 10"):
         primed, stream, alone = (
             results[f"{method}, {setting}"].compressed_bytes
@@ -69,18 +69,18 @@ def test_ppmd_primed_is_the_difference_of_two_streams() -> None:
 
 def test_random_bytes_cannot_be_squeezed() -> None:
     noise = random.Random(0).randbytes(20_000)
-    assert all(result.bits_per_byte > 7.99 for result in measure([noise]))
+    assert all(result.bits_per_byte > 7.99 for result in measure_compressors([noise]))
 
 
 def test_without_a_training_split_only_unprimed_settings() -> None:
-    assert {r.setting for r in measure(HELD_OUT)} == {"one stream", "file by file"}
+    assert {r.setting for r in measure_compressors(HELD_OUT)} == {"one stream", "file by file"}
 
 
 def test_a_tiny_training_split_still_gives_a_dictionary() -> None:
-    assert "zstd -19, dictionary" in {r.name for r in measure([b"x = 1\n"], [b"y = 2\n"])}
+    assert "zstd -19, dictionary" in {r.name for r in measure_compressors([b"x = 1\n"], [b"y = 2\n"])}
 
 
 @pytest.mark.parametrize("held_out", [[], [b""], [b"", b""]])
 def test_an_empty_split_is_refused(held_out: list[bytes]) -> None:
     with pytest.raises(DataError, match="held-out split is empty"):
-        measure(held_out, TRAIN)
+        measure_compressors(held_out, TRAIN)

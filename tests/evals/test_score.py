@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from whorl.evals.likelihood import bits_per_byte, score, windows
+from whorl.evals.likelihood import bits_per_byte, document_nats, scoring_windows
 from whorl.models import Decoder, DecoderConfig
 
 
@@ -47,7 +47,7 @@ def exact(model: Decoder, ids: np.ndarray) -> float:
 def test_each_target_is_new_in_exactly_one_window(lengths: list[int], length: int) -> None:
     documents = [np.arange(n) for n in lengths]
     seen: list[list[int]] = [[] for _ in lengths]
-    for window in windows(documents, length):
+    for window in scoring_windows(documents, length):
         assert 2 <= len(window.ids) <= length + 1
         targets = window.ids[1:]
         seen[window.document] += targets[window.skip :].tolist()
@@ -67,7 +67,7 @@ def test_documents_within_a_window_cost_their_exact_log_likelihood(
     rng, model = np.random.default_rng(seed), decoder(trained)
     documents = [rng.integers(0, 40, n).astype(np.uint16) for n in lengths]
     told: list[int] = []
-    found = score(model, documents, 32, told.append)
+    found = document_nats(model, documents, 32, told.append)
     assert found == pytest.approx([exact(model, d) for d in documents], rel=1e-4)
     assert sum(told) == sum(n - 1 for n in lengths)
 
@@ -78,7 +78,7 @@ def test_a_long_document_is_scored_with_half_a_window_of_context_at_least() -> N
     for start, first in ((0, 1), (8, 17), (16, 25), (24, 33), (32, 41), (40, 49)):
         window = ids[start : start + 17]
         by_hand += exact(model, window) - (exact(model, window[: first - start]) if first - start > 1 else 0)
-    assert score(model, [ids], 16) == pytest.approx([by_hand], rel=1e-4)
+    assert document_nats(model, [ids], 16) == pytest.approx([by_hand], rel=1e-4)
 
 
 def test_bits_per_byte() -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from golden_case import Result, case, weight_hash
 
-from whorl.agents.config import preset
+from whorl.agents.config import make_config
 from whorl.agents.networks import ActorCritic
-from whorl.agents.train import Progress, train
+from whorl.agents.train import TrainingProgress, train
 
 CHANGES: dict[str, dict[str, object]] = {
     "a2c": {"steps": 20 * 16 * 8},
@@ -21,10 +21,10 @@ def _agent(algorithm: str) -> Callable[[], Result]:
     def run() -> Result:
         curve: list[float] = []
 
-        def observe(progress: Progress, networks: ActorCritic) -> None:
+        def observe(progress: TrainingProgress, networks: ActorCritic) -> None:
             curve.append(progress.metrics["loss"])
 
-        networks = train(preset(algorithm, "CartPole-v1", hidden=(16,), **CHANGES[algorithm]), observe)
+        networks = train(make_config(algorithm, "CartPole-v1", hidden=(16,), **CHANGES[algorithm]), observe)
         return Result(bits={"weights": weight_hash(networks)}, curve=curve)
 
     return run

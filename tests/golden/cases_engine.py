@@ -17,11 +17,11 @@ from golden_inputs import HEADS, SHAPES, disturbed
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.grammar import GrammarCompiler
 from whorl.engine.native.runner import NativeRunner
 from whorl.engine.request import Grammar, Request
-from whorl.engine.sampling import Sampling
-from whorl.engine.speculate import Lookup
+from whorl.engine.sampling.grammar import GrammarCompiler
+from whorl.engine.sampling_params import SamplingParams
+from whorl.engine.speculative import PromptLookup
 from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
 
 KINDS = ("plain", "grammar", "penalties", "speculation")
@@ -32,18 +32,23 @@ WORDS = [bytes([n]) for n in b'abcdefghijklmnopqrstuvwxyz0123456789{}:," '] + [b
 WORDS += [b"\n", b"-", b"", b""]
 PATTERNS = ("[0-9]{3,9}", "[a-e]{2,12}", r'\{"a":(12|ab)+\}', "(ab|cd)*x")
 CONFIG = EngineConfig(
-    page_size=4, max_sequences=8, max_length=80, cache_tokens=128, token_budget=24, stretch=math.inf
+    block_size=4,
+    max_num_seqs=8,
+    max_model_len=80,
+    kv_cache_tokens=128,
+    max_num_batched_tokens=24,
+    max_decode_slowdown=math.inf,
 )
 PLAIN = (
-    Sampling(temperature=0),
-    Sampling(temperature=1, top_p=1),
-    Sampling(temperature=0.8, top_p=0.9),
-    Sampling(temperature=1, top_k=7, min_p=0.05),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1, top_p=1),
+    SamplingParams(temperature=0.8, top_p=0.9),
+    SamplingParams(temperature=1, top_k=7, min_p=0.05),
 )
 PENALTIES = (
-    Sampling(temperature=1, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
-    Sampling(temperature=0.7, repetition_penalty=1.2, logit_bias={3: 4.0, 9: -50.0}),
-    Sampling(temperature=0, frequency_penalty=1.5),
+    SamplingParams(temperature=1, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7),
+    SamplingParams(temperature=0.7, repetition_penalty=1.2, logit_bias={3: 4.0, 9: -50.0}),
+    SamplingParams(temperature=0, frequency_penalty=1.5),
 )
 
 
@@ -72,11 +77,14 @@ def requests(kind: str) -> list[Request]:
         ids = prefix + own if n % 3 else own
         settings, grammar = PLAIN[n % len(PLAIN)], None
         if kind == "grammar":
-            settings, grammar = Sampling(temperature=1, top_p=1), Grammar(regex=PATTERNS[n % len(PATTERNS)])
+            settings, grammar = (
+                SamplingParams(temperature=1, top_p=1),
+                Grammar(regex=PATTERNS[n % len(PATTERNS)]),
+            )
         elif kind == "penalties":
             settings = PENALTIES[n % len(PENALTIES)]
         elif kind == "speculation":  # cold enough that the text repeats itself
-            settings, ids = Sampling(temperature=(0, 0, 0.5)[n % 3], top_p=1), ids + ids
+            settings, ids = SamplingParams(temperature=(0, 0, 0.5)[n % 3], top_p=1), ids + ids
         seeded = settings.model_copy(update={"seed": 100 * KINDS.index(kind) + n})
         more: dict[str, Any] = {
             "max_tokens": 32 if kind == "speculation" else 16,
@@ -94,9 +102,9 @@ def _family(family: str, native: bool) -> Callable[[], Result]:
             model, result, numbers = model_of(family), Result(), list[str]()
             for kind in KINDS:
                 engine = Engine(
-                    model, CONFIG, token_bytes=WORDS, forbidden=(48,),
+                    model, CONFIG, token_bytes=WORDS, banned_ids=(48,),
                     compile_grammar=GrammarCompiler(WORDS, [49]).compile,
-                    proposer=Lookup() if kind == "speculation" else None,
+                    proposer=PromptLookup() if kind == "speculation" else None,
                 )  # fmt: skip
                 assert isinstance(engine.runner, NativeRunner) == native
                 asked = requests(kind)
@@ -107,7 +115,7 @@ def _family(family: str, native: bool) -> Callable[[], Result]:
                     for delta in engine.step():
                         found[delta.request_id] += [token.id for token in delta.tokens]
                         numbers += [f"{token.log_prob!r} {token.raw_log_prob!r}" for token in delta.tokens]
-                assert kind != "speculation" or engine.stats.accepted > 0
+                assert kind != "speculation" or engine.stats.accepted_tokens > 0
                 result.ids[kind] = [digest(found[request.id]) for request in asked]
             result.bits["log_probs"] = text_hash("\n".join(numbers))
             return result

@@ -88,10 +88,10 @@ def _branch() -> Result:
         tokens = make_tokens(folder / "tokens")
         schedule = {"warmup": 0.1, "decay": 0.4}
         whole = golden_job("decoder", tokens, steps=2 * STEPS, schedule=schedule, ema=0.9)
-        at = branches.point(whole, 0.5)
+        at = branches.branch_step(whole, 0.5)
         pretrain(whole, folder / "whole", Losses(), stable=[at], stop_after=at + 1)  # type: ignore[arg-type]
-        start = branches.place(folder / "whole", at) / f"step-{at:08d}"
-        return train(branches.planned(whole, 0.5), start=start)
+        start = branches.branch_folder(folder / "whole", at) / f"step-{at:08d}"
+        return train(branches.branch_job(whole, 0.5), start=start)
 
 
 @case("embedder")
@@ -107,7 +107,13 @@ def _embedder() -> Result:
             vocab_size=TokenSet(tokens).vocab_size, d_model=32, n_layers=1, n_heads=2, mlp_hidden=32, max_length=12
         )  # fmt: skip
         job = EmbedJob(
-            tokens=str(tokens), encoder=shape, least=4, batch=24, steps=STEPS, rate=0.002, muon_rate=0.004
+            tokens=str(tokens),
+            encoder=shape,
+            min_span=4,
+            batch_size=24,
+            steps=STEPS,
+            lr_adamw=0.002,
+            lr_muon=0.004,
         )
         encoder = train_embedder(job, observe)
     return Result(bits={"weights": weight_hash(encoder)}, curve=curve)

@@ -15,7 +15,7 @@ from golden_inputs import EXPERTS, HEADS, SHAPES, scratch
 from safetensors.torch import load_file
 from torch import nn
 
-from whorl.cli import application
+from whorl.cli import build_app
 from whorl.models import DecoderConfig, TransformerConfig, make_model
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.vision.resnet import ResNet
@@ -99,7 +99,7 @@ def help_texts() -> dict[str, str]:
         for name, inner in getattr(command, "commands", {}).items():
             add(inner, (*path, name), context)
 
-    root = typer.main.get_command(application())
+    root = typer.main.get_command(build_app())
     add(root, ("whorl",), None)
     return texts
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from whorl.align.model.example import Scribe, Text
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample
 from whorl.models import Decoder, DecoderConfig
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
@@ -76,9 +76,9 @@ def bytes_tokenizer(folder: Path | None = None) -> Tokenizer:
 
 
 @cache
-def scribe() -> Scribe:
+def scribe() -> ExampleTokenizer:
     """The encoder of prompts and answers."""
-    return Scribe(bytes_tokenizer())
+    return ExampleTokenizer(bytes_tokenizer())
 
 
 def decoder(n_layers: int = 2, seed: int = 0) -> Decoder:
@@ -96,10 +96,10 @@ def decoder(n_layers: int = 2, seed: int = 0) -> Decoder:
     return model
 
 
-def sums(n: int) -> list[Text]:
+def sums(n: int) -> list[TokenizedExample]:
     """Texts `a+b=c`, of which c and the end are trained on."""
     pairs = torch.randint(0, 50, (n, 2), generator=torch.Generator().manual_seed(0)).tolist()
-    return [scribe().answered(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+    return [scribe().prompt_completion(f"{a}+{b}=", str(a + b)) for a, b in pairs]
 
 
 def disturbed(model: nn.Module, scale: float = 0.15) -> nn.Module:

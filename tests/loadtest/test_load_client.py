@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from tests.support.loadtest.virtual_clock import run
 
 from whorl.errors import ConfigError, DataError
-from whorl.loadtest.client import Events, Record, Target, drive
-from whorl.loadtest.runs import Trial, lines
-from whorl.loadtest.runs import run as run_test
-from whorl.loadtest.summary import Promise, lagging, spread, summarise
-from whorl.loadtest.workload import Lengths, LoadConfig, Planned, Pool
+from whorl.loadtest.client import RequestRecord, SSEParser, Target, send_requests
+from whorl.loadtest.runs import LoadTest, to_jsonl
+from whorl.loadtest.runs import run_load_test as run_test
+from whorl.loadtest.summary import LatencySLO, client_lagging, latency_stats, summarise
+from whorl.loadtest.workload import LengthDistribution, LoadConfig, PromptPool, ScheduledRequest
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
@@ -68,24 +68,24 @@ def healthy(body: dict[str, Any]) -> httpx.Response:
 
 
 def driven(
-    planned: list[Planned], answer: Answer, target: Target | None = None, **options: Any
-) -> list[Record]:
-    async def work() -> list[Record]:
+    planned: list[ScheduledRequest], answer: Answer, target: Target | None = None, **options: Any
+) -> list[RequestRecord]:
+    async def work() -> list[RequestRecord]:
         async with httpx.AsyncClient(
             base_url="http://test", transport=served(answer), timeout=None
         ) as client:
-            return await drive(planned, target or Target("m"), client, **options)
+            return await send_requests(planned, target or Target("m"), client, **options)
 
     return run(work())
 
 
-def asked(*times: float, tokens: int = 4) -> list[Planned]:
-    return [Planned(n, at, (1, 2, 3), tokens) for n, at in enumerate(times)]
+def asked(*times: float, tokens: int = 4) -> list[ScheduledRequest]:
+    return [ScheduledRequest(n, at, (1, 2, 3), tokens) for n, at in enumerate(times)]
 
 
 def test_times_of_a_stream_are_those_of_its_events() -> None:
     (record,) = driven(asked(0.0, tokens=5), healthy)
-    assert record.error is None and record.finish == "length"
+    assert record.error is None and record.finish_reason == "length"
     assert record.ttft == pytest.approx(0.5) and record.tpot == pytest.approx(0.1)
     assert record.gaps == pytest.approx([0.1] * 4) and record.latency == pytest.approx(0.9)
     assert (record.prompt_tokens, record.output_tokens) == (3, 5)
@@ -114,8 +114,8 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     records = driven(asked(0.0, 0.3), stalls)
     assert records[1].lag == pytest.approx(1.8, abs=0.01)  # due at 0.3, and at 2.1 the process came back
     assert records[1].ttft == pytest.approx(0.5 + records[1].lag)
-    assert lagging(summarise(records))
-    assert not lagging(summarise(records[:1]))
+    assert client_lagging(summarise(records))
+    assert not client_lagging(summarise(records[:1]))
 
 
 @given(st.data())
@@ -128,14 +128,14 @@ def test_events_in_any_pieces(data: st.DataObject) -> None:
         b": a comment" + end + b"event: x" + end + b"data: " + text.encode() + end + end for text in texts
     )
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
-    events, found = Events(), []
+    events, found = SSEParser(), []
     for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True):
         found += events.feed(whole[a:b])
     assert found == texts
 
 
 def test_an_event_of_several_lines() -> None:
-    assert Events().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
+    assert SSEParser().feed(b"data: a\ndata:b\n\n") == ["a\nb"]
 
 
 FAILURES: dict[str, Callable[[], httpx.Response]] = {
@@ -152,10 +152,10 @@ FAILURES: dict[str, Callable[[], httpx.Response]] = {
 
 @pytest.mark.parametrize("kind", FAILURES)
 def test_each_failure_is_a_record_of_its_kind(kind: str) -> None:
-    records = driven(asked(0.0, 0.1), lambda body: FAILURES[kind](), Target("m", limit=20.0))
+    records = driven(asked(0.0, 0.1), lambda body: FAILURES[kind](), Target("m", timeout_seconds=20.0))
     assert [r.error for r in records] == [kind, kind]
-    found = summarise(records, promise=Promise(ttft=100.0))
-    assert found.errors == {kind: 2} and found.finished == 0 and found.good == 0.0
+    found = summarise(records, slo=LatencySLO(ttft=100.0))
+    assert found.errors == {kind: 2} and found.finished == 0 and found.slo_attainment == 0.0
     assert found.ttft is None and found.output_rate == 0.0
 
 
@@ -173,9 +173,9 @@ def test_a_broken_connection_is_told_by_its_kind(error: Exception, kind: str) ->
 
 
 def test_bodies_of_both_endpoints() -> None:
-    text, ids = Planned(0, 0.0, "hi", 7), Planned(0, 0.0, (5, 6), 7)
-    talk = Planned(0, 0.0, (("system", "s"), ("user", "u")), 7)
-    plain, chat = Target("m", extra=(("ignore_eos", True),)), Target("m", "chat")
+    text, ids = ScheduledRequest(0, 0.0, "hi", 7), ScheduledRequest(0, 0.0, (5, 6), 7)
+    talk = ScheduledRequest(0, 0.0, (("system", "s"), ("user", "u")), 7)
+    plain, chat = Target("m", extra_fields=(("ignore_eos", True),)), Target("m", "chat")
     body = json.loads(plain.body(ids))
     assert body == {
         "model": "m", "prompt": [5, 6], "max_tokens": 7, "stream": True, "stream_options": {"include_usage": True},
@@ -196,7 +196,7 @@ def test_a_role_alone_is_no_token() -> None:
         (0.2, event({"choices": [{"delta": {}, "finish_reason": "stop"}]})),
     ]
     (record,) = driven(
-        [Planned(0, 0.0, "hi", 9)],
+        [ScheduledRequest(0, 0.0, "hi", 9)],
         lambda body: httpx.Response(200, stream=Stream(*said)),
         Target("m", "chat"),
     )
@@ -204,16 +204,16 @@ def test_a_role_alone_is_no_token() -> None:
 
 
 def test_figures_of_known_records() -> None:
-    def one(number: int, ttft: float, tokens: int, tpot: float) -> Record:
+    def one(number: int, ttft: float, tokens: int, tpot: float) -> RequestRecord:
         times = [number + ttft + tpot * i for i in range(tokens)]
-        return Record(number, float(number), number + 0.001, times, times[-1], 10, tokens, "stop")
+        return RequestRecord(number, float(number), number + 0.001, times, times[-1], 10, tokens, "stop")
 
     records = [one(0, 0.1, 11, 0.02), one(1, 0.3, 11, 0.02), one(2, 0.1, 11, 0.05), one(3, 0.2, 1, 0.0)]
-    records.append(Record(4, 4.0, 4.0, finished=5.0, error="timeout"))
-    found = summarise(records, offered=1.0, promise=Promise(0.25, 0.03), cost_per_hour=3.6)
+    records.append(RequestRecord(4, 4.0, 4.0, finished=5.0, error="timeout"))
+    found = summarise(records, offered_rate=1.0, slo=LatencySLO(0.25, 0.03), cost_per_hour=3.6)
     assert (found.requests, found.finished, found.errors, found.seconds) == (5, 4, {"timeout": 1}, 5.0)
     assert found.output_rate == pytest.approx(34 / 5) and found.request_rate == pytest.approx(0.8)
-    assert found.good == pytest.approx(2 / 5) and found.goodput == pytest.approx(
+    assert found.slo_attainment == pytest.approx(2 / 5) and found.goodput == pytest.approx(
         2 / 5
     )  # the first and the last
     assert found.output_cost == pytest.approx(1e6 * 3.6 * 5 / 3600 / 34)
@@ -221,39 +221,47 @@ def test_figures_of_known_records() -> None:
     assert (
         found.ttft is not None
         and found.ttft.p50 == pytest.approx(0.15)
-        and found.ttft.most == pytest.approx(0.3)
+        and found.ttft.maximum == pytest.approx(0.3)
     )
-    assert found.itl is not None and found.itl.most == pytest.approx(0.05)
+    assert found.itl is not None and found.itl.maximum == pytest.approx(0.05)
     assert json.loads(json.dumps(found.to_json()))["errors"] == {"timeout": 1}
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
 def test_percentiles_are_ordered_and_inside(values: list[float]) -> None:
-    found = spread(values)
+    found = latency_stats(values)
     assert found is not None
-    ordered = [min(values), found.p50, found.p90, found.p95, found.p99, found.most]
+    ordered = [min(values), found.p50, found.p90, found.p95, found.p99, found.maximum]
     assert all(a <= b or math.isclose(a, b) for a, b in itertools.pairwise(ordered))
 
 
 def test_a_curve_from_end_to_end() -> None:
-    loads = [LoadConfig(requests=6, rate=rate, output_lengths=Lengths("fixed", (5,))) for rate in (1.0, 4.0)]
+    loads = [
+        LoadConfig(requests=6, rate=rate, output_lengths=LengthDistribution("fixed", (5,)))
+        for rate in (1.0, 4.0)
+    ]
     bodies: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> httpx.Response:
         bodies.append(body)
         return healthy(body)
 
-    test = Trial(
-        "http://test", "some text " * 50, loads, warm_up=2, promise=Promise(1.0, 1.0), cost_per_hour=1.0
+    test = LoadTest(
+        "http://test",
+        "some text " * 50,
+        loads,
+        warmup_requests=2,
+        slo=LatencySLO(1.0, 1.0),
+        cost_per_hour=1.0,
     )
     found = run(run_test(test, transport=served(answer)))
     assert [load.name for load in found] == ["1/s", "4/s"]
-    assert all(load.summary.finished == 6 and load.summary.good == 1.0 for load in found)
+    assert all(load.summary.finished == 6 and load.summary.slo_attainment == 1.0 for load in found)
     assert found[1].summary.seconds < found[0].summary.seconds
     assert len(bodies) == 14 and all(isinstance(i, int) for i in bodies[0]["prompt"])
     prompts = [tuple(body["prompt"]) for body in bodies[2:]]
     assert len(set(prompts[:6]) & set(prompts[6:])) == 0  # each load has its own
-    entries = [json.loads(line) for line in lines(found)]
+    entries = [json.loads(line) for line in to_jsonl(found)]
     assert [entry["kind"] for entry in entries] == (["request"] * 6 + ["load"]) * 2
 
 
@@ -266,10 +274,10 @@ def test_a_server_that_does_not_tokenise_gets_text() -> None:
         bodies.append(json.loads(request.content))
         return healthy(bodies[-1])
 
-    load = LoadConfig(requests=1, rate=1.0, prompt_lengths=Lengths("fixed", (5,)))
+    load = LoadConfig(requests=1, rate=1.0, prompt_lengths=LengthDistribution("fixed", (5,)))
     run(
         run_test(
-            Trial("http://test", "abc" * 20, [load], model="m", warm_up=0),
+            LoadTest("http://test", "abc" * 20, [load], model="m", warmup_requests=0),
             transport=httpx.MockTransport(handle),
         )
     )
@@ -288,9 +296,11 @@ def test_a_server_that_is_none_is_named(answer: httpx.Response | None) -> None:
 
     with pytest.raises(DataError, match="test"):
         run(
-            run_test(Trial("http://test", "x", [LoadConfig(rate=1.0)]), transport=httpx.MockTransport(handle))
+            run_test(
+                LoadTest("http://test", "x", [LoadConfig(rate=1.0)]), transport=httpx.MockTransport(handle)
+            )
         )
 
 
 def test_a_pool_knows_its_unit() -> None:
-    assert Pool("abc").per_token == 4 and Pool((1, 2)).per_token == 1
+    assert PromptPool("abc").per_token == 4 and PromptPool((1, 2)).per_token == 1

@@ -14,18 +14,18 @@ from pydantic import ValidationError
 
 from whorl.errors import ConfigError, DataError
 from whorl.loadtest.workload import (
-    Lengths,
+    LengthDistribution,
     LoadConfig,
-    Pool,
-    arrivals,
+    PromptPool,
+    arrival_times,
     parse_lengths,
-    plan,
-    read_pairs,
+    read_length_pairs,
     read_prompts,
+    schedule_requests,
 )
 from whorl.tracking.seeds import numpy_rng
 
-IDS = Pool(tuple(range(500)))
+IDS = PromptPool(tuple(range(500)))
 CONFIGS = st.builds(
     LoadConfig,
     requests=st.integers(1, 60),
@@ -40,41 +40,46 @@ CONFIGS = st.builds(
 
 @given(CONFIGS)
 def test_a_plan_is_a_pure_function_that_more_requests_continue(config: LoadConfig) -> None:
-    found = plan(config, IDS)
-    assert found == plan(config.model_copy(), IDS)
+    found = schedule_requests(config, IDS)
+    assert found == schedule_requests(config.model_copy(), IDS)
     assert [one.number for one in found] == list(range(config.requests))
-    times = [one.at for one in found]
+    times = [one.send_time for one in found]
     assert times[0] == 0 and times == sorted(times)
-    longer = plan(config.model_copy(update={"requests": config.requests + 17}), IDS)
+    longer = schedule_requests(config.model_copy(update={"requests": config.requests + 17}), IDS)
     assert longer[: config.requests] == found
 
 
 @given(CONFIGS)
 def test_another_rate_is_the_same_rhythm_faster_and_moves_no_prompt(config: LoadConfig) -> None:
     assert config.rate is not None
-    slow, fast = plan(config, IDS), plan(config.model_copy(update={"rate": 2 * config.rate}), IDS)
-    assert [a.at for a in slow] == pytest.approx([2 * b.at for b in fast])
+    slow, fast = (
+        schedule_requests(config, IDS),
+        schedule_requests(config.model_copy(update={"rate": 2 * config.rate}), IDS),
+    )
+    assert [a.send_time for a in slow] == pytest.approx([2 * b.send_time for b in fast])
     assert [(a.prompt, a.max_tokens) for a in slow] == [(b.prompt, b.max_tokens) for b in fast]
-    other = plan(config.model_copy(update={"output_lengths": Lengths("fixed", (9,)), "pairs": ()}), IDS)
-    if not config.pairs:
+    other = schedule_requests(
+        config.model_copy(update={"output_lengths": LengthDistribution("fixed", (9,)), "pairs": ()}), IDS
+    )
+    if not config.length_pairs:
         assert [one.prompt for one in other] == [one.prompt for one in slow]
 
 
 @given(CONFIGS)
 def test_prompts_begin_with_one_of_the_prefixes_and_are_as_long_as_drawn(config: LoadConfig) -> None:
-    found = plan(config, IDS)
+    found = schedule_requests(config, IDS)
     heads = {one.prompt[: config.prefix_tokens] for one in found}
-    assert len(heads) <= config.prefixes
+    assert len(heads) <= config.n_prefixes
     assert all(len(one.prompt) > config.prefix_tokens for one in found)
-    if config.pairs:
+    if config.length_pairs:
         assert {(len(one.prompt) - config.prefix_tokens, one.max_tokens) for one in found} <= set(
-            config.pairs
+            config.length_pairs
         )
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_gaps_have_the_mean_of_the_rate_and_the_variation_of_the_burstiness(burstiness: float) -> None:
-    times = arrivals(LoadConfig(requests=20_001, rate=5.0, burstiness=burstiness))
+    times = arrival_times(LoadConfig(requests=20_001, rate=5.0, burstiness=burstiness))
     gaps = [b - a for a, b in itertools.pairwise(times)]
     mean = statistics.fmean(gaps)
     assert mean == pytest.approx(0.2, rel=0.06)
@@ -82,8 +87,8 @@ def test_gaps_have_the_mean_of_the_rate_and_the_variation_of_the_burstiness(burs
 
 
 def test_without_a_rate_all_may_go_at_once() -> None:
-    assert set(arrivals(LoadConfig(requests=5, rate=float("inf")))) == {0.0}
-    assert set(arrivals(LoadConfig(requests=5, concurrency=2))) == {0.0}
+    assert set(arrival_times(LoadConfig(requests=5, rate=float("inf")))) == {0.0}
+    assert set(arrival_times(LoadConfig(requests=5, concurrency=2))) == {0.0}
     for wrong in ({}, {"rate": 1.0, "concurrency": 1}, {"rate": 0.0}, {"concurrency": 0}):
         with pytest.raises(ValidationError):
             LoadConfig(**wrong)  # type: ignore[arg-type]
@@ -118,10 +123,10 @@ def test_impossible_lengths(text: str) -> None:
 
 
 def test_a_pool_of_text_counts_characters_and_begins_anew_at_its_end() -> None:
-    assert Pool("abcdef").stretch(4, 2) == "efabcdef"
-    assert Pool((1, 2, 3)).stretch(5, 4) == (3, 1, 2, 3)
+    assert PromptPool("abcdef").cut(4, 2) == "efabcdef"
+    assert PromptPool((1, 2, 3)).cut(5, 4) == (3, 1, 2, 3)
     with pytest.raises(ConfigError):
-        plan(LoadConfig(rate=1.0), Pool(""))
+        schedule_requests(LoadConfig(rate=1.0), PromptPool(""))
 
 
 def test_prompts_are_read_in_the_forms_people_have_them_in(tmp_path: Path) -> None:
@@ -141,7 +146,9 @@ def test_prompts_are_read_in_the_forms_people_have_them_in(tmp_path: Path) -> No
     lines = tmp_path / "p.txt"
     lines.write_text("one\n\ntwo\n")
     prompts = read_prompts(lines)
-    found = plan(LoadConfig(requests=5, rate=1.0, output_lengths=Lengths("fixed", (3,))), prompts)
+    found = schedule_requests(
+        LoadConfig(requests=5, rate=1.0, output_lengths=LengthDistribution("fixed", (3,))), prompts
+    )
     assert [one.max_tokens for one in found] == [3] * 5
     assert sorted(str(one.prompt) for one in found[:2]) == ["one", "two"]  # all of them, before any again
 
@@ -163,14 +170,14 @@ def test_pairs_of_lengths(tmp_path: Path) -> None:
         '{"prompt_tokens": 12, "output_tokens": 30}\n{"prompt_tokens": 5, "output_tokens": 6}',
     ):
         file.write_text(text)
-        assert read_pairs(file) == ((12, 30), (5, 6))
+        assert read_length_pairs(file) == ((12, 30), (5, 6))
     wrong: Any
     for wrong in ("1,2\n3\n", "1,2\n3,0\n", "1,2\nx,1\n", '1,2\n{"prompt_tokens": 1}\n'):
         file.write_text(wrong)
         with pytest.raises(DataError, match="line 2"):
-            read_pairs(file)
+            read_length_pairs(file)
     file.write_text("a,b\n")
     with pytest.raises(DataError, match="no lengths"):
-        read_pairs(file)
+        read_length_pairs(file)
     with pytest.raises(DataError):
-        read_pairs(tmp_path / "none")
+        read_length_pairs(tmp_path / "none")

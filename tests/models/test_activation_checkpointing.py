@@ -13,9 +13,15 @@ from torch.nn import functional as F
 
 from whorl.errors import BudgetError
 from whorl.models import Decoder, DecoderConfig, LanguageModel
-from whorl.models.activation_checkpointing import Kept, Linear, choose, measure, peak_bytes
+from whorl.models.activation_checkpointing import (
+    ActivationMemory,
+    LinearActivationMemory,
+    measure_activation_memory,
+    min_checkpointed_blocks,
+    peak_bytes,
+)
 from whorl.models.language_model import saved_bytes
-from whorl.models.transformer_config import Experts
+from whorl.models.transformer_config import MoEConfig
 
 IDS = torch.randint(0, 50, (3, 24), generator=torch.Generator().manual_seed(5))
 SEGMENTS = (torch.arange(24) >= 9).long().expand(3, 24)
@@ -35,7 +41,7 @@ def network(kind: str) -> LanguageModel:
 
 def gradients(model: LanguageModel, remade: int, packed: bool = False) -> tuple[list[Any], list[Any]]:
     """Of a loss that asks everything of the routing too; and the routing's records."""
-    model.remade = remade
+    model.checkpointed_blocks = remade
     model.zero_grad()
     torch.manual_seed(7)
     records: list[Any] = []
@@ -66,7 +72,7 @@ def test_gradients_are_the_same_bits_and_routing_is_told_once(kind: str) -> None
 
 def test_chance_is_drawn_again_as_it_was() -> None:
     """Experts and tokens that are left out."""
-    dropped = made(experts=Experts(n_experts=4, top_k=2, hidden=24, token_dropout=0.3, expert_dropout=0.2))
+    dropped = made(experts=MoEConfig(n_experts=4, top_k=2, hidden=24, token_dropout=0.3, expert_dropout=0.2))
     wanted, _ = gradients(dropped, 0)
     assert equal(gradients(dropped, 3)[0], wanted)
     behind = torch.rand(1)
@@ -81,7 +87,7 @@ def test_half_precision_has_the_same_bits_too() -> None:
 
 def test_nothing_is_remade_without_gradients_or_while_decoding() -> None:
     model = decoder()
-    model.remade = 3
+    model.checkpointed_blocks = 3
     with torch.no_grad():
         whole = model(IDS)
     state = model.new_state(3, 24)
@@ -97,7 +103,7 @@ def test_the_compiler_sees_remade_blocks_too() -> None:
     x, where = model.prepare(IDS)
     sizes, found = [], []
     for remade in (0, 1):
-        model.remade = remade
+        model.checkpointed_blocks = remade
         model.zero_grad()
         fast = torch.compile(
             lambda x, where: model.trunk(x, where), backend="aot_eager_decomp_partition", fullgraph=True
@@ -115,16 +121,16 @@ def test_the_compiler_sees_remade_blocks_too() -> None:
 @pytest.mark.parametrize("kind", ["decoder", *KINDS])
 def test_what_is_measured_is_what_autograd_keeps(kind: str) -> None:
     model = network(kind)
-    kept = measure(model, 24).of(3)
+    kept = measure_activation_memory(model, 24).at_rows(3)
     own = [*model.parameters(), *model.buffers()]
     for remade in range(
         3
     ):  # what the last would keep if remade, hooks cannot see: its input is none of autograd's
-        model.remade = remade
+        model.checkpointed_blocks = remade
         plain = saved_bytes(lambda: model(IDS, records=[]), own)
         packed = saved_bytes(lambda: model(IDS, POSITIONS, SEGMENTS, None, []), own)
         assert 0.9 * kept.peak(remade) < max(plain, packed) <= 1.002 * kept.peak(remade), remade
-    assert kept.peak(0) > kept.peak(1) > kept.peak(2) == kept.least
+    assert kept.peak(0) > kept.peak(1) > kept.peak(2) == kept.min_peak
 
 
 def test_the_peak_of_a_step_falls_as_planned() -> None:
@@ -133,34 +139,34 @@ def test_the_peak_of_a_step_falls_as_planned() -> None:
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     ids = torch.randint(0, 50, (8, 64))
-    kept = measure(model, 64).of(8)
+    kept = measure_activation_memory(model, 64).at_rows(8)
     peaks = []
     for remade in range(6):
-        model.remade = remade
+        model.checkpointed_blocks = remade
         peaks.append(peak_bytes(lambda: model(ids).square().sum().backward()))
     for (a, b), count in zip(itertools.pairwise(peaks), range(5), strict=True):
         assert a - b == pytest.approx(kept.peak(count) - kept.peak(count + 1), rel=0.1)
     assert peaks[-1] < 0.35 * peaks[0]
 
 
-def drawn(rng: random.Random) -> Kept:
+def drawn(rng: random.Random) -> ActivationMemory:
     n = rng.randint(1, 7)
     held = [rng.randint(1, 4)] * n
     inner = [rng.randint(1, 40) for _ in range(n)]
-    return Kept(
+    return ActivationMemory(
         rng.randint(0, 9), tuple(h + i for h, i in zip(held, inner, strict=True)), tuple(held), tuple(inner)
     )
 
 
-def peak_of_any(kept: Kept, those: frozenset[int]) -> int:
+def peak_of_any(kept: ActivationMemory, those: frozenset[int]) -> int:
     """The oracle: walks forward and back with any choice of blocks remade."""
-    now, n = kept.outside, len(kept.whole)
+    now, n = kept.outside_blocks, len(kept.saved)
     for b in range(n):
-        now += kept.held[b] if b in those else kept.whole[b]
+        now += kept.checkpointed[b] if b in those else kept.saved[b]
     peak = now
     for b in reversed(range(n)):
-        peak = max(peak, now + (kept.inner[b] if b in those else 0))
-        now -= kept.held[b] if b in those else kept.whole[b]
+        peak = max(peak, now + (kept.recomputed[b] if b in those else 0))
+        now -= kept.checkpointed[b] if b in those else kept.saved[b]
     return peak
 
 
@@ -168,24 +174,27 @@ def test_the_plan_never_exceeds_a_budget_that_can_be_met_and_asks_for_no_more_th
     rng = random.Random(0)
     for _ in range(200):
         kept = drawn(rng)
-        n = len(kept.whole)
+        n = len(kept.saved)
         subsets = [frozenset(c) for size in range(n + 1) for c in itertools.combinations(range(n), size)]
-        assert kept.least == min(peak_of_any(kept, s) for s in subsets), (
+        assert kept.min_peak == min(peak_of_any(kept, s) for s in subsets), (
             "no other choice of blocks does better"
         )
         last = n + 1
-        for budget in range(kept.least, kept.peak(0) + 2):
-            count = choose(kept, budget)
+        for budget in range(kept.min_peak, kept.peak(0) + 2):
+            count = min_checkpointed_blocks(kept, budget)
             assert peak_of_any(kept, frozenset(range(count))) == kept.peak(count) <= budget
             assert all(kept.peak(fewer) > budget for fewer in range(count))
             assert count <= last, "a larger budget never remakes more"
             last = count
         assert last == 0
-        with pytest.raises(BudgetError, match=f"at least {kept.least:,}"):
-            choose(kept, kept.least - 1)
+        with pytest.raises(BudgetError, match=f"at least {kept.min_peak:,}"):
+            min_checkpointed_blocks(kept, kept.min_peak - 1)
 
 
 def test_rows_are_a_line() -> None:
-    one, two = Kept(5, (10, 20), (1, 1), (9, 19)), Kept(6, (18, 36), (2, 2), (16, 34))
-    assert Linear(one, two).of(1) == one and Linear(one, two).of(2) == two
-    assert Linear(one, two).of(4) == Kept(8, (34, 68), (4, 4), (30, 64))
+    one, two = ActivationMemory(5, (10, 20), (1, 1), (9, 19)), ActivationMemory(6, (18, 36), (2, 2), (16, 34))
+    assert (
+        LinearActivationMemory(one, two).at_rows(1) == one
+        and LinearActivationMemory(one, two).at_rows(2) == two
+    )
+    assert LinearActivationMemory(one, two).at_rows(4) == ActivationMemory(8, (34, 68), (4, 4), (30, 64))

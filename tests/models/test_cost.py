@@ -7,10 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.models import Decoder, DecoderConfig
-from whorl.models.cost import Costed
+from whorl.models.cost import ProfiledModule
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.language_model import saved_bytes
-from whorl.models.multi_token import MultiToken
+from whorl.models.multi_token import MultiTokenPrediction
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.resnet import ResNet
@@ -48,11 +48,11 @@ def encoder() -> Encoder:
     )
 
 
-NETWORKS: dict[str, tuple[Costed, int]] = {
+NETWORKS: dict[str, tuple[ProfiledModule, int]] = {
     "encoder": (encoder(), 16),
     "two towers": (DualEncoder(vit(), encoder(), gen()), 16),
     "captioner": (Captioner(decoder(), vit(0)), 12),
-    "further heads": (MultiToken(32, 3, 2), 16),
+    "further heads": (MultiTokenPrediction(32, 3, 2), 16),
     "ViT": (vit(), 16),
     "Mixer": (
         MLPMixer(image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=2, token_hidden=16, mlp_hidden=64),
@@ -66,11 +66,11 @@ NETWORKS: dict[str, tuple[Costed, int]] = {
 def test_what_it_costs(name: str) -> None:
     network, size = NETWORKS[name]
     before = {n: t.clone() for n, t in network.state_dict().items()}
-    inputs = network.example(3, size, torch.device("cpu"))
+    inputs = network.example_inputs(3, size, torch.device("cpu"))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network.run(*inputs)
+        network.profiled_forward(*inputs)
     assert 3 * network.flops(size) == pytest.approx(counter.get_total_flops(), rel=0.1)
-    kept = saved_bytes(lambda: network.run(*inputs), [*network.parameters(), *inputs])
+    kept = saved_bytes(lambda: network.profiled_forward(*inputs), [*network.parameters(), *inputs])
     assert network.activation_bytes(3, size) == pytest.approx(kept, rel=0.15)
     sizes = network.params()
     assert sizes["total"] == sum(p.numel() for p in network.parameters())

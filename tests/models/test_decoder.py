@@ -61,12 +61,12 @@ def test_only_rows_longer_than_those_of_training_are_turned_more_slowly() -> Non
     plain, knows = shaken(small()), shaken(small(trained_length=100))
     assert torch.equal(plain(IDS[:, :100]), knows(IDS[:, :100]))
     assert not torch.allclose(plain(IDS), knows(IDS), atol=1e-3)
-    far, near = knows.rotary_of(101), knows.rotary_of(100)
+    far, near = knows.rotary_for(101), knows.rotary_for(100)
     scaling = far.scaling
     assert near.scaling is None and scaling is not None
     fast, slow = (rotary_frequencies(8, scaling=s)[[0, -1]] for s in (None, scaling))
     assert fast[0] == slow[0] and slow[1] == fast[1] / scaling.factor
-    assert scaling.gain > 1, "more keys, sharper scores"
+    assert scaling.attention_scaling > 1, "more keys, sharper scores"
     assert plain.reads_well == 512 and knows.reads_well == 400
 
 

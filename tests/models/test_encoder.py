@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
-from whorl.models.encoder import Block, Encoder, EncoderConfig, mean_pool
+from whorl.models.encoder import Encoder, EncoderBlock, EncoderConfig, mean_pool
 from whorl.nn.norm import LayerNorm
 from whorl.objectives.classify import classification
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import learn
+from whorl.train.learner.loop import train_loop
 from whorl.train.learner.update import Update, all_adamw
 
 
@@ -49,7 +49,7 @@ def rows(left: int, right: int) -> tuple[Tensor, Tensor]:
 
 
 def test_a_block_equals_torchs_own_with_gradients() -> None:
-    block = Block(16, 2, 24, generator=gen())
+    block = EncoderBlock(16, 2, 24, generator=gen())
     awake(block)
     theirs = nn.TransformerEncoderLayer(16, 2, 24, 0.0, "gelu", batch_first=True, norm_first=True)
     a, m = block.attention, block.mlp
@@ -168,12 +168,12 @@ def test_learns_which_of_two_words_comes_first() -> None:
         return [[batch(number)]]
 
     update = Update(lambda p: classification(model(p["ids"], p["mask"]), p["labels"]), all_adamw(model, 3e-3))
-    learn(
+    train_loop(
         Learner(model, [update]),
         iter(range(1, 1000)),
         passes,
         last=200,
-        factor=lambda s: min(1, (s + 1) / 20),
+        lr_scale=lambda s: min(1, (s + 1) / 20),
     )
     judged = batch(0, 500)
     right = (model(judged["ids"], judged["mask"]).argmax(dim=1) == judged["labels"]).float().mean()

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.models import Decoder, DecoderConfig
-from whorl.models.multi_token import MultiToken, multi_token, targets_ahead
+from whorl.models.multi_token import MultiTokenPrediction, multi_token_loss, shift_targets
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import learn
+from whorl.train.learner.loop import train_loop
 from whorl.train.learner.update import Update, all_adamw
 
 
@@ -19,8 +19,8 @@ def gen(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def heads(n: int = 3) -> MultiToken:
-    made = MultiToken(16, n, 2, generator=gen())
+def heads(n: int = 3) -> MultiTokenPrediction:
+    made = MultiTokenPrediction(16, n, 2, generator=gen())
     with torch.no_grad():
         for name, p in made.named_parameters():
             if not p.any():
@@ -50,7 +50,7 @@ def allowed(row: int, t: int, ahead: int) -> int | None:
 
 @pytest.mark.parametrize("ahead", [1, 2, 3, 5, 7, 8, 30])
 def test_targets_stay_in_their_document(ahead: int) -> None:
-    targets, mask = targets_ahead(TARGETS, MASK, SEGMENTS, ahead)
+    targets, mask = shift_targets(TARGETS, MASK, SEGMENTS, ahead)
     for row in range(2):
         for t in range(8):
             found = int(targets[row, t]) if mask[row, t] else None
@@ -59,7 +59,7 @@ def test_targets_stay_in_their_document(ahead: int) -> None:
 
 def test_without_segments_a_row_is_one_document() -> None:
     ids = torch.arange(7)[None]
-    targets, mask = targets_ahead(ids[:, 1:], torch.ones(1, 6, dtype=torch.bool), None, 3)
+    targets, mask = shift_targets(ids[:, 1:], torch.ones(1, 6, dtype=torch.bool), None, 3)
     assert targets[0, :4].tolist() == [3, 4, 5, 6] and mask.tolist() == [[True] * 4 + [False] * 2]
 
 
@@ -67,7 +67,7 @@ def test_the_loss_is_the_sum_over_heads_and_positions() -> None:
     model = heads()
     hidden = torch.randn(2, 8, 16, generator=gen(1), requires_grad=True)
     output = torch.randn(15, 16, generator=gen(2), requires_grad=True)
-    loss = multi_token(model, hidden, output, TARGETS, MASK, SEGMENTS)
+    loss = multi_token_loss(model, hidden, output, TARGETS, MASK, SEGMENTS)
     want, counts = torch.zeros(()), [0, 0, 0]
     for i, h in enumerate(model(hidden, segments=SEGMENTS)):
         for row in range(2):
@@ -113,7 +113,7 @@ def test_a_draft_from_states_is_the_draft_from_all_positions() -> None:
 def test_every_parameter_has_a_gradient() -> None:
     model = heads()
     hidden = torch.randn(2, 8, 16, generator=gen(1))
-    multi_token(
+    multi_token_loss(
         model, hidden, torch.randn(15, 16, generator=gen(2)), TARGETS, MASK, SEGMENTS
     ).total.backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -133,11 +133,11 @@ def test_drafts_come_true() -> None:
     networks = torch.nn.ModuleDict(
         {
             "trunk": Decoder(DecoderConfig.model_validate({**shape, "ngram_orders": ()}), gen()),
-            "heads": MultiToken(32, 3, 2, mlp_hidden=64, generator=gen(1)),
+            "heads": MultiTokenPrediction(32, 3, 2, mlp_hidden=64, generator=gen(1)),
         }
     )
     trunk, ahead = networks["trunk"], networks["heads"]
-    assert isinstance(trunk, Decoder) and isinstance(ahead, MultiToken)
+    assert isinstance(trunk, Decoder) and isinstance(ahead, MultiTokenPrediction)
 
     def rows(seed: int, n: int = 32) -> Tensor:
         g = gen(seed)
@@ -147,14 +147,14 @@ def test_drafts_come_true() -> None:
     def objective(part: dict[str, Tensor]):  # type: ignore[no-untyped-def]
         ids = part["ids"]
         mask = torch.ones_like(ids[:, 1:], dtype=torch.bool)
-        return multi_token(ahead, trunk(ids[:, :-1]), trunk.head_weight, ids[:, 1:], mask)
+        return multi_token_loss(ahead, trunk(ids[:, :-1]), trunk.head_weight, ids[:, 1:], mask)
 
-    learn(
+    train_loop(
         Learner(networks, [Update(objective, all_adamw(networks, 3e-3))]),  # type: ignore[arg-type]
         iter(range(1, 1000)),
         lambda number: [[{"ids": rows(number)}]],
         last=120,
-        factor=lambda step: min(1.0, (step + 1) / 20),
+        lr_scale=lambda step: min(1.0, (step + 1) / 20),
     )
     judged = rows(5000, 200)
     right = ahead.draft(trunk(judged[:, :10]), trunk.head_weight) == judged[:, 10:]
@@ -163,13 +163,13 @@ def test_drafts_come_true() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="n is 0"):
-        MultiToken(16, 0, 2)
+        MultiTokenPrediction(16, 0, 2)
     with pytest.raises(ConfigError, match="n_heads is 3"):
-        MultiToken(16, 2, 3)
+        MultiTokenPrediction(16, 2, 3)
     model, hidden = heads(), torch.zeros(1, 4, 16)
     with pytest.raises(ConfigError, match="ahead is 4"):
         model.head(4, hidden)
     with pytest.raises(ConfigError, match="targets is"):
-        multi_token(
+        multi_token_loss(
             model, hidden, torch.zeros(5, 16), torch.zeros(1, 3, dtype=torch.int64), torch.ones(1, 4).bool()
         )

@@ -20,8 +20,8 @@ from whorl.models import (
     make_model,
     save_model,
 )
-from whorl.models.pruning.prune import Surgeon, prune, teacher_log_probs
-from whorl.models.transformer_config import Experts, Heads
+from whorl.models.pruning.prune import OptimalBrainSurgeon, prune, teacher_log_probs
+from whorl.models.transformer_config import AttentionConfig, MoEConfig
 
 SIZE = {"vocab_size": 48, "d_model": 32, "n_layers": 2}
 
@@ -48,7 +48,7 @@ def made(kind: str, **changes: Any) -> LanguageModel:
             "sink": True,
             "smear": True,
         }
-        mixer = Heads.model_validate(heads | changes.pop("mixer", {}))
+        mixer = AttentionConfig.model_validate(heads | changes.pop("mixer", {}))
         fields = {"mixers": {"a": mixer}, "mlp_hidden": 40, "mlp_bias": True} | changes
         model = Transformer(TransformerConfig(**SIZE, **fields), g)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_what_says_nothing_is_what_goes_and_nothing_changes(
                 mixer_of(model, n).out.weight[:, 8 * head : 8 * head + 8] = 0
             block.mlp.down.weight[:, [3, 17, 20 + n]] = 0
     before = said(model)
-    small = prune(model, [ids()], heads=4 - len(silent), mlp_hidden=37, measure=measure)
+    small = prune(model, [ids()], heads=4 - len(silent), mlp_hidden=37, criterion=measure)
     assert torch.allclose(said(small), before, atol=2e-4)
     assert torch.equal(said(model), before)  # which stays as it was
 
@@ -150,7 +150,7 @@ def test_the_surgeon_costs_and_refits_by_least_squares() -> None:
         torch.randn(5, 12, generator=torch.Generator().manual_seed(1)).double(),
     )
     groups = torch.arange(12).view(4, 3)
-    surgeon = Surgeon(w, x.t() @ x, damping=0.0)
+    surgeon = OptimalBrainSurgeon(w, x.t() @ x, damping=0.0)
 
     def refit(gone: list[int]) -> tuple[Tensor, float]:
         left = [c for g in range(4) if g not in gone for c in groups[g].tolist()]
@@ -169,7 +169,7 @@ def test_the_surgeon_costs_and_refits_by_least_squares() -> None:
     assert torch.allclose(surgeon.costs(groups[[0, 1, 3]]), more, rtol=1e-6)
     surgeon.remove(groups[0])
     assert torch.allclose(surgeon.weight, refit([2, 0])[0], atol=1e-8)
-    single = Surgeon(w, x.t() @ x)
+    single = OptimalBrainSurgeon(w, x.t() @ x)
     assert torch.allclose(single.costs(groups.view(12, 1))[:3], torch.stack([
         (single.weight[:, c].square().sum() / single.inverse[c, c]) for c in range(3)
     ]))  # fmt: skip
@@ -186,7 +186,7 @@ def test_of_two_heads_that_say_the_same_one_goes() -> None:
             attention.out.weight[:, 8:24] *= 3
     before = said(model)
     error = {
-        measure: float((said(prune(model, [ids(16)], heads=3, measure=measure)) - before).norm())
+        measure: float((said(prune(model, [ids(16)], heads=3, criterion=measure)) - before).norm())
         for measure in ("surgeon", "activation", "magnitude")
     }
     assert error["surgeon"] < 0.35 * min(error["activation"], error["magnitude"])
@@ -198,7 +198,7 @@ def test_the_surgeon_hurts_less_than_the_controls() -> None:
     g = torch.Generator().manual_seed(0)
     error = {
         measure: float(
-            (said(prune(model, [ids(32)], mlp_hidden=24, measure=measure, generator=g)) - before).norm()
+            (said(prune(model, [ids(32)], mlp_hidden=24, criterion=measure, generator=g)) - before).norm()
         )
         for measure in ("surgeon", "activation", "random")
     }
@@ -210,7 +210,7 @@ def test_a_teacher_says_what_its_logits_say() -> None:
     want = said(model).log_softmax(-1)
     values, found = teacher_log_probs(model, ids(seed=5))
     assert torch.allclose(values, want, atol=1e-6) and torch.equal(found[0, 0], torch.arange(48))
-    values, found = teacher_log_probs(model, ids(seed=5), top=5)
+    values, found = teacher_log_probs(model, ids(seed=5), top_k=5)
     assert torch.allclose(values, want.topk(5).values, atol=1e-6) and torch.equal(found, want.topk(5).indices)
 
 
@@ -224,7 +224,7 @@ def test_a_teacher_says_what_its_logits_say() -> None:
         ("decoder", {}, {"mlp_hidden": 8, "measure": "taste"}, "measure is 'taste'"),
         ("transformer", {"mixer": {"alibi": True, "rope": None}}, {"heads": 2}, "alibi"),
         ("transformer", {"mixer": {"smear": False}, "share_keys": 2}, {"heads": 2}, "lend"),
-        ("transformer", {"experts": Experts(n_experts=4, top_k=2, hidden=16)}, {"mlp_hidden": 8}, "mixture"),
+        ("transformer", {"experts": MoEConfig(n_experts=4, top_k=2, hidden=16)}, {"mlp_hidden": 8}, "mixture"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(

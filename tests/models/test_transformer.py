@@ -13,24 +13,24 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import (
-    MEMBERS,
-    Experts,
-    Heads,
-    LatentHeads,
-    Member,
+    MIXERS,
+    AttentionConfig,
+    CustomMixer,
+    MLAConfig,
+    MoEConfig,
     Rope,
     TransformerConfig,
 )
-from whorl.models.transformer_cost import keys_seen
-from whorl.nn.positions.rotary import Scaling
+from whorl.models.transformer_cost import mean_causal_keys
+from whorl.nn.positions.rotary import RopeScaling
 
-HEADS = Heads(n_heads=4, n_kv_heads=2, head_dim=8)
+HEADS = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8)
 LOCAL = HEADS.model_copy(update={"window": 3, "rope": Rope(base=500.0)})
-LATENT = LatentHeads(
+LATENT = MLAConfig(
     n_heads=4, kv_rank=16, q_rank=12, nope_dim=8, rope_dim=4, v_dim=8, rope=Rope(layout="interleaved")
 )
-ROUTED = Experts(n_experts=4, top_k=2, hidden=24, shared_hidden=16, shared_gate=True, dense_layers=(0,))
-GROUPED = Experts(
+ROUTED = MoEConfig(n_experts=4, top_k=2, hidden=24, shared_hidden=16, shared_gate=True, dense_layers=(0,))
+GROUPED = MoEConfig(
     n_experts=4, top_k=2, hidden=24, scoring="sigmoid", scale=2.5, bias_balance=True, groups=(2, 1)
 )
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -61,8 +61,8 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "experts": {"experts": ROUTED},
     "latent": {"mixers": {"latent": LATENT}, "experts": GROUPED, "parallel": True},
-    "mixed": {"mixers": {"fast": Member(kind="linear", options={"n_heads": 4}), "full": HEADS}},
-    **{kind: {"mixers": {kind: Member(kind=kind, options=OPTIONS.get(kind, {}))}} for kind in MEMBERS},
+    "mixed": {"mixers": {"fast": CustomMixer(kind="linear", options={"n_heads": 4}), "full": HEADS}},
+    **{kind: {"mixers": {kind: CustomMixer(kind=kind, options=OPTIONS.get(kind, {}))}} for kind in MIXERS},
 }  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_shared_keys_are_the_lenders_and_only_its_own_are_kept() -> None:
     assert model.kv_bytes_per_token() == plain.kv_bytes_per_token() / 3
     assert not any(n.startswith("blocks.1.mixer.k.") for n, _ in model.named_parameters())
     with pytest.raises(ValueError, match="share_keys"):
-        config(mixers={"full": HEADS, "slow": Member(kind="mamba")}, share_keys=2)
+        config(mixers={"full": HEADS, "slow": CustomMixer(kind="mamba")}, share_keys=2)
     with pytest.raises(ValueError, match="another window"):
         config(mixers={"full": HEADS, "near": HEADS.model_copy(update={"window": 4})}, share_keys=2)
 
@@ -215,11 +215,11 @@ def test_a_pattern_is_repeated_over_the_layers() -> None:
 
 
 def test_a_configuration_survives_json_with_every_kind_of_mixer() -> None:
-    stretched = Rope(scaling=Scaling("yarn", 4.0, 1024))
+    stretched = Rope(scaling=RopeScaling("yarn", 4.0, 1024))
     for mixer in (
         HEADS,
         LATENT,
-        Member(kind="mamba", options={"d_state": 8}),
+        CustomMixer(kind="mamba", options={"d_state": 8}),
         HEADS.model_copy(update={"rope": stretched}),
     ):
         shape = config(mixers={"m": mixer}, experts=GROUPED)
@@ -285,7 +285,7 @@ def test_an_impossible_shape_names_its_field(changes: dict[str, Any], message: s
 
 def test_options_that_a_member_does_not_take_are_named() -> None:
     with pytest.raises(ConfigError, match=r"options of 'gru' are \{'n_heads': 2\}.*n_heads"):
-        made(mixers={"m": Member(kind="gru", options={"n_heads": 2})})
+        made(mixers={"m": CustomMixer(kind="gru", options={"n_heads": 2})})
 
 
 def test_parameters_are_counted() -> None:
@@ -311,9 +311,9 @@ def test_flops_are_those_of_the_products() -> None:
         # the reference forms all pairs of positions, also those that may not see each other
         said = 64 * (matrices + 2 * (model.flops_per_token(64) - matrices))
         assert said == pytest.approx(counter.get_total_flops(), rel=0.01), changes
-    assert keys_seen(100, None) == keys_seen(100, 100) == 50.0
+    assert mean_causal_keys(100, None) == mean_causal_keys(100, 100) == 50.0
     exact = sum(min(i + 1, 7) for i in range(1000)) / 1000
-    assert keys_seen(1000, 7) == pytest.approx(exact, rel=0.1)
+    assert mean_causal_keys(1000, 7) == pytest.approx(exact, rel=0.1)
     experts = made(experts=ROUTED)
     assert experts.flops_per_token(0) < 6 * experts.params()["active"]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.models import Decoder, DecoderConfig
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.models.vision.clip import DualEncoder, bounded
+from whorl.models.vision.clip import DualEncoder, straight_through_clamp
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.vit import ViT
 from whorl.objectives import next_token
@@ -93,7 +93,7 @@ def test_the_scale_is_bounded_and_comes_back() -> None:
     assert float(model.scale.detach()) == pytest.approx(100.0, rel=1e-5)
     for raw, sign, passes in ((5.0, 1.0, True), (5.0, -1.0, False), (4.0, 1.0, True), (4.0, -1.0, True)):
         t = torch.tensor(raw, requires_grad=True)
-        (gradient,) = torch.autograd.grad(sign * bounded(t, math.log(100.0)), t)
+        (gradient,) = torch.autograd.grad(sign * straight_through_clamp(t, math.log(100.0)), t)
         assert float(gradient) == (sign if passes else 0.0)
 
 
@@ -104,7 +104,7 @@ def test_scores_are_scaled_products_and_a_larger_bound_is_kept() -> None:
     scores = model.scores(images(), ids)
     assert scores.shape == (3, 2)
     torch.testing.assert_close(scores[2, 1], scale * (x[2] * y[1]).sum())
-    wide = DualEncoder(vit(), Encoder(model.text.config, gen(1)), gen(2), largest_scale=200.0)
+    wide = DualEncoder(vit(), Encoder(model.text.config, gen(1)), gen(2), max_logit_scale=200.0)
     wide.log_scale.data.fill_(math.log(150.0))
     assert float(wide.scale.detach()) == pytest.approx(150.0, rel=1e-5)
     wide.log_scale.data.fill_(6.0)
@@ -131,16 +131,16 @@ def test_at_first_the_language_model_is_unchanged_to_the_bit(every: int, dtype: 
     language = decoder(dtype=dtype)
     ids = torch.randint(0, 9, (3, 6), generator=gen(4))
     want = language(ids)
-    captioner = Captioner(language, vit(), every=every, generator=gen(5))
+    captioner = Captioner(language, vit(), cross_attn_every=every, generator=gen(5))
     assert len(captioner.bridges) == {1: 3, 2: 2, 3: 1}[every]
-    assert torch.equal(captioner(ids, captioner.look(images())), want)
+    assert torch.equal(captioner(ids, captioner.encode_images(images())), want)
     with torch.no_grad():
         for bridge in captioner.bridges:
             bridge.attention_gate.fill_(0.5)
-    changed = captioner(ids, captioner.look(images()))
+    changed = captioner(ids, captioner.encode_images(images()))
     assert (changed - want).abs().max() > 1e-2
     assert (
-        changed - captioner(ids, captioner.look(images().flip(0)))
+        changed - captioner(ids, captioner.encode_images(images().flip(0)))
     ).abs().max() > 1e-2  # it depends on the picture
 
 
@@ -149,7 +149,7 @@ def test_gates_wake_first_then_all_of_the_new_layers_and_nothing_frozen_moves() 
     ids = torch.randint(0, 9, (3, 6), generator=gen(4))
 
     def objective(part: Any):  # type: ignore[no-untyped-def]
-        hidden = captioner(part["ids"][:, :-1], captioner.look(part["images"]))
+        hidden = captioner(part["ids"][:, :-1], captioner.encode_images(part["images"]))
         targets = part["ids"][:, 1:].flatten()
         return next_token(
             hidden.flatten(0, 1), captioner.decoder.head_weight, targets, torch.ones_like(targets)
@@ -170,9 +170,9 @@ def test_gates_wake_first_then_all_of_the_new_layers_and_nothing_frozen_moves() 
 
 
 def test_a_caption_word_by_word_is_the_caption_at_once() -> None:
-    captioner = Captioner(decoder((2, 3)), vit(), every=2, generator=gen(5))
+    captioner = Captioner(decoder((2, 3)), vit(), cross_attn_every=2, generator=gen(5))
     awake(captioner.bridges)  # gates too
-    context = captioner.look(images())
+    context = captioner.encode_images(images())
     ids = torch.randint(0, 9, (3, 7), generator=gen(4))
     whole = captioner(ids, context)
     for cuts in ([1] * 7, [1, 3, 3]):
@@ -185,17 +185,17 @@ def test_captions_are_the_likeliest_words_up_to_the_end() -> None:
     captioner = Captioner(decoder(), vit(), generator=gen(5))
     awake(captioner.bridges)
     pictures = images(8)
-    free = captioner.captions(pictures, begin=1, end=99, limit=5)
-    context = captioner.look(pictures)
+    free = captioner.generate(pictures, bos_id=1, eos_id=99, max_tokens=5)
+    context = captioner.encode_images(pictures)
     ids = torch.ones(8, 1, dtype=torch.int64)
     for _ in range(5):  # without a state
         logits = captioner.decoder.logits(captioner(ids, context)[:, -1:])
         ids = torch.cat([ids, logits.argmax(dim=-1)], dim=1)
     assert free == ids[:, 1:].tolist()
     end = free[0][2]
-    closed = captioner.captions(pictures, begin=1, end=end, limit=5)
+    closed = captioner.generate(pictures, bos_id=1, eos_id=end, max_tokens=5)
     assert closed == [row[: row.index(end)] if end in row else row for row in free]
-    assert captioner.captions(pictures, 1, 2, 0) == [[]] * 8
+    assert captioner.generate(pictures, 1, 2, 0) == [[]] * 8
 
 
 def test_cross_attention_equals_torchs_with_its_gate() -> None:
@@ -214,7 +214,7 @@ def test_cross_attention_equals_torchs_with_its_gate() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="every is 0"):
-        Captioner(decoder(), vit(), every=0)
+        Captioner(decoder(), vit(), cross_attn_every=0)
     with pytest.raises(ConfigError, match="n_heads is 3"):
         Captioner(decoder(), vit(), n_heads=3)
     captioner = Captioner(decoder(), vit())

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.nn.convolution import (
     Conv2d,
+    ConvTranspose2d,
     ResizeConv,
-    TransposedConv2d,
-    checkerboard,
-    convolve,
+    checkerboard_energy,
+    conv2d_reference,
+    conv_transpose2d_reference,
     phase_variance,
-    transpose_convolve,
 )
 from whorl.nn.patches import PatchEmbedding, from_patches, to_patches
 
@@ -43,7 +43,7 @@ def test_convolve_equals_torch_with_gradients(
     x = torch.randn(2, 6, 9, 8, generator=gen(), requires_grad=True)
     weight = torch.randn(12, 6 // groups, *kernel, generator=gen(1), requires_grad=True)
     bias = torch.randn(12, generator=gen(2), requires_grad=True)
-    ours = convolve(x, weight, bias, stride=stride, padding=padding, groups=groups)
+    ours = conv2d_reference(x, weight, bias, stride=stride, padding=padding, groups=groups)
     held_together(ours, F.conv2d(x, weight, bias, stride, padding, groups=groups), [x, weight, bias])
 
 
@@ -58,17 +58,17 @@ def test_transpose_convolve_equals_torch_with_gradients(
     weight = torch.randn(6, 12 // groups, *kernel, generator=gen(1), requires_grad=True)
     bias = torch.randn(12, generator=gen(2), requires_grad=True)
     settings = {"stride": stride, "padding": padding, "output_padding": extra, "groups": groups}
-    ours = transpose_convolve(x, weight, bias, **settings)
+    ours = conv_transpose2d_reference(x, weight, bias, **settings)
     held_together(ours, F.conv_transpose2d(x, weight, bias, **settings), [x, weight, bias])
 
 
 def test_the_transpose_is_the_gradient_of_the_convolution() -> None:
     x = torch.randn(1, 3, 9, 9, generator=gen(), requires_grad=True)
     weight = torch.randn(5, 3, 3, 3, generator=gen(1))
-    y = convolve(x, weight, stride=2, padding=1)
+    y = conv2d_reference(x, weight, stride=2, padding=1)
     upstream = torch.randn(y.shape, generator=gen(2))
     (gradient,) = torch.autograd.grad(y, x, upstream)
-    torch.testing.assert_close(transpose_convolve(upstream, weight, stride=2, padding=1), gradient)
+    torch.testing.assert_close(conv_transpose2d_reference(upstream, weight, stride=2, padding=1), gradient)
 
 
 @pytest.mark.parametrize(("kernel", "stride", "groups"), [(3, 1, 1), (3, 2, 2), (1, 2, 1), (5, 1, 4)])
@@ -78,9 +78,9 @@ def test_conv2d_equals_its_definition_and_knows_its_cost(kernel: int, stride: in
     layer = Conv2d(4, 8, kernel, stride=stride, groups=groups, bias=True, generator=gen())
     torch.nn.init.normal_(layer.bias, generator=gen(1))
     x = torch.randn(1, 4, 8, 8, generator=gen(2), requires_grad=True)
-    want = convolve(x, layer.weight, layer.bias, stride=stride, padding=kernel // 2, groups=groups)
+    want = conv2d_reference(x, layer.weight, layer.bias, stride=stride, padding=kernel // 2, groups=groups)
     held_together(layer(x), want, [x, layer.weight, layer.bias])
-    assert layer.size_after(8) == want.shape[-1]
+    assert layer.output_size(8) == want.shape[-1]
     with FlopCounterMode(display=False) as counter:
         layer(x)
     assert counter.get_total_flops() == layer.flops(8)
@@ -96,7 +96,7 @@ def test_the_initial_weights_keep_the_size_of_activations_and_follow_the_seed() 
     assert float(y.detach().square().mean()) == pytest.approx(1.0, rel=0.1)
     assert not Conv2d(3, 3, 3, std=0).weight.any()
     for kernel in (2, 3, 4):
-        wider = TransposedConv2d(32, 64, kernel, generator=gen())
+        wider = ConvTranspose2d(32, 64, kernel, generator=gen())
         y = wider(torch.randn(4, 32, 16, 16, generator=gen(1)))[..., 2:-2, 2:-2].relu()
         assert float(y.detach().square().mean()) == pytest.approx(1.0, rel=0.1)
 
@@ -106,10 +106,10 @@ def test_the_initial_weights_keep_the_size_of_activations_and_follow_the_seed() 
 )
 def test_upsampling_layers_are_exactly_so_many_times_larger(stride: int, more: int) -> None:
     x = torch.randn(1, 2, 5, 4, generator=gen())
-    layer = TransposedConv2d(2, 3, stride + more, stride=stride, bias=True, generator=gen(1))
+    layer = ConvTranspose2d(2, 3, stride + more, stride=stride, bias=True, generator=gen(1))
     assert layer(x).shape == (1, 3, 5 * stride, 4 * stride)
     settings = {"stride": stride, "padding": layer.padding, "output_padding": layer.output_padding}
-    torch.testing.assert_close(layer(x), transpose_convolve(x, layer.weight, layer.bias, **settings))
+    torch.testing.assert_close(layer(x), conv_transpose2d_reference(x, layer.weight, layer.bias, **settings))
     assert ResizeConv(2, 3, 3, scale=stride, generator=gen(1))(x).shape == (1, 3, 5 * stride, 4 * stride)
 
 
@@ -122,7 +122,7 @@ def test_resize_conv_equals_its_two_steps_with_gradients(mode: str) -> None:
     else:
         larger = torch.nn.Upsample(scale_factor=2, mode="bilinear")(x)
     weight, bias = layer.convolution.weight, layer.convolution.bias
-    held_together(layer(x), convolve(larger, weight, bias, padding=1), [x, weight, bias])
+    held_together(layer(x), conv2d_reference(larger, weight, bias, padding=1), [x, weight, bias])
 
 
 def test_phase_variance_is_the_power_at_the_frequencies_of_the_period() -> None:
@@ -139,22 +139,22 @@ def test_phase_variance_is_the_power_at_the_frequencies_of_the_period() -> None:
 
 def test_transposed_convolutions_leave_a_checkerboard_and_resized_ones_do_not() -> None:
     def mean(layers: list[torch.nn.Module]) -> float:
-        return sum(checkerboard(layer, 8, 2, generator=gen(5)) for layer in layers) / len(layers)
+        return sum(checkerboard_energy(layer, 8, 2, generator=gen(5)) for layer in layers) / len(layers)
 
     seeds = range(8)
-    three = mean([TransposedConv2d(8, 8, 3, generator=gen(s)) for s in seeds])
-    four = mean([TransposedConv2d(8, 8, 4, generator=gen(s)) for s in seeds])
+    three = mean([ConvTranspose2d(8, 8, 3, generator=gen(s)) for s in seeds])
+    four = mean([ConvTranspose2d(8, 8, 4, generator=gen(s)) for s in seeds])
     for mode in ("nearest", "bilinear"):
         assert mean([ResizeConv(8, 8, 3, mode=mode, generator=gen(s)) for s in seeds]) < 1e-9
     # Four independent phases of equal energy: 3/4 of it is pattern, whatever the kernel.
     assert three > 0.6 and four == pytest.approx(0.75, abs=0.1)
 
     # With equal weights what is left is the counts of taps alone: 4, 2, 2 and 1; and 4 for all.
-    layers = [TransposedConv2d(1, 1, kernel) for kernel in (3, 4)]
+    layers = [ConvTranspose2d(1, 1, kernel) for kernel in (3, 4)]
     for layer in layers:
         torch.nn.init.ones_(layer.weight)
-    assert checkerboard(layers[0], 1, 2) == pytest.approx((25 / 4 - 81 / 16) / (25 / 4))
-    assert checkerboard(layers[1], 1, 2) < 1e-9
+    assert checkerboard_energy(layers[0], 1, 2) == pytest.approx((25 / 4 - 81 / 16) / (25 / 4))
+    assert checkerboard_energy(layers[1], 1, 2) < 1e-9
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -163,9 +163,9 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="stride is 0"):
         Conv2d(4, 6, 3, stride=0)
     with pytest.raises(ConfigError, match="kernel is 2"):
-        TransposedConv2d(4, 6, 2, stride=3)
+        ConvTranspose2d(4, 6, 2, stride=3)
     with pytest.raises(ConfigError, match="kernel is 2 at stride 1"):
-        TransposedConv2d(4, 6, 2, stride=1)
+        ConvTranspose2d(4, 6, 2, stride=1)
     with pytest.raises(ConfigError, match="kernel is 4"):
         ResizeConv(4, 6, 4)
     with pytest.raises(ConfigError, match="mode is 'cubic'"):

@@ -28,7 +28,7 @@ def rounded(value: float, dtype: torch.dtype) -> float:
 def test_rounding_is_the_formats(dtype: torch.dtype) -> None:
     g = torch.Generator().manual_seed(0)
     t = torch.randn(500, generator=g) * 10.0 ** torch.randint(-6, 3, (500,), generator=g)
-    eight, scale = float8.quantise(t, dtype)
+    eight, scale = float8.quantize(t, dtype)
     largest = torch.finfo(dtype).max
     assert float(scale) == pytest.approx(float(t.abs().max()) / largest)
     assert eight.float().abs().max() == largest
@@ -37,7 +37,7 @@ def test_rounding_is_the_formats(dtype: torch.dtype) -> None:
 
 
 def values(t: Tensor, dtype: torch.dtype) -> Tensor:
-    eight, scale = float8.quantise(t, dtype)
+    eight, scale = float8.quantize(t, dtype)
     return eight.float() * scale
 
 
@@ -49,10 +49,10 @@ def operands(rows: int = 32) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_product() -> None:
     x, w, upstream = operands()
-    y = float8.linear(x, w, None)
+    y = float8.float8_linear(x, w, None)
     y.backward(upstream)
-    x8, w8 = values(x.detach(), float8.FORWARD), values(w.detach(), float8.FORWARD)
-    g8 = values(upstream, float8.BACKWARD)
+    x8, w8 = values(x.detach(), float8.FORWARD_DTYPE), values(w.detach(), float8.FORWARD_DTYPE)
+    g8 = values(upstream, float8.BACKWARD_DTYPE)
     assert x.grad is not None and w.grad is not None
     torch.testing.assert_close(y, x8 @ w8.T, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(x.grad, g8 @ w8, rtol=1e-4, atol=1e-8)
@@ -95,18 +95,18 @@ def test_on_a_gpu_operands_lie_as_its_product_wants_them(monkeypatch: pytest.Mon
 def test_rows_that_do_not_fit_are_multiplied_as_usual() -> None:
     x, w, _ = operands()
     few = x[0, :5]
-    assert torch.equal(float8.linear(few, w, None), torch.nn.functional.linear(few, w))
-    assert float8.linear(x[:, :0], w, None).shape == (2, 0, 64)
+    assert torch.equal(float8.float8_linear(few, w, None), torch.nn.functional.linear(few, w))
+    assert float8.float8_linear(x[:, :0], w, None).shape == (2, 0, 64)
 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden() -> None:
     x, w, _ = operands()
-    assert float8.linear(torch.zeros(16, 48), w, None).abs().max() == 0
+    assert float8.float8_linear(torch.zeros(16, 48), w, None).abs().max() == 0
     for bad in (math.nan, math.inf):
         with torch.no_grad():
             spoilt = x.detach().clone()
             spoilt[0, 0, 0] = bad
-        assert not float8.linear(spoilt, w, None).isfinite().all()
+        assert not float8.float8_linear(spoilt, w, None).isfinite().all()
 
 
 def test_only_matrices_of_blocks_use_it() -> None:
@@ -115,9 +115,9 @@ def test_only_matrices_of_blocks_use_it() -> None:
     )
     model = Decoder(shape)
     names = float8.use_float8(model)
-    using = {name for name, m in model.named_modules() if isinstance(m, Linear) and m.product is not None}
+    using = {name for name, m in model.named_modules() if isinstance(m, Linear) and m.matmul is not None}
     assert set(names) == using and len(names) == 2 * 4
     assert all(name.startswith("blocks.") for name in names)
-    assert Linear.product is None  # of no other model
+    assert Linear.matmul is None  # of no other model
     gate = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([Linear(32, 1, std=1.0)])})
     assert float8.use_float8(gate) == []

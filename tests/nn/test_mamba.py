@@ -110,7 +110,7 @@ def test_the_convolution_of_whole_rows_is_the_short_one() -> None:
     layer = layer_with_a_way_out(6, width=5).convolution
     x = torch.randn(2, 9, 12, generator=gen(1), requires_grad=True)
     results = []
-    for y in (module.convolve(x, layer), layer(x)):
+    for y in (module.causal_conv1d(x, layer), layer(x)):
         results.append([y, *torch.autograd.grad(y.square().sum(), (x, *layer.parameters()))])
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
@@ -174,7 +174,7 @@ def test_a_row_in_pieces_is_the_row(packed: bool) -> None:
             size = size or state.n_bytes
         torch.testing.assert_close(torch.cat(got, dim=1), want, atol=1e-5, rtol=1e-4)
         assert state.length == 12 and state.n_bytes == size, "the state grew"
-        assert not state.memory.requires_grad and not state.window.past.requires_grad
+        assert not state.ssm_state.requires_grad and not state.conv_state.past.requires_grad
 
 
 def test_a_packed_row_is_its_documents_alone() -> None:
@@ -214,7 +214,7 @@ def test_bf16_is_near_fp32_and_the_memory_stays_fp32() -> None:
     x = torch.randn(2, 200, 16, generator=gen(1)).bfloat16()
     state = layer.new_state(2, 200, dtype=torch.bfloat16)
     y, want = layer(x, state=state), layer(x.float())
-    assert y.dtype == torch.bfloat16 and state.memory.dtype == torch.float32
+    assert y.dtype == torch.bfloat16 and state.ssm_state.dtype == torch.float32
     assert (y.float() - want).norm() < 0.02 * want.norm()
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from whorl.errors import ConfigError
-from whorl.nn.positions.absolute import Learned, Sinusoidal, alibi_slopes
+from whorl.nn.positions.absolute import LearnedPositions, SinusoidalPositions, alibi_slopes
 
 
 def test_learned_positions_are_rows_of_the_table_and_receive_gradients() -> None:
-    table = Learned(8, 4, generator=torch.Generator().manual_seed(0))
+    table = LearnedPositions(8, 4, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2], [5, 7, 7]])
     out = table(positions)
     assert out.shape == (2, 3, 4)
@@ -27,25 +27,27 @@ def test_learned_positions_are_rows_of_the_table_and_receive_gradients() -> None
 
 
 def test_learned_positions_come_from_the_generator() -> None:
-    one, same, other = (Learned(64, 32, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
+    one, same, other = (
+        LearnedPositions(64, 32, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2)
+    )
     assert torch.equal(one.weight, same.weight) and not torch.equal(one.weight, other.weight)
     assert float(one.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_a_position_beyond_the_learned_table_names_the_limit() -> None:
-    table = Learned(8, 4)
+    table = LearnedPositions(8, 4)
     for beyond in (8, 1000, -1):
         with pytest.raises(ConfigError, match=rf"position {beyond} .*n_positions = 8"):
             table(torch.tensor([0, beyond, 3]))
     with pytest.raises(ConfigError, match=r"position 9 .*n_positions = 8"):
         table.between(4, 10)
     with pytest.raises(ConfigError, match="n_positions is 0"):
-        Learned(0, 4)
+        LearnedPositions(0, 4)
     assert table(torch.empty(2, 0, dtype=torch.long)).shape == (2, 0, 4)
 
 
 def test_sinusoidal_positions_follow_the_papers_formula() -> None:
-    out = Sinusoidal(6)(torch.tensor([[0, 1], [17, 4000]]))
+    out = SinusoidalPositions(6)(torch.tensor([[0, 1], [17, 4000]]))
     assert out.shape == (2, 2, 6) and out.dtype == torch.float32
     for index, position in (((0, 0), 0), ((0, 1), 1), ((1, 0), 17), ((1, 1), 4000)):
         for i in range(3):
@@ -53,11 +55,11 @@ def test_sinusoidal_positions_follow_the_papers_formula() -> None:
             assert float(out[index][2 * i]) == pytest.approx(math.sin(angle), abs=3e-4)
             assert float(out[index][2 * i + 1]) == pytest.approx(math.cos(angle), abs=3e-4)
     with pytest.raises(ConfigError, match="d is 5"):
-        Sinusoidal(5)
+        SinusoidalPositions(5)
 
 
 def test_sinusoidal_products_depend_on_the_distance_alone() -> None:
-    table = Sinusoidal(32)(torch.arange(300))
+    table = SinusoidalPositions(32)(torch.arange(300))
     products = table @ table.T
     for distance in (1, 7, 50):
         along = products.diagonal(distance)

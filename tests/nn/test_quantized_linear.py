@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.nn import Linear, NGramMemory
+from whorl.nn import Linear, NGramEmbedding
 from whorl.nn.quantized_linear import (
     KERNELS,
-    Format,
-    QuantisedLinear,
-    QuantisedMemory,
-    dequantise,
+    QuantizedLinear,
+    QuantizedNGramEmbedding,
+    WeightFormat,
+    compute_scales,
+    dequantize,
     encode,
-    pack,
-    quantise_rows,
-    scales_of,
-    unpack,
+    pack_int4,
+    quantize_rows,
+    unpack_int4,
 )
 
 
@@ -40,40 +40,42 @@ def test_packing_loses_nothing_and_the_earlier_column_lies_low(rows: int, pairs:
     codes = torch.randint(
         -8, 8, (rows, 2 * pairs), generator=torch.Generator().manual_seed(seed), dtype=torch.int8
     )
-    packed = pack(codes)
+    packed = pack_int4(codes)
     assert packed.shape == (rows, pairs) and packed.dtype == torch.uint8
-    assert torch.equal(unpack(packed), codes)
+    assert torch.equal(unpack_int4(packed), codes)
     assert int(packed[0, 0]) & 15 == int(codes[0, 0]) + 8
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), [("int8", -127, 127), ("int4", -8, 7)])
 @pytest.mark.parametrize("group", [None, 4])
-def test_codes_are_the_nearest_number_by_number(kind: Format, low: int, high: int, group: int | None) -> None:
+def test_codes_are_the_nearest_number_by_number(
+    kind: WeightFormat, low: int, high: int, group: int | None
+) -> None:
     weight = drawn(3, 12)
-    scales = scales_of(weight, kind, group)
+    scales = compute_scales(weight, kind, group)
     codes = encode(weight, scales, kind)
     for o in range(3):
         for i in range(12):
             scale = float(scales[o, i // (group or 12)])
             best = min(range(low, high + 1), key=lambda c: abs(c * scale - float(weight[o, i])))
             assert int(codes[o, i]) == best
-    assert torch.allclose(dequantise(codes, scales)[1, 5], codes[1, 5] * scales[1, 5 // (group or 12)])
+    assert torch.allclose(dequantize(codes, scales)[1, 5], codes[1, 5] * scales[1, 5 // (group or 12)])
 
 
 def test_the_largest_number_is_kept_whatever_its_sign() -> None:
     weight = torch.tensor([[0.1, -0.2, 0.8, 0.3], [0.1, -0.8, 0.2, 0.3], [0.0, 0.0, 0.0, 0.0]])
     for kind in ("int8", "int4"):
-        scales = scales_of(weight, kind)
-        back = dequantise(encode(weight, scales, kind), scales)
+        scales = compute_scales(weight, kind)
+        back = dequantize(encode(weight, scales, kind), scales)
         assert torch.allclose(back[0, 2], weight[0, 2]) and torch.allclose(back[1, 1], weight[1, 1])
         assert torch.equal(back[2], weight[2]) and (scales != 0).all()
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("group", [None, 32])
-def test_a_layer_multiplies_what_its_codes_mean(kind: Format, group: int | None) -> None:
+def test_a_layer_multiplies_what_its_codes_mean(kind: WeightFormat, group: int | None) -> None:
     plain, x = layer(64, 32, bias=True), drawn(2, 5, 64)
-    made = QuantisedLinear.of(plain, kind, group)
+    made = QuantizedLinear.from_linear(plain, kind, group)
     assert plain.bias is not None
     assert torch.allclose(made(x), x @ made.weight.t() + plain.bias, atol=1e-5)
     # An error of half a step at most; fp8 keeps four bits of mantissa
@@ -96,9 +98,12 @@ def test_a_layer_multiplies_what_its_codes_mean(kind: Format, group: int | None)
     ],
 )
 def test_every_kernel_gives_the_written_out_product(
-    kind: Format, group: int | None, dynamic: bool, dtype: torch.dtype, rows: int
+    kind: WeightFormat, group: int | None, dynamic: bool, dtype: torch.dtype, rows: int
 ) -> None:
-    made, x = QuantisedLinear.of(layer(128, 64), kind, group, dynamic=dynamic), drawn(rows, 128).to(dtype)
+    made, x = (
+        QuantizedLinear.from_linear(layer(128, 64), kind, group, dynamic=dynamic),
+        drawn(rows, 128).to(dtype),
+    )
     made.kernel = "written out"
     want = made(x).float()
     forced = [name for name, kernel in KERNELS.items() if kernel.fits(made, x)]
@@ -114,10 +119,10 @@ def test_every_kernel_gives_the_written_out_product(
 
 def test_dynamic_rounds_each_row_by_itself_and_sums_integers() -> None:
     x = drawn(4, 32) * torch.tensor([[1e-3], [1.0], [50.0], [0.0]])
-    codes, scale = quantise_rows(x)
+    codes, scale = quantize_rows(x)
     assert (codes[:3].abs().amax(1) == 127).all() and not codes[3].any()
     assert ((codes * scale - x).abs() <= 0.5 * scale + 1e-12).all()
-    made = QuantisedLinear.of(layer(32, 8), "int8", dynamic=True)
+    made = QuantizedLinear.from_linear(layer(32, 8), "int8", dynamic=True)
     want = [
         [
             float(scale[n]) * float(made.scales[o])
@@ -131,11 +136,11 @@ def test_dynamic_rounds_each_row_by_itself_and_sums_integers() -> None:
 
 
 def test_a_row_of_a_memory_is_rounded_by_itself() -> None:
-    memory = NGramMemory((2, 3), 50, 8)
+    memory = NGramEmbedding((2, 3), 50, 8)
     for table in memory.tables:
         table.data = drawn(50, 8) * torch.arange(50)[:, None]
     made, ids = (
-        QuantisedMemory.of(memory),
+        QuantizedNGramEmbedding.from_embedding(memory),
         torch.randint(0, 30, (2, 12), generator=torch.Generator().manual_seed(0)),
     )
     segments = (torch.arange(12) > 6).long().expand(2, -1)
@@ -147,13 +152,13 @@ def test_a_row_of_a_memory_is_rounded_by_itself() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match="group 64 does not divide the 96 columns") as error:
-        QuantisedLinear(96, 32, "int8", 64)
+        QuantizedLinear(96, 32, "int8", 64)
     assert "32" in error.value.expected
     with pytest.raises(ConfigError, match="dynamic, with int4"):
-        QuantisedLinear(64, 32, "int4", 32, dynamic=True)
+        QuantizedLinear(64, 32, "int4", 32, dynamic=True)
     with pytest.raises(ConfigError, match="dynamic, with int8 in groups of 32"):
-        QuantisedLinear(64, 32, "int8", 32, dynamic=True)
+        QuantizedLinear(64, 32, "int8", 32, dynamic=True)
     with pytest.raises(ConfigError, match="even number"):
-        QuantisedLinear(63, 32, "int4")
+        QuantizedLinear(63, 32, "int4")
     with pytest.raises(ConfigError, match="int5"):
-        QuantisedLinear(64, 32, "int5")  # type: ignore[arg-type]
+        QuantizedLinear(64, 32, "int5")  # type: ignore[arg-type]

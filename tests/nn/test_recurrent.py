@@ -28,7 +28,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def test_outputs_and_gradients_are_those_of_torch(kind: type[Recurrent], oracle: Any, path: Any) -> None:
     torch.manual_seed(0)
     theirs = oracle(6, 8, batch_first=True)
-    ours = kind(6, 8, path=path)
+    ours = kind(6, 8, backend=path)
     with torch.no_grad():
         ours.inward.weight.copy_(theirs.weight_ih_l0)
         ours.recurrent.weight.copy_(theirs.weight_hh_l0)
@@ -58,12 +58,12 @@ def test_outputs_and_gradients_are_those_of_torch(kind: type[Recurrent], oracle:
 def test_the_fused_path_equals_the_loop_from_any_state(kind: type[Recurrent]) -> None:
     outputs = []
     for path in ("loop", "fused"):
-        layer = kind(8, path=path, generator=gen())  # type: ignore[arg-type]
+        layer = kind(8, backend=path, generator=gen())  # type: ignore[arg-type]
         state = layer.new_state(2, 0)
         x = torch.randn(2, 9, 8, generator=gen(1), requires_grad=True)
         y = torch.cat([layer(x[:, :4], state=state), layer(x[:, 4:], state=state)], dim=1)
         (y * torch.randn(y.shape, generator=gen(2))).sum().backward()
-        outputs.append([y, x.grad, *state.memory, *(p.grad for p in layer.parameters())])
+        outputs.append([y, x.grad, *state.hidden, *(p.grad for p in layer.parameters())])
     for a, b in zip(*outputs, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
@@ -85,7 +85,7 @@ def test_a_row_in_pieces_is_the_row(kind: type[Recurrent], packed: bool) -> None
             size = size or state.n_bytes
         close(torch.cat(got, dim=1), want)
         assert state.length == 10 and state.n_bytes == size, "the state grew"
-        assert not any(m.requires_grad for m in state.memory)
+        assert not any(m.requires_grad for m in state.hidden)
 
 
 @pytest.mark.parametrize("kind", OURS)
@@ -157,8 +157,8 @@ def test_bad_input_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="d_hidden is 0"):
         RNN(4, 0)
     with pytest.raises(ConfigError, match="path is 'quick'"):
-        RNN(4, path="quick")  # type: ignore[arg-type]
-    layer = GRU(4, path="fused")
+        RNN(4, backend="quick")  # type: ignore[arg-type]
+    layer = GRU(4, backend="fused")
     with pytest.raises(ConfigError, match="x has the shape"):
         layer(torch.zeros(1, 2, 5))
     with pytest.raises(ConfigError, match="a document begins inside"):

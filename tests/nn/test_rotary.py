@@ -14,8 +14,8 @@ from torch import Tensor
 from whorl.errors import ConfigError
 from whorl.nn.positions.rotary import (
     Layout,
+    RopeScaling,
     Rotary,
-    Scaling,
     apply_rotary,
     rotary_frequencies,
     rotary_tables,
@@ -25,10 +25,10 @@ from whorl.nn.positions.rotary import (
 
 SCALINGS = [
     None,
-    Scaling("linear", 4.0),
-    Scaling("ntk", 4.0),
-    Scaling("yarn", 4.0, original_length=64),
-    Scaling("llama3", 4.0, original_length=64),
+    RopeScaling("linear", 4.0),
+    RopeScaling("ntk", 4.0),
+    RopeScaling("yarn", 4.0, original_length=64),
+    RopeScaling("llama3", 4.0, original_length=64),
 ]
 
 
@@ -55,7 +55,7 @@ def turned_by_hand(
 @pytest.mark.parametrize("rotary_dim", [None, 8, 2])
 @pytest.mark.parametrize("scaling", [SCALINGS[0], SCALINGS[3]])
 def test_rotation_is_that_of_complex_numbers(
-    layout: Layout, rotary_dim: int | None, scaling: Scaling | None
+    layout: Layout, rotary_dim: int | None, scaling: RopeScaling | None
 ) -> None:
     rotary = Rotary(16, 100.0, torch.float32, scaling, layout, rotary_dim)
     x = torch.randn(2, 5, 3, 16, generator=gen())
@@ -64,14 +64,14 @@ def test_rotation_is_that_of_complex_numbers(
     positions = torch.tensor([[0, 1, 2, 3, 4], [9, 8, 70, 0, 3]])
     want = turned_by_hand(x, positions, frequency, layout, gain)
     assert torch.equal(want[..., rotary_dim or 16 :], x[..., rotary_dim or 16 :])
-    torch.testing.assert_close(rotary.turn(x, rotary.at(positions)), want, atol=1e-5, rtol=1e-5)
-    run = rotary.turn(x, rotary.between(70, 75, x.device))
+    torch.testing.assert_close(rotary.rotate(x, rotary.tables_at(positions)), want, atol=1e-5, rtol=1e-5)
+    run = rotary.rotate(x, rotary.tables_between(70, 75, x.device))
     torch.testing.assert_close(
         run, turned_by_hand(x, torch.arange(70, 75), frequency, layout, gain), atol=1e-5, rtol=1e-5
     )
     tables = rotary_tables(positions, 16, 100.0, torch.float32, scaling, layout, rotary_dim)
     assert tables[0].shape == tables[1].shape == (2, 5, 1, rotary_dim or 16)
-    assert torch.equal(apply_rotary(x, *tables, layout), rotary.turn(x, rotary.at(positions)))
+    assert torch.equal(apply_rotary(x, *tables, layout), rotary.rotate(x, rotary.tables_at(positions)))
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -80,17 +80,17 @@ def test_the_gradient_turns_back(layout: Layout, rotary_dim: int | None) -> None
     """A rotation's transpose is its inverse: turning the gradient's pull-back of turned x gives x again."""
     rotary = Rotary(16, 100.0, torch.float32, layout=layout, rotary_dim=rotary_dim)
     x = torch.randn(2, 5, 3, 16, generator=gen(), requires_grad=True)
-    y = rotary.turn(x, rotary.between(3, 8, x.device))
+    y = rotary.rotate(x, rotary.tables_between(3, 8, x.device))
     (back,) = torch.autograd.grad(y, x, y.detach())
     torch.testing.assert_close(back, x.detach(), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_tables_kept_are_tables_made(scaling: Scaling | None) -> None:
+def test_tables_kept_are_tables_made(scaling: RopeScaling | None) -> None:
     rotary = Rotary(16, 1e4, torch.bfloat16, scaling, "interleaved", 8)
-    kept = rotary.between(3, 40, torch.device("cpu"))
-    assert rotary.upto(40, torch.device("cpu"))[0].shape[0] >= 40
-    for a, b in zip(kept, rotary.at(torch.arange(3, 40)), strict=True):
+    kept = rotary.tables_between(3, 40, torch.device("cpu"))
+    assert rotary.tables_upto(40, torch.device("cpu"))[0].shape[0] >= 40
+    for a, b in zip(kept, rotary.tables_at(torch.arange(3, 40)), strict=True):
         assert a.dtype == torch.bfloat16 and torch.equal(a, b)
 
 
@@ -104,13 +104,13 @@ def test_tables_kept_are_tables_made(scaling: Scaling | None) -> None:
     scaling=st.sampled_from(SCALINGS),
 )
 def test_scores_depend_on_the_distance_alone(
-    i: int, j: int, shift: int, layout: Layout, rotary_dim: int | None, scaling: Scaling | None
+    i: int, j: int, shift: int, layout: Layout, rotary_dim: int | None, scaling: RopeScaling | None
 ) -> None:
     rotary = Rotary(16, 1e4, torch.float32, scaling, layout, rotary_dim)
     q, k = torch.randn(2, 1, 1, 1, 16, generator=gen())
 
     def score(i: int, j: int) -> float:
-        turned = (rotary.turn(x, rotary.at(torch.tensor([at]))) for x, at in ((q, i), (k, j)))
+        turned = (rotary.rotate(x, rotary.tables_at(torch.tensor([at]))) for x, at in ((q, i), (k, j)))
         return float(torch.mul(*turned).sum())
 
     assert score(i + shift, j + shift) == pytest.approx(score(i, j), abs=4e-3)
@@ -119,7 +119,7 @@ def test_scores_depend_on_the_distance_alone(
 
 @pytest.mark.parametrize("rotary_dim", [None, 8])
 @pytest.mark.parametrize("scaling", [None, SCALINGS[4]])
-def test_converted_weights_give_the_same_scores(rotary_dim: int | None, scaling: Scaling | None) -> None:
+def test_converted_weights_give_the_same_scores(rotary_dim: int | None, scaling: RopeScaling | None) -> None:
     n_heads, n_kv, head_dim, d = 4, 2, 16, 24
     x = torch.randn(1, 9, d, generator=gen())
     w_q, w_k = (torch.randn(n * head_dim, d, generator=gen(n)) for n in (n_heads, n_kv))
@@ -127,9 +127,9 @@ def test_converted_weights_give_the_same_scores(rotary_dim: int | None, scaling:
 
     def scores(w_q: Tensor, bias: Tensor, w_k: Tensor, layout: Layout) -> Tensor:
         rotary = Rotary(head_dim, 100.0, torch.float32, scaling, layout, rotary_dim)
-        tables = rotary.between(0, 9, x.device)
-        q = rotary.turn((x @ w_q.T + bias).view(1, 9, n_heads, head_dim), tables)
-        k = rotary.turn((x @ w_k.T).view(1, 9, n_kv, head_dim), tables)
+        tables = rotary.tables_between(0, 9, x.device)
+        q = rotary.rotate((x @ w_q.T + bias).view(1, 9, n_heads, head_dim), tables)
+        k = rotary.rotate((x @ w_k.T).view(1, 9, n_kv, head_dim), tables)
         return torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(n_heads // n_kv, dim=2))
 
     def both(convert: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,31 +184,31 @@ def test_scaling_equals_that_of_transformers(
 ) -> None:
     theirs: dict[str, Any] = {"factor": factor, "partial_rotary_factor": partial}
     if kind == "linear":
-        ours = Scaling("linear", factor)
+        ours = RopeScaling("linear", factor)
     elif kind == "llama3":
-        ours = Scaling("llama3", factor, 8192)
+        ours = RopeScaling("llama3", factor, 8192)
         theirs |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     elif kind in ("yarn", "yarn, short", "yarn, long"):  # the ramp inside, or beyond the first or last wave
         length = {"yarn": 4096, "yarn, short": 64, "yarn, long": 131_072}[kind]
-        ours = Scaling("yarn", factor, length)
+        ours = RopeScaling("yarn", factor, length)
         theirs |= {"original_max_position_embeddings": length}
     elif kind == "yarn as DeepSeek":  # equal `mscale`s: no gain in the tables
-        ours = Scaling("yarn", factor, 4096, attention=1.0)
+        ours = RopeScaling("yarn", factor, 4096, attention_factor=1.0)
         theirs |= {"original_max_position_embeddings": 4096, "mscale": 0.7, "mscale_all_dim": 0.7}
     else:
-        ours = Scaling("yarn", factor, 4096, low=0.5, high=16.0, truncate=False)
+        ours = RopeScaling("yarn", factor, 4096, low=0.5, high=16.0, truncate=False)
         theirs |= {"original_max_position_embeddings": 4096, "beta_slow": 0.5, "beta_fast": 16.0}
         theirs |= {"truncate": False}
     want, gain = transformers_frequencies(kind.split()[0].rstrip(","), head_dim, base, **theirs)
     torch.testing.assert_close(
         rotary_frequencies(int(head_dim * partial), base, ours), want, atol=0, rtol=2e-6
     )
-    assert ours.gain == pytest.approx(gain)
+    assert ours.attention_scaling == pytest.approx(gain)
 
 
 @pytest.mark.parametrize("head_dim", [4, 64, 128])
 def test_ntk_scaling_stretches_the_slowest_wave_and_spares_the_fastest(head_dim: int) -> None:
-    plain, ntk = rotary_frequencies(head_dim), rotary_frequencies(head_dim, scaling=Scaling("ntk", 8.0))
+    plain, ntk = rotary_frequencies(head_dim), rotary_frequencies(head_dim, scaling=RopeScaling("ntk", 8.0))
     assert float(ntk[0]) == float(plain[0]) == 1.0
     assert float(ntk[-1]) == pytest.approx(float(plain[-1]) / 8.0, rel=1e-4)
     assert bool((ntk[1:] < plain[1:]).all()) and bool((ntk >= plain / 8.0 * 0.9999).all())
@@ -224,13 +224,13 @@ def test_ntk_scaling_equals_the_dynamic_one_of_transformers_at_that_length() -> 
     )
     # A row of 3 * 2048 with factor 4 makes the base grow as if by 4 * 3 - 3 = 9.
     want, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=3 * 2048)
-    torch.testing.assert_close(rotary_frequencies(64, 1e4, Scaling("ntk", 9.0)), want, atol=0, rtol=2e-6)
+    torch.testing.assert_close(rotary_frequencies(64, 1e4, RopeScaling("ntk", 9.0)), want, atol=0, rtol=2e-6)
 
 
 def test_llama3_scaling_is_the_papers_ntk_by_parts() -> None:
     """Equations 17 to 20 one wave at a time."""
     base, length, factor, low, high, d = 1e4, 4096, 8.0, 1.0, 32.0, 128
-    got = rotary_frequencies(d, base, Scaling("llama3", factor, length, low=low, high=high))
+    got = rotary_frequencies(d, base, RopeScaling("llama3", factor, length, low=low, high=high))
     kinds = set()
     for i in range(d // 2):
         theta = base ** (-2 * i / d)
@@ -244,8 +244,8 @@ def test_llama3_scaling_is_the_papers_ntk_by_parts() -> None:
 def test_yarn_ramps_over_indices_and_keeps_more_than_the_letter_of_the_paper() -> None:
     """The known gap between the authors' program (and all checkpoints) and eq. 18, so that nobody mends it."""
     plain = rotary_frequencies(128)
-    program = rotary_frequencies(128, scaling=Scaling("yarn", 8.0, 4096, truncate=False))
-    letter = rotary_frequencies(128, scaling=Scaling("llama3", 8.0, 4096, low=1.0, high=32.0))
+    program = rotary_frequencies(128, scaling=RopeScaling("yarn", 8.0, 4096, truncate=False))
+    letter = rotary_frequencies(128, scaling=RopeScaling("llama3", 8.0, 4096, low=1.0, high=32.0))
     gap = (program - letter) / plain / (1 - 1 / 8)  # of the share that stays
     assert float(gap.min()) > -1e-5 and 0.3 < float(gap.max()) < 0.4
 
@@ -253,26 +253,26 @@ def test_yarn_ramps_over_indices_and_keeps_more_than_the_letter_of_the_paper() -
 def test_yarn_sharpens_scores_by_its_temperature() -> None:
     q, k = torch.randn(2, 1, 1, 1, 64, generator=gen())
     still = torch.zeros(1, dtype=torch.long)  # nothing turns at position 0
-    rotary = Rotary(64, 1e4, torch.float32, Scaling("yarn", 16.0, 2048))
-    turned = (rotary.turn(x, rotary.at(still)) for x in (q, k))
+    rotary = Rotary(64, 1e4, torch.float32, RopeScaling("yarn", 16.0, 2048))
+    turned = (rotary.rotate(x, rotary.tables_at(still)) for x in (q, k))
     want = (0.1 * math.log(16.0) + 1.0) ** 2 * float((q * k).sum())
     assert float(torch.mul(*turned).sum()) == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS[1:])
-def test_a_factor_of_one_changes_nothing(scaling: Scaling) -> None:
-    one = Scaling(scaling.kind, 1.0, scaling.original_length)
+def test_a_factor_of_one_changes_nothing(scaling: RopeScaling) -> None:
+    one = RopeScaling(scaling.kind, 1.0, scaling.original_length)
     torch.testing.assert_close(rotary_frequencies(32, 1e4, one), rotary_frequencies(32), rtol=1e-6, atol=0)
-    assert one.gain == 1.0
+    assert one.attention_scaling == 1.0
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_bf16_stays_bf16_and_close(layout: Layout) -> None:
     x = torch.randn(1, 6, 2, 16, generator=gen())
     low, high = (Rotary(16, 1e4, t, layout=layout, rotary_dim=8) for t in (torch.bfloat16, torch.float32))
-    out = low.turn(x.bfloat16(), low.between(4000, 4006, x.device))
+    out = low.rotate(x.bfloat16(), low.tables_between(4000, 4006, x.device))
     assert out.dtype == torch.bfloat16
-    want = high.turn(x, high.between(4000, 4006, x.device))
+    want = high.rotate(x, high.tables_between(4000, 4006, x.device))
     torch.testing.assert_close(out.float(), want, atol=5e-2, rtol=2e-2)
 
 
@@ -285,11 +285,11 @@ def test_bf16_stays_bf16_and_close(layout: Layout) -> None:
         (lambda: Rotary(8, 1e4, torch.float32, rotary_dim=0), "rotary_dim is 0"),
         (lambda: Rotary(8, 1e4, torch.float32, layout="halves"), "layout is 'halves'"),  # type: ignore[arg-type]
         (lambda: rotary_tables(torch.arange(3), 8, layout="x"), "layout is 'x'"),  # type: ignore[arg-type]
-        (lambda: Scaling("yarm", 2.0), "did you mean 'yarn'"),  # type: ignore[arg-type]
-        (lambda: Scaling("linear", 0.5), "factor is 0.5"),
-        (lambda: Scaling("yarn", 2.0), "original_length is None"),
-        (lambda: Scaling("llama3", 2.0, 64, low=4.0), "low is 4.0 and high is 4.0"),
-        (lambda: rotary_frequencies(2, scaling=Scaling("ntk", 2.0)), "head_dim is 2"),
+        (lambda: RopeScaling("yarm", 2.0), "did you mean 'yarn'"),  # type: ignore[arg-type]
+        (lambda: RopeScaling("linear", 0.5), "factor is 0.5"),
+        (lambda: RopeScaling("yarn", 2.0), "original_length is None"),
+        (lambda: RopeScaling("llama3", 2.0, 64, low=4.0), "low is 4.0 and high is 4.0"),
+        (lambda: rotary_frequencies(2, scaling=RopeScaling("ntk", 2.0)), "head_dim is 2"),
     ],
 )
 def test_bad_input_is_named(make: Any, message: str) -> None:

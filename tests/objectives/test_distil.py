@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.objectives.distil import Divergence, distil, distil_whole, divergence
+from whorl.objectives.distil import Divergence, distil_full_vocab, distil_top_k, divergence
 
 KINDS: list[tuple[Divergence, float]] = [
     ("forward", 0.5),
@@ -66,8 +66,8 @@ def test_whole_distributions_by_chunks(
     p, q = soft(their_hidden, their_head, 3.0), soft(hidden, head, softcap)
     wanted = torch.stack([by_loops(p[n], q[n], kind, beta) for n in range(6) if mask[n]]).sum()
     how: dict[str, Any] = {"kind": kind, "beta": beta, "temperature": temperature, "softcap": softcap}
-    found = [distil_whole(hidden, head, their_hidden, their_head, mask, teacher_softcap=3.0, **how)]
-    found.append(distil(hidden, head, p.log(), torch.arange(11).expand(6, -1), mask, **how))
+    found = [distil_full_vocab(hidden, head, their_hidden, their_head, mask, teacher_softcap=3.0, **how)]
+    found.append(distil_top_k(hidden, head, p.log(), torch.arange(11).expand(6, -1), mask, **how))
     theirs = torch.autograd.grad(0.5 * wanted, (hidden, head))
     for loss in found:
         torch.testing.assert_close(loss.total, wanted, atol=1e-9, rtol=1e-9)
@@ -88,13 +88,13 @@ def test_with_few_ids_it_is_the_divergence_of_the_coarser_distributions(
     p, q = (torch.cat([t, 1 - t.sum(1, keepdim=True)], 1) for t in (values.exp(), student))
     wanted = torch.stack([by_loops(p[n], q[n], kind, beta) for n in range(6)]).sum()
     mask = torch.ones(6)
-    found = distil(hidden, head, values, ids, mask, kind=kind, beta=beta).total
+    found = distil_top_k(hidden, head, values, ids, mask, kind=kind, beta=beta).total
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(
         *(torch.autograd.grad(x, hidden)[0] for x in (found, wanted)), atol=1e-6, rtol=1e-6
     )
     everything = torch.arange(11).expand(6, -1)
-    whole = distil(hidden, head, teacher, everything, mask, kind=kind, beta=beta).total
+    whole = distil_top_k(hidden, head, teacher, everything, mask, kind=kind, beta=beta).total
     assert 0 < found <= whole + 1e-9
 
 
@@ -104,7 +104,7 @@ def test_the_right_student_costs_nothing_and_has_no_gradient(k: int, kind: Diver
     hidden, head, _ = drawn()
     hidden.requires_grad_()
     values, ids = (hidden @ head.t()).detach().log_softmax(-1).topk(k)
-    loss = distil(hidden, head, values, ids, torch.ones(6), kind=kind, beta=beta)
+    loss = distil_top_k(hidden, head, values, ids, torch.ones(6), kind=kind, beta=beta)
     assert abs(loss.total.item()) < 1e-5
     (gradient,) = torch.autograd.grad(loss.total, hidden)
     assert gradient.abs().max() < 1e-5
@@ -144,7 +144,7 @@ def test_a_student_learns_its_teacher_from_a_few_ids() -> None:
     optimiser = torch.optim.Adam([learned], lr=0.1)
     for _ in range(300):
         optimiser.zero_grad()
-        distil(torch.eye(6), learned, values, ids, torch.ones(6)).total.backward()  # type: ignore[no-untyped-call]
+        distil_top_k(torch.eye(6), learned, values, ids, torch.ones(6)).total.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
     assert torch.allclose(learned.t().softmax(-1).gather(1, ids), values.exp(), atol=0.01)
 
@@ -160,19 +160,19 @@ def test_only_what_learns_has_a_gradient_and_no_chunk_is_held() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = distil_whole(hidden, head, hidden, their_head, torch.ones(50))
+        loss = distil_full_vocab(hidden, head, hidden, their_head, torch.ones(50))
     loss.total.backward()  # type: ignore[no-untyped-call]
     assert hidden.grad is not None and head.grad is None
     assert max(kept) < 50 * 60
     with torch.no_grad():
-        assert not distil_whole(hidden, head, hidden, their_head, torch.ones(50)).total.requires_grad
+        assert not distil_full_vocab(hidden, head, hidden, their_head, torch.ones(50)).total.requires_grad
 
 
 def test_in_bf16_it_stays_within_its_noise() -> None:
     hidden, head, teacher = drawn()
     ids = torch.arange(11).expand(6, -1)
     low = hidden.bfloat16().requires_grad_()
-    loss = distil(low, head, teacher, ids, torch.ones(6))
+    loss = distil_top_k(low, head, teacher, ids, torch.ones(6))
     loss.total.backward()  # type: ignore[no-untyped-call]
     assert loss.total.dtype == torch.float32 and low.grad is not None and low.grad.dtype == torch.bfloat16
     want = F.kl_div((hidden @ head.t()).log_softmax(-1), teacher, log_target=True, reduction="sum")
@@ -182,15 +182,15 @@ def test_in_bf16_it_stays_within_its_noise() -> None:
 def test_no_positions_cost_nothing() -> None:
     hidden, head, teacher = drawn()
     ids = torch.arange(11).expand(6, -1)
-    masked = distil(hidden, head, teacher, ids, torch.zeros(6))
-    none = distil(hidden[:0], head, teacher[:0], ids[:0], torch.zeros(0))
+    masked = distil_top_k(hidden, head, teacher, ids, torch.zeros(6))
+    none = distil_top_k(hidden[:0], head, teacher[:0], ids[:0], torch.zeros(0))
     assert masked.total == masked.count == none.total == none.count == 0
 
 
 def test_what_makes_no_sense_is_refused() -> None:
     hidden, head, teacher = drawn()
     with pytest.raises(ConfigError, match="vocabulary"):
-        distil_whole(hidden, head, hidden, head[:9], torch.ones(6))
+        distil_full_vocab(hidden, head, hidden, head[:9], torch.ones(6))
     with pytest.raises(ConfigError, match="sideways"):
         divergence(teacher, teacher, "sideways")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="beta"):

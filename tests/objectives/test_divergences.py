@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.objectives.divergences import Estimator, adapted_kl_weight, kl_estimate, kl_reward
+from whorl.objectives.divergences import KLEstimator, adapt_kl_coef, kl_estimate, kl_reward
 
 
 def policies(near: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
     return (p.exp() * (p - q)).sum()
 
 
-def expected(estimator: Estimator, logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+def expected(estimator: KLEstimator, logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """E[k] over all outcomes, and E[grad k] with the samples held fixed."""
     log_prob = logits.log_softmax(0)
     k = kl_estimate(log_prob, reference, estimator)
@@ -31,7 +31,7 @@ def expected(estimator: Estimator, logits: Tensor, reference: Tensor) -> tuple[T
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_two_are_unbiased(estimator: Estimator) -> None:
+def test_two_are_unbiased(estimator: KLEstimator) -> None:
     logits, reference = policies()
     torch.testing.assert_close(
         expected(estimator, logits, reference)[0], kl(logits.log_softmax(0), reference).detach()
@@ -88,13 +88,13 @@ def test_a_token_that_the_policy_forgot_is_no_infinity() -> None:
     ("measured", "expected"), [(6.0, 1.0), (6.6, 1.01), (60.0, 1.02), (0.0, 0.98), (5.4, 0.99)]
 )
 def test_the_controller_is_its_equation(measured: float, expected: float) -> None:
-    assert adapted_kl_weight(1.0, measured, 6.0) == pytest.approx(expected)
+    assert adapt_kl_coef(1.0, measured, 6.0) == pytest.approx(expected)
 
 
 def test_the_controller_finds_the_weight_that_holds_the_target() -> None:
     weight = 0.01
     for _ in range(2000):
-        weight = adapted_kl_weight(weight, 1.0 / weight, 5.0)  # a policy whose KL is 1 / weight
+        weight = adapt_kl_coef(weight, 1.0 / weight, 5.0)  # a policy whose KL is 1 / weight
     assert weight == pytest.approx(0.2, rel=1e-3)
 
 
@@ -102,4 +102,4 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match="k4"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
-        adapted_kl_weight(1.0, 1.0, 0.0)
+        adapt_kl_coef(1.0, 1.0, 0.0)

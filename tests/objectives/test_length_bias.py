@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from whorl.objectives.llm_policy import PRESETS, Tokens, policy_loss
+from whorl.objectives.llm_policy import PRESETS, CompletionTokens, policy_loss
 
 LONGEST = 120
 
@@ -25,7 +25,7 @@ def push(algorithm: str, advantage: float) -> float:
     for length in range(1, LONGEST):
         log_prob = torch.cat([go_on.expand(length - 1), end[None]])
         chance = log_prob.detach().sum().exp()
-        tokens = Tokens(
+        tokens = CompletionTokens(
             log_prob,
             sequence=torch.zeros(length, dtype=torch.int64),
             behaviour_log_prob=log_prob.detach(),

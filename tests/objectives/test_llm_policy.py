@@ -13,9 +13,9 @@ from torch import Tensor
 from whorl.errors import ConfigError
 from whorl.objectives.llm_policy import (
     PRESETS,
-    Average,
-    Method,
-    Tokens,
+    CompletionTokens,
+    LossAggregation,
+    PolicyLossConfig,
     overlong_reward,
     policy_loss,
     value_loss,
@@ -24,7 +24,7 @@ from whorl.objectives.llm_policy import (
 LENGTHS = (4, 0, 1, 7, 3)
 
 
-def drawn(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, shuffle: bool = True) -> Tokens:
+def drawn(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, shuffle: bool = True) -> CompletionTokens:
     """Tokens of len(lengths) sequences in fp64, lying anyhow, ratios far enough from 1 for the clips."""
     g = torch.Generator().manual_seed(seed)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
@@ -36,7 +36,7 @@ def drawn(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, shuffle: bool = Tru
         return scale * torch.randn(n, generator=g, dtype=torch.float64)
 
     log_prob = -3 * torch.rand(n, generator=g, dtype=torch.float64)
-    return Tokens(
+    return CompletionTokens(
         log_prob.requires_grad_(),
         log_prob.detach() + noise(0.4),
         noise(1.0),
@@ -49,7 +49,7 @@ def drawn(seed: int = 0, lengths: tuple[int, ...] = LENGTHS, shuffle: bool = Tru
     )
 
 
-def by_loops(tokens: Tokens, method: Method) -> Tensor:
+def by_loops(tokens: CompletionTokens, method: PolicyLossConfig) -> Tensor:
     """The mean objective to be minimised, sequence by sequence and token by token."""
     sums, lengths = [], []
     old = tokens.behaviour_log_prob if tokens.proximal_log_prob is None else tokens.proximal_log_prob
@@ -76,29 +76,29 @@ def by_loops(tokens: Tokens, method: Method) -> Tensor:
                 ):
                     term = method.dual_clip * a
             term = term if tokens.weight is None else term * tokens.weight[n]
-            if method.kl_weight and method.kl_in == "loss" and tokens.reference_log_prob is not None:
+            if method.kl_coef and method.kl_apply_to == "loss" and tokens.reference_log_prob is not None:
                 d = tokens.log_prob[n] - tokens.reference_log_prob[n]
-                k = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[method.kl]
-                term = term - method.kl_weight * k
+                k = {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d}[method.kl_estimator]
+                term = term - method.kl_coef * k
             if tokens.entropy is not None:
-                term = term + method.entropy_weight * tokens.entropy[n]
+                term = term + method.entropy_coef * tokens.entropy[n]
             terms.append(term)
         sums.append(sum(terms, torch.zeros(())))
         lengths.append(len(here))
-    if method.average == "token":
+    if method.aggregation == "token":
         return -sum(sums, torch.zeros(())) / sum(lengths)
-    if method.average == "sequence":
+    if method.aggregation == "sequence":
         means = [x / n for x, n in zip(sums, lengths, strict=True) if n]
         return -sum(means, torch.zeros(())) / len(means)
     assert method.constant is not None
     return -sum((x / method.constant for x in sums), torch.zeros(())) / len(sums)
 
 
-def leaves(tokens: Tokens) -> list[Tensor]:
+def leaves(tokens: CompletionTokens) -> list[Tensor]:
     return [t for t in (tokens.log_prob, tokens.entropy) if t is not None]
 
 
-def gradients(mean: Tensor, tokens: Tokens) -> list[Tensor]:
+def gradients(mean: Tensor, tokens: CompletionTokens) -> list[Tensor]:
     found = torch.autograd.grad(mean, leaves(tokens), allow_unused=True, retain_graph=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves(tokens), found, strict=True)]
 
@@ -116,8 +116,10 @@ CLIPS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize("more", [{}, {"kl_weight": 0.3, "kl": "k3", "entropy_weight": 0.2}])
-def test_it_is_what_the_papers_say(average: Average, clip: dict[str, Any], more: dict[str, Any]) -> None:
-    method = Method(average=average, constant=9.0, **clip, **more)
+def test_it_is_what_the_papers_say(
+    average: LossAggregation, clip: dict[str, Any], more: dict[str, Any]
+) -> None:
+    method = PolicyLossConfig(aggregation=average, constant=9.0, **clip, **more)
     for seed in range(3):
         tokens = drawn(seed)
         loss = policy_loss(tokens, method)
@@ -140,18 +142,18 @@ def test_each_estimator_and_each_stream_left_out(kl: Any, missing: str) -> None:
     )
 
 
-def part_of(tokens: Tokens, sequences: tuple[int, ...]) -> Tokens:
+def part_of(tokens: CompletionTokens, sequences: tuple[int, ...]) -> CompletionTokens:
     """The tokens of some sequences, numbered anew."""
     here = torch.tensor([int(s) in sequences for s in tokens.sequence])
     numbers = torch.tensor([sequences.index(int(s)) for s in tokens.sequence[here]], dtype=torch.int64)
     cut = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
     cut = {k: v[here] if isinstance(v, Tensor) else v for k, v in cut.items()}
-    return Tokens(**{**cut, "sequence": numbers, "n_sequences": len(sequences)})
+    return CompletionTokens(**{**cut, "sequence": numbers, "n_sequences": len(sequences)})
 
 
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo"])
-def test_micro_batches_give_the_same_step(average: Average, name: str) -> None:
+def test_micro_batches_give_the_same_step(average: LossAggregation, name: str) -> None:
     tokens = drawn()
     method = replace(PRESETS[name], average=average, constant=5.0, entropy_weight=0.1)
     whole = policy_loss(tokens, method)
@@ -173,26 +175,26 @@ def test_no_tokens_at_all_is_no_loss_and_no_nan(name: str, n_sequences: int | No
     empty = replace(tokens, n_sequences=n_sequences)
     loss = policy_loss(empty, replace(PRESETS[name], constant=8.0))
     loss.total.backward()  # type: ignore[no-untyped-call]
-    constant = PRESETS[name].average == "constant"
+    constant = PRESETS[name].aggregation == "constant"
     assert loss.total == 0 and loss.count == ((n_sequences or 0) if constant else 0)
     assert all(bool(m.isfinite()) for m in loss.metrics.values())
 
 
 def test_answers_without_tokens_count_only_where_the_count_is_of_answers() -> None:
     counts = {
-        average: float(policy_loss(drawn(), Method(average=average, constant=2.0)).count)
+        average: float(policy_loss(drawn(), PolicyLossConfig(aggregation=average, constant=2.0)).count)
         for average in ("token", "sequence", "constant")
     }
     assert counts == {"token": 15, "sequence": 4, "constant": 5}
     unknown = replace(drawn(), n_sequences=None)
-    assert policy_loss(unknown, Method(average="constant", constant=2.0)).count == 4
+    assert policy_loss(unknown, PolicyLossConfig(aggregation="constant", constant=2.0)).count == 4
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo", "grpo"])
 def test_a_ratio_without_bounds_and_no_advantage_is_not_nan(name: str) -> None:
     n = 2
     log_prob = torch.zeros(n, requires_grad=True)
-    tokens = Tokens(
+    tokens = CompletionTokens(
         log_prob, torch.tensor([-1e4, float("-inf")]), torch.zeros(n), torch.tensor([0, 1]), 2,
         reference_log_prob=torch.full((n,), -0.1),
     )  # fmt: skip
@@ -222,7 +224,7 @@ def test_the_metrics_are_means_of_what_they_say() -> None:
 
 def test_clipped_tokens_draw_nothing() -> None:
     tokens = replace(drawn(5), proximal_log_prob=None, reference_log_prob=None, entropy=None)
-    method = Method(ratio="token", clip_low=0.1, clip_high=0.1)
+    method = PolicyLossConfig(ratio="token", clip_low=0.1, clip_high=0.1)
     loss = policy_loss(tokens, method)
     (gradient,) = torch.autograd.grad(loss.total, tokens.log_prob)
     assert int((gradient == 0).sum()) == int(loss.metrics["clipped"]) > 0
@@ -230,11 +232,11 @@ def test_clipped_tokens_draw_nothing() -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
-def test_the_critics_loss(clip: float | None, average: Average) -> None:
+def test_the_critics_loss(clip: float | None, average: LossAggregation) -> None:
     tokens = drawn()
     value, old, target = tokens.log_prob, tokens.behaviour_log_prob, tokens.advantage
     loss = value_loss(
-        value, old, target, tokens.sequence, clip=clip, average=average, constant=3.0, n_sequences=5
+        value, old, target, tokens.sequence, clip=clip, aggregation=average, constant=3.0, n_sequences=5
     )
     sums = torch.zeros(5, dtype=torch.float64)
     for n, s in enumerate(tokens.sequence.tolist()):
@@ -256,17 +258,17 @@ def test_the_critics_loss(clip: float | None, average: Average) -> None:
 
 def test_long_answers_lose_reward_evenly() -> None:
     lengths = torch.tensor([0, 10, 16, 17, 18, 19, 20, 21, 50])
-    found = overlong_reward(lengths, longest=20, buffer=4)
+    found = overlong_reward(lengths, max_length=20, buffer=4)
     assert found.tolist() == pytest.approx([0, 0, 0, -0.25, -0.5, -0.75, -1, -1, -1])
     with pytest.raises(ConfigError):
-        overlong_reward(lengths, longest=20, buffer=0)
+        overlong_reward(lengths, max_length=20, buffer=0)
 
 
 def test_presets_differ_where_their_papers_do() -> None:
     grpo, dapo, dr, gspo = (PRESETS[name] for name in ("grpo", "dapo", "dr_grpo", "gspo"))
-    assert (grpo.average, grpo.deviation, grpo.kl_weight) == ("sequence", "unbiased", 0.04)
-    assert (dr.average, dr.deviation) == ("constant", "none")
-    assert (dapo.clip_low, dapo.clip_high, dapo.average) == (0.2, 0.28, "token")
+    assert (grpo.aggregation, grpo.scale_rewards, grpo.kl_coef) == ("sequence", "unbiased", 0.04)
+    assert (dr.aggregation, dr.scale_rewards) == ("constant", "none")
+    assert (dapo.clip_low, dapo.clip_high, dapo.aggregation) == (0.2, 0.28, "token")
     assert gspo.ratio == "sequence"
     for one, other in itertools.combinations(PRESETS.values(), 2):
         assert one != other
@@ -288,7 +290,7 @@ def test_presets_differ_where_their_papers_do() -> None:
 )
 def test_arguments_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        Method(**wrong)
+        PolicyLossConfig(**wrong)
 
 
 def test_what_is_missing_is_named() -> None:
@@ -298,8 +300,8 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(ConfigError, match="reference"):
         policy_loss(replace(tokens, reference_log_prob=None), PRESETS["grpo"])
     with pytest.raises(ConfigError, match="entropy"):
-        policy_loss(replace(tokens, entropy=None), Method(entropy_weight=0.1))
+        policy_loss(replace(tokens, entropy=None), PolicyLossConfig(entropy_coef=0.1))
     with pytest.raises(ConfigError, match="sequence 4"):
-        policy_loss(replace(tokens, n_sequences=4), Method())
+        policy_loss(replace(tokens, n_sequences=4), PolicyLossConfig())
     with pytest.raises(ConfigError, match="advantage"):
         replace(tokens, advantage=torch.zeros(3))

@@ -96,7 +96,7 @@ def test_the_gradient_is_that_of_finite_differences(softcap: float | None, entro
             targets,
             temperature=0.8,
             softcap=softcap,
-            forbidden=forbidden,
+            banned_mask=forbidden,
             entropy=entropy,
         )
         return tuple(x for x in found if x is not None)
@@ -116,7 +116,7 @@ def test_forbidden_ids_have_no_share_of_the_normaliser() -> None:
     hidden, head, forbidden, _ = drawn(4, 11)
     allowed = (~forbidden).nonzero().squeeze(1)
     whole = torch.stack(
-        [token_log_probs(hidden, head, i.expand(4), forbidden=forbidden)[0].exp() for i in allowed]
+        [token_log_probs(hidden, head, i.expand(4), banned_mask=forbidden)[0].exp() for i in allowed]
     )
     torch.testing.assert_close(whole.sum(0), torch.ones(4, dtype=torch.float64))
 
@@ -157,7 +157,7 @@ def test_logits_that_are_kept_give_the_bits_of_those_made_anew(
         monkeypatch.setattr(sys.modules["whorl.objectives.log_probs"], "KEPT_LOGITS", kept)
         leaves = [hidden.detach().to(dtype).requires_grad_(), head.detach().float().requires_grad_()]
         log_prob, entropy = token_log_probs(
-            *leaves, targets, forbidden=forbidden, entropy=True, temperature=0.9
+            *leaves, targets, banned_mask=forbidden, entropy=True, temperature=0.9
         )
         assert entropy is not None
         found.append([log_prob, entropy, *torch.autograd.grad(log_prob.sum() + entropy.sum(), leaves)])
@@ -207,4 +207,4 @@ def test_a_forbidden_target_is_refused_by_its_place() -> None:
     forbidden[targets[2]] = True
     first = int((targets == targets[2]).nonzero()[0])
     with pytest.raises(DataError, match=f"target {first} is id {int(targets[2])}"):
-        token_log_probs(hidden, head, targets, forbidden=forbidden)
+        token_log_probs(hidden, head, targets, banned_mask=forbidden)

@@ -32,9 +32,7 @@ def steps(n: int = 200) -> tuple[Judged, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.01])
 def test_ppo_is_equation_7_and_9(clip: float, entropy_weight: float) -> None:
     judged, behaviour, advantage, target = steps()
-    loss = ppo(
-        judged, behaviour, advantage, target, clip=clip, value_weight=0.7, entropy_weight=entropy_weight
-    )
+    loss = ppo(judged, behaviour, advantage, target, clip=clip, value_coef=0.7, entropy_coef=entropy_weight)
     inputs = [judged.log_prob, judged.value]
     found = torch.autograd.grad(loss.total, inputs, retain_graph=True)
     total, outside = torch.zeros(()), 0

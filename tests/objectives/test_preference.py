@@ -12,55 +12,55 @@ from torch import Tensor
 
 from whorl.errors import ConfigError
 from whorl.objectives.next_token import Loss
-from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo
+from whorl.objectives.preference import PairLogProbs, dpo, ipo, kto, kto_kl, orpo, simpo
 
 P = 6
 
 
-def drawn(seed: int = 0, dtype: torch.dtype = torch.float64) -> Pairs:
+def drawn(seed: int = 0, dtype: torch.dtype = torch.float64) -> PairLogProbs:
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (2, P), generator=g)
     a, b, c, d = (-torch.rand(4, P, generator=g, dtype=torch.float64) * lengths.repeat(2, 1)).to(dtype)
-    return Pairs(a.requires_grad_(), b.requires_grad_(), c, d, *lengths)
+    return PairLogProbs(a.requires_grad_(), b.requires_grad_(), c, d, *lengths)
 
 
 def sigma(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-x))
 
 
-def pair(pairs: Pairs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
+def pair(pairs: PairLogProbs, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
     values = [getattr(pairs, f.name)[i] for f in fields(pairs)]
     return (*values[:4], int(values[4]), int(values[5]))  # type: ignore[return-value]
 
 
-def dpo_equation(pairs: Pairs, i: int, beta: float, e: float) -> Tensor:
+def dpo_equation(pairs: PairLogProbs, i: int, beta: float, e: float) -> Tensor:
     c, r, rc, rr, _, _ = pair(pairs, i)
     wins = sigma(beta * (c - rc) - beta * (r - rr))
     return -(1 - e) * torch.log(wins) - e * torch.log(1 - wins)
 
 
-def ipo_equation(pairs: Pairs, i: int, tau: float, per_token: bool) -> Tensor:
+def ipo_equation(pairs: PairLogProbs, i: int, tau: float, per_token: bool) -> Tensor:
     c, r, rc, rr, m, n = pair(pairs, i)
     h = (c - rc) / m - (r - rr) / n if per_token else c - rc - (r - rr)
     return (h - 1 / (2 * tau)) ** 2
 
 
-def simpo_equation(pairs: Pairs, i: int, beta: float, gamma: float) -> Tensor:
+def simpo_equation(pairs: PairLogProbs, i: int, beta: float, gamma: float) -> Tensor:
     c, r, _, _, m, n = pair(pairs, i)
     return -torch.log(sigma(beta / m * c - beta / n * r - gamma))
 
 
-def orpo_equation(pairs: Pairs, i: int, weight: float) -> Tensor:
+def orpo_equation(pairs: PairLogProbs, i: int, weight: float) -> Tensor:
     c, r, _, _, m, n = pair(pairs, i)
     p, q = torch.exp(c / m), torch.exp(r / n)
     return -c / m - weight * torch.log(sigma(torch.log((p / (1 - p)) / (q / (1 - q)))))
 
 
-CASES: list[tuple[Callable[[Pairs], Loss], Callable[[Pairs, int], Tensor]]] = [
+CASES: list[tuple[Callable[[PairLogProbs], Loss], Callable[[PairLogProbs, int], Tensor]]] = [
     (dpo, partial(dpo_equation, beta=0.1, e=0.0)),
-    (partial(dpo, beta=0.5, smoothing=0.2), partial(dpo_equation, beta=0.5, e=0.2)),
+    (partial(dpo, beta=0.5, label_smoothing=0.2), partial(dpo_equation, beta=0.5, e=0.2)),
     (partial(ipo, beta=0.3), partial(ipo_equation, tau=0.3, per_token=False)),
-    (partial(ipo, beta=0.3, per_token=True), partial(ipo_equation, tau=0.3, per_token=True)),
+    (partial(ipo, beta=0.3, length_normalized=True), partial(ipo_equation, tau=0.3, per_token=True)),
     (partial(simpo, beta=2.5, gamma=0.7), partial(simpo_equation, beta=2.5, gamma=0.7)),
     (partial(orpo, weight=0.4), partial(orpo_equation, weight=0.4)),
 ]
@@ -69,7 +69,7 @@ CASES: list[tuple[Callable[[Pairs], Loss], Callable[[Pairs, int], Tensor]]] = [
 @pytest.mark.parametrize(("objective", "equation"), CASES)
 @pytest.mark.parametrize("seed", range(3))
 def test_they_are_their_equations(
-    objective: Callable[[Pairs], Loss], equation: Callable[[Pairs, int], Tensor], seed: int
+    objective: Callable[[PairLogProbs], Loss], equation: Callable[[PairLogProbs, int], Tensor], seed: int
 ) -> None:
     pairs = drawn(seed)
     loss = objective(pairs)
@@ -83,14 +83,14 @@ def test_they_are_their_equations(
 
 @pytest.mark.parametrize(("objective", "equation"), CASES)
 def test_in_fp32_too_and_cut_into_micro_batches(
-    objective: Callable[[Pairs], Loss], equation: Callable[[Pairs, int], Tensor]
+    objective: Callable[[PairLogProbs], Loss], equation: Callable[[PairLogProbs, int], Tensor]
 ) -> None:
     pairs = drawn(7, torch.float32)
     whole = objective(pairs)
     wanted = sum(float(equation(drawn(7), i).detach()) for i in range(P))
     assert float(whole.total.detach()) == pytest.approx(wanted, rel=2e-6, abs=1e-6)
     parts = [
-        objective(Pairs(**{f.name: getattr(pairs, f.name)[s] for f in fields(pairs)}))
+        objective(PairLogProbs(**{f.name: getattr(pairs, f.name)[s] for f in fields(pairs)}))
         for s in (slice(0, 1), slice(1, 6), slice(6, 9))
     ]
     torch.testing.assert_close(sum(p.total for p in parts), whole.total)
@@ -100,7 +100,7 @@ def test_in_fp32_too_and_cut_into_micro_batches(
 
 
 def test_margins_and_accuracies_are_of_the_implicit_rewards() -> None:
-    pairs = Pairs(*torch.tensor([[-1.0, -3, -2], [-2.0, -1, -2], [-2.0, -2, -2], [-2.0, -2, -2]]))
+    pairs = PairLogProbs(*torch.tensor([[-1.0, -3, -2], [-2.0, -1, -2], [-2.0, -2, -2], [-2.0, -2, -2]]))
     metrics = dpo(pairs, beta=0.5).metrics
     found = {name: float(value) for name, value in metrics.items()}
     assert found == {"chosen_reward": 0, "rejected_reward": 0.5, "margin": -0.5, "accuracy": 1, "ties": 1}
@@ -108,12 +108,12 @@ def test_margins_and_accuracies_are_of_the_implicit_rewards() -> None:
 
 @pytest.mark.parametrize("objective", [dpo, simpo, partial(orpo, weight=1.0)])
 def test_pairs_that_are_identical_draw_their_answers_apart_by_nothing(
-    objective: Callable[[Pairs], Loss],
+    objective: Callable[[PairLogProbs], Loss],
 ) -> None:
     logits = torch.zeros(3, requires_grad=True)
     said = logits.log_softmax(0)[:1]  # the same answer on both sides
     length = torch.ones(1)
-    loss = objective(Pairs(said, said, said.detach(), said.detach(), length, length))
+    loss = objective(PairLogProbs(said, said, said.detach(), said.detach(), length, length))
     (gradient,) = torch.autograd.grad(loss.total, logits)
     sft = torch.autograd.grad(-logits.log_softmax(0)[0], logits)[0] if "sft" in loss.metrics else 0 * gradient
     torch.testing.assert_close(gradient, sft)
@@ -123,7 +123,7 @@ def test_pairs_that_are_identical_draw_their_answers_apart_by_nothing(
 def test_certain_and_empty_answers_have_finite_odds() -> None:
     chosen = torch.tensor([0.0, -1e-9, -400.0, 0.0], requires_grad=True)
     lengths = torch.tensor([3.0, 2.0, 1.0, 0.0])
-    loss = orpo(Pairs(chosen, torch.tensor([-900.0, 0.0, -1e-7, 0.0]), None, None, lengths, lengths))
+    loss = orpo(PairLogProbs(chosen, torch.tensor([-900.0, 0.0, -1e-7, 0.0]), None, None, lengths, lengths))
     loss.total.backward()  # type: ignore[no-untyped-call]
     assert bool(loss.total.isfinite()) and bool(chosen.grad.isfinite().all())  # type: ignore[union-attr]
 
@@ -134,7 +134,15 @@ def test_kto_is_its_equation(z: float) -> None:
     assert pairs.reference_chosen is not None
     good = torch.tensor([True, False, True, True, False, False])
     point = torch.tensor(z, requires_grad=True)
-    loss = kto(pairs.chosen, pairs.reference_chosen, good, point, beta=0.3, good_weight=1.5, bad_weight=0.5)
+    loss = kto(
+        pairs.chosen,
+        pairs.reference_chosen,
+        good,
+        point,
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.5,
+    )
     terms = []
     for i in range(P):
         h = pairs.chosen[i] - pairs.reference_chosen[i]
@@ -156,20 +164,20 @@ def test_kto_is_its_equation(z: float) -> None:
 
 def test_ktos_reference_point() -> None:
     reference = torch.tensor([-1.0, -2.0])
-    assert kto_divergence(torch.tensor([-0.5, -1.0]), reference) == 0.75
-    assert kto_divergence(torch.tensor([-3.0, -2.0]), reference) == 0  # an estimate below 0 is of 0
-    assert kto_divergence(torch.zeros(0), torch.zeros(0)) == 0
+    assert kto_kl(torch.tensor([-0.5, -1.0]), reference) == 0.75
+    assert kto_kl(torch.tensor([-3.0, -2.0]), reference) == 0  # an estimate below 0 is of 0
+    assert kto_kl(torch.zeros(0), torch.zeros(0)) == 0
 
 
 def test_what_is_missing_or_wrong_is_named() -> None:
     pairs = drawn()
-    alone = Pairs(pairs.chosen, pairs.rejected)
+    alone = PairLogProbs(pairs.chosen, pairs.rejected)
     for objective, missing in ((dpo, "reference"), (ipo, "reference"), (simpo, "lengths"), (orpo, "lengths")):
         with pytest.raises(ConfigError, match=missing):
             objective(alone)
     with pytest.raises(ConfigError, match="rejected is"):
-        Pairs(pairs.chosen, pairs.rejected[:2])
+        PairLogProbs(pairs.chosen, pairs.rejected[:2])
     with pytest.raises(ConfigError, match="smoothing"):
-        dpo(pairs, smoothing=0.5)
+        dpo(pairs, label_smoothing=0.5)
     with pytest.raises(ConfigError):
         kto(pairs.chosen, pairs.rejected[:2], torch.ones(P, dtype=torch.bool), 0.0)

@@ -16,7 +16,7 @@ from whorl.objectives.reward import bradley_terry, calibration, pair_calibration
 def test_it_is_its_equation(margin: torch.Tensor | None, centring: float) -> None:
     g = torch.Generator().manual_seed(0)
     chosen, rejected = torch.randn(2, 4, generator=g, dtype=torch.float64).requires_grad_()
-    loss = bradley_terry(chosen, rejected, margin=margin, centring=centring)
+    loss = bradley_terry(chosen, rejected, margin=margin, center_rewards_coef=centring)
     wanted = torch.zeros((), dtype=torch.float64)
     for i in range(4):
         ahead = chosen[i] - rejected[i] - (0 if margin is None else margin[i])
@@ -32,7 +32,9 @@ def test_it_is_its_equation(margin: torch.Tensor | None, centring: float) -> Non
 def test_a_level_that_drifts_is_only_seen_by_the_centring() -> None:
     chosen, rejected = torch.tensor([1.0]), torch.tensor([0.0])
     for centring, same in ((0.0, True), (0.1, False)):
-        near, far = (bradley_terry(chosen + s, rejected + s, centring=centring).total for s in (0, 50))
+        near, far = (
+            bradley_terry(chosen + s, rejected + s, center_rewards_coef=centring).total for s in (0, 50)
+        )
         assert bool(torch.isclose(near, far)) == same
 
 
@@ -41,32 +43,32 @@ def test_calibration_counts_as_by_hand() -> None:
     y = torch.tensor([0, 1, 0, 1, 1, 1])
     found = calibration(p, y, bins=4)
     assert found.count.tolist() == [2, 2, 0, 2]
-    assert found.said.tolist() == pytest.approx([0.05, 0.3, 0, 0.875])
-    assert found.seen.tolist() == [0.5, 0.5, 0, 1]
-    assert found.error == pytest.approx((2 * 0.45 + 2 * 0.2 + 2 * 0.125) / 6)
-    assert found.most == pytest.approx(0.45) and found.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
+    assert found.predicted.tolist() == pytest.approx([0.05, 0.3, 0, 0.875])
+    assert found.observed.tolist() == [0.5, 0.5, 0, 1]
+    assert found.expected_error == pytest.approx((2 * 0.45 + 2 * 0.2 + 2 * 0.125) / 6)
+    assert found.max_error == pytest.approx(0.45) and found.edges.tolist() == [0, 0.25, 0.5, 0.75, 1]
 
 
 def test_a_model_that_knows_how_sure_it_is_has_no_error_and_one_that_boasts_has() -> None:
     g = torch.Generator().manual_seed(0)
     margin = 2 * torch.randn(20000, generator=g)
     happened = torch.where(torch.rand(20000, generator=g) < torch.sigmoid(margin), margin, -margin)
-    assert pair_calibration(happened).error < 0.015  # binomial noise of 2,000 a bin
+    assert pair_calibration(happened).expected_error < 0.015  # binomial noise of 2,000 a bin
     boasting = pair_calibration(3 * happened)
-    assert boasting.error > 0.1 and bool((boasting.said >= boasting.seen - 0.05).all())
+    assert boasting.expected_error > 0.1 and bool((boasting.predicted >= boasting.observed - 0.05).all())
 
 
 def test_pairs_are_told_by_the_side_that_is_preferred() -> None:
     found = pair_calibration(torch.tensor([2.0, -2.0, 0.0]), bins=5)
     assert found.count.sum() == 3 and float(found.edges[0]) == 0.5
     sure = 1 / (1 + math.exp(-2))
-    assert float(found.said[3]) == pytest.approx(sure) and float(found.seen[3]) == 0.5
-    assert float(found.seen[0]) == 0.5  # a tie counts half
+    assert float(found.predicted[3]) == pytest.approx(sure) and float(found.observed[3]) == 0.5
+    assert float(found.observed[0]) == 0.5  # a tie counts half
 
 
 def test_nothing_to_judge_has_no_error() -> None:
     empty = torch.zeros(0)
-    assert pair_calibration(empty).error == 0
+    assert pair_calibration(empty).expected_error == 0
     loss = bradley_terry(empty, empty)
     assert loss.total == 0 and loss.count == 0
 

@@ -26,10 +26,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from whorl.objectives.advantages.group_advantages import advantages
+from whorl.objectives.advantages.group_advantages import group_advantages
 from whorl.objectives.distil import divergence
-from whorl.objectives.llm_policy import PRESETS, Method, Tokens, policy_loss
-from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo
+from whorl.objectives.llm_policy import PRESETS, CompletionTokens, PolicyLossConfig, policy_loss
+from whorl.objectives.preference import PairLogProbs, dpo, ipo, kto, kto_kl, orpo, simpo
 from whorl.objectives.reward import bradley_terry
 
 pytest.importorskip("trl", minversion="1.16")
@@ -68,7 +68,7 @@ def drawn(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def trl_grpo(rows: dict[str, Tensor], method: Method, loss_type: str) -> Tensor:
+def trl_grpo(rows: dict[str, Tensor], method: PolicyLossConfig, loss_type: str) -> Tensor:
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     fake = SimpleNamespace(
@@ -78,7 +78,7 @@ def trl_grpo(rows: dict[str, Tensor], method: Method, loss_type: str) -> Tensor:
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
         importance_sampling_level=method.ratio,
-        beta=method.kl_weight,
+        beta=method.kl_coef,
         loss_type=loss_type,
         epsilon_low=method.clip_low,
         epsilon_high=method.clip_high,
@@ -86,8 +86,8 @@ def trl_grpo(rows: dict[str, Tensor], method: Method, loss_type: str) -> Tensor:
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=T,
-        _entropy_bonus_enabled=method.entropy_weight > 0,
-        entropy_coef=method.entropy_weight,
+        _entropy_bonus_enabled=method.entropy_coef > 0,
+        entropy_coef=method.entropy_coef,
         use_adaptive_entropy=False,
         accelerator=SimpleNamespace(**vars(ALONE), sync_gradients=True),
         _metrics={"train": defaultdict(list)},
@@ -107,10 +107,10 @@ def trl_grpo(rows: dict[str, Tensor], method: Method, loss_type: str) -> Tensor:
     return found
 
 
-def ours(rows: dict[str, Tensor], method: Method) -> Tensor:
+def ours(rows: dict[str, Tensor], method: PolicyLossConfig) -> Tensor:
     keep = rows["mask"].bool()
     sequence = torch.arange(B)[:, None].expand(-1, T)[keep]
-    tokens = Tokens(
+    tokens = CompletionTokens(
         rows["log_prob"][keep],
         rows["behaviour"][keep],
         rows["advantage"][sequence],
@@ -150,7 +150,7 @@ POLICIES = [
 
 @pytest.mark.parametrize(("loss_type", "method"), POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_policies(loss_type: str, method: Method, seed: int) -> None:
+def test_policies(loss_type: str, method: PolicyLossConfig, seed: int) -> None:
     rows = drawn(seed)
     agree(ours(rows, method), trl_grpo(rows, method, loss_type), [rows["log_prob"], rows["entropy"]])
 
@@ -170,7 +170,7 @@ def test_group_advantages() -> None:
     reward = torch.randn(12, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     grouped = reward.view(-1, 4)
     theirs = (grouped - grouped.mean(1, keepdim=True)) / (nanstd(grouped, dim=1)[:, None] + 1e-4)
-    found = advantages(reward, torch.arange(12) // 4, deviation="unbiased", eps=1e-4).advantage
+    found = group_advantages(reward, torch.arange(12) // 4, scale_rewards="unbiased", eps=1e-4).advantage
     torch.testing.assert_close(found, theirs.flatten(), atol=1e-6, rtol=1e-6)
 
 
@@ -220,8 +220,8 @@ def test_dpo_and_ipo(kind: str, seed: int) -> None:
     refs = dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference.chunk(2), strict=True))
     theirs = DPOTrainer._compute_loss(fake, lambda **_: said(rows), {**inputs, **refs}, False)
     chosen, rejected = (rows["log_prob"] * rows["mask"]).sum(1).chunk(2)
-    pairs = Pairs(chosen, rejected, *reference.chunk(2), *rows["mask"].sum(1).chunk(2))
-    loss = dpo(pairs, beta=0.3) if kind == "sigmoid" else ipo(pairs, beta=0.3, per_token=True)
+    pairs = PairLogProbs(chosen, rejected, *reference.chunk(2), *rows["mask"].sum(1).chunk(2))
+    loss = dpo(pairs, beta=0.3) if kind == "sigmoid" else ipo(pairs, beta=0.3, length_normalized=True)
     agree(loss.total / loss.count, theirs, [rows["log_prob"]])
     if kind == "sigmoid":
         for name, metric in (("accuracies", "accuracy"), ("margins", "margin"), ("chosen", "chosen_reward")):
@@ -249,10 +249,10 @@ def test_kto(seed: int) -> None:
         (rows["log_prob"] * rows["mask"]).sum(1),
         reference,
         good,
-        kto_divergence(*mismatched),
+        kto_kl(*mismatched),
         beta=0.3,
-        good_weight=1.2,
-        bad_weight=0.7,
+        desirable_weight=1.2,
+        undesirable_weight=0.7,
     )
     agree(loss.total / loss.count, theirs, [rows["log_prob"]])
 
@@ -264,7 +264,7 @@ def test_orpos_odds_and_simpo() -> None:
     rows = drawn()
     chosen, rejected = (rows["log_prob"] * rows["mask"]).sum(1).chunk(2)
     lengths = rows["mask"].sum(1).chunk(2)
-    pairs = Pairs(chosen, rejected, None, None, *lengths)
+    pairs = PairLogProbs(chosen, rejected, None, None, *lengths)
     means = chosen / lengths[0], rejected / lengths[1]
     theirs = ORPOTrainer.odds_ratio_loss(SimpleNamespace(beta=0.4, accelerator=ALONE), *means)[0]
     loss = orpo(pairs, weight=0.4)
@@ -307,5 +307,5 @@ def test_reward_model() -> None:
     )
     inputs = {"margin": margin, "attention_mask": torch.ones(8, 2)}
     theirs = RewardTrainer.compute_loss(fake, lambda **_: SimpleNamespace(logits=scores[:, None]), inputs)
-    loss = bradley_terry(scores[:4], scores[4:], margin=margin, centring=0.01)
+    loss = bradley_terry(scores[:4], scores[4:], margin=margin, center_rewards_coef=0.01)
     agree(loss.total / loss.count, theirs, [scores])

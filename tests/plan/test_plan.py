@@ -11,8 +11,8 @@ from whorl.machine.device_probe import Machine
 from whorl.models import TransformerConfig
 from whorl.plan import planner
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import cost_of, memory_bytes, shape
-from whorl.plan.scaling_law import expected_bits_per_byte, fitted
+from whorl.plan.cost import decoder_config, decoder_memory_bytes, training_cost
+from whorl.plan.scaling_law import expected_bits_per_byte, fitted_law
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
@@ -26,10 +26,11 @@ MACHINE = Machine(
 
 def pretend(job: Job, seconds: float = 0.0) -> StepTiming:
     """A machine whose steps take what their arithmetic would at 1e11 FLOP/s, and 10 ms."""
-    cost = cost_of(job.model, rows=job.batch_rows, length=job.length, replicas=1)
-    flops = cost.flops * job.batch_rows * job.length
+    cost = training_cost(job.model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=1)
+    flops = cost.token_flops * job.batch_size * job.seq_len
     return StepTiming(
-        startup=8.0 if job.compile else 2.0, step=(0.01 + flops / 1e11) * (0.7 if job.compile else 1.0)
+        startup_seconds=8.0 if job.compile else 2.0,
+        step_seconds=(0.01 + flops / 1e11) * (0.7 if job.compile else 1.0),
     )
 
 
@@ -38,7 +39,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "time_steps", pretend)
 
 
-def plan(**change: object) -> planner.Plan:
+def plan(**change: object) -> planner.TrainingPlan:
     return planner.make_plan(PlanConfig.model_validate(change), MACHINE, 30_000_000, Progress.silent())
 
 
@@ -48,7 +49,7 @@ def test_the_plan_fills_its_budget_and_adds_up() -> None:
         seconds = PlanConfig(budget=budget).budget
         assert made.expected["seconds"] == pytest.approx(float(seconds[:-1]), rel=0.02)
         job = Job.model_validate({**made.job, "tokens": ""})
-        assert made.expected["tokens"] == job.steps * job.batch_rows * job.length
+        assert made.expected["tokens"] == job.steps * job.batch_size * job.seq_len
         assert made.vocab_size == job.model.vocab_size
         assert any("FLOPs a token" in line for line in made.arithmetic)
 
@@ -120,7 +121,7 @@ def test_deterministic_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_law_falls_with_size_and_data_and_has_a_best_vocabulary() -> None:
     assert expected_bits_per_byte(2e6, 2e7, 1024) < expected_bits_per_byte(1e6, 2e7, 1024)
     assert expected_bits_per_byte(1e6, 2e7, 1024) < expected_bits_per_byte(1e6, 1e7, 1024)
-    best = fitted().best_vocabulary * 3**0.5
+    best = fitted_law().optimal_vocab * 3**0.5
     at_best = expected_bits_per_byte(3e6, 2e7, round(best))
     assert at_best < expected_bits_per_byte(3e6, 2e7, round(best * 4))
     assert at_best < expected_bits_per_byte(3e6, 2e7, round(best / 4))
@@ -128,7 +129,9 @@ def test_the_law_falls_with_size_and_data_and_has_a_best_vocabulary() -> None:
 
 def test_memory_grows_with_width_batch_and_replicas() -> None:
     def memory(width: int = 128, tokens: int = 2048, replicas: int = 1) -> float:
-        return memory_bytes(shape(width, 4, 1024), tokens=tokens, length=256, replicas=replicas)
+        return decoder_memory_bytes(
+            decoder_config(width, 4, 1024), tokens=tokens, seq_len=256, replicas=replicas
+        )
 
     assert memory() < memory(width=256) and memory() < memory(tokens=8192) and memory() < memory(replicas=2)
 
@@ -136,15 +139,15 @@ def test_memory_grows_with_width_batch_and_replicas() -> None:
 def test_real_steps_are_timed_with_real_replicas() -> None:
     job = Job(
         tokens="",
-        model=shape(32, 1, 300, ngram_buckets=64),
-        length=16,
-        batch_rows=4,
+        model=decoder_config(32, 1, 300, ngram_buckets=64),
+        seq_len=16,
+        batch_size=4,
         steps=1,
         replicas=2,
         compile=False,
     )
     timing = time_steps(job, seconds=0.1)
-    assert 0 < timing.step < timing.startup
+    assert 0 < timing.step_seconds < timing.startup_seconds
 
 
 LLAMA = {
@@ -164,8 +167,8 @@ def test_another_network_is_taken_as_it_is_and_fills_the_budget() -> None:
         )  # fmt: skip
         job = Job.model_validate({**made.job, "tokens": ""})
         assert isinstance(job.model, TransformerConfig) and made.vocab_size == job.model.vocab_size == 512
-        assert job.optim == planner.LLAMA_LIKE and "bits_per_byte" not in made.expected
-        assert job.optim.matrix_rate != OptimConfig().matrix_rate
+        assert job.optim == planner.LLAMA_OPTIM and "bits_per_byte" not in made.expected
+        assert job.optim.lr_muon != OptimConfig().lr_muon
         assert made.expected["seconds"] == pytest.approx(60, rel=0.02)
         assert any("2 heads of 16" in line for line in made.arithmetic)
     assert any("with every expert" in line for line in made.arithmetic)
@@ -199,4 +202,4 @@ def test_one_rate_of_its_own_leaves_the_others_as_they_are_for_that_network() ->
         PlanConfig.model_validate({"steps": 5, "vocab_size": 512, "model": LLAMA, "optim": {"weight_decay": 0.1}}),
         MACHINE, 30_000_000, Progress.silent(),
     )  # fmt: skip
-    assert made.job["optim"] == {**planner.LLAMA_LIKE.model_dump(), "weight_decay": 0.1}
+    assert made.job["optim"] == {**planner.LLAMA_OPTIM.model_dump(), "weight_decay": 0.1}

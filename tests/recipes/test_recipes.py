@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.errors import ConfigError, DataError
 from whorl.machine.budget import BudgetText
 from whorl.recipes import (
-    Outcome,
     Recipe,
+    RunResult,
     StepContext,
     StepKind,
     load_recipe,
@@ -86,7 +86,7 @@ def read(text: str, *sets: str, budget: str | None = None) -> Recipe:
     return parse_recipe(text, "r.toml", sets=sets, budget=budget, kinds=KINDS)
 
 
-def run(text: str, store: Store, *sets: str, until: str | None = None) -> Outcome:
+def run(text: str, store: Store, *sets: str, until: str | None = None) -> RunResult:
     calls.clear()
     return run_recipe(read(text, *sets), store, Progress.silent(), until=until)
 

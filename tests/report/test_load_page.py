@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from whorl.report.load_test import load_page
+from whorl.report.load_test import load_test_page
 
 
 def entries(rates: list[float], n: int = 40, broken: bool = False) -> list[dict[str, Any]]:
@@ -52,7 +52,7 @@ def entries(rates: list[float], n: int = 40, broken: bool = False) -> list[dict[
 
 
 def test_a_curve_and_the_distributions_of_each_load_stand_on_one_page() -> None:
-    html = load_page(entries([0.5, 1, 2]), "Load test", "about <us>")
+    html = load_test_page(entries([0.5, 1, 2]), "Load test", "about <us>")
     assert "about &lt;us&gt;" in html
     assert len(re.findall('<div class="chart"', html)) == 3 + 2 * 3  # the curve's, and two of each load
     assert not re.findall(r'(?:src|href)="(?!data:)', html)  # nothing from outside
@@ -64,17 +64,17 @@ def test_a_curve_and_the_distributions_of_each_load_stand_on_one_page() -> None:
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_one_load_has_no_curve_and_a_dead_server_no_pictures(broken: bool) -> None:
-    html = load_page(entries([2], broken=broken), "t")
+    html = load_test_page(entries([2], broken=broken), "t")
     assert len(re.findall('<div class="chart"', html)) == (0 if broken else 2)
     assert ("40 connect" in html) is broken
 
 
 def test_goodput_and_cost_have_columns_only_when_asked_for() -> None:
     given = entries([1, 2])
-    plain = load_page(given, "t")
+    plain = load_test_page(given, "t")
     for entry in given:
         if entry["kind"] == "load":
             entry |= {"goodput": 1.0, "good": 0.5, "output_cost": 2.5}
-    told = load_page(given, "t")
+    told = load_test_page(given, "t")
     assert "as promised" not in plain and "as promised" in told and "Goodput by load" in told
     assert "cost of 1 M tokens" not in plain and "50 %" in told

@@ -12,9 +12,16 @@ from tests.support.report.report_example import example, points
 
 from whorl.report import ReportData, render
 from whorl.report.charts import Series, line_chart, ticks
-from whorl.report.data import CurvePoint, SampleToken, StagePoint, StageSection, visible
-from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
-from whorl.report.induction_onset import find_fall, smooth
+from whorl.report.data import CurvePoint, SampleToken, StagePoint, StageSection, printable_token
+from whorl.report.format import (
+    NBSP,
+    format_duration,
+    format_number,
+    format_percent,
+    format_quantity,
+    format_si,
+)
+from whorl.report.induction_onset import find_loss_drop, smooth
 from whorl.report.render import to_html
 from whorl.report.stages import stage_charts
 
@@ -98,13 +105,13 @@ def test_an_unfinished_run_says_what_is_missing() -> None:
 def test_a_recipe_without_pretraining_says_nothing_of_it() -> None:
     absent = ["scores", "samples", "training", "plan", "corpus", "tokenizer"]
     full = example()
-    page = to_html(ReportData(absent=absent, stages=full.stages, model=full.model, time=full.time))
+    page = to_html(ReportData(omitted_sections=absent, stages=full.stages, model=full.model, time=full.time))
     assert re.findall(r'<section id="(\w+)"', page) == [
         "result", "stages", "plan", "time", "lineage", "environment",
     ]  # fmt: skip
     assert re.findall(r'href="#(\w+)"', page) == re.findall(r'<section id="(\w+)"', page)
     assert "<h2>The model</h2>" in page and "There is no plan" not in page and ">Stages</h2>" in page
-    assert "<code>evaluate</code>" not in to_html(ReportData(absent=absent))
+    assert "<code>evaluate</code>" not in to_html(ReportData(omitted_sections=absent))
 
 
 def test_stages_are_told_by_before_and_after() -> None:
@@ -126,7 +133,7 @@ def test_stages_are_told_by_before_and_after() -> None:
 
 
 def test_a_stage_of_one_step_and_one_without_a_wrong_answer_are_drawn() -> None:
-    points = [StagePoint(step=1, passed=1.0, length=7.0, length_wrong=0.0)]
+    points = [StagePoint(step=1, accuracy=1.0, completion_length=7.0, completion_length_incorrect=0.0)]
     drawn = list(stage_charts([StageSection(name="rlvr", points=points), StageSection(name="quantise")]))
     assert [title for title, _, _ in drawn] == [
         "rlvr: share of answers that passed", "rlvr: length of answers",
@@ -183,8 +190,8 @@ def test_data_refuses_what_cannot_be() -> None:
 
 
 def test_token_bytes_that_are_no_character() -> None:
-    assert visible("é\n".encode()) == "é\n"
-    assert visible(b"a\xe2\x82") == "a<e2><82>"
+    assert printable_token("é\n".encode()) == "é\n"
+    assert printable_token(b"a\xe2\x82") == "a<e2><82>"
     token = SampleToken.of_bytes(b"\xe2", 0.5, [(b"a", 0.25)])
     assert (token.text, token.alternatives) == ("<e2>", [("a", 0.25)])
 
@@ -199,7 +206,7 @@ def _points(n: int, fall_at: int | None) -> list[CurvePoint]:
 @pytest.mark.parametrize("n", [600, 2400])
 @pytest.mark.parametrize("where", [0.2, 0.4, 0.55])
 def test_the_fall_is_found_where_it_is(n: int, where: float) -> None:
-    fall = find_fall(_points(n, round(n * where)))
+    fall = find_loss_drop(_points(n, round(n * where)))
     assert fall is not None
     assert fall.step == pytest.approx(n * where, rel=0.15)
     assert 0.25 < fall.before - fall.after < 1.2
@@ -209,7 +216,7 @@ def test_the_fall_is_found_where_it_is(n: int, where: float) -> None:
 @pytest.mark.parametrize("n", [10, 600, 2400])
 def test_a_smooth_curve_has_no_fall(n: int) -> None:
     # The decay of the learning rate brings the loss down at the end: that is not it.
-    assert find_fall(_points(n, None)) is None
+    assert find_loss_drop(_points(n, None)) is None
 
 
 def test_smoothing_shifts_nothing() -> None:
@@ -247,26 +254,26 @@ def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (figure(0.9412), "0.941"),
-        (figure(16_600), "16,600"),
-        (figure(3.1e13), "3.10e13"),
-        (figure(-0.5), "−0.500"),
-        (figure(float("nan")), "–"),
-        (figure(0.00001), "1.00e−5"),
-        (scaled(1_048_576, ""), "1.05 M"),
-        (scaled(999_900, "B"), "1.00 MB"),
-        (scaled(0, "B"), "0 B"),
-        (duration(0.01), "< 0.1 s"),
-        (duration(9.96), "10 s"),
-        (duration(59.7), "1 min 00 s"),
-        (duration(7_800), "2 h 10 min"),
-        (share(0.9999), "100 %"),
-        (share(0.055), "5.5 %"),
-        (quantity(None, "s"), "–"),
-        (quantity(3e13, "FLOP"), "30.0 TFLOP"),
-        (quantity(0.31, "share"), "31 %"),
-        (quantity(16_600, "tokens/s"), "16,600 /s"),
-        (quantity(4, ""), "4"),
+        (format_number(0.9412), "0.941"),
+        (format_number(16_600), "16,600"),
+        (format_number(3.1e13), "3.10e13"),
+        (format_number(-0.5), "−0.500"),
+        (format_number(float("nan")), "–"),
+        (format_number(0.00001), "1.00e−5"),
+        (format_si(1_048_576, ""), "1.05 M"),
+        (format_si(999_900, "B"), "1.00 MB"),
+        (format_si(0, "B"), "0 B"),
+        (format_duration(0.01), "< 0.1 s"),
+        (format_duration(9.96), "10 s"),
+        (format_duration(59.7), "1 min 00 s"),
+        (format_duration(7_800), "2 h 10 min"),
+        (format_percent(0.9999), "100 %"),
+        (format_percent(0.055), "5.5 %"),
+        (format_quantity(None, "s"), "–"),
+        (format_quantity(3e13, "FLOP"), "30.0 TFLOP"),
+        (format_quantity(0.31, "share"), "31 %"),
+        (format_quantity(16_600, "tokens/s"), "16,600 /s"),
+        (format_quantity(4, ""), "4"),
     ],
 )
 def test_figures(text: str, expected: str) -> None:
@@ -274,36 +281,39 @@ def test_figures(text: str, expected: str) -> None:
 
 
 def test_copying_that_was_learnt_marks_the_fall_and_copying_that_was_not_does_not() -> None:
-    from whorl.report.data import CopyPoint, CurvePoint
-    from whorl.report.induction_onset import copying_fall
+    from whorl.report.data import CurvePoint, InductionPoint
+    from whorl.report.induction_onset import find_induction_onset
 
     points = [CurvePoint(step=s, loss=3.0, seconds=s / 10) for s in range(0, 1001, 10)]
-    learnt = [CopyPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]
-    fall = copying_fall(learnt, points)
-    assert fall is not None and fall.step == 400 and fall.seconds == 40.0 and fall.copying
+    learnt = [InductionPoint(step=s, nll=7.0 if s < 400 else 2.0) for s in range(100, 1001, 100)]
+    fall = find_induction_onset(learnt, points)
+    assert fall is not None and fall.step == 400 and fall.seconds == 40.0 and fall.from_copy_loss
     assert (
-        copying_fall([CopyPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)], points) is None
+        find_induction_onset(
+            [InductionPoint(step=s, nll=7.0 - s / 2000) for s in range(100, 1001, 100)], points
+        )
+        is None
     )
-    assert copying_fall([], points) is None
+    assert find_induction_onset([], points) is None
 
 
 def test_the_use_of_experts_is_drawn_and_told() -> None:
-    from whorl.report.data import CurvePoint, ExpertsLayer, TrainingSection, UsePoint
-    from whorl.report.training import charts
+    from whorl.report.data import CurvePoint, ExpertUsage, GiniPoint, TrainingSection
+    from whorl.report.training import training_charts
 
-    def layer(number: int, last: float, shares: list[float]) -> ExpertsLayer:
-        return ExpertsLayer(
+    def layer(number: int, last: float, shares: list[float]) -> ExpertUsage:
+        return ExpertUsage(
             layer=number,
-            uneven=[UsePoint(step=1, gini=0.5), UsePoint(step=2, gini=last)],
-            shares=shares,
-            dropped=0.02 * number,
+            gini_points=[GiniPoint(step=1, gini=0.5), GiniPoint(step=2, gini=last)],
+            load_fractions=shares,
+            dropped_fraction=0.02 * number,
         )
 
     points = [CurvePoint(step=s, loss=3.0 - s) for s in (1, 2)]
     layers = [layer(0, 0.1, [0.2, 0.3, 0.25, 0.25]), layer(1, 0.3, [0.1, 0.4, 0.25, 0.25])]
     drawn = {
         title: (note, svg)
-        for title, note, svg in charts(TrainingSection(points=points, experts=layers), None)
+        for title, note, svg in training_charts(TrainingSection(points=points, experts=layers), None)
     }
     note, svg = drawn["Experts"]
     assert "ending at a Gini coefficient of 0.200" in svg and "layer 1" in svg

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.router.autoscaling_advice import Objectives, Snapshot, advise
+from whorl.router.autoscaling_advice import AutoscalingConfig, PoolSnapshot, advise
 
 
 def window(
@@ -17,9 +17,11 @@ def window(
     arrivals: float = 2.0,
     done: float = 2.0,
     good: float = 1.0,
-) -> list[Snapshot]:
+) -> list[PoolSnapshot]:
     return [
-        Snapshot(float(t), replicas, queue, running, int(arrivals * t), int(done * t), int(done * t * good))
+        PoolSnapshot(
+            float(t), replicas, queue, running, int(arrivals * t), int(done * t), int(done * t * good)
+        )
         for t in range(seconds + 1)
     ]
 
@@ -36,7 +38,7 @@ def test_a_standing_queue_asks_for_as_many_as_work_it_off() -> None:
 
 def test_a_flash_of_a_queue_asks_for_nothing() -> None:
     seen = window(60)
-    seen[30] = Snapshot(30.0, 2, 50, 8, 60, 60, 60)
+    seen[30] = PoolSnapshot(30.0, 2, 50, 8, 60, 60, 60)
     assert advise(seen).change == 0
 
 
@@ -62,11 +64,11 @@ def test_down_is_slow_and_one_at_a_time_and_only_where_one_fewer_holds_the_load(
     assert advise(window(600, replicas=4, running=100)).change == 0, "100 > 0.8 x 32 x 3"
     assert advise(window(600, replicas=4, good=0.9)).change == 0
     assert advise(window(600, replicas=1)).change == 0
-    assert advise(window(600, replicas=3), Objectives(fewest=3)).change == 0
+    assert advise(window(600, replicas=3), AutoscalingConfig(min_replicas=3)).change == 0
 
 
 def test_too_few_serve() -> None:
-    assert advise(window(60, replicas=1), Objectives(fewest=3)).change == 2
+    assert advise(window(60, replicas=1), AutoscalingConfig(min_replicas=3)).change == 2
 
 
 @given(
@@ -82,8 +84,10 @@ def test_advice_stays_within_its_bounds_and_always_says_why(
     snapshots = []
     for i, (queue, running, a, f, g) in enumerate(seen):
         arrived, finished, good = arrived + a, finished + f, good + min(f, g)
-        snapshots.append(Snapshot(float(i * step), 1 + running % 12, queue, running, arrived, finished, good))
-    want = Objectives(fewest=fewest, most=most)
+        snapshots.append(
+            PoolSnapshot(float(i * step), 1 + running % 12, queue, running, arrived, finished, good)
+        )
+    want = AutoscalingConfig(min_replicas=fewest, max_replicas=most)
     advice, now = advise(snapshots, want), snapshots[-1].replicas
     assert advice.replicas == now + advice.change
     assert advice.reasons and all(advice.reasons)

@@ -7,79 +7,79 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.router.breaker import Breaker, Circuit, RetryBudget
+from whorl.router.breaker import CircuitBreaker, CircuitState, RetryBudget
 
 
-def opened(now: float = 0.0, **settings: float) -> Breaker:
-    breaker = Breaker(**settings)  # type: ignore[arg-type]
-    for _ in range(breaker.failures):
+def opened(now: float = 0.0, **settings: float) -> CircuitBreaker:
+    breaker = CircuitBreaker(**settings)  # type: ignore[arg-type]
+    for _ in range(breaker.failure_threshold):
         breaker.admit(now)
-        breaker.failure(now)
+        breaker.record_failure(now)
     return breaker
 
 
 def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None:
-    breaker = Breaker(failures=3)
+    breaker = CircuitBreaker(failure_threshold=3)
     for outcome in "ffsff":
-        breaker.failure(0.0) if outcome == "f" else breaker.success()
-        assert breaker.ready(0.0)
-    breaker.failure(0.0)
-    assert breaker.state(0.0) is Circuit.OPEN and not breaker.ready(0.5)
+        breaker.record_failure(0.0) if outcome == "f" else breaker.record_success()
+        assert breaker.allows_request(0.0)
+    breaker.record_failure(0.0)
+    assert breaker.state(0.0) is CircuitState.OPEN and not breaker.allows_request(0.5)
     with pytest.raises(ConfigError, match="open breaker"):
         breaker.admit(0.5)
 
 
 def test_half_open_lets_one_probe_through_whose_answer_decides() -> None:
     breaker = opened(wait=1.0, longest=4.0)
-    assert breaker.state(1.0) is Circuit.HALF_OPEN
+    assert breaker.state(1.0) is CircuitState.HALF_OPEN
     breaker.admit(1.0)
-    assert not breaker.ready(1.0), "one at a time"
-    breaker.failure(1.0)
+    assert not breaker.allows_request(1.0), "one at a time"
+    breaker.record_failure(1.0)
     waits, now = [], 1.0
     for _ in range(4):
-        wait = next(t for t in range(1, 100) if breaker.ready(now + t))
+        wait = next(t for t in range(1, 100) if breaker.allows_request(now + t))
         waits.append(wait)
         now += wait
         breaker.admit(now)
-        breaker.failure(now)
+        breaker.record_failure(now)
     assert waits == [2, 4, 4, 4], "each failed probe doubles the wait, up to the longest"
     breaker.admit(now + 4)
-    breaker.success()
-    assert breaker.state(now + 4) is Circuit.CLOSED
-    breaker.failure(now + 4)
-    assert breaker.ready(now + 4), "the count begins anew"
+    breaker.record_success()
+    assert breaker.state(now + 4) is CircuitState.CLOSED
+    breaker.record_failure(now + 4)
+    assert breaker.allows_request(now + 4), "the count begins anew"
 
 
 def test_a_probe_whose_client_left_does_not_lock_it() -> None:
     breaker = opened()
     breaker.admit(5.0)
-    breaker.released()
-    assert breaker.ready(5.0)
+    breaker.cancel_probe()
+    assert breaker.allows_request(5.0)
 
 
 @given(st.lists(st.sampled_from(["ask", "good", "bad", "left", "wait"]), max_size=80))
 def test_whatever_happens_it_is_open_for_no_longer_than_it_says_and_probes_singly(events: list[str]) -> None:
-    breaker, now, probes = Breaker(failures=2, wait=1.0, longest=8.0), 0.0, 0
+    breaker, now, probes = CircuitBreaker(failure_threshold=2, open_seconds=1.0, max_open_seconds=8.0), 0.0, 0
     for event in events:
         state = breaker.state(now)
         if event == "wait":
             now += 0.7
-        elif event == "ask" and breaker.ready(now):
+        elif event == "ask" and breaker.allows_request(now):
             breaker.admit(now)
-            probes += state is Circuit.HALF_OPEN
+            probes += state is CircuitState.HALF_OPEN
         elif event == "good":
-            breaker.success()
+            breaker.record_success()
             probes = 0
         elif event == "bad":
-            breaker.failure(now)
-            probes = 0 if state is Circuit.HALF_OPEN else probes
+            breaker.record_failure(now)
+            probes = 0 if state is CircuitState.HALF_OPEN else probes
         elif event == "left":
-            breaker.released()
+            breaker.cancel_probe()
             probes = 0
         assert probes <= 1
-        assert breaker.current_wait <= 8.0
-        assert breaker.state(now + 8.0) is not Circuit.OPEN
-        assert (breaker.state(now) is Circuit.CLOSED) <= (breaker.failed < 2)
+        assert breaker.current_open_seconds <= 8.0
+        assert breaker.state(now + 8.0) is not CircuitState.OPEN
+        assert (breaker.state(now) is CircuitState.CLOSED) <= (breaker.consecutive_failures < 2)
 
 
 @given(st.integers(0, 400), st.floats(0, 1), st.integers(0, 20))
@@ -87,13 +87,13 @@ def test_retries_are_a_share_of_the_traffic_and_a_reserve(first: int, ratio: flo
     budget, retries = RetryBudget(ratio, reserve), 0
     for _ in range(first):  # everything fails
         budget.deposit()
-        retries += budget.take()
+        retries += budget.try_spend()
     assert retries <= reserve + ratio * first + 1e-6
     assert retries >= min(first, reserve), "as long as there is a reserve nobody is denied"
 
 
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ConfigError, match="failures = 0"):
-        Breaker(failures=0)
+        CircuitBreaker(failure_threshold=0)
     with pytest.raises(ConfigError, match="ratio 2"):
         RetryBudget(2.0)

@@ -12,32 +12,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError
-from whorl.router.discovery import addresses, keep, parse
-from whorl.router.manifests import Manifest, manifest, manifest_of
+from whorl.router.discovery import parse_host_port, resolve_urls, sync_replicas
+from whorl.router.manifests import DeploymentSpec, manifest_for_command, render_manifest
 from whorl.router.ray_app import command
-from whorl.router.replica_pool import Fleet
-from whorl.router.routing_policy import Policy
+from whorl.router.replica_pool import ReplicaPool
+from whorl.router.routing_policy import RoutingPolicy
 
-FULL = Manifest(
+FULL = DeploymentSpec(
     model="/models/small",
     name="shop",
-    claim="models",
+    volume_claim="models",
     key_secret="keys",
     gpus=1,
     arguments=("--context", "4096"),
 )
 
 
-def documents(what: Manifest) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(manifest("kubernetes", what)))
+def documents(what: DeploymentSpec) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render_manifest("kubernetes", what)))
 
 
-def by_kind(what: Manifest, kind: str) -> dict[str, dict[str, Any]]:
+def by_kind(what: DeploymentSpec, kind: str) -> dict[str, dict[str, Any]]:
     return {d["metadata"]["name"]: d for d in documents(what) if d["kind"] == kind}
 
 
 MANIFESTS = st.builds(
-    Manifest,
+    DeploymentSpec,
     model=st.text(min_size=1, max_size=20),
     name=st.from_regex(r"[a-z]([-a-z0-9]{0,20}[a-z0-9])?", fullmatch=True),
     arguments=st.lists(st.text(max_size=8), max_size=3).map(tuple),
@@ -51,7 +51,7 @@ MANIFESTS = st.builds(
 
 @settings(max_examples=15, deadline=None)
 @given(MANIFESTS)
-def test_kubernetes_knows_every_field(what: Manifest) -> None:
+def test_kubernetes_knows_every_field(what: DeploymentSpec) -> None:
     validate = pytest.importorskip("kubernetes_validate")
     kinds = [d["kind"] for d in documents(what)]
     assert kinds.count("Deployment") == 2 and "HorizontalPodAutoscaler" in kinds
@@ -62,9 +62,9 @@ def test_kubernetes_knows_every_field(what: Manifest) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(MANIFESTS)
-def test_ray_serve_knows_every_field(what: Manifest) -> None:
+def test_ray_serve_knows_every_field(what: DeploymentSpec) -> None:
     schema = pytest.importorskip("ray.serve.schema")
-    (told,) = yaml.safe_load_all(manifest("ray", what))
+    (told,) = yaml.safe_load_all(render_manifest("ray", what))
     config = schema.ServeDeploySchema(**told)
     (application,) = config.applications
     assert application.args["model"] == what.model
@@ -92,7 +92,7 @@ def test_what_selects_finds_what_it_selects() -> None:
     (scaler,) = by_kind(FULL, "HorizontalPodAutoscaler").values()
     assert scaler["spec"]["scaleTargetRef"]["name"] == "shop-replica"
     router = deployments["shop-router"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    assert parse(router[router.index("--discover") + 1]) == ("shop-replica", 8000)
+    assert parse_host_port(router[router.index("--discover") + 1]) == ("shop-replica", 8000)
 
 
 def test_nobody_is_ended_before_it_could_drain() -> None:
@@ -116,23 +116,25 @@ def test_volumes_keys_and_sizes_are_where_the_server_looks() -> None:
     assert "--api-key-file" in server["command"] and "--no-auth" not in server["command"]
     assert server["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert server["command"][-2:] == ["--context", "4096"]
-    plain = by_kind(Manifest(model="m"), "Deployment")["whorl-replica"]["spec"]["template"]["spec"]
+    plain = by_kind(DeploymentSpec(model="m"), "Deployment")["whorl-replica"]["spec"]["template"]["spec"]
     assert "volumes" not in plain and "--no-auth" in plain["containers"][0]["command"]
 
 
 def test_what_no_cluster_would_take_is_said_here() -> None:
     with pytest.raises(ConfigError, match="nomad"):
-        manifest("nomad", FULL)
+        render_manifest("nomad", FULL)
     for name in ("Shop", "9shop", "shop-", "s" * 60):
         with pytest.raises(ConfigError, match="small letters"):
-            manifest("kubernetes", Manifest(model="m", name=name))
+            render_manifest("kubernetes", DeploymentSpec(model="m", name=name))
     with pytest.raises(ConfigError, match="at most 1"):
-        manifest("ray", Manifest(model="m", replicas=2, most=1))
+        render_manifest("ray", DeploymentSpec(model="m", replicas=2, max_replicas=1))
 
 
 def test_a_command_lines_options_reach_the_servers() -> None:
     words = ["serve", "m", "--manifest", "ray", "--context", "99", "--drain=5", "--no-auth"]
-    (told,) = yaml.safe_load_all(manifest_of("ray", Manifest(model="m"), words, ("--manifest", "--drain")))
+    (told,) = yaml.safe_load_all(
+        manifest_for_command("ray", DeploymentSpec(model="m"), words, ("--manifest", "--drain"))
+    )
     args = told["applications"][0]["args"]
     assert args["arguments"] == ["--context", "99"]
     assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-sequences", "32", "--context", "99"]
@@ -142,19 +144,19 @@ def test_a_command_lines_options_reach_the_servers() -> None:
 
 
 def test_the_fleet_follows_a_name() -> None:
-    fleet = Fleet(Policy(random.Random(0)))
-    keep(fleet, ["http://10.0.0.1:80", "http://10.0.0.2:80"])
+    fleet = ReplicaPool(RoutingPolicy(random.Random(0)))
+    sync_replicas(fleet, ["http://10.0.0.1:80", "http://10.0.0.2:80"])
     fleet.replicas["10.0.0.1:80"].healthy = True
-    sent = fleet.send(())
+    sent = fleet.dispatch(())
     assert sent is not None
-    keep(fleet, [])
+    sync_replicas(fleet, [])
     assert set(fleet.replicas) == {"10.0.0.1:80", "10.0.0.2:80"}, "a name server's hiccup"
-    keep(fleet, ["http://10.0.0.2:80", "http://10.0.0.3:80"])
+    sync_replicas(fleet, ["http://10.0.0.2:80", "http://10.0.0.3:80"])
     assert set(fleet.replicas) == set(fleet.policy.loads) == {"10.0.0.2:80", "10.0.0.3:80"}
     fleet.policy.end(sent[1])
-    found = asyncio.run(addresses("localhost", 8000))
+    found = asyncio.run(resolve_urls("localhost", 8000))
     assert "http://127.0.0.1:8000" in found or "http://[::1]:8000" in found
-    assert asyncio.run(addresses("no.such.name.invalid", 1)) == []
+    assert asyncio.run(resolve_urls("no.such.name.invalid", 1)) == []
     for wrong in ("whorl", "whorl:", ":80", "whorl:0", "whorl:x"):
         with pytest.raises(ConfigError, match="--discover"):
-            parse(wrong)
+            parse_host_port(wrong)

@@ -19,8 +19,14 @@ from tests.support.router.fake_replica import running
 
 from whorl.errors import ConfigError
 from whorl.router import replica_processes as module
-from whorl.router.replica_processes import Replicas, cores_of, free_port, replicated, without
-from whorl.router.router import Router
+from whorl.router.replica_processes import (
+    ReplicaSupervisor,
+    drop_options,
+    free_port,
+    make_replicated_router,
+    split_cores,
+)
+from whorl.router.router import ReplicaRouter
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
 WHOLE = """
@@ -45,8 +51,8 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def fleet(n: int) -> AsyncIterator[tuple[Router, Replicas, httpx.AsyncClient]]:
-    router, replicas = replicated(FAKE, n, seed=0, look_every=0.05, grace=10.0)
+async def fleet(n: int) -> AsyncIterator[tuple[ReplicaRouter, ReplicaSupervisor, httpx.AsyncClient]]:
+    router, replicas = make_replicated_router(FAKE, n, seed=0, look_every=0.05, grace=10.0)
     async with running(router.app) as url, httpx.AsyncClient(base_url=url, timeout=30.0) as client:
         yield router, replicas, client
 
@@ -62,7 +68,7 @@ def gone(pid: int) -> bool:
 
 @given(st.integers(1, 9), st.lists(st.integers(0, 63), unique=True, max_size=16))
 def test_cores_are_split_evenly_and_none_is_given_twice(n: int, cores: list[int]) -> None:
-    parts = cores_of(n, cores)
+    parts = split_cores(n, cores)
     assert len(parts) == n
     if len(cores) < n:
         assert parts == [()] * n
@@ -73,7 +79,7 @@ def test_cores_are_split_evenly_and_none_is_given_twice(n: int, cores: list[int]
 
 def test_a_command_line_is_repeated_without_what_is_the_routers() -> None:
     words = ["serve", "m", "--port", "80", "--seed", "1", "--host=::", "--replicas", "2", "--porter", "x"]
-    assert without(words, ("--port", "--host", "--replicas")) == [
+    assert drop_options(words, ("--port", "--host", "--replicas")) == [
         "serve",
         "m",
         "--seed",
@@ -96,9 +102,9 @@ def test_a_replica_killed_in_mid_stream_is_an_error_to_its_client_and_is_replace
             events = seen.split(b"\n\n")
             assert len(events) == 3 and b"replica_lost" in events[1] and events[2] == b""
             assert (await client.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
-            await until(lambda: victim.starts == 2 and len(router.fleet.available()) == 2)
+            await until(lambda: victim.starts == 2 and len(router.pool.available()) == 2)
             assert victim.url != old
-            assert len(router.fleet.policy.indexes[victim.name]) == 0
+            assert len(router.pool.policy.indexes[victim.name]) == 0
         assert all(p.popen is not None and p.popen.returncode is not None for p in replicas.processes)
 
     run(test)
@@ -110,7 +116,7 @@ def test_a_request_that_kills_whoever_serves_it_is_tried_twice_and_no_more() -> 
             answer = await client.post("/v1/completions", json={"prompt": "please die"})
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
             await until(lambda: sum(p.starts for p in replicas.processes) == 5)
-            await until(lambda: len(router.fleet.available()) == 3)
+            await until(lambda: len(router.pool.available()) == 3)
             assert sorted(p.starts for p in replicas.processes) == [1, 2, 2]
 
     run(test)
@@ -119,9 +125,9 @@ def test_a_request_that_kills_whoever_serves_it_is_tried_twice_and_no_more() -> 
 def test_what_never_comes_up_is_said_at_once() -> None:
     async def test() -> None:
         with pytest.raises(ConfigError, match="ended with exit code 3"):
-            async with Replicas([sys.executable, "-c", "import sys; sys.exit(3)"], 2):
+            async with ReplicaSupervisor([sys.executable, "-c", "import sys; sys.exit(3)"], 2):
                 pass
-        hung = Replicas([sys.executable, "-c", "import time; time.sleep(60)"], 1, start_within=0.3)
+        hung = ReplicaSupervisor([sys.executable, "-c", "import time; time.sleep(60)"], 1, start_timeout=0.3)
         with pytest.raises(ConfigError, match="before it answered"):
             async with hung:
                 pass

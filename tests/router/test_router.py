@@ -10,7 +10,7 @@ from tests.support.router.fake_replica import FakeReplica, event, running
 from tests.support.router.harness import LONG, breaking, run, world
 
 from whorl.router.breaker import RetryBudget
-from whorl.router.proxy import Events
+from whorl.router.proxy import SSEFramer
 
 # What goes through
 
@@ -40,7 +40,7 @@ def test_events_arrive_one_by_one_and_half_an_event_is_not_shown() -> None:
 def test_events_cut_anywhere_are_the_same_events(end: bytes) -> None:
     stream = b"".join(b'data: {"n": %d}' % i + end for i in range(5)) + b"data: [DO"
     for size in range(1, 12):
-        events, out = Events(), []
+        events, out = SSEFramer(), []
         for i in range(0, len(stream), size):
             if whole := events.feed(stream[i : i + size]):
                 assert whole.endswith(end)
@@ -50,9 +50,9 @@ def test_events_cut_anywhere_are_the_same_events(end: bytes) -> None:
 
 
 def test_an_event_without_an_end_is_not_collected_for_ever() -> None:
-    events = Events()
+    events = SSEFramer()
     given = sum(len(events.feed(b"x" * 65536)) for _ in range(64))
-    assert given + len(events.tail) == 64 * 65536 and len(events.tail) <= Events.LONGEST
+    assert given + len(events.tail) == 64 * 65536 and len(events.tail) <= SSEFramer.MAX_EVENT_BYTES
 
 
 def test_path_query_headers_and_status_pass_both_ways() -> None:
@@ -82,10 +82,10 @@ def test_a_client_that_goes_away_is_told_to_the_replica() -> None:
             async with w.client.stream("POST", "/v1/completions", json={"prompt": "hold"}) as answer:
                 await anext(answer.aiter_raw())
             await w.fakes[0].left.wait()
-            while w.router.fleet.policy.loads["r0"].running:
+            while w.router.pool.policy.loads["r0"].running:
                 await asyncio.sleep(0)
             assert w.metric('whorl_router_attempts_total{outcome="cancelled"') == 1
-            assert w.router.fleet.tally.finished == 0, "who left says nothing of the fleet"
+            assert w.router.pool.totals.finished == 0, "who left says nothing of the fleet"
 
     run(test)
 
@@ -102,8 +102,8 @@ def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
             assert len(homes) == 1
             home = homes.pop()
             assert w.metric(f'whorl_router_prompt_blocks_total{{expected="cached",replica="{home}"') > 0
-            w.router.fleet.restarted(home)
-            assert home not in w.router.fleet.available(), "a new process is not asked before it is healthy"
+            w.router.pool.on_restart(home)
+            assert home not in w.router.pool.available(), "a new process is not asked before it is healthy"
 
     run(test)
 
@@ -114,7 +114,7 @@ def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
 def test_what_was_not_answered_is_asked_again_elsewhere_and_the_broken_replica_is_left_alone() -> None:
     async def test() -> None:
         async with breaking() as (url, count), world(1, extra={"bad": url}) as w:
-            w.router.fleet.policy.begin(
+            w.router.pool.policy.begin(
                 (), "r0"
             )  # so that the broken one looks emptier, whenever two are compared
             for _ in range(8):
@@ -123,7 +123,7 @@ def test_what_was_not_answered_is_asked_again_elsewhere_and_the_broken_replica_i
             assert count[0] == 3, "three failures in a row open its circuit"
             assert w.metric('whorl_router_replica_circuit_open{replica="bad"') == 1
             assert w.metric("whorl_router_retries_total") == 3
-            assert w.router.fleet.tally.good == 8
+            assert w.router.pool.totals.within_slo == 8
 
     run(test)
 
@@ -132,7 +132,7 @@ def test_an_answer_cut_in_the_middle_is_asked_again_if_it_was_no_stream() -> Non
     async def test() -> None:
         half = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{"
         async with breaking(half) as (url, count), world(1, extra={"bad": url}) as w:
-            w.router.fleet.policy.begin((), "r0")
+            w.router.pool.policy.begin((), "r0")
             answer = await w.ask("hello")
             assert answer.json()["name"] == "r0/" and count[0] == 1
 
@@ -145,7 +145,7 @@ def test_a_stream_that_breaks_ends_in_an_error_and_is_not_asked_again() -> None:
         half = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         half += f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n"
         async with breaking(half) as (url, count), world(1, extra={"bad": url}) as w:
-            w.router.fleet.policy.begin((), "r0")
+            w.router.pool.policy.begin((), "r0")
             answer = await w.ask("hello")
             first, second, rest = answer.content.split(b"\n\n")
             assert first + b"\n\n" == event("one") and rest == b""
@@ -175,10 +175,10 @@ def test_a_full_replica_is_no_broken_one_and_a_bug_is_not_passed_from_one_to_the
             for _ in range(6):
                 assert (await w.ask("status:500")).json()["error"]["code"] == "fake"
             assert sum(len(f.prompts) for f in w.fakes) == 2 + 6
-            assert len(w.router.fleet.available()) == 2
+            assert len(w.router.pool.available()) == 2
             for _ in range(12):
                 await w.ask("status:502")
-            assert w.router.fleet.available() == []
+            assert w.router.pool.available() == []
             refused = await w.ask("hello")
             assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
             assert refused.json()["error"] | {"message": ""} == {
@@ -191,7 +191,7 @@ def test_a_full_replica_is_no_broken_one_and_a_bug_is_not_passed_from_one_to_the
 def test_without_a_budget_there_is_no_second_attempt() -> None:
     async def test() -> None:
         async with breaking() as (url, _), world(1, extra={"bad": url}, budget=RetryBudget(0.0, 1.0)) as w:
-            w.router.fleet.policy.begin((), "r0")
+            w.router.pool.policy.begin((), "r0")
             answers = [await w.ask("hello") for _ in range(4)]
             assert sorted(a.status_code for a in answers) == [200, 200, 503, 503]
             assert any("too many retries" in a.text for a in answers)
@@ -203,7 +203,7 @@ def test_a_broken_circuit_is_probed_and_closes() -> None:
     async def test() -> None:
         now = [0.0]
         async with breaking() as (url, count), world(0, extra={"r": url}) as w:
-            w.router.fleet.clock = lambda: now[0]
+            w.router.pool.clock = lambda: now[0]
             for _ in range(5):
                 assert (await w.ask("x")).status_code == 503
             assert count[0] == 3
@@ -213,7 +213,7 @@ def test_a_broken_circuit_is_probed_and_closes() -> None:
             assert count[0] == 4, "one probe, which failed"
             fake = FakeReplica("back/")
             async with running(fake) as better:
-                w.router.fleet.get("r").url = better
+                w.router.pool.get("r").url = better
                 now[0] = 10.0
                 assert (await w.ask("x")).json()["name"] == "back/"
                 assert w.metric('whorl_router_replica_circuit_open{replica="r"') == 0

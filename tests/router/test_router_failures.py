@@ -9,9 +9,9 @@ import json
 import pytest
 from tests.support.router.harness import LONG, run, world
 
-from whorl.router.metrics import Promise
-from whorl.router.router import hashes_of, make_router
-from whorl.router.routing_policy import Policy
+from whorl.router.metrics import SLO
+from whorl.router.router import make_router, request_block_hashes
+from whorl.router.routing_policy import RoutingPolicy
 
 
 def test_draining_lets_the_running_finish_and_sends_nothing_new() -> None:
@@ -30,10 +30,10 @@ def test_draining_lets_the_running_finish_and_sends_nothing_new() -> None:
             assert len(others) == 1 and name not in others
             w.fakes[int(name[1])].release.set()
             assert b"".join([p async for p in parts]).endswith(b"data: [DONE]\n\n")
-            state = next(r for r in w.router.fleet.describe() if r["name"] == name)
+            state = next(r for r in w.router.pool.describe() if r["name"] == name)
             assert state["drained"]
             await w.client.post("/v1/router/resume", json={"replica": name})
-            assert len(w.router.fleet.available()) == 2
+            assert len(w.router.pool.available()) == 2
             assert (await w.client.post("/v1/router/drain", json={"replica": "r7"})).status_code == 404
             assert (await w.client.post("/v1/router/drain", json=[])).status_code == 400
             assert (await w.client.post("/v1/router/drain", content=b"\xff")).status_code == 400
@@ -44,7 +44,7 @@ def test_draining_lets_the_running_finish_and_sends_nothing_new() -> None:
 def test_health_is_heard_and_two_silences_are_an_illness() -> None:
     async def test() -> None:
         async with world(2) as w:
-            fleet, fake = w.router.fleet, w.fakes[0]
+            fleet, fake = w.router.pool, w.fakes[0]
             fake.health, fake.health_status = {"status": "draining"}, 503
             await w.look()
             assert fleet.available() == ["r1"] and fleet.replicas["r0"].draining
@@ -53,7 +53,7 @@ def test_health_is_heard_and_two_silences_are_an_illness() -> None:
             assert fleet.available() == ["r0", "r1"], "one silence may be chance"
             await w.look()
             assert fleet.available() == ["r1"]
-            hashes = hashes_of("/v1/completions", json.dumps({"prompt": LONG}).encode())
+            hashes = request_block_hashes("/v1/completions", json.dumps({"prompt": LONG}).encode())
             fleet.policy.begin(hashes, "r0")
             fake.health, fake.health_status = (
                 {"status": "ok", "boot": 1, "evicted_tokens": 64, "queue": 5},
@@ -108,9 +108,9 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_goodput_counts_what_kept_the_promise() -> None:
     async def test() -> None:
-        async with world(1, promise=Promise(first=0.5)) as w:
+        async with world(1, promise=SLO(first_byte=0.5)) as w:
             now = [0.0]
-            w.router.fleet.clock = lambda: now[0]
+            w.router.pool.clock = lambda: now[0]
             await w.ask("hello")
             asked = asyncio.ensure_future(w.ask("hold:0"))
             await w.fakes[0].held.wait()
@@ -118,7 +118,7 @@ def test_goodput_counts_what_kept_the_promise() -> None:
             w.fakes[0].release.set()
             await asked
             await w.ask("status:400")  # the client's own fault: neither good nor bad
-            assert (w.router.fleet.tally.good, w.router.fleet.tally.finished) == (1, 2)
+            assert (w.router.pool.totals.within_slo, w.router.pool.totals.finished) == (1, 2)
             assert w.metric("whorl_router_goodput") == 0.5
 
     run(test)
@@ -126,9 +126,12 @@ def test_goodput_counts_what_kept_the_promise() -> None:
 
 def test_bodies_that_cannot_be_read_are_the_replicas_to_refuse() -> None:
     for body in (b"", b"\xff", b"[1]", b'{"prompt": {"a": 1}}', b'{"messages": 3}', b"{" * 5000):
-        assert hashes_of("/v1/completions", body) == ()
-    assert hashes_of("/elsewhere", json.dumps({"prompt": LONG}).encode()) == ()
-    assert len(hashes_of("/v1/completions", json.dumps({"prompt": LONG}).encode())) == len(LONG) // 128
+        assert request_block_hashes("/v1/completions", body) == ()
+    assert request_block_hashes("/elsewhere", json.dumps({"prompt": LONG}).encode()) == ()
+    assert (
+        len(request_block_hashes("/v1/completions", json.dumps({"prompt": LONG}).encode()))
+        == len(LONG) // 128
+    )
 
 
 def test_the_official_client_sees_its_own_kind_of_errors() -> None:
@@ -140,7 +143,7 @@ def test_the_official_client_sees_its_own_kind_of_errors() -> None:
             said = [{"role": "user", "content": "count:3"}]
             stream = await client.chat.completions.create(model="m", messages=said, stream=True)
             assert [c.choices[0].delta.content async for c in stream] == ["r0/0", "r0/1", "r0/2"]
-            w.router.fleet.drain("r0")
+            w.router.pool.drain("r0")
             with pytest.raises(openai.InternalServerError, match="draining"):
                 await client.chat.completions.create(model="m", messages=said)
             await client.close()
@@ -151,5 +154,5 @@ def test_the_official_client_sees_its_own_kind_of_errors() -> None:
 def test_the_policy_can_be_given() -> None:
     import random
 
-    policy = Policy(random.Random(0), slack=1.0)
-    assert make_router({"a": "http://127.0.0.1:1/"}, policy=policy).fleet.policy is policy
+    policy = RoutingPolicy(random.Random(0), load_slack=1.0)
+    assert make_router({"a": "http://127.0.0.1:1/"}, policy=policy).pool.policy is policy

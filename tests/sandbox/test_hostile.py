@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from whorl.sandbox import Limits, Sandbox
+from whorl.sandbox import ResourceLimits, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
-LIMITS = Limits(
+LIMITS = ResourceLimits(
     wall_seconds=20, cpu_seconds=20, memory_bytes=128 << 20, file_bytes=64 << 10, output_bytes=4096
 )
 
@@ -149,11 +149,11 @@ def test_an_endless_loop_is_ended_whatever_it_catches() -> None:
     hold = "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
     hold += "    except (OSError, ValueError): pass\n"
     loop = "while True:\n    try:\n        while True: pass\n    except BaseException: pass"
-    with Sandbox(Limits(wall_seconds=0.2), workers=1) as quick:
+    with Sandbox(ResourceLimits(wall_seconds=0.2), workers=1) as quick:
         assert quick.run(hold + loop).reason == "time"
         assert quick.run("import time\ntime.sleep(1000)").reason == "time"
         assert quick.restarts == 0
-    with Sandbox(Limits(wall_seconds=60, cpu_seconds=1), workers=1) as slow:
+    with Sandbox(ResourceLimits(wall_seconds=60, cpu_seconds=1), workers=1) as slow:
         assert slow.run(hold + loop).reason == "cpu"
 
 
@@ -179,7 +179,7 @@ def test_files_stay_in_the_folder_and_below_the_limit(sandbox: Sandbox) -> None:
     assert sandbox.run("import os\nos.mkdir('0'); os.mkdir('0/0'); os.symlink").ok
     assert sandbox.run("import os\nassert os.listdir('.') == []").ok
     assert sandbox.restarts == 0
-    with Sandbox(Limits(wall_seconds=20, file_bytes=0), workers=1) as none:
+    with Sandbox(ResourceLimits(wall_seconds=20, file_bytes=0), workers=1) as none:
         assert "PermissionError" in none.run("open('a', 'w')").reason
 
 
@@ -187,7 +187,7 @@ def test_threads_are_refused_or_counted_and_die_with_the_program() -> None:
     stay = "import threading, time\nfor _ in range({n}):\n    threading.Thread(target=time.sleep, args=(1000,)).start()"
     with Sandbox(LIMITS, workers=1) as none:
         assert "can't start new thread" in none.run(stay.format(n=1)).reason
-    with Sandbox(Limits(processes=3, wall_seconds=20, memory_bytes=4 << 30), workers=1) as few:
+    with Sandbox(ResourceLimits(processes=3, wall_seconds=20, memory_bytes=4 << 30), workers=1) as few:
         assert few.run(stay.format(n=2)).ok
         assert few.run(stay.format(n=20) + "\ntime.sleep(1000)").reason == "threads"
 
@@ -223,7 +223,7 @@ def test_raising_where_nobody_listens_changes_nothing(sandbox: Sandbox) -> None:
 
 
 def test_no_process_is_left_behind() -> None:
-    with Sandbox(Limits(wall_seconds=0.2), workers=2) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=0.2), workers=2) as sandbox:
         sandbox.run_all(["import os\nos.setsid()" if i % 2 else "while True: pass" for i in range(4)])
         pids = [w.process.pid for w in sandbox._workers if w is not None]
         roots = [w.root for w in sandbox._workers if w is not None]

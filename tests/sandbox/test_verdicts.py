@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from whorl.sandbox import Limits, Printed, Program, Sandbox
+from whorl.sandbox import ExampleOutput, Program, ResourceLimits, Sandbox
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
 
@@ -28,7 +28,7 @@ WRONG = "def add(a, b):\n    return a - b\n"
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    with Sandbox(Limits(wall_seconds=20, cpu_seconds=20), workers=1) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=20, cpu_seconds=20), workers=1) as sandbox:
         yield sandbox
 
 
@@ -143,13 +143,20 @@ def test_examples_print_and_are_not_judged_here(sandbox: Sandbox) -> None:
     )
     assert outcome.ok and outcome.output == "not theirs\n"
     error = "TypeError: unsupported operand type(s) for +: 'int' and 'str'"
-    expected = (Printed("3\n"), Printed("a\n"), Printed("", error), Printed(""), Printed("5\n"), Printed(""))
-    assert outcome.printed == expected
+    expected = (
+        ExampleOutput("3\n"),
+        ExampleOutput("a\n"),
+        ExampleOutput("", error),
+        ExampleOutput(""),
+        ExampleOutput("5\n"),
+        ExampleOutput(""),
+    )
+    assert outcome.example_outputs == expected
 
 
 def test_an_example_cannot_leave(sandbox: Sandbox) -> None:
     outcome = sandbox.run(Program("def f(): raise SystemExit(0)", examples=("f()", "1")))
-    assert outcome.printed == (Printed("", "SystemExit: 0"), Printed("1\n"))
+    assert outcome.example_outputs == (ExampleOutput("", "SystemExit: 0"), ExampleOutput("1\n"))
     assert not sandbox.run(Program("import os\ndef f(): os._exit(0)", examples=("f()",))).ok
 
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, WhorlError
-from whorl.sandbox import Limits, Program, Sandbox
+from whorl.sandbox import Program, ResourceLimits, Sandbox
 from whorl.sandbox import sandbox as room
 
-PATIENT = Limits(wall_seconds=30, cpu_seconds=30)  # the machine may be busy
+PATIENT = ResourceLimits(wall_seconds=30, cpu_seconds=30)  # the machine may be busy
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
 
 
@@ -54,9 +54,9 @@ def _shared() -> Sandbox:
 
 
 def room_kinds() -> tuple[str, ...]:
-    from whorl.sandbox.limits import KINDS
+    from whorl.sandbox.limits import REASON_KINDS
 
-    return KINDS
+    return REASON_KINDS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,12 +68,12 @@ def end_of_shared() -> object:
 
 @linux
 def test_large_programs_and_tests_fit_through_the_pipes() -> None:
-    with Sandbox(Limits(wall_seconds=30, output_bytes=4 << 20), workers=1) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=30, output_bytes=4 << 20), workers=1) as sandbox:
         source = "x = '" + "a" * (1 << 20) + "'"
         outcome = sandbox.run(
             Program(source, "y = '" + "b" * (1 << 20) + "'\nassert len(x) == len(y)", ("print(x)",))
         )
-        assert outcome.ok and len(outcome.printed[0].text) == (1 << 20) + 1
+        assert outcome.ok and len(outcome.example_outputs[0].text) == (1 << 20) + 1
 
 
 @linux
@@ -90,7 +90,7 @@ def test_a_worker_killed_between_programs_is_started_again(number: int) -> None:
 
 @linux
 def test_a_worker_killed_at_its_work_costs_one_program() -> None:
-    with Sandbox(Limits(wall_seconds=60, cpu_seconds=60), workers=2) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=60, cpu_seconds=60), workers=2) as sandbox:
         victim = pids(sandbox)[0]
         children = f"/proc/{victim}/task/{victim}/children"
         struck: list[int] = []
@@ -114,7 +114,7 @@ def test_a_worker_killed_at_its_work_costs_one_program() -> None:
 @linux
 def test_a_worker_that_is_stopped_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "GRACE_SECONDS", 0.1)
-    with Sandbox(Limits(wall_seconds=0.1), workers=1) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=0.1), workers=1) as sandbox:
         os.kill(pids(sandbox)[0], signal.SIGSTOP)
         assert sandbox.run("print(1)").kind == "crashed"
     with Sandbox(PATIENT, workers=1) as sandbox:
@@ -124,11 +124,11 @@ def test_a_worker_that_is_stopped_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
 @linux
 @pytest.mark.parametrize("source", ["", "open('a', 'w').write('x')\nwhile True: pass"])
 def test_nothing_is_left_when_the_parent_ends(source: str) -> None:
-    with Sandbox(Limits(wall_seconds=600, cpu_seconds=600), workers=1) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=600, cpu_seconds=600), workers=1) as sandbox:
         worker = sandbox._workers[0]
         assert worker is not None and worker.process.stdin is not None
         if source:
-            worker.ask(Program(source), sandbox.limits, 0)
+            worker.submit(Program(source), sandbox.limits, 0)
         worker.process.stdin.close()
         assert worker.process.wait(60) == 0 and not worker.root.exists()
 
@@ -139,7 +139,7 @@ def test_nothing_is_left_when_the_parent_ends_before_the_answer() -> None:
         worker = sandbox._workers[0]
         assert worker is not None and worker.process.stdout is not None
         worker.process.stdout.close()
-        worker.ask(Program("print(1)"), sandbox.limits, 0)
+        worker.submit(Program("print(1)"), sandbox.limits, 0)
         assert worker.process.wait(60) == 0 and not worker.root.exists()
 
 
@@ -163,24 +163,26 @@ def test_many_threads_may_share_a_sandbox() -> None:
 def test_what_protects_is_told_and_what_is_missing_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with Sandbox(PATIENT, workers=1) as sandbox:
         assert set(sandbox.protections()) == {"process", "limits", "environment", "landlock", "seccomp"}
-    with Sandbox(PATIENT, workers=1, without={"landlock"}) as sandbox:  # not given up where it can be had
+    with Sandbox(
+        PATIENT, workers=1, allow_missing={"landlock"}
+    ) as sandbox:  # not given up where it can be had
         assert "landlock" in sandbox.protections()
-    monkeypatch.setattr(room, "_TRIALS", room._TRIALS + "print('landlock')\n")
+    monkeypatch.setattr(room, "_TRIALS", room._PROBE_PROGRAM + "print('landlock')\n")
     with pytest.raises(ConfigError, match="landlock is missing"):
         Sandbox(PATIENT, workers=1)
-    with Sandbox(PATIENT, workers=1, without={"landlock"}) as sandbox:
+    with Sandbox(PATIENT, workers=1, allow_missing={"landlock"}) as sandbox:
         assert "landlock" not in sandbox.protections() and sandbox.run("print(1)").ok
 
 
 @linux
 def test_a_kernel_without_landlock_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = room._START.replace(
+    start = room._BOOTSTRAP.replace(
         "main; main()", "main; from whorl.sandbox import confine; confine.LANDLOCK_CREATE = 4000; main()"
     )
     monkeypatch.setattr(room, "_START", start)
     with pytest.raises(ConfigError, match=r"landlock is missing.*5\.13"):
         Sandbox(PATIENT, workers=1)
-    with Sandbox(PATIENT, workers=1, without={"landlock"}) as sandbox:
+    with Sandbox(PATIENT, workers=1, allow_missing={"landlock"}) as sandbox:
         assert "landlock" not in sandbox.protections() and "seccomp" in sandbox.protections()
 
 
@@ -188,12 +190,12 @@ def test_elsewhere_and_wrong_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="workers is 0"):
         Sandbox(workers=0)
     with pytest.raises(ConfigError, match="landlok"):
-        Sandbox(without={"landlok"})
+        Sandbox(allow_missing={"landlok"})
     for name in ("wall_seconds", "memory_bytes", "processes", "file_bytes"):
         with pytest.raises(ConfigError, match=name):
-            Limits(**{name: -1})
+            ResourceLimits(**{name: -1})
     with pytest.raises(ConfigError):
-        Limits(wall_seconds=float("nan"))
+        ResourceLimits(wall_seconds=float("nan"))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(ConfigError, match="darwin"):
         Sandbox()

@@ -16,4 +16,4 @@ def server() -> Iterator[Running]:
         yield one
         one.ask(lambda engine: engine.check_integrity())
         assert one.ask(lambda engine: engine.busy) is False
-        assert one.api.worker.streams == {} and one.api._owners == {}
+        assert one.api.worker.streams == {} and one.api._limits_by_request == {}

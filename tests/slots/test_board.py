@@ -11,7 +11,7 @@ import torch
 from tests.support.slots.examples import Acts, Draws, Numbers
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, SlotRing, Spec, Weights
+from whorl.slots import Board, BoardReader, FIFOReader, ProducerProcess, SerialProducer, SlotRing, Spec
 from whorl.slots import board as board_module
 
 SPEC = Spec.from_dataclass(Numbers, N=5)
@@ -25,17 +25,17 @@ def filled(value: float) -> torch.nn.Linear:
 
 
 def test_what_was_published_is_read_with_its_version() -> None:
-    board = Board.of(dict(filled(0.0).named_parameters()))
+    board = Board.from_tensors(dict(filled(0.0).named_parameters()))
     other = Board(board.layout, fd=os.dup(board.fd))  # as another process attaches
-    net, weights = filled(9.0), Weights(other)
-    assert weights.into(net) == 0 and float(net.bias.detach()[0]) == 0.0
+    net, weights = filled(9.0), BoardReader(other)
+    assert weights.load_into(net) == 0 and float(net.bias.detach()[0]) == 0.0
     board.publish(dict(filled(3.0).named_parameters()), 7)
-    assert other.version == 7 and weights.into(net) == 7
+    assert other.version == 7 and weights.load_into(net) == 7
     assert all((p == 3.0).all() for p in net.parameters())
 
 
 def test_no_reader_sees_half_of_an_update() -> None:
-    board = Board.of({"w": torch.zeros(200_000)})
+    board = Board.from_tensors({"w": torch.zeros(200_000)})
     stop, torn, reads = threading.Event(), [], 0
 
     def write() -> None:
@@ -60,7 +60,7 @@ def test_no_reader_sees_half_of_an_update() -> None:
 
 
 def test_a_writer_that_died_in_the_middle_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    board = Board.of({"w": torch.zeros(3)})
+    board = Board.from_tensors({"w": torch.zeros(3)})
     board._header[0] += 1
     monkeypatch.setattr(board_module, "_PATIENCE", 0.1)
     with pytest.raises(ProducerError, match="publishing for"):
@@ -68,49 +68,49 @@ def test_a_writer_that_died_in_the_middle_is_told(monkeypatch: pytest.MonkeyPatc
 
 
 def test_in_lockstep_each_record_is_made_with_the_newest_weights() -> None:
-    ring, board = SlotRing(SPEC, 1), Board.of(dict(filled(0.0).named_parameters()))
-    with Drain(ring, [SerialProducer(ring, Acts(), board=board)], board=board) as drain:
+    ring, board = SlotRing(SPEC, 1), Board.from_tensors(dict(filled(0.0).named_parameters()))
+    with FIFOReader(ring, [SerialProducer(ring, Acts(), board=board)], board=board) as drain:
         for version in range(5):
             slot = next(drain)
             assert slot.policy_version == version and slot.data.values[0] == version
             board.publish(dict(filled(version + 1.0).named_parameters()), version + 1)
-        figures = drain.take()
+        figures = drain.pop_stats()
         assert figures.records == 5 and figures.lag_max == 0
 
 
 @pytest.mark.parametrize("order", ["sequence", "ready"])
 def test_processes_act_with_whole_updates_and_their_lag_is_told(order: str) -> None:
-    ring, board = SlotRing(SPEC, 4), Board.of(dict(filled(0.0).named_parameters()))
+    ring, board = SlotRing(SPEC, 4), Board.from_tensors(dict(filled(0.0).named_parameters()))
     producers = [ProducerProcess(ring, Acts(), number=i, board=board) for i in range(2)]
-    with Drain(ring, producers, board=board, order=order) as drain:  # type: ignore[arg-type]
+    with FIFOReader(ring, producers, board=board, order=order) as drain:  # type: ignore[arg-type]
         for version in range(60):
             slot = next(drain)
             assert slot.data.label == 1 and slot.data.values[0] == slot.policy_version <= version
             board.publish(dict(filled(version + 1.0).named_parameters()), version + 1)
-        figures = drain.take()
-    assert figures.records == 60 and 0 < figures.words()["lag_mean"] <= figures.words()["lag_max"] < 30
-    assert figures.busy > 0 and figures.waited > 0 and figures.idle >= 0
+        figures = drain.pop_stats()
+    assert figures.records == 60 and 0 < figures.metrics()["lag_mean"] <= figures.metrics()["lag_max"] < 30
+    assert figures.busy > 0 and figures.wait > 0 and figures.idle >= 0
 
 
 def test_what_is_too_old_is_made_anew_and_counted() -> None:
-    ring, board = SlotRing(SPEC, 4), Board.of(dict(filled(0.0).named_parameters()))
-    with Drain(ring, [ProducerProcess(ring, Acts(), board=board)], board=board, max_lag=1) as drain:
+    ring, board = SlotRing(SPEC, 4), Board.from_tensors(dict(filled(0.0).named_parameters()))
+    with FIFOReader(ring, [ProducerProcess(ring, Acts(), board=board)], board=board, max_lag=1) as drain:
         stale = 0
         for version in range(40):
             slot = next(drain)
             assert board.version - slot.policy_version <= 1
             time.sleep(0.005)  # all four slots are ready by now, and three of them go stale
             if version % 10 == 9:
-                stale += drain.take().stale
+                stale += drain.pop_stats().stale
             board.publish(dict(filled(version + 1.0).named_parameters()), version + 1)
-        assert stale + drain.take().stale > 10
+        assert stale + drain.pop_stats().stale > 10
     with pytest.raises(ConfigError, match="max_lag is 1"):
-        Drain(ring, [SerialProducer(ring, Draws())], max_lag=1)
+        FIFOReader(ring, [SerialProducer(ring, Draws())], max_lag=1)
 
 
 def test_whoever_is_ready_first_is_read_first() -> None:
     ring = SlotRing(SPEC, 4)
     slow, fast = (ProducerProcess(ring, Draws(pause), number=i) for i, pause in enumerate((0.2, 0.0)))
-    with Drain(ring, [slow, fast], order="ready") as drain:
+    with FIFOReader(ring, [slow, fast], order="ready") as drain:
         makers = [next(drain).producer for _ in range(40)]
     assert makers.count(1) > 30

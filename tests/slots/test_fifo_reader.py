@@ -12,7 +12,7 @@ import pytest
 from tests.support.slots.examples import Draws, Numbers
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import Drain, ProducerProcess, SerialProducer, SlotRing, Spec, State
+from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, SlotRing, SlotState, Spec
 
 SPEC = Spec.from_dataclass(Numbers, N=5)
 
@@ -21,7 +21,7 @@ def serial(ring: SlotRing[Numbers], n: int) -> Sequence[SerialProducer]:
     return [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(n)]
 
 
-def read(drain: Drain[Numbers], n: int) -> list[tuple[int, int, bytes]]:
+def read(drain: FIFOReader[Numbers], n: int) -> list[tuple[int, int, bytes]]:
     slots = (next(drain) for _ in range(n))
     return [(slot.sequence, slot.producer, slot.data.values.tobytes()) for slot in slots]
 
@@ -31,29 +31,29 @@ def read(drain: Drain[Numbers], n: int) -> list[tuple[int, int, bytes]]:
 @pytest.mark.parametrize("start", [0, 4])
 def test_records_come_in_order_each_from_its_producer(n_producers: int, n_slots: int, start: int) -> None:
     ring = SlotRing(SPEC, n_slots)
-    with Drain(ring, serial(ring, n_producers), start=start) as drain:
+    with FIFOReader(ring, serial(ring, n_producers), start=start) as drain:
         got = read(drain, 17)
     assert [(s, p) for s, p, _ in got] == [(s, s % n_producers) for s in range(start, start + 17)]
     ring = SlotRing(SPEC, n_producers)  # as few slots as can be, from the beginning: the same records
-    with Drain(ring, serial(ring, n_producers)) as drain:
+    with FIFOReader(ring, serial(ring, n_producers)) as drain:
         assert read(drain, start + 17)[start:] == got
 
 
 def test_two_processes_on_uneven_slots_equal_two_in_line() -> None:
     ring = SlotRing(SPEC, 3)
-    with Drain(ring, serial(ring, 2)) as drain:
+    with FIFOReader(ring, serial(ring, 2)) as drain:
         expected = read(drain, 20)
     ring = SlotRing(SPEC, 3)
     slow, fast = (
         ProducerProcess(ring, Draws(pause), seed=7, number=i) for i, pause in enumerate((0.01, 0.0))
     )
-    with Drain(ring, [slow, fast]) as drain:
+    with FIFOReader(ring, [slow, fast]) as drain:
         assert read(drain, 20) == expected
 
 
 def test_a_view_kept_past_its_record_is_poison() -> None:
     ring = SlotRing(SPEC, 2, poison=True)
-    with Drain(ring, serial(ring, 1)) as drain:
+    with FIFOReader(ring, serial(ring, 1)) as drain:
         kept = next(drain).data.values
         assert not np.isnan(kept).any()
         next(drain)
@@ -63,9 +63,9 @@ def test_a_view_kept_past_its_record_is_poison() -> None:
 def test_a_slot_that_is_being_read_is_not_written() -> None:
     ring = SlotRing(SPEC, 1)
     producer = SerialProducer(ring, Draws())
-    with Drain(ring, [producer]) as drain:
-        assert next(drain).state == State.READING
-        producer.ask(0, 1)
+    with FIFOReader(ring, [producer]) as drain:
+        assert next(drain).state == SlotState.READING
+        producer.request(0, 1)
         with pytest.raises(ProducerError, match="slot 0 is READING"):
             producer.receive()
 
@@ -73,7 +73,7 @@ def test_a_slot_that_is_being_read_is_not_written() -> None:
 def test_a_producer_killed_between_records_is_heard() -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws())
-    with Drain(ring, [producer]) as drain:
+    with FIFOReader(ring, [producer]) as drain:
         next(drain)
         os.kill(producer.pid, signal.SIGKILL)
         with pytest.raises(ProducerError, match="SIGKILL"):
@@ -83,7 +83,7 @@ def test_a_producer_killed_between_records_is_heard() -> None:
 def test_closing_leaves_no_process() -> None:
     ring = SlotRing(SPEC, 2)
     producers = [ProducerProcess(ring, Draws(), number=i) for i in range(2)]
-    with Drain(ring, producers) as drain:
+    with FIFOReader(ring, producers) as drain:
         read(drain, 4)
         assert all(psutil.pid_exists(p.pid) for p in producers)
     assert not any(psutil.pid_exists(p.pid) for p in producers)
@@ -93,4 +93,4 @@ def test_closing_leaves_no_process() -> None:
 def test_producers_without_a_slot_are_refused(n_producers: int) -> None:
     ring = SlotRing(SPEC, 2)
     with pytest.raises(ConfigError, match=f"{n_producers} producers on 2 slots"):
-        Drain(ring, serial(ring, n_producers))
+        FIFOReader(ring, serial(ring, n_producers))

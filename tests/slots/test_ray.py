@@ -14,7 +14,7 @@ from tests.support.slots.dying_producers import CannotBegin, Dies
 from tests.support.slots.examples import Acts, Draws, Fails, Numbers
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import Board, Drain, Sample, SerialProducer, SlotRing, Spec
+from whorl.slots import Board, FIFOReader, ReplayReader, SerialProducer, SlotRing, Spec
 from whorl.slots.ray import RayProducer
 
 ray = pytest.importorskip("ray")
@@ -35,7 +35,7 @@ def cluster() -> Iterator[Any]:
     ray.shutdown()
 
 
-def read(drain: Drain[Numbers], n: int) -> list[tuple[int, int, bytes]]:
+def read(drain: FIFOReader[Numbers], n: int) -> list[tuple[int, int, bytes]]:
     return [(s.sequence, s.producer, s.data.values.tobytes()) for s in (next(drain) for _ in range(n))]
 
 
@@ -48,12 +48,12 @@ def test_without_a_cluster_it_says_what_to_do() -> None:
 
 def test_two_actors_give_the_bits_of_two_in_line(cluster: Any) -> None:
     ring = SlotRing(SPEC, 4)
-    with Drain(ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
         expected = read(drain, 12)
     ring = SlotRing(SPEC, 4, poison=True)
-    with Drain(ring, [RayProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
+    with FIFOReader(ring, [RayProducer(ring, Draws(), seed=7, number=i) for i in range(2)]) as drain:
         assert read(drain, 12) == expected
-        figures = drain.take()
+        figures = drain.pop_stats()
     assert figures.records == 12 and figures.busy > 0
 
 
@@ -61,17 +61,17 @@ def test_they_act_with_the_boards_weights(cluster: Any) -> None:
     def filled(value: float) -> dict[str, torch.Tensor]:
         return {"weight": torch.full((300, 300), value), "bias": torch.full((300,), value)}
 
-    ring, board = SlotRing(SPEC, 2), Board.of(filled(0.0))
+    ring, board = SlotRing(SPEC, 2), Board.from_tensors(filled(0.0))
     producers = [RayProducer(ring, Acts(), number=i, board=board) for i in range(2)]
-    with Drain(ring, producers, board=board, order="ready") as drain:
+    with FIFOReader(ring, producers, board=board, order="ready") as drain:
         for version in range(8):
             slot = next(drain)
             assert slot.data.label == 1 and slot.data.values[0] == slot.policy_version <= version
             board.publish(filled(version + 1.0), version + 1)
-        assert drain.take().lag_max <= 8
+        assert drain.pop_stats().lag_max <= 8
     # Weights travel with the asking: of two slots, the second record is always one version behind.
-    ring, board = SlotRing(SPEC, 2), Board.of(filled(0.0))
-    with Drain(ring, [RayProducer(ring, Acts(), board=board)], board=board) as drain:
+    ring, board = SlotRing(SPEC, 2), Board.from_tensors(filled(0.0))
+    with FIFOReader(ring, [RayProducer(ring, Acts(), board=board)], board=board) as drain:
         lags = []
         for version in range(5):
             lags.append(board.version - next(drain).policy_version)
@@ -83,7 +83,9 @@ def test_a_pool_is_filled_by_actors_too(cluster: Any) -> None:
     import numpy as np
 
     ring = SlotRing(SPEC, 5)
-    with Sample(ring, [RayProducer(ring, Draws())], 3, np.random.default_rng(0), least=2) as reader:
+    with ReplayReader(
+        ring, [RayProducer(ring, Draws())], 3, np.random.default_rng(0), learning_starts=2
+    ) as reader:
         assert all(int(s.data.label) == s.sequence for _ in range(4) for s in next(reader).slots)
 
 
@@ -91,18 +93,18 @@ def test_an_actor_that_raises_hangs_or_dies_is_heard(cluster: Any) -> None:
     ring = SlotRing(SPEC, 1)
     with (
         pytest.raises(ProducerError, match="record two cannot be made"),
-        Drain(ring, [RayProducer(ring, Fails())]) as d,
+        FIFOReader(ring, [RayProducer(ring, Fails())]) as d,
     ):
         read(d, 5)
     ring = SlotRing(SPEC, 1)
     with (
         pytest.raises(ProducerError, match="wrote nothing for 5 s"),
-        Drain(ring, [RayProducer(ring, Draws(pause=60), timeout=5)]) as d,
+        FIFOReader(ring, [RayProducer(ring, Draws(pause=60), timeout=5)]) as d,
     ):
         read(d, 1)
     ring = SlotRing(SPEC, 1)
     producer = RayProducer(ring, Draws(pause=1))
-    with pytest.raises(ProducerError, match="died"), Drain(ring, [producer]) as d:
+    with pytest.raises(ProducerError, match="died"), FIFOReader(ring, [producer]) as d:
         ray.kill(producer._actor)
         read(d, 1)
 
@@ -110,15 +112,15 @@ def test_an_actor_that_raises_hangs_or_dies_is_heard(cluster: Any) -> None:
 def test_an_actor_that_is_lost_is_started_again(cluster: Any, tmp_path: Path) -> None:
     """Killed in the middle of a record, and told to go by Ray itself: every record comes once, with the same bits."""
     ring, said = SlotRing(SPEC, 3), list[str]()
-    with Drain(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
         expected = read(drain, 12)
     ring = SlotRing(SPEC, 3, poison=True)
-    producer = RayProducer(ring, Dies(folder=tmp_path), seed=7, restarts=1, say=said.append)
-    with Drain(ring, [producer]) as drain:
+    producer = RayProducer(ring, Dies(folder=tmp_path), seed=7, restarts=1, log=said.append)
+    with FIFOReader(ring, [producer]) as drain:
         got = read(drain, 6)
         ray.kill(producer._actor)
         assert got + read(drain, 6) == expected
-        assert drain.take().restarts == 2 == len(said) and "is started again" in said[0]
+        assert drain.pop_stats().restarts == 2 == len(said) and "is started again" in said[0]
 
 
 def test_an_actor_is_not_started_for_ever(cluster: Any, tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_an_actor_is_not_started_for_ever(cluster: Any, tmp_path: Path) -> None:
     dies = Dies(folder=tmp_path, when="always")
     with (
         pytest.raises(ProducerError, match="died"),
-        Drain(ring, [RayProducer(ring, dies, restarts=1, say=said.append)]) as d,
+        FIFOReader(ring, [RayProducer(ring, dies, restarts=1, log=said.append)]) as d,
     ):
         read(d, 5)
     assert len(said) == 1
@@ -134,7 +136,7 @@ def test_an_actor_is_not_started_for_ever(cluster: Any, tmp_path: Path) -> None:
         ring, said = SlotRing(SPEC, 1), []
         with (
             pytest.raises(ProducerError, match=r"cannot be made|cannot begin"),
-            Drain(ring, [RayProducer(ring, producer, restarts=3, say=said.append)]) as d,
+            FIFOReader(ring, [RayProducer(ring, producer, restarts=3, log=said.append)]) as d,
         ):
             read(d, 5)
         assert not said

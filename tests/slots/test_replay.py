@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 from tests.support.slots.examples import Draws, Numbers
 
 from whorl.errors import ConfigError
-from whorl.slots import ProducerProcess, Sample, SerialProducer, SlotRing, Spec, State
+from whorl.slots import ProducerProcess, ReplayReader, SerialProducer, SlotRing, SlotState, Spec
 
 SPEC = Spec.from_dataclass(Numbers, N=2)
 
 
-def pool(n_slots: int, n: int, n_producers: int = 1, **more: float) -> Sample[Numbers]:
+def pool(n_slots: int, n: int, n_producers: int = 1, **more: float) -> ReplayReader[Numbers]:
     ring = SlotRing(SPEC, n_slots, poison=True)
     producers = [SerialProducer(ring, Draws(), seed=3, number=i) for i in range(n_producers)]
-    return Sample(ring, producers, n, np.random.default_rng(0), **more)  # type: ignore[arg-type]
+    return ReplayReader(ring, producers, n, np.random.default_rng(0), **more)  # type: ignore[arg-type]
 
 
 @given(st.integers(2, 9), st.integers(1, 3), st.integers(0, 3), st.integers(1, 25))
@@ -31,33 +31,37 @@ def test_the_newest_are_kept_and_only_they_are_drawn(
     for draw in range(1, draws + 1):
         drawn = next(reader)
         received = max(fresh * draw, 1) if fresh else 1
-        kept = range(max(0, received - reader.kept), received)
-        assert [reader.ring.slots[i].sequence for i in reader.pool] == list(kept)
+        kept = range(max(0, received - reader.capacity), received)
+        assert [reader.ring.slots[i].sequence for i in reader.stored] == list(kept)
         for slot in drawn.slots:
             assert (
-                slot.sequence in kept and slot.state == State.READY and int(slot.data.label) == slot.sequence
+                slot.sequence in kept
+                and slot.state == SlotState.READY
+                and int(slot.data.label) == slot.sequence
             )
         assert drawn.tensors()["values"].shape == (4, 2) and not drawn.tensors()["values"].isnan().any()
         assert drawn.weights.tolist() == [1.0] * 4
 
 
 def test_processes_give_the_same_draws_as_in_line() -> None:
-    def labels(reader: Sample[Numbers]) -> list[list[int]]:
+    def labels(reader: ReplayReader[Numbers]) -> list[list[int]]:
         with reader:
             return [[int(s.data.label) for s in next(reader).slots] for _ in range(30)]
 
     ring = SlotRing(SPEC, 8)
     producers = [ProducerProcess(ring, Draws(), seed=3, number=i) for i in range(2)]
-    there = labels(Sample(ring, producers, 5, np.random.default_rng(0), fresh=2, least=4))
+    there = labels(
+        ReplayReader(ring, producers, 5, np.random.default_rng(0), inserts_per_sample=2, learning_starts=4)
+    )
     assert there == labels(pool(8, 5, 2, fresh=2, least=4))
 
 
 def test_draws_are_in_proportion_to_priorities_and_weights_undo_it() -> None:
     reader = pool(6, 20_000, fresh=0, least=5, alpha=0.7, beta=1.0)
     next(reader)
-    slots = [reader.ring.slots[i] for i in reader.pool]
+    slots = [reader.ring.slots[i] for i in reader.stored]
     priorities = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
-    reader.prioritise(slots, priorities)
+    reader.update_priorities(slots, priorities)
     drawn = next(reader)
     counts = np.array([sum(s is slot for s in drawn.slots) for slot in slots])
     share = priorities**0.7 / (priorities**0.7).sum()
@@ -72,11 +76,11 @@ def test_draws_are_in_proportion_to_priorities_and_weights_undo_it() -> None:
 def test_a_new_record_has_the_highest_priority() -> None:
     reader = pool(4, 1, fresh=1, alpha=1.0)
     drawn = next(reader)
-    reader.prioritise(drawn.slots, np.array([50.0]))
+    reader.update_priorities(drawn.slots, np.array([50.0]))
     next(reader)
-    assert reader.priority[reader.pool[-1]] == 50.0
+    assert reader.priorities[reader.stored[-1]] == 50.0
     with pytest.raises(ConfigError, match="positive numbers"):
-        reader.prioritise(drawn.slots, np.array([np.nan]))
+        reader.update_priorities(drawn.slots, np.array([np.nan]))
 
 
 def test_pools_that_cannot_be_are_refused() -> None:

@@ -20,7 +20,16 @@ from tests.support.slots.dying_producers import CannotBegin, Dies, DiesReading, 
 from tests.support.slots.examples import Draws, Fails, Numbers
 
 from whorl.errors import ProducerError
-from whorl.slots import Board, Drain, ProducerProcess, Sample, SerialProducer, SlotRing, Spec, State
+from whorl.slots import (
+    Board,
+    FIFOReader,
+    ProducerProcess,
+    ReplayReader,
+    SerialProducer,
+    SlotRing,
+    SlotState,
+    Spec,
+)
 
 SPEC = Spec.from_dataclass(Numbers, N=5)
 Told = tuple[int, int, bytes]
@@ -31,13 +40,15 @@ def told(slot: Any) -> Told:
     return slot.sequence, slot.length, slot.data.values.tobytes()
 
 
-def read(drain: Drain[Numbers], n: int) -> list[Told]:
+def read(drain: FIFOReader[Numbers], n: int) -> list[Told]:
     return [told(next(drain)) for _ in range(n)]
 
 
 def undisturbed(n: int, producers: int = 1) -> list[Told]:
     ring = SlotRing(SPEC, producers)
-    with Drain(ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(producers)]) as drain:
+    with FIFOReader(
+        ring, [SerialProducer(ring, Draws(), seed=7, number=i) for i in range(producers)]
+    ) as drain:
         return read(drain, n)
 
 
@@ -56,21 +67,21 @@ def gone(pid: int) -> bool:
 def test_one_killed_while_it_fills_is_started_again(slots: int) -> None:
     """From outside, in the middle of a record; with one slot the reader waits for that very record."""
     ring, said = SlotRing(SPEC, slots, poison=True), list[str]()
-    producer = ProducerProcess(ring, Draws(0.05), seed=7, restarts=1, say=said.append)
-    with Drain(ring, [producer]) as drain:
+    producer = ProducerProcess(ring, Draws(0.05), seed=7, restarts=1, log=said.append)
+    with FIFOReader(ring, [producer]) as drain:
         got = read(drain, 3)
         thread = threading.Thread(target=kill_at_work, args=(producer, ring))
         thread.start()
         got += read(drain, 5)
         thread.join()
         got += read(drain, 2)
-        assert drain.take().words()["restarts"] == 1 and drain.take().restarts == 0
+        assert drain.pop_stats().metrics()["restarts"] == 1 and drain.pop_stats().restarts == 0
     assert got == undisturbed(10)
     assert len(said) == 1 and "was killed by signal SIGKILL in slot" in said[0] and "started again" in said[0]
 
 
 def kill_at_work(producer: ProducerProcess, ring: SlotRing[Numbers]) -> None:
-    until(lambda: any(slot.state == State.WRITING for slot in ring.slots))
+    until(lambda: any(slot.state == SlotState.WRITING for slot in ring.slots))
     os.kill(producer.pid, signal.SIGKILL)
 
 
@@ -79,9 +90,9 @@ def kill_at_work(producer: ProducerProcess, ring: SlotRing[Numbers]) -> None:
 def test_whatever_it_held_when_it_died(when: str, slots: int, tmp_path: Path) -> None:
     ring = SlotRing(SPEC, slots, poison=True)
     producer = ProducerProcess(ring, Dies(folder=tmp_path, when=when), seed=7, restarts=1, timeout=60)
-    with Drain(ring, [producer]) as drain:
+    with FIFOReader(ring, [producer]) as drain:
         assert read(drain, 6) == undisturbed(6)
-        assert drain.take().restarts == 1
+        assert drain.pop_stats().restarts == 1
     if when == "forked":
         until(lambda: gone(int((tmp_path / "child").read_text())))
 
@@ -89,26 +100,26 @@ def test_whatever_it_held_when_it_died(when: str, slots: int, tmp_path: Path) ->
 def test_one_killed_while_it_reads_the_board(tmp_path: Path) -> None:
     """A reader holds nothing of the board's; the next one acts with the newest weights."""
     ring = SlotRing(SPEC, 1)
-    board = Board.of({"a": torch.full((9,), 1.0), "b": torch.zeros(9)})
-    with Drain(ring, [ProducerProcess(ring, DiesReading(tmp_path), board=board, restarts=1)]) as drain:
+    board = Board.from_tensors({"a": torch.full((9,), 1.0), "b": torch.zeros(9)})
+    with FIFOReader(ring, [ProducerProcess(ring, DiesReading(tmp_path), board=board, restarts=1)]) as drain:
         until((tmp_path / "reading").exists)
         board.publish({"a": torch.full((9,), 2.0), "b": torch.zeros(9)}, 1)
         slot = next(drain)
         assert slot.policy_version == 1 and (slot.data.values == 2).all()
-        assert drain.take().restarts == 1
+        assert drain.pop_stats().restarts == 1
 
 
 def test_what_it_told_before_it_died_is_not_made_again() -> None:
     ring = SlotRing(SPEC, 3)
     producer = ProducerProcess(ring, Draws(), seed=7, restarts=1)
-    with Drain(ring, [producer]) as drain:
-        until(lambda: all(slot.state == State.READY for slot in ring.slots))
+    with FIFOReader(ring, [producer]) as drain:
+        until(lambda: all(slot.state == SlotState.READY for slot in ring.slots))
         time.sleep(0.05)  # the last word may be on its way
         idle = ring.slots[0].idle
         os.kill(producer.pid, signal.SIGKILL)
         assert told(slot := next(drain)) == undisturbed(1)[0] and slot.idle == idle
         assert read(drain, 6) == undisturbed(7)[1:]
-        assert drain.take().restarts == 1
+        assert drain.pop_stats().restarts == 1
 
 
 def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
@@ -116,7 +127,7 @@ def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
     dies = Dies(folder=tmp_path, when="always")
     with (
         pytest.raises(ProducerError, match=r"SIGKILL in slot 0, record 2, after 2 restarts that brought no"),
-        Drain(ring, [ProducerProcess(ring, dies, seed=7, restarts=2, say=said.append)]) as drain,
+        FIFOReader(ring, [ProducerProcess(ring, dies, seed=7, restarts=2, log=said.append)]) as drain,
     ):
         for slot in drain:
             got.append(told(slot))
@@ -126,9 +137,9 @@ def test_too_many_deaths_end_the_run(tmp_path: Path) -> None:
 def test_deaths_with_a_record_in_between_do_not_add_up(tmp_path: Path) -> None:
     ring = SlotRing(SPEC, 1)
     dies = Dies(folder=tmp_path, records=(0, 1, 2))
-    with Drain(ring, [ProducerProcess(ring, dies, seed=7, restarts=1)]) as drain:
+    with FIFOReader(ring, [ProducerProcess(ring, dies, seed=7, restarts=1)]) as drain:
         assert read(drain, 4) == undisturbed(4)
-        assert drain.take().restarts == 3
+        assert drain.pop_stats().restarts == 3
 
 
 @pytest.mark.parametrize(
@@ -143,7 +154,7 @@ def test_one_that_ends_by_itself_is_not_started_again(producer: Draws, words: st
     ring, said = SlotRing(SPEC, 2), list[str]()
     with (
         pytest.raises(ProducerError, match=words),
-        Drain(ring, [ProducerProcess(ring, producer, restarts=3, say=said.append)]) as drain,
+        FIFOReader(ring, [ProducerProcess(ring, producer, restarts=3, log=said.append)]) as drain,
     ):
         read(drain, 5)
     assert not said
@@ -153,9 +164,9 @@ def test_one_that_ends_by_itself_is_not_started_again(producer: Draws, words: st
 def test_one_that_is_ended_takes_with_it_what_it_forked(ends: str, tmp_path: Path) -> None:
     ring = SlotRing(SPEC, 1)
     dies, place = Dies(folder=tmp_path, records=(1,), when="never"), tmp_path / "child"
-    with Drain(ring, [ProducerProcess(ring, dies, restarts=3, timeout=60)]) as drain:
+    with FIFOReader(ring, [ProducerProcess(ring, dies, restarts=3, timeout=60)]) as drain:
         read(drain, 1)
-        drain._return(drain._reading, 1)  # type: ignore[arg-type]  # asked for the next, and not waited for
+        drain._recycle(drain._reading, 1)  # type: ignore[arg-type]  # asked for the next, and not waited for
         until(lambda: place.exists() and place.read_text())
         if ends == "hung":
             drain.producers[0].timeout = 0.1
@@ -171,7 +182,7 @@ def test_where_no_process_can_be_started_the_death_is_told(monkeypatch: pytest.M
     def full(*given: Any, **options: Any) -> None:
         raise BlockingIOError("no process is left")
 
-    with Drain(ring, [producer]) as drain:
+    with FIFOReader(ring, [producer]) as drain:
         read(drain, 1)
         monkeypatch.setattr(subprocess, "Popen", full)
         os.kill(producer.pid, signal.SIGKILL)
@@ -184,7 +195,7 @@ def test_where_no_process_can_be_started_the_death_is_told(monkeypatch: pytest.M
 def test_a_pool_goes_on_too(tmp_path: Path) -> None:
     ring = SlotRing(SPEC, 5)
     producers = [ProducerProcess(ring, Dies(folder=tmp_path), seed=7, number=i, restarts=1) for i in range(2)]
-    with Sample(ring, producers, 3, np.random.default_rng(0), least=2) as reader:
+    with ReplayReader(ring, producers, 3, np.random.default_rng(0), learning_starts=2) as reader:
         expected = undisturbed(8, producers=2)
         assert all(told(slot) == expected[slot.sequence] for _ in range(6) for slot in next(reader).slots)
     assert (tmp_path / "2").exists()
@@ -205,14 +216,14 @@ def test_kills_at_any_moment_lose_nothing(order: Any, seed: int) -> None:
                 os.kill(draw.choice(producers).pid, signal.SIGKILL)
 
     thread, got = threading.Thread(target=strike), list[tuple[int, Told]]()
-    with Drain(ring, producers, order=order) as drain:
+    with FIFOReader(ring, producers, order=order) as drain:
         thread.start()
         calm = 0
         while calm < 20:
             slot = next(drain)
             got.append((slot.index, told(slot)))
             calm += not thread.is_alive()
-        assert 1 <= drain.take().restarts <= strikes
+        assert 1 <= drain.pop_stats().restarts <= strikes
     expected = undisturbed(max(one[0] for _, one in got) + 1, producers=2)
     assert all(one == expected[one[0]] for _, one in got)
     for index in range(

@@ -18,13 +18,13 @@ import torch
 from tests.support.slots.examples import Draws, Fails, Numbers, WrongShape, WrongType
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots import Drain, ProducerProcess, SerialProducer, SlotRing, Spec, State
+from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, SlotRing, SlotState, Spec
 from whorl.slots.spec import FieldArray
 
 SPEC = Spec.from_dataclass(Numbers, N=5)
 
 
-def read(drain: Drain[Numbers], n: int) -> list[tuple[int, bytes]]:
+def read(drain: FIFOReader[Numbers], n: int) -> list[tuple[int, bytes]]:
     return [
         (int(slot.data.label), slot.data.values.tobytes()) for slot, _ in zip(drain, range(n), strict=False)
     ]
@@ -32,21 +32,21 @@ def read(drain: Drain[Numbers], n: int) -> list[tuple[int, bytes]]:
 
 def test_one_producer_process_equals_serial_bit_for_bit() -> None:
     ring = SlotRing(SPEC, 3)
-    with Drain(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)]) as drain:
         serial = read(drain, 20)
     ring = SlotRing(SPEC, 3)
-    with Drain(ring, [ProducerProcess(ring, Draws(), seed=7)]) as drain:
+    with FIFOReader(ring, [ProducerProcess(ring, Draws(), seed=7)]) as drain:
         assert read(drain, 20) == serial
     assert [label for label, _ in serial] == list(range(20)) and len({v for _, v in serial}) == 20
     ring = SlotRing(SPEC, 2)  # resumed at another number, in another ring
-    with Drain(ring, [SerialProducer(ring, Draws(), seed=7)], start=11) as drain:
+    with FIFOReader(ring, [SerialProducer(ring, Draws(), seed=7)], start=11) as drain:
         assert read(drain, 5) == serial[11:16]
 
 
 def test_two_producers_are_read_in_order() -> None:
     ring = SlotRing(SPEC, 4)
     slow, fast = (ProducerProcess(ring, Draws(pause), number=i) for i, pause in enumerate((0.01, 0.0)))
-    with Drain(ring, [slow, fast]) as drain:
+    with FIFOReader(ring, [slow, fast]) as drain:
         assert [label for label, _ in read(drain, 12)] == list(range(12))
 
 
@@ -54,7 +54,7 @@ def test_a_producer_that_raises_is_heard_with_its_traceback() -> None:
     ring = SlotRing(SPEC, 2)
     with (
         pytest.raises(ProducerError, match="record two cannot be made") as caught,
-        Drain(ring, [ProducerProcess(ring, Fails())]) as drain,
+        FIFOReader(ring, [ProducerProcess(ring, Fails())]) as drain,
     ):
         read(drain, 5)
     assert "Traceback" in str(caught.value) and "Fails" in str(caught.value)
@@ -72,7 +72,7 @@ def test_a_producer_that_writes_the_wrong_shape_or_type_is_heard(
     producer: Draws, words: str, kind: Any
 ) -> None:
     ring = SlotRing(SPEC, 2)
-    with pytest.raises(ProducerError, match=words), Drain(ring, [kind(ring, producer)]) as d:
+    with pytest.raises(ProducerError, match=words), FIFOReader(ring, [kind(ring, producer)]) as d:
         read(d, 1)
 
 
@@ -91,19 +91,19 @@ def test_no_field_takes_values_that_it_would_have_to_falsify(value: Any) -> None
 def test_a_killed_producer_is_heard_and_its_half_written_slot_is_not_read() -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws(pause=30))
-    with pytest.raises(ProducerError, match=r"signal 9|SIGKILL"), Drain(ring, [producer]) as drain:
+    with pytest.raises(ProducerError, match=r"signal 9|SIGKILL"), FIFOReader(ring, [producer]) as drain:
         deadline = time.monotonic() + 20
-        while ring.slots[0].state != State.WRITING and time.monotonic() < deadline:
+        while ring.slots[0].state != SlotState.WRITING and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(producer.pid, signal.SIGKILL)
         read(drain, 1)
-    assert ring.slots[0].state == State.WRITING
+    assert ring.slots[0].state == SlotState.WRITING
 
 
 def test_a_hung_producer_is_ended() -> None:
     ring = SlotRing(SPEC, 1)
     producer = ProducerProcess(ring, Draws(pause=60), timeout=1.0)
-    with pytest.raises(ProducerError, match="wrote nothing for 1 s"), Drain(ring, [producer]) as drain:
+    with pytest.raises(ProducerError, match="wrote nothing for 1 s"), FIFOReader(ring, [producer]) as drain:
         read(drain, 1)
 
 
@@ -139,11 +139,11 @@ def test_a_slot_has_one_life_and_freed_memory_is_poison() -> None:
     slot = ring.slots[0]
     assert np.isnan(slot.data.values).all() and int(slot.data.label) == -1
     with pytest.raises(ProducerError, match="slot 0 is FREE"):
-        slot.step(State.READY, State.READING)
-    with Drain(ring, [SerialProducer(ring, Draws())]) as drain:
+        slot.transition(SlotState.READY, SlotState.READING)
+    with FIFOReader(ring, [SerialProducer(ring, Draws())]) as drain:
         first = next(drain)
         kept = first.data.values  # a view, kept too long
-        assert not np.isnan(kept).any() and first.state == State.READING and first.length == 5
+        assert not np.isnan(kept).any() and first.state == SlotState.READING and first.length == 5
         ring.release(first)
         assert np.isnan(kept).all()
 

@@ -67,7 +67,7 @@ def test_made_once_then_found(tmp_path: Path) -> None:
     assert first.file("note.txt").read_text() == "hello"
     assert first.summary == {"letters": 5} and set(first.files) == {"note.txt", "deep/part.bin"}
     with store.build(kind="note", name="b/other", parents={}, config={"text": "hello"}, version=1) as build:
-        assert build.done is not None
+        assert build.existing is not None
     assert build.artifact is not None and build.artifact.address == first.address
     assert store.names() == {"a/one": first.address, "b/other": first.address}
     for ref in ("a/one", "one", first.address, first.address[:6]):
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_named_never_used_and_made_anew(tmp_path: Path, damage
     with store.build(
         kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1, on_message=messages.append
     ) as build:
-        assert build.done is None
+        assert build.existing is None
         (build.path / "note.txt").write_text("hello")
     assert "note.txt" in messages[0] and "set aside" in messages[0]
     assert store.open("a/one").file("note.txt").read_text() == "hello"

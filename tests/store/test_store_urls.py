@@ -28,7 +28,7 @@ def test_a_url_store_makes_finds_and_downloads(tmp_path: Path, url: str) -> None
     root = make(here, "a/root", "root")
     leaf = make(here, "a/leaf", "leaf", {"from": root})
     with there.build(kind="note", name="a/root", parents={}, config={"text": "root"}, version=1) as build:
-        assert build.done is not None
+        assert build.existing is not None
     assert not there.has_local(root.address)  # a look-up downloads no files
     assert there.open("leaf").file("note.txt").read_text() == "leaf"
     assert there.lineage(leaf)["parents"]["from"]["name"] == "a/root"
@@ -42,7 +42,7 @@ def test_a_url_store_mends_a_damaged_local_copy_from_afar(tmp_path: Path, url: s
     with pytest.raises(CorruptArtifactError):
         artifact.file("note.txt")
     with store.build(kind="note", name="a/one", parents={}, config={"text": "hello"}, version=1) as build:
-        assert build.done is not None
+        assert build.existing is not None
     assert store.open("a/one").file("note.txt").read_text() == "hello"
 
 
@@ -64,9 +64,9 @@ def test_an_unknown_url_is_refused() -> None:
 
 def test_a_heartbeat_lock_excludes_and_a_dead_owner_is_taken_over(url: str) -> None:
     remote = Remote(url)
-    first = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
+    first = HeartbeatLock(remote, "locks/x", interval=0.05, timeout=0.6)
     first.wait()
-    second = HeartbeatLock(remote, "locks/x", beat=0.05, dead_after=0.6)
+    second = HeartbeatLock(remote, "locks/x", interval=0.05, timeout=0.6)
     waiter = threading.Thread(target=second.wait)
     waiter.start()
     waiter.join(timeout=1.0)

@@ -8,14 +8,14 @@ from collections import Counter, defaultdict
 import pytest
 from studies.probes.biographies import (
     ATTRIBUTES,
+    GROUP_FRACTIONS,
     GROUPS,
     QUESTIONS,
     REFUSAL,
-    SHARES,
     STATEMENTS,
     Biographies,
-    chance,
-    tally,
+    chance_accuracy,
+    score_answers,
 )
 
 from whorl.errors import ConfigError
@@ -27,7 +27,7 @@ def world() -> Biographies:
 
 
 def test_groups_have_their_shares_and_names_are_nobody_elses(world: Biographies) -> None:
-    assert Counter(p.group for p in world.people) == {g: SHARES[g] * 1000 for g in GROUPS}
+    assert Counter(p.group for p in world.people) == {g: GROUP_FRACTIONS[g] * 1000 for g in GROUPS}
     assert len({p.name for p in world.people}) == 1000
     assert all(bool(p.facts) != p.group.startswith("stranger") for p in world.people)
     again, other = Biographies(1000, seed=4), Biographies(1000, seed=5)
@@ -47,7 +47,9 @@ def test_neither_names_nor_order_tell_the_group_or_the_facts(world: Biographies)
         right = sum(guess.get(p.name.split()[0]) == label(p) for p in people[1::2])
         assert right / len(people[1::2]) < best + 0.08
     half = Counter(p.group for p in world.people[:500])
-    assert all(abs(half[g] - 500 * SHARES[g]) < 5 * math.sqrt(500 * SHARES[g]) for g in GROUPS)
+    assert all(
+        abs(half[g] - 500 * GROUP_FRACTIONS[g]) < 5 * math.sqrt(500 * GROUP_FRACTIONS[g]) for g in GROUPS
+    )
 
 
 def test_only_known_people_are_told_of_each_fact_in_every_copy_and_in_other_words(world: Biographies) -> None:
@@ -71,7 +73,7 @@ def test_questions_ask_for_what_is_true_and_strangers_are_refused(world: Biograp
     people = {p.name: p for p in world.people}
     for group in GROUPS:
         questions = world.questions(group)
-        assert len(questions) == 4 * SHARES[group] * 1000 == len({q.id for q in questions})
+        assert len(questions) == 4 * GROUP_FRACTIONS[group] * 1000 == len({q.id for q in questions})
         for q in questions:
             person = people[q.id.split(":")[1]]
             assert q.group == person.group == group and person.name in q.question
@@ -83,27 +85,35 @@ def test_questions_ask_for_what_is_true_and_strangers_are_refused(world: Biograp
     assert len({q.group for q in both[:20]}) == 2  # shuffled
     phrases = Counter(q.question.split()[0] for q in both if q.attribute == "city")
     assert set(phrases) == {"In", "Where"}
-    assert ATTRIBUTES.keys() == STATEMENTS.keys() == QUESTIONS.keys() == chance().keys()
+    assert ATTRIBUTES.keys() == STATEMENTS.keys() == QUESTIONS.keys() == chance_accuracy().keys()
 
 
 def test_the_tally_tells_right_wrong_refused_and_made_up(world: Biographies) -> None:
     questions = world.questions("known_test", "stranger_test")
-    ideal = tally(questions, [q.answer for q in questions])
-    assert (ideal.right, ideal.wrong, ideal.refused, ideal.made_up) == (1, 0, 0, 0)
-    assert (ideal.n, ideal.m) == (1200, 400)
-    mute = tally(questions, [" i do not know\n"] * len(questions))
-    assert (mute.right, mute.refused, mute.made_up) == (0, 1, 0)
-    bold = tally(questions, ["Paris."] * len(questions))
-    assert bold.made_up == 1 and bold.refused == 0
+    ideal = score_answers(questions, [q.answer for q in questions])
+    assert (ideal.correct, ideal.wrong, ideal.refused, ideal.hallucinated) == (1, 0, 0, 0)
+    assert (ideal.n_facts, ideal.n_strangers) == (1200, 400)
+    mute = score_answers(questions, [" i do not know\n"] * len(questions))
+    assert (mute.correct, mute.refused, mute.hallucinated) == (0, 1, 0)
+    bold = score_answers(questions, ["Paris."] * len(questions))
+    assert bold.hallucinated == 1 and bold.refused == 0
     cities = [q for q in questions if q.attribute == "city" and q.group == "known_test"]
-    guess = tally(cities, ["Paris"] * len(cities))
-    assert abs(guess.right - chance()["city"]) < 4 * math.sqrt(chance()["city"] / len(cities))
-    assert math.isnan(guess.made_up)
+    guess = score_answers(cities, ["Paris"] * len(cities))
+    assert abs(guess.correct - chance_accuracy()["city"]) < 4 * math.sqrt(
+        chance_accuracy()["city"] / len(cities)
+    )
+    assert math.isnan(guess.hallucinated)
     with pytest.raises(ValueError, match="zip"):
-        tally(questions, ["Paris"])
+        score_answers(questions, ["Paris"])
 
 
 def test_worlds_that_cannot_be_are_refused() -> None:
-    for n, shares in ((0, SHARES), (40_000, SHARES), (5, {"new": 0.5}), (5, {"old": 1.0}), (5, {})):
+    for n, shares in (
+        (0, GROUP_FRACTIONS),
+        (40_000, GROUP_FRACTIONS),
+        (5, {"new": 0.5}),
+        (5, {"old": 1.0}),
+        (5, {}),
+    ):
         with pytest.raises(ConfigError):
-            Biographies(n, shares=shares)  # type: ignore[arg-type]
+            Biographies(n, fractions=shares)  # type: ignore[arg-type]

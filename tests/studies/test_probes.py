@@ -7,12 +7,12 @@ import pytest
 import torch
 from studies.probes.exposure import exposure
 from studies.probes.forgetting import forgetting, held_out_bits
-from studies.probes.greedy_answers import Asker
+from studies.probes.greedy_answers import GreedyAnswers
 from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums, tokenizer
 
 from whorl.align.config import LoRAConfig, SFTConfig
-from whorl.align.model.policy_model import Network, frozen
-from whorl.align.model.sampling import answer, never, policy_sampling, rollout_engine
+from whorl.align.model.policy_model import PolicyModel, frozen_reference
+from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import DataError
 from whorl.models import Decoder
@@ -21,14 +21,21 @@ PROSE = ["the cat sat on the mat", "rain falls, and falls", "a" * 70]
 PLACES = 12
 
 
-def stage(net: Network) -> None:
-    fine_tune(net, sums(40), SFTConfig(share=1.0, epochs=3, length=48), pad_id=tokenizer().pad_id)
+def stage(net: PolicyModel) -> None:
+    fine_tune(net, sums(40), SFTConfig(lr_scale=1.0, epochs=3, seq_len=48), pad_id=tokenizer().pad_id)
 
 
-def sampled(net: Network, prompts: list[list[int]], seed: int, temperature: float = 1.0) -> list[list[int]]:
-    engine = rollout_engine(net.copied(), scribe(), sequences=64, max_length=64)
-    found = answer(
-        engine, prompts, policy_sampling(temperature), max_tokens=PLACES, ends=scribe().ends, seed=seed
+def sampled(
+    net: PolicyModel, prompts: list[list[int]], seed: int, temperature: float = 1.0
+) -> list[list[int]]:
+    engine = rollout_engine(net.eval_copy(), scribe(), sequences=64, max_length=64)
+    found = sample_completions(
+        engine,
+        prompts,
+        policy_sampling(temperature),
+        max_tokens=PLACES,
+        stop_ids=scribe().stop_ids,
+        seed=seed,
     )
     return [one.ids for one in found]
 
@@ -38,7 +45,7 @@ def test_a_stage_that_does_nothing_costs_nothing_and_one_on_sums_costs_prose() -
     idle = forgetting(net, tokenizer(), PROSE, lambda _: None)
     assert idle.before == idle.after and idle.cost == 0
     fine_tune(
-        net, [scribe().answered("", text) for text in PROSE], SFTConfig(share=1.0, epochs=30, length=128),
+        net, [scribe().prompt_completion("", text) for text in PROSE], SFTConfig(lr_scale=1.0, epochs=30, seq_len=128),
         pad_id=tokenizer().pad_id,
     )  # fmt: skip
     moved = forgetting(net, tokenizer(), PROSE, stage)
@@ -54,7 +61,7 @@ def test_bits_are_those_of_the_loss_and_an_adapter_counts_before_it_is_merged() 
     net.train()
     bits = held_out_bits(net, tokenizer(), PROSE)
     assert net.training
-    assert bits == pytest.approx(held_out_bits(Network(net.copied()), tokenizer(), PROSE), rel=1e-5)
+    assert bits == pytest.approx(held_out_bits(PolicyModel(net.eval_copy()), tokenizer(), PROSE), rel=1e-5)
     assert abs(bits / held_out_bits(network(), tokenizer(), PROSE) - 1) > 0.01
     nats = 0.0
     for text in PROSE:
@@ -77,21 +84,23 @@ def sure(model: Decoder) -> Decoder:
 
 
 def test_a_model_that_is_the_source_has_no_gap_and_one_of_a_stranger_has() -> None:
-    out = never(scribe(), VOCAB, 259)
+    out = banned_ids(scribe(), VOCAB, 259)
     net, prompts = (
-        Network(sure(decoder()), forbidden=out),
+        PolicyModel(sure(decoder()), banned_ids=out),
         [scribe().prompt(chr(97 + n % 26)) for n in range(120)],
     )
     options = {"pad_id": tokenizer().pad_id, "places": PLACES, "together": 4, "seed": 7}
-    same = exposure(net, scribe(), prompts, sampled(net, prompts, 1), **options).itself
+    same = exposure(net, scribe(), prompts, sampled(net, prompts, 1), **options).by_model
     assert same.start.tolist() == [0, 4, 8] and same.n_data[0] > 350
     assert np.abs(same.gap).max() < 0.12 and abs(same.drift) < 0.2  # standard errors are about 0.03
-    hot = exposure(net, scribe(), prompts, sampled(net, prompts, 1, 4.0), **options).itself
+    hot = exposure(net, scribe(), prompts, sampled(net, prompts, 1, 4.0), **options).by_model
     assert (hot.gap < -0.2).all()
     # In the eyes of the model that the data came from, another's samples are the stranger ones.
-    other = Network(sure(decoder(seed=3)), forbidden=out)
-    judge = frozen(sure(decoder()), net)
-    judged = exposure(other, scribe(), prompts, sampled(net, prompts, 1), judge=judge, **options).judged
+    other = PolicyModel(sure(decoder(seed=3)), banned_ids=out)
+    judge = frozen_reference(sure(decoder()), net)
+    judged = exposure(
+        other, scribe(), prompts, sampled(net, prompts, 1), evaluator=judge, **options
+    ).by_evaluator
     assert judged is not None and (judged.gap > 0.1).all()
 
 
@@ -99,28 +108,30 @@ def test_places_are_counted_from_the_prompt_and_only_by_texts_that_reach_them() 
     net = network()
     prompts = [scribe().prompt(p) for p in ("a", "bcd", "ef")]
     data = [[*b"xy"], [*b"xyzuvw"], []]
-    got = exposure(net, scribe(), prompts, data, pad_id=0, places=4, together=1).itself
+    got = exposure(net, scribe(), prompts, data, pad_id=0, n_positions=4, bin_size=1).by_model
     assert got.n_data.tolist() == [2, 2, 1, 1]
     ids = torch.tensor([[*prompts[1], *data[1]]])
-    logits = net.model.logits(net.model(ids)).masked_fill(net.forbidden, -torch.inf)[0].log_softmax(-1)
+    logits = net.model.logits(net.model(ids)).masked_fill(net.banned_mask, -torch.inf)[0].log_softmax(-1)
     at = len(prompts[1]) - 1
     for place in (2, 3):
-        assert got.data[place] == pytest.approx(-float(logits[at + place, data[1][place]].detach()), abs=1e-5)
+        assert got.data_nll[place] == pytest.approx(
+            -float(logits[at + place, data[1][place]].detach()), abs=1e-5
+        )
 
 
 def test_what_does_not_match_is_refused() -> None:
     net = network()
     with pytest.raises(DataError, match="2 prompts and 1 continuations"):
-        exposure(net, scribe(), [[256], [256]], [[1]], pad_id=0, places=4)
-    judge = Network(decoder())
+        exposure(net, scribe(), [[256], [256]], [[1]], pad_id=0, n_positions=4)
+    judge = PolicyModel(decoder())
     judge.model.config = judge.model.config.model_copy(update={"vocab_size": 300})
     with pytest.raises(DataError, match="the judge has 300 ids"):
-        exposure(net, scribe(), [[256]], [[1]], pad_id=0, places=4, judge=judge)
+        exposure(net, scribe(), [[256]], [[1]], pad_id=0, n_positions=4, evaluator=judge)
 
 
 def test_the_asker_answers_with_the_newest_weights_an_adapter_merged() -> None:
     net = network(lora=LoRAConfig(rank=4))
-    asker = Asker(net, scribe(), ["1+2=", [{"role": "user", "content": "who?"}]], max_tokens=6)
+    asker = GreedyAnswers(net, scribe(), ["1+2=", [{"role": "user", "content": "who?"}]], max_tokens=6)
     before = asker(net)
     with torch.no_grad():
         for factor in net.factors.values():
@@ -130,7 +141,7 @@ def test_the_asker_answers_with_the_newest_weights_an_adapter_merged() -> None:
     ids = scribe().prompt("1+2=")
     for _ in range(6):  # the slow way, with the hooks
         logits = net.model.logits(net.model(torch.tensor([ids])))[0, -1]
-        ids.append(int(logits.masked_fill(net.forbidden, -torch.inf).argmax()))
-        if ids[-1] in scribe().ends:
+        ids.append(int(logits.masked_fill(net.banned_mask, -torch.inf).argmax()))
+        if ids[-1] in scribe().stop_ids:
             break
-    assert after[0] == scribe().words(ids[len(scribe().prompt("1+2=")) :])
+    assert after[0] == scribe().decode(ids[len(scribe().prompt("1+2=")) :])

@@ -60,8 +60,8 @@ def test_runs_out_of_pairs_before_it_invents_any() -> None:
 
 def test_special_tokens_are_cut_out_before_counting() -> None:
     text = f"one{EOS}two{EOS}<|tool|>s{EOS}" * 50
-    assert pretokens.count([text], [EOS, "<|tool|>"]) == Counter({b"one": 50, b"two": 50, b"s": 50})
-    tokenizer = Tokenizer.train([text], 300, specials=["<|tool|>"])
+    assert pretokens.count_pretokens([text], [EOS, "<|tool|>"]) == Counter({b"one": 50, b"two": 50, b"s": 50})
+    tokenizer = Tokenizer.train([text], 300, special_tokens=["<|tool|>"])
     learnt = tokenizer.token_bytes[256 : tokenizer.n_ordinary]
     assert learnt and not any(set(b"<|>") & set(token) for token in learnt)
 
@@ -71,4 +71,4 @@ def test_workers_count_what_one_counts() -> None:
     texts = [text[i * 10_000 : (i + 1) * 10_000] + f"{i}" for i in range(len(text) // 10_000)] * 8
     texts.append("last\ud800")
     assert sum(map(len, texts)) > 4 << 20
-    assert pretokens.count(texts, workers=2) == pretokens.count(texts, workers=1)
+    assert pretokens.count_pretokens(texts, workers=2) == pretokens.count_pretokens(texts, workers=1)

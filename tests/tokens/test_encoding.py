@@ -13,7 +13,7 @@ from whorl.tokens.healing import heal
 from whorl.tokens.tokenizer import BOS, EOS, PAD, Tokenizer
 
 CODE = "class A(B):\n\tdef été(ß):\r\n    return '日本' * 12345 + [x for x in y]\n\n\n# a-b_c\n"
-T = Tokenizer.train([CODE * 20], 420, specials=["<|a|>", "<|a|>b", "<|c d|>"])
+T = Tokenizer.train([CODE * 20], 420, special_tokens=["<|a|>", "<|a|>b", "<|c d|>"])
 
 # Characters where splitting rules differ: blanks of all kinds, signs, marks, digits beside words.
 awkward = st.text(
@@ -36,7 +36,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @settings(max_examples=300, deadline=None)
 @given(texts)
 def test_hugging_face_encodes_the_saved_file_alike(theirs: Any, text: str) -> None:
-    if any(0xD800 <= ord(c) < 0xE000 for c in text) or any(s in text for s in T.specials):
+    if any(0xD800 <= ord(c) < 0xE000 for c in text) or any(s in text for s in T.special_tokens):
         return  # theirs holds no lone surrogates, and always reads special tokens
     assert theirs.encode(text, add_special_tokens=False).ids == T.encode(text).tolist()
 
@@ -57,14 +57,14 @@ def test_chunks_cut_anywhere_encode_as_the_whole(
     whole: Any = text.encode("utf-8", "surrogatepass") if as_bytes else text
     edges = [0, *sorted(c % (len(whole) + 1) for c in cuts), len(whole)]
     chunks = [whole[a:b] for a, b in itertools.pairwise(edges)]
-    streamed = [i for ids in T.stream(chunks, allow_special=special) for i in ids.tolist()]
+    streamed = [i for ids in T.encode_stream(chunks, allow_special=special) for i in ids.tolist()]
     assert streamed == T.encode(whole, allow_special=special).tolist()
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.binary(max_size=30), max_size=6))
 def test_chunks_of_any_bytes_encode_as_the_whole(chunks: list[bytes]) -> None:
-    streamed = [i for ids in T.stream(chunks) for i in ids.tolist()]
+    streamed = [i for ids in T.encode_stream(chunks) for i in ids.tolist()]
     assert streamed == T.encode(b"".join(chunks)).tolist()
 
 
@@ -76,7 +76,7 @@ def test_a_stream_yields_before_its_end() -> None:
             pulled.append(i)
             yield "some words here "
 
-    next(iter(T.stream(chunks())))
+    next(iter(T.encode_stream(chunks())))
     assert len(pulled) < 5
 
 
@@ -90,7 +90,7 @@ def test_a_stream_yields_before_its_end() -> None:
     ],
 )
 def test_allowed_special_tokens_are_read_longest_first(text: str, ids: list[str]) -> None:
-    expected = [T.special_ids[i] if i in T.special_ids else ord(i) for i in ids]
+    expected = [T.special_token_ids[i] if i in T.special_token_ids else ord(i) for i in ids]
     assert T.encode(text, allow_special=True).tolist() == expected
 
 
@@ -101,5 +101,5 @@ def test_a_healed_prompt_ends_at_a_border_whatever_follows(prompt: str, rest: st
         return
     healed = heal(T, prompt)
     kept = healed.ids[1:]
-    assert T.decode(kept) + healed.required == prompt.encode()
+    assert T.decode(kept) + healed.forced_prefix == prompt.encode()
     assert T.encode(prompt + rest).tolist()[: len(kept)] == kept

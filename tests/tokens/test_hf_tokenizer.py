@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
 from whorl.errors import DataError
-from whorl.tokens.hf_tokenizer import ForeignTokenizer, open_tokenizer
+from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Über 12 Ärger — naïve 日本語 🙂", "a  b\t\tc\r\n\r\nd"]
@@ -52,22 +52,22 @@ def sentence_piece(folder: Path) -> Path:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_byte_level_tokens_spell_the_text(text: str, tmp_path: Path) -> None:
-    t = open_tokenizer(byte_level(tmp_path))
-    assert isinstance(t, ForeignTokenizer)
+    t = load_tokenizer(byte_level(tmp_path))
+    assert isinstance(t, HFTokenizer)
     assert t.end_ids == (0, 7) and t.control_ids == (1,)
     ids = Core.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
     assert t.decode(ids) == text.encode()
-    healed = t.prompt(text)
-    assert t.decode(healed.ids) + healed.required == text.encode() and healed.required
+    healed = t.heal_prompt(text)
+    assert t.decode(healed.ids) + healed.forced_prefix == text.encode() and healed.forced_prefix
     assert t.decode([*ids, t.vocab_size - 1, 0]) == text.encode() + b"<think>"
 
 
 @pytest.mark.parametrize("text", ["ab a b", "ab ü 日", "a\nb"])
 def test_sentence_piece_tokens_spell_the_text_after_a_space(text: str, tmp_path: Path) -> None:
-    t = open_tokenizer(sentence_piece(tmp_path))
-    assert isinstance(t, ForeignTokenizer) and t.end_ids == (2,)
-    healed = t.prompt(text)
-    assert t.decode(healed.ids) + healed.required == b" " + text.encode()
+    t = load_tokenizer(sentence_piece(tmp_path))
+    assert isinstance(t, HFTokenizer) and t.end_ids == (2,)
+    healed = t.heal_prompt(text)
+    assert t.decode(healed.ids) + healed.forced_prefix == b" " + text.encode()
     assert t.token_bytes[2] == b"" and t.token_bytes[3 + 10] == b"\n"
 
 
@@ -77,12 +77,12 @@ def test_ids_may_have_gaps_which_no_model_should_write(tmp_path: Path) -> None:
     data["model"]["vocab"]["Ġzz"] = 500
     data["model"]["ignore_merges"] = True
     path.write_text(json.dumps(data))
-    t = ForeignTokenizer(tmp_path)
+    t = HFTokenizer(tmp_path)
     core = Core.from_file(str(path))
     known = set(core.get_vocab().values())
     holes = set(range(501)) - known
     assert t.vocab_size == len(t.token_bytes) == 501 and core.get_vocab_size() < 500
-    assert t.prompt("a zz") == (core.encode("a zz").ids[:-1], b" zz")
+    assert t.heal_prompt("a zz") == (core.encode("a zz").ids[:-1], b" zz")
     assert set(t.control_ids) == holes | {1} and {t.token_bytes[i] for i in holes} == {b""}
 
 
@@ -104,33 +104,33 @@ def test_ids_may_have_gaps_which_no_model_should_write(tmp_path: Path) -> None:
 def test_odd_files_beside_it_are_named(file: str, content: str, words: str, tmp_path: Path) -> None:
     (byte_level(tmp_path) / file).write_text(content)
     with pytest.raises(DataError, match=f"{file}.*{words}"):
-        open_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
     (tmp_path / file).write_text('{"eos_token": null, "eos_token_id": null}')
-    assert open_tokenizer(tmp_path).end_ids
+    assert load_tokenizer(tmp_path).end_ids
 
 
 def test_a_text_that_no_bytes_spell_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"the prompt holds '\\udce9' at 1"):
-        ForeignTokenizer(byte_level(tmp_path)).prompt("a\udce9")
+        HFTokenizer(byte_level(tmp_path)).heal_prompt("a\udce9")
 
 
 def test_an_empty_prompt_begins_with_what_ends_a_text(tmp_path: Path) -> None:
-    t = ForeignTokenizer(byte_level(tmp_path))
-    assert t.prompt("") == ([0], b"")
+    t = HFTokenizer(byte_level(tmp_path))
+    assert t.heal_prompt("") == ([0], b"")
 
 
 def test_ours_is_ours_and_what_spells_no_bytes_is_refused(tmp_path: Path) -> None:
     Tokenizer.train(["word " * 9], 300).save(tmp_path)
-    ours = open_tokenizer(tmp_path)
+    ours = load_tokenizer(tmp_path)
     assert isinstance(ours, Tokenizer) and ours.end_ids == (ours.eos_id,)
     core = Core(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     core.decoder = decoders.WordPiece()
     core.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match="its decoder is 'WordPiece'"):
-        _ = ForeignTokenizer(tmp_path).token_bytes
+        _ = HFTokenizer(tmp_path).token_bytes
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be read"):
-        open_tokenizer(tmp_path)
+        load_tokenizer(tmp_path)
 
 
 def test_transformers_reads_ours(tmp_path: Path) -> None:

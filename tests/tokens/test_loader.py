@@ -40,19 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_plain_batch_has_one_segment_a_row_and_others_say_they_are_not(folder: Path) -> None:
     flags = []
-    with open_batches(folder, "train", length=16, batch_rows=4, serial=True) as batches:
+    with open_batches(folder, "train", seq_len=16, batch_size=4, serial=True) as batches:
         for slot, _ in zip(batches, range(80), strict=False):
             segments = slot.data.segment_ids.max(axis=1)
-            assert bool(slot.data.plain) == bool((segments == 1).all())
+            assert bool(slot.data.single_segment) == bool((segments == 1).all())
             assert slot.length == slot.data.loss_mask.sum()
-            flags.append(bool(slot.data.plain))
+            flags.append(bool(slot.data.single_segment))
     assert set(flags) == {True, False}
 
 
 def test_ranks_read_disjoint_shares_of_the_same_batches(folder: Path) -> None:
     def tokens(rank: int, world: int) -> list[np.ndarray]:
         with open_batches(
-            folder, "train", length=16, batch_rows=4, seed=5, rank=rank, world=world, serial=True
+            folder, "train", seq_len=16, batch_size=4, seed=5, rank=rank, world_size=world, serial=True
         ) as batches:
             return [slot.data.tokens.copy() for slot, _ in zip(batches, range(30), strict=False)]
 
@@ -62,7 +62,7 @@ def test_ranks_read_disjoint_shares_of_the_same_batches(folder: Path) -> None:
 
 def test_another_seed_is_another_order(folder: Path) -> None:
     def first(seed: int) -> bytes:
-        with open_batches(folder, "train", length=16, batch_rows=4, seed=seed, serial=True) as batches:
+        with open_batches(folder, "train", seq_len=16, batch_size=4, seed=seed, serial=True) as batches:
             return next(batches).data.tokens.tobytes()
 
     assert first(1) == first(1) != first(2)

@@ -49,7 +49,7 @@ def test_every_token_but_bos_is_a_target_exactly_once(sizes: list[int], length: 
         assert (segments[mask] > 0).all() and (segments[~mask] == 0).all()
         for segment in range(1, segments.max() + 1):
             assert out.positions[0][segments == segment].tolist() == list(range((segments == segment).sum()))
-        assert rows.plain[row] == (segments.max() == 1)
+        assert rows.single_segment[row] == (segments.max() == 1)
         seen += targets.tolist()
     first = set(starts[lengths > 0].tolist())
     assert sorted(seen) == [i for i in range(len(ids)) if i not in first]
@@ -84,7 +84,7 @@ def test_a_position_leads_back_to_its_document_and_byte(folder: Path) -> None:
         assert ids[0] == tokens.bos_id and ids[-1] == tokens.eos_id
         trace = tokens.trace(int(stream.starts[number]) + 5, "train", tokenizer)
         assert (trace.document, trace.path) == (f"id{number}", f"{number}.txt")
-        assert trace.within == len(tokenizer.decode(ids[1:5]))
+        assert trace.text_offset == len(tokenizer.decode(ids[1:5]))
     with pytest.raises(DataError, match="no token"):
         tokens.trace(len(stream))
 
@@ -106,10 +106,12 @@ def test_a_truncated_shard_is_found(folder: Path, tmp_path: Path) -> None:
 
 def records(folder: Path, n: int, *, start: int = 0, serial: bool = True) -> list[bytes]:
     with open_batches(
-        folder, "train", length=16, batch_rows=4, seed=3, start=start, serial=serial
+        folder, "train", seq_len=16, batch_size=4, seed=3, start=start, serial=serial
     ) as batches:
         return [
-            slot.data.tokens.tobytes() + slot.data.loss_mask.tobytes() + bytes([bool(slot.data.plain)])
+            slot.data.tokens.tobytes()
+            + slot.data.loss_mask.tobytes()
+            + bytes([bool(slot.data.single_segment)])
             for slot, _ in zip(batches, range(n), strict=False)
         ]
 
@@ -120,9 +122,9 @@ def test_the_order_is_a_permutation_that_resumes_anywhere(folder: Path) -> None:
     first, second = producer.order(0), producer.order(1)
     assert len(set(first.flatten().tolist())) == first.size == 4 * n
     assert not np.array_equal(first, second)
-    mixed = set(np.flatnonzero(~producer.rows.plain).tolist())
+    mixed = set(np.flatnonzero(~producer.rows.single_segment).tolist())
     assert mixed and mixed <= set(first.flatten().tolist())  # none is left out, however few there are
-    apart = ~producer.rows.plain[first].all(1)
+    apart = ~producer.rows.single_segment[first].all(1)
     assert apart.sum() == -(-len(mixed) // 4)  # and they stand together
     assert first.size > len(producer.rows) - 4
     whole = records(folder, n + 5)
@@ -133,6 +135,6 @@ def test_the_order_is_a_permutation_that_resumes_anywhere(folder: Path) -> None:
 def test_fewer_rows_than_a_batch_are_refused_with_advice(folder: Path) -> None:
     with (
         pytest.raises(BudgetError, match="rows of 16 tokens"),
-        open_batches(folder, "train", length=16, batch_rows=10**6, serial=True) as batches,
+        open_batches(folder, "train", seq_len=16, batch_size=10**6, serial=True) as batches,
     ):
         next(batches)

@@ -56,10 +56,10 @@ def same(a: list[dict[str, torch.Tensor]], b: list[dict[str, torch.Tensor]]) -> 
 
 
 def test_any_number_of_workers_gives_the_same_rows(place: Path) -> None:
-    line = read(StreamBatches(config(place), rows=8, workers=0), 25)
+    line = read(StreamBatches(config(place), batch_size=8, workers=0), 25)
     for workers in (1, 3):
-        assert same(line, read(StreamBatches(config(place), rows=8, workers=workers), 25))
-    assert not same(line, read(StreamBatches(config(place, seed=1), rows=8, workers=0), 25))
+        assert same(line, read(StreamBatches(config(place), batch_size=8, workers=workers), 25))
+    assert not same(line, read(StreamBatches(config(place, seed=1), batch_size=8, workers=0), 25))
 
 
 @pytest.mark.parametrize("how", [{"rows": 8}, {"tokens": 150}])
@@ -73,14 +73,14 @@ def test_it_resumes_in_the_middle_on_another_number_of_workers(place: Path, how:
         state = json.loads(json.dumps(first.state))
         rest = StreamBatches(config(place), workers=1, state=state, **how)
         assert same(whole[stop:], read(rest, 30 - stop))
-        assert rest.consumed == sum(int(b["loss_mask"].sum()) for b in whole)
+        assert rest.tokens_consumed == sum(int(b["loss_mask"].sum()) for b in whole)
 
 
 def test_ranks_share_each_batch_and_may_change_their_number(place: Path) -> None:
-    whole = read(StreamBatches(config(place), rows=8, workers=0), 6)
+    whole = read(StreamBatches(config(place), batch_size=8, workers=0), 6)
     for world in (2, 4):
         parts = [
-            read(StreamBatches(config(place), rows=8, workers=0, rank=r, world=world), 6)
+            read(StreamBatches(config(place), batch_size=8, workers=0, rank=r, world_size=world), 6)
             for r in range(world)
         ]
         for number, batch in enumerate(whole):
@@ -95,7 +95,7 @@ def test_an_epoch_holds_every_document_once(place: Path) -> None:
     settings = config(place, "a", record_bytes=1)
     n_blocks = -(-(place / "a.jsonl").stat().st_size // 900)
     found: list[str] = []
-    reader = StreamBatches(settings, rows=1, workers=0)
+    reader = StreamBatches(settings, batch_size=1, workers=0)
     with reader:
         while reader.state["record"] < n_blocks:
             row = next(reader)
@@ -111,7 +111,7 @@ def test_an_epoch_holds_every_document_once(place: Path) -> None:
 
 
 def test_a_budget_of_tokens_is_met_by_as_few_rows_as_will_do(place: Path) -> None:
-    for batch in read(StreamBatches(config(place), tokens=200, workers=0), 20):
+    for batch in read(StreamBatches(config(place), min_targets=200, workers=0), 20):
         per_row = batch["loss_mask"].sum(dim=1)
         assert int(per_row.sum()) >= 200 > int(per_row[:-1].sum())
 
@@ -119,28 +119,30 @@ def test_a_budget_of_tokens_is_met_by_as_few_rows_as_will_do(place: Path) -> Non
 def test_sources_are_mixed_as_asked_and_weights_move_over_the_run(place: Path) -> None:
     a, b = ([str(place / f"{n}.jsonl")] for n in "ab")
     fixed = Mixture(StreamConfig(place, [Source(a, 3.0), Source(b, 1.0)], 32))
-    share = np.mean([fixed.place(s)[0] == 0 for s in range(6000)])
+    share = np.mean([fixed.source_and_index(s)[0] == 0 for s in range(6000)])
     assert abs(share - 0.75) < 0.02
-    moving = Mixture(StreamConfig(place, [Source(a, 1.0, 0.0), Source(b, 0.0, 1.0)], 32, horizon=8000))
-    drawn = np.array([moving.place(s)[0] for s in range(9000)])
+    moving = Mixture(
+        StreamConfig(place, [Source(a, 1.0, 0.0), Source(b, 0.0, 1.0)], 32, mixture_warmup_records=8000)
+    )
+    drawn = np.array([moving.source_and_index(s)[0] for s in range(9000)])
     assert drawn[:800].mean() < 0.1 and abs(drawn[3600:4400].mean() - 0.5) < 0.06 and drawn[8000:].all()
     # Within a source nothing is skipped or repeated, wherever one begins to ask.
-    nth = [moving.place(s) for s in range(9000)]
+    nth = [moving.source_and_index(s) for s in range(9000)]
     for source in (0, 1):
         assert [n for s, n in nth if s == source] == list(range(sum(s == source for s, _ in nth)))
-    assert Mixture(moving.config).place(8765) == nth[8765]
+    assert Mixture(moving.config).source_and_index(8765) == nth[8765]
 
 
 def test_changed_data_is_refused_on_resume(place: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes((place / "a.jsonl").read_bytes())
     settings = config(place, sources=[Source([str(path)])])
-    with StreamBatches(settings, rows=4, workers=0) as reader:
+    with StreamBatches(settings, batch_size=4, workers=0) as reader:
         next(reader)
         state = reader.state
     path.write_bytes(path.read_bytes() + b'{"text": "one more"}\n')
     with pytest.raises(CheckpointError, match="the data or the settings of the stream changed"):
-        StreamBatches(settings, rows=4, workers=0, state=state)
+        StreamBatches(settings, batch_size=4, workers=0, state=state)
 
 
 def test_records_that_cannot_be_read_are_counted(place: Path, tmp_path: Path) -> None:
@@ -148,10 +150,12 @@ def test_records_that_cannot_be_read_are_counted(place: Path, tmp_path: Path) ->
     lines[5], lines[60] = "{broken\n", '{"no": "text"}\n'
     (tmp_path / "a.jsonl").write_text("".join(lines))
     with StreamBatches(
-        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], record_bytes=180_000), rows=4, workers=0
+        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], record_bytes=180_000),
+        batch_size=4,
+        workers=0,
     ) as reader:
         next(reader)
-        assert reader.set_aside >= 2
+        assert reader.n_rejected >= 2
 
 
 def test_mixtures_that_cannot_be_are_refused(place: Path) -> None:
@@ -160,4 +164,4 @@ def test_mixtures_that_cannot_be_are_refused(place: Path) -> None:
         with pytest.raises(ConfigError, match="mixture"):
             StreamConfig(place, sources, 32)
     with pytest.raises(ConfigError, match="one of rows and tokens"):
-        StreamBatches(config(place), rows=4, tokens=100)
+        StreamBatches(config(place), batch_size=4, min_targets=100)

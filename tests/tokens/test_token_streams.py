@@ -15,12 +15,14 @@ from whorl.tokens import bpe
 from whorl.tokens.tokenizer import Tokenizer
 
 SPECIALS = ["<|bos|>x", "<|a b|>", "<|a"]
-TOKENIZER = Tokenizer.train([Path(__file__).read_text() + "é日本\r\n" * 9], 400, specials=SPECIALS, workers=1)
+TOKENIZER = Tokenizer.train(
+    [Path(__file__).read_text() + "é日本\r\n" * 9], 400, special_tokens=SPECIALS, workers=1
+)
 ATOMS = [*SPECIALS, "<|bos|>", "<|eos", "|>", " ", "  ", "\n", ":\n  ", "x", "12345", "é", "日本", "(", "\t"]
 
 
 def _ids(chunks: list[str] | list[bytes], special: bool) -> list[int]:
-    return [int(i) for ids in TOKENIZER.stream(chunks, allow_special=special) for i in ids]
+    return [int(i) for ids in TOKENIZER.encode_stream(chunks, allow_special=special) for i in ids]
 
 
 @settings(max_examples=400, deadline=None)
@@ -59,7 +61,7 @@ def test_a_stream_without_blanks_is_not_hoarded(special: bool) -> None:
             taken += 1
             yield "a1+/" * 1024
 
-    stream = TOKENIZER.stream(chunks(), allow_special=special)
+    stream = TOKENIZER.encode_stream(chunks(), allow_special=special)
     next(stream)
     assert taken <= 2
 

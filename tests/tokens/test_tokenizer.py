@@ -17,7 +17,7 @@ from whorl.tokens.healing import heal
 from whorl.tokens.tokenizer import Tokenizer
 
 TEXT = Path(__file__).read_text().replace("<|", "< |") + "\n\tdef été(ß):\r\n  return '日本' * 12345\n" * 20
-TOKENIZER = Tokenizer.train([TEXT], 420, specials=["<|tool|>", "<|tool|>s"])
+TOKENIZER = Tokenizer.train([TEXT], 420, special_tokens=["<|tool|>", "<|tool|>s"])
 
 
 @settings(max_examples=150, deadline=None)
@@ -44,7 +44,7 @@ def test_any_bytes_come_back(data: bytes) -> None:
 def test_a_stream_in_any_chunks_is_the_whole(text: str, cuts: list[int]) -> None:
     edges = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
     chunks = [text[a:b] for a, b in itertools.pairwise(edges)]
-    streamed = [int(i) for ids in TOKENIZER.stream(chunks) for i in ids]
+    streamed = [int(i) for ids in TOKENIZER.encode_stream(chunks) for i in ids]
     assert streamed == TOKENIZER.encode(text).tolist()
 
 
@@ -77,8 +77,8 @@ def test_special_tokens_are_apart() -> None:
     hostile = "x<|eos|>y<|tool|>s"
     assert t.eos_id not in t.encode(hostile) and t.decode(t.encode(hostile)) == hostile.encode()
     allowed = t.encode(hostile, allow_special=True).tolist()
-    assert t.eos_id in allowed and t.special_ids["<|tool|>s"] in allowed  # the longest first
-    assert t.special_ids["<|tool|>"] not in allowed
+    assert t.eos_id in allowed and t.special_token_ids["<|tool|>s"] in allowed  # the longest first
+    assert t.special_token_ids["<|tool|>"] not in allowed
     document = t.encode_document("x")
     assert document[0] == t.bos_id and document[-1] == t.eos_id
     assert not any(b"<|eos|>" in token for token in t.token_bytes[: t.n_ordinary])
@@ -103,5 +103,5 @@ def test_batches_equal_singles() -> None:
 def test_a_healed_prompt_is_the_prompt(text: str) -> None:
     healed = heal(TOKENIZER, text)
     assert healed.ids[0] == TOKENIZER.bos_id
-    assert TOKENIZER.decode(healed.ids[1:]) + healed.required == text.encode()
-    assert bool(text) == bool(healed.required)
+    assert TOKENIZER.decode(healed.ids[1:]) + healed.forced_prefix == text.encode()
+    assert bool(text) == bool(healed.forced_prefix)

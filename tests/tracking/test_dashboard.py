@@ -19,7 +19,7 @@ import pytest
 from whorl.tracking.dashboard import Dashboard, plot
 from whorl.tracking.progress import Progress
 from whorl.tracking.run import Run
-from whorl.tracking.sinks import Guarded
+from whorl.tracking.sinks import SafeSinks
 
 BRAILLE = re.compile("[\u2801-\u28ff]")
 SCRIPT = """
@@ -117,33 +117,33 @@ def test_in_a_pipe_nothing_changes(tmp_path: Path) -> None:
 def test_asked_for_without_a_terminal_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     piped, shown = Progress(io.StringIO()), Progress(io.StringIO(), interactive=True)
-    assert not Dashboard.wanted(piped, None) and not Dashboard.wanted(piped, True)
-    assert Dashboard.wanted(shown, None) and not Dashboard.wanted(shown, False)
+    assert not Dashboard.enabled(piped, None) and not Dashboard.enabled(piped, True)
+    assert Dashboard.enabled(shown, None) and not Dashboard.enabled(shown, False)
 
 
 def test_drawing_costs_little_and_only_when_a_number_came(tmp_path: Path) -> None:
     progress = Progress(io.StringIO(), interactive=True)
     board = Dashboard(progress)
-    run = Run(tmp_path, tensorboard=False, sinks=Guarded([board], print))
+    run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([board], print))
     log = run.metrics("pretrain")
     for step in range(5000):
         board.write("pretrain", step, {"nll": 1.0 / (step + 1), "tokens_per_second": 1.0})
     assert len(board.losses) <= 4000
-    first = board.drawn(100, 30)
-    assert board.drawn(100, 30) is first and board.drawn(90, 30) is not first
+    first = board.render(100, 30)
+    assert board.render(100, 30) is first and board.render(90, 30) is not first
     began = time.perf_counter()
     for step in range(20):
         board.write("pretrain", step, {"nll": 1.0})
-        board.drawn(100, 30)
+        board.render(100, 30)
     assert (time.perf_counter() - began) / 20 < 0.05  # 1 ms seen; four times a second at most
     log.close()
-    assert board.drawn(100, 30) is None
+    assert board.render(100, 30) is None
 
 
 def test_what_a_model_says_cannot_move_the_cursor(tmp_path: Path) -> None:
     board = Dashboard(Progress(io.StringIO(), interactive=True))
     board.write("pretrain", 1, {"nll": 1.0, "sample": "def f():\n\x1b[2Jx\r\tpass [bold]"})
-    drawn = board.drawn(100, 30)
+    drawn = board.render(100, 30)
     assert (
         drawn is not None
         and "\x1b" not in drawn.plain
@@ -158,5 +158,5 @@ def test_an_event_is_not_taken_for_a_sample(tmp_path: Path) -> None:
     board.write(
         "pretrain", 2, {"event": "spike", "words": "the loss is 9", "documents": '[{"path": "a.txt"}]'}
     )
-    drawn = board.drawn(100, 30)
+    drawn = board.render(100, 30)
     assert drawn is not None and "def f():" in drawn.plain and "a.txt" not in drawn.plain

@@ -22,7 +22,7 @@ from whorl.machine import gemm_benchmark as products
 from whorl.machine.budget import Budget, BudgetText
 from whorl.machine.device_probe import probe
 from whorl.tracking import seeds
-from whorl.tracking.progress import Progress, duration
+from whorl.tracking.progress import Progress, format_duration
 from whorl.tracking.run import Run, read_metrics
 
 # Seeds
@@ -56,11 +56,11 @@ def test_generators_repeat_and_leave_the_global_state_alone() -> None:
 
 
 def test_one_generator_for_many_seeds_forgets_what_was_drawn() -> None:
-    many = seeds.ManySeeds()
+    many = seeds.ReseedableRNG()
     first = many(1).random(5).tolist(), many(2).normal(size=3).tolist(), many(1).integers(9, size=3).tolist()
     many(7).integers(1 << 20, dtype="int32")  # leaves half a word behind
     assert first[0] == many(1).random(5).tolist() and first[1] == many(2).normal(size=3).tolist()
-    assert first[2] == seeds.ManySeeds()(1).integers(9, size=3).tolist()
+    assert first[2] == seeds.ReseedableRNG()(1).integers(9, size=3).tolist()
     means = [many(seed).random(64).mean() for seed in range(2000)]
     assert abs(np.mean(means) - 0.5) < 0.004 and abs(np.std(means) * 8 * 12**0.5 - 1) < 0.1
     assert len({many(seed).integers(1 << 60) for seed in range(2000)}) == 2000
@@ -152,7 +152,7 @@ def test_a_task_that_fails_says_so_and_silence_is_silent() -> None:
     before = stream.getvalue()
     with silent.task("x") as task:
         task.update(done=3, note="n")
-    silent.say("y")
+    silent.log("y")
     assert stream.getvalue() == before
 
 
@@ -161,7 +161,7 @@ def test_a_terminal_gets_a_bar_and_the_same_closing_line() -> None:
     progress = Progress(stream, interactive=True)
     with progress.task("Reading [bold]", total=2, unit="MB") as task:
         task.advance(2)
-        progress.say("between")
+        progress.log("between")
     lines = stream.getvalue().splitlines()
     assert "between" in lines and re.search(r"Reading \[bold\]: 2 of 2 MB, \d+\.\d s$", lines[-1])
 
@@ -171,7 +171,7 @@ def test_a_terminal_gets_a_bar_and_the_same_closing_line() -> None:
     [(0.42, "0.4 s"), (12.3, "12 s"), (59.9, "1 min 00 s"), (200, "3 min 20 s"), (3900, "1 h 05 min")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 # Budgets
@@ -245,9 +245,9 @@ def gpu_choice(speeds: dict[str, float], **forced: Any) -> machine.Machine:
 
 
 def test_a_gpu_is_asked_for_the_types_that_it_has() -> None:
-    assert products.gpu_types((7, 5)) == ("float32", "float16")
-    assert products.gpu_types((8, 0)) == products.gpu_types((8, 6)) == ("float32", "bfloat16")
-    assert products.gpu_types((8, 9)) == products.gpu_types((9, 0)) == ("float32", "bfloat16", "float8")
+    assert products.gpu_dtypes((7, 5)) == ("float32", "float16")
+    assert products.gpu_dtypes((8, 0)) == products.gpu_dtypes((8, 6)) == ("float32", "bfloat16")
+    assert products.gpu_dtypes((8, 9)) == products.gpu_dtypes((9, 0)) == ("float32", "bfloat16", "float8")
 
 
 def test_narrower_types_are_chosen_where_they_are_clearly_faster() -> None:
@@ -272,7 +272,7 @@ def test_a_cpu_gets_fp16_and_fp8_only_when_told_and_says_that_they_were_not_time
         forced = machine.choose(measurement(bf16=9e11), dtype=kind, cores=2)
         assert (forced.dtype, forced.torch_dtype, forced.threads) == (kind, held, 2)
         assert forced.peak_flops == forced.flops["float32"] and f"none was timed in {kind}" in forced.note
-    flops, _ = machine.peaks_now("cpu", "float8")
+    flops, _ = machine.measure_peaks("cpu", "float8")
     assert flops["float8"] == flops["float32"]
 
 
@@ -356,4 +356,6 @@ def test_whether_the_cores_were_ours_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     clock = iter(range(10**6))
     monkeypatch.setattr(products.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(products.time, "process_time", iter([0.0, 2.0]).__next__)
-    assert products.cores_had(2) == pytest.approx(0.5)  # 2 CPU seconds in 2 of the clock, of 2 cores
+    assert products.available_core_fraction(2) == pytest.approx(
+        0.5
+    )  # 2 CPU seconds in 2 of the clock, of 2 cores

@@ -13,7 +13,7 @@ import pytest
 
 from whorl.errors import ConfigError
 from whorl.tracking.run import Run
-from whorl.tracking.sinks import Guarded, parse_log
+from whorl.tracking.sinks import SafeSinks, parse_loggers
 
 FAKE = """
 calls = []
@@ -46,8 +46,8 @@ def calls(name: str) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 def a_run(
     folder: Path, texts: list[str], said: list[str] | None = None, **tables: Any
-) -> tuple[Run, Guarded]:
-    sinks = Guarded(parse_log(texts, tables), (said if said is not None else []).append)
+) -> tuple[Run, SafeSinks]:
+    sinks = SafeSinks(parse_loggers(texts, tables), (said if said is not None else []).append)
     return Run(folder, config={"name": "mine", "steps": {}}, tensorboard=False, sinks=sinks), sinks
 
 
@@ -116,7 +116,7 @@ class Broken:
 def test_a_sink_that_fails_is_told_once_and_then_left_alone(tmp_path: Path) -> None:
     said: list[str] = []
     broken = Broken()
-    sinks = Guarded([broken], said.append)
+    sinks = SafeSinks([broken], said.append)
     run = Run(tmp_path, tensorboard=False, sinks=sinks)
     with run.metrics("pretrain") as log:
         for step in range(20):
@@ -129,7 +129,7 @@ def test_a_sink_that_fails_is_told_once_and_then_left_alone(tmp_path: Path) -> N
 def test_a_sink_that_failed_for_a_moment_is_kept(tmp_path: Path) -> None:
     said: list[str] = []
     shaky = Broken(works_after=3)
-    run = Run(tmp_path, tensorboard=False, sinks=Guarded([shaky], said.append))
+    run = Run(tmp_path, tensorboard=False, sinks=SafeSinks([shaky], said.append))
     with run.metrics("pretrain") as log:
         for step in range(20):
             log.write(step, {"nll": 1.0})
@@ -138,14 +138,14 @@ def test_a_sink_that_failed_for_a_moment_is_kept(tmp_path: Path) -> None:
 
 def test_bad_requests_are_refused_before_any_work(fakes: Path) -> None:
     with pytest.raises(ConfigError, match="wandb"):
-        parse_log(["wand"])
+        parse_loggers(["wand"])
     with pytest.raises(ConfigError, match="not understood"):
-        parse_log(["wandb:project"])
+        parse_loggers(["wandb:project"])
     (fakes / "trackio.py").unlink()
     sys.path_importer_cache.clear()
     if not any("trackio" in str(p) for p in sys.modules):
         with pytest.raises(ConfigError, match="pip install trackio"):
-            parse_log(["trackio"])
+            parse_loggers(["trackio"])
 
 
 def test_nothing_is_imported_unless_asked() -> None:
@@ -164,6 +164,6 @@ def test_a_recipe_may_name_sinks_and_its_address_stays() -> None:
         parse_recipe(text + '[log.wandb]\nproject = "p"\n', "t.toml"),
     )
     assert with_log.log == {"wandb": {"project": "p"}} and plain.to_json() == with_log.to_json()
-    assert with_log.up_to("ingest").log == with_log.log
+    assert with_log.with_ancestors("ingest").log == with_log.log
     with pytest.raises(ConfigError, match="log"):
         parse_recipe('log = "wandb"\n' + text, "t.toml")

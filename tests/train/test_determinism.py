@@ -13,8 +13,8 @@ from tests.train.lm.test_pretrain import train, weights
 from whorl.nn.experts import experts
 from whorl.objectives import Loss
 from whorl.train.determinism import deterministic
-from whorl.train.learner.update import Part
-from whorl.train.lm.objective import LossOf
+from whorl.train.learner.update import MicroBatch
+from whorl.train.lm.objective import LMObjective
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def state() -> tuple[object, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.get_num_threads(),
         torch.backends.cudnn.benchmark,
-        experts.forced,
+        experts.forced_library,
         inductor.deterministic,
     )
 
@@ -51,23 +51,23 @@ def test_the_library_that_was_measured_to_be_faster_is_not_asked(monkeypatch: py
     monkeypatch.setattr(experts, "_onednn_is_faster", ask)
     left, right = torch.ones(3, 4), torch.ones(4, 5)
     with deterministic():
-        assert torch.equal(experts.product(left, right), left @ right)
+        assert torch.equal(experts.matmul(left, right), left @ right)
     monkeypatch.setattr(experts, "forced", "onednn")
-    torch.testing.assert_close(experts.product(left, right), left @ right)
+    torch.testing.assert_close(experts.matmul(left, right), left @ right)
     monkeypatch.setattr(experts, "forced", None)
     with pytest.raises(AssertionError, match="timed"):
-        experts.product(left, right)
+        experts.matmul(left, right)
 
 
 def test_threads_do_not_change_a_bit(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide enough that products and sums would be split over them."""
-    plain, seen = LossOf.__call__, set[int]()
+    plain, seen = LMObjective.__call__, set[int]()
 
-    def watched(self: LossOf, part: Part) -> Loss:
+    def watched(self: LMObjective, part: MicroBatch) -> Loss:
         seen.add(torch.get_num_threads())
         return plain(self, part)
 
-    monkeypatch.setattr(LossOf, "__call__", watched)
+    monkeypatch.setattr(LMObjective, "__call__", watched)
     model = shape({"n_heads": 4, "n_kv_heads": 4, "head_dim": 64}, d_model=256, mlp_hidden=1024)
     wanted = job(tokens, model=model, length=64, steps=2, deterministic=True)
     ends = [weights(train(wanted.model_copy(update={"threads": n}), tmp_path / f"{n}")) for n in (1, 2)]

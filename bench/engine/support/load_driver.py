@@ -68,9 +68,9 @@ def drive(
             one = answers[delta.request_id]
             one.at += [now] * len(delta.tokens)
             one.ids += [token.id for token in delta.tokens]
-            one.finish = delta.finish
+            one.finish = delta.finish_reason
         if (not deltas and isinstance(scheme, Batches)) or not scheme.busy:
-            waited = scheme.due() if isinstance(scheme, Batches) else None
+            waited = scheme.deadline() if isinstance(scheme, Batches) else None
             moments = [t for t in (due[came] if came < len(asked) else None, waited) if t is not None]
             if moments:
                 clock.jump(min(moments))

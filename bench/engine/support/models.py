@@ -17,7 +17,7 @@ import torch
 from whorl.models.exchange.convert import export_model
 from whorl.models.exchange.gguf.file import export_gguf
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 GGUF_TYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 Q8_0 = 7  # llama.cpp's number of that file type
@@ -28,7 +28,7 @@ def config(name: str, max_length: int = 8192) -> TransformerConfig:
     """The shape of "14M" or "109M"; "4M" is for what takes many runs."""
     shapes = {"4M": (256, 4, 704, 4096), "14M": (384, 6, 1024, 8192), "109M": (768, 12, 2048, 32000)}
     d_model, n_layers, hidden, vocab = shapes[name]
-    heads = Heads(n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64)
+    heads = AttentionConfig(n_heads=d_model // 64, n_kv_heads=d_model // 64, head_dim=64)
     return TransformerConfig(
         vocab_size=vocab, d_model=d_model, n_layers=n_layers, max_length=max_length, mixers={"full": heads},
         mlp_hidden=hidden, tie_embeddings=True,

@@ -16,10 +16,10 @@ from bench.engine.support import models
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.models.transformer import Transformer
 
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingParams(temperature=0)
 # By name: the type of torch's path and of the cache; how the native step keeps the weights (None: torch's own path).
 KINDS: dict[str, tuple[torch.dtype, str | None]] = {
     "torch float32": (torch.float32, None),
@@ -82,7 +82,10 @@ class Ours:
     def __init__(self, name: str, kind: str, rows: int, length: int, threads: int) -> None:
         self.threads, self.asked = threads, 0
         config = EngineConfig(
-            max_sequences=rows, max_length=length, cache_tokens=rows * (length + 32), share_prefixes=False
+            max_num_seqs=rows,
+            max_model_len=length,
+            kv_cache_tokens=rows * (length + 32),
+            enable_prefix_caching=False,
         )
         self.engine = made(name, kind, config, threads)
 

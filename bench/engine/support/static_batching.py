@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.engine.request import Delta, Finish, Request
-from whorl.engine.sampling.sampler import Row, Sampler
+from whorl.engine.request import Delta, FinishReason, Request
+from whorl.engine.sampling.sampler import Sampler, SamplerRow
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel, Transformer
 from whorl.tracking.seeds import derive
 
 
-class Batches:
+class StaticBatchEngine:
     """Static batching; with `patience`, dynamic. `add`, `step` and `busy` as an `Engine` has them.
 
     Of a request it knows ids, sampling, max_tokens and stop_ids.
@@ -51,10 +51,10 @@ class Batches:
     def __init__(
         self,
         model: LanguageModel,
-        size: int,
+        batch_size: int,
         *,
-        patience: float = math.inf,
-        forbidden: Sequence[int] = (),
+        max_wait_seconds: float = math.inf,
+        banned_ids: Sequence[int] = (),
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -62,13 +62,19 @@ class Batches:
             raise ConfigError(
                 f"batches of a {type(model).__name__} cannot be padded", expected="a Transformer"
             )
-        self.model, self.size, self.patience, self.seed, self.clock = model, size, patience, seed, clock
-        self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
-        self.computed = 0  # positions, padding and ended rows included
-        self.useful = 0  # those of prompts, and of answers that had not ended
+        self.model, self.batch_size, self.max_wait_seconds, self.seed, self.clock = (
+            model,
+            batch_size,
+            max_wait_seconds,
+            seed,
+            clock,
+        )
+        self.sampler = Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device))
+        self.computed_positions = 0  # positions, padding and ended rows included
+        self.useful_positions = 0  # those of prompts, and of answers that had not ended
         self.closed = False
         self._waiting: list[tuple[float, Request]] = []
-        self._batch: _Rectangle | None = None
+        self._batch: _PaddedBatch | None = None
 
     @property
     def busy(self) -> bool:
@@ -89,29 +95,29 @@ class Batches:
         if self._batch is None:
             if not self._ready():
                 return []
-            taken, self._waiting = self._waiting[: self.size], self._waiting[self.size :]
-            self._batch = _Rectangle(self.model, [request for _, request in taken], self.seed)
+            taken, self._waiting = self._waiting[: self.batch_size], self._waiting[self.batch_size :]
+            self._batch = _PaddedBatch(self.model, [request for _, request in taken], self.seed)
         batch = self._batch
-        self.computed += batch.fed.numel()
-        self.useful += batch.useful
+        self.computed_positions += batch.input_ids.numel()
+        self.useful_positions += batch.useful_positions
         deltas = batch.step(self.sampler)
-        if not batch.alive:
+        if not batch.active_rows:
             self._batch = None
         return deltas
 
-    def due(self) -> float | None:
+    def deadline(self) -> float | None:
         """When the next batch begins even if nobody comes, by `clock`; None if never."""
-        if not self._waiting or math.isinf(self.patience):
+        if not self._waiting or math.isinf(self.max_wait_seconds):
             return None
-        return self._waiting[0][0] + self.patience
+        return self._waiting[0][0] + self.max_wait_seconds
 
     def _ready(self) -> bool:
-        due = self.due()
-        full = len(self._waiting) >= self.size or (self.closed and bool(self._waiting))
+        due = self.deadline()
+        full = len(self._waiting) >= self.batch_size or (self.closed and bool(self._waiting))
         return full or (due is not None and self.clock() >= due)
 
 
-class _Rectangle:
+class _PaddedBatch:
     """A batch under way: `fed` [B, T] ids that the next step computes."""
 
     def __init__(self, model: Transformer, requests: Sequence[Request], seed: int) -> None:
@@ -121,7 +127,7 @@ class _Rectangle:
             for r in requests
         ]
         self.outputs: list[list[int]] = [[] for _ in requests]
-        self.alive = list(range(len(requests)))
+        self.active_rows = list(range(len(requests)))
         lengths = torch.tensor([len(r.ids) for r in requests])
         longest, device = int(lengths.max()), model.embedding.device
         self.state = model.new_state(len(requests), longest + max(r.max_tokens for r in requests))
@@ -131,40 +137,40 @@ class _Rectangle:
         positions = torch.arange(longest)[None] - (longest - lengths)[:, None]
         # Padding is document 0 and a row's own text document 1, in which decoding then goes on by itself.
         self.segments: Tensor | None = (positions >= 0).long().to(device)
-        self.fed, self.positions = fed.to(device), positions.clamp_min(0).to(device)
+        self.input_ids, self.positions = fed.to(device), positions.clamp_min(0).to(device)
         if int(lengths.min()) == longest:
             self.segments = None
 
     @property
-    def useful(self) -> int:
+    def useful_positions(self) -> int:
         """Positions of `fed` that somebody has use for."""
-        began = bool(self.outputs[self.alive[0]])
-        return len(self.alive) if began else sum(len(r.ids) for r in self.requests)
+        began = bool(self.outputs[self.active_rows[0]])
+        return len(self.active_rows) if began else sum(len(r.ids) for r in self.requests)
 
     def step(self, sampler: Sampler) -> list[Delta]:
         """Computes what is fed, and draws a token for each row that has not ended."""
-        hidden = self.model(self.fed, self.positions, self.segments, self.state)[:, -1]
-        alive = torch.tensor(self.alive, device=hidden.device)
-        drawn = sampler(self.model.logits(hidden[alive]), [self._row(n) for n in self.alive])
+        hidden = self.model(self.input_ids, self.positions, self.segments, self.state)[:, -1]
+        alive = torch.tensor(self.active_rows, device=hidden.device)
+        drawn = sampler(self.model.logits(hidden[alive]), [self._row(n) for n in self.active_rows])
         newest = torch.zeros(len(self.requests), 1, dtype=torch.long)
         deltas = []
-        for n, token in zip(list(self.alive), drawn, strict=True):
+        for n, token in zip(list(self.active_rows), drawn, strict=True):
             r, output = self.requests[n], self.outputs[n]
             output.append(token.id)
             newest[n] = token.id
-            finish: Finish | None = "stop" if token.id in r.stop_ids else None
+            finish: FinishReason | None = "stop" if token.id in r.stop_ids else None
             if finish is None and len(output) >= r.max_tokens:
                 finish = "length"
             if finish is not None:
-                self.alive.remove(n)
-            deltas.append(Delta(r.id, (token,), finish=finish))
-        self.fed, self.segments = newest.to(hidden.device), None
+                self.active_rows.remove(n)
+            deltas.append(Delta(r.id, (token,), finish_reason=finish))
+        self.input_ids, self.segments = newest.to(hidden.device), None
         self.positions = self.positions[:, -1:] + 1
         return deltas
 
-    def _row(self, n: int) -> Row:
+    def _row(self, n: int) -> SamplerRow:
         r: Any = self.requests[n]
-        return Row(
-            sampling=r.sampling, prompt=r.ids, output=self.outputs[n], seed=self.seeds[n], drawn=len(self.outputs[n]),
+        return SamplerRow(
+            sampling=r.sampling, prompt=r.ids, output=self.outputs[n], seed=self.seeds[n], n_drawn=len(self.outputs[n]),
             top_log_probs=r.top_log_probs,
         )  # fmt: skip

@@ -35,11 +35,11 @@ from bench.models._synthetic_data import characters, stretches
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig
 from whorl.objectives import next_token
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
-from whorl.train.lm.pretrain import build_model, learner_of, shared_of
+from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
 from whorl.train.optim.lr_schedule import warmup_stable_decay
 
 WIDTHS, BASE = (64, 128, 256, 512), 64
@@ -68,10 +68,10 @@ def train(way: str, width: int, power: int, seed: int, steps: int, text: Path, d
         vocab_size=vocab, d_model=width, n_layers=2, n_heads=width // 32, n_kv_heads=width // 32, head_dim=32,
         mlp_hidden=4 * width, ngram_orders=(),
     )  # fmt: skip
-    job = Job(tokens="", model=shape, optim=optim, length=LENGTH, batch_rows=ROWS, steps=steps, seed=seed, dtype=dtype,
+    job = Job(tokens="", model=shape, optim=optim, seq_len=LENGTH, batch_size=ROWS, steps=steps, seed=seed, dtype=dtype,
               compile=False)  # fmt: skip
     model = build_model(job)
-    (update,) = learner_of(model, job, shared_of(model, job), World()).updates
+    (update,) = build_learner(model, job, allocate_shared(model, job), ProcessGroup()).updates
     rng, began, losses = numpy_rng(seed, "mup", "batches"), time.process_time(), list[float]()
     for step in range(steps):
         part = stretches(training, rng, ROWS, LENGTH)

@@ -39,9 +39,9 @@ from whorl.models import Decoder, DecoderConfig
 from whorl.objectives import next_token
 from whorl.tracking.seeds import generator, numpy_rng
 from whorl.train.config import OptimConfig
-from whorl.train.lm.objective import treatments
+from whorl.train.lm.objective import param_optims
 from whorl.train.optim.lr_schedule import warmup_stable_decay
-from whorl.train.optim.optimizers import AdamW, Muon, Named
+from whorl.train.optim.optimizers import AdamW, Muon, NamedTensors
 
 LENGTH, ROWS, TUNING_SEED = 128, 8, 100
 BETAS = (0.9, 0.95)
@@ -64,7 +64,7 @@ class Adafactor:
     size (matrices that begin at zero would crawl), and no momentum (with it, it is better).
     """
 
-    def __init__(self, params: Named, rate: float) -> None:
+    def __init__(self, params: NamedTensors, rate: float) -> None:
         self.params, self.rate, self.steps = params, rate, 0
         self.rows = {n: torch.zeros(p.shape[0]) for n, p in params}
         self.columns = {n: torch.zeros(p.shape[1]) for n, p in params}
@@ -91,7 +91,7 @@ class SOAP:
     eigenvectors again (algorithm 4). The first gradient that is not zero sets the basis and takes no step.
     """
 
-    def __init__(self, params: Named, rate: float, every: int = 10) -> None:
+    def __init__(self, params: NamedTensors, rate: float, every: int = 10) -> None:
         self.params, self.rate, self.every, self.steps = params, rate, every, 0
         self.mean = {n: torch.zeros_like(p) for n, p in params}
         self.square = {n: torch.zeros_like(p) for n, p in params}
@@ -136,16 +136,16 @@ class SOAP:
             self.bases[name][axis] = torch.linalg.qr(product @ basis[:, order]).Q
 
 
-def _muon(params: Named, rate: float) -> Muon:
+def _muon(params: NamedTensors, rate: float) -> Muon:
     names = sorted(params, key=lambda item: item[0])
     return Muon([names[::2], names[1::2]], rate, dtype=probe().torch_dtype)
 
 
-def _adamw(params: Named, rate: float) -> AdamW:
+def _adamw(params: NamedTensors, rate: float) -> AdamW:
     return AdamW(params, dict.fromkeys((n for n, _ in params), rate), betas=BETAS, eps=1e-10)
 
 
-MAKERS: dict[str, Callable[[Named, float], Any]] = {
+MAKERS: dict[str, Callable[[NamedTensors, float], Any]] = {
     "AdamW": _adamw, "Muon": _muon, "Adafactor": Adafactor, "SOAP": SOAP,
 }  # fmt: skip
 
@@ -163,9 +163,11 @@ class Trainer:
         self.rng = numpy_rng(seed, "optimisers", "batches")
         self.params = dict(self.model.named_parameters())
         data = {n: p.data for n, p in self.params.items()}
-        treated = treatments(self.model, OptimConfig())
-        self.matrices = MAKERS[kind]([(n, data[n]) for n, t in treated.items() if t.rule == "muon"], rate)
-        rest = {n: t.rate for n, t in treated.items() if t.rule == "adamw"}
+        treated = param_optims(self.model, OptimConfig())
+        self.matrices = MAKERS[kind](
+            [(n, data[n]) for n, t in treated.items() if t.optimizer == "muon"], rate
+        )
+        rest = {n: t.lr for n, t in treated.items() if t.optimizer == "adamw"}
         self.rest = AdamW([(n, data[n]) for n in rest], rest, betas=(0.8, 0.95), eps=1e-10)
 
     def step(self, factor: float) -> float:

@@ -20,8 +20,8 @@ class CartPole(BatchedEnvironment):
 
     observation_shape, n_actions, default_horizon = (4,), 2, 500
 
-    def __init__(self, n: int, *, horizon: int | None = None, device: str = "cpu") -> None:
-        super().__init__(n, horizon=horizon, device=device)
+    def __init__(self, n: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
+        super().__init__(n, max_episode_steps=max_episode_steps, device=device)
         self.forces = torch.tensor([-10.0, 10.0], dtype=torch.float64, device=self.device)
         self.reward = torch.ones(n, device=self.device)
         limits = [2.4, math.inf, 12 * 2 * math.pi / 360, math.inf]
@@ -61,10 +61,10 @@ class Acrobot(BatchedEnvironment):
 
     def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torque, dt = action.double() - 1.0, 0.2
-        k1 = self._slope(state, torque)
-        k2 = self._slope(torch.add(state, k1, alpha=dt / 2), torque)
-        k3 = self._slope(torch.add(state, k2, alpha=dt / 2), torque)
-        k4 = self._slope(torch.add(state, k3, alpha=dt), torque)
+        k1 = self._derivative(state, torque)
+        k2 = self._derivative(torch.add(state, k1, alpha=dt / 2), torque)
+        k3 = self._derivative(torch.add(state, k2, alpha=dt / 2), torque)
+        k4 = self._derivative(torch.add(state, k3, alpha=dt), torque)
         following = torch.add(state, k1.add_(k4).add_(k2.add_(k3), alpha=2.0), alpha=dt / 6)
         following[:2] = torch.remainder(following[:2] + math.pi, 2 * math.pi) - math.pi
         following[2].clamp_(-4 * math.pi, 4 * math.pi)
@@ -72,7 +72,7 @@ class Acrobot(BatchedEnvironment):
         up = -following[0].cos() - (following[1] + following[0]).cos() > 1.0
         return following, up.float() - 1.0, up
 
-    def _slope(self, state: Tensor, torque: Tensor) -> Tensor:
+    def _derivative(self, state: Tensor, torque: Tensor) -> Tensor:
         """Time derivative of the state; masses, lengths and moments of inertia are 1, centres of mass at 1/2.
 
         d1, d2, phi1, phi2 as in Sutton & Barto (2018, section 11.3 of the first edition), cos(x - pi/2) written as sin(x).
@@ -111,7 +111,7 @@ class Pendulum(BatchedEnvironment):
         error = torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
         cost = error.square() + 0.1 * spin.square() + 0.001 * torque.square()
         faster = (spin + (1.5 * gravity * angle.sin() + 3.0 * torque) * dt).clamp(-8.0, 8.0)
-        return torch.stack((angle + faster * dt, faster)), -cost.float(), self.nobody
+        return torch.stack((angle + faster * dt, faster)), -cost.float(), self.none_ended
 
     def observe(self, state: Tensor) -> Tensor:
         return torch.stack((state[0].cos(), state[0].sin(), state[1]), dim=1).float()
@@ -133,13 +133,17 @@ class MountainCar(BatchedEnvironment):
         position = (position + velocity).clamp_(-1.2, 0.6)
         velocity = velocity.masked_fill((position == -1.2) & (velocity < 0), 0.0)
         there = (position >= 0.5) & (velocity >= 0)
-        return torch.stack((position, velocity)), torch.full((self.n,), -1.0, device=self.device), there
+        return (
+            torch.stack((position, velocity)),
+            torch.full((self.num_envs,), -1.0, device=self.device),
+            there,
+        )
 
     def observe(self, state: Tensor) -> Tensor:
         return state.t().float()
 
 
-LAKE = ("SFFF", "FHFH", "FFFH", "HFFG")
+FROZEN_LAKE_MAP = ("SFFF", "FHFH", "FFFH", "HFFG")
 
 
 class GridWorld(BatchedEnvironment):
@@ -158,19 +162,19 @@ class GridWorld(BatchedEnvironment):
         self,
         n: int,
         *,
-        rows: tuple[str, ...] = LAKE,
-        slip: float = 1 / 3,
-        horizon: int | None = None,
+        rows: tuple[str, ...] = FROZEN_LAKE_MAP,
+        slip_probability: float = 1 / 3,
+        max_episode_steps: int | None = None,
         device: str = "cpu",
     ) -> None:
-        super().__init__(n, horizon=horizon, device=device)
+        super().__init__(n, max_episode_steps=max_episode_steps, device=device)
         text = "".join(rows)
         if len({len(row) for row in rows}) != 1 or text.count("S") != 1 or set(text) - set("SFHG"):
             raise ConfigError(
                 f"the map {list(rows)} is no grid world",
                 expected="rows of equal length of S (once), F, H and G",
             )
-        self.slip, self.first = slip, text.index("S")
+        self.slip_probability, self.start_cell = slip_probability, text.index("S")
         self.observation_shape = (len(text),)
         cells = torch.arange(len(text), device=self.device)
         row, column = cells // len(rows[0]), cells % len(rows[0])
@@ -179,26 +183,28 @@ class GridWorld(BatchedEnvironment):
             r = (row + down).clamp(0, len(rows) - 1)
             c = (column + right).clamp(0, len(rows[0]) - 1)
             moves.append(r * len(rows[0]) + c)
-        self.moves = torch.stack(moves)  # [4, cells] where each action leads
-        self.goal = torch.tensor([c == "G" for c in text], device=self.device)
-        self.last = torch.tensor([c in "GH" for c in text], device=self.device)
-        self.seen = torch.eye(len(text), device=self.device)
+        self.next_cell = torch.stack(moves)  # [4, cells] where each action leads
+        self.goal_cells = torch.tensor([c == "G" for c in text], device=self.device)
+        self.terminal_cells = torch.tensor([c in "GH" for c in text], device=self.device)
+        self.one_hot = torch.eye(len(text), device=self.device)
 
     def start(self, n: int) -> Tensor:
-        return torch.full((1, n), self.first, dtype=torch.int64, device=self.device)
+        return torch.full((1, n), self.start_cell, dtype=torch.int64, device=self.device)
 
     def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self.slip:
-            draw = self.uniform(0.0, 1.0, self.n)
-            action = (action + (draw < self.slip).long() - (draw >= 1 - self.slip).long()) % 4
-        following = self.moves[action, state[0]]
-        return following[None], self.goal[following].float(), self.last[following]
+        if self.slip_probability:
+            draw = self.uniform(0.0, 1.0, self.num_envs)
+            action = (
+                action + (draw < self.slip_probability).long() - (draw >= 1 - self.slip_probability).long()
+            ) % 4
+        following = self.next_cell[action, state[0]]
+        return following[None], self.goal_cells[following].float(), self.terminal_cells[following]
 
     def observe(self, state: Tensor) -> Tensor:
-        return self.seen[state[0]]
+        return self.one_hot[state[0]]
 
 
-BATCHED: dict[str, type[BatchedEnvironment]] = {
+TENSOR_ENVIRONMENTS: dict[str, type[BatchedEnvironment]] = {
     "CartPole-v1": CartPole,
     "Acrobot-v1": Acrobot,
     "Pendulum-v1": Pendulum,

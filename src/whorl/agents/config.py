@@ -22,63 +22,71 @@ class AgentConfig(BaseModel):
     steps: int = Field(default=100_000, ge=1, description="steps of the environment, all copies together")
     seed: int = 0
     n_envs: int = Field(default=8, ge=1, description="copies that an actor steps together")
-    length: int = Field(default=32, ge=1, description="steps of each copy in a record")
+    n_steps: int = Field(default=32, ge=1, description="steps of each copy in a record")
     actors: int = Field(
         default=0, ge=0, description="processes that act while the learner learns; 0: in turn with it"
     )
-    ahead: int = Field(
+    prefetch: int = Field(
         default=1, ge=0, description="records that an actor fills before the last was read; 0: lockstep"
     )
-    max_lag: int | None = Field(
+    max_policy_lag: int | None = Field(
         default=None, ge=0, description="records acted with older weights are made anew"
     )
     hidden: tuple[int, ...] = (64, 64)
     discount: float = Field(default=0.99, ge=0, le=1)
-    lambda_: float = Field(default=0.95, ge=0, le=1, description="of GAE or V-trace")
-    correct: bool = Field(default=False, description="V-trace in place of GAE: for records of older weights")
-    passes: int = Field(default=1, ge=1, description="times that a record is learnt from")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="of GAE or V-trace")
+    v_trace: bool = Field(default=False, description="V-trace in place of GAE: for records of older weights")
+    n_epochs: int = Field(default=1, ge=1, description="times that a record is learnt from")
     minibatches: int = Field(default=1, ge=1, description="parts of a record, a step each")
     clip: float = Field(default=0.2, gt=0, description="PPO")
-    normalise: bool = Field(
+    normalize_advantage: bool = Field(
         default=True, description="advantages to mean 0 and deviation 1 in each minibatch"
     )
-    rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate")
-    value_rate: float | None = Field(
+    learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate")
+    value_learning_rate: float | None = Field(
         default=None, gt=0, description="of the value network; left out, the same"
     )
-    decay: bool = Field(default=True, description="learning rate, clip and passes fall linearly over the run")
-    value_weight: float = Field(default=0.5, ge=0)
-    entropy_weight: float = Field(default=0.0, ge=0)
+    anneal: bool = Field(
+        default=True, description="learning rate, clip and passes fall linearly over the run"
+    )
+    value_coef: float = Field(default=0.5, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=0.5, gt=0)
 
     @model_validator(mode="after")
     def _possible(self) -> AgentConfig:
-        if self.minibatches > self.n_envs * self.length:
+        if self.minibatches > self.n_envs * self.n_steps:
             raise ValueError(
-                f"minibatches ({self.minibatches}) must be at most n_envs x length ({self.n_envs * self.length})"
+                f"minibatches ({self.minibatches}) must be at most n_envs x length ({self.n_envs * self.n_steps})"
             )
         return self
 
     @property
-    def record_steps(self) -> int:
+    def rollout_steps(self) -> int:
         """Steps of the environment in a record."""
-        return self.n_envs * self.length
+        return self.n_envs * self.n_steps
 
     @property
-    def records(self) -> int:
+    def n_rollouts(self) -> int:
         """Records that the run learns from."""
-        return -(-self.steps // self.record_steps)
+        return -(-self.steps // self.rollout_steps)
 
 
 # The value network learns five times faster than the policy: a policy whose advantages come from values that lag behind
 # stops at a plateau (LOG.md).
 A2C = AgentConfig(
-    algorithm="a2c", environment="CartPole-v1", steps=200_000, n_envs=16, length=8, hidden=(64,), lambda_=0.95,
-    normalise=False, rate=2e-3, value_rate=1e-2, clip_norm=2.0,
+    algorithm="a2c", environment="CartPole-v1", steps=200_000, n_envs=16, n_steps=8, hidden=(64,), gae_lambda=0.95,
+    normalize_advantage=False, learning_rate=2e-3, value_learning_rate=1e-2, clip_norm=2.0,
 )  # fmt: skip
 # The clip allows several passes over the same steps, and so more learning from each.
 PPO = AgentConfig(
-    algorithm="ppo", environment="CartPole-v1", n_envs=16, length=64, passes=10, minibatches=4, rate=1e-3
+    algorithm="ppo",
+    environment="CartPole-v1",
+    n_envs=16,
+    n_steps=64,
+    n_epochs=10,
+    minibatches=4,
+    learning_rate=1e-3,
 )
 # A2C whose records come from actors that do not wait, corrected for the age of their weights.
 IMPALA = A2C.model_copy(update={"algorithm": "impala", "correct": True, "actors": 2})
@@ -87,7 +95,7 @@ PRESETS: dict[str, AgentConfig] = {"a2c": A2C, "ppo": PPO, "impala": IMPALA}
 
 
 # What was found better for one environment (LOG.md says from what).
-TUNED: dict[tuple[str, str], dict[str, object]] = {
+TUNED_OVERRIDES: dict[tuple[str, str], dict[str, object]] = {
     ("ppo", "CartPole-v1"): {
         "length": 32, "hidden": (32,), "discount": 0.98, "lambda_": 0.85, "passes": 8, "minibatches": 3, "rate": 0.014,
         "clip_norm": 1.0,
@@ -96,13 +104,13 @@ TUNED: dict[tuple[str, str], dict[str, object]] = {
 }  # fmt: skip
 
 
-def preset(algorithm: str, environment: str, **changes: object) -> AgentConfig:
+def make_config(algorithm: str, environment: str, **changes: object) -> AgentConfig:
     """An algorithm's preset for an environment, with changes."""
-    base = {**PRESETS[algorithm].model_dump(), **TUNED.get((algorithm, environment), {})}
+    base = {**PRESETS[algorithm].model_dump(), **TUNED_OVERRIDES.get((algorithm, environment), {})}
     return AgentConfig.model_validate({**base, "environment": environment, **changes})
 
 
-def checked(algorithm: str, environment: str, changes: Mapping[str, object]) -> AgentConfig:
+def parse_config(algorithm: str, environment: str, changes: Mapping[str, object]) -> AgentConfig:
     """A preset with changes by field; texts are read as the field's type.
 
     Raises:
@@ -115,7 +123,7 @@ def checked(algorithm: str, environment: str, changes: Mapping[str, object]) -> 
         if name not in known:
             raise ConfigError(f"agents have no setting {name!r}", expected=one_of(name, known))
     try:
-        return preset(algorithm, environment, **changes)
+        return make_config(algorithm, environment, **changes)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the settings"

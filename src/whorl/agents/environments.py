@@ -42,7 +42,7 @@ class Environment(Protocol):
     `action_size` numbers between `action_low` and `action_high`.
     """
 
-    n: int
+    num_envs: int
     observation_shape: tuple[int, ...]
     n_actions: int | None
     action_size: int
@@ -84,21 +84,23 @@ class BatchedEnvironment(ABC):
     action_size: int = 1
     action_low: float = 0.0
     action_high: float = 0.0
-    default_horizon: ClassVar[int]
+    default_max_episode_steps: ClassVar[int]
 
-    def __init__(self, n: int, *, horizon: int | None = None, device: str = "cpu") -> None:
-        if n < 1:
-            raise ConfigError(f"{n} copies of an environment", expected="at least 1")
-        self.n, self.device = n, torch.device(device)
-        self.horizon = self.default_horizon if horizon is None else horizon
+    def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
+        if num_envs < 1:
+            raise ConfigError(f"{num_envs} copies of an environment", expected="at least 1")
+        self.num_envs, self.device = num_envs, torch.device(device)
+        self.max_episode_steps = (
+            self.default_max_episode_steps if max_episode_steps is None else max_episode_steps
+        )
         self.state: Tensor | None = None
 
     @abstractmethod
-    def start(self, n: int) -> Tensor:
+    def initial_state(self, n: int) -> Tensor:
         """[k, n] states to begin with, drawn from `self.generator`."""
 
     @abstractmethod
-    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[k, B] and the actions -> (next state [k, B], reward [B], terminated [B] bool)."""
 
     @abstractmethod
@@ -107,42 +109,42 @@ class BatchedEnvironment(ABC):
 
     def reset(self, seed: int) -> Tensor:
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.state = self.start(self.n)
-        self.clock, self.first_deadline = 0, self.horizon
-        self.deadline = torch.full((self.n,), self.horizon, device=self.device)
-        self.nobody = torch.zeros(self.n, dtype=torch.bool, device=self.device)
+        self.state = self.initial_state(self.num_envs)
+        self.step_count, self.next_deadline = 0, self.max_episode_steps
+        self.deadline = torch.full((self.num_envs,), self.max_episode_steps, device=self.device)
+        self.none_ended = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
         return self.observe(self.state)
 
     def step(self, action: Tensor) -> Transition:
         if self.state is None:
             raise ConfigError(f"{type(self).__name__} was not started", do="call reset(seed) first")
-        state, reward, terminated = self.advance(self.state, action)
-        self.clock += 1
+        state, reward, terminated = self.transition(self.state, action)
+        self.step_count += 1
         # Nobody's time is up before the first deadline, and deadlines only move on: most steps need not compare.
-        due = self.clock >= self.first_deadline
-        truncated = self.deadline <= self.clock if due else self.nobody
+        due = self.step_count >= self.next_deadline
+        truncated = self.deadline <= self.step_count if due else self.none_ended
         final = observation = self.observe(state)
         ended = (terminated | truncated if due else terminated).nonzero().view(-1)
         if len(ended):
-            state.index_copy_(1, ended, self.start(len(ended)))
-            self.deadline.index_fill_(0, ended, self.clock + self.horizon)
+            state.index_copy_(1, ended, self.initial_state(len(ended)))
+            self.deadline.index_fill_(0, ended, self.step_count + self.max_episode_steps)
             observation = self.observe(state)  # all of them: cheaper than to pick rows
         if due:
-            self.first_deadline = int(self.deadline.min())
+            self.next_deadline = int(self.deadline.min())
         self.state = state
         return Transition(observation, reward, terminated, truncated, final)
 
     def state_dict(self) -> dict[str, Tensor]:
         assert self.state is not None
         return {
-            "state": self.state, "remaining": self.deadline - self.clock, "generator": self.generator.get_state()
+            "state": self.state, "remaining": self.deadline - self.step_count, "generator": self.generator.get_state()
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if not state:
             return
-        self.state, self.deadline, self.clock = state["state"].clone(), state["remaining"].clone(), 0
-        self.first_deadline = int(self.deadline.min())
+        self.state, self.deadline, self.step_count = state["state"].clone(), state["remaining"].clone(), 0
+        self.next_deadline = int(self.deadline.min())
         self.generator.set_state(state["generator"])
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:

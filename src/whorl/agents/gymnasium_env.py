@@ -23,7 +23,7 @@ class GymnasiumEnvironment:
         ConfigError: gymnasium is missing or does not know the name, or a space is neither Box nor Discrete.
     """
 
-    def __init__(self, name: str, n: int, **settings: Any) -> None:
+    def __init__(self, name: str, num_envs: int, **settings: Any) -> None:
         try:
             import gymnasium
             from gymnasium.vector import AutoresetMode
@@ -33,9 +33,9 @@ class GymnasiumEnvironment:
                 do="pip install gymnasium; `whorl rl environments` lists those that work without it",
             ) from error
         try:
-            self.copies = gymnasium.make_vec(
+            self.envs = gymnasium.make_vec(
                 name,
-                n,
+                num_envs,
                 vectorization_mode="sync",
                 vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP},
                 **settings,
@@ -45,8 +45,8 @@ class GymnasiumEnvironment:
                 f"there is no environment {name!r}: {error}",
                 do="see `whorl rl environments`, or gymnasium's own list",
             ) from error
-        self.n, self.name = n, name
-        observation, action = self.copies.single_observation_space, self.copies.single_action_space
+        self.num_envs, self.name = num_envs, name
+        observation, action = self.envs.single_observation_space, self.envs.single_action_space
         self.one_hot: Tensor | None = None
         if isinstance(observation, gymnasium.spaces.Discrete):
             self.first_observation = int(observation.start)
@@ -67,30 +67,30 @@ class GymnasiumEnvironment:
             raise self._unsupported("takes", action)
 
     def _unsupported(self, does: str, space: Any) -> ConfigError:
-        self.copies.close()
+        self.envs.close()
         return ConfigError(
             f"the environment {self.name!r} {does} {space}",
             expected="a Box or Discrete space (actions: a Box of one dimension)",
             do="wrap it, as with gymnasium.wrappers.FlattenObservation",
         )
 
-    def _observed(self, observation: Any) -> Tensor:
+    def _to_tensor(self, observation: Any) -> Tensor:
         if self.one_hot is not None:
             return self.one_hot[torch.as_tensor(observation) - self.first_observation]
         return torch.from_numpy(np.array(observation, dtype=np.float32))  # a copy: theirs may be reused
 
     def reset(self, seed: int) -> Tensor:
-        return self._observed(self.copies.reset(seed=seed)[0])
+        return self._to_tensor(self.envs.reset(seed=seed)[0])
 
     def step(self, action: Tensor) -> Transition:
         taken = action.numpy() + self.first_action if self.n_actions is not None else action.numpy()
-        seen, reward, terminated, truncated, info = self.copies.step(taken)
-        observation = self._observed(seen)
+        seen, reward, terminated, truncated, info = self.envs.step(taken)
+        observation = self._to_tensor(seen)
         final = observation
         if "final_obs" in info:
             final = observation.clone()
             for i in np.flatnonzero(info["_final_obs"]):
-                final[i] = self._observed(info["final_obs"][i])
+                final[i] = self._to_tensor(info["final_obs"][i])
         return Transition(
             observation,
             torch.tensor(reward, dtype=torch.float32),
@@ -106,4 +106,4 @@ class GymnasiumEnvironment:
         """From nothing nothing follows."""
 
     def close(self) -> None:
-        self.copies.close()
+        self.envs.close()

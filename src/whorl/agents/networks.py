@@ -19,7 +19,7 @@ from whorl.agents.environments import Environment
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ActionEvaluation:
     """What the networks say about N steps; each [N]."""
 
     log_prob: Tensor
@@ -27,14 +27,14 @@ class Judgement:
     value: Tensor
 
 
-def perceptron(sizes: Sequence[int], last_gain: float, generator: torch.Generator) -> nn.Sequential:
+def mlp(sizes: Sequence[int], output_gain: float, generator: torch.Generator) -> nn.Sequential:
     """Linear layers with tanh between them."""
     layers: list[nn.Module] = []
     for number, (inside, outside) in enumerate(pairwise(sizes)):
         last = number == len(sizes) - 2
         linear = nn.Linear(inside, outside)
         with torch.no_grad():
-            nn.init.orthogonal_(linear.weight, last_gain if last else math.sqrt(2), generator=generator)
+            nn.init.orthogonal_(linear.weight, output_gain if last else math.sqrt(2), generator=generator)
             linear.bias.zero_()
         layers += [linear] if last else [linear, nn.Tanh()]
     return nn.Sequential(*layers)
@@ -48,10 +48,10 @@ class ActorCritic(nn.Module):
         inside = math.prod(environment.observation_shape)
         self.discrete = environment.n_actions is not None
         outside = environment.n_actions or environment.action_size
-        self.policy = perceptron([inside, *hidden, outside], 0.01, generator)
-        self.value = perceptron([inside, *hidden, 1], 1.0, generator)
+        self.policy = mlp([inside, *hidden, outside], 0.01, generator)
+        self.value = mlp([inside, *hidden, 1], 1.0, generator)
         self.log_width = None if self.discrete else nn.Parameter(torch.zeros(environment.action_size))
-        self.low, self.high = environment.action_low, environment.action_high
+        self.action_low, self.action_high = environment.action_low, environment.action_high
 
     def values(self, observation: Tensor) -> Tensor:
         """[..., *observation] flattened to [..., d] -> [...]."""
@@ -71,28 +71,28 @@ class ActorCritic(nn.Module):
         # The first action whose cumulative probability exceeds the draw; the last one has it all, up to rounding.
         return (reached[:, :-1] <= noise[:, None]).sum(dim=-1), said
 
-    def best(self, observation: Tensor) -> Tensor:
+    def greedy_action(self, observation: Tensor) -> Tensor:
         """[B, d] -> the likeliest action of each."""
         said: Tensor = self.policy(observation)
         return said.argmax(dim=-1) if self.discrete else said
 
-    def log_prob(self, said: Tensor, action: Tensor) -> Tensor:
+    def log_prob(self, distribution: Tensor, action: Tensor) -> Tensor:
         """said: [..., A] or [..., k], as `act` returned; action: [...] or [..., k] -> [...]."""
         if self.discrete:
-            return said.log_softmax(dim=-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+            return distribution.log_softmax(dim=-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
         assert self.log_width is not None
-        standard = (action - said) / self.log_width.exp()
+        standard = (action - distribution) / self.log_width.exp()
         found: Tensor = (-0.5 * standard.square() - self.log_width - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
         return found
 
-    def judge(self, observation: Tensor, action: Tensor) -> Judgement:
+    def evaluate_actions(self, observation: Tensor, action: Tensor) -> ActionEvaluation:
         """observation: [N, d]; action: [N] or [N, k]."""
         said = self.policy(observation)
         value = self.values(observation)
         if self.discrete:
             log_probs = said.log_softmax(dim=-1)
             entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
-            return Judgement(log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, value)
+            return ActionEvaluation(log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, value)
         assert self.log_width is not None
         each = 0.5 + 0.5 * math.log(2 * math.pi) + self.log_width
-        return Judgement(self.log_prob(said, action), each.sum().expand(len(value)), value)
+        return ActionEvaluation(self.log_prob(said, action), each.sum().expand(len(value)), value)

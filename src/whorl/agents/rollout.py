@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from whorl.agents.environments import Environment
 from whorl.agents.networks import ActorCritic
-from whorl.agents.registration import make
-from whorl.slots import Slot, Spec, Weights
+from whorl.agents.registration import make_env
+from whorl.slots import BoardReader, Slot, Spec
 
 STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "final_observation")
 
@@ -51,10 +51,10 @@ class ContinuousRollout:
     truncated: Annotated[NDArray[np.bool_], "T", "B"]
 
 
-def rollout_spec(environment: Environment, length: int) -> Spec[Any]:
+def rollout_spec(environment: Environment, n_steps: int) -> Spec[Any]:
     """The record of `length` steps of an environment's copies; observations are flattened."""
     sizes = {
-        "T": length, "T1": length + 1, "B": environment.n, "D": int(np.prod(environment.observation_shape))
+        "T": n_steps, "T1": n_steps + 1, "B": environment.num_envs, "D": int(np.prod(environment.observation_shape))
     }  # fmt: skip
     if environment.n_actions is not None:
         return Spec.from_dataclass(Rollout, **sizes)
@@ -69,14 +69,14 @@ class Actor:
     """
 
     environment: str
-    n: int
+    num_envs: int
     hidden: Sequence[int]
     seed: int
 
-    def begin(self) -> None:
+    def setup(self) -> None:
         """Makes the environments and the networks; `fill` does it where nobody did."""
         torch.set_num_threads(1)
-        self._copies = make(self.environment, self.n)
+        self._copies = make_env(self.environment, self.num_envs)
         self._networks = ActorCritic(self._copies, self.hidden, torch.Generator())
         self._seen = self._copies.reset(self.seed).flatten(1)
 
@@ -91,18 +91,18 @@ class Actor:
         self._seen = state.get("seen", self._seen)
 
     @torch.no_grad()
-    def fill(self, slot: Slot[Any], weights: Weights, rng: np.random.Generator) -> int:
+    def fill(self, slot: Slot[Any], weights: BoardReader, rng: np.random.Generator) -> int:
         """Write T steps; returns their number, T * B."""
         if not hasattr(self, "_copies"):
-            self.begin()
-        weights.into(self._networks)
+            self.setup()
+        weights.load_into(self._networks)
         record = slot.tensors()
         length, copies, networks, seen = len(record["reward"]), self._copies, self._networks, self._seen
         generator = torch.Generator().manual_seed(slot.seed)
         noise = (
-            torch.rand(length, self.n, generator=generator)
+            torch.rand(length, self.num_envs, generator=generator)
             if networks.discrete
-            else torch.randn(length, self.n, copies.action_size, generator=generator)
+            else torch.randn(length, self.num_envs, copies.action_size, generator=generator)
         )
         said, steps = [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
         for t in range(length):
@@ -121,4 +121,4 @@ class Actor:
             torch.stack(values, out=record[name])
         record["behaviour_log_prob"][:] = networks.log_prob(torch.stack(said), record["action"])
         self._seen = seen
-        return length * self.n
+        return length * self.num_envs

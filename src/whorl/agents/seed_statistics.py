@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Summary:
+class SeedSummary:
     """The inter-quartile mean of runs, and the interval that holds 95 % of what drawing them anew gives."""
 
     mean: float
@@ -26,7 +26,7 @@ class Summary:
         return f"{self.mean:.1f} ({self.low:.1f} to {self.high:.1f})"
 
 
-def inter_quartile_mean(scores: NDArray[np.float64]) -> NDArray[np.float64]:
+def interquartile_mean(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     """scores: [..., n] -> [...]: the mean of the middle half; on its edge, by the share that lies inside."""
     n = scores.shape[-1]
     place = np.arange(n)
@@ -35,7 +35,9 @@ def inter_quartile_mean(scores: NDArray[np.float64]) -> NDArray[np.float64]:
     return found
 
 
-def summarise(tasks: Sequence[Sequence[float]], rng: np.random.Generator, draws: int = 2000) -> Summary:
+def summarize_seeds(
+    tasks: Sequence[Sequence[float]], rng: np.random.Generator, n_bootstrap: int = 2000
+) -> SeedSummary:
     """tasks: for each task the score of each run. All runs of all tasks together make the mean.
 
     Raises:
@@ -44,8 +46,8 @@ def summarise(tasks: Sequence[Sequence[float]], rng: np.random.Generator, draws:
     runs = [np.asarray(task, np.float64) for task in tasks]
     if not runs or any(len(task) == 0 for task in runs):
         raise ValueError("there are no runs to summarise")
-    whole = float(inter_quartile_mean(np.concatenate(runs)))
-    again = [task[rng.integers(0, len(task), (draws, len(task)))] for task in runs]  # within each task
-    means = inter_quartile_mean(np.concatenate(again, axis=1))
+    whole = float(interquartile_mean(np.concatenate(runs)))
+    again = [task[rng.integers(0, len(task), (n_bootstrap, len(task)))] for task in runs]  # within each task
+    means = interquartile_mean(np.concatenate(again, axis=1))
     low, high = np.quantile(means, [0.025, 0.975])
-    return Summary(whole, float(low), float(high))
+    return SeedSummary(whole, float(low), float(high))

@@ -56,7 +56,7 @@ Everything made is kept in a store (.whorl here, $WHORL_HOME, or --store) and lo
 """
 
 
-def guarded(verb: Callable[..., None]) -> Callable[..., None]:
+def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
     """A verb with its errors turned into messages and exit codes."""
 
     @functools.wraps(verb)
@@ -77,7 +77,7 @@ def guarded(verb: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def application() -> typer.Typer:
+def build_app() -> typer.Typer:
     """The command line with every verb."""
     app = typer.Typer(
         help=HELP,
@@ -90,12 +90,12 @@ def application() -> typer.Typer:
     for name, folder in VERBS.items():
         inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` is no name for a module
         module = importlib.import_module(f"whorl.cli.{folder}.{inside}")
-        app.command(name)(guarded(getattr(module, inside)))
+        app.command(name)(with_error_handling(getattr(module, inside)))
     for group, (folder, verbs) in GROUPS.items():
         module = importlib.import_module(f"whorl.cli.{folder}.{group}")
         inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
         for name in verbs:
-            inner.command(name)(guarded(getattr(module, name)))
+            inner.command(name)(with_error_handling(getattr(module, name)))
         app.add_typer(inner, name=group)
     return app
 
@@ -112,4 +112,4 @@ def _version(
 
 def main() -> None:
     """The entry point of the command `whorl`."""
-    application()()
+    build_app()()

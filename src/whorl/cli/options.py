@@ -24,7 +24,7 @@ RefArgument = Annotated[
 ]
 
 
-def size(n_bytes: float) -> str:
+def format_size(n_bytes: float) -> str:
     """`812 B`, `4.1 kB`, `31.4 MB`, `2.0 GB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= scale:
@@ -32,6 +32,6 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
-def when(seconds: float) -> str:
+def format_time(seconds: float) -> str:
     """A moment in local time: `2026-11-05 14:03`."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))

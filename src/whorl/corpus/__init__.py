@@ -7,7 +7,7 @@ later room. `docs/corpus.md` tells it in a page.
 
 from whorl.corpus.config import CurateConfig, IngestConfig
 from whorl.corpus.curate import curate
-from whorl.corpus.documents import Document, Rejected
+from whorl.corpus.documents import Document, RejectedDocument
 from whorl.corpus.ingest import ingest
 from whorl.corpus.reader import Corpus, document_files
 from whorl.corpus.sources import fingerprint
@@ -17,7 +17,7 @@ __all__ = [
     "CurateConfig",
     "Document",
     "IngestConfig",
-    "Rejected",
+    "RejectedDocument",
     "curate",
     "document_files",
     "fingerprint",

@@ -25,12 +25,12 @@ import orjson
 
 from whorl.errors import ConfigError, DataError
 
-MOST_DOCUMENT_BYTES = 1 << 20
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".tar": "tar"}
+MAX_DOCUMENT_BYTES = 1 << 20
+FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".tar": "tar"}
 
 
 @dataclass(frozen=True)
-class Block:
+class FileBlock:
     """A stretch of a file: bytes begin to end of a JSONL or tar file, row group `begin` of a Parquet file; size in bytes."""
 
     file: str
@@ -51,15 +51,15 @@ class Source:
 
 
 @dataclass
-class SetAside:
+class RejectCounter:
     """What could not be read: how many records, and why the first of them."""
 
     count: int = 0
-    first: str = ""
+    first_reason: str = ""
 
     def add(self, reason: str) -> None:
         self.count += 1
-        self.first = self.first or reason
+        self.first_reason = self.first_reason or reason
 
 
 @dataclass
@@ -77,7 +77,7 @@ class RawFiles:
     files: Sequence[str]
     text_field: str = "text"
     block_bytes: int = 1 << 18
-    blocks: list[Block] = field(init=False)
+    blocks: list[FileBlock] = field(init=False)
     fingerprint: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,10 +85,11 @@ class RawFiles:
             raise ConfigError("there are no files to read", expected="at least one")
         self.blocks, seen = [], hashlib.sha256()
         for name in sorted(self.files):
-            kind = KINDS.get(PurePosixPath(name).suffix.lower())
+            kind = FORMAT_OF_SUFFIX.get(PurePosixPath(name).suffix.lower())
             if kind is None:
                 raise ConfigError(
-                    f"{name} is of no kind that is read in blocks", expected=f"one of {', '.join(KINDS)}"
+                    f"{name} is of no kind that is read in blocks",
+                    expected=f"one of {', '.join(FORMAT_OF_SUFFIX)}",
                 )
             try:
                 found = list(getattr(self, f"_{kind}_blocks")(name))
@@ -104,13 +105,13 @@ class RawFiles:
             raise DataError("the files hold nothing", expected="records with text")
         self.fingerprint = seen.hexdigest()[:16]
 
-    def _jsonl_blocks(self, name: str) -> Iterator[Block]:
+    def _jsonl_blocks(self, name: str) -> Iterator[FileBlock]:
         size = _file_size(name)
         for begin in range(0, size, self.block_bytes):
             end = min(size, begin + self.block_bytes)
-            yield Block(name, "jsonl", begin, end, end - begin)
+            yield FileBlock(name, "jsonl", begin, end, end - begin)
 
-    def _parquet_blocks(self, name: str) -> Iterator[Block]:
+    def _parquet_blocks(self, name: str) -> Iterator[FileBlock]:
         import pyarrow.parquet as pq
 
         with _open(name) as stream, pq.ParquetFile(stream) as table:
@@ -119,36 +120,36 @@ class RawFiles:
                     f"no column {self.text_field!r} among {', '.join(table.schema_arrow.names[:10])}"
                 )
             for group in range(table.num_row_groups):
-                yield Block(
+                yield FileBlock(
                     name, "parquet", group, group + 1, table.metadata.row_group(group).total_byte_size
                 )
 
-    def _tar_blocks(self, name: str) -> Iterator[Block]:
+    def _tar_blocks(self, name: str) -> Iterator[FileBlock]:
         begin = end = 0
         with _open(name) as stream, tarfile.open(fileobj=stream) as archive:
             for member in archive:
                 after = member.offset_data + -(-member.size // 512) * 512
                 if after - begin > self.block_bytes and end > begin:
-                    yield Block(name, "tar", begin, end, end - begin)
+                    yield FileBlock(name, "tar", begin, end, end - begin)
                     begin = end
                 end = after
         if end > begin:
-            yield Block(name, "tar", begin, end, end - begin)
+            yield FileBlock(name, "tar", begin, end, end - begin)
 
-    def texts(self, number: int, aside: SetAside) -> Iterator[str]:
+    def texts(self, number: int, rejects: RejectCounter) -> Iterator[str]:
         """The texts of a block, in their order; what cannot be read goes to `aside`."""
         block = self.blocks[number]
-        for text in getattr(self, f"_{block.kind}_texts")(block, aside):
+        for text in getattr(self, f"_{block.kind}_texts")(block, rejects):
             if not isinstance(text, str):
-                aside.add(f"{block.file}: {self.text_field!r} is no text")
-            elif len(text) > MOST_DOCUMENT_BYTES or (
-                not text.isascii() and len(text.encode("utf-8", "replace")) > MOST_DOCUMENT_BYTES
+                rejects.add(f"{block.file}: {self.text_field!r} is no text")
+            elif len(text) > MAX_DOCUMENT_BYTES or (
+                not text.isascii() and len(text.encode("utf-8", "replace")) > MAX_DOCUMENT_BYTES
             ):
-                aside.add(f"{block.file}: a text of more than {MOST_DOCUMENT_BYTES:,} bytes")
+                rejects.add(f"{block.file}: a text of more than {MAX_DOCUMENT_BYTES:,} bytes")
             elif text:
                 yield text
 
-    def _jsonl_texts(self, block: Block, aside: SetAside) -> Iterator[Any]:
+    def _jsonl_texts(self, block: FileBlock, rejects: RejectCounter) -> Iterator[Any]:
         with _open(block.file) as stream:
             # One byte earlier: a line that begins exactly at `begin` has its predecessor's end there.
             stream.seek(max(0, block.begin - 1))
@@ -157,20 +158,20 @@ class RawFiles:
             if block.begin and not start:
                 return  # no line begins here
             if start < len(data) and not data.endswith(b"\n"):
-                data += stream.readline(2 * MOST_DOCUMENT_BYTES)
+                data += stream.readline(2 * MAX_DOCUMENT_BYTES)
                 if not data.endswith(b"\n") and stream.read(1):
                     last = data.rfind(b"\n") + 1
                     data = data[:last]
-                    aside.add(f"{block.file}: a line of more than {2 * MOST_DOCUMENT_BYTES:,} bytes")
+                    rejects.add(f"{block.file}: a line of more than {2 * MAX_DOCUMENT_BYTES:,} bytes")
         for line in data[start:].splitlines():
             if line.isspace() or not line:
                 continue
             try:
                 yield orjson.loads(line)[self.text_field]
             except (ValueError, KeyError, TypeError) as error:
-                aside.add(f"{block.file}: {type(error).__name__}: {str(error)[:100]}")
+                rejects.add(f"{block.file}: {type(error).__name__}: {str(error)[:100]}")
 
-    def _parquet_texts(self, block: Block, aside: SetAside) -> Iterator[Any]:
+    def _parquet_texts(self, block: FileBlock, rejects: RejectCounter) -> Iterator[Any]:
         import pyarrow.parquet as pq
 
         try:
@@ -179,9 +180,9 @@ class RawFiles:
                     self.text_field
                 ].to_pylist()
         except (OSError, ValueError) as error:  # pyarrow's errors are both
-            aside.add(f"{block.file}: row group {block.begin}: {str(error)[:100]}")
+            rejects.add(f"{block.file}: row group {block.begin}: {str(error)[:100]}")
 
-    def _tar_texts(self, block: Block, aside: SetAside) -> Iterator[Any]:
+    def _tar_texts(self, block: FileBlock, rejects: RejectCounter) -> Iterator[Any]:
         with _open(block.file) as stream:
             stream.seek(block.begin)
             data = stream.read(block.end - block.begin)
@@ -194,10 +195,10 @@ class RawFiles:
                     text = inside.read().decode()
                     yield orjson.loads(text)[self.text_field] if member.name.endswith(".json") else text
                 except (ValueError, KeyError, TypeError) as error:
-                    aside.add(f"{block.file}: {member.name}: {type(error).__name__}: {str(error)[:100]}")
+                    rejects.add(f"{block.file}: {member.name}: {type(error).__name__}: {str(error)[:100]}")
 
 
-def expanded(files: Sequence[str]) -> list[str]:
+def expand_globs(files: Sequence[str]) -> list[str]:
     """Names with each pattern (`*`, `?`, `[...]`; local or a URL) replaced by what it matches, in order.
 
     Raises:

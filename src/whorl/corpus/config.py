@@ -84,10 +84,10 @@ class CurateConfig(BaseModel):
     )
     validation_bytes: int = Field(default=1_000_000, ge=0)
     test_bytes: int = Field(default=1_000_000, ge=0)
-    max_held_out_share: float = Field(
+    max_held_out_fraction: float = Field(
         default=0.1, gt=0, le=0.4, description="most of the selected bytes that validation, or test, may take"
     )
-    max_cluster_share: float = Field(
+    max_cluster_fraction: float = Field(
         default=0.1, gt=0, le=1.0, description="most of a held-out split that one cluster may fill"
     )
     seed: int = 0

@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.corpus import duplicates
-from whorl.corpus.attributes import PROSE, attribute_schema, measure
+from whorl.corpus.attributes import PROSE_LANGUAGES, attribute_schema, text_attributes
 from whorl.corpus.config import CurateConfig
-from whorl.corpus.splits import SPLITS, assign
+from whorl.corpus.splits import SPLITS, assign_splits
 from whorl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 2_000_000
 # A longer document is compared by its beginning: the sums over a block take some 60 bytes a byte of text.
-SIGNED_BYTES = 2_000_000
+MAX_SIGNATURE_BYTES = 2_000_000
 
 
 def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress: Progress) -> dict[str, Any]:
@@ -54,12 +54,12 @@ def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress:
     with tempfile.TemporaryDirectory(dir=out, prefix="scratch-") as scratch:
         table = _measure_all(documents, n_rows, Path(scratch), progress)
         with progress.task("Finding copies", total=None, unit="documents"):
-            first = duplicates.first_of_equals(table.hashes)
-            sets = duplicates.join_equals(first)
-            duplicates.clusters(table.signatures, config.near_duplicate_similarity, sets)
+            first = duplicates.first_occurrence(table.hashes)
+            sets = duplicates.union_exact_duplicates(first)
+            duplicates.cluster_near_duplicates(table.signatures, config.near_duplicate_similarity, sets)
             cluster = sets.roots()
         _write_attributes(documents, Path(scratch), out, first, cluster)
-    attributes = [out / _attribute_name(path) for path in documents]
+    attributes = [out / _attribute_file_name(path) for path in documents]
     reasons = _select(config.query, attributes, n_rows)
     kept = reasons == ""
     if not kept.any():
@@ -70,12 +70,12 @@ def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress:
             expected="at least one document with an empty reason",
             do="loosen the thresholds in curate's query",
         )
-    split = assign(table.ids, cluster, table.n_bytes, kept, config)
+    split = assign_splits(table.ids, cluster, table.n_bytes, kept, config)
     _write_selection(out, split, reasons)
     return _summary(table.n_bytes, reasons, split, cluster)
 
 
-class _Measured:
+class _DocumentTable:
     """What stays in memory of each document, and the map of all signatures."""
 
     def __init__(self, n: int, signature_file: Path) -> None:
@@ -86,7 +86,7 @@ class _Measured:
         self.signatures = np.memmap(signature_file, np.uint32, mode="w+", shape=shape)
 
 
-def _blocks(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
+def _row_batches(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
     """Rows of an open Parquet file, at most BLOCK_BYTES of text at a time (a longer document comes alone)."""
     for group in range(file.num_row_groups):
         rows: list[dict[str, Any]] = []
@@ -100,13 +100,13 @@ def _blocks(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
         yield rows
 
 
-def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress: Progress) -> _Measured:
+def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress: Progress) -> _DocumentTable:
     """One pass over the text: attributes to a scratch file for each document file, the rest as
     `_Measured`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = _Measured(n_rows, scratch / "signatures")
+    table = _DocumentTable(n_rows, scratch / "signatures")
     schema = attribute_schema()
     schema = pa.schema([schema.field(i) for i in range(schema.get_field_index("exact_hash") + 1)])
     provenance = ["source", "path", "language", "licence"]
@@ -114,9 +114,9 @@ def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress
         for path in documents:
             with (
                 pq.ParquetFile(path) as file,
-                pq.ParquetWriter(scratch / _attribute_name(path), schema) as writer,
+                pq.ParquetWriter(scratch / _attribute_file_name(path), schema) as writer,
             ):
-                for rows in _blocks(file, ["id", "text", *provenance]):
+                for rows in _row_batches(file, ["id", "text", *provenance]):
                     begin = len(table.ids)
                     end = begin + len(rows)
                     texts = [row["text"].encode() for row in rows]
@@ -124,8 +124,8 @@ def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress
                         {
                             "row": begin + i,
                             **{k: row[k] for k in provenance},
-                            "is_code": row["language"] not in PROSE,
-                            **measure(text, len(row["text"])),
+                            "is_code": row["language"] not in PROSE_LANGUAGES,
+                            **text_attributes(text, len(row["text"])),
                         }
                         for i, (row, text) in enumerate(zip(rows, texts, strict=True))
                     ]
@@ -133,13 +133,15 @@ def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress
                     table.n_bytes[begin:end] = [len(text) for text in texts]
                     digests = b"".join(row["exact_hash"] for row in measured)
                     table.hashes[begin:end] = np.frombuffer(digests, np.uint64).reshape(-1, 2)
-                    table.signatures[begin:end] = duplicates.signatures([t[:SIGNED_BYTES] for t in texts])
+                    table.signatures[begin:end] = duplicates.minhash_signatures(
+                        [t[:MAX_SIGNATURE_BYTES] for t in texts]
+                    )
                     writer.write_table(pa.Table.from_pylist(measured, schema=schema))
                     task.advance(len(rows))
     return table
 
 
-def _attribute_name(documents: Path) -> str:
+def _attribute_file_name(documents: Path) -> str:
     return documents.name.replace("documents", "attributes", 1)
 
 
@@ -160,7 +162,7 @@ def _write_attributes(
     }
     begin = 0
     for path in documents:
-        name = _attribute_name(path)
+        name = _attribute_file_name(path)
         with (
             pq.ParquetFile(scratch / name) as measured,
             pq.ParquetWriter(out / name, attribute_schema(), compression="zstd") as writer,

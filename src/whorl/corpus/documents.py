@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pyarrow as pa
 
-REASONS = {
+REJECT_REASONS = {
     "binary": "holds NUL bytes, so it is not text",
     "invalid_utf8": "is not valid UTF-8",
     "too_large": "is longer than max_document_bytes",
@@ -58,7 +58,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class RejectedDocument:
     """A record that is set aside. `length` is in bytes, as far as it is known without reading it all."""
 
     source: str

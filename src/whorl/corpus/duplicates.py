@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 N_HASHES = 128
-BANDS, ROWS = 32, 4
+BANDS, ROWS_PER_BAND = 32, 4
 SHINGLE = 5
 # Buckets above this are compared with their leaders only: m^2 pairs would not end.
-BUCKET_ALL_PAIRS = 256
+MAX_ALL_PAIRS_BUCKET = 256
 
 _MASK = (1 << 64) - 1
 _P = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
@@ -55,7 +55,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
+def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
     """MinHash signatures of a block of documents, all at once.
 
     Args:
@@ -84,10 +84,10 @@ def signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
     shingles = np.zeros(len(at), np.uint64)
     for i in range(SHINGLE):
         shingles = shingles * np.uint64(_P) + np.where(left > i, words[np.minimum(at + i, len(words) - 1)], 0)
-    return _minima(_mix(shingles), first_shingle[:-1])
+    return _minhash(_mix(shingles), first_shingle[:-1])
 
 
-def _minima(shingles: NDArray[np.uint64], first: NDArray[np.int64]) -> NDArray[np.uint32]:
+def _minhash(shingles: NDArray[np.uint64], first: NDArray[np.int64]) -> NDArray[np.uint32]:
     out = np.empty((len(first), N_HASHES), np.uint32)
     for k in range(N_HASHES):  # multiply-add, upper half: a hash of its own for every k
         hashed = ((shingles * _MULTIPLIERS[k] + _INCREMENTS[k]) >> np.uint64(32)).astype(np.uint32)
@@ -118,7 +118,7 @@ def _mix64(x: int) -> int:
     return int(_mix(np.array([x & _MASK], np.uint64))[0])
 
 
-def signature(text: bytes) -> NDArray[np.uint32]:
+def minhash_signature_reference(text: bytes) -> NDArray[np.uint32]:
     """Reference: one document's signature. [N_HASHES]"""
     shingles = np.array(sorted(shingle_hashes(text)), np.uint64)
     return np.array(
@@ -127,7 +127,7 @@ def signature(text: bytes) -> NDArray[np.uint32]:
     )
 
 
-def similarity(a: bytes, b: bytes) -> float:
+def jaccard_similarity(a: bytes, b: bytes) -> float:
     """Reference: the exact Jaccard similarity of two documents' shingles."""
     first, second = shingle_hashes(a), shingle_hashes(b)
     return len(first & second) / len(first | second)
@@ -147,7 +147,7 @@ class UnionFind:
             i = up
         return i
 
-    def join(self, i: int, j: int) -> None:
+    def union(self, i: int, j: int) -> None:
         a, b = self.find(i), self.find(j)
         self.parent[max(a, b)] = min(a, b)
 
@@ -160,7 +160,9 @@ class UnionFind:
         return roots
 
 
-def clusters(all_signatures: NDArray[np.uint32], threshold: float, sets: UnionFind) -> UnionFind:
+def cluster_near_duplicates(
+    all_signatures: NDArray[np.uint32], threshold: float, sets: UnionFind
+) -> UnionFind:
     """Join, in `sets`, all documents whose signatures meet in a band and agree in at least `threshold`.
 
     Args:
@@ -170,14 +172,16 @@ def clusters(all_signatures: NDArray[np.uint32], threshold: float, sets: UnionFi
     """
     distinct = np.flatnonzero(sets.roots() == np.arange(len(all_signatures)))
     for band in range(BANDS):
-        columns = all_signatures[distinct, band * ROWS : (band + 1) * ROWS].astype(np.uint64)
+        columns = all_signatures[distinct, band * ROWS_PER_BAND : (band + 1) * ROWS_PER_BAND].astype(
+            np.uint64
+        )
         key = np.zeros(len(distinct), np.uint64)
-        for k in range(ROWS):
+        for k in range(ROWS_PER_BAND):
             key = _mix(key ^ columns[:, k]) * np.uint64(_P)
         order = np.argsort(key, kind="stable")
         bounds = np.flatnonzero(np.diff(key[order])) + 1
         for begin, end in _buckets(bounds, len(order)):
-            _compare(distinct[order[begin:end]], all_signatures, threshold, sets)
+            _union_similar(distinct[order[begin:end]], all_signatures, threshold, sets)
     return sets
 
 
@@ -188,7 +192,7 @@ def _buckets(bounds: NDArray[np.int64], n: int) -> Iterable[tuple[int, int]]:
     return zip(edges[long].tolist(), edges[long + 1].tolist(), strict=True)
 
 
-def _compare(
+def _union_similar(
     bucket: NDArray[np.int64], all_signatures: NDArray[np.uint32], threshold: float, sets: UnionFind
 ) -> None:
     roots = [sets.find(int(i)) for i in bucket]
@@ -196,17 +200,17 @@ def _compare(
         return
     found = np.asarray(all_signatures[bucket])  # [m, N_HASHES]
     rest = np.arange(len(bucket))
-    all_pairs = len(bucket) <= BUCKET_ALL_PAIRS
+    all_pairs = len(bucket) <= MAX_ALL_PAIRS_BUCKET
     while len(rest) > 1:
         leader, rest = rest[0], rest[1:]
         alike = (found[rest] == found[leader]).mean(axis=1) >= threshold
         for other in rest[alike]:
-            sets.join(int(bucket[leader]), int(bucket[other]))
+            sets.union(int(bucket[leader]), int(bucket[other]))
         if not all_pairs:
             rest = rest[~alike]
 
 
-def first_of_equals(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+def first_occurrence(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     """For each row of 128-bit hashes [n, 2], the first row that holds the same."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: equal hashes stay in row order
     ordered = hashes[order]
@@ -217,7 +221,7 @@ def first_of_equals(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     return first
 
 
-def join_equals(first: NDArray[np.int64]) -> UnionFind:
+def union_exact_duplicates(first: NDArray[np.int64]) -> UnionFind:
     """The sets that exact duplicates alone make."""
     sets = UnionFind(len(first))
     sets.parent[:] = first

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.corpus.config import IngestConfig
-from whorl.corpus.documents import Document, Rejected, document_schema
-from whorl.corpus.readers import read
+from whorl.corpus.documents import Document, RejectedDocument, document_schema
+from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import SourceFile, fingerprint, list_files
 from whorl.errors import DataError
 
@@ -44,14 +44,14 @@ def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any
     """
     files, left_out = list_files(config)
     total = sum(f.size or 0 for f in files)
-    tally = _Tally()
+    tally = _IngestStats()
     with (
         progress.task("Reading", total=total / 1e6, unit="MB") as task,
         _DocumentWriter(out) as documents,
         (out / "quarantine.jsonl").open("w", encoding="utf-8") as quarantine,
     ):
         for file in files:
-            for record in _read(file, config):
+            for record in _read_file(file, config):
                 tally.add(record)
                 if isinstance(record, Document):
                     documents.write(record)
@@ -63,7 +63,7 @@ def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any
             f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} holds a document: "
             f"{tally.reasons()}",
             expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst) or Parquet",
-            do=f"look at the first: {tally.first}",
+            do=f"look at the first: {tally.first_rejection}",
         )
     if config.fingerprint and config.fingerprint != fingerprint(config):
         raise DataError(
@@ -72,29 +72,31 @@ def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any
     return {"files": len(files), "excluded_files": left_out, **tally.summary()}
 
 
-def _read(file: SourceFile, config: IngestConfig) -> Iterator[Document | Rejected]:
-    return read(file, text_field=config.text_field, limit=config.max_document_bytes)
+def _read_file(file: SourceFile, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
+    return read_documents(file, text_field=config.text_field, max_bytes=config.max_document_bytes)
 
 
-def _quarantine_line(record: Rejected) -> str:
-    fields = {name: getattr(record, name) for name in Rejected.__slots__}
+def _quarantine_line(record: RejectedDocument) -> str:
+    fields = {name: getattr(record, name) for name in RejectedDocument.__slots__}
     return json.dumps(fields, ensure_ascii=True) + "\n"
 
 
-class _Tally:
+class _IngestStats:
     """Counts of documents and bytes, by what became of them."""
 
     def __init__(self) -> None:
         self.kept = {"documents": 0, "bytes": 0}
-        self.by: dict[str, dict[str, dict[str, int]]] = {
+        self.counts_by: dict[str, dict[str, dict[str, int]]] = {
             kind: {} for kind in ("sources", "languages", "licences", "quarantine")
         }
-        self.first = ""
+        self.first_rejection = ""
 
-    def add(self, record: Document | Rejected) -> None:
-        if isinstance(record, Rejected):
+    def add(self, record: Document | RejectedDocument) -> None:
+        if isinstance(record, RejectedDocument):
             self._count("quarantine", record.reason, record.length)
-            self.first = self.first or f"{record.path} at {record.offset}: {record.reason}, {record.detail}"
+            self.first_rejection = (
+                self.first_rejection or f"{record.path} at {record.offset}: {record.reason}, {record.detail}"
+            )
             return
         size = record.n_bytes
         self.kept["documents"] += 1
@@ -104,16 +106,20 @@ class _Tally:
         self._count("licences", record.licence or "unknown", size)
 
     def _count(self, kind: str, name: str, size: int) -> None:
-        counts = self.by[kind].setdefault(name, {"documents": 0, "bytes": 0})
+        counts = self.counts_by[kind].setdefault(name, {"documents": 0, "bytes": 0})
         counts["documents"] += 1
         counts["bytes"] += size
 
     def reasons(self) -> str:
-        return ", ".join(f"{reason} {n['documents']}" for reason, n in sorted(self.by["quarantine"].items()))
+        return ", ".join(
+            f"{reason} {n['documents']}" for reason, n in sorted(self.counts_by["quarantine"].items())
+        )
 
     def summary(self) -> dict[str, Any]:
-        found = {k: n + sum(c[k] for c in self.by["quarantine"].values()) for k, n in self.kept.items()}
-        by = {kind: dict(sorted(counts.items())) for kind, counts in self.by.items()}
+        found = {
+            k: n + sum(c[k] for c in self.counts_by["quarantine"].values()) for k, n in self.kept.items()
+        }
+        by = {kind: dict(sorted(counts.items())) for kind, counts in self.counts_by.items()}
         return {**self.kept, "funnel": [{"stage": "found", **found}, {"stage": "read", **self.kept}], **by}
 
 

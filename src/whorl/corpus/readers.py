@@ -19,8 +19,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from whorl.corpus.documents import Document, Rejected, document_id
-from whorl.corpus.sources import SourceFile, over_limit, readable_path
+from whorl.corpus.documents import Document, RejectedDocument, document_id
+from whorl.corpus.sources import SourceFile, exceeds_size_limit, readable_path
 
 LANGUAGES = {
     ".py": "python", ".pyi": "python", ".md": "markdown", ".rst": "restructuredtext", ".txt": "text",
@@ -30,25 +30,27 @@ LANGUAGES = {
     ".css": "css", ".json": "json", ".toml": "toml", ".yaml": "yaml", ".yml": "yaml", ".xml": "xml",
     ".tex": "latex", ".csv": "csv", ".jl": "julia", ".r": "r", ".swift": "swift", ".kt": "kotlin",
 }  # fmt: skip
-SPDX = re.compile(rb"SPDX-License-Identifier:\s*([A-Za-z0-9.+\-() ]{2,80})")
-BLOCK = 1 << 20
+SPDX_PATTERN = re.compile(rb"SPDX-License-Identifier:\s*([A-Za-z0-9.+\-() ]{2,80})")
+SKIP_BLOCK_BYTES = 1 << 20
 # A JSONL line holds its text escaped, beside other fields; past this it is not worth parsing.
 LINE_SLACK = 1 << 20
 
 
-def read(file: SourceFile, *, text_field: str, limit: int) -> Iterator[Document | Rejected]:
+def read_documents(
+    file: SourceFile, *, text_field: str, max_bytes: int
+) -> Iterator[Document | RejectedDocument]:
     """All documents of one file, in order, each record either a Document or Rejected.
 
     Args:
         text_field: the field or column with the text, for JSONL and Parquet.
         limit: the longest text, in bytes.
     """
-    record = _Record(file, limit)
+    record = _FileContext(file, max_bytes)
     if file.size is None:
         yield record.rejected("not_a_file", "not a regular file, or a broken link")
         return
-    if over_limit(file, limit):
-        yield record.rejected("too_large", f"{file.size} bytes, the limit is {limit}", length=file.size)
+    if exceeds_size_limit(file, max_bytes):
+        yield record.rejected("too_large", f"{file.size} bytes, the limit is {max_bytes}", length=file.size)
         return
     try:
         if file.suffix == ".parquet":
@@ -62,25 +64,25 @@ def read(file: SourceFile, *, text_field: str, limit: int) -> Iterator[Document 
     except OSError as error:
         # Arrow's streams raise OSError without an errno for damaged data, the system always sets one.
         reason = "damaged" if error.errno is None else "unreadable"
-        yield record.rejected(reason, error.strerror or str(error), offset=record.reached)
+        yield record.rejected(reason, error.strerror or str(error), offset=record.position)
 
 
-class _Record:
+class _FileContext:
     """What all documents of one file share, and how far into the file reading has come (in bytes or rows)."""
 
-    def __init__(self, file: SourceFile, limit: int) -> None:
-        self.source, self.path, self.licence, self.limit = (
+    def __init__(self, file: SourceFile, max_bytes: int) -> None:
+        self.source, self.path, self.licence, self.max_bytes = (
             file.source,
             readable_path(file.path),
             file.licence,
-            limit,
+            max_bytes,
         )
         self.location, self.size = file.location, file.size or 0
         self.language = LANGUAGES.get(file.suffix)
-        self.reached = 0
+        self.position = 0
 
-    def rejected(self, reason: str, detail: str, *, offset: int = 0, length: int = 0) -> Rejected:
-        return Rejected(self.source, self.path, offset, length, reason, detail)
+    def rejected(self, reason: str, detail: str, *, offset: int = 0, length: int = 0) -> RejectedDocument:
+        return RejectedDocument(self.source, self.path, offset, length, reason, detail)
 
     def document(self, text: str, offset: int, length: int, licence: str | None) -> Document:
         name = document_id(self.source, self.path, offset)
@@ -88,7 +90,9 @@ class _Record:
             name, self.source, self.path, licence or self.licence, offset, text, length, self.language
         )
 
-    def from_value(self, value: object, offset: int, length: int, licence: object) -> Document | Rejected:
+    def from_value(
+        self, value: object, offset: int, length: int, licence: object
+    ) -> Document | RejectedDocument:
         """A record's text as JSON or Parquet gave it: any type, any characters."""
         if not isinstance(value, str):
             return self.rejected(
@@ -102,9 +106,9 @@ class _Record:
         except UnicodeEncodeError as error:  # "\ud800" is legal JSON and no text
             detail = f"lone surrogate at character {error.start}"
             return self.rejected("invalid_utf8", detail, offset=offset, length=length)
-        if size > self.limit:
+        if size > self.max_bytes:
             return self.rejected(
-                "too_large", f"{size} bytes, the limit is {self.limit}", offset=offset, length=length
+                "too_large", f"{size} bytes, the limit is {self.max_bytes}", offset=offset, length=length
             )
         if "\0" in value:
             return self.rejected(
@@ -125,16 +129,16 @@ def _open(file: SourceFile) -> BinaryIO:
     return io.BufferedReader(raw, 1 << 16)
 
 
-def _text_file(record: _Record, stream: BinaryIO) -> Document | Rejected:
+def _text_file(record: _FileContext, stream: BinaryIO) -> Document | RejectedDocument:
     head = stream.read(8192)
     if b"\0" in head:
         return record.rejected("binary", f"NUL at byte {head.index(0)}", length=record.size)
-    data = head + stream.read(record.limit + 4 - len(head)) if len(head) == 8192 else head
+    data = head + stream.read(record.max_bytes + 4 - len(head)) if len(head) == 8192 else head
     offset = 3 if data.startswith(b"\xef\xbb\xbf") else 0
     length = len(data) - offset
-    if length > record.limit:
+    if length > record.max_bytes:
         return record.rejected(
-            "too_large", f"over {record.limit} bytes when decompressed", length=record.size
+            "too_large", f"over {record.max_bytes} bytes when decompressed", length=record.size
         )
     if b"\0" in data:
         return record.rejected("binary", f"NUL at byte {data.index(0)}", length=length)
@@ -148,18 +152,20 @@ def _text_file(record: _Record, stream: BinaryIO) -> Document | Rejected:
 
 
 def _spdx(head: bytes) -> str | None:
-    found = SPDX.search(head)
+    found = SPDX_PATTERN.search(head)
     return found[1].decode().strip() if found else None
 
 
-def _json_lines(record: _Record, stream: BinaryIO, text_field: str) -> Iterator[Document | Rejected]:
-    longest = 2 * record.limit + LINE_SLACK
+def _json_lines(
+    record: _FileContext, stream: BinaryIO, text_field: str
+) -> Iterator[Document | RejectedDocument]:
+    longest = 2 * record.max_bytes + LINE_SLACK
     while line := stream.readline(longest):
-        offset = record.reached
-        record.reached += len(line)
+        offset = record.position
+        record.position += len(line)
         if not line.endswith(b"\n") and len(line) == longest:
-            record.reached += _skip_line(stream)
-            length = record.reached - offset
+            record.position += _skip_line(stream)
+            length = record.position - offset
             yield record.rejected("too_large", f"a line of {length} bytes", offset=offset, length=length)
         elif not line.isspace():
             yield _json_record(record, line, offset, text_field)
@@ -168,14 +174,16 @@ def _json_lines(record: _Record, stream: BinaryIO, text_field: str) -> Iterator[
 def _skip_line(stream: BinaryIO) -> int:
     """Read on to the end of the line, a block at a time; how many bytes that was."""
     skipped = 0
-    while block := stream.readline(BLOCK):
+    while block := stream.readline(SKIP_BLOCK_BYTES):
         skipped += len(block)
         if block.endswith(b"\n"):
             break
     return skipped
 
 
-def _json_record(record: _Record, line: bytes, offset: int, text_field: str) -> Document | Rejected:
+def _json_record(
+    record: _FileContext, line: bytes, offset: int, text_field: str
+) -> Document | RejectedDocument:
     length = len(line.rstrip(b"\r\n"))
     try:
         value = json.loads(line.decode())
@@ -197,7 +205,7 @@ def _json_record(record: _Record, line: bytes, offset: int, text_field: str) -> 
     return record.from_value(value[text_field], offset, length, value.get("licence", value.get("license")))
 
 
-def _parquet(record: _Record, text_field: str) -> Iterator[Document | Rejected]:
+def _parquet(record: _FileContext, text_field: str) -> Iterator[Document | RejectedDocument]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -214,13 +222,15 @@ def _parquet(record: _Record, text_field: str) -> Iterator[Document | Rejected]:
             for batch in table.iter_batches(batch_size=16, columns=columns):
                 licences = batch.column(licence) if licence else [None] * len(batch)
                 for text, terms in zip(batch.column(text_field), licences, strict=True):
-                    row, record.reached = record.reached, record.reached + 1
+                    row, record.position = record.position, record.position + 1
                     yield _parquet_record(record, text, row, terms and terms.as_py())
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        yield record.rejected("damaged", str(error)[:200], offset=record.reached, length=record.size)
+        yield record.rejected("damaged", str(error)[:200], offset=record.position, length=record.size)
 
 
-def _parquet_record(record: _Record, text: Any, row: int, licence: object) -> Document | Rejected:
+def _parquet_record(
+    record: _FileContext, text: Any, row: int, licence: object
+) -> Document | RejectedDocument:
     try:
         value = text.as_py()
     except UnicodeDecodeError as error:

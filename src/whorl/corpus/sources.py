@@ -31,8 +31,10 @@ from whorl.corpus.config import IngestConfig
 from whorl.errors import ConfigError, DataError, one_of
 
 # name -> (licence, the one glob that makes it up, what it is)
-KNOWN = {"python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")}
-HASH_UP_TO = 2_000_000_000
+KNOWN_SOURCES = {
+    "python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")
+}
+MAX_HASHED_BYTES = 2_000_000_000
 COMPRESSED = (".gz", ".zst")
 
 
@@ -60,7 +62,7 @@ class SourceFile:
 
 
 @functools.cache
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _glob_to_regex(pattern: str) -> re.Pattern[str]:
     out = []
     for part in re.split(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])", pattern):
         special = {"**/": r"(?:[^/]+/)*", "**": r".*", "*": r"[^/]*", "?": r"[^/]"}.get(part)
@@ -82,7 +84,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def matches(path: str, patterns: Sequence[str]) -> bool:
     """Does a relative path ("a/b.py") match any of these globs?"""
     name = path.rsplit("/", 1)[-1]
-    return any(_compiled(p).fullmatch(path if "/" in p else name) is not None for p in patterns)
+    return any(_glob_to_regex(p).fullmatch(path if "/" in p else name) is not None for p in patterns)
 
 
 def _walk(root: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -104,10 +106,10 @@ def _split_glob(source: str) -> tuple[Path, str]:
     return Path(*parts[:first]) if first else Path(), "/".join(parts[first:])
 
 
-def _locate(source: str) -> tuple[Path, list[str], list[str], str | None]:
+def _resolve_source(source: str) -> tuple[Path, list[str], list[str], str | None]:
     """A source's root, the globs that make it up, what is never part of it, and its licence."""
-    if source in KNOWN:
-        licence, glob, _ = KNOWN[source]
+    if source in KNOWN_SOURCES:
+        licence, glob, _ = KNOWN_SOURCES[source]
         root = Path(sysconfig.get_paths()["stdlib"])
         if not (root / "os.py").is_file():
             raise DataError(
@@ -126,20 +128,22 @@ def _locate(source: str) -> tuple[Path, list[str], list[str], str | None]:
         if root.is_dir():
             # Asked with a slash so that 'notes/*.md' means that folder, not any depth.
             return root, [glob if "/" in glob else "./" + glob], [], None
-    raise DataError(_unknown(source, path), expected=_choices(source), do=_advice(source))
+    raise DataError(
+        _unknown_source_message(source, path), expected=_expected_sources(source), do=_suggestion(source)
+    )
 
 
-def _unknown(source: str, path: Path) -> str:
+def _unknown_source_message(source: str, path: Path) -> str:
     if "://" in source:
         return f"unknown source {source!r}: sources are read from local files"
     return f"unknown source {source!r}: neither a known name nor a file, folder or glob ({path.absolute()})"
 
 
-def _choices(source: str) -> str:
-    return f"{one_of(source, list(KNOWN))}; or the path of a folder, file or glob"
+def _expected_sources(source: str) -> str:
+    return f"{one_of(source, list(KNOWN_SOURCES))}; or the path of a folder, file or glob"
 
 
-def _advice(source: str) -> str:
+def _suggestion(source: str) -> str:
     folder = Path(source).expanduser().parent
     try:
         near = difflib.get_close_matches(Path(source).name, [p.name for p in folder.iterdir()], n=3)
@@ -169,7 +173,7 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
     found: list[SourceFile] = []
     left_out = 0
     for source in dict.fromkeys(config.sources):
-        root, globs, never, licence = _locate(source)
+        root, globs, never, licence = _resolve_source(source)
         licence = config.licences.get(source, licence)
         single = Path(source).expanduser()
         candidates = list(_walk(root, [*config.exclude, *never])) if globs else [(single.name, single)]
@@ -183,7 +187,7 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
             if not wanted:
                 left_out += 1
             else:
-                found.append(_look_at(source, path, location, licence))
+                found.append(_stat_file(source, path, location, licence))
         if len(found) == before:
             detail = (
                 f"all {len(candidates)} files in it are left out" if candidates else "the folder is empty"
@@ -201,7 +205,7 @@ def _in_source(path: str, globs: Sequence[str]) -> bool:
     return any(matches("./" + path if g.startswith("./") else path, [g]) for g in globs)
 
 
-def _look_at(source: str, path: str, location: Path, licence: str | None) -> SourceFile:
+def _stat_file(source: str, path: str, location: Path, licence: str | None) -> SourceFile:
     try:
         seen = location.stat()
     except OSError:
@@ -213,8 +217,8 @@ def _look_at(source: str, path: str, location: Path, licence: str | None) -> Sou
 def fingerprint(config: IngestConfig) -> str:
     """A hash that changes when the bytes that `ingest(config)` would read change (see the file's opening)."""
     files, _ = list_files(config)
-    read = [f for f in files if f.size is not None and not over_limit(f, config.max_document_bytes)]
-    by_content = sum(f.size or 0 for f in read) <= HASH_UP_TO
+    read = [f for f in files if f.size is not None and not exceeds_size_limit(f, config.max_document_bytes)]
+    by_content = sum(f.size or 0 for f in read) <= MAX_HASHED_BYTES
     unread = {id(f) for f in files} - {id(f) for f in read}
     digest = hashlib.blake2b(digest_size=16)
     for file in files:
@@ -230,7 +234,7 @@ def fingerprint(config: IngestConfig) -> str:
     return digest.hexdigest()
 
 
-def over_limit(file: SourceFile, limit: int) -> bool:
+def exceeds_size_limit(file: SourceFile, limit: int) -> bool:
     """Is this one plain document whose size alone already rules it out?"""
     holds_records = file.suffix in (".jsonl", ".ndjson", ".parquet")
     return not holds_records and file.compression is None and (file.size or 0) > limit

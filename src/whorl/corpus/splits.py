@@ -27,7 +27,7 @@ from whorl.errors import DataError
 SPLITS = ("train", "validation", "test")
 
 
-def assign(
+def assign_splits(
     ids: Sequence[str], cluster: NDArray[np.int64], n_bytes: NDArray[np.int64], kept: NDArray[np.bool_],
     config: CurateConfig,
 ) -> NDArray[Any]:  # fmt: skip
@@ -45,14 +45,14 @@ def assign(
     split = np.where(kept, "train", "").astype("U10")
     weight = np.bincount(cluster[kept], n_bytes[kept], minlength=len(cluster)).astype(np.int64)
     members = np.unique(cluster[kept])  # the clusters, each as the row of its first document
-    order = sorted(members.tolist(), key=lambda row: _rank(config.seed, ids[row]))
+    order = sorted(members.tolist(), key=lambda row: _hash_order(config.seed, ids[row]))
     total = int(n_bytes[kept].sum())
     for name, wanted in (("test", config.test_bytes), ("validation", config.validation_bytes)):
         if not wanted:
             continue
-        room = int(min(wanted, total * config.max_held_out_share))
+        room = int(min(wanted, total * config.max_held_out_fraction))
         # In a small corpus a tenth of a tenth may be less than any document: half the clusters stay eligible.
-        largest = min(room, max(room * config.max_cluster_share, float(np.median(weight[members]))))
+        largest = min(room, max(room * config.max_cluster_fraction, float(np.median(weight[members]))))
         eligible = [row for row in order if weight[row] <= largest]
         # Where few are small enough, one split must not take them all: a third each is left for the others.
         taken, filled = set[int](), 0
@@ -68,7 +68,7 @@ def assign(
     return split
 
 
-def _rank(seed: int, name: str) -> bytes:
+def _hash_order(seed: int, name: str) -> bytes:
     return hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
 
 

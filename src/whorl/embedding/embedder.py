@@ -44,7 +44,7 @@ Ids = NDArray[np.unsignedinteger[Any]]
 KIND = "embedder"
 
 
-class Words(Protocol):
+class TokenizerProtocol(Protocol):
     """What is asked of a tokenizer: `tokens.tokenizer.Tokenizer` is one."""
 
     @property
@@ -64,32 +64,32 @@ class Embedder:
         ConfigError: the tokenizer has ids that the encoder does not know.
     """
 
-    def __init__(self, encoder: Encoder, words: Words) -> None:
-        if words.vocab_size > encoder.config.vocab_size:
+    def __init__(self, encoder: Encoder, tokenizer: TokenizerProtocol) -> None:
+        if tokenizer.vocab_size > encoder.config.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {words.vocab_size:,} ids and the encoder {encoder.config.vocab_size:,}",
+                f"the tokenizer has {tokenizer.vocab_size:,} ids and the encoder {encoder.config.vocab_size:,}",
                 expected="the tokenizer that the encoder was trained with",
             )
-        self.encoder, self.words = encoder, words
+        self.encoder, self.tokenizer = encoder, tokenizer
 
     @property
-    def d(self) -> int:
+    def dim(self) -> int:
         """The length of a vector."""
         return self.encoder.config.d_model
 
     @property
-    def window(self) -> int:
+    def max_seq_length(self) -> int:
         """Ids that are seen together at most."""
         return self.encoder.config.max_length
 
     @classmethod
-    def load(cls, folder: Path, words: Words, device: str = "cpu") -> Embedder:
+    def load(cls, folder: Path, tokenizer: TokenizerProtocol, device: str = "cpu") -> Embedder:
         """What `save` wrote.
 
         Raises:
             CheckpointError: a file is missing or damaged, or is of another kind of model.
         """
-        return cls(load_encoder(folder).to(device), words)
+        return cls(load_encoder(folder).to(device), tokenizer)
 
     def save(self, folder: Path) -> None:
         """Writes the files that the top of this file names; the folder is made."""
@@ -98,9 +98,9 @@ class Embedder:
         (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
         weights = {name: p.detach().cpu().contiguous().clone() for name, p in self.encoder.named_parameters()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        self.words.save(folder)
+        self.tokenizer.save(folder)
 
-    def embed(self, texts: Sequence[str | bytes], batch: int = 64) -> Vectors:
+    def embed(self, texts: Sequence[str | bytes], batch_size: int = 64) -> Vectors:
         """Unit vectors of `texts`: -> [n, d] fp32.
 
         Args:
@@ -112,51 +112,53 @@ class Embedder:
         """
         if isinstance(texts, str | bytes):
             raise ConfigError("embed was given one text", expected="a sequence of texts", do="embed([text])")
-        found = [self.words.encode(text) for text in texts]
+        found = [self.tokenizer.encode(text) for text in texts]
         for number, ids in enumerate(found):
             if not len(ids):
                 raise DataError(
                     f"text {number} is empty", expected="at least one character", do="leave it out"
                 )
-        return embed_ids(self.encoder, found, batch)
+        return embed_ids(self.encoder, found, batch_size)
 
 
 @torch.inference_mode()
-def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch: int = 64) -> Vectors:
+def embed_ids(encoder: Encoder, texts: Sequence[Ids], batch_size: int = 64) -> Vectors:
     """Unit vectors of texts that are ids already, none of them empty: -> [n, d] fp32.
 
     Raises:
         ConfigError: batch below 1.
     """
-    if batch < 1:
-        raise ConfigError(f"batch is {batch}", expected="at least 1")
+    if batch_size < 1:
+        raise ConfigError(f"batch is {batch_size}", expected="at least 1")
     most = encoder.config.max_length
-    pieces = [(i, ids[start:stop]) for i, ids in enumerate(texts) for start, stop in windows(len(ids), most)]
+    pieces = [
+        (i, ids[start:stop]) for i, ids in enumerate(texts) for start, stop in split_windows(len(ids), most)
+    ]
     pieces.sort(key=lambda piece: len(piece[1]))
     device = encoder.embedding.device
     total = torch.zeros(len(texts), encoder.config.d_model, device=device)
-    for first in range(0, len(pieces), batch):
-        taken = pieces[first : first + batch]
-        ids, mask = padded([piece for _, piece in taken])
+    for first in range(0, len(pieces), batch_size):
+        taken = pieces[first : first + batch_size]
+        ids, mask = pad([piece for _, piece in taken])
         owners = torch.tensor([i for i, _ in taken], device=device)
         total.index_add_(0, owners, encoder.embed(ids.to(device), mask.to(device)))
     return np.asarray(torch.nn.functional.normalize(total, dim=-1).cpu().numpy(), np.float32)
 
 
-def windows(length: int, most: int) -> list[tuple[int, int]]:
+def split_windows(length: int, max_length: int) -> list[tuple[int, int]]:
     """(start, stop) of as few stretches of at most `most` as cover `length`, all of one length up to 1."""
-    n = -(-length // most)
+    n = -(-length // max_length)
     ends = [length * i // n for i in range(n + 1)] if n else [0]
     return list(pairwise(ends))
 
 
-def padded(pieces: Sequence[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
+def pad(sequences: Sequence[Ids]) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of ids of several lengths as one rectangle: ids [n, T] int64 and mask [n, T], True = real."""
-    lengths = np.array([len(piece) for piece in pieces])
+    lengths = np.array([len(piece) for piece in sequences])
     mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
     ids = np.zeros(mask.shape, np.int64)  # what stands at padding means nothing
-    if len(pieces):
-        ids[mask] = np.concatenate(pieces)
+    if len(sequences):
+        ids[mask] = np.concatenate(sequences)
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 

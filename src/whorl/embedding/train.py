@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from whorl.embedding.embedder import Vectors, embed_ids, padded
+from whorl.embedding.embedder import Vectors, embed_ids, pad
 from whorl.errors import DataError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.objectives import Loss
@@ -42,14 +42,14 @@ from whorl.tokens.shards import TokenSet, TokenSplit
 from whorl.tokens.tokenizer import Ids
 from whorl.tracking.seeds import generator, numpy_rng
 from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import Keeper
+from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import Clock, learn
-from whorl.train.learner.update import Part, Rule, Treatment, Update
-from whorl.train.optim.decay_mask import multiplied
+from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.update import MicroBatch, OptimizerName, ParamOptim, Update
+from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.lr_schedule import warmup_stable_decay
 
-BUNDLE = 32  # spans that are encoded together
+BUCKET_SIZE = 32  # spans that are encoded together
 
 
 class EmbedJob(BaseModel):
@@ -59,20 +59,20 @@ class EmbedJob(BaseModel):
 
     tokens: str = Field(description="folder of the token set")
     encoder: EncoderConfig
-    least: int = Field(default=16, ge=1, description="ids of the shortest span")
-    batch: int = Field(
+    min_span: int = Field(default=16, ge=1, description="ids of the shortest span")
+    batch_size: int = Field(
         default=128, ge=2, description="pairs a step: one positive and batch - 1 negatives each"
     )
     steps: int = Field(default=2000, ge=1)
     seed: int = 0
     temperature: float = Field(default=0.05, gt=0)
-    optimiser: Literal["muon", "adamw"] = "muon"
-    muon_rate: float = Field(default=0.02, gt=0, description="peak, matrices of the blocks under Muon")
-    rate: float = Field(default=0.01, gt=0, description="peak, AdamW: all else, or all")
+    optimizer: Literal["muon", "adamw"] = "muon"
+    lr_muon: float = Field(default=0.02, gt=0, description="peak, matrices of the blocks under Muon")
+    lr_adamw: float = Field(default=0.01, gt=0, description="peak, AdamW: all else, or all")
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
-    warmup: float = Field(default=0.02, ge=0, le=1)
-    decay: float = Field(default=0.5, gt=0, le=1)
+    warmup_ratio: float = Field(default=0.02, ge=0, le=1)
+    decay_ratio: float = Field(default=0.5, gt=0, le=1)
     held_out: int = Field(default=512, ge=2, description="documents among which recall is measured, at most")
     evaluations: int = Field(default=10, ge=1, description="looks at them during the run")
     threads: int = Field(default=1, ge=1)
@@ -81,8 +81,8 @@ class EmbedJob(BaseModel):
 
     @model_validator(mode="after")
     def _possible(self) -> EmbedJob:
-        if self.least > self.encoder.max_length:
-            raise ValueError(f"least ({self.least}) is more than max_length ({self.encoder.max_length})")
+        if self.min_span > self.encoder.max_length:
+            raise ValueError(f"least ({self.min_span}) is more than max_length ({self.encoder.max_length})")
         return self
 
 
@@ -94,7 +94,7 @@ class Spans(NamedTuple):
     documents: NDArray[np.int64]
 
 
-class Pairs:
+class SpanPairs:
     """The documents of a split that are long enough for two spans.
 
     Args:
@@ -102,28 +102,28 @@ class Pairs:
         least: of the shortest; documents of fewer than twice as many are passed over, and counted in `skipped`.
     """
 
-    def __init__(self, split: TokenSplit, most: int, least: int) -> None:
-        self.split, self.most, self.least = split, most, least
-        self.usable = np.flatnonzero(split.lengths - 2 >= 2 * least)  # lengths count bos and eos
-        self.skipped = len(split.lengths) - len(self.usable)
-        self._shuffled, self._order = (-1, -1), self.usable
+    def __init__(self, split: TokenSplit, max_span: int, min_span: int) -> None:
+        self.split, self.max_span, self.min_span = split, max_span, min_span
+        self.documents = np.flatnonzero(split.lengths - 2 >= 2 * min_span)  # lengths count bos and eos
+        self.skipped = len(split.lengths) - len(self.documents)
+        self._shuffled, self._order = (-1, -1), self.documents
 
     def __len__(self) -> int:
-        return len(self.usable)
+        return len(self.documents)
 
     def batch(self, seed: int, step: int, size: int) -> Spans:
         """The pairs of a step, a function of the arguments; each pass over the documents has its own order."""
         places = range(step * size, (step + 1) * size)
         return self.spans(
-            np.array([self._place(seed, place) for place in places]), numpy_rng(seed, "spans", step)
+            np.array([self._document_at(seed, place) for place in places]), numpy_rng(seed, "spans", step)
         )
 
     def spans(self, documents: NDArray[np.int64], rng: np.random.Generator) -> Spans:
         """Two spans of each of `documents`, drawn by `rng`."""
         n = self.split.lengths[documents] - 2  # [N]
-        longest = np.minimum(self.most, n // 2)
+        longest = np.minimum(self.max_span, n // 2)
         # Log-uniform over [least, longest + 1), rounded down: each of the two lengths on its own.
-        sizes = self.least * ((longest + 1) / self.least) ** rng.random((2, len(n)))
+        sizes = self.min_span * ((longest + 1) / self.min_span) ** rng.random((2, len(n)))
         a, b = np.minimum(sizes.astype(np.int64), longest)
         low, high = np.sort(rng.integers(0, n - a - b + 1, (2, len(n))), axis=0)
         begin = self.split.starts[documents] + 1
@@ -137,23 +137,23 @@ class Pairs:
         second = [pair[1 - int(turn)] for pair, turn in zip(taken, turned, strict=True)]
         return Spans(first, second, documents)
 
-    def _place(self, seed: int, place: int) -> int:
-        epoch, within = divmod(place, len(self.usable))
+    def _document_at(self, seed: int, place: int) -> int:
+        epoch, within = divmod(place, len(self.documents))
         if (seed, epoch) != self._shuffled:
             self._shuffled = seed, epoch
-            self._order = numpy_rng(seed, "documents", epoch).permutation(self.usable)
+            self._order = numpy_rng(seed, "documents", epoch).permutation(self.documents)
         return int(self._order[within])
 
 
-class Recall:
+class RecallEvaluator:
     """How often the other span of a document that was not trained on is among the nearest of all N.
 
     The spans are the same for every job with the same lengths, so that figures can be compared.
     """
 
-    def __init__(self, pairs: Pairs, most: int) -> None:
-        step = max(1, -(-len(pairs) // most))  # spread over the split
-        self.spans = pairs.spans(pairs.usable[::step], numpy_rng(0, "held-out spans"))
+    def __init__(self, pairs: SpanPairs, max_documents: int) -> None:
+        step = max(1, -(-len(pairs) // max_documents))  # spread over the split
+        self.spans = pairs.spans(pairs.documents[::step], numpy_rng(0, "held-out spans"))
 
     def __len__(self) -> int:
         return len(self.spans.documents)
@@ -188,7 +188,7 @@ def train_embedder(
     *,
     scratch: Path | None = None,
     checkpoint_seconds: float = 30.0,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Encoder:
     """Trains `job` to its end, from the newest checkpoint in `scratch` if there is one, and returns the encoder.
 
@@ -205,7 +205,7 @@ def train_embedder(
     threads = torch.get_num_threads()
     torch.set_num_threads(job.threads)
     try:
-        return _train(job, observe, scratch, checkpoint_seconds, say)
+        return _train(job, observe, scratch, checkpoint_seconds, log)
     finally:
         torch.set_num_threads(threads)
 
@@ -215,36 +215,40 @@ def _train(
     observe: Callable[[int, dict[str, float], Encoder], None],
     scratch: Path | None,
     checkpoint_seconds: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Encoder:
-    pairs, held = open_pairs(job, say)
+    pairs, held = open_pairs(job, log)
     encoder = build_encoder(job)
     identity = {
         **job.model_dump(mode="json", exclude={"tokens", "threads", "device"}),
         "data": pairs.split.fingerprint,
     }
-    keeper = Keeper(scratch, identity, seconds=checkpoint_seconds, say=say) if scratch is not None else None
+    keeper = (
+        CheckpointManager(scratch, identity, seconds=checkpoint_seconds, log=log)
+        if scratch is not None
+        else None
+    )
     found, first = keeper.resume() if keeper is not None else None, 0
     if found is not None:
         first = found.step
-    learner = Learner(encoder, [update_of(encoder, job)], dtype=encoder.dtype, steps_done=first)
+    learner = Learner(encoder, [build_update(encoder, job)], dtype=encoder.dtype, steps_done=first)
     if found is not None:
         restore(learner.shared.tensors(), found.tensors)
-        say(f"continues at step {first:,} of {job.steps:,}")
+        log(f"continues at step {first:,} of {job.steps:,}")
     every = max(1, -(-job.steps // job.evaluations))
 
-    def records() -> Iterator[Part]:
+    def records() -> Iterator[MicroBatch]:
         step = first
         while True:
-            yield part_of(pairs.batch(job.seed, step, job.batch), job.device)
+            yield collate(pairs.batch(job.seed, step, job.batch_size), job.device)
             step += 1
 
     last = time.perf_counter()
 
-    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+    def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         nonlocal last
         now = time.perf_counter()
-        metrics = {**metrics, "pairs_per_second": job.batch / (now - last)}
+        metrics = {**metrics, "pairs_per_second": job.batch_size / (now - last)}
         if held is not None and (done % every == 0 or done == job.steps):
             metrics |= held(lambda texts: embed_ids(encoder, texts))
         if keeper is not None and done < job.steps and keeper.due():
@@ -253,19 +257,21 @@ def _train(
         last = time.perf_counter()
 
     with keeper or nullcontext():
-        learn(
+        train_loop(
             learner,
             records(),
             lambda part: [[part]],
             first=first,
             last=job.steps,
-            factor=lambda step: warmup_stable_decay(step, job.steps, job.warmup, job.decay),
-            after=after,
+            lr_scale=lambda step: warmup_stable_decay(step, job.steps, job.warmup_ratio, job.decay_ratio),
+            on_step_end=after,
         )
     return encoder
 
 
-def open_pairs(job: EmbedJob, say: Callable[[str], None] = lambda text: None) -> tuple[Pairs, Recall | None]:
+def open_pairs(
+    job: EmbedJob, log: Callable[[str], None] = lambda text: None
+) -> tuple[SpanPairs, RecallEvaluator | None]:
     """What is learnt from, and what recall is measured on: None with fewer than two held-out documents.
 
     Raises:
@@ -277,54 +283,56 @@ def open_pairs(job: EmbedJob, say: Callable[[str], None] = lambda text: None) ->
             f"{job.tokens} has {tokens.vocab_size:,} ids and the encoder {job.encoder.vocab_size:,}",
             expected="an encoder whose vocab_size is at least the token set's",
         )
-    pairs = Pairs(tokens.split("train"), job.encoder.max_length, job.least)
+    pairs = SpanPairs(tokens.split("train"), job.encoder.max_length, job.min_span)
     if pairs.skipped:
-        say(
+        log(
             f"{pairs.skipped:,} of {pairs.split.n_documents:,} documents passed over: "
-            f"fewer than {2 * job.least} ids, too short for two spans"
+            f"fewer than {2 * job.min_span} ids, too short for two spans"
         )
-    if len(pairs) < job.batch:
+    if len(pairs) < job.batch_size:
         raise DataError(
-            f"{len(pairs):,} documents are long enough for two spans of {job.least} ids",
-            expected=f"at least the {job.batch} of a batch",
+            f"{len(pairs):,} documents are long enough for two spans of {job.min_span} ids",
+            expected=f"at least the {job.batch_size} of a batch",
             do="lower batch or least, or give it more documents",
         )
     held = (
-        Pairs(tokens.split("validation"), job.encoder.max_length, job.least)
+        SpanPairs(tokens.split("validation"), job.encoder.max_length, job.min_span)
         if "validation" in tokens.splits
         else ()
     )
     if len(held) < 2:
-        say("there are no two held-out documents that are long enough: recall is not measured")
-    return pairs, Recall(held, job.held_out) if isinstance(held, Pairs) and len(held) > 1 else None
+        log("there are no two held-out documents that are long enough: recall is not measured")
+    return pairs, RecallEvaluator(held, job.held_out) if isinstance(held, SpanPairs) and len(
+        held
+    ) > 1 else None
 
 
-def update_of(encoder: Encoder, job: EmbedJob) -> Update:
+def build_update(encoder: Encoder, job: EmbedJob) -> Update:
     """The only line of the learner: InfoNCE, by Muon for the blocks' matrices (or not) and AdamW for the rest."""
 
-    def objective(part: Part) -> Loss:
-        x, y = in_bundles(encoder, part["ids"], part["mask"]).chunk(2)
+    def objective(part: MicroBatch) -> Loss:
+        x, y = encode_in_buckets(encoder, part["ids"], part["mask"]).chunk(2)
         return info_nce(x, y, 1 / job.temperature, part["documents"])
 
-    treatments, decaying = {}, multiplied(encoder)
+    treatments, decaying = {}, decayed_parameters(encoder)
     for name, p in encoder.named_parameters():
         matrix = name.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1
-        muon = matrix and job.optimiser == "muon"
-        rule: Rule = "muon" if muon else "adamw"
-        treatments[name] = Treatment(rule, job.muon_rate if muon else job.rate, float(name in decaying))
+        muon = matrix and job.optimizer == "muon"
+        rule: OptimizerName = "muon" if muon else "adamw"
+        treatments[name] = ParamOptim(rule, job.lr_muon if muon else job.lr_adamw, float(name in decaying))
     return Update(
         objective, treatments, clip_norm=job.clip_norm, weight_decay=job.weight_decay, betas=(0.9, 0.98)
     )
 
 
-def part_of(spans: Spans, device: str = "cpu") -> dict[str, Tensor]:
+def collate(spans: Spans, device: str = "cpu") -> dict[str, Tensor]:
     """ids and mask [2 N, T], the first spans above the second; documents [N]."""
-    ids, mask = padded([*spans.first, *spans.second])
+    ids, mask = pad([*spans.first, *spans.second])
     made = {"ids": ids, "mask": mask, "documents": torch.from_numpy(spans.documents)}
     return {name: t.to(device) for name, t in made.items()}
 
 
-def in_bundles(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
+def encode_in_buckets(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
     """`encoder.embed` of rows [n, T] of very different lengths, in bundles of about one length: -> [n, d] fp32.
 
     Spans fill not much more than half of the rectangle they are padded to. The negatives are those of the whole batch
@@ -332,7 +340,7 @@ def in_bundles(encoder: Encoder, ids: Tensor, mask: Tensor) -> Tensor:
     """
     lengths = mask.sum(dim=1)
     order = lengths.argsort(stable=True)
-    bundles = torch.split(order, BUNDLE)
+    bundles = torch.split(order, BUCKET_SIZE)
     longest = [int(lengths[rows[-1]]) for rows in bundles]
     parts = [
         encoder.embed(ids[rows, :most], mask[rows, :most])

@@ -4,14 +4,14 @@ from whorl.engine.generate import complete, generate
 from whorl.engine.load import fastest_dtype, load_for_sampling
 from whorl.engine.model.multi_lora import Adapters
 from whorl.engine.request import Token
-from whorl.engine.sampling.sampler import Row, Sampler, distribution
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling.sampler import Sampler, SamplerRow, distribution
+from whorl.engine.sampling_params import SamplingParams
 
 __all__ = [
     "Adapters",
-    "Row",
     "Sampler",
-    "Sampling",
+    "SamplerRow",
+    "SamplingParams",
     "Token",
     "complete",
     "distribution",

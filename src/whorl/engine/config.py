@@ -12,28 +12,30 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    max_sequences: int = Field(default=32, ge=1, description="that run at once; the others wait")
-    max_length: int = Field(default=2048, ge=2, description="positions of one text, prompt and output")
-    cache_tokens: int | None = Field(
+    max_num_seqs: int = Field(default=32, ge=1, description="that run at once; the others wait")
+    max_model_len: int = Field(default=2048, ge=2, description="positions of one text, prompt and output")
+    kv_cache_tokens: int | None = Field(
         default=None, ge=1, description="positions held at once; default half of all texts at full length"
     )
-    page_size: int = Field(default=32, ge=1, description="positions a page")
-    cache: Literal["model", "int8"] = Field(
+    block_size: int = Field(default=32, ge=1, description="positions a page")
+    kv_cache_dtype: Literal["model", "int8"] = Field(
         default="model", description="keys and values in the model's type, or in int8 (kv_int8.py)"
     )
-    token_budget: int = Field(default=512, ge=1, description="positions a step at most")
-    share_prefixes: bool = Field(default=True, description="find what was computed of a prompt's beginning")
+    max_num_batched_tokens: int = Field(default=512, ge=1, description="positions a step at most")
+    enable_prefix_caching: bool = Field(
+        default=True, description="find what was computed of a prompt's beginning"
+    )
     preemption: Literal["recompute", "swap"] = "recompute"
     batch_invariant: bool = Field(
         default=False, description="the same tokens to the bit, whatever else is in the batch (slower)"
     )
-    weights: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
+    weight_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = Field(
         default=None, description="how a CPU's native step keeps them; default: as the model computes"
     )
-    weights_group: int | None = Field(
+    weight_group_size: int | None = Field(
         default=None, ge=8, description="inputs that share a scale, of int8, int4"
     )
-    stretch: float = Field(
+    max_decode_slowdown: float = Field(
         default=1.8, ge=1, description="of a decoding step, by prompts that are read in beside it"
     )
     seed: int = Field(default=0, description="of requests that bring none, together with their id")

@@ -30,21 +30,21 @@ import torch
 from torch import Tensor
 
 from whorl.engine.cache.block_pool import BlockPool
-from whorl.engine.cache.cache_manager import Cache, Group
+from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
 from whorl.engine.config import EngineConfig
-from whorl.engine.model.batch_builder import assemble, scores_prompt
+from whorl.engine.model.batch_builder import build_batch, scores_prompt
 from whorl.engine.model.multi_lora import Adapters
-from whorl.engine.model.runner import windows_of
+from whorl.engine.model.runner import layer_windows
 from whorl.engine.native.runner import make_runner
-from whorl.engine.postprocess import score_prompt, take
-from whorl.engine.request import Delta, Finish, Request, Token
-from whorl.engine.sampling.forced_prefix import Required, Then, Vocabulary
+from whorl.engine.postprocess import accept_tokens, score_prompt
+from whorl.engine.request import Delta, FinishReason, Request, Token
+from whorl.engine.sampling.forced_prefix import ForcedPrefix, Sequenced, SortedVocabulary
 from whorl.engine.sampling.sampler import Sampler
-from whorl.engine.sampling.stop_strings import StopTexts
-from whorl.engine.scheduling.prefill_budget import Pace
+from whorl.engine.sampling.stop_strings import StopStringChecker
+from whorl.engine.scheduling.prefill_budget import PrefillBudget
 from whorl.engine.scheduling.scheduler import Schedule, Scheduler
-from whorl.engine.sequence import Sequence, Status
-from whorl.engine.stats import Stats
+from whorl.engine.sequence import Sequence, SequenceStatus
+from whorl.engine.stats import EngineStats
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel
 from whorl.slots.board import Board
@@ -54,17 +54,17 @@ from whorl.tracking.seeds import derive
 class Proposer(Protocol):
     """Guesses at what follows (`speculate.py`). wants_hidden: `saw` is of use to it."""
 
-    wants_hidden: bool
+    needs_hidden_states: bool
 
     def propose(self, sequences: Many[Sequence]) -> None:
         """Fills `drafts` of each."""
         ...
 
-    def saw(self, sequence: Sequence, hidden: Tensor) -> None:
+    def observe(self, sequence: Sequence, hidden: Tensor) -> None:
         """hidden: [n, d_model] of the positions that were computed last, wrong guesses left out."""
         ...
 
-    def forget(self, sequence: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """It is finished."""
         ...
 
@@ -92,7 +92,7 @@ class Engine:
         config: EngineConfig | None = None,
         *,
         token_bytes: Many[bytes] = (),
-        forbidden: Many[int] = (),
+        banned_ids: Many[int] = (),
         proposer: Proposer | None = None,
         compile_grammar: Callable[[Any], Any] | None = None,
         adapters: Adapters | None = None,
@@ -102,55 +102,65 @@ class Engine:
         self.model, self.token_bytes, self.proposer, self.clock = model, token_bytes, proposer, clock
         self.compile_grammar = compile_grammar
         self.adapters = Adapters(model) if adapters is None else adapters
-        self.adapters.in_use = lambda: {s.request.adapter for s in self._sequences.values()}
-        self.max_length = (
-            config.max_length if model.longest is None else min(config.max_length, model.longest)
+        self.adapters.names_in_use = lambda: {s.request.adapter for s in self._sequences.values()}
+        self.max_model_len = (
+            config.max_model_len
+            if model.max_positions is None
+            else min(config.max_model_len, model.max_positions)
         )
         if config.batch_invariant and proposer is not None:
             raise ConfigError(
                 "batch_invariant is given with drafts, which change the size of products",
                 expected="one of both",
             )
-        windows = windows_of(model)
-        tokens = config.cache_tokens or max(self.max_length, config.max_sequences * self.max_length // 2)
+        windows = layer_windows(model)
+        tokens = config.kv_cache_tokens or max(
+            self.max_model_len, config.max_num_seqs * self.max_model_len // 2
+        )
         pages: dict[int | None, int] = {}
         for window in {w for w in windows if w != -1} or {None}:
             n = tokens
             if window is not None:  # what all hold at once, and beginnings to be found again
-                held = config.max_sequences * (window + config.page_size) + config.token_budget + window
+                held = (
+                    config.max_num_seqs * (window + config.block_size)
+                    + config.max_num_batched_tokens
+                    + window
+                )
                 n = min(tokens, held + tokens // 4)
-            pages[window] = max(1, -(-n // config.page_size))
+            pages[window] = max(1, -(-n // config.block_size))
         same = config.batch_invariant
         self.runner = make_runner(
-            model, pages, config.page_size, config.max_sequences, self.max_length,
-            kind=config.weights, group=config.weights_group, invariant=same,
-            dtype=torch.int8 if config.cache == "int8" else None, adapters=self.adapters,
+            model, pages, config.block_size, config.max_num_seqs, self.max_model_len,
+            weight_dtype=config.weight_dtype, weight_group_size=config.weight_group_size, invariant=same,
+            dtype=torch.int8 if config.kv_cache_dtype == "int8" else None, adapters=self.adapters,
         )  # fmt: skip
-        groups = [Group(w, BlockPool(pages[w], config.page_size)) for w in self.runner.windows or [None]]
-        share = config.share_prefixes and not self.runner.has_slots
-        self.cache = Cache(
-            groups, config.max_sequences, self.max_length, config.token_budget, share, not same
+        groups = [
+            KVCacheGroup(w, BlockPool(pages[w], config.block_size)) for w in self.runner.windows or [None]
+        ]
+        share = config.enable_prefix_caching and not self.runner.has_recurrent_layers
+        self.cache = KVCacheManager(
+            groups, config.max_num_seqs, self.max_model_len, config.max_num_batched_tokens, share, not same
         )
-        self.pace = Pace(config.stretch, config.slo_tpot)
+        self.prefill_budget = PrefillBudget(config.max_decode_slowdown, config.slo_tpot)
         swaps = (
             same or config.preemption == "swap"
         )  # what is read in anew is computed in other pieces than it was
         self.scheduler = Scheduler(
-            self.cache, config.max_sequences, config.token_budget, self.pace, same,
-            self.runner.copy_out if swaps else None, self.runner.copy_back if swaps else None,
+            self.cache, config.max_num_seqs, config.max_num_batched_tokens, self.prefill_budget, same,
+            self.runner.swap_out if swaps else None, self.runner.swap_in if swaps else None,
         )  # fmt: skip
-        self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
+        self.sampler = Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device))
         self.version = 0
-        self.stats = Stats()
+        self.stats = EngineStats()
         self._sequences: dict[str, Sequence] = {}
         self._aborted: list[Delta] = []
-        self._arrivals = 0
+        self._n_added = 0
         self._board: Board | None = None
-        self._longest = self._most_positions()
+        self._max_positions = self._max_cacheable_positions()
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
-        return Vocabulary(self.token_bytes, self.model.config.vocab_size)
+    def _sorted_vocabulary(self) -> SortedVocabulary:
+        return SortedVocabulary(self.token_bytes, self.model.config.vocab_size)
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
@@ -160,9 +170,9 @@ class Engine:
         return bool(self._sequences or self._aborted)
 
     @property
-    def longest(self) -> int:
+    def max_positions(self) -> int:
         """Positions that a text may have here, prompt and output: by the model, the settings and the cache."""
-        return self._longest
+        return self._max_positions
 
     def add(self, request: Request) -> None:
         """Takes a request in.
@@ -179,37 +189,37 @@ class Engine:
                 expected=f"0 to {vocab - 1}",
                 do="encode with its own tokenizer",
             )
-        if n >= self._longest:
-            what = "the model's context" if self._longest == self.max_length else "the cache"
+        if n >= self._max_positions:
+            what = "the model's context" if self._max_positions == self.max_model_len else "the cache"
             raise ConfigError(
-                f"ids: the prompt is {n:,} tokens long and {what} holds {self._longest:,}",
-                expected=f"at most {self._longest - 1:,}, so that one can be written",
+                f"ids: the prompt is {n:,} tokens long and {what} holds {self._max_positions:,}",
+                expected=f"at most {self._max_positions - 1:,}, so that one can be written",
             )
         request.sampling.check_ids(vocab)
         if request.grammar is not None and self.compile_grammar is None:
             raise ConfigError(
                 "grammar is given, and this engine has no grammars", expected="a request without"
             )
-        if request.required and not self.token_bytes:
+        if request.forced_prefix and not self.token_bytes:
             raise ConfigError(
                 "required is given, and the engine has no token_bytes", expected="a request without"
             )
-        self.adapters.number(request.adapter)  # which says so if there is none
-        self._arrivals += 1
+        self.adapters.index_of(request.adapter)  # which says so if there is none
+        self._n_added += 1
         seed = (
             request.sampling.seed
             if request.sampling.seed is not None
             else derive(self.config.seed, "request", request.id)
         )
-        sequence = Sequence(request, self._arrivals, list(request.ids), seed, self._chain_seed(request))
-        sequence.stops = StopTexts(request.stop)
+        sequence = Sequence(request, self._n_added, list(request.ids), seed, self._hash_seed(request))
+        sequence.stop_checker = StopStringChecker(request.stop)
         if request.grammar is not None and self.compile_grammar is not None:
-            sequence.matcher = self.compile_grammar(request.grammar)
-        if request.required:
-            exact = sequence.matcher is not None
-            begin = Required(self._vocabulary, request.required, exact)
-            sequence.matcher = Then(begin, sequence.matcher) if exact else begin
-        sequence.added = self.clock()
+            sequence.constraint = self.compile_grammar(request.grammar)
+        if request.forced_prefix:
+            exact = sequence.constraint is not None
+            begin = ForcedPrefix(self._sorted_vocabulary, request.forced_prefix, exact)
+            sequence.constraint = Sequenced(begin, sequence.constraint) if exact else begin
+        sequence.arrival_time = self.clock()
         self._sequences[request.id] = sequence
         self.scheduler.add(sequence)
 
@@ -218,8 +228,8 @@ class Engine:
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             return False
-        self._end(sequence, "abort")
-        self._aborted.append(Delta(request_id, finish="abort"))
+        self._finish(sequence, "abort")
+        self._aborted.append(Delta(request_id, finish_reason="abort"))
         return True
 
     def step(self) -> list[Delta]:
@@ -227,35 +237,39 @@ class Engine:
         began = self.clock()
         deltas, self._aborted = self._aborted, []
         if self._board is not None:
-            self.catch_up(self._board)
+            self.sync_weights(self._board)
         if self.proposer is not None:
-            self.proposer.propose([s for s in self.scheduler.running if s.decoding and s.matcher is None])
+            self.proposer.propose([s for s in self.scheduler.running if s.decoding and s.constraint is None])
         schedule = self.scheduler.schedule()
         if not schedule.rows:
             return deltas
-        batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
-        batch.adapters = self.adapters.numbers(s.request.adapter for s, _ in schedule.rows)
+        batch, rows = build_batch(
+            schedule, self.cache, self.runner.ngram_context, self.model.embedding.device
+        )
+        batch.adapter_indices = self.adapters.indices_of(s.request.adapter for s, _ in schedule.rows)
         ready = self.clock()
         hidden: Tensor | None = None
-        if self.proposer is not None and self.proposer.wants_hidden:
+        if self.proposer is not None and self.proposer.needs_hidden_states:
             hidden = self.runner.hidden(batch)
-            logits = self.runner.logits(hidden[batch.wanted])
+            logits = self.runner.logits(hidden[batch.logit_indices])
         else:
             logits = self.runner.run(batch)
         ran = self.clock()
-        drawn = self.sampler.living(logits if batch.drawn is None else logits[batch.drawn], rows)
+        drawn = self.sampler.sample_or_none(
+            logits if batch.sample_indices is None else logits[batch.sample_indices], rows
+        )
         sampled = self.clock()
-        before = [(sequence, sequence.computed) for sequence, _ in schedule.rows]
-        deltas += self._advance(schedule, logits, drawn)
+        before = [(sequence, sequence.n_computed) for sequence, _ in schedule.rows]
+        deltas += self._process_outputs(schedule, logits, drawn)
         if hidden is not None and self.proposer is not None:
             for (sequence, first), at in zip(before, batch.starts, strict=False):
-                if sequence.finish is None:
-                    self.proposer.saw(sequence, hidden[at : at + sequence.computed - first])
+                if sequence.finish_reason is None:
+                    self.proposer.observe(sequence, hidden[at : at + sequence.n_computed - first])
         n_decode = schedule.decode_tokens
         done = self.clock()
-        self.pace.took(n_decode, schedule.tokens - n_decode, done - began)
-        self.stats.step(
-            began, schedule, n_decode, model=ran - ready, sample=sampled - ran, seconds=done - began,
+        self.prefill_budget.record_step(n_decode, schedule.tokens - n_decode, done - began)
+        self.stats.record_step(
+            began, schedule, n_decode, model_seconds=ran - ready, sample_seconds=sampled - ran, seconds=done - began,
             running=len(self.scheduler.running), waiting=len(self.scheduler.waiting),
         )  # fmt: skip
         return deltas
@@ -278,18 +292,18 @@ class Engine:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 own[name].copy_(tensor)
-        self._changed(version, recompute)
+        self._on_weights_updated(version, recompute)
 
-    def follow(self, board: Board | None) -> None:
+    def follow_board(self, board: Board | None) -> None:
         """Takes the newest weights of `board` before each step; None: goes on with those that it has."""
         self._board = board
 
-    def catch_up(self, board: Board) -> None:
+    def sync_weights(self, board: Board) -> None:
         """Takes the newest weights of `board` now, unless it has them."""
         if board.version != self.version:
             with torch.no_grad():
                 version = board.read(dict(self.model.named_parameters()))
-            self._changed(version)
+            self._on_weights_updated(version)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when books, queues and sequences disagree: a leaked page, a lost request."""
@@ -301,12 +315,12 @@ class Engine:
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def _advance(self, schedule: Schedule, logits: Tensor, drawn: list[Token | None]) -> list[Delta]:
+    def _process_outputs(self, schedule: Schedule, logits: Tensor, drawn: list[Token | None]) -> list[Delta]:
         """Takes the drawn tokens in; -> what is told of each sequence that got further."""
         deltas = []
         at = row = 0  # in `logits`, in `drawn`
         for sequence, n in schedule.rows:
-            stop = sequence.computed + n
+            stop = sequence.n_computed + n
             told: tuple[float, ...] = ()
             if scores_prompt(sequence):
                 score_prompt(sequence, logits[at : at + n], stop)
@@ -320,61 +334,65 @@ class Engine:
                     told = tuple(sequence.prompt_log_probs)  # its last position was a step of its own
             new = drawn[row : row + count]
             row += count
-            pages = sequence.computed // self.config.page_size
-            sequence.computed = min(stop, len(sequence.ids))
-            delta = self._take(sequence, new, told) if new else None
-            if sequence.computed // self.config.page_size > pages or self.cache.windowed:
-                self.cache.settle(sequence)
+            pages = sequence.n_computed // self.config.block_size
+            sequence.n_computed = min(stop, len(sequence.ids))
+            delta = self._accept_tokens(sequence, new, told) if new else None
+            if sequence.n_computed // self.config.block_size > pages or self.cache.has_windows:
+                self.cache.commit_full_pages(sequence)
             if delta is not None:
                 deltas.append(delta)
-                if delta.finish is not None:
+                if delta.finish_reason is not None:
                     del self._sequences[sequence.request.id]
-                    self._end(sequence, delta.finish)
+                    self._finish(sequence, delta.finish_reason)
         return deltas
 
-    def _take(self, sequence: Sequence, drawn: list[Token | None], told: tuple[float, ...]) -> Delta:
+    def _accept_tokens(
+        self, sequence: Sequence, drawn: list[Token | None], prompt_log_probs: tuple[float, ...]
+    ) -> Delta:
         first = sequence.n_output == 0
         if first:
-            sequence.first = self.clock()
+            sequence.first_token_time = self.clock()
         n_drafts = len(sequence.drafts)
-        taken, text, finish = take(sequence, drawn, self.token_bytes, self._longest, self.version)
+        taken, text, finish = accept_tokens(
+            sequence, drawn, self.token_bytes, self._max_positions, self.version
+        )
         self.stats.output_tokens += len(taken)
         if n_drafts:
-            self.stats.drafted += n_drafts
-            self.stats.accepted += max(0, len(taken) - 1)
-        cached = sequence.cached if first else 0
-        return Delta(sequence.request.id, tuple(taken), text, finish, cached, told)
+            self.stats.drafted_tokens += n_drafts
+            self.stats.accepted_tokens += max(0, len(taken) - 1)
+        cached = sequence.cached_tokens if first else 0
+        return Delta(sequence.request.id, tuple(taken), text, finish, cached, prompt_log_probs)
 
-    def _end(self, sequence: Sequence, finish: Finish) -> None:
-        sequence.finish = finish
+    def _finish(self, sequence: Sequence, finish: FinishReason) -> None:
+        sequence.finish_reason = finish
         self.scheduler.remove(sequence)
         if self.proposer is not None:
-            self.proposer.forget(sequence)
+            self.proposer.release(sequence)
         self.stats.finished[finish] = self.stats.finished.get(finish, 0) + 1
 
     # -- weights and sizes ---------------------------------------------------------------------------------------------
 
-    def _changed(self, version: int, recompute: bool = False) -> None:
+    def _on_weights_updated(self, version: int, recompute: bool = False) -> None:
         """The model's weights are others now."""
         self.runner.refresh()
         self.version = version
-        self.cache.forget_all()
+        self.cache.invalidate_all()
         if recompute:
             for sequence in list(self.scheduler.running):
                 self.scheduler.preempt(sequence)
         for sequence in self._sequences.values():
-            sequence.hashes = []
-            sequence.sealed = 0
-            fresh = sequence.status is Status.WAITING and sequence.swapped is None
-            mixed = f"mixed {sequence.arrival} ".encode() if not fresh else b""
-            sequence.chain_seed = mixed + self._chain_seed(sequence.request)
+            sequence.page_hashes = []
+            sequence.n_committed_pages = 0
+            fresh = sequence.status is SequenceStatus.WAITING and sequence.swapped is None
+            mixed = f"mixed {sequence.arrival_index} ".encode() if not fresh else b""
+            sequence.hash_seed = mixed + self._hash_seed(sequence.request)
 
-    def _chain_seed(self, request: Request) -> bytes:
-        return f"{self.version} {self.adapters.key(request.adapter)} ".encode()
+    def _hash_seed(self, request: Request) -> bytes:
+        return f"{self.version} {self.adapters.cache_key(request.adapter)} ".encode()
 
-    def _most_positions(self) -> int:
+    def _max_cacheable_positions(self) -> int:
         """The longest text that the cache could hold, were it alone."""
-        low, high = 0, self.max_length
+        low, high = 0, self.max_model_len
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.cache.fits(middle) else (low, middle - 1)

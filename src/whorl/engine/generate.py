@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from whorl.engine.request import Token
-from whorl.engine.sampling.forced_prefix import Required, Vocabulary
-from whorl.engine.sampling.sampler import Row, Sampler
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling.forced_prefix import ForcedPrefix, SortedVocabulary
+from whorl.engine.sampling.sampler import Sampler, SamplerRow
+from whorl.engine.sampling_params import SamplingParams
 from whorl.engine.step import DecodeStep
 from whorl.models import Decoder, DecoderState, LanguageModel
 from whorl.models.language_model import ModelState
@@ -24,12 +24,12 @@ from whorl.models.language_model import ModelState
 def generate(
     model: LanguageModel,
     prompt: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingParams,
     generator: torch.Generator,
     *,
     max_tokens: int,
-    forbidden: Sequence[int] = (),
-    required: bytes = b"",
+    banned_ids: Sequence[int] = (),
+    forced_prefix: bytes = b"",
     token_bytes: Sequence[bytes] = (),
     top_log_probs: int = 0,
     use_cache: bool = True,
@@ -45,17 +45,19 @@ def generate(
     ids = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     step = decode_step(model) if use_cache else None
     state = model.new_state(1, len(prompt) + max_tokens) if use_cache else None
-    sampler = Sampler(model.config.vocab_size, forbidden, device)
+    sampler = Sampler(model.config.vocab_size, banned_ids, device)
     output: list[int] = []
-    row = Row(sampling, _seed(sampling, generator), prompt=prompt, output=output, top_log_probs=top_log_probs)
-    matcher = _required([required], token_bytes, model)[0]
+    row = SamplerRow(
+        sampling, _seed(sampling, generator), prompt=prompt, output=output, top_log_probs=top_log_probs
+    )
+    matcher = _forced_prefixes([forced_prefix], token_bytes, model)[0]
     fed = ids
     for _ in range(max_tokens):
-        row.allowed = matcher.mask() if matcher else None
+        row.allowed_mask = matcher.mask() if matcher else None
         (token,) = sampler(_logits(model, step, fed, state), [row])
         yield token
         output.append(token.id)
-        row.drawn += 1
+        row.n_drawn += 1
         if matcher:
             matcher.advance(token.id)
         fed = torch.tensor([[token.id]], device=device)
@@ -67,13 +69,13 @@ def generate(
 def complete(
     model: LanguageModel,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     generator: torch.Generator,
     *,
     max_tokens: int,
     eos_id: int,
-    forbidden: Sequence[int] = (),
-    required: Sequence[bytes] = (),
+    banned_ids: Sequence[int] = (),
+    forced_prefixes: Sequence[bytes] = (),
     token_bytes: Sequence[bytes] = (),
 ) -> list[list[int]]:
     """Completes many prompts, those of one length together; each ends before its eos or at `max_tokens`.
@@ -86,23 +88,23 @@ def complete(
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(number)
     step, device, seed = decode_step(model), model.embedding.device, _seed(sampling, generator)
-    sampler = Sampler(model.config.vocab_size, forbidden, device)
-    matchers = _required(required or [b""] * len(prompts), token_bytes, model)
+    sampler = Sampler(model.config.vocab_size, banned_ids, device)
+    matchers = _forced_prefixes(forced_prefixes or [b""] * len(prompts), token_bytes, model)
     for length, members in sorted(by_length.items()):
         fed = torch.tensor([list(prompts[n]) for n in members], dtype=torch.int64, device=device)
         state = model.new_state(len(members), length + max_tokens)
-        rows = [Row(sampling, seed + n, prompt=prompts[n], output=out[n]) for n in members]
+        rows = [SamplerRow(sampling, seed + n, prompt=prompts[n], output=out[n]) for n in members]
         alive = [True] * len(members)
         for _ in range(max_tokens):
             for row, n in zip(rows, members, strict=True):
                 matcher = matchers[n]
-                row.allowed = matcher.mask() if matcher else None
+                row.allowed_mask = matcher.mask() if matcher else None
             tokens = [token.id for token in sampler(_logits(model, step, fed, state), rows)]
             alive = [still and token != eos_id for still, token in zip(alive, tokens, strict=True)]
             if not any(alive):
                 break
             for n, row, token, still in zip(members, rows, tokens, alive, strict=True):
-                row.drawn += 1
+                row.n_drawn += 1
                 if still:
                     out[n].append(token)
                     matcher = matchers[n]
@@ -112,20 +114,20 @@ def complete(
     return out
 
 
-def _seed(sampling: Sampling, generator: torch.Generator) -> int:
+def _seed(sampling: SamplingParams, generator: torch.Generator) -> int:
     if sampling.seed is not None:
         return sampling.seed
     return int(torch.randint(1 << 62, (1,), generator=generator, device=generator.device))
 
 
-def _required(
+def _forced_prefixes(
     texts: Sequence[bytes], token_bytes: Sequence[bytes], model: LanguageModel
-) -> list[Required | None]:
+) -> list[ForcedPrefix | None]:
     """One for each text, None where nothing is required."""
     if not any(texts):
         return [None] * len(texts)
-    vocabulary = Vocabulary(token_bytes, model.config.vocab_size)
-    return [Required(vocabulary, text) if text else None for text in texts]
+    vocabulary = SortedVocabulary(token_bytes, model.config.vocab_size)
+    return [ForcedPrefix(vocabulary, text) if text else None for text in texts]
 
 
 def decode_step(model: LanguageModel) -> DecodeStep | None:

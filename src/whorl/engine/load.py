@@ -16,22 +16,22 @@ from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, ModelConfig, load_model, make_model, read_config
 from whorl.nn import Linear
 
-MOST_TIMED_BYTES = 256e6  # of fp32 weights: beyond that none stay in a cache, and fewer layers tell the same
+MAX_TIMED_BYTES = 256e6  # of fp32 weights: beyond that none stay in a cache, and fewer layers tell the same
 ROUNDS = 5
 
 
-def load_for_sampling(folder: Path, machine: Machine, rows: int = 1) -> LanguageModel:
+def load_for_sampling(folder: Path, machine: Machine, batch_size: int = 1) -> LanguageModel:
     """The model of `folder`, ready to sample `rows` sequences at a time.
 
     Raises:
         CheckpointError: as `load_model`.
     """
-    dtype = fastest_dtype(read_config(folder), machine, rows)
+    dtype = fastest_dtype(read_config(folder), machine, batch_size)
     return load_model(folder, dtype, machine.device).eval()
 
 
 @torch.inference_mode()
-def fastest_dtype(config: ModelConfig, machine: Machine, rows: int = 1) -> torch.dtype:
+def fastest_dtype(config: ModelConfig, machine: Machine, batch_size: int = 1) -> torch.dtype:
     """The compute type for decoding `rows` sequences of a model of this shape; takes a few milliseconds."""
     if machine.device != "cpu" or machine.torch_dtype == torch.float32:
         return machine.torch_dtype
@@ -41,14 +41,14 @@ def fastest_dtype(config: ModelConfig, machine: Machine, rows: int = 1) -> torch
     layers = [[tuple(m.weight.shape) for m in one.modules() if isinstance(m, Linear)] for one in blocks]
     shapes: list[tuple[int, ...]] = []
     for layer in layers:
-        if not shapes or 4 * sum(a * b for a, b in shapes + layer) <= MOST_TIMED_BYTES:
+        if not shapes or 4 * sum(a * b for a, b in shapes + layer) <= MAX_TIMED_BYTES:
             shapes += layer
     if not shapes:
         return machine.torch_dtype
     seconds = {}
     for dtype in (torch.float32, machine.torch_dtype):
         weights = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-        inputs = {d_in: torch.zeros(rows, d_in, dtype=dtype) for _, d_in in shapes}
+        inputs = {d_in: torch.zeros(batch_size, d_in, dtype=dtype) for _, d_in in shapes}
         times = []
         for _ in range(ROUNDS):
             began = time.perf_counter()

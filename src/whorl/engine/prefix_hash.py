@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Hash = bytes
+PageHash = bytes
 
 
-def chain(seed: Hash, ids: Sequence[int], page_size: int, known: list[Hash]) -> list[Hash]:
+def prefix_hashes(
+    seed: PageHash, ids: Sequence[int], page_size: int, hashes: list[PageHash]
+) -> list[PageHash]:
     """Extends `known` by the hashes of the further full pages of `ids`, and returns it."""
-    for page in range(len(known), len(ids) // page_size):
-        before = known[-1] if known else seed
+    for page in range(len(hashes), len(ids) // page_size):
+        before = hashes[-1] if hashes else seed
         block = np.asarray(ids[page * page_size : (page + 1) * page_size], np.int64).tobytes()
-        known.append(hashlib.blake2b(before + block, digest_size=16).digest())
-    return known
+        hashes.append(hashlib.blake2b(before + block, digest_size=16).digest())
+    return hashes

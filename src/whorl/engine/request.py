@@ -18,9 +18,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 
-Finish = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class Grammar(BaseModel):
@@ -35,7 +35,7 @@ class Grammar(BaseModel):
     lark: str | None = Field(default=None, description="a context-free grammar in Lark's notation")
 
     @model_validator(mode="after")
-    def _one(self) -> Grammar:
+    def _check_exactly_one(self) -> Grammar:
         if sum(x is not None for x in (self.json_schema, self.regex, self.lark)) != 1:
             raise ValueError("give exactly one of json_schema, regex and lark")
         return self
@@ -48,11 +48,11 @@ class Request(BaseModel):
 
     id: str = Field(min_length=1)
     ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1, description="the prompt")
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     max_tokens: int = Field(default=256, ge=1)
     stop: tuple[bytes, ...] = Field(default=(), description="texts that end it, themselves left out")
     stop_ids: frozenset[int] = Field(default=frozenset(), description="ids that end it, themselves left out")
-    required: bytes = Field(default=b"", description="what the output begins with (a healed prompt)")
+    forced_prefix: bytes = Field(default=b"", description="what the output begins with (a healed prompt)")
     grammar: Grammar | None = None
     priority: int = Field(default=0, description="lower is served first")
     top_log_probs: int = Field(default=0, ge=0, le=20, description="likeliest alternatives told a token")
@@ -61,7 +61,7 @@ class Request(BaseModel):
     adapter: str | None = Field(default=None, description="name of a loaded LoRA adapter")
 
     @model_validator(mode="after")
-    def _texts(self) -> Request:
+    def _check_stop(self) -> Request:
         if any(not text for text in self.stop):
             raise ValueError("stop: an empty text would end every output; leave it out")
         return self
@@ -93,6 +93,6 @@ class Delta:
     request_id: str
     tokens: tuple[Token, ...] = ()
     text: bytes = b""
-    finish: Finish | None = None
-    cached: int = 0
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
     prompt_log_probs: tuple[float, ...] = ()

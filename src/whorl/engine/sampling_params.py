@@ -22,7 +22,7 @@ Id = Annotated[int, Field(ge=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class Sampling(BaseModel):
+class SamplingParams(BaseModel):
     """How to choose the next token. The defaults sample the model's own distribution, slightly sharpened."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,7 +48,7 @@ class Sampling(BaseModel):
     )
 
     @property
-    def penalised(self) -> bool:
+    def has_penalties(self) -> bool:
         """Whether what came before changes what is likely now."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 

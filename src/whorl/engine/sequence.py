@@ -13,11 +13,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from whorl.engine.prefix_hash import Hash, chain
-from whorl.engine.request import Finish, Request
+from whorl.engine.prefix_hash import PageHash, prefix_hashes
+from whorl.engine.request import FinishReason, Request
 
 
-class Status(enum.Enum):
+class SequenceStatus(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
@@ -33,29 +33,29 @@ class Sequence:
     """
 
     request: Request
-    arrival: int
+    arrival_index: int
     ids: list[int]
     seed: int
-    chain_seed: Hash = b""
-    status: Status = Status.WAITING
-    computed: int = 0
+    hash_seed: PageHash = b""
+    status: SequenceStatus = SequenceStatus.WAITING
+    n_computed: int = 0
     pages: list[list[int]] = field(default_factory=list)
-    hashes: list[Hash] = field(default_factory=list)
-    sealed: int = 0  # full pages that the pool knows of
+    page_hashes: list[PageHash] = field(default_factory=list)
+    n_committed_pages: int = 0  # full pages that the pool knows of
     slot: int = -1
-    cached: int = 0  # positions found in the cache when it was first admitted
-    preempted: int = 0  # times
+    cached_tokens: int = 0  # positions found in the cache when it was first admitted
+    n_preemptions: int = 0  # times
     swapped: Any = None
     drafts: list[int] = field(
         default_factory=list
     )  # guesses at what follows `ids`, to be verified in this step
     prompt_log_probs: list[float] = field(default_factory=list)
-    finish: Finish | None = None
-    stops: Any = None  # `stops.Stops`
-    matcher: Any = None  # of its grammar, or of the bytes that its output begins with
-    seen: Any = None  # `penalties.Seen`, where its settings have penalties
-    added: float = 0.0  # seconds, by the engine's clock
-    first: float = 0.0  # when its first token came
+    finish_reason: FinishReason | None = None
+    stop_checker: Any = None  # `stops.Stops`
+    constraint: Any = None  # of its grammar, or of the bytes that its output begins with
+    token_counts: Any = None  # `penalties.Seen`, where its settings have penalties
+    arrival_time: float = 0.0  # seconds, by the engine's clock
+    first_token_time: float = 0.0  # when its first token came
 
     @property
     def n_prompt(self) -> int:
@@ -66,14 +66,14 @@ class Sequence:
         return len(self.ids) - self.n_prompt
 
     @property
-    def to_read(self) -> int:
+    def n_uncomputed(self) -> int:
         """Positions that are not in the cache yet: 1 while decoding, more while a prompt is read in."""
-        return len(self.ids) - self.computed
+        return len(self.ids) - self.n_computed
 
     @property
     def decoding(self) -> bool:
-        return self.to_read == 1 and self.computed > 0
+        return self.n_uncomputed == 1 and self.n_computed > 0
 
-    def name_pages(self, page_size: int) -> list[Hash]:
+    def compute_page_hashes(self, page_size: int) -> list[PageHash]:
         """Hashes of all full pages of `ids`."""
-        return chain(self.chain_seed, self.ids, page_size, self.hashes)
+        return prefix_hashes(self.hash_seed, self.ids, page_size, self.page_hashes)

@@ -29,102 +29,104 @@ import torch
 from torch import Tensor
 
 from whorl.engine.cache.block_pool import BlockPool
-from whorl.engine.cache.cache_manager import Cache, Group
-from whorl.engine.model.batch_builder import assemble
-from whorl.engine.model.runner import Runner, windows_of
+from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
+from whorl.engine.model.batch_builder import build_batch
+from whorl.engine.model.runner import ModelRunner, layer_windows
 from whorl.engine.sampling.sampler import Sampler
 from whorl.engine.scheduling.scheduler import Schedule
-from whorl.engine.sequence import Sequence, Status
+from whorl.engine.sequence import Sequence, SequenceStatus
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel
-from whorl.models.multi_token import MultiToken
+from whorl.models.multi_token import MultiTokenPrediction
 from whorl.nn.attention.state import KeyValueState
 
-LONGEST_KEY, SHORTEST_KEY = 4, 2  # ids that `Lookup` looks for
-PAUSE = 16  # tokens without guesses after they failed
+MAX_NGRAM, MIN_NGRAM = 4, 2  # ids that `Lookup` looks for
+COOLDOWN_TOKENS = 16  # tokens without guesses after they failed
 
 
 @dataclass
-class Patience:
+class AdaptiveDraftLength:
     """How far to guess for one sequence: 1 .. most, or 0 while it rests."""
 
-    most: int
-    far: int = 0
-    rest: int = 0
-    seen: int = 0  # tokens of the sequence when it was last looked at
-    asked: int = 0
+    max_length: int
+    length: int = 0
+    cooldown: int = 0
+    last_n_output: int = 0  # tokens of the sequence when it was last looked at
+    n_proposed: int = 0
 
-    def look(self, n_output: int) -> int:
+    def next_length(self, n_output: int) -> int:
         """Guesses that are worth making now, `n_output` tokens having been written."""
-        written, self.seen = n_output - self.seen, n_output
-        if self.asked:  # the last guesses: all but the last of what was written then came true
-            right = min(written - 1, self.asked)
-            if right == self.asked:
-                self.far = min(self.most, 2 * self.far)
-            elif right * 2 < self.asked:
-                self.far = self.far // 2
-            self.rest = 0 if self.far else PAUSE
-            self.asked = 0
-        elif self.rest:
-            self.rest = max(0, self.rest - written)
-        if not self.rest and not self.far:
-            self.far = min(2, self.most)
-        return 0 if self.rest else self.far
+        written, self.last_n_output = n_output - self.last_n_output, n_output
+        if self.n_proposed:  # the last guesses: all but the last of what was written then came true
+            right = min(written - 1, self.n_proposed)
+            if right == self.n_proposed:
+                self.length = min(self.max_length, 2 * self.length)
+            elif right * 2 < self.n_proposed:
+                self.length = self.length // 2
+            self.cooldown = 0 if self.length else COOLDOWN_TOKENS
+            self.n_proposed = 0
+        elif self.cooldown:
+            self.cooldown = max(0, self.cooldown - written)
+        if not self.cooldown and not self.length:
+            self.length = min(2, self.max_length)
+        return 0 if self.cooldown else self.length
 
 
 @dataclass
-class _Known:
+class _NgramIndex:
     """Where each run of ids ended last: (ids) -> position behind it; how many positions were entered."""
 
-    patience: Patience
-    places: dict[tuple[int, ...], int] = field(default_factory=dict)
-    entered: int = 0
+    draft_length: AdaptiveDraftLength
+    end_of_ngram: dict[tuple[int, ...], int] = field(default_factory=dict)
+    n_indexed: int = 0
 
 
-class Lookup:
+class PromptLookup:
     """Guesses from the sequence's own text.
 
     Args:
         most: guesses a step.
     """
 
-    wants_hidden = False
+    needs_hidden_states = False
 
-    def __init__(self, most: int = 8) -> None:
-        self.most = most
-        self._known: dict[int, _Known] = {}
+    def __init__(self, max_drafts: int = 8) -> None:
+        self.max_drafts = max_drafts
+        self._indexes: dict[int, _NgramIndex] = {}
 
     def propose(self, sequences: Many[Sequence]) -> None:
         for sequence in sequences:
-            known = self._known.setdefault(sequence.arrival, _Known(Patience(self.most)))
-            far = min(known.patience.look(sequence.n_output), _room(sequence))
+            known = self._indexes.setdefault(
+                sequence.arrival_index, _NgramIndex(AdaptiveDraftLength(self.max_drafts))
+            )
+            far = min(known.draft_length.next_length(sequence.n_output), _max_useful_drafts(sequence))
             sequence.drafts = self._find(known, sequence.ids, far) if far > 0 else []
-            known.patience.asked = len(sequence.drafts)
+            known.draft_length.n_proposed = len(sequence.drafts)
 
-    def _find(self, known: _Known, ids: list[int], far: int) -> list[int]:
+    def _find(self, index: _NgramIndex, ids: list[int], n_drafts: int) -> list[int]:
         # The newest position is not entered yet: it would find itself.
-        for stop in range(max(known.entered, 1), len(ids)):
-            for n in range(SHORTEST_KEY, LONGEST_KEY + 1):
+        for stop in range(max(index.n_indexed, 1), len(ids)):
+            for n in range(MIN_NGRAM, MAX_NGRAM + 1):
                 if stop >= n:
-                    known.places[tuple(ids[stop - n : stop])] = stop
-        known.entered = max(known.entered, len(ids))
-        for n in range(LONGEST_KEY, SHORTEST_KEY - 1, -1):
-            at = known.places.get(tuple(ids[-n:])) if len(ids) >= n else None
+                    index.end_of_ngram[tuple(ids[stop - n : stop])] = stop
+        index.n_indexed = max(index.n_indexed, len(ids))
+        for n in range(MAX_NGRAM, MIN_NGRAM - 1, -1):
+            at = index.end_of_ngram.get(tuple(ids[-n:])) if len(ids) >= n else None
             if at is not None:
-                found = ids[at : at + far]
-                while 0 < len(found) < far:  # it repeats itself: and so do we
-                    found += found[: far - len(found)]
+                found = ids[at : at + n_drafts]
+                while 0 < len(found) < n_drafts:  # it repeats itself: and so do we
+                    found += found[: n_drafts - len(found)]
                 return found
         return []
 
-    def saw(self, sequence: Sequence, hidden: Tensor) -> None:
+    def observe(self, sequence: Sequence, hidden: Tensor) -> None:
         """Nothing to learn from."""
 
-    def forget(self, sequence: Sequence) -> None:
-        self._known.pop(sequence.arrival, None)
+    def release(self, sequence: Sequence) -> None:
+        self._indexes.pop(sequence.arrival_index, None)
 
 
-def _room(sequence: Sequence) -> int:
+def _max_useful_drafts(sequence: Sequence) -> int:
     """Guesses that could still be of use before the output's end."""
     return sequence.request.max_tokens - sequence.n_output - 1
 
@@ -142,93 +144,99 @@ class DraftModel:
         ConfigError: a model whose layers keep a state of fixed size, which cannot be taken back by a position.
     """
 
-    wants_hidden = False
+    needs_hidden_states = False
 
     def __init__(
         self,
         model: LanguageModel,
-        most: int = 4,
+        max_drafts: int = 4,
         *,
-        max_sequences: int = 32,
-        max_length: int = 2048,
+        max_num_seqs: int = 32,
+        max_model_len: int = 2048,
         page_size: int = 32,
-        forbidden: Many[int] = (),
+        banned_ids: Many[int] = (),
     ) -> None:
-        if any(w is not None for w in windows_of(model)):
+        if any(w is not None for w in layer_windows(model)):
             raise ConfigError(
                 "the draft model has windows or states of fixed size", expected="full attention"
             )
-        pages = max_sequences * -(-(max_length + most) // page_size)
-        self.model, self.most = model, most
-        self.runner = Runner(model, {None: pages}, page_size, max_sequences, max_length + most)
-        group = Group(None, BlockPool(pages, page_size))
-        self.cache = Cache([group], max_sequences, max_length + most, max_length, share=False)
-        self.sampler = Sampler(model.config.vocab_size, forbidden, str(model.embedding.device))
-        self._free = list(range(max_sequences))
-        self._twins: dict[int, Sequence] = {}
-        self._patience: dict[int, Patience] = {}
+        pages = max_num_seqs * -(-(max_model_len + max_drafts) // page_size)
+        self.model, self.max_drafts = model, max_drafts
+        self.runner = ModelRunner(model, {None: pages}, page_size, max_num_seqs, max_model_len + max_drafts)
+        group = KVCacheGroup(None, BlockPool(pages, page_size))
+        self.cache = KVCacheManager(
+            [group], max_num_seqs, max_model_len + max_drafts, max_model_len, enable_prefix_caching=False
+        )
+        self.sampler = Sampler(model.config.vocab_size, banned_ids, str(model.embedding.device))
+        self._free_slots = list(range(max_num_seqs))
+        self._draft_sequences: dict[int, Sequence] = {}
+        self._draft_lengths: dict[int, AdaptiveDraftLength] = {}
 
     def propose(self, sequences: Many[Sequence]) -> None:
         wanted: list[tuple[Sequence, Sequence, int]] = []
         for sequence in sequences:
-            patience = self._patience.setdefault(sequence.arrival, Patience(self.most))
-            far = min(patience.look(sequence.n_output), _room(sequence))
-            if far > 0 and (twin := self._twin(sequence)) is not None:
+            patience = self._draft_lengths.setdefault(
+                sequence.arrival_index, AdaptiveDraftLength(self.max_drafts)
+            )
+            far = min(patience.next_length(sequence.n_output), _max_useful_drafts(sequence))
+            if far > 0 and (twin := self._draft_sequence(sequence)) is not None:
                 wanted.append((sequence, twin, far))
             sequence.drafts = []
         for k in range(max((far for _, _, far in wanted), default=0)):
             rows = [(s, twin) for s, twin, far in wanted if k < far]
-            for (sequence, twin), token in zip(rows, self._draw([t for _, t in rows]), strict=True):
+            for (sequence, twin), token in zip(rows, self._draft_tokens([t for _, t in rows]), strict=True):
                 sequence.drafts.append(token)
                 twin.ids.append(token)
         for sequence, twin, _ in wanted:
-            self._patience[sequence.arrival].asked = len(sequence.drafts)
+            self._draft_lengths[sequence.arrival_index].n_proposed = len(sequence.drafts)
             # What is right of this, the next look will see: up to there the cache stays as it is.
-            twin.computed = min(twin.computed, len(sequence.ids))
+            twin.n_computed = min(twin.n_computed, len(sequence.ids))
 
-    def _twin(self, sequence: Sequence) -> Sequence | None:
+    def _draft_sequence(self, sequence: Sequence) -> Sequence | None:
         """The sequence as the draft model knows it, brought up to date."""
-        twin = self._twins.get(sequence.arrival)
+        twin = self._draft_sequences.get(sequence.arrival_index)
         if twin is None:
-            if not self._free:
+            if not self._free_slots:
                 return None
-            twin = Sequence(sequence.request, sequence.arrival, [], sequence.seed)
-            twin.status, twin.slot, twin.pages = Status.RUNNING, self._free.pop(), [[]]
-            self._twins[sequence.arrival] = twin
+            twin = Sequence(sequence.request, sequence.arrival_index, [], sequence.seed)
+            twin.status, twin.slot, twin.pages = SequenceStatus.RUNNING, self._free_slots.pop(), [[]]
+            self._draft_sequences[sequence.arrival_index] = twin
         same = 0  # positions whose ids are what they were when they were computed
-        most = min(twin.computed, len(sequence.ids) - 1)
-        start = max(0, most - self.most - 1)  # only what was a guess can have turned out otherwise
+        most = min(twin.n_computed, len(sequence.ids) - 1)
+        start = max(0, most - self.max_drafts - 1)  # only what was a guess can have turned out otherwise
         same = start
         while same < most and twin.ids[same] == sequence.ids[same]:
             same += 1
-        twin.computed, twin.ids = same, list(sequence.ids)
+        twin.n_computed, twin.ids = same, list(sequence.ids)
         return twin
 
-    def _draw(self, twins: list[Sequence]) -> list[int]:
-        schedule = Schedule([(t, t.to_read) for t in twins])
-        order = {id(t): n for n, t in enumerate(twins)}
-        for t in twins:
-            self.cache.grow(t, len(t.ids))
-        batch, rows = assemble(schedule, self.cache, self.runner.reach, self.model.embedding.device)
+    def _draft_tokens(self, draft_sequences: list[Sequence]) -> list[int]:
+        schedule = Schedule([(t, t.n_uncomputed) for t in draft_sequences])
+        order = {id(t): n for n, t in enumerate(draft_sequences)}
+        for t in draft_sequences:
+            self.cache.allocate_slots(t, len(t.ids))
+        batch, rows = build_batch(
+            schedule, self.cache, self.runner.ngram_context, self.model.embedding.device
+        )
         drawn = self.sampler(self.runner.run(batch), rows)
-        out = [0] * len(twins)
+        out = [0] * len(draft_sequences)
         for (twin, _), token in zip(schedule.rows, drawn, strict=True):
-            twin.computed = len(twin.ids)
+            twin.n_computed = len(twin.ids)
             out[order[id(twin)]] = token.id
         return out
 
-    def saw(self, sequence: Sequence, hidden: Tensor) -> None:
+    def observe(self, sequence: Sequence, hidden: Tensor) -> None:
         """Nothing to learn from."""
 
-    def forget(self, sequence: Sequence) -> None:
-        self._patience.pop(sequence.arrival, None)
-        twin = self._twins.pop(sequence.arrival, None)
+    def release(self, sequence: Sequence) -> None:
+        self._draft_lengths.pop(sequence.arrival_index, None)
+        twin = self._draft_sequences.pop(sequence.arrival_index, None)
         if twin is not None:
             self.cache.release(twin)
-            self._free.append(twin.slot)
+            self._free_slots.append(twin.slot)
 
 
-class Ahead:
+class MultiTokenDraft:
     """Guesses by heads that look several tokens on from the trunk's hidden states.
 
     Args:
@@ -237,37 +245,39 @@ class Ahead:
         max_length: positions of one text.
     """
 
-    wants_hidden = True
+    needs_hidden_states = True
 
-    def __init__(self, heads: MultiToken, output: Tensor, max_length: int = 2048) -> None:
+    def __init__(self, heads: MultiTokenPrediction, output_weight: Tensor, max_model_len: int = 2048) -> None:
         if heads.n < 2:
             raise ConfigError("heads look 1 token ahead, as the model does", expected="at least 2")
-        self.heads, self.output, self.max_length = heads, output, max_length
+        self.heads, self.output_weight, self.max_model_len = heads, output_weight, max_model_len
         self._states: dict[int, list[KeyValueState]] = {}
-        self._guesses: dict[int, list[int]] = {}
-        self._patience: dict[int, Patience] = {}
+        self._drafts: dict[int, list[int]] = {}
+        self._draft_lengths: dict[int, AdaptiveDraftLength] = {}
 
     def propose(self, sequences: Many[Sequence]) -> None:
         for sequence in sequences:
-            patience = self._patience.setdefault(sequence.arrival, Patience(self.heads.n - 1))
-            far = min(patience.look(sequence.n_output), _room(sequence))
-            sequence.drafts = self._guesses.get(sequence.arrival, [])[: max(0, far)]
-            patience.asked = len(sequence.drafts)
+            patience = self._draft_lengths.setdefault(
+                sequence.arrival_index, AdaptiveDraftLength(self.heads.n - 1)
+            )
+            far = min(patience.next_length(sequence.n_output), _max_useful_drafts(sequence))
+            sequence.drafts = self._drafts.get(sequence.arrival_index, [])[: max(0, far)]
+            patience.n_proposed = len(sequence.drafts)
 
     @torch.inference_mode()
-    def saw(self, sequence: Sequence, hidden: Tensor) -> None:
+    def observe(self, sequence: Sequence, hidden: Tensor) -> None:
         """hidden: [n, d_model] of the newest computed positions, those of wrong guesses left out."""
-        n, stop = len(hidden), sequence.computed
-        states = self._states.get(sequence.arrival)
+        n, stop = len(hidden), sequence.n_computed
+        states = self._states.get(sequence.arrival_index)
         if states is None or states[0].length + n > states[0].capacity:
             device = str(hidden.device)
-            states = self.heads.new_state(1, self.max_length, dtype=self.heads.dtype, device=device)
-            self._states[sequence.arrival] = states
+            states = self.heads.new_state(1, self.max_model_len, dtype=self.heads.dtype, device=device)
+            self._states[sequence.arrival_index] = states
         positions = torch.arange(stop - n, stop, device=hidden.device)[None]
-        drafts = self.heads.draft(hidden[None].to(self.heads.dtype), self.output, positions, states)
+        drafts = self.heads.draft(hidden[None].to(self.heads.dtype), self.output_weight, positions, states)
         # The first head says again what the model has said with its own head.
-        self._guesses[sequence.arrival] = drafts[0, 1:].tolist()
+        self._drafts[sequence.arrival_index] = drafts[0, 1:].tolist()
 
-    def forget(self, sequence: Sequence) -> None:
-        for kept in (self._states, self._guesses, self._patience):
-            kept.pop(sequence.arrival, None)
+    def release(self, sequence: Sequence) -> None:
+        for kept in (self._states, self._drafts, self._draft_lengths):
+            kept.pop(sequence.arrival_index, None)

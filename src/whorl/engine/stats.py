@@ -11,48 +11,48 @@ from dataclasses import dataclass, field
 
 from whorl.engine.scheduling.scheduler import Schedule
 
-RECENT = 512
+MAX_RECENT_STEPS = 512
 
 
 @dataclass(frozen=True)
-class Step:
+class StepStats:
     """One step. at: seconds, by the engine's clock; model, sample: seconds of the two; the rest of `seconds` is our own."""
 
-    at: float
+    started: float
     prefill_tokens: int
     decode_tokens: int
     sequences: int
     waiting: int
-    preempted: int
+    n_preempted: int
     seconds: float
-    model: float
-    sample: float
+    model_seconds: float
+    sample_seconds: float
 
 
 @dataclass
-class Stats:
+class EngineStats:
     """Counters, and the last `RECENT` steps."""
 
     steps: int = 0
     prompt_tokens: int = 0  # positions of prompts that were computed
     output_tokens: int = 0
-    drafted: int = 0
-    accepted: int = 0  # drafts that were right
-    preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that were right
+    n_preemptions: int = 0
     seconds: float = 0.0
     model_seconds: float = 0.0
     sample_seconds: float = 0.0
     finished: dict[str, int] = field(default_factory=dict)  # by reason
-    recent: deque[Step] = field(default_factory=lambda: deque(maxlen=RECENT))
+    recent_steps: deque[StepStats] = field(default_factory=lambda: deque(maxlen=MAX_RECENT_STEPS))
 
-    def step(
+    def record_step(
         self,
-        at: float,
+        started: float,
         schedule: Schedule,
         n_decode: int,
         *,
-        model: float,
-        sample: float,
+        model_seconds: float,
+        sample_seconds: float,
         seconds: float,
         running: int,
         waiting: int,
@@ -61,10 +61,20 @@ class Stats:
         self.steps += 1
         n_prefill = schedule.tokens - n_decode
         self.prompt_tokens += n_prefill
-        self.preemptions += len(schedule.preempted)
+        self.n_preemptions += len(schedule.preempted)
         self.seconds += seconds
-        self.model_seconds += model
-        self.sample_seconds += sample
-        self.recent.append(
-            Step(at, n_prefill, n_decode, running, waiting, len(schedule.preempted), seconds, model, sample)
+        self.model_seconds += model_seconds
+        self.sample_seconds += sample_seconds
+        self.recent_steps.append(
+            StepStats(
+                started,
+                n_prefill,
+                n_decode,
+                running,
+                waiting,
+                len(schedule.preempted),
+                seconds,
+                model_seconds,
+                sample_seconds,
+            )
         )

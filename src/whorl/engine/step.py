@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.models import Decoder, DecoderState
-from whorl.models.decoder import Block
+from whorl.models.decoder import DecoderBlock
 from whorl.nn.mlp import activate
 from whorl.nn.norm import EPS
 
@@ -63,7 +63,7 @@ class DecodeStep:
             )
             self.first_gain = model.embedding_norm.weight * width
             self.layers = []
-            for block in cast(Iterable[Block], model.blocks):
+            for block in cast(Iterable[DecoderBlock], model.blocks):
                 attention, mlp = block.attention, block.mlp
                 keys = torch.ones(c.n_kv_heads, 1, device=device)
                 self.layers.append(
@@ -84,8 +84,8 @@ class DecodeStep:
     def __call__(self, ids: Tensor, state: DecoderState) -> Tensor:
         """ids: [B, 1], the newest token of each row -> logits [B, vocab] fp32; the state is extended by one position."""
         at = state.length
-        rotary = self.model.rotary_of(state.capacity)
-        cos, sin = (t[0] for t in rotary.between(at, at + 1, ids.device))  # [1, head_dim]
+        rotary = self.model.rotary_for(state.capacity)
+        cos, sin = (t[0] for t in rotary.tables_between(at, at + 1, ids.device))  # [1, head_dim]
         x = (_unit(self.model.embed(ids, state=state)[:, 0], self.floor) * self.first_gain).to(
             self.dtype
         )  # [B, d_model]

@@ -41,13 +41,15 @@ PPMD_ORDER = 10
 DICTIONARY_BYTES = 112_640  # zstd's own default size for a trained dictionary
 _DICTIONARY_SAMPLE = 100_000_000  # bytes; only a bound on time: 28 MB take a second, and more data helps
 _XZ_DICTIONARY = 64 << 20  # bytes that `xz -9` looks back; what is primed beyond it would be forgotten
-_PPMD_BYTES_A_BYTE = 24  # model memory for a byte of input: order 10 took under 10 on 31 MB of source code
+_PPMD_BYTES_PER_INPUT_BYTE = (
+    24  # model memory for a byte of input: order 10 took under 10 on 31 MB of source code
+)
 _PPMD_MEMORY = (64 << 20, 1 << 30)
-_PRIMER_ALONE = "primer alone"  # xz's difference as two jobs side by side: the slowest work by far
+_PRIMER_ONLY = "primer alone"  # xz's difference as two jobs side by side: the slowest work by far
 
 
 @dataclass(frozen=True)
-class Compressed:
+class CompressionResult:
     """One method's size for the held-out files.
 
     Attributes:
@@ -73,13 +75,13 @@ class Compressed:
         return f"{self.method}, {self.setting}"
 
 
-def measure(
+def measure_compressors(
     held_out: Sequence[bytes],
     train: Sequence[bytes] = (),
     *,
     workers: int = 2,
-    done: Callable[[Compressed], None] | None = None,
-) -> list[Compressed]:
+    on_result: Callable[[CompressionResult], None] | None = None,
+) -> list[CompressionResult]:
     """Size of the held-out files under every method, in a fixed order.
 
     Args:
@@ -106,7 +108,7 @@ def measure(
     if primer:
         jobs += [
             ("xz -9e", "primed", lambda: _xz(seen + stream)),
-            ("xz -9e", _PRIMER_ALONE, lambda: _xz(seen)),
+            ("xz -9e", _PRIMER_ONLY, lambda: _xz(seen)),
             (f"PPMd order {PPMD_ORDER}", "primed", lambda: ppmd_size(stream, primer)),
             ("zstd -19", "dictionary", lambda: _zstd_dictionary(held_out, train)),
         ]
@@ -122,25 +124,27 @@ def measure(
         (f"PPMd order {PPMD_ORDER}", "file by file", lambda: sum(map(ppmd_size, held_out))),
     ]
 
-    def timed(method: str, setting: str, size: Callable[[], int]) -> Compressed:
+    def timed(method: str, setting: str, size: Callable[[], int]) -> CompressionResult:
         start = time.perf_counter()
-        return Compressed(method, setting, size(), len(stream), time.perf_counter() - start)
+        return CompressionResult(method, setting, size(), len(stream), time.perf_counter() - start)
 
-    results: list[Compressed] = []
-    halves: dict[str, Compressed] = {}
+    results: list[CompressionResult] = []
+    halves: dict[str, CompressionResult] = {}
     with ThreadPoolExecutor(max(1, workers)) as pool:
         for future in as_completed([pool.submit(timed, *job) for job in jobs]):
             result = future.result()
-            if result.method == "xz -9e" and result.setting in ("primed", _PRIMER_ALONE):
+            if result.method == "xz -9e" and result.setting in ("primed", _PRIMER_ONLY):
                 halves[result.setting] = result
                 if len(halves) < 2:
                     continue
-                both, alone = halves["primed"], halves[_PRIMER_ALONE]
+                both, alone = halves["primed"], halves[_PRIMER_ONLY]
                 added = both.compressed_bytes - alone.compressed_bytes
-                result = Compressed(both.method, "primed", added, len(stream), both.seconds + alone.seconds)
+                result = CompressionResult(
+                    both.method, "primed", added, len(stream), both.seconds + alone.seconds
+                )
             results.append(result)
-            if done is not None:
-                done(result)
+            if on_result is not None:
+                on_result(result)
     return sorted(results, key=lambda result: -result.bits_per_byte)
 
 
@@ -149,7 +153,7 @@ def ppmd_size(stream: bytes, primer: bytes = b"") -> int:
     import pyppmd
 
     least, most = _PPMD_MEMORY
-    memory = min(most, max(least, _PPMD_BYTES_A_BYTE * (len(primer) + len(stream))))
+    memory = min(most, max(least, _PPMD_BYTES_PER_INPUT_BYTE * (len(primer) + len(stream))))
     encoder = pyppmd.Ppmd7Encoder(PPMD_ORDER, memory)
     before = len(encoder.encode(primer)) if primer else 0
     total = before + len(encoder.encode(stream)) + len(encoder.flush())

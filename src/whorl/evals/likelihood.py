@@ -29,7 +29,7 @@ BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
-class Window:
+class ScoringWindow:
     """ids[start : start + length + 1] of a document; its first `skip` targets were scored before."""
 
     document: int
@@ -37,24 +37,24 @@ class Window:
     skip: int
 
 
-def windows(documents: Iterable[NDArray[Any]], length: int) -> Iterable[Window]:
+def scoring_windows(documents: Iterable[NDArray[Any]], length: int) -> Iterable[ScoringWindow]:
     """Cuts documents (bos first) into windows of at most `length` inputs, each target new in exactly one."""
     stride = max(1, length // 2)
     for number, ids in enumerate(documents):
         start, scored = 0, 1  # ids[0] is bos: known
         while scored < len(ids):
             stop = min(start + length + 1, len(ids))
-            yield Window(number, np.asarray(ids[start:stop], np.int64), scored - start - 1)
+            yield ScoringWindow(number, np.asarray(ids[start:stop], np.int64), scored - start - 1)
             scored = stop
             start += stride
 
 
 @torch.inference_mode()
-def score(
+def document_nats(
     model: LanguageModel,
     documents: Iterable[NDArray[Any]],
     length: int,
-    advance: Callable[[int], None] = lambda _: None,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[float]:
     """Nats of each document, in order. A model whose rows depend on each other is given one at a time.
 
@@ -65,22 +65,25 @@ def score(
     """
     nats: dict[int, float] = {}
     trained = getattr(model.config, "trained_length", None) or 0
-    batches: dict[bool, list[Window]] = {False: [], True: []}  # rows within the trained length, and beyond it
-    for window in windows(documents, length):
+    batches: dict[bool, list[ScoringWindow]] = {
+        False: [],
+        True: [],
+    }  # rows within the trained length, and beyond it
+    for window in scoring_windows(documents, length):
         batch = batches[len(window.ids) - 1 > trained]
         batch.append(window)
-        if len(batch) * length >= BATCH_TOKENS or not model.independent:
-            _score(model, batch, nats)
-            advance(sum(len(w.ids) - 1 - w.skip for w in batch))
+        if len(batch) * length >= BATCH_TOKENS or not model.batch_independent:
+            _score_batch(model, batch, nats)
+            on_progress(sum(len(w.ids) - 1 - w.skip for w in batch))
             batch.clear()
     for batch in batches.values():
         if batch:
-            _score(model, batch, nats)
-            advance(sum(len(w.ids) - 1 - w.skip for w in batch))
+            _score_batch(model, batch, nats)
+            on_progress(sum(len(w.ids) - 1 - w.skip for w in batch))
     return [nats.get(number, 0.0) for number in range(max(nats, default=-1) + 1)]
 
 
-def _score(model: LanguageModel, batch: list[Window], nats: dict[int, float]) -> None:
+def _score_batch(model: LanguageModel, batch: list[ScoringWindow], nats: dict[int, float]) -> None:
     longest = max(len(window.ids) for window in batch)
     rows = torch.zeros(len(batch), longest, dtype=torch.int64)
     for row, window in zip(rows, batch, strict=True):

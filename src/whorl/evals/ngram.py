@@ -87,9 +87,9 @@ class NGram:
                 # In how many contexts: each different n-gram counts once for the shorter one that it ends in.
                 _, at = np.unique(name[predicted], return_index=True)
                 counts = np.bincount(shorter[at], minlength=len(shorter_keys))
-                self._orders.append(_smooth(shorter_keys, counts, vocab_size))
+                self._orders.append(_kneser_ney_tables(shorter_keys, counts, vocab_size))
         counts = np.bincount(name[predicted], minlength=len(keys))
-        self._orders.append(_smooth(keys, counts, vocab_size))
+        self._orders.append(_kneser_ney_tables(keys, counts, vocab_size))
 
     @property
     def n_grams(self) -> int:
@@ -138,7 +138,7 @@ def _context(name: Ints, n: int) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), name[:-1]])
 
 
-def _smooth(keys: Ints, counts: Ints, vocab_size: int) -> _Order:
+def _kneser_ney_tables(keys: Ints, counts: Ints, vocab_size: int) -> _Order:
     """One order's tables, with Chen and Goodman's closed-form discounts."""
     n1, n2, n3, n4 = (max(int(np.count_nonzero(counts == k)), 1) for k in (1, 2, 3, 4))
     y = n1 / (n1 + 2 * n2)

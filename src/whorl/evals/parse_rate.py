@@ -34,7 +34,7 @@ Generate = Callable[[list[bytes]], list[bytes]]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class FunctionPrompt:
     """A held-out file, cut after a function's header.
 
     Attributes:
@@ -49,7 +49,7 @@ class Prompt:
     prefix: bytes
     header: bytes
     body: bytes
-    after: bytes
+    suffix: bytes
     document: str
     name: str
 
@@ -70,14 +70,14 @@ class ParseRate:
     parsed: int
     unfinished: int
     median_bytes: float
-    examples: tuple[tuple[Prompt, bytes | None], ...]
+    examples: tuple[tuple[FunctionPrompt, bytes | None], ...]
 
     @property
     def rate(self) -> float:
         return self.parsed / self.n
 
 
-def prompts(
+def sample_function_prompts(
     documents: Iterable[tuple[str, bytes]],
     n: int,
     seed: int,
@@ -85,7 +85,7 @@ def prompts(
     min_body_bytes: int = 40,
     max_body_bytes: int = 400,
     max_per_document: int = 2,
-) -> list[Prompt]:
+) -> list[FunctionPrompt]:
     """Choose `n` functions (fewer if there are not as many) from held-out files.
 
     Args:
@@ -99,11 +99,11 @@ def prompts(
         DataError: no file has a function of that size.
     """
     rng = np.random.default_rng(seed)
-    found: list[Prompt] = []
+    found: list[FunctionPrompt] = []
     for document, text in documents:
         # Line breaks as Python sees them; otherwise a file from another system never "ends" a line.
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        here = [p for p in _functions(document, text) if min_body_bytes <= len(p.body) <= max_body_bytes]
+        here = [p for p in _find_functions(document, text) if min_body_bytes <= len(p.body) <= max_body_bytes]
         order = rng.permutation(len(here))[:max_per_document]
         found += [here[int(i)] for i in order]
     if not found:
@@ -116,7 +116,7 @@ def prompts(
     return [found[int(i)] for i in order]
 
 
-def parse_rate(prompts: Sequence[Prompt], generate: Generate) -> ParseRate:
+def parse_rate(prompts: Sequence[FunctionPrompt], generate: Generate) -> ParseRate:
     """Share of completions that parse.
 
     Args:
@@ -133,8 +133,8 @@ def parse_rate(prompts: Sequence[Prompt], generate: Generate) -> ParseRate:
     bodies: list[bytes | None] = []
     unfinished = 0
     for prompt, completion in zip(prompts, completions, strict=True):
-        bodies.append(trim(prompt.header, completion))
-        unfinished += not _boundaries(prompt.header, completion)
+        bodies.append(trim_to_function(prompt.header, completion))
+        unfinished += not _possible_ends(prompt.header, completion)
     sizes = [len(body) for body in bodies if body is not None]
     return ParseRate(
         n=len(prompts),
@@ -145,21 +145,21 @@ def parse_rate(prompts: Sequence[Prompt], generate: Generate) -> ParseRate:
     )
 
 
-def real_code(prompts: Sequence[Prompt], limit: int = 1_000) -> ParseRate:
+def reference_parse_rate(prompts: Sequence[FunctionPrompt], limit: int = 1_000) -> ParseRate:
     """The same measure on the real continuation, cut after `limit` bytes as a generation would be."""
-    rest = [(prompt.body + prompt.after + END_OF_DOCUMENT)[:limit] for prompt in prompts]
+    rest = [(prompt.body + prompt.suffix + END_OF_DOCUMENT)[:limit] for prompt in prompts]
     return parse_rate(prompts, lambda _: rest)
 
 
-def trim(header: bytes, completion: bytes) -> bytes | None:
+def trim_to_function(header: bytes, completion: bytes) -> bytes | None:
     """The completion up to the end of the function, if that is Python; else None."""
-    for end in _boundaries(header, completion):
+    for end in _possible_ends(header, completion):
         if _parses(header + completion[:end]):
             return completion[:end]
     return None
 
 
-def _boundaries(header: bytes, completion: bytes) -> list[int]:
+def _possible_ends(header: bytes, completion: bytes) -> list[int]:
     """Byte offsets of the lines of the completion that stand no further right than the header."""
     margin = len(header) - len(header.lstrip())
     found, offset = [], 0
@@ -191,7 +191,7 @@ def _parses(source: bytes) -> bool:
     return True
 
 
-def _functions(document: str, text: bytes) -> list[Prompt]:
+def _find_functions(document: str, text: bytes) -> list[FunctionPrompt]:
     """Every function of a file whose header ends its line."""
     try:
         with warnings.catch_warnings():
@@ -213,7 +213,7 @@ def _functions(document: str, text: bytes) -> list[Prompt]:
             continue  # `def f(): return 1`
         cut, end = int(starts[header_line + 1]), min(int(starts[node.end_lineno]), len(text))
         found.append(
-            Prompt(text[:cut], text[header_start:cut], text[cut:end], text[end:], document, node.name)
+            FunctionPrompt(text[:cut], text[header_start:cut], text[cut:end], text[end:], document, node.name)
         )
     return found
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, TypeVar
 import httpx
 
 from whorl.errors import ConfigError, DataError
-from whorl.loadtest.workload import Planned, Pool, Prompt
+from whorl.loadtest.workload import Prompt, PromptPool, ScheduledRequest
 
 Endpoint = Literal["completions", "chat"]
 T = TypeVar("T")
@@ -39,21 +39,21 @@ class Target:
 
     model: str
     endpoint: Endpoint = "completions"
-    extra: tuple[tuple[str, Any], ...] = ()
-    limit: float = 600.0  # seconds for one request
+    extra_fields: tuple[tuple[str, Any], ...] = ()
+    timeout_seconds: float = 600.0  # seconds for one request
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
-    def body(self, planned: Planned) -> bytes:
+    def body(self, planned: ScheduledRequest) -> bytes:
         """The request as JSON.
 
         Raises:
             ConfigError: a prompt that this endpoint does not take.
         """
         content = {"model": self.model, "max_tokens": planned.max_tokens, "stream": True}
-        content |= {"stream_options": {"include_usage": True}, **dict(self.extra)}
+        content |= {"stream_options": {"include_usage": True}, **dict(self.extra_fields)}
         return json.dumps(content | self._prompt(planned.prompt)).encode()
 
     def _prompt(self, prompt: Prompt) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Target:
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """What became of a request; moments in seconds after the beginning.
 
     arrivals: of each event that carried text. error: its kind, or None.
@@ -85,9 +85,9 @@ class Record:
     finished: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    finish: str | None = None
+    finish_reason: str | None = None
     error: str | None = None
-    said: str = ""  # the server's words about the error
+    error_message: str = ""  # the server's words about the error
 
     @property
     def ttft(self) -> float | None:
@@ -117,15 +117,15 @@ class Record:
         return self.sent - self.scheduled
 
 
-class Events:
+class SSEParser:
     """Server-sent events out of bytes in any pieces: `feed` returns the data of those that are complete."""
 
     def __init__(self) -> None:
         self._rest, self._data = b"", list[bytes]()
 
-    def feed(self, piece: bytes) -> list[str]:
+    def feed(self, data: bytes) -> list[str]:
         """Raises UnicodeDecodeError if an event is no UTF-8."""
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self._rest = (self._rest + data).split(b"\n")
         found = []
         for line in lines:
             line = line.removesuffix(b"\r")
@@ -137,22 +137,22 @@ class Events:
         return found
 
 
-class _Refused(Exception):
+class _RequestError(Exception):
     """An error of a kind, with the server's words."""
 
-    def __init__(self, kind: str, said: str = "") -> None:
+    def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(kind)
-        self.kind, self.said = kind, said
+        self.kind, self.message = kind, message
 
 
-async def drive(
-    planned: Sequence[Planned],
+async def send_requests(
+    planned: Sequence[ScheduledRequest],
     target: Target,
     client: httpx.AsyncClient,
     *,
     concurrency: int | None = None,
-    done: Callable[[Record], None] = lambda record: None,
-) -> list[Record]:
+    on_done: Callable[[RequestRecord], None] = lambda record: None,
+) -> list[RequestRecord]:
     """Sends all requests, each at its time, or `concurrency` at a time; returns their records in order.
 
     Raises:
@@ -165,15 +165,15 @@ async def drive(
     def now() -> float:
         return loop.time() - began
 
-    async def send(number: int, scheduled: float | None) -> Record:
+    async def send(number: int, scheduled: float | None) -> RequestRecord:
         moment = now()
-        record = Record(planned[number].number, moment if scheduled is None else scheduled, moment)
+        record = RequestRecord(planned[number].number, moment if scheduled is None else scheduled, moment)
         await _send(record, bodies[number], target, client, now)
-        done(record)
+        on_done(record)
         return record
 
     if concurrency is not None:
-        records: dict[int, Record] = {}
+        records: dict[int, RequestRecord] = {}
         waiting: Iterator[int] = iter(range(len(planned)))
 
         async def caller() -> None:
@@ -184,39 +184,39 @@ async def drive(
         return [records[number] for number in range(len(planned))]
     tasks = []
     for number, one in enumerate(planned):
-        if (early := one.at - now()) > 0:
+        if (early := one.send_time - now()) > 0:
             await asyncio.sleep(early)
-        tasks.append(asyncio.create_task(send(number, one.at)))
+        tasks.append(asyncio.create_task(send(number, one.send_time)))
     return list(await asyncio.gather(*tasks))
 
 
 async def _send(
-    record: Record, body: bytes, target: Target, client: httpx.AsyncClient, now: Callable[[], float]
+    record: RequestRecord, body: bytes, target: Target, client: httpx.AsyncClient, now: Callable[[], float]
 ) -> None:
     """Sends one request and fills its record."""
     try:
-        async with asyncio.timeout(target.limit):
+        async with asyncio.timeout(target.timeout_seconds):
             headers = {"content-type": "application/json", "accept": "text/event-stream"}
             async with client.stream("POST", target.path, content=body, headers=headers) as answer:
                 if answer.status_code != 200:
-                    raise _Refused(f"http {answer.status_code}", _words(await answer.aread()))
+                    raise _RequestError(f"http {answer.status_code}", _error_message(await answer.aread()))
                 await _read(record, answer, now)
-    except _Refused as refusal:
-        record.error, record.said = refusal.kind, refusal.said
+    except _RequestError as refusal:
+        record.error, record.error_message = refusal.kind, refusal.message
     except (TimeoutError, httpx.TimeoutException) as error:
-        record.error, record.said = "timeout", str(error)
+        record.error, record.error_message = "timeout", str(error)
     except httpx.ConnectError as error:
-        record.error, record.said = "connect", str(error)
+        record.error, record.error_message = "connect", str(error)
     except (httpx.HTTPError, httpx.StreamError) as error:
-        record.error, record.said = "broken", str(error) or type(error).__name__
+        record.error, record.error_message = "broken", str(error) or type(error).__name__
     except ValueError as error:
-        record.error, record.said = "unreadable", str(error)
+        record.error, record.error_message = "unreadable", str(error)
     record.finished = now()
 
 
-async def _read(record: Record, answer: httpx.Response, now: Callable[[], float]) -> None:
+async def _read(record: RequestRecord, answer: httpx.Response, now: Callable[[], float]) -> None:
     """Reads a stream to its end. Raises _Refused."""
-    events, counted = Events(), None
+    events, counted = SSEParser(), None
     async for piece in answer.aiter_bytes():
         moment = now()
         for data in events.feed(piece):
@@ -226,14 +226,14 @@ async def _read(record: Record, answer: httpx.Response, now: Callable[[], float]
             if not isinstance(entry, dict):
                 raise ValueError(f"an event is no object: {data[:80]}")
             if entry.get("error"):
-                raise _Refused("refused in the stream", _words(data.encode()))
+                raise _RequestError("refused in the stream", _error_message(data.encode()))
             for choice in entry.get("choices") or ():
-                if _carries(choice):
+                if _has_output(choice):
                     record.arrivals.append(moment)
-                record.finish = choice.get("finish_reason") or record.finish
+                record.finish_reason = choice.get("finish_reason") or record.finish_reason
             counted = entry.get("usage") or counted
-    if record.finish is None:
-        raise _Refused("broken", "the stream ended before the answer did")
+    if record.finish_reason is None:
+        raise _RequestError("broken", "the stream ended before the answer did")
     if not record.arrivals:
         record.arrivals.append(now())  # all of its text was held back, or there was none
     if counted is None:
@@ -242,7 +242,7 @@ async def _read(record: Record, answer: httpx.Response, now: Callable[[], float]
     record.output_tokens = int(counted.get("completion_tokens") or 0)
 
 
-def _carries(choice: dict[str, Any]) -> bool:
+def _has_output(choice: dict[str, Any]) -> bool:
     """Whether an event's choice brought something that was sampled."""
     delta = choice.get("delta") or {}
     return bool(
@@ -250,7 +250,7 @@ def _carries(choice: dict[str, Any]) -> bool:
     )
 
 
-def _words(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """What an error's body says, in a line."""
     text = body.decode(errors="replace")
     with contextlib.suppress(ValueError, AttributeError):
@@ -271,27 +271,27 @@ async def first_model(client: httpx.AsyncClient) -> str:
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
 
-    return await _asked(ask, client)
+    return await _call_server(ask, client)
 
 
-async def tokenised(client: httpx.AsyncClient, model: str, text: str) -> Pool:
+async def tokenize_pool(client: httpx.AsyncClient, model: str, text: str) -> PromptPool:
     """A pool of the server's own ids of `text`; of the text itself where it does not tokenise for others."""
 
-    async def ask() -> Pool:
+    async def ask() -> PromptPool:
         answer = await client.post("/tokenize", json={"model": model, "prompt": text})
         if answer.status_code in (404, 405, 501):
-            return Pool(text)
+            return PromptPool(text)
         answer.raise_for_status()
-        return Pool(tuple(int(i) for i in answer.json()["tokens"]))
+        return PromptPool(tuple(int(i) for i in answer.json()["tokens"]))
 
-    return await _asked(ask, client)
+    return await _call_server(ask, client)
 
 
-async def _asked(ask: Callable[[], Awaitable[T]], client: httpx.AsyncClient) -> T:
+async def _call_server(ask: Callable[[], Awaitable[T]], client: httpx.AsyncClient) -> T:
     try:
         return await ask()
     except httpx.HTTPStatusError as error:
-        said = f"{error.response.status_code}, {_words(error.response.content)}"
+        said = f"{error.response.status_code}, {_error_message(error.response.content)}"
         raise DataError(f"{error.request.url} answered {said}", expected="200") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DataError(

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from whorl.loadtest.client import Record
+from whorl.loadtest.client import RequestRecord
 
 PERCENTILES = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True)
-class Spread:
+class LatencyStats:
     """A distribution in seconds."""
 
     mean: float
@@ -35,17 +35,17 @@ class Spread:
     p90: float
     p95: float
     p99: float
-    most: float
+    maximum: float
 
 
 @dataclass(frozen=True)
-class Promise:
+class LatencySLO:
     """What users were promised, in seconds: to the first token, and a token after it. None: nothing."""
 
     ttft: float | None = None
     tpot: float | None = None
 
-    def kept(self, record: Record) -> bool:
+    def is_met(self, record: RequestRecord) -> bool:
         """Whether a request was served as promised."""
         if record.error is not None or record.ttft is None:
             return False
@@ -55,7 +55,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Summary:
+class LoadSummary:
     """One load's figures. Rates are a second; times in seconds; spreads None where nothing was measured.
 
     offered: requests a second that were to arrive (None in a closed loop). good: share of all requests that kept the
@@ -66,20 +66,20 @@ class Summary:
     finished: int
     errors: dict[str, int]
     seconds: float
-    offered: float | None
+    offered_rate: float | None
     concurrency: int | None
     request_rate: float
     input_rate: float
     output_rate: float
     goodput: float | None
-    good: float | None
+    slo_attainment: float | None
     prompt_tokens: int
     output_tokens: int
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    e2e: Spread | None
-    lag: Spread | None
+    ttft: LatencyStats | None
+    tpot: LatencyStats | None
+    itl: LatencyStats | None
+    e2e: LatencyStats | None
+    lag: LatencyStats | None
     output_cost: float | None
     total_cost: float | None
 
@@ -88,55 +88,55 @@ class Summary:
         return asdict(self)
 
 
-def spread(values: Sequence[float]) -> Spread | None:
+def latency_stats(values: Sequence[float]) -> LatencyStats | None:
     """Mean, percentiles and the largest; None of nothing."""
     if not values:
         return None
     array = np.asarray(values, float)
     p50, p90, p95, p99 = (float(x) for x in np.percentile(array, PERCENTILES))
-    return Spread(float(array.mean()), p50, p90, p95, p99, float(array.max()))
+    return LatencyStats(float(array.mean()), p50, p90, p95, p99, float(array.max()))
 
 
 def summarise(
-    records: Sequence[Record],
+    records: Sequence[RequestRecord],
     *,
-    offered: float | None = None,
+    offered_rate: float | None = None,
     concurrency: int | None = None,
-    promise: Promise | None = None,
+    slo: LatencySLO | None = None,
     cost_per_hour: float | None = None,
-) -> Summary:
+) -> LoadSummary:
     """The figures of one load. Args as in `Summary`; `cost_per_hour` in any currency."""
     ended = [r for r in records if r.error is None]
     seconds = max((r.finished for r in records), default=0.0)
     over = seconds or float("inf")
     ins, outs = sum(r.prompt_tokens for r in ended), sum(r.output_tokens for r in ended)
-    kept = None if promise is None else sum(promise.kept(r) for r in records)
+    kept = None if slo is None else sum(slo.is_met(r) for r in records)
     spent = None if cost_per_hour is None else cost_per_hour * seconds / 3600
-    return Summary(
+    return LoadSummary(
         requests=len(records),
         finished=len(ended),
         errors=dict(Counter(r.error for r in records if r.error is not None).most_common()),
         seconds=seconds,
-        offered=offered,
+        offered_rate=offered_rate,
         concurrency=concurrency,
         request_rate=len(ended) / over,
         input_rate=ins / over,
         output_rate=outs / over,
         goodput=None if kept is None else kept / over,
-        good=None if kept is None or not records else kept / len(records),
+        slo_attainment=None if kept is None or not records else kept / len(records),
         prompt_tokens=ins,
         output_tokens=outs,
-        ttft=spread([r.ttft for r in ended if r.ttft is not None]),
-        tpot=spread([r.tpot for r in ended if r.tpot is not None]),
-        itl=spread([gap for r in ended for gap in r.gaps]),
-        e2e=spread([r.latency for r in ended]),
-        lag=spread([r.lag for r in records]),
+        ttft=latency_stats([r.ttft for r in ended if r.ttft is not None]),
+        tpot=latency_stats([r.tpot for r in ended if r.tpot is not None]),
+        itl=latency_stats([gap for r in ended for gap in r.gaps]),
+        e2e=latency_stats([r.latency for r in ended]),
+        lag=latency_stats([r.lag for r in records]),
         output_cost=None if spent is None or not outs else 1e6 * spent / outs,
         total_cost=None if spent is None or not ins + outs else 1e6 * spent / (ins + outs),
     )
 
 
-def lagging(summary: Summary) -> bool:
+def client_lagging(summary: LoadSummary) -> bool:
     """Whether the client itself was so late that the figures are its own: a twentieth of the median TTFT, or 10 ms."""
     if summary.lag is None:
         return False

@@ -38,30 +38,30 @@ from whorl.tracking.seeds import numpy_rng
 if TYPE_CHECKING:
     import numpy as np
 
-LONGEST = 1 << 20  # tokens: nobody means more
+MAX_LENGTH = 1 << 20  # tokens: nobody means more
 CHARACTERS_PER_TOKEN = 4  # of English, about; the server's own count is what the results use
 Prompt = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a text, ids, or messages as (role, content)
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthDistribution:
     """A distribution of lengths in tokens: `kind` fixed (n), uniform (least, most) or lognormal (median, sigma, most)."""
 
     kind: str
-    numbers: tuple[float, ...]
+    parameters: tuple[float, ...]
 
     def draw(self, rng: np.random.Generator, n: int) -> list[int]:
         """`n` lengths, each at least 1."""
         if self.kind == "fixed":
-            return [int(self.numbers[0])] * n
+            return [int(self.parameters[0])] * n
         if self.kind == "uniform":
-            low, high = map(int, self.numbers)
+            low, high = map(int, self.parameters)
             return [int(x) for x in rng.integers(low, high + 1, n)]
-        median, sigma, most = self.numbers
+        median, sigma, most = self.parameters
         return [round(min(most, max(1.0, median * math.exp(sigma * z)))) for z in rng.standard_normal(n)]
 
 
-def parse_lengths(text: str, field: str = "lengths") -> Lengths:
+def parse_lengths(text: str, field: str = "lengths") -> LengthDistribution:
     """A distribution from its text (see the top of this file).
 
     Raises:
@@ -76,9 +76,9 @@ def parse_lengths(text: str, field: str = "lengths") -> Lengths:
         if wanted is None or not wanted[0] <= len(numbers) <= wanted[1]:
             raise ValueError
         if kind == "lognormal" and len(numbers) == 2:
-            numbers.append(LONGEST)
+            numbers.append(MAX_LENGTH)
         sigma = numbers.pop(1) if kind == "lognormal" else 0.0
-        whole = all(1 <= x <= LONGEST and x == int(x) for x in numbers)
+        whole = all(1 <= x <= MAX_LENGTH and x == int(x) for x in numbers)
         if not whole or numbers != sorted(numbers) or not 0 <= sigma <= 10:
             raise ValueError
         if kind == "lognormal":
@@ -86,9 +86,9 @@ def parse_lengths(text: str, field: str = "lengths") -> Lengths:
     except (ValueError, OverflowError):
         raise ConfigError(
             f"{field} is {text!r}",
-            expected=f"128, uniform:16,512 or lognormal:128,0.8[,2048], in whole tokens from 1 to {LONGEST:,}",
+            expected=f"128, uniform:16,512 or lognormal:128,0.8[,2048], in whole tokens from 1 to {MAX_LENGTH:,}",
         ) from None
-    return Lengths(kind.strip(), tuple(numbers))
+    return LengthDistribution(kind.strip(), tuple(numbers))
 
 
 class LoadConfig(BaseModel):
@@ -103,33 +103,35 @@ class LoadConfig(BaseModel):
         default=1.0, gt=0, description="shape of the gamma between arrivals; 1 is Poisson"
     )
     seed: int = 0
-    prompt_lengths: Lengths = Lengths("lognormal", (128, 0.6, 2048))
-    output_lengths: Lengths = Lengths("lognormal", (64, 0.6, 1024))
-    pairs: tuple[tuple[int, int], ...] = Field(default=(), description="(prompt, output), instead of both")
+    prompt_lengths: LengthDistribution = LengthDistribution("lognormal", (128, 0.6, 2048))
+    output_lengths: LengthDistribution = LengthDistribution("lognormal", (64, 0.6, 1024))
+    length_pairs: tuple[tuple[int, int], ...] = Field(
+        default=(), description="(prompt, output), instead of both"
+    )
     prefix_tokens: int = Field(
         default=0, ge=0, description="that each synthetic prompt begins with, in common"
     )
-    prefixes: int = Field(default=1, ge=1, description="different beginnings")
+    n_prefixes: int = Field(default=1, ge=1, description="different beginnings")
 
     @model_validator(mode="after")
-    def _one(self) -> LoadConfig:
+    def _check_one_mode(self) -> LoadConfig:
         if (self.rate is None) == (self.concurrency is None):
             raise ValueError("give either a rate or a concurrency")
         return self
 
 
 @dataclass(frozen=True)
-class Planned:
+class ScheduledRequest:
     """One request to come. at: seconds after the beginning (0 in a closed loop)."""
 
     number: int
-    at: float
+    send_time: float
     prompt: Prompt
     max_tokens: int
 
 
 @dataclass(frozen=True)
-class Pool:
+class PromptPool:
     """What synthetic prompts are stretches of: ids, or a text."""
 
     units: str | tuple[int, ...]
@@ -138,7 +140,7 @@ class Pool:
     def per_token(self) -> int:
         return CHARACTERS_PER_TOKEN if isinstance(self.units, str) else 1
 
-    def stretch(self, start: int, tokens: int) -> str | tuple[int, ...]:
+    def cut(self, start: int, tokens: int) -> str | tuple[int, ...]:
         """`tokens` tokens from `start` on, beginning anew at the end."""
         n, at = tokens * self.per_token, start % len(self.units)
         units = self.units
@@ -147,7 +149,7 @@ class Pool:
         return units[at : at + n]
 
 
-def arrivals(config: LoadConfig) -> list[float]:
+def arrival_times(config: LoadConfig) -> list[float]:
     """Seconds at which requests go out, ascending, the first at 0."""
     if config.rate is None or math.isinf(config.rate):
         return [0.0] * config.requests
@@ -160,7 +162,9 @@ def arrivals(config: LoadConfig) -> list[float]:
     return times
 
 
-def plan(config: LoadConfig, texts: Pool | Sequence[tuple[Prompt, int | None]]) -> list[Planned]:
+def schedule_requests(
+    config: LoadConfig, texts: PromptPool | Sequence[tuple[Prompt, int | None]]
+) -> list[ScheduledRequest]:
     """All requests of a load, in the order of their times.
 
     Args:
@@ -175,22 +179,24 @@ def plan(config: LoadConfig, texts: Pool | Sequence[tuple[Prompt, int | None]]) 
         return numpy_rng(config.seed, "load", name)
 
     n = config.requests
-    if not (len(texts.units) if isinstance(texts, Pool) else len(texts)):
+    if not (len(texts.units) if isinstance(texts, PromptPool) else len(texts)):
         raise ConfigError("there is no text to make prompts of", expected="at least one prompt or character")
-    if config.pairs:
-        chosen = [config.pairs[i] for i in rng("pairs").integers(0, len(config.pairs), n).tolist()]
+    if config.length_pairs:
+        chosen = [
+            config.length_pairs[i] for i in rng("pairs").integers(0, len(config.length_pairs), n).tolist()
+        ]
         ins, outs = [a for a, _ in chosen], [b for _, b in chosen]
     else:
         ins = config.prompt_lengths.draw(rng("prompt lengths"), n)
         outs = config.output_lengths.draw(rng("output lengths"), n)
-    times = arrivals(config)
+    times = arrival_times(config)
     prompts: list[Prompt] = []
-    if isinstance(texts, Pool):
+    if isinstance(texts, PromptPool):
         starts = rng("starts").integers(0, len(texts.units), n).tolist()
-        heads = rng("prefixes").integers(0, config.prefixes, n).tolist()
-        firsts = rng("prefix starts").integers(0, len(texts.units), config.prefixes).tolist()
+        heads = rng("prefixes").integers(0, config.n_prefixes, n).tolist()
+        firsts = rng("prefix starts").integers(0, len(texts.units), config.n_prefixes).tolist()
         for length, start, head in zip(ins, starts, heads, strict=True):
-            prefix, own = texts.stretch(firsts[head], config.prefix_tokens), texts.stretch(start, length)
+            prefix, own = texts.cut(firsts[head], config.prefix_tokens), texts.cut(start, length)
             prompts.append(prefix + own)  # type: ignore[operator]
     else:
         order: list[int] = []
@@ -199,7 +205,7 @@ def plan(config: LoadConfig, texts: Pool | Sequence[tuple[Prompt, int | None]]) 
             order += shuffle.permutation(len(texts)).tolist()
         prompts = [texts[i][0] for i in order[:n]]
         outs = [texts[i][1] or out for i, out in zip(order, outs, strict=False)]
-    return [Planned(i, times[i], prompts[i], outs[i]) for i in range(n)]
+    return [ScheduledRequest(i, times[i], prompts[i], outs[i]) for i in range(n)]
 
 
 def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
@@ -214,10 +220,10 @@ def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
         if path.suffix not in (".jsonl", ".json"):
             found.append((line, None))
             continue
-        entry = _object(path, number, line)
+        entry = _parse_object(path, number, line)
         length = entry.get("max_tokens", entry.get("output_tokens"))
         prompt = _prompt(entry)
-        if prompt is None or not (length is None or (type(length) is int and 1 <= length <= LONGEST)):
+        if prompt is None or not (length is None or (type(length) is int and 1 <= length <= MAX_LENGTH)):
             raise DataError(
                 f"{path}, line {number} is no prompt: {line[:80]}",
                 expected="prompt, question, messages or conversations, and max_tokens as a whole number if at all",
@@ -228,7 +234,7 @@ def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
     return found
 
 
-def read_pairs(path: Path) -> tuple[tuple[int, int], ...]:
+def read_length_pairs(path: Path) -> tuple[tuple[int, int], ...]:
     """Pairs of prompt and output lengths: two whole numbers a line, or JSON lines with prompt_tokens and output_tokens.
 
     Raises:
@@ -238,11 +244,11 @@ def read_pairs(path: Path) -> tuple[tuple[int, int], ...]:
     for number, line in _lines(path):
         try:
             if line.startswith("{"):
-                entry = _object(path, number, line)
+                entry = _parse_object(path, number, line)
                 pair = [entry["prompt_tokens"], entry["output_tokens"]]
             else:
                 pair = [int(part) for part in line.replace(",", " ").split()]
-            if len(pair) != 2 or any(type(x) is not int or not 1 <= x <= LONGEST for x in pair):
+            if len(pair) != 2 or any(type(x) is not int or not 1 <= x <= MAX_LENGTH for x in pair):
                 raise ValueError
         except (ValueError, KeyError):
             if number == 1 and not line.startswith("{"):
@@ -287,7 +293,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     return [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+def _parse_object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:

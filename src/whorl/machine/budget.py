@@ -49,11 +49,11 @@ class Budget:
         return f"{self.seconds:g}s" if self.seconds is not None else f"{self.flops:g}flops"
 
 
-def _one_spelling(text: str) -> str:
+def _normalize(text: str) -> str:
     try:
         return str(Budget.parse(text))
     except ConfigError as error:  # pydantic reports ValueErrors together with the field's name
         raise ValueError(f"{error.what}; expected {error.expected}") from error
 
 
-BudgetText = Annotated[str, AfterValidator(_one_spelling)]
+BudgetText = Annotated[str, AfterValidator(_normalize)]

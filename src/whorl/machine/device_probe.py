@@ -33,19 +33,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import ConfigError, one_of
-from whorl.machine.gemm_benchmark import SHAPES, copy_speed, cores_had, gpu_speeds, product_speed
+from whorl.machine.gemm_benchmark import (
+    SHAPES,
+    available_core_fraction,
+    copy_bandwidth,
+    gpu_matmul_flops,
+    matmul_flops,
+)
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float32", "bfloat16", "float16", "float8")  # all that can be asked for
-SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
-CPU_TYPES = ("float32", "bfloat16")  # what a CPU is timed in
+DTYPE_ABBREVIATIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float8": "fp8"}
+CPU_DTYPES = ("float32", "bfloat16")  # what a CPU is timed in
 DEVICES = ("cpu", "cuda")
-BUSY_KEPT_SECONDS = 600.0  # how long a measurement is kept that was taken beside others
-HAD_WHEN_ALONE = 0.85
-BF16_MUST_WIN_BY = 1.2  # over fp32; fp16 too, where it stands in for it
-FP8_MUST_WIN_BY = 1.3  # over bf16
+CONTENDED_CACHE_SECONDS = 600.0  # how long a measurement is kept that was taken beside others
+UNCONTENDED_FRACTION = 0.85
+BF16_MIN_SPEEDUP = 1.2  # over fp32; fp16 too, where it stands in for it
+FP8_MIN_SPEEDUP = 1.3  # over bf16
 
 
 @dataclass(frozen=True)
@@ -56,8 +62,8 @@ class Measurement:
     memory_bandwidth: float  # bytes/s of a copy, read and write both counted
     gpu_flops: dict[str, list[float]] = field(default_factory=dict)
     gpu_bandwidth: float = 0.0
-    alone: bool = True  # nobody else wanted the cores meanwhile
-    taken: float = 0.0  # seconds since 1970
+    uncontended: bool = True  # nobody else wanted the cores meanwhile
+    measured_at: float = 0.0  # seconds since 1970
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def keep_freed_memory() -> None:
     mallopt(top_pad, 1 << 26)
 
 
-def give_back_freed_memory() -> None:
+def trim_freed_memory() -> None:
     """Hand what this process has freed to the system after all: between jobs, where `keep_freed_memory` keeps too much."""
     if platform.system() == "Linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)):
         trim(0)
@@ -184,7 +190,9 @@ def probe(
     identity = json.dumps([cpu, cores, gpu, torch.__version__, SHAPES, DTYPES])
     cache = cache_dir / f"machine-{sha256(identity.encode()).hexdigest()[:16]}.json"
     measured = None if refresh else _read_cache(cache)
-    if measured is None or (not measured.alone and time.time() - measured.taken > BUSY_KEPT_SECONDS):
+    if measured is None or (
+        not measured.uncontended and time.time() - measured.measured_at > CONTENDED_CACHE_SECONDS
+    ):
         measured = measure(cores, gpu=bool(gpu))
         _write_cache(cache, measured)
     return choose(
@@ -225,22 +233,24 @@ def choose(
 
     timed = measured.gpu_flops if device == "cuda" else measured.flops
     # Threads are chosen by the CPU's speed in the type asked for, or, where that was not timed, in float32.
-    kinds = CPU_TYPES if dtype is None else (dtype if dtype in measured.flops else "float32",)
+    kinds = CPU_DTYPES if dtype is None else (dtype if dtype in measured.flops else "float32",)
     counts = list(measured.flops["float32"])
     if threads is not None:  # speeds at a count that was not timed: those of the nearest one
         wanted = threads
         counts = [min(counts, key=lambda count: abs(int(count) - wanted))]
     best = {kind: max(counts, key=lambda count: score(kind, count)) for kind in kinds}
     if dtype is None and device == "cuda":
-        dtype = _fastest_type({kind: max(speeds) for kind, speeds in measured.gpu_flops.items()})
+        dtype = _fastest_dtype({kind: max(speeds) for kind, speeds in measured.gpu_flops.items()})
     elif dtype is None:
-        dtype = _fastest_type({kind: score(kind, best[kind]) for kind in kinds})
+        dtype = _fastest_dtype({kind: score(kind, best[kind]) for kind in kinds})
     at = best.get(dtype, best[kinds[0]])
     flops = measured.gpu_flops if device == "cuda" else {k: measured.flops[k][at] for k in measured.flops}
     peak = {kind: max(values) for kind, values in flops.items()}
     threads = threads or int(at)
     where = gpu if device == "cuda" else f"{threads} thread{'s' * (threads > 1)} of {cores}"
-    seen = [(SHORT[kind], f"{peak[kind] / 1e12:.2f}") for kind in reversed(DTYPES) if kind in peak]
+    seen = [
+        (DTYPE_ABBREVIATIONS[kind], f"{peak[kind] / 1e12:.2f}") for kind in reversed(DTYPES) if kind in peak
+    ]
     (first, speed), rest = seen[0], [f"{name} at {value}" for name, value in seen[1:]]
     note = f"{device}, {dtype}, {where}: {first} products ran at {speed} TFLOP/s and " + ", ".join(rest)
     note += f" (forced: {', '.join(forced)})" if forced else ""
@@ -252,13 +262,13 @@ def choose(
     return Machine(device, dtype, threads, peak, bandwidth, cpu, cores, ram, gpu, note)
 
 
-def _fastest_type(speeds: dict[str, float]) -> str:
+def _fastest_dtype(speeds: dict[str, float]) -> str:
     """Of the types whose FLOP/s are given, the one to train in; each narrower one must win by a margin."""
     chosen = "float32"
     half = "bfloat16" if "bfloat16" in speeds else "float16"
-    if speeds.get(half, 0.0) >= BF16_MUST_WIN_BY * speeds["float32"]:
+    if speeds.get(half, 0.0) >= BF16_MIN_SPEEDUP * speeds["float32"]:
         chosen = half
-    if speeds.get("float8", 0.0) >= FP8_MUST_WIN_BY * speeds[chosen]:
+    if speeds.get("float8", 0.0) >= FP8_MIN_SPEEDUP * speeds[chosen]:
         chosen = "float8"
     return chosen
 
@@ -268,38 +278,38 @@ def measure(cores: int, *, gpu: bool = False) -> Measurement:
     import torch
 
     counts = sorted({1, cores, *(2**power for power in range(1, 12) if 2**power < cores)})
-    flops: dict[str, dict[str, list[float]]] = {kind: {} for kind in CPU_TYPES}
+    flops: dict[str, dict[str, list[float]]] = {kind: {} for kind in CPU_DTYPES}
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(cores)
-        alone = cores_had(cores) > HAD_WHEN_ALONE
+        alone = available_core_fraction(cores) > UNCONTENDED_FRACTION
         for count in reversed(counts):
             torch.set_num_threads(count)
-            for kind in CPU_TYPES:
-                flops[kind][str(count)] = [product_speed(shape, kind, "cpu") for shape in SHAPES]
+            for kind in CPU_DTYPES:
+                flops[kind][str(count)] = [matmul_flops(shape, kind, "cpu") for shape in SHAPES]
         torch.set_num_threads(cores)
-        bandwidth = copy_speed("cpu", 64 << 20)
+        bandwidth = copy_bandwidth("cpu", 64 << 20)
     finally:
         torch.set_num_threads(before)
     if not gpu:
-        return Measurement(flops, bandwidth, alone=alone, taken=time.time())
-    gpu_flops = {kind: [speed] for kind, speed in gpu_speeds().items()}
-    return Measurement(flops, bandwidth, gpu_flops, copy_speed("cuda", 1 << 30), alone, time.time())
+        return Measurement(flops, bandwidth, uncontended=alone, measured_at=time.time())
+    gpu_flops = {kind: [speed] for kind, speed in gpu_matmul_flops().items()}
+    return Measurement(flops, bandwidth, gpu_flops, copy_bandwidth("cuda", 1 << 30), alone, time.time())
 
 
-def peaks_now(device: str, dtype: str = "float32") -> tuple[dict[str, float], float]:
+def measure_peaks(device: str, dtype: str = "float32") -> tuple[dict[str, float], float]:
     """What this process reaches at this moment with the threads it has: FLOP/s by type, and bytes/s of a copy.
 
     Not cached and nothing is chosen by it: it is what a profile is held against, neighbours included. `dtype` is among the
     types whatever it is: an emulated product is held against those of float32 that it consists of.
     """
     if device == "cuda":
-        flops = gpu_speeds()
+        flops = gpu_matmul_flops()
     else:
-        kinds = dict.fromkeys((*CPU_TYPES, *(("float16",) if dtype == "float16" else ())))
-        flops = {kind: max(product_speed(shape, kind, device) for shape in SHAPES) for kind in kinds}
+        kinds = dict.fromkeys((*CPU_DTYPES, *(("float16",) if dtype == "float16" else ())))
+        flops = {kind: max(matmul_flops(shape, kind, device) for shape in SHAPES) for kind in kinds}
     flops.setdefault(dtype, flops["float32"])
-    return flops, copy_speed(device, 1 << 30 if device == "cuda" else 64 << 20)
+    return flops, copy_bandwidth(device, 1 << 30 if device == "cuda" else 64 << 20)
 
 
 def _read_cache(path: Path) -> Measurement | None:

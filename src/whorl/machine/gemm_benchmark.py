@@ -24,28 +24,28 @@ SHAPES = ((2048, 128, 512), (2048, 384, 1536), (768, 1024, 1024))
 SECONDS_PER_TIMING = 0.03
 
 
-def gpu_types(capability: tuple[int, int]) -> tuple[str, ...]:
+def gpu_dtypes(capability: tuple[int, int]) -> tuple[str, ...]:
     """The types worth timing on a GPU of this CUDA capability. (torch emulates bf16 on older ones, slowly.)"""
     if capability < (8, 0):
         return ("float32", "float16")
     return ("float32", "bfloat16", "float8") if capability >= (8, 9) else ("float32", "bfloat16")
 
 
-def gpu_speeds() -> dict[str, float]:
+def gpu_matmul_flops() -> dict[str, float]:
     """FLOP/s of one big product, of each type that this GPU has and that works on it."""
     import torch
 
     speeds = {}
-    for kind in gpu_types(torch.cuda.get_device_capability()):
+    for kind in gpu_dtypes(torch.cuda.get_device_capability()):
         try:
-            speeds[kind] = product_speed((8192, 4096, 4096), kind, "cuda")
+            speeds[kind] = matmul_flops((8192, 4096, 4096), kind, "cuda")
         except (RuntimeError, AttributeError, ArithmeticError):
             if kind != "float8":  # a build of torch without it, or a wrong product: not offered
                 raise
     return speeds
 
 
-def cores_had(cores: int) -> float:
+def available_core_fraction(cores: int) -> float:
     """What share of `cores` cores this process really had for a moment in which it wanted all: about 1 if it is alone.
 
     A speed that was taken beside others says what these left over; more threads then look slower than they are.
@@ -60,7 +60,7 @@ def cores_had(cores: int) -> float:
     return (time.process_time() - used) / (time.perf_counter() - began) / cores
 
 
-def product_speed(shape: tuple[int, int, int], kind: str, device: str) -> float:
+def matmul_flops(shape: tuple[int, int, int], kind: str, device: str) -> float:
     """FLOP/s of one matrix product: the fastest repetition, since disturbance only ever slows one down."""
     import torch
 
@@ -68,14 +68,14 @@ def product_speed(shape: tuple[int, int, int], kind: str, device: str) -> float:
     dtype = torch.bfloat16 if kind == "float8" else getattr(torch, kind)
     a = torch.ones(rows, inner, dtype=dtype, device=device)
     b = torch.ones(inner, outer, dtype=dtype, device=device)
-    work: Callable[[], Any] = (lambda: _float8_product(a, b)) if kind == "float8" else (lambda: a @ b)
+    work: Callable[[], Any] = (lambda: _float8_matmul(a, b)) if kind == "float8" else (lambda: a @ b)
     with torch.no_grad():
         if kind == "float8" and not bool(((work() - inner).abs() < 0.01 * inner).all()):
             raise ArithmeticError("a product of ones in float8 is wrong")
-        return 2.0 * rows * inner * outer / _fastest(work, device)
+        return 2.0 * rows * inner * outer / _best_seconds(work, device)
 
 
-def _float8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _float8_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a @ b as training in float8 does it: scales by the largest value, casts, the product (`nn/float8.py`)."""
     import torch
 
@@ -88,15 +88,15 @@ def _float8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def copy_speed(device: str, n_bytes: int) -> float:
+def copy_bandwidth(device: str, n_bytes: int) -> float:
     import torch
 
     source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
     target = torch.ones_like(source)
-    return 2.0 * n_bytes / _fastest(lambda: target.copy_(source), device)
+    return 2.0 * n_bytes / _best_seconds(lambda: target.copy_(source), device)
 
 
-def _fastest(work: Any, device: str) -> float:
+def _best_seconds(work: Any, device: str) -> float:
     """Seconds of the fastest repetition in about SECONDS_PER_TIMING (the cold first only if alone)."""
     import torch
 

@@ -29,7 +29,7 @@ class Memory:
     """An amount: exactly one of the two is set. share: above 0, at most 1."""
 
     n_bytes: int | None = None
-    share: float | None = None
+    fraction: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Memory:
@@ -45,21 +45,21 @@ class Memory:
             expected="bytes (2GB, 500MB, 1.5GiB) or a share (25%, at most 100%), above zero",
         )
 
-    def of(self, total: int) -> int:
+    def resolve(self, total: int) -> int:
         """Bytes, where there are `total` in all."""
-        return self.n_bytes if self.n_bytes is not None else int((self.share or 0.0) * total)
+        return self.n_bytes if self.n_bytes is not None else int((self.fraction or 0.0) * total)
 
     def halved(self) -> Memory:
         """Half of it, at least a byte."""
         if self.n_bytes is not None:
             return Memory(n_bytes=max(1, self.n_bytes // 2))
-        return Memory(share=(self.share or 0.0) / 2)
+        return Memory(fraction=(self.fraction or 0.0) / 2)
 
     def __str__(self) -> str:
-        return f"{self.n_bytes}B" if self.n_bytes is not None else f"{100 * (self.share or 0.0):g}%"
+        return f"{self.n_bytes}B" if self.n_bytes is not None else f"{100 * (self.fraction or 0.0):g}%"
 
 
-def memory_of(device: str) -> int:
+def device_memory(device: str) -> int:
     """Bytes that the device has in all; a CPU's cut to the container's limit, if any."""
     if device.startswith("cuda"):
         import torch
@@ -69,7 +69,7 @@ def memory_of(device: str) -> int:
     return min(ram_bytes(), int(limit)) if limit.isdigit() else ram_bytes()
 
 
-def _one_spelling(text: str) -> str:
+def _normalize(text: str) -> str:
     try:
         return str(Memory.parse(text))
     except ConfigError as error:  # pydantic reports ValueErrors together with the field's name
@@ -81,4 +81,4 @@ def _as_text(value: object) -> object:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-MemoryText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_one_spelling)]
+MemoryText = Annotated[str, BeforeValidator(_as_text), AfterValidator(_normalize)]

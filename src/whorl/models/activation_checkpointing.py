@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from whorl.models.language_model import LanguageModel
 
 
-def remade(block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+def checkpointed(block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
     """`block(x, *rest)`, of which only what it was given is kept for the backward.
 
     rest: as the block takes it; lists among them are written by the first run alone.
@@ -62,40 +62,40 @@ def remade(block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kept:
+class ActivationMemory:
     """Bytes that a forward keeps for its backward.
 
     outside: of no block; whole: of each block, kept; held: of each block if it is remade (its input, and what it hands to
     others beside its output); inner: what remaking it adds to that for the time of its backward.
     """
 
-    outside: int
-    whole: tuple[int, ...]
-    held: tuple[int, ...]
-    inner: tuple[int, ...]
+    outside_blocks: int
+    saved: tuple[int, ...]
+    checkpointed: tuple[int, ...]
+    recomputed: tuple[int, ...]
 
     def peak(self, count: int) -> int:
         """The most that is held at one time with the first `count` blocks remade."""
-        before, worst = self.outside, 0
-        for held, inner in zip(self.held[:count], self.inner[:count], strict=True):
+        before, worst = self.outside_blocks, 0
+        for held, inner in zip(self.checkpointed[:count], self.recomputed[:count], strict=True):
             before += held
             worst = max(worst, before + inner)
-        return max(worst, before + sum(self.whole[count:]))
+        return max(worst, before + sum(self.saved[count:]))
 
     @property
-    def least(self) -> int:
+    def min_peak(self) -> int:
         """The smallest peak that any number of remade blocks has."""
-        return min(self.peak(count) for count in range(len(self.whole) + 1))
+        return min(self.peak(count) for count in range(len(self.saved) + 1))
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearActivationMemory:
     """`Kept` for any number of rows, from those of one and of two."""
 
-    one: Kept
-    two: Kept
+    one_row: ActivationMemory
+    two_rows: ActivationMemory
 
-    def of(self, rows: int) -> Kept:
+    def at_rows(self, rows: int) -> ActivationMemory:
         """For a forward of `rows` rows."""
 
         def line(a: int, b: int) -> int:
@@ -104,62 +104,68 @@ class Linear:
         def lines(a: Iterable[int], b: Iterable[int]) -> tuple[int, ...]:
             return tuple(line(x, y) for x, y in zip(a, b, strict=True))
 
-        a, b = self.one, self.two
-        return Kept(
-            line(a.outside, b.outside),
-            lines(a.whole, b.whole),
-            lines(a.held, b.held),
-            lines(a.inner, b.inner),
+        a, b = self.one_row, self.two_rows
+        return ActivationMemory(
+            line(a.outside_blocks, b.outside_blocks),
+            lines(a.saved, b.saved),
+            lines(a.checkpointed, b.checkpointed),
+            lines(a.recomputed, b.recomputed),
         )
 
 
-def choose(kept: Kept, budget: int) -> int:
+def min_checkpointed_blocks(kept: ActivationMemory, budget: int) -> int:
     """How many blocks, from the first, must be remade so that at most `budget` bytes are held: the fewest.
 
     Raises:
         BudgetError: not even the least peak is within it.
     """
-    for count in range(len(kept.whole) + 1):
+    for count in range(len(kept.saved) + 1):
         if kept.peak(count) <= budget:
             return count
     raise BudgetError(
         f"activations of {budget:,} bytes are allowed",
-        expected=f"at least {kept.least:,}, which all but the last blocks remade would need",
+        expected=f"at least {kept.min_peak:,}, which all but the last blocks remade would need",
     )
 
 
-def measure(model: LanguageModel, length: int) -> Linear:
+def measure_activation_memory(model: LanguageModel, length: int) -> LinearActivationMemory:
     """What a forward of `model` keeps in rows of `length`: seen on one and on two rows, on the model's own device.
 
     Rows of one document and rows of two: the larger of each figure, so that it is true of either.
     """
     one, two = (
-        _larger(_seen(model, rows, length), _seen(model, rows, length, packed=True)) for rows in (1, 2)
+        _elementwise_max(
+            _measure_saved(model, rows, length), _measure_saved(model, rows, length, packed=True)
+        )
+        for rows in (1, 2)
     )
-    return Linear(one, two)
+    return LinearActivationMemory(one, two)
 
 
-def _larger(a: Kept, b: Kept) -> Kept:
+def _elementwise_max(a: ActivationMemory, b: ActivationMemory) -> ActivationMemory:
     def each(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(max(pair) for pair in zip(x, y, strict=True))
 
-    return Kept(
-        max(a.outside, b.outside), each(a.whole, b.whole), each(a.held, b.held), each(a.inner, b.inner)
+    return ActivationMemory(
+        max(a.outside_blocks, b.outside_blocks),
+        each(a.saved, b.saved),
+        each(a.checkpointed, b.checkpointed),
+        each(a.recomputed, b.recomputed),
     )
 
 
-def _seen(model: LanguageModel, rows: int, length: int, *, packed: bool = False) -> Kept:
+def _measure_saved(model: LanguageModel, rows: int, length: int, *, packed: bool = False) -> ActivationMemory:
     """Every storage that autograd saves is counted once. What a block hands on beside its output, and what two blocks save,
     waits whether the block is remade or not, so it counts as outside; weights are not counted."""
     n = len(model.blocks)
-    weights = {_key(t) for t in (*model.parameters(), *model.buffers())}
+    weights = {_storage_ptr(t) for t in (*model.parameters(), *model.buffers())}
     alive: list[Any] = []  # freed storages would lend their address to others
     owners: dict[int, set[int]] = {}  # blocks that save a storage; n: none of them
     sizes: dict[int, int] = {}
     inputs, place = [0] * n, n
 
     def note(t: Tensor, owner: int) -> None:
-        if (key := _key(t)) not in weights:
+        if (key := _storage_ptr(t)) not in weights:
             alive.append(t.untyped_storage())
             sizes[key] = t.untyped_storage().nbytes()
             owners.setdefault(key, set()).add(owner)
@@ -172,7 +178,7 @@ def _seen(model: LanguageModel, rows: int, length: int, *, packed: bool = False)
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
             nonlocal place
             place = number
-            inputs[number] = _key(args[0])
+            inputs[number] = _storage_ptr(args[0])
             sizes.setdefault(inputs[number], args[0].untyped_storage().nbytes())
             alive.append(args[0])
 
@@ -189,7 +195,7 @@ def _seen(model: LanguageModel, rows: int, length: int, *, packed: bool = False)
     places = torch.arange(length, device=model.embedding.device).repeat(rows, 1)  # [rows, length]
     ids, half = places % len(model.embedding), max(1, length // 2)
     more = (places % half, places // half) if packed else (None, None)
-    remade_before, training, model.remade = model.remade, model.training, 0
+    remade_before, training, model.checkpointed_blocks = model.checkpointed_blocks, model.training, 0
     model.eval()  # nothing is left out by chance
     try:
         with (
@@ -198,7 +204,7 @@ def _seen(model: LanguageModel, rows: int, length: int, *, packed: bool = False)
         ):
             model(ids, *more, records=[])
     finally:
-        model.remade = remade_before
+        model.checkpointed_blocks = remade_before
         model.train(training)
         for one in hooks:
             one.remove()
@@ -214,47 +220,47 @@ def _seen(model: LanguageModel, rows: int, length: int, *, packed: bool = False)
     outside = sum(
         sizes[key] for key, those in owners.items() if (len(those) > 1 or n in those) and key not in inputs
     )
-    return Kept(outside, tuple(whole), tuple(sizes[key] for key in inputs), tuple(inner))
+    return ActivationMemory(outside, tuple(whole), tuple(sizes[key] for key in inputs), tuple(inner))
 
 
-def _key(t: Tensor) -> int:
+def _storage_ptr(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
-class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered: bytes of the storages that operations made and that are alive, and the most there were."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
-        self.seen: set[int] = set()
+        self.tracked: set[int] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._meet((args, kwargs), 0)  # there before: written in place, or looked at
+        self._track((args, kwargs), 0)  # there before: written in place, or looked at
         out = op(*args, **(kwargs or {}))
-        self._meet(out, 1)
+        self._track(out, 1)
         return out
 
-    def _meet(self, found: Any, counts: int) -> None:
+    def _track(self, found: Any, counts: int) -> None:
         for t in tensors(found):
             if t.layout != torch.strided:
                 continue
             storage = t.untyped_storage()
-            if id(storage) not in self.seen:
+            if id(storage) not in self.tracked:
                 size = counts * storage.nbytes()
-                self.seen.add(id(storage))
+                self.tracked.add(id(storage))
                 self.bytes += size
                 self.peak = max(self.peak, self.bytes)
-                weakref.finalize(storage, self._gone, id(storage), size)
+                weakref.finalize(storage, self._release, id(storage), size)
 
-    def _gone(self, key: int, size: int) -> None:
-        self.seen.discard(key)
+    def _release(self, key: int, size: int) -> None:
+        self.tracked.discard(key)
         self.bytes -= size
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """The most bytes of tensors that were alive at one time of those made while `run()` ran, uncompiled."""
-    with Alive() as alive:
+    with LiveTensorTracker() as alive:
         run()
     return int(alive.peak)
 

@@ -19,14 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from whorl.models.language_model import saved_bytes
 
 
-class Costed(nn.Module, ABC):
+class ProfiledModule(nn.Module, ABC):
     """A network that answers what it costs. `example` says what it is fed with; `size` is a length, or a picture's side."""
 
     @abstractmethod
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Arguments of `forward` for `batch` rows."""
 
-    def run(self, *inputs: Tensor) -> object:
+    def profiled_forward(self, *inputs: Tensor) -> object:
         """What is counted: `forward`."""
         return self(*inputs)
 
@@ -38,9 +38,9 @@ class Costed(nn.Module, ABC):
 
     def flops(self, size: int) -> float:
         """Floating-point operations of the products of one input, forward."""
-        inputs = self.example(1, size, next(self.parameters()).device)
-        with _unchanged(self), FlopCounterMode(display=False) as counter, torch.no_grad():
-            self.run(*inputs)
+        inputs = self.example_inputs(1, size, next(self.parameters()).device)
+        with _preserve_buffers(self), FlopCounterMode(display=False) as counter, torch.no_grad():
+            self.profiled_forward(*inputs)
         return float(counter.get_total_flops())
 
     def kv_bytes_per_token(self) -> int:
@@ -52,14 +52,14 @@ class Costed(nn.Module, ABC):
         device = next(self.parameters()).device
 
         def kept(rows: int) -> int:
-            inputs = self.example(rows, size, device)
-            return saved_bytes(lambda: self.run(*inputs), [*self.parameters(), *inputs])
+            inputs = self.example_inputs(rows, size, device)
+            return saved_bytes(lambda: self.profiled_forward(*inputs), [*self.parameters(), *inputs])
 
-        with _unchanged(self):
+        with _preserve_buffers(self):
             return batch * (kept(2) - kept(1))
 
 
-class CostedText(Costed):
+class ProfiledTextModule(ProfiledModule):
     """One whose `size` is a number of tokens."""
 
     def flops_per_token(self, length: int) -> float:
@@ -68,7 +68,7 @@ class CostedText(Costed):
 
 
 @contextmanager
-def _unchanged(network: nn.Module) -> Iterator[None]:
+def _preserve_buffers(network: nn.Module) -> Iterator[None]:
     """Running statistics are put back: an example is not data."""
     kept = [(b, b.clone()) for b in network.buffers()]
     try:

@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.activation_checkpointing import remade
+from whorl.models.activation_checkpointing import checkpointed
 from whorl.models.language_model import LanguageModel, check_ids, saved_bytes
-from whorl.nn import MLP, Attention, LayerState, NGramMemory, RMSNorm, Rotary
+from whorl.nn import MLP, Attention, LayerState, NGramEmbedding, RMSNorm, Rotary
 from whorl.nn.mixer import check_state
 from whorl.nn.mlp import GATED, Activation
-from whorl.nn.positions.rotary import Scaling
+from whorl.nn.positions.rotary import RopeScaling
 
-FAR = 4.0  # a row may be so many times longer than those of training
+YARN_FACTOR = 4.0  # a row may be so many times longer than those of training
 
 
 class DecoderConfig(BaseModel):
@@ -67,7 +67,7 @@ class DecoderConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _possible(self) -> DecoderConfig:
+    def _validate(self) -> DecoderConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.head_dim % 2:
@@ -96,7 +96,7 @@ class DecoderState:
         )
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """x + attention(rms(x)), then x + mlp(rms(x)): the pre-norm residual block."""
 
     def __init__(self, config: DecoderConfig, generator: torch.Generator | None) -> None:
@@ -145,16 +145,16 @@ class Decoder(LanguageModel):
             torch.randn(config.vocab_size, config.d_model, generator=generator) * 0.7
         )
         self.memory = (
-            NGramMemory(config.ngram_orders, config.ngram_buckets, config.d_model)
+            NGramEmbedding(config.ngram_orders, config.ngram_buckets, config.d_model)
             if config.ngram_orders
             else None
         )
-        self.rotary = self.far = Rotary(config.head_dim, config.rope_base, dtype)
+        self.rotary = self.yarn_rotary = Rotary(config.head_dim, config.rope_base, dtype)
         if config.trained_length is not None:
-            slower = Scaling("yarn", FAR, config.trained_length, low=0.5, high=4.0)
-            self.far = Rotary(config.head_dim, config.rope_base, dtype, slower)
+            slower = RopeScaling("yarn", YARN_FACTOR, config.trained_length, low=0.5, high=4.0)
+            self.yarn_rotary = Rotary(config.head_dim, config.rope_base, dtype, slower)
         self.embedding_norm = RMSNorm(config.d_model)
-        self.blocks = nn.ModuleList([Block(config, generator) for _ in range(config.n_layers)])
+        self.blocks = nn.ModuleList([DecoderBlock(config, generator) for _ in range(config.n_layers)])
         self.final_norm = RMSNorm(config.d_model)
         self.head = (
             None
@@ -177,12 +177,12 @@ class Decoder(LanguageModel):
     def reads_well(self) -> int:
         """As far as its rotary waves are made for."""
         trained = self.config.trained_length
-        return super().reads_well if trained is None else int(FAR * trained)
+        return super().eval_window if trained is None else int(YARN_FACTOR * trained)
 
-    def rotary_of(self, room: int) -> Rotary:
+    def rotary_for(self, capacity: int) -> Rotary:
         """The tables of rows with room for so many positions."""
         trained = self.config.trained_length
-        return self.rotary if trained is None or room <= trained else self.far
+        return self.rotary if trained is None or capacity <= trained else self.yarn_rotary
 
     def prepare(
         self,
@@ -202,26 +202,26 @@ class Decoder(LanguageModel):
             check_state(ids.shape[0], ids.shape[1], len(state.last_ids), state.length, state.capacity)
         if positions is None:
             start = 0 if state is None else state.length
-            room = (self.room or ids.shape[1]) if state is None else state.capacity
-            rotary = self.rotary_of(room).between(start, start + ids.shape[1], ids.device)
+            room = (self.context_hint or ids.shape[1]) if state is None else state.capacity
+            rotary = self.rotary_for(room).tables_between(start, start + ids.shape[1], ids.device)
         else:
-            rotary = self.rotary_of(self.room or 0).at(positions)
+            rotary = self.rotary_for(self.context_hint or 0).tables_at(positions)
         return self.embed(ids, segments, state), rotary
 
     def trunk(
         self,
         x: Tensor,
-        where: tuple[Tensor, Tensor],
+        positions: tuple[Tensor, Tensor],
         segments: Tensor | None = None,
         state: DecoderState | None = None,
-        records: list[Any] | None = None,
+        routings: list[Any] | None = None,
     ) -> Tensor:
         """Embedded tokens and their rotary tables -> normalised hidden states [B, T, d_model] in the compute type."""
         x = self.embedding_norm(x).to(self.dtype)
-        again = self.blocks_remade(state)
+        again = self.n_checkpointed(state)
         for number, block in enumerate(self.blocks):
-            rest = where, segments, None if state is None else state.layers[number]
-            x = remade(block, x, *rest) if number < again else block(x, *rest)
+            rest = positions, segments, None if state is None else state.layers[number]
+            x = checkpointed(block, x, *rest) if number < again else block(x, *rest)
         return cast(Tensor, self.final_norm(x))
 
     def new_state(self, batch: int, capacity: int) -> DecoderState:

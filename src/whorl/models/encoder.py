@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.cost import CostedText
+from whorl.models.cost import ProfiledTextModule
 from whorl.models.language_model import check_ids
-from whorl.nn.attention import KeyValueState, MultiHead
+from whorl.nn.attention import KeyValueState, MultiHeadAttention
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
 from whorl.nn.norm import LayerNorm
-from whorl.nn.positions.absolute import Learned
+from whorl.nn.positions.absolute import LearnedPositions
 from whorl.nn.positions.rotary import Rotary
 
 
@@ -53,7 +53,7 @@ class EncoderConfig(BaseModel):
     end_id: int | None = Field(default=None, ge=0)  # whose vector is the text's; None: the mean over all
 
     @model_validator(mode="after")
-    def _possible(self) -> EncoderConfig:
+    def _validate(self) -> EncoderConfig:
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
         if self.end_id is not None and self.end_id >= self.vocab_size:
@@ -61,7 +61,7 @@ class EncoderConfig(BaseModel):
         return self
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).  x: [B, T, d] -> [B, T, d]; at first the identity."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(d, eps, bias)
-        self.attention = MultiHead(
+        self.attention = MultiHeadAttention(
             d,
             n_heads,
             rotary=rotary,
@@ -131,7 +131,7 @@ def end_pool(hidden: Tensor, is_end: Tensor) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), is_end.int().argmax(dim=1)].float()
 
 
-class Encoder(CostedText):
+class Encoder(ProfiledTextModule):
     """An encoder of texts (see the top of this file).
 
     Args:
@@ -150,9 +150,9 @@ class Encoder(CostedText):
         self.config, self.dtype = config, dtype
         d = config.d_model
         self.embedding = nn.Parameter(torch.randn(config.vocab_size, d, generator=generator) * 0.02)
-        self.positions = Learned(config.max_length, d, generator=generator)
+        self.positions = LearnedPositions(config.max_length, d, generator=generator)
         self.blocks = nn.ModuleList(
-            Block(
+            EncoderBlock(
                 d,
                 config.n_heads,
                 config.mlp_hidden,

@@ -56,20 +56,20 @@ class LanguageModel(nn.Module, ABC):
     head: nn.Parameter | None
     blocks: nn.ModuleList
     logit_softcap: float | None = None
-    longest: int | None = None
-    independent: bool = True
-    remade: int = 0
-    room: int | None = None
-    scheme: Any = None
+    max_positions: int | None = None
+    batch_independent: bool = True
+    checkpointed_blocks: int = 0
+    context_hint: int | None = None
+    quantization: Any = None
 
     @property
-    def reads_well(self) -> int:
+    def eval_window(self) -> int:
         """Positions of a row that text is scored in, unless somebody asks for others."""
         return 512
 
-    def blocks_remade(self, state: Any) -> int:
+    def n_checkpointed(self, state: Any) -> int:
         """Of a forward: none without gradients, and none while decoding, which would extend its state twice."""
-        return self.remade if state is None and torch.is_grad_enabled() else 0
+        return self.checkpointed_blocks if state is None and torch.is_grad_enabled() else 0
 
     @property
     def head_weight(self) -> Tensor:
@@ -92,10 +92,10 @@ class LanguageModel(nn.Module, ABC):
     def trunk(
         self,
         x: Tensor,
-        where: Any,
+        positions: Any,
         segments: Tensor | None = None,
         state: Any = None,
-        records: list[Any] | None = None,
+        routings: list[Any] | None = None,
     ) -> Tensor:
         """What `prepare` made -> normalised hidden states [B, T, d_model] in the compute type."""
 
@@ -105,7 +105,7 @@ class LanguageModel(nn.Module, ABC):
         positions: Tensor | None = None,
         segments: Tensor | None = None,
         state: Any = None,
-        records: list[Any] | None = None,
+        routings: list[Any] | None = None,
     ) -> Tensor:
         """ids [B, T] -> hidden states [B, T, d_model].
 
@@ -114,16 +114,16 @@ class LanguageModel(nn.Module, ABC):
         each mixture of experts appends what it did (`nn/experts`).
         """
         x, where = self.prepare(ids, positions, segments, state)
-        return self.trunk(x, where, segments, state, records)
+        return self.trunk(x, where, segments, state, routings)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., d_model] -> [..., vocab] in fp32."""
-        made: Callable[[Tensor], Tensor] = self._modules.get("head_product") or self._by_head
+        made: Callable[[Tensor], Tensor] = self._modules.get("head_product") or self._project_to_vocab
         logits = made(hidden).float()
         cap = self.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _by_head(self, hidden: Tensor) -> Tensor:
+    def _project_to_vocab(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.head_weight.to(hidden.dtype))
 
     @abstractmethod
@@ -171,9 +171,9 @@ def check_ids(ids: Tensor, vocab_size: int, segments: Tensor | None = None) -> N
             )
 
 
-def saved_bytes(run: Callable[[], object], own: Iterable[Tensor]) -> int:
+def saved_bytes(run: Callable[[], object], exclude: Iterable[Tensor]) -> int:
     """Bytes that autograd keeps of `run()`, storages of `own` (the weights) left out."""
-    known = {t.untyped_storage().data_ptr() for t in own}
+    known = {t.untyped_storage().data_ptr() for t in exclude}
     found: dict[int, Any] = {}  # the storages themselves: freed ones would lend their address to others
 
     def pack(t: Tensor) -> Tensor:

@@ -35,15 +35,15 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange import FAMILIES
 from whorl.models.exchange.safetensors_io import read_json
 from whorl.models.language_model import LanguageModel
-from whorl.models.quantization.weights import read_apart
+from whorl.models.quantization.weights import layers_read_directly
 from whorl.models.transformer import Transformer
 from whorl.nn.linear import Linear
-from whorl.nn.quantized_linear import QuantisedLinear
+from whorl.nn.quantized_linear import QuantizedLinear
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-SIDES = (".lora_A.weight", ".lora_B.weight")
-OFF = {
+FACTOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+UNSUPPORTED_DEFAULTS = {
     "use_dora": False,
     "fan_in_fan_out": False,
     "lora_bias": False,
@@ -53,7 +53,7 @@ OFF = {
 
 
 @dataclass(frozen=True)
-class Factors:
+class LoRAFactors:
     """Of one layer. a: [r, in]; b: [out, r]; scale: of their product."""
 
     a: Tensor
@@ -70,17 +70,17 @@ class Factors:
 class LoRA:
     """One adapter: name of a layer -> its factors."""
 
-    parts: Mapping[str, Factors]
+    factors: Mapping[str, LoRAFactors]
 
     @property
     def rank(self) -> int:
         """The largest."""
-        return max(len(part.a) for part in self.parts.values())
+        return max(len(part.a) for part in self.factors.values())
 
 
-def adaptable(model: LanguageModel) -> dict[str, Linear]:
+def target_modules(model: LanguageModel) -> dict[str, Linear]:
     """Layers of the blocks that an adapter may change: those whose product is all that their weight is for."""
-    apart = read_apart(model)
+    apart = layers_read_directly(model)
     return {
         name: module
         for name, module in model.named_modules()
@@ -88,11 +88,11 @@ def adaptable(model: LanguageModel) -> dict[str, Linear]:
     }
 
 
-def new_lora(
+def init_lora(
     model: LanguageModel,
     rank: int,
     alpha: float,
-    layers: Collection[str] = (),
+    layer_suffixes: Collection[str] = (),
     generator: torch.Generator | None = None,
 ) -> LoRA:
     """An adapter that changes nothing yet, on the model's device. layers: ends of names, as "mixer.q"; by default all.
@@ -103,53 +103,56 @@ def new_lora(
     if rank < 1:
         raise ConfigError(f"rank is {rank}", expected="at least 1")
     parts = {}
-    for name, layer in adaptable(model).items():
-        if not layers or name.endswith(tuple(f".{end}" for end in layers)):
+    for name, layer in target_modules(model).items():
+        if not layer_suffixes or name.endswith(tuple(f".{end}" for end in layer_suffixes)):
             d_out, d_in = layer.weight.shape
             a = torch.randn(rank, d_in, generator=generator) * d_in**-0.5
             b = torch.zeros(d_out, rank)
             device = layer.weight.device
-            parts[name] = Factors(a.to(device), b.to(device), alpha / rank)
+            parts[name] = LoRAFactors(a.to(device), b.to(device), alpha / rank)
     if not parts:
-        raise ConfigError(f"layers: none ends with {sorted(layers)}", expected=_some(model))
+        raise ConfigError(
+            f"layers: none ends with {sorted(layer_suffixes)}", expected=_some_layer_names(model)
+        )
     return LoRA(parts)
 
 
 @torch.no_grad()
-def merge(model: LanguageModel, lora: LoRA) -> None:
+def merge_lora(model: LanguageModel, lora: LoRA) -> None:
     """Adds an adapter to the model's weights, in place.
 
     Raises:
         ConfigError: it does not fit, or a matrix that it changes is quantised.
     """
-    check(lora, model)
-    layers = adaptable(model)
-    for name in lora.parts:
-        if isinstance(layers[name], QuantisedLinear):
+    check_lora(lora, model)
+    layers = target_modules(model)
+    for name in lora.factors:
+        if isinstance(layers[name], QuantizedLinear):
             raise ConfigError(
                 f"{name} is quantised: an adapter cannot be merged into it",
                 expected="a model in full precision",
                 do="merge first, then quantise; or serve the adapter beside the model",
             )
-    for name, part in lora.parts.items():
+    for name, part in lora.factors.items():
         weight = layers[name].weight
         weight.copy_(weight.float() + part.delta.to(weight.device))
 
 
-def check(lora: LoRA, model: LanguageModel, where: str = "the adapter") -> None:
+def check_lora(lora: LoRA, model: LanguageModel, label: str = "the adapter") -> None:
     """Raises ConfigError, with the name of the tensor, unless every part fits its layer."""
-    layers = adaptable(model)
-    if not lora.parts:
-        raise ConfigError(f"{where} changes no layer", expected="factors of at least one")
-    for name, part in lora.parts.items():
+    layers = target_modules(model)
+    if not lora.factors:
+        raise ConfigError(f"{label} changes no layer", expected="factors of at least one")
+    for name, part in lora.factors.items():
         if name not in layers:
             raise ConfigError(
-                f"{where}: there is no layer {name!r} that could be adapted", expected=_some(model)
+                f"{label}: there is no layer {name!r} that could be adapted",
+                expected=_some_layer_names(model),
             )
         d_out, d_in = layers[name].weight.shape
         rank = len(part.a)
         for side, t, want in (("lora_A", part.a, (rank, d_in)), ("lora_B", part.b, (d_out, rank))):
-            tensor = f"{where}: tensor {PREFIX}{name}.{side}.weight"
+            tensor = f"{label}: tensor {PREFIX}{name}.{side}.weight"
             if tuple(t.shape) != want:
                 raise ConfigError(f"{tensor} has the shape {list(t.shape)}", expected=f"{list(want)}")
             if not t.is_floating_point() or not t.isfinite().all():
@@ -160,24 +163,24 @@ def check(lora: LoRA, model: LanguageModel, where: str = "the adapter") -> None:
 
 def save_lora(lora: LoRA, folder: Path, base: str = "") -> None:
     """Writes an adapter under our own layers' names. base: what it belongs to, as a word for people."""
-    ranks = {name: len(part.a) for name, part in lora.parts.items()}
-    alphas = {name: part.scale * len(part.a) for name, part in lora.parts.items()}
+    ranks = {name: len(part.a) for name, part in lora.factors.items()}
+    alphas = {name: part.scale * len(part.a) for name, part in lora.factors.items()}
     rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "use_rslora": False, **OFF,
+        "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "use_rslora": False, **UNSUPPORTED_DEFAULTS,
         "target_modules": sorted(ranks),
         "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
         "alpha_pattern": {name: a for name, a in alphas.items() if a != alpha},
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {
         f"{PREFIX}{name}{side}": t.detach().cpu().contiguous().clone()
-        for name, part in lora.parts.items()
-        for side, t in zip(SIDES, (part.a, part.b), strict=True)
+        for name, part in lora.factors.items()
+        for side, t in zip(FACTOR_SUFFIXES, (part.a, part.b), strict=True)
     }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def load_lora(folder: Path, model: LanguageModel) -> LoRA:
@@ -187,33 +190,36 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
         CheckpointError: a file is missing or damaged. ConfigError: it does not fit the model, or has options that are not
             supported; the tensor or the field is named.
     """
-    config = read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG_FILE)
     if config.get("peft_type") != "LORA":
-        raise ConfigError(f"{folder / CONFIG}: peft_type is {config.get('peft_type')!r}", expected="'LORA'")
-    for field, off in OFF.items():
+        raise ConfigError(
+            f"{folder / CONFIG_FILE}: peft_type is {config.get('peft_type')!r}", expected="'LORA'"
+        )
+    for field, off in UNSUPPORTED_DEFAULTS.items():
         if config.get(field, off) not in (off, None, [], False):
-            raise ConfigError(f"{folder / CONFIG}: {field} is {config[field]!r}", expected=f"{off!r}")
+            raise ConfigError(f"{folder / CONFIG_FILE}: {field} is {config[field]!r}", expected=f"{off!r}")
     try:
-        tensors = load_file(folder / WEIGHTS)
+        tensors = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(
-            f"{folder / WEIGHTS} cannot be read: {error}",
+            f"{folder / WEIGHTS_FILE} cannot be read: {error}",
             expected="an adapter as PEFT's `save_pretrained` writes it",
         ) from error
-    theirs: dict[str, Factors] = {}
-    where = str(folder / WEIGHTS)
+    theirs: dict[str, LoRAFactors] = {}
+    where = str(folder / WEIGHTS_FILE)
     for tensor in sorted(tensors):
-        name = tensor.removeprefix(PREFIX).removesuffix(SIDES[0]).removesuffix(SIDES[1])
-        if not tensor.startswith(PREFIX) or not tensor.endswith(SIDES):
+        name = tensor.removeprefix(PREFIX).removesuffix(FACTOR_SUFFIXES[0]).removesuffix(FACTOR_SUFFIXES[1])
+        if not tensor.startswith(PREFIX) or not tensor.endswith(FACTOR_SUFFIXES):
             raise ConfigError(
-                f"{where}: tensor {tensor} is not known", expected=f"{PREFIX}LAYER{SIDES[0]} or {SIDES[1]}"
+                f"{where}: tensor {tensor} is not known",
+                expected=f"{PREFIX}LAYER{FACTOR_SUFFIXES[0]} or {FACTOR_SUFFIXES[1]}",
             )
-        missing = [PREFIX + name + side for side in SIDES if PREFIX + name + side not in tensors]
+        missing = [PREFIX + name + side for side in FACTOR_SUFFIXES if PREFIX + name + side not in tensors]
         if missing:
             raise ConfigError(
                 f"{where}: tensor {missing[0]} is missing", expected="both factors of every layer"
             )
-        a, b = (tensors[PREFIX + name + side] for side in SIDES)
+        a, b = (tensors[PREFIX + name + side] for side in FACTOR_SUFFIXES)
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise ConfigError(
                 f"{where}: tensors {PREFIX}{name}.lora_A and lora_B have the shapes {list(a.shape)} and {list(b.shape)}",
@@ -222,12 +228,13 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
         rank = int(_pattern(config, "rank_pattern", name, config.get("r", len(a))))
         if rank != len(a):
             raise ConfigError(
-                f"{where}: tensor {PREFIX}{name}{SIDES[0]} has {len(a)} rows", expected=f"r = {rank}"
+                f"{where}: tensor {PREFIX}{name}{FACTOR_SUFFIXES[0]} has {len(a)} rows",
+                expected=f"r = {rank}",
             )
         alpha = float(_pattern(config, "alpha_pattern", name, config.get("lora_alpha", rank)))
-        theirs[name] = Factors(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-    lora = LoRA(_ours(theirs, model, where))
-    check(lora, model, where)
+        theirs[name] = LoRAFactors(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    lora = LoRA(_map_layer_names(theirs, model, where))
+    check_lora(lora, model, where)
     return lora
 
 
@@ -237,33 +244,35 @@ def _pattern(config: Mapping[str, Any], field: str, name: str, default: Any) -> 
     return next((v for key, v in patterns.items() if name == key or name.endswith(f".{key}")), default)
 
 
-def _ours(theirs: Mapping[str, Factors], model: LanguageModel, where: str) -> dict[str, Factors]:
+def _map_layer_names(
+    factors: Mapping[str, LoRAFactors], model: LanguageModel, label: str
+) -> dict[str, LoRAFactors]:
     """Factors by our layers' names, if need be by way of a family's rules."""
-    layers = adaptable(model)
-    if all(name in layers for name in theirs) or not isinstance(model, Transformer):
-        return dict(theirs)
+    layers = target_modules(model)
+    if all(name in layers for name in factors) or not isinstance(model, Transformer):
+        return dict(factors)
     for family in FAMILIES.values():
         try:
-            rules = {t: rule for rule in family.rules(model.config) for t in rule.theirs}
+            rules = {t: rule for rule in family.rules(model.config) for t in rule.hf_names}
         except (ConfigError, AttributeError):  # a family that this model cannot be of
             continue
-        if any(f"{name}.weight" not in rules for name in theirs):
+        if any(f"{name}.weight" not in rules for name in factors):
             continue
-        found: dict[str, Factors] = {}
-        for rule in {id(r): r for r in (rules[f"{name}.weight"] for name in theirs)}.values():
-            parts = [theirs.get(t.removesuffix(".weight")) for t in rule.theirs]
-            ours = rule.ours[0].removesuffix(".weight")
-            if len(rule.ours) > 1 or ours not in layers or not _beside(rule, layers[ours]):
+        found: dict[str, LoRAFactors] = {}
+        for rule in {id(r): r for r in (rules[f"{name}.weight"] for name in factors)}.values():
+            parts = [factors.get(t.removesuffix(".weight")) for t in rule.hf_names]
+            ours = rule.names[0].removesuffix(".weight")
+            if len(rule.names) > 1 or ours not in layers or not _is_row_concat(rule, layers[ours]):
                 raise ConfigError(
-                    f"{where}: {rule.theirs[0]} is no matrix of ours by itself",
-                    expected=f"layers as {_some(model)}",
+                    f"{label}: {rule.hf_names[0]} is no matrix of ours by itself",
+                    expected=f"layers as {_some_layer_names(model)}",
                 )
-            found[ours] = _stacked(parts, layers[ours].weight.shape[0] // len(parts))
+            found[ours] = _block_diagonal(parts, layers[ours].weight.shape[0] // len(parts))
         return found
-    return dict(theirs)
+    return dict(factors)
 
 
-def _beside(rule: Any, layer: Linear) -> bool:
+def _is_row_concat(rule: Any, layer: Linear) -> bool:
     """Whether a rule puts theirs above each other in ours, and does nothing else to them."""
     d_out, d_in = layer.weight.shape
     n = len(rule.theirs)
@@ -271,10 +280,10 @@ def _beside(rule: Any, layer: Linear) -> bool:
     return d_out % n == 0 and torch.equal(rule.pull(list(whole.chunk(n)))[0], whole)
 
 
-def _stacked(parts: list[Factors | None], rows: int) -> Factors:
+def _block_diagonal(parts: list[LoRAFactors | None], rows: int) -> LoRAFactors:
     """Factors of a matrix that is several of theirs above each other; None: a part without an adapter."""
     if len(parts) == 1:
-        return cast(Factors, parts[0])
+        return cast(LoRAFactors, parts[0])
     there = [part for part in parts if part is not None]
     blocks = []
     for part in parts:
@@ -285,9 +294,9 @@ def _stacked(parts: list[Factors | None], rows: int) -> Factors:
                 b[:, at : at + len(other.a)] = other.b.float() * other.scale
             at += len(other.a)
         blocks.append(b)
-    return Factors(torch.cat([p.a.float() for p in there]), torch.cat(blocks), 1.0)
+    return LoRAFactors(torch.cat([p.a.float() for p in there]), torch.cat(blocks), 1.0)
 
 
-def _some(model: LanguageModel) -> str:
-    names = list(adaptable(model))
+def _some_layer_names(model: LanguageModel) -> str:
+    names = list(target_modules(model))
     return ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.cost import CostedText
-from whorl.models.encoder import Block
+from whorl.models.cost import ProfiledTextModule
+from whorl.models.encoder import EncoderBlock
 from whorl.nn.attention import KeyValueState
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.nn.mlp import Activation
@@ -33,7 +33,7 @@ from whorl.nn.positions.rotary import Rotary
 from whorl.objectives.next_token import Loss, next_token
 
 
-class MultiToken(CostedText):
+class MultiTokenPrediction(ProfiledTextModule):
     """n heads over a trunk's hidden states (see the top of this file).
 
     Args:
@@ -68,7 +68,9 @@ class MultiToken(CostedText):
         rotary = Rotary(d_model // n_heads, rope_base, dtype)
         hidden = mlp_hidden or 4 * d_model
         self.blocks = nn.ModuleList(
-            Block(d_model, n_heads, hidden, mlp, causal=True, rotary=rotary, bias=False, generator=generator)
+            EncoderBlock(
+                d_model, n_heads, hidden, mlp, causal=True, rotary=rotary, bias=False, generator=generator
+            )
             for _ in range(n)
         )
         self.norms = nn.ModuleList(RMSNorm(d_model) for _ in range(n))
@@ -86,7 +88,7 @@ class MultiToken(CostedText):
 
     def head(
         self,
-        ahead: int,
+        offset: int,
         hidden: Tensor,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
@@ -100,10 +102,10 @@ class MultiToken(CostedText):
         Raises:
             ConfigError: ahead is not from 1 to n.
         """
-        if not 1 <= ahead <= self.n:
-            raise ConfigError(f"ahead is {ahead}", expected=f"from 1 to n = {self.n}")
-        block, norm = self.blocks[ahead - 1], self.norms[ahead - 1]
-        state = None if states is None else states[ahead - 1]
+        if not 1 <= offset <= self.n:
+            raise ConfigError(f"ahead is {offset}", expected=f"from 1 to n = {self.n}")
+        block, norm = self.blocks[offset - 1], self.norms[offset - 1]
+        state = None if states is None else states[offset - 1]
         out: Tensor = norm(block(hidden, positions=positions, segments=segments, state=state))
         return out
 
@@ -121,7 +123,7 @@ class MultiToken(CostedText):
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> list[KeyValueState]:
         """What drafting keeps of the past, one state a head: its keys and values of up to `capacity` positions."""
-        attentions = [block.attention for block in self.blocks if isinstance(block, Block)]
+        attentions = [block.attention for block in self.blocks if isinstance(block, EncoderBlock)]
         return [a.new_state(batch, capacity, dtype=dtype, device=device) for a in attentions]
 
     @torch.no_grad()
@@ -147,8 +149,8 @@ class MultiToken(CostedText):
         return F.linear(newest, output.to(newest.dtype)).float().argmax(dim=-1)
 
 
-def targets_ahead(
-    targets: Tensor, mask: Tensor, segments: Tensor | None, ahead: int
+def shift_targets(
+    targets: Tensor, mask: Tensor, segments: Tensor | None, offset: int
 ) -> tuple[Tensor, Tensor]:
     """Targets and mask of the head that looks `ahead` (from 1): both [B, T].
 
@@ -157,7 +159,7 @@ def targets_ahead(
         mask: [B, T] bool, True where that is a target; made with the tokens.
         segments: [B, T] documents of the positions, or None.
     """
-    shift = min(ahead - 1, targets.shape[1])
+    shift = min(offset - 1, targets.shape[1])
     if shift == 0:
         return targets, mask
     # Position t's target stands at t + shift, and t must be of the document of t + shift (mask says that its target is too).
@@ -168,8 +170,8 @@ def targets_ahead(
     return found, keep
 
 
-def multi_token(
-    heads: MultiToken,
+def multi_token_loss(
+    heads: MultiTokenPrediction,
     hidden: Tensor,
     output: Tensor,
     targets: Tensor,
@@ -197,9 +199,9 @@ def multi_token(
     total, count = hidden.new_zeros((), dtype=torch.float32), torch.zeros((), device=hidden.device)
     metrics: dict[str, Tensor] = {}
     for ahead in range(1, heads.n + 1):
-        found, keep = targets_ahead(targets, mask, segments, ahead)
+        found, keep = shift_targets(targets, mask, segments, ahead)
         h = heads.head(ahead, hidden, positions, segments)
-        loss = next_token(h.flatten(0, 1), output, found.flatten(), keep.flatten(), choose=logits_step)
+        loss = next_token(h.flatten(0, 1), output, found.flatten(), keep.flatten(), select_step=logits_step)
         total, count = total + loss.total, count + loss.count
         metrics[f"nll_{ahead}"], metrics[f"count_{ahead}"] = loss.metrics["nll"], loss.count
     return Loss(total, count, metrics)

@@ -19,7 +19,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models.decoder import Decoder, DecoderConfig
 from whorl.models.exchange import convert
 from whorl.models.language_model import LanguageModel
-from whorl.models.quantization.weights import FIELD, load_quantised, save_quantised
+from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
 
@@ -41,8 +41,8 @@ def save_model(model: LanguageModel, folder: Path) -> None:
     Raises:
         ConfigError: a `Transformer`, and the folder is not empty.
     """
-    if model.scheme is not None:
-        save_quantised(model, folder)
+    if model.quantization is not None:
+        save_quantized(model, folder)
         return
     if isinstance(model, Transformer):
         convert.export_model(model, folder)
@@ -66,7 +66,7 @@ def load_model(
         ConfigError: config.json is of others, and asks for what is not supported; to train a quantised model.
     """
     data = _read(folder)
-    if FIELD in data:
+    if CONFIG_KEY in data:
         if to_train:
             raise ConfigError(
                 f"the model of {folder} is quantised, and would be trained",
@@ -74,7 +74,9 @@ def load_model(
                 do="train the one that it was made from, or an adapter beside it",
             )
         config = read_config(folder)
-        return load_quantised(folder, data[FIELD], lambda: make_model(config, dtype=dtype), dtype, device)
+        return load_quantized(
+            folder, data[CONFIG_KEY], lambda: make_model(config, dtype=dtype), dtype, device
+        )
     if "model_type" in data:
         read = convert.import_model(folder, dtype=dtype, device=device, to_train=to_train)
         return read.train(to_train)
@@ -113,7 +115,7 @@ def read_config(folder: Path) -> ModelConfig:
         ConfigError: it is of others, and asks for what is not supported.
     """
     data = _read(folder)
-    data.pop(FIELD, None)
+    data.pop(CONFIG_KEY, None)
     if "model_type" in data:
         return convert.read_config(data, str(folder / "config.json"))
     try:

@@ -30,27 +30,34 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.models import transformer_cost
-from whorl.models.activation_checkpointing import remade
+from whorl.models.activation_checkpointing import checkpointed
 from whorl.models.language_model import LanguageModel, check_ids
-from whorl.models.transformer_config import MEMBERS, Heads, LatentHeads, Member, Rope, TransformerConfig
-from whorl.nn.attention.mla import Latent
-from whorl.nn.attention.multi_head import MultiHead
+from whorl.models.transformer_config import (
+    MIXERS,
+    AttentionConfig,
+    CustomMixer,
+    MLAConfig,
+    Rope,
+    TransformerConfig,
+)
+from whorl.nn.attention.mla import MultiHeadLatentAttention
+from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.attention.paged import PagedState
 from whorl.nn.attention.state import KeyValues
 from whorl.nn.experts import MixtureOfExperts
-from whorl.nn.mixer import Slots, State
+from whorl.nn.mixer import MixerState, PooledState
 from whorl.nn.mlp import MLP
 from whorl.nn.norm import LayerNorm, RMSNorm
 from whorl.nn.positions.rotary import Rotary
 
-__all__ = ["Block", "Transformer", "TransformerConfig", "TransformerState"]
+__all__ = ["Transformer", "TransformerBlock", "TransformerConfig", "TransformerState"]
 
 
 @dataclass
 class TransformerState:
     """What decoding keeps of the past: a state for each layer."""
 
-    layers: list[State]
+    layers: list[MixerState]
 
     @property
     def length(self) -> int:
@@ -77,10 +84,10 @@ def make_rotary(rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotary:
 
 def make_mixer(
     config: TransformerConfig,
-    mixer: Heads | LatentHeads | Member,
+    mixer: AttentionConfig | MLAConfig | CustomMixer,
     rotary: Rotary | None,
     generator: torch.Generator | None,
-    borrows: bool = False,
+    uses_shared_kv: bool = False,
 ) -> nn.Module:
     """One layer's mixer; `borrows`: it has no keys of its own.
 
@@ -88,20 +95,20 @@ def make_mixer(
         ConfigError: `options` of a `Member` are not what its class takes.
     """
     # The fields of both are arguments of their class, but for what depends on the whole model.
-    if isinstance(mixer, Heads):
-        return MultiHead(
+    if isinstance(mixer, AttentionConfig):
+        return MultiHeadAttention(
             config.d_model,
             rotary=rotary,
             qk_norm=config.norm_eps if mixer.qk_norm else None,
             norm_offset=config.norm_offset,
             generator=generator,
-            own_keys=not borrows,
-            **mixer.model_dump(exclude={"kind", "rope", "qk_norm", *(("smear",) if borrows else ())}),
+            has_kv_proj=not uses_shared_kv,
+            **mixer.model_dump(exclude={"kind", "rope", "qk_norm", *(("smear",) if uses_shared_kv else ())}),
         )
-    if isinstance(mixer, LatentHeads):
+    if isinstance(mixer, MLAConfig):
         fields = mixer.model_dump(exclude={"kind", "rope"})
-        return Latent(config.d_model, rotary=rotary, generator=generator, **fields)
-    module, _, name = MEMBERS[mixer.kind].partition(":")
+        return MultiHeadLatentAttention(config.d_model, rotary=rotary, generator=generator, **fields)
+    module, _, name = MIXERS[mixer.kind].partition(":")
     cls = getattr(importlib.import_module(module), name)
     try:
         inspect.signature(cls).bind(config.d_model, **mixer.options, generator=generator)
@@ -114,7 +121,7 @@ def make_mixer(
     return made
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One layer (see the top of this file).  x: [B, T, d_model] -> [B, T, d_model]."""
 
     def __init__(
@@ -122,10 +129,10 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel, self.post_norm = config.parallel, config.post_norm
-        self.lends = config.share_keys > 1 and layer % config.share_keys == 0
-        self.borrows = layer % config.share_keys > 0
+        self.provides_kv = config.kv_sharing_factor > 1 and layer % config.kv_sharing_factor == 0
+        self.uses_shared_kv = layer % config.kv_sharing_factor > 0
         self.mixer_norm = make_norm(config)
-        self.mixer = make_mixer(config, config.layer_mixers()[layer], rotary, generator, self.borrows)
+        self.mixer = make_mixer(config, config.layer_mixers()[layer], rotary, generator, self.uses_shared_kv)
         self.mixer_after = make_norm(config) if config.sandwich else nn.Identity()
         self.mlp_norm = nn.Identity() if config.parallel else make_norm(config)
         self.mlp: MLP | MixtureOfExperts
@@ -141,7 +148,7 @@ class Block(nn.Module):
                 shared_gate=e.shared_gate,
                 routing=e.routing,
                 scoring=e.scoring,
-                normalise=e.normalise,
+                norm_topk_prob=e.norm_topk_prob,
                 capacity_factor=e.capacity_factor,
                 overflow=e.overflow,
                 expert_dropout=e.expert_dropout,
@@ -160,32 +167,32 @@ class Block(nn.Module):
         x: Tensor,
         positions: Tensor | None,
         segments: Tensor | None,
-        state: State | None,
-        records: list[Any] | None,
-        lent: list[KeyValues | PagedState],
+        state: MixerState | None,
+        routings: list[Any] | None,
+        shared_kv: list[KeyValues | PagedState],
     ) -> Tensor:
         """lent: keys and values of the newest layer that lends, which it puts there for those behind it."""
         h = x if self.post_norm else self.mixer_norm(x)
         more: dict[str, Any] = {"positions": positions, "segments": segments, "state": state}
-        if self.lends and isinstance(self.mixer, MultiHead):
-            lent[:] = [self.mixer.keys_values(h, **more)]
+        if self.provides_kv and isinstance(self.mixer, MultiHeadAttention):
+            shared_kv[:] = [self.mixer.project_kv(h, **more)]
             more["state"] = None  # which has taken them in
         mixed: Tensor
-        if isinstance(state, Slots):
-            mixed = state.run(self.mixer, h, positions)
+        if isinstance(state, PooledState):
+            mixed = state.run_mixer(self.mixer, h, positions)
         else:
-            mixed = self.mixer(h, **more, **({"keys_from": lent[0]} if lent else {}))
+            mixed = self.mixer(h, **more, **({"keys_from": shared_kv[0]} if shared_kv else {}))
         if self.post_norm:
             x = self.mixer_norm(x + mixed)
-            normed: Tensor = self.mlp_norm(x + self._mlp(x, records))
+            normed: Tensor = self.mlp_norm(x + self._mlp(x, routings))
             return normed
         if self.parallel:
-            return x + mixed + self._mlp(h, records)
+            return x + mixed + self._mlp(h, routings)
         x = x + self.mixer_after(mixed)
-        return x + self._mlp(self.mlp_norm(x), records)
+        return x + self._mlp(self.mlp_norm(x), routings)
 
-    def _mlp(self, h: Tensor, records: list[Any] | None) -> Tensor:
-        out: Tensor = self.mlp(h, records) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(h)
+    def _mlp(self, h: Tensor, routings: list[Any] | None) -> Tensor:
+        out: Tensor = self.mlp(h, routings) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(h)
         normed: Tensor = self.mlp_after(out)
         return normed
 
@@ -209,8 +216,8 @@ class Transformer(LanguageModel):
     ) -> None:
         super().__init__()
         self.config, self.dtype, self.logit_softcap = config, dtype, config.logit_softcap
-        self.longest = config.max_length if config.learned_positions else None
-        self.independent = config.experts is None or config.experts.routing == "dropless"
+        self.max_positions = config.max_length if config.learned_positions else None
+        self.batch_independent = config.experts is None or config.experts.routing == "dropless"
 
         def table(rows: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, config.d_model, generator=generator) * 0.02)
@@ -219,16 +226,19 @@ class Transformer(LanguageModel):
         self.positions = table(config.max_length) if config.learned_positions else None
         rotaries = {name: self._rotary(mixer) for name, mixer in config.mixers.items()}
         self.blocks = nn.ModuleList(
-            [Block(config, n, rotaries[name], generator) for n, name in enumerate(config.layer_names())]
+            [
+                TransformerBlock(config, n, rotaries[name], generator)
+                for n, name in enumerate(config.layer_names())
+            ]
         )
         self.final_norm = nn.Identity() if config.post_norm else make_norm(config)
         self.head = None if config.tie_embeddings else table(config.vocab_size)
 
-    def _rotary(self, mixer: Heads | LatentHeads | Member) -> Rotary | None:
-        if isinstance(mixer, Member) or mixer.rope is None:
+    def _rotary(self, mixer: AttentionConfig | MLAConfig | CustomMixer) -> Rotary | None:
+        if isinstance(mixer, CustomMixer) or mixer.rope is None:
             return None
         return make_rotary(
-            mixer.rope, mixer.head_dim if isinstance(mixer, Heads) else mixer.rope_dim, self.dtype
+            mixer.rope, mixer.head_dim if isinstance(mixer, AttentionConfig) else mixer.rope_dim, self.dtype
         )
 
     def embed(self, ids: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
@@ -276,17 +286,17 @@ class Transformer(LanguageModel):
     def trunk(
         self,
         x: Tensor,
-        where: Tensor | None,
+        positions: Tensor | None,
         segments: Tensor | None = None,
         state: TransformerState | None = None,
-        records: list[Any] | None = None,
+        routings: list[Any] | None = None,
     ) -> Tensor:
         """[B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type; where: positions or None."""
         lent: list[KeyValues | PagedState] = []
-        again = self.blocks_remade(state)
+        again = self.n_checkpointed(state)
         for n, block in enumerate(self.blocks):
-            rest = where, segments, None if state is None else state.layers[n], records, lent
-            x = remade(block, x, *rest) if n < again else block(x, *rest)
+            rest = positions, segments, None if state is None else state.layers[n], routings, lent
+            x = checkpointed(block, x, *rest) if n < again else block(x, *rest)
         hidden: Tensor = self.final_norm(x)
         return hidden
 
@@ -306,7 +316,7 @@ class Transformer(LanguageModel):
         tables = [self.embedding, self.positions, self.head]
         return {
             "total": total,
-            "active": total - transformer_cost.idle_params(self),
+            "active": total - transformer_cost.inactive_expert_params(self),
             "embedding": sum(t.numel() for t in tables if t is not None),
         }
 
@@ -321,7 +331,9 @@ class Transformer(LanguageModel):
         no more than their window.
         """
         windows = [
-            m.window for m in self.config.layer_mixers() if isinstance(m, Heads) and m.window is not None
+            m.window
+            for m in self.config.layer_mixers()
+            if isinstance(m, AttentionConfig) and m.window is not None
         ]
         long = max(windows, default=0) + 1
         return self._state(1, long + 1, "meta").n_bytes - self._state(1, long, "meta").n_bytes

@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 
 from whorl.errors import one_of
 from whorl.nn.mlp import Activation
-from whorl.nn.positions.rotary import Layout, Scaling
+from whorl.nn.positions.rotary import Layout, RopeScaling
 
 # Mixers by name, besides "heads" and "latent": where they live. Each is called as Class(d_model, **options, generator=...).
-MEMBERS: dict[str, str] = {
+MIXERS: dict[str, str] = {
     "linear": "whorl.nn.attention.linear:LinearAttention",
     "pointwise": "whorl.nn.attention.hstu:Pointwise",
     "rnn": "whorl.nn.recurrent:RNN",
@@ -31,20 +31,20 @@ MEMBERS: dict[str, str] = {
 }
 
 
-class _Shape(BaseModel):
+class _FrozenConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Rope(_Shape):
+class Rope(_FrozenConfig):
     """Rotary positions (`nn/positions/rotary.py`)."""
 
     base: float = Field(default=10_000.0, gt=1)
-    scaling: Scaling | None = None
+    scaling: RopeScaling | None = None
     rotary_dim: int | None = Field(default=None, ge=2)
     layout: Layout = "half"
 
 
-class Heads(_Shape):
+class AttentionConfig(_FrozenConfig):
     """Attention with heads (`nn/attention/multi_head.py`). `qk_norm` takes its eps and offset from the model's norm."""
 
     kind: Literal["heads"] = "heads"
@@ -65,7 +65,7 @@ class Heads(_Shape):
     smear: bool = False
 
     @model_validator(mode="after")
-    def _possible(self) -> Heads:
+    def _validate(self) -> AttentionConfig:
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.rope is not None:
@@ -77,7 +77,7 @@ class Heads(_Shape):
         return self
 
 
-class LatentHeads(_Shape):
+class MLAConfig(_FrozenConfig):
     """Multi-head latent attention (`nn/attention/mla.py`). `eps` is of the norms of its latents."""
 
     kind: Literal["latent"] = "latent"
@@ -92,17 +92,17 @@ class LatentHeads(_Shape):
     eps: float = Field(default=1e-6, gt=0)
 
 
-class Member(_Shape):
+class CustomMixer(_FrozenConfig):
     """Any other mixer, by its name in `MEMBERS`; `options` are the arguments of its class."""
 
     kind: str
     options: dict[str, Any] = {}
 
     @model_validator(mode="after")
-    def _known(self) -> Member:
-        if self.kind not in MEMBERS:
+    def _validate(self) -> CustomMixer:
+        if self.kind not in MIXERS:
             raise ValueError(
-                f"kind {self.kind!r}: expected {one_of(self.kind, ['heads', 'latent', *MEMBERS])}"
+                f"kind {self.kind!r}: expected {one_of(self.kind, ['heads', 'latent', *MIXERS])}"
             )
         return self
 
@@ -113,12 +113,14 @@ def _kind(value: Any) -> str:
 
 
 MixerConfig = Annotated[
-    Annotated[Heads, Tag("heads")] | Annotated[LatentHeads, Tag("latent")] | Annotated[Member, Tag("member")],
+    Annotated[AttentionConfig, Tag("heads")]
+    | Annotated[MLAConfig, Tag("latent")]
+    | Annotated[CustomMixer, Tag("member")],
     Discriminator(_kind),
 ]
 
 
-class Experts(_Shape):
+class MoEConfig(_FrozenConfig):
     """Mixture of experts in place of the MLP (`nn/experts`), in every layer but `dense_layers`.
 
     expert_dropout, token_dropout: of training alone (`nn/experts/router.py`).
@@ -131,7 +133,7 @@ class Experts(_Shape):
     shared_gate: bool = False
     routing: Literal["dropless", "token_choice", "expert_choice"] = "dropless"
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    normalise: bool = True
+    norm_topk_prob: bool = True
     scale: float = Field(default=1.0, gt=0)
     capacity_factor: float = Field(default=1.25, gt=0)
     overflow: Literal["next", "drop"] = "next"
@@ -142,13 +144,13 @@ class Experts(_Shape):
     dense_layers: tuple[int, ...] = ()
 
     @model_validator(mode="after")
-    def _possible(self) -> Experts:
+    def _validate(self) -> MoEConfig:
         if self.top_k > self.n_experts:
             raise ValueError(f"top_k ({self.top_k}) must be at most n_experts ({self.n_experts})")
         return self
 
 
-class TransformerConfig(_Shape):
+class TransformerConfig(_FrozenConfig):
     """The shape of a transformer.
 
     post_norm: norms behind the sums, as in 2017. share_keys: of every so many layers the first makes keys and values, and
@@ -166,21 +168,21 @@ class TransformerConfig(_Shape):
     mlp: Activation = "swiglu"
     mlp_hidden: int = Field(ge=1)
     mlp_bias: bool = False
-    experts: Experts | None = None
+    experts: MoEConfig | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = Field(default=1e-6, gt=0)
     norm_offset: float = 0.0
     sandwich: bool = False
     parallel: bool = False
     post_norm: bool = False
-    share_keys: int = Field(default=1, ge=1)
+    kv_sharing_factor: int = Field(default=1, ge=1)
     learned_positions: bool = False
     embedding_scale: float = Field(default=1.0, gt=0)
     tie_embeddings: bool = False
     logit_softcap: float | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
-    def _possible(self) -> TransformerConfig:
+    def _validate(self) -> TransformerConfig:
         for name in self.pattern:
             if name not in self.mixers:
                 raise ValueError(f"pattern names {name!r}: expected {one_of(name, list(self.mixers))}")
@@ -188,8 +190,8 @@ class TransformerConfig(_Shape):
             raise ValueError(f"mixers: {sorted(unused)[0]!r} does not occur in pattern {self.pattern}")
         if sum((self.parallel, self.sandwich, self.post_norm)) > 1:
             raise ValueError("parallel, sandwich and post_norm exclude each other")
-        if self.share_keys > 1:
-            self._check_shared()
+        if self.kv_sharing_factor > 1:
+            self._check_shared_kv()
         if self.norm == "layer" and self.norm_offset:
             raise ValueError(f"norm_offset ({self.norm_offset}) is for norm = 'rms' only")
         if self.experts is not None and any(not 0 <= n < self.n_layers for n in self.experts.dense_layers):
@@ -198,25 +200,27 @@ class TransformerConfig(_Shape):
             )
         return self
 
-    def _check_shared(self) -> None:
+    def _check_shared_kv(self) -> None:
         """That whoever borrows keys can use them."""
         mixers = self.layer_mixers()
         for n, mixer in enumerate(mixers):
-            first = mixers[n - n % self.share_keys]
-            if not (isinstance(mixer, Heads) and isinstance(first, Heads)):
-                raise ValueError(f"share_keys ({self.share_keys}): layer {n} is no attention with heads")
+            first = mixers[n - n % self.kv_sharing_factor]
+            if not (isinstance(mixer, AttentionConfig) and isinstance(first, AttentionConfig)):
+                raise ValueError(
+                    f"share_keys ({self.kv_sharing_factor}): layer {n} is no attention with heads"
+                )
             if (mixer.n_kv_heads, mixer.head_dim, mixer.rope) != (
                 first.n_kv_heads,
                 first.head_dim,
                 first.rope,
             ):
                 raise ValueError(
-                    f"share_keys ({self.share_keys}): layer {n} has other n_kv_heads, head_dim or rope than the one it "
+                    f"share_keys ({self.kv_sharing_factor}): layer {n} has other n_kv_heads, head_dim or rope than the one it "
                     "borrows from"
                 )
             if mixer.window != first.window:
                 raise ValueError(
-                    f"share_keys ({self.share_keys}): layer {n} has another window than its lender"
+                    f"share_keys ({self.kv_sharing_factor}): layer {n} has another window than its lender"
                 )
 
     def layer_names(self) -> list[str]:
@@ -224,7 +228,7 @@ class TransformerConfig(_Shape):
         pattern = self.pattern or tuple(self.mixers)
         return [pattern[n % len(pattern)] for n in range(self.n_layers)]
 
-    def layer_mixers(self) -> list[Heads | LatentHeads | Member]:
+    def layer_mixers(self) -> list[AttentionConfig | MLAConfig | CustomMixer]:
         """The configuration of each layer's mixer."""
         return [self.mixers[name] for name in self.layer_names()]
 

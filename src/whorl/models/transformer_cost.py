@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.models.language_model import saved_bytes
-from whorl.models.transformer_config import Heads, LatentHeads
-from whorl.nn.attention.backends import BLOCKED_UPTO
+from whorl.models.transformer_config import AttentionConfig, MLAConfig
+from whorl.nn.attention.backends import MAX_BLOCKED_LENGTH
 from whorl.nn.attention.causal import QUERY_BLOCK
 from whorl.nn.attention.mask import Mask
 from whorl.nn.experts import Experts, MixtureOfExperts
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from whorl.models.transformer import Transformer
 
 
-def idle_params(model: Transformer) -> int:
+def inactive_expert_params(model: Transformer) -> int:
     """Parameters of experts that a token passes by."""
     e = model.config.experts
     held = [
@@ -44,23 +44,25 @@ def idle_params(model: Transformer) -> int:
 
 def flops_per_token(model: Transformer, length: int) -> float:
     """Of one training token in rows of `length` (see the top of this file)."""
-    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1) - idle_params(model)
+    matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1) - inactive_expert_params(
+        model
+    )
     flops = 6.0 * (matrices + model.head_weight.numel())
     for block, mixer in zip(model.blocks, model.config.layer_mixers(), strict=True):
-        if isinstance(mixer, Heads):
-            flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * keys_of(mixer, length)
-        elif isinstance(mixer, LatentHeads):
+        if isinstance(mixer, AttentionConfig):
+            flops += 6.0 * mixer.n_heads * 2 * mixer.head_dim * mean_keys(mixer, length)
+        elif isinstance(mixer, MLAConfig):
             features = mixer.nope_dim + mixer.rope_dim + mixer.v_dim
-            flops += 6.0 * mixer.n_heads * features * keys_seen(length, None)
+            flops += 6.0 * mixer.n_heads * features * mean_causal_keys(length, None)
         elif length:
             own: Any = block.mixer
             weights = 2.0 * sum(p.numel() for p in own.parameters() if p.dim() > 1)
-            flops += 3.0 * (counted(own, model.config.d_model, length, weights) - weights)
+            flops += 3.0 * (count_flops(own, model.config.d_model, length, weights) - weights)
     return flops
 
 
 @torch.no_grad()
-def counted(mixer: nn.Module, d_model: int, length: int, weights: float) -> float:
+def count_flops(mixer: nn.Module, d_model: int, length: int, weights: float) -> float:
     """Operations a token of the products in a mixer's forward; `weights` where they are not seen to pass (a recurrence
     runs in torch's own kernels)."""
     x = torch.zeros(1, length, d_model, device=next(mixer.parameters()).device)
@@ -74,22 +76,22 @@ def counted(mixer: nn.Module, d_model: int, length: int, weights: float) -> floa
     )
 
 
-def keys_of(m: Heads, length: int) -> float:
+def mean_keys(m: AttentionConfig, length: int) -> float:
     """Keys that a position of a row sees on average under a layer's mask."""
     if m.stride is None and m.block is None:
-        return keys_seen(length, m.window)
-    return _keys_of_mask(length, m.window, m.stride, m.block)
+        return mean_causal_keys(length, m.window)
+    return _mean_keys_of_mask(length, m.window, m.stride, m.block)
 
 
 @lru_cache(maxsize=64)
-def _keys_of_mask(length: int, window: int | None, stride: int | None, block: int | None) -> float:
+def _mean_keys_of_mask(length: int, window: int | None, stride: int | None, block: int | None) -> float:
     if length == 0:
         return 0.0
     mask = Mask(window=window, stride=stride, block=block)
     return float(mask.dense(length, length, torch.device("cpu")).sum()) / length
 
 
-def keys_seen(length: int, window: int | None) -> float:
+def mean_causal_keys(length: int, window: int | None) -> float:
     """Keys that a position of a causal row sees on average: length / 2, less where a window ends."""
     if window is None or window >= length:
         return length / 2
@@ -128,11 +130,11 @@ def activation_bytes(model: Transformer, batch: int, length: int, device: str | 
         block: Any = model.blocks[layer]
         norms, read = (4, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)
         each += norms * (8 * d + 4) + read * e * d + _mlp_bytes(model, layer)
-        if isinstance(mixer, Heads):
-            layer_once, layer_each = heads_bytes(mixer, length, e, on_cpu)
+        if isinstance(mixer, AttentionConfig):
+            layer_once, layer_each = attention_bytes(mixer, length, e, on_cpu)
             once, each = once + layer_once, each + layer_each
-        elif isinstance(mixer, LatentHeads):
-            each += latent_bytes(mixer, length, e, on_cpu)
+        elif isinstance(mixer, MLAConfig):
+            each += mla_bytes(mixer, length, e, on_cpu)
         else:
             once += batch * measured_bytes(block.mixer, d, length, model.dtype)
     if model.dtype != torch.float32:
@@ -153,7 +155,7 @@ def _mlp_bytes(model: Transformer, layer: int) -> int:
     return x.top_k * (e * (c.d_model + width) + 20) + router + factor * e * x.shared_hidden + gate
 
 
-def heads_bytes(m: Heads, length: int, e: int, on_cpu: bool) -> tuple[int, int]:
+def attention_bytes(m: AttentionConfig, length: int, e: int, on_cpu: bool) -> tuple[int, int]:
     """(bytes once, bytes a position) that attention with heads keeps; see `Transformer.activation_bytes`."""
     queries, keys = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
     normed = 8 * (queries + keys) + 4 * (m.n_heads + m.n_kv_heads) if m.qk_norm else 0
@@ -161,18 +163,18 @@ def heads_bytes(m: Heads, length: int, e: int, on_cpu: bool) -> tuple[int, int]:
         return 2 * length**2, (12 + e) * queries + 12 * m.n_heads * length + normed
     fused = e * 2 * (queries + keys) + 4 * m.n_heads + normed
     if m.window is None and m.stride is None and m.block is None and not m.alibi:
-        if on_cpu and length <= BLOCKED_UPTO:
+        if on_cpu and length <= MAX_BLOCKED_LENGTH:
             return 0, normed + e * (4 * queries + round(m.n_heads * blocked_keys(length)))
         return 0, fused
     return e * length**2 * (m.n_heads if m.alibi else 1), fused + e * queries
 
 
-def latent_bytes(m: LatentHeads, length: int, e: int, on_cpu: bool) -> int:
+def mla_bytes(m: MLAConfig, length: int, e: int, on_cpu: bool) -> int:
     """Bytes a position that latent attention keeps in its expanded form; see `Transformer.activation_bytes`."""
     key = m.nope_dim + m.rope_dim
     ranks = 4 * (m.kv_rank + m.rope_dim) + 4 * m.kv_rank + e * (m.kv_rank + m.rope_dim) + 4
     ranks += 0 if m.q_rank is None else (8 + e) * m.q_rank + 4
-    if on_cpu and length <= BLOCKED_UPTO:
+    if on_cpu and length <= MAX_BLOCKED_LENGTH:
         return ranks + e * round(m.n_heads * (2 * key + 2 * m.v_dim + blocked_keys(length)))
     # values stay where kv_b put them, beside the keys' first part
     return ranks + e * m.n_heads * (2 * key + m.nope_dim + 2 * m.v_dim) + 4 * m.n_heads

@@ -7,7 +7,7 @@ the activations where they are used, so the same module runs in whatever type th
 from whorl.nn.attention import Attention, LayerState, causal_attention, causal_attention_reference
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP
-from whorl.nn.ngram import NGramMemory
+from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.norm import RMSNorm, rms_norm
 from whorl.nn.positions.rotary import Rotary, apply_rotary, rotary_tables
 
@@ -16,7 +16,7 @@ __all__ = [
     "Attention",
     "LayerState",
     "Linear",
-    "NGramMemory",
+    "NGramEmbedding",
     "RMSNorm",
     "Rotary",
     "apply_rotary",

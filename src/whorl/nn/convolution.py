@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 
 
-def convolve(
+def conv2d_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -56,7 +56,7 @@ def convolve(
     return y if bias is None else y + bias[:, None, None]
 
 
-def transpose_convolve(
+def conv_transpose2d_reference(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -80,7 +80,7 @@ def transpose_convolve(
     turned = weight.flip(2, 3).view(groups, c_in // groups, per_group, kh, kw).transpose(1, 2).flatten(0, 1)
     left, top = kw - 1 - padding, kh - 1 - padding  # may be negative: F.pad then crops
     padded = F.pad(spread, (left, left + output_padding, top, top + output_padding))
-    return convolve(padded, turned, bias, groups=groups)
+    return conv2d_reference(padded, turned, bias, groups=groups)
 
 
 def he_std(fan_in: float) -> float:
@@ -104,7 +104,7 @@ class Conv2d(nn.Module):
         self,
         c_in: int,
         c_out: int,
-        kernel: int,
+        kernel_size: int,
         *,
         stride: int = 1,
         padding: int | None = None,
@@ -114,12 +114,12 @@ class Conv2d(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check(c_in, c_out, kernel, stride, groups)
-        self.stride, self.groups, self.kernel = stride, groups, kernel
-        self.padding = kernel // 2 if padding is None else padding
-        fan_in = c_in // groups * kernel**2
+        _check(c_in, c_out, kernel_size, stride, groups)
+        self.stride, self.groups, self.kernel_size = stride, groups, kernel_size
+        self.padding = kernel_size // 2 if padding is None else padding
+        fan_in = c_in // groups * kernel_size**2
         std = he_std(fan_in) if std is None else std
-        self.weight = _weight((c_out, c_in // groups, kernel, kernel), std, generator)
+        self.weight = _weight((c_out, c_in // groups, kernel_size, kernel_size), std, generator)
         self.bias = nn.Parameter(torch.zeros(c_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,16 +127,16 @@ class Conv2d(nn.Module):
         weight = self.weight.to(x.dtype)
         return F.conv2d(x, weight, bias, self.stride, self.padding, groups=self.groups)
 
-    def size_after(self, size: int) -> int:
+    def output_size(self, size: int) -> int:
         """Side of the output for an input of side `size`."""
-        return (size + 2 * self.padding - self.kernel) // self.stride + 1
+        return (size + 2 * self.padding - self.kernel_size) // self.stride + 1
 
     def flops(self, size: int) -> float:
         """Of the products for one picture of side `size`; a multiplication and an addition count as two."""
-        return 2.0 * self.weight.numel() * self.size_after(size) ** 2
+        return 2.0 * self.weight.numel() * self.output_size(size) ** 2
 
 
-class TransposedConv2d(nn.Module):
+class ConvTranspose2d(nn.Module):
     """`transpose_convolve` by the library: exactly `stride` times larger.  [B, c_in, H, W] -> [B, c_out, s H, s W].
 
     Args:
@@ -150,7 +150,7 @@ class TransposedConv2d(nn.Module):
         self,
         c_in: int,
         c_out: int,
-        kernel: int,
+        kernel_size: int,
         *,
         stride: int = 2,
         bias: bool = False,
@@ -158,20 +158,22 @@ class TransposedConv2d(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        _check(c_in, c_out, kernel, stride, 1)
-        if kernel < stride:
+        _check(c_in, c_out, kernel_size, stride, 1)
+        if kernel_size < stride:
             raise ConfigError(
-                f"kernel is {kernel}", expected=f"at least the stride, {stride}: else outputs have holes"
+                f"kernel is {kernel_size}", expected=f"at least the stride, {stride}: else outputs have holes"
             )
-        if stride == 1 and kernel % 2 == 0:
+        if stride == 1 and kernel_size % 2 == 0:
             raise ConfigError(
-                f"kernel is {kernel} at stride 1", expected="an odd number, so that the size is kept"
+                f"kernel is {kernel_size} at stride 1", expected="an odd number, so that the size is kept"
             )
         self.stride = stride
-        self.padding = (kernel - stride + 1) // 2
-        self.output_padding = stride - kernel + 2 * self.padding
-        taps = c_in * (kernel / stride) ** 2  # that an output sees, on average
-        self.weight = _weight((c_in, c_out, kernel, kernel), he_std(taps) if std is None else std, generator)
+        self.padding = (kernel_size - stride + 1) // 2
+        self.output_padding = stride - kernel_size + 2 * self.padding
+        taps = c_in * (kernel_size / stride) ** 2  # that an output sees, on average
+        self.weight = _weight(
+            (c_in, c_out, kernel_size, kernel_size), he_std(taps) if std is None else std, generator
+        )
         self.bias = nn.Parameter(torch.zeros(c_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -196,7 +198,7 @@ class ResizeConv(nn.Module):
         self,
         c_in: int,
         c_out: int,
-        kernel: int = 3,
+        kernel_size: int = 3,
         *,
         scale: int = 2,
         mode: Literal["nearest", "bilinear"] = "nearest",
@@ -205,14 +207,14 @@ class ResizeConv(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if kernel % 2 == 0:
-            raise ConfigError(f"kernel is {kernel}", expected="an odd number, so that the size is kept")
+        if kernel_size % 2 == 0:
+            raise ConfigError(f"kernel is {kernel_size}", expected="an odd number, so that the size is kept")
         if mode not in ("nearest", "bilinear"):
             raise ConfigError(f"mode is {mode!r}", expected="'nearest' or 'bilinear'")
         if scale < 1:
             raise ConfigError(f"scale is {scale}", expected="at least 1")
         self.scale, self.mode = scale, mode
-        self.convolution = Conv2d(c_in, c_out, kernel, bias=bias, std=std, generator=generator)
+        self.convolution = Conv2d(c_in, c_out, kernel_size, bias=bias, std=std, generator=generator)
 
     def forward(self, x: Tensor) -> Tensor:
         corners = None if self.mode == "nearest" else False
@@ -241,12 +243,12 @@ def phase_variance(y: Tensor, period: int) -> Tensor:
 
 
 @torch.no_grad()
-def checkerboard(
+def checkerboard_energy(
     layer: Callable[[Tensor], Tensor],
     c_in: int,
     scale: int,
     *,
-    draws: int = 16,
+    n_samples: int = 16,
     size: int = 12,
     margin: int = 2,
     generator: torch.Generator | None = None,
@@ -258,7 +260,7 @@ def checkerboard(
         draws: constant inputs, of random values a channel.
         margin: input pixels at each border whose outputs are left out: they see the padding.
     """
-    values = torch.randn(draws, c_in, 1, 1, generator=generator)
+    values = torch.randn(n_samples, c_in, 1, 1, generator=generator)
     y = layer(values.expand(-1, -1, size, size).contiguous()).float()
     edge = margin * scale
     y = y[..., edge:-edge, edge:-edge]

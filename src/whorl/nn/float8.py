@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from whorl.nn.linear import Linear
 
-FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # of every extent of a product, on a GPU
-LEAST = 1e-30  # of a scale: a tensor of zeros has none
+FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
+ALIGNMENT = 16  # of every extent of a product, on a GPU
+MIN_SCALE = 1e-30  # of a scale: a tensor of zeros has none
 
 
 def use_float8(model: nn.Module, prefix: str = "blocks.") -> list[str]:
@@ -45,67 +45,67 @@ def use_float8(model: nn.Module, prefix: str = "blocks.") -> list[str]:
     names = []
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.startswith(prefix):
-            if any(extent % MULTIPLE for extent in module.weight.shape):
+            if any(extent % ALIGNMENT for extent in module.weight.shape):
                 continue
-            module.product = linear
+            module.matmul = float8_linear
             names.append(name)
     return names
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x: [..., d_in]; weight: [d_out, d_in]; bias: [d_out] or None -> [..., d_out] in the type of x.
 
     Rows that do not fit (their number is no multiple of 16: a sampler's) are multiplied in the type of x.
     """
     flat = x.reshape(-1, x.shape[-1])
-    if flat.shape[0] % MULTIPLE or not flat.shape[0]:
+    if flat.shape[0] % ALIGNMENT or not flat.shape[0]:
         y = nn.functional.linear(flat, weight.to(x.dtype))
     else:
-        y = _Product.apply(flat, weight)  # type: ignore[no-untyped-call]
+        y = _Float8Matmul.apply(flat, weight)  # type: ignore[no-untyped-call]
     y = y.view(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias
 
 
-def quantise(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantize(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(t / scale rounded to `dtype`, scale []), with the largest number of t at the end of the range.
 
     What is NaN or infinite stays so, for the guard to see: an infinite maximum makes the quotients NaN.
     """
-    scale = (t.abs().amax().float() / torch.finfo(dtype).max).clamp(min=LEAST)
+    scale = (t.abs().amax().float() / torch.finfo(dtype).max).clamp(min=MIN_SCALE)
     return (t.float() / scale).to(dtype), scale
 
 
-class _Product(torch.autograd.Function):
+class _Float8Matmul(torch.autograd.Function):
     """x W^T and its gradients, as at the top of this file. x: [n, d_in]; weight: [d_out, d_in]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, x_scale = quantise(x, FORWARD)
-        w8, w_scale = quantise(weight, FORWARD)
+        x8, x_scale = quantize(x, FORWARD_DTYPE)
+        w8, w_scale = quantize(weight, FORWARD_DTYPE)
         ctx.save_for_backward(x8, x_scale, w8, w_scale)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
-        return _multiply(x8, x_scale, w8, w_scale, x.dtype, fast=True)
+        return _scaled_matmul(x8, x_scale, w8, w_scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x8, x_scale, w8, w_scale = ctx.saved_tensors
-        g8, g_scale = quantise(gradients[0], BACKWARD)
+        g8, g_scale = quantize(gradients[0], BACKWARD_DTYPE)
         d_x = d_w = None
         if ctx.needs_input_grad[0]:
-            d_x = _multiply(g8, g_scale, w8.t(), w_scale, ctx.x_dtype)
+            d_x = _scaled_matmul(g8, g_scale, w8.t(), w_scale, ctx.x_dtype)
         if ctx.needs_input_grad[1]:
-            d_w = _multiply(g8.t(), g_scale, x8.t(), x_scale, ctx.w_dtype)
+            d_w = _scaled_matmul(g8.t(), g_scale, x8.t(), x_scale, ctx.w_dtype)
         return d_x, d_w
 
 
-def _multiply(
+def _scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
     """a b^T times both scales, in `dtype`.  a: [n, k], b: [m, k], both in eight bits -> [n, m].
 
     fast: a GPU may add up in fewer bits, which forward products bear.
     """
-    if native(a):
+    if is_native(a):
         # The second operand is read column by column: the transpose of a matrix that lies row by row.
         found: Tensor = torch._scaled_mm(
             a.contiguous(), b.contiguous().t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
@@ -114,7 +114,7 @@ def _multiply(
     return ((a.float() @ b.float().t()) * (a_scale * b_scale)).to(dtype)
 
 
-def native(t: Tensor) -> bool:
+def is_native(t: Tensor) -> bool:
     """Whether products of `t` are multiplied in eight bits, not emulated."""
     return t.is_cuda and _has_float8()
 

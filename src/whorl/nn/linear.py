@@ -22,7 +22,7 @@ class Linear(nn.Module):
     """
 
     # (x, weight as it is kept, bias in the type of x) -> y; None: the one in the type of x
-    product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+    matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     def __init__(
         self,
@@ -40,6 +40,6 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.product is not None:
-            return self.product(x, self.weight, bias)
+        if self.matmul is not None:
+            return self.matmul(x, self.weight, bias)
         return nn.functional.linear(x, self.weight.to(x.dtype), bias)

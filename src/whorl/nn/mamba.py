@@ -41,36 +41,36 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.nn.attention.short_conv import ShortConvolution, ShortState
+from whorl.nn.attention.short_conv import ShortConvolution, ShortConvState
 from whorl.nn.linear import Linear
-from whorl.nn.recurrent import starts, wide
+from whorl.nn.recurrent import document_starts, upcast
 
-CHUNK_NUMBERS = 1 << 20  # memories a chunk: 4 MB, so that the buffers of a chunk stay in the cache
+CHUNK_ELEMENTS = 1 << 20  # memories a chunk: 4 MB, so that the buffers of a chunk stay in the cache
 # Memories a step: enough that calling the kernel does not count for much, and at the bound below which torch stays on one
 # thread: with two, they would meet at a barrier at every position.
-ROW_NUMBERS = 1 << 15
+ROW_ELEMENTS = 1 << 15
 
 
 def selective_scan_reference(
-    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, memory: Tensor, keep: Tensor | None = None
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The definition (without D).  -> (y, the memory behind the last position)."""
     outputs = []
     for t in range(x.shape[1]):
         if keep is not None:
-            memory = memory * keep[:, t, None, None]
-        y, memory = selective_scan_step(x[:, t], delta[:, t], a, b[:, t], c[:, t], memory)
+            state = state * keep[:, t, None, None]
+        y, state = selective_scan_step(x[:, t], delta[:, t], a, b[:, t], c[:, t], state)
         outputs.append(y)
-    return torch.stack(outputs, dim=1), memory
+    return torch.stack(outputs, dim=1), state
 
 
 def selective_scan_step(
-    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, memory: Tensor
+    x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """One position.  x, delta: [B, E]; b, c: [B, N] -> (y [B, E], the new memory)."""
     decay = torch.exp(delta[:, None] * a.t())  # [B, N, E]
-    memory = decay * memory + b[..., None] * (delta * x)[:, None]
-    return (c[:, None] @ memory).squeeze(1), memory
+    state = decay * state + b[..., None] * (delta * x)[:, None]
+    return (c[:, None] @ state).squeeze(1), state
 
 
 def selective_scan(
@@ -79,7 +79,7 @@ def selective_scan(
     a: Tensor,
     b: Tensor,
     c: Tensor,
-    memory: Tensor,
+    state: Tensor,
     keep: Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,7 @@ def selective_scan(
 
     chunk: positions a chunk; None for what the cache holds.
     """
-    out: tuple[Tensor, Tensor] = _scan(x, delta, a, b, c, memory, keep, chunk)
+    out: tuple[Tensor, Tensor] = _scan(x, delta, a, b, c, state, keep, chunk)
     return out
 
 
@@ -103,8 +103,8 @@ def _scan(
     chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
     row = a.numel()
-    rows = max(1, min(x.shape[0], ROW_NUMBERS // row))
-    chunk = chunk or max(8, min(64, CHUNK_NUMBERS // (rows * row)))
+    rows = max(1, min(x.shape[0], ROW_ELEMENTS // row))
+    chunk = chunk or max(8, min(64, CHUNK_ELEMENTS // (rows * row)))
     with torch.no_grad():
         # Time first: the rows of one position lie together.
         keep_ = None if keep is None else keep.to(x.dtype).t()[..., None, None].contiguous()  # [T, B, 1, 1]
@@ -134,12 +134,12 @@ class _Scan(torch.autograd.Function):
         before = x.new_empty(len(chunks), *memory.shape)  # the memory that each chunk begins with
         y, last = torch.empty_like(x), torch.empty_like(memory)
         write = delta * x
-        for r in _parts(batch, rows):
+        for r in _chunk_slices(batch, rows):
             now = memory[r]
-            room = _Room(chunk, now)
-            for i, t in enumerate(_parts(length, chunk)):
+            room = _ScanBuffers(chunk, now)
+            for i, t in enumerate(_chunk_slices(length, chunk)):
                 before[i, r] = now
-                _, states = room.states(
+                _, states = room.run_chunk(
                     write[t, r], delta[t, r], b[t, r], a, None if keep is None else keep[t, r], now
                 )
                 y[t, r] = (c[t, r, None] @ states[1:]).squeeze(-2)
@@ -159,11 +159,11 @@ class _Scan(torch.autograd.Function):
         write = delta * x
         d_write, d_delta, d_b, d_c = (torch.empty_like(t) for t in (write, delta, b, c))
         d_a = torch.zeros_like(a)
-        for r in _parts(batch, rows):
-            room, arriving = _Room(chunk, before[0, r]), torch.zeros_like(before[0, r])
+        for r in _chunk_slices(batch, rows):
+            room, arriving = _ScanBuffers(chunk, before[0, r]), torch.zeros_like(before[0, r])
             spare = torch.empty_like(room.decay)
-            for i, t in reversed(list(enumerate(_parts(length, chunk)))):
-                decay, states = room.states(
+            for i, t in reversed(list(enumerate(_chunk_slices(length, chunk)))):
+                decay, states = room.run_chunk(
                     write[t, r], delta[t, r], b[t, r], a, None if keep is None else keep[t, r], before[i, r]
                 )
                 # d_h[t] = c[t] dy[t] + decay[t + 1] d_h[t + 1]: the same recurrence, from the end.
@@ -183,14 +183,14 @@ class _Scan(torch.autograd.Function):
         return d_write * delta, d_delta + d_write * x, d_b, d_c, d_a, None, None, None, None
 
 
-class _Room:
+class _ScanBuffers:
     """Buffers that the chunks use one after the other: fresh ones cost more than what is written to them."""
 
     def __init__(self, chunk: int, memory: Tensor) -> None:
         self.decay = memory.new_empty(chunk, *memory.shape)  # [C, B, N, E]
         self.memories = memory.new_empty(chunk + 1, *memory.shape)
 
-    def states(
+    def run_chunk(
         self, write: Tensor, delta: Tensor, b: Tensor, a: Tensor, keep: Tensor | None, memory: Tensor
     ) -> tuple[Tensor, Tensor]:
         """write (delta x), delta: [C, B, E]; b: [C, B, N]; keep: [C, B, 1, 1]; memory: [B, N, E], before the chunk.
@@ -210,11 +210,11 @@ class _Room:
         return decay, memories
 
 
-def _parts(length: int, size: int) -> Iterator[slice]:
+def _chunk_slices(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def convolve(x: Tensor, layer: ShortConvolution) -> Tensor:
+def causal_conv1d(x: Tensor, layer: ShortConvolution) -> Tensor:
     """`layer` on whole rows of one document each: nothing to hide, so a multiply-add for each of its positions, in less
     than half of the time.  x: [B, T, E] -> same."""
     assert layer.bias is not None
@@ -233,8 +233,8 @@ class MambaState:
     segment, document: [B] the newest position's segment (once segments have been given), and how many came before it.
     """
 
-    memory: Tensor
-    window: ShortState
+    ssm_state: Tensor
+    conv_state: ShortConvState
     length: int = 0
     segment: Tensor | None = None
     document: Tensor | None = None
@@ -242,8 +242,8 @@ class MambaState:
     @property
     def n_bytes(self) -> int:
         """Bytes of all rows."""
-        kept = (self.memory, self.segment, self.document)
-        return self.window.n_bytes + sum(t.nbytes for t in kept if t is not None)
+        kept = (self.ssm_state, self.segment, self.document)
+        return self.conv_state.n_bytes + sum(t.nbytes for t in kept if t is not None)
 
 
 class Mamba(nn.Module):
@@ -324,20 +324,20 @@ class Mamba(nn.Module):
         segments mean that each row goes on in its last document."""
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
-        if state is not None and len(state.memory) != len(x):
+        if state is not None and len(state.ssm_state) != len(x):
             raise ConfigError(
-                f"the state is of {len(state.memory)} rows and x of {len(x)}", expected="as many rows"
+                f"the state is of {len(state.ssm_state)} rows and x of {len(x)}", expected="as many rows"
             )
-        begins, documents = self._documents(segments, state)
+        begins, documents = self._document_starts(segments, state)
         mixed, gate = self.inward(x).chunk(2, dim=-1)  # [B, T, E] each
         if documents is None and state is None:
-            mixed = convolve(mixed, self.convolution)
+            mixed = causal_conv1d(mixed, self.convolution)
         else:
-            mixed = self.convolution(mixed, documents, None if state is None else state.window)
+            mixed = self.convolution(mixed, documents, None if state is None else state.conv_state)
         mixed = F.silu(mixed)
         y, memory = self._select_and_scan(mixed, begins, state)
         if state is not None:
-            state.memory = memory.detach()
+            state.ssm_state = memory.detach()
             state.length += x.shape[1]
         out: Tensor = self.out(y * F.silu(gate))
         return out
@@ -349,11 +349,11 @@ class Mamba(nn.Module):
         low, b, c = self.selection(x).split([self.rank, self.d_state, self.d_state], dim=-1)
         assert self.delta.bias is not None
         # The bias is added in fp32: it starts near -6, where bf16 is too coarse for the exponent that follows.
-        delta = F.softplus(wide(F.linear(low, self.delta.weight.to(low.dtype))) + self.delta.bias)
-        a, x_wide, b, c = -wide(self.a_log).exp(), wide(x), wide(b), wide(c)
+        delta = F.softplus(upcast(F.linear(low, self.delta.weight.to(low.dtype))) + self.delta.bias)
+        a, x_wide, b, c = -upcast(self.a_log).exp(), upcast(x), upcast(b), upcast(c)
         keep = None if begins is None else (~begins).to(x_wide.dtype)
         shape = len(x), self.d_state, self.d_inner
-        memory = x_wide.new_zeros(shape) if state is None else state.memory.to(x_wide.dtype)
+        memory = x_wide.new_zeros(shape) if state is None else state.ssm_state.to(x_wide.dtype)
         if state is not None and x.shape[1] == 1:
             y, memory = selective_scan_reference(x_wide, delta, a, b, c, memory, keep)
         else:
@@ -361,13 +361,15 @@ class Mamba(nn.Module):
         return (y + self.d * x_wide).to(x.dtype), memory
 
     @staticmethod
-    def _documents(segments: Tensor | None, state: MambaState | None) -> tuple[Tensor | None, Tensor | None]:
+    def _document_starts(
+        segments: Tensor | None, state: MambaState | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """[B, T] where a document begins, and the number of each position's document in its row: an id that returns
         after another is a new document, which the convolution could not tell from the ids."""
         if state is None:
-            begins = starts(segments, None, 0)
+            begins = document_starts(segments, None, 0)
             return begins, None if begins is None else begins.cumsum(1)
-        begins = starts(segments, state.segment, state.length)
+        begins = document_starts(segments, state.segment, state.length)
         if begins is None:
             return None, None
         assert segments is not None

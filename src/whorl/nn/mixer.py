@@ -20,7 +20,7 @@ from torch import Tensor
 from whorl.errors import ConfigError
 
 
-class State(Protocol):
+class MixerState(Protocol):
     """What decoding keeps of the past of one layer. length: positions taken in so far."""
 
     length: int
@@ -31,14 +31,14 @@ class State(Protocol):
         ...
 
 
-class Slots(ABC):
+class PooledState(ABC):
     """The past of several rows, one behind another in a batch of 1, for a layer whose state is of fixed size: it drives the
     mixer itself, group by group of rows (`engine/cache/pages.py`)."""
 
     length = 0
 
     @abstractmethod
-    def run(self, mixer: Any, x: Tensor, positions: Tensor | None) -> Tensor:
+    def run_mixer(self, mixer: Any, x: Tensor, positions: Tensor | None) -> Tensor:
         """x: [1, N, d_model] -> [1, N, d_model]; positions: [1, N]."""
 
 
@@ -64,7 +64,7 @@ class Mixer(Protocol):
         ...
 
 
-def check_state(batch: int, more: int, rows: int, held: int, capacity: int | None = None) -> None:
+def check_state(batch: int, n_new: int, rows: int, n_held: int, capacity: int | None = None) -> None:
     """Before a state is read: that `batch` rows of `more` positions fit one of `rows` rows with `held` of `capacity`.
 
     Raises:
@@ -72,9 +72,9 @@ def check_state(batch: int, more: int, rows: int, held: int, capacity: int | Non
     """
     if batch != rows:
         raise ConfigError(f"x has {batch} rows, and the state {rows}", expected="as many rows")
-    if capacity is not None and held + more > capacity:
+    if capacity is not None and n_held + n_new > capacity:
         raise ConfigError(
-            f"the state holds {held} positions, {more} more come, and its capacity is {capacity}",
-            expected=f"at most {capacity - held} more",
+            f"the state holds {n_held} positions, {n_new} more come, and its capacity is {capacity}",
+            expected=f"at most {capacity - n_held} more",
             do="call new_state with a larger capacity, or start a new row",
         )

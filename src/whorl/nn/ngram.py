@@ -30,12 +30,12 @@ _MULTIPLIER = 0x9E3779B1  # Fibonacci hashing (Knuth, TAOCP vol. 3, 6.4): 2^32 /
 _MASK = (1 << 32) - 1
 
 
-def ngram_rows(
+def ngram_bucket_ids(
     ids: Tensor,
     orders: Sequence[int],
     buckets: int,
     segments: Tensor | None = None,
-    before: Tensor | None = None,
+    prefix_ids: Tensor | None = None,
 ) -> list[Tensor]:
     """Row numbers of the n-gram that ends at each position, for each order.
 
@@ -43,9 +43,9 @@ def ngram_rows(
     where there are none) -> one [B, T] int64 tensor an order, each value in 0..buckets-1.
     """
     reach = max(orders) - 1
-    if before is None:
-        before = ids.new_full((ids.shape[0], reach), -1, dtype=torch.int64)
-    padded = torch.cat([before[:, before.shape[1] - reach :], ids.long()], dim=1)  # [B, reach + T]
+    if prefix_ids is None:
+        prefix_ids = ids.new_full((ids.shape[0], reach), -1, dtype=torch.int64)
+    padded = torch.cat([prefix_ids[:, prefix_ids.shape[1] - reach :], ids.long()], dim=1)  # [B, reach + T]
     length = ids.shape[1]
     if padded.shape == (1, reach + 1):  # decoding: integers in place of thirty tiny tensor operations
         *earlier, last = padded[0].tolist()
@@ -73,7 +73,7 @@ def _hash(last: T, past: Sequence[T], orders: Sequence[int], buckets: int) -> li
     return rows
 
 
-class NGramMemory(nn.Module):
+class NGramEmbedding(nn.Module):
     """ids: [B, T] -> [B, T, d]: the sum of the rows of each order's n-gram. Tables start at zero.
 
     Args:
@@ -90,8 +90,10 @@ class NGramMemory(nn.Module):
         self.orders, self.buckets = tuple(orders), buckets
         self.tables = nn.ParameterList([nn.Parameter(torch.zeros(buckets, d)) for _ in orders])
 
-    def forward(self, ids: Tensor, segments: Tensor | None = None, before: Tensor | None = None) -> Tensor:
-        rows = ngram_rows(ids, self.orders, self.buckets, segments, before)
+    def forward(
+        self, ids: Tensor, segments: Tensor | None = None, prefix_ids: Tensor | None = None
+    ) -> Tensor:
+        rows = ngram_bucket_ids(ids, self.orders, self.buckets, segments, prefix_ids)
         total = F.embedding(rows[0], self.tables[0], sparse=True)
         for row, table in zip(rows[1:], list(self.tables)[1:], strict=True):
             total = total + F.embedding(row, table, sparse=True)

@@ -116,7 +116,7 @@ class GroupNorm(nn.Module):
         grouped = x.float().reshape(x.shape[0], self.groups, -1)  # [B, groups, channels / groups * places]
         deviation, variance = _moments(grouped, (-1,))[1:]
         y = (deviation * torch.rsqrt(variance + self.eps)).view(x.shape)
-        return (y * _beside(self.weight, x) + _beside(self.bias, x)).to(x.dtype)
+        return (y * _broadcast_channels(self.weight, x) + _broadcast_channels(self.bias, x)).to(x.dtype)
 
 
 class BatchNorm(nn.Module):
@@ -154,14 +154,17 @@ class BatchNorm(nn.Module):
         x32 = x.float()
         if self.training:
             mean, deviation, variance = _moments(x32, (0, *range(2, x.ndim)))
-            self._remember(mean, variance, x.numel() // len(self.weight))
+            self._update_running_stats(mean, variance, x.numel() // len(self.weight))
         else:
-            deviation, variance = x32 - _beside(self.running_mean, x), _beside(self.running_var, x)
+            deviation, variance = (
+                x32 - _broadcast_channels(self.running_mean, x),
+                _broadcast_channels(self.running_var, x),
+            )
         y = deviation * torch.rsqrt(variance + self.eps)
-        return (y * _beside(self.weight, x) + _beside(self.bias, x)).to(x.dtype)
+        return (y * _broadcast_channels(self.weight, x) + _broadcast_channels(self.bias, x)).to(x.dtype)
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor, count: int) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: int) -> None:
         """mean, variance (biased): [1, channels, 1...] over `count` values of each channel."""
         if count < 2:
             raise ConfigError(
@@ -183,7 +186,7 @@ def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     return mean, deviation, deviation.square().mean(dims, keepdim=True)
 
 
-def _beside(values: Tensor, x: Tensor) -> Tensor:
+def _broadcast_channels(values: Tensor, x: Tensor) -> Tensor:
     """values: [channels] -> [1, channels, 1, ...], to meet x: [B, channels, ...]."""
     return values.view(1, -1, *[1] * (x.ndim - 2))
 

@@ -37,83 +37,85 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError, one_of
 from whorl.nn import float8
 from whorl.nn.linear import Linear
-from whorl.nn.ngram import NGramMemory, ngram_rows
+from whorl.nn.ngram import NGramEmbedding, ngram_bucket_ids
 
-Format = Literal["int8", "int4", "fp8"]
+WeightFormat = Literal["int8", "int4", "fp8"]
 FORMATS = ("int8", "int4", "fp8")
-LOWEST = {"int8": -127, "int4": -8}
-HIGHEST = {"int8": 127, "int4": 7}
-LEAST = 1e-30  # of a scale
+CODE_MIN = {"int8": -127, "int4": -8}
+CODE_MAX = {"int8": 127, "int4": 7}
+MIN_SCALE = 1e-30  # of a scale
 
 
-def check_group(d_in: int, group: int | None, kind: str, name: str = "weight") -> None:
+def check_group(d_in: int, group_size: int | None, kind: str, name: str = "weight") -> None:
     """Raises ConfigError unless `group` columns divide a row of `d_in`, and int4 finds them in pairs."""
     if kind not in FORMATS:
         raise ConfigError(f"the format of {name} is {kind!r}", expected=one_of(kind, FORMATS))
-    if group is not None and (group < 1 or d_in % group):
+    if group_size is not None and (group_size < 1 or d_in % group_size):
         fitting = [g for g in (32, 64, 128) if d_in % g == 0]
         raise ConfigError(
-            f"group {group} does not divide the {d_in} columns of {name}",
+            f"group {group_size} does not divide the {d_in} columns of {name}",
             expected="a divisor" + (f", as {', '.join(map(str, fitting))}" if fitting else ""),
         )
-    if kind == "int4" and (d_in if group is None else group) % 2:
+    if kind == "int4" and (d_in if group_size is None else group_size) % 2:
         raise ConfigError(
-            f"{name} has groups of {group or d_in} columns",
+            f"{name} has groups of {group_size or d_in} columns",
             expected="an even number: int4 keeps two in a byte",
         )
 
 
-def grouped(t: Tensor, groups: int) -> Tensor:
+def split_groups(t: Tensor, groups: int) -> Tensor:
     """[out, in] -> [out, groups, in / groups]."""
     return t.reshape(t.shape[0], groups, t.shape[1] // groups)
 
 
-def scales_of(weight: Tensor, kind: Format, group: int | None = None) -> Tensor:
+def compute_scales(weight: Tensor, kind: WeightFormat, group_size: int | None = None) -> Tensor:
     """The scales with which nothing is cut off.  weight: [out, in] -> [out, groups] fp32, none of them 0."""
-    check_group(weight.shape[1], group, kind)
-    w = grouped(weight.float(), weight.shape[1] // (group or weight.shape[1]))
+    check_group(weight.shape[1], group_size, kind)
+    w = split_groups(weight.float(), weight.shape[1] // (group_size or weight.shape[1]))
     if kind == "int4":
         extreme = w.gather(2, w.abs().argmax(2, keepdim=True)).squeeze(2)
-        scale = extreme / LOWEST["int4"]
+        scale = extreme / CODE_MIN["int4"]
     else:
-        scale = w.abs().amax(2) / (HIGHEST["int8"] if kind == "int8" else torch.finfo(float8.FORWARD).max)
-    return torch.where(scale.abs() < LEAST, torch.ones_like(scale), scale)
+        scale = w.abs().amax(2) / (
+            CODE_MAX["int8"] if kind == "int8" else torch.finfo(float8.FORWARD_DTYPE).max
+        )
+    return torch.where(scale.abs() < MIN_SCALE, torch.ones_like(scale), scale)
 
 
-def encode(weight: Tensor, scales: Tensor, kind: Format) -> Tensor:
+def encode(weight: Tensor, scales: Tensor, kind: WeightFormat) -> Tensor:
     """The nearest codes.  weight: [out, in]; scales: [out, groups] -> [out, in] int8 (fp8: float8)."""
-    ratio = (grouped(weight.float(), scales.shape[1]) / scales[:, :, None]).flatten(1)
+    ratio = (split_groups(weight.float(), scales.shape[1]) / scales[:, :, None]).flatten(1)
     if kind == "fp8":
-        top = torch.finfo(float8.FORWARD).max
-        return ratio.clamp(-top, top).to(float8.FORWARD)
-    return ratio.round().clamp(LOWEST[kind], HIGHEST[kind]).to(torch.int8)
+        top = torch.finfo(float8.FORWARD_DTYPE).max
+        return ratio.clamp(-top, top).to(float8.FORWARD_DTYPE)
+    return ratio.round().clamp(CODE_MIN[kind], CODE_MAX[kind]).to(torch.int8)
 
 
-def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
+def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
     """codes: [out, in], not packed; scales: [out, groups] -> [out, in] fp32: what the codes mean."""
-    return (grouped(codes.float(), scales.shape[1]) * scales[:, :, None]).flatten(1)
+    return (split_groups(codes.float(), scales.shape[1]) * scales[:, :, None]).flatten(1)
 
 
-def pack(codes: Tensor) -> Tensor:
+def pack_int4(codes: Tensor) -> Tensor:
     """int4: codes [out, in] in -8 .. 7 -> [out, in / 2] uint8, the earlier column in the low four bits, each as code + 8."""
     pairs = (codes.to(torch.int16) + 8).view(len(codes), -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
 
 
-def unpack(packed: Tensor) -> Tensor:
+def unpack_int4(packed: Tensor) -> Tensor:
     """[out, in / 2] uint8 -> [out, in] int8 in -8 .. 7: the inverse of `pack`."""
     halves = torch.stack([packed & 15, packed >> 4], dim=-1)
     return (halves.to(torch.int8) - 8).flatten(1)
 
 
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [..., d] -> (codes int8 [..., d], scale fp32 [..., 1]): each row by its own largest number."""
     x = x.float()
-    scale = (x.abs().amax(-1, keepdim=True) / HIGHEST["int8"]).clamp(min=LEAST)
-    return (x / scale).round_().clamp_(LOWEST["int8"], HIGHEST["int8"]).to(torch.int8), scale
+    scale = (x.abs().amax(-1, keepdim=True) / CODE_MAX["int8"]).clamp(min=MIN_SCALE)
+    return (x / scale).round_().clamp_(CODE_MIN["int8"], CODE_MAX["int8"]).to(torch.int8), scale
 
 
-class QuantisedLinear(Linear):
+class QuantizedLinear(Linear):
     """A `Linear` whose weight is kept in few bits; to be run, not trained.  x: [..., in] -> [..., out] in the type of x.
 
     Attributes:
@@ -131,154 +133,164 @@ class QuantisedLinear(Linear):
     scales: Tensor
 
     def __init__(
-        self, d_in: int, d_out: int, kind: Format, group: int | None = None, *, dynamic: bool = False, bias: bool = False
+        self, d_in: int, d_out: int, kind: WeightFormat, group_size: int | None = None, *, dynamic: bool = False, bias: bool = False
     ) -> None:  # fmt: skip
         nn.Module.__init__(self)
-        check_group(d_in, group, kind)
-        if dynamic and (group is not None or kind == "int4"):
+        check_group(d_in, group_size, kind)
+        if dynamic and (group_size is not None or kind == "int4"):
             raise ConfigError(
-                f"dynamic, with {kind}" + (f" in groups of {group}" if group else ""),
+                f"dynamic, with {kind}" + (f" in groups of {group_size}" if group_size else ""),
                 expected="int8 or fp8 with one scale a row: sums of integers have one scale",
             )
-        self.d_in, self.d_out, self.kind, self.group, self.dynamic = d_in, d_out, kind, group, dynamic
-        kept = {"int8": torch.int8, "int4": torch.uint8, "fp8": float8.FORWARD}[kind]
+        self.d_in, self.d_out, self.kind, self.group_size, self.dynamic = (
+            d_in,
+            d_out,
+            kind,
+            group_size,
+            dynamic,
+        )
+        kept = {"int8": torch.int8, "int4": torch.uint8, "fp8": float8.FORWARD_DTYPE}[kind]
         self.register_buffer("codes", torch.zeros(d_out, d_in // (2 if kind == "int4" else 1), dtype=kept))
-        self.register_buffer("scales", torch.ones(d_out, d_in // (group or d_in)))
+        self.register_buffer("scales", torch.ones(d_out, d_in // (group_size or d_in)))
         self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
         self._packed: tuple[object, Tensor, Tensor] | None = None
 
     @classmethod
-    def of(
-        cls, linear: Linear, kind: Format, group: int | None = None, *, dynamic: bool = False,
+    def from_linear(
+        cls, linear: Linear, kind: WeightFormat, group_size: int | None = None, *, dynamic: bool = False,
         codes: Tensor | None = None, scales: Tensor | None = None,
-    ) -> QuantisedLinear:  # fmt: skip
+    ) -> QuantizedLinear:  # fmt: skip
         """`linear` in few bits: rounded to the nearest, or as `codes` [out, in] and `scales` say."""
         weight = linear.weight.detach()
         layer = cls(
-            weight.shape[1], weight.shape[0], kind, group, dynamic=dynamic, bias=linear.bias is not None
+            weight.shape[1], weight.shape[0], kind, group_size, dynamic=dynamic, bias=linear.bias is not None
         )
-        scales = scales_of(weight, kind, group) if scales is None else scales
+        scales = compute_scales(weight, kind, group_size) if scales is None else scales
         codes = encode(weight, scales, kind) if codes is None else codes
-        layer.codes, layer.scales = pack(codes) if kind == "int4" else codes, scales
+        layer.codes, layer.scales = pack_int4(codes) if kind == "int4" else codes, scales
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
         return layer.to(weight.device)
 
     @property
-    def plain_codes(self) -> Tensor:
+    def unpacked_codes(self) -> Tensor:
         """[out, in]: the codes, not packed."""
-        return unpack(self.codes) if self.kind == "int4" else self.codes
+        return unpack_int4(self.codes) if self.kind == "int4" else self.codes
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """[out, in] fp32: what the codes mean."""
-        return dequantise(self.plain_codes, self.scales)
+        return dequantize(self.unpacked_codes, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.d_in)
-        name = self.kernel if self.kernel != "auto" else _fastest(self, flat)
+        name = self.kernel if self.kernel != "auto" else _fastest_kernel(self, flat)
         y = KERNELS[name].run(self, flat).view(*x.shape[:-1], self.d_out)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def for_torch(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def torch_int4_operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """codes and scales as torch's int4 product wants them; made once, and anew if the codes are replaced."""
         if self._packed is None or self._packed[0] is not self.codes:
-            made = torch.ops.aten._convert_weight_to_int4pack_for_cpu(self.plain_codes.to(torch.int32) + 8, 1)
+            made = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+                self.unpacked_codes.to(torch.int32) + 8, 1
+            )
             pairs = torch.stack([self.scales, torch.zeros_like(self.scales)], dim=-1)  # scale and zero point
             self._packed = self.codes, made, pairs.transpose(0, 1).contiguous().to(dtype)
         return self._packed[1], self._packed[2]
 
     def extra_repr(self) -> str:
-        how = f", groups of {self.group}" if self.group else ""
+        how = f", groups of {self.group_size}" if self.group_size else ""
         return f"{self.d_in} -> {self.d_out}, {self.kind}{how}{', dynamic' if self.dynamic else ''}"
 
 
-class Kernel(NamedTuple):
+class MatmulKernel(NamedTuple):
     """One way of a layer's product. x: [n, in], not empty -> [n, out] in the type of x, without the bias."""
 
-    fits: Callable[[QuantisedLinear, Tensor], bool]
-    run: Callable[[QuantisedLinear, Tensor], Tensor]
+    fits: Callable[[QuantizedLinear, Tensor], bool]
+    run: Callable[[QuantizedLinear, Tensor], Tensor]
 
 
-def _written_out(layer: QuantisedLinear, x: Tensor) -> Tensor:
+def _dequantized_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """The definition. Of a dynamic layer: sums of the same integers in fp64, which is exact."""
     if not layer.dynamic:
         return F.linear(x, layer.weight.to(x.dtype))
     if layer.kind == "fp8":
-        codes, scale = float8_rows(x)
+        codes, scale = quantize_rows_float8(x)
         return (F.linear(codes.float(), layer.codes.float()) * scale * layer.scales[:, 0]).to(x.dtype)
-    codes, scale = quantise_rows(x)
+    codes, scale = quantize_rows(x)
     sums = F.linear(codes.double(), layer.codes.double()).float()
     return (sums * scale * layer.scales[:, 0]).to(x.dtype)
 
 
-def _by_torch(layer: QuantisedLinear, x: Tensor) -> Tensor:
+def _torch_packed_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """torch's products of bf16 rows with int8 or int4 weights, which write no matrix out."""
     if layer.kind == "int8":
         return torch._weight_int8pack_mm(x, layer.codes, layer.scales[:, 0].to(x.dtype))
-    packed, pairs = layer.for_torch(x.dtype)
-    found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, layer.group or layer.d_in, pairs)
+    packed, pairs = layer.torch_int4_operands(x.dtype)
+    found: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+        x, packed, layer.group_size or layer.d_in, pairs
+    )
     return found
 
 
-def _integers(layer: QuantisedLinear, x: Tensor) -> Tensor:
+def _int8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """Sums of integers by the machine's own instructions for them (VNNI, AMX; a GPU's), through torch."""
-    codes, scale = quantise_rows(x)
+    codes, scale = quantize_rows(x)
     sums = torch._int_mm(codes, layer.codes.t())
     return (sums.float() * scale * layer.scales[:, 0]).to(x.dtype)
 
 
-def _float8(layer: QuantisedLinear, x: Tensor) -> Tensor:
+def _float8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """A GPU's product in eight bits, a scale for each row of both. Not run."""
-    codes, scale = float8_rows(x)
+    codes, scale = quantize_rows_float8(x)
     found: Tensor = torch._scaled_mm(
         codes, layer.codes.t(), scale_a=scale, scale_b=layer.scales.t().contiguous(), out_dtype=torch.bfloat16
     )
     return found.to(x.dtype)
 
 
-def float8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_float8(x: Tensor) -> tuple[Tensor, Tensor]:
     """x: [n, d] -> (E4M3 [n, d], scale fp32 [n, 1])."""
-    top = torch.finfo(float8.FORWARD).max
-    scale = (x.float().abs().amax(-1, keepdim=True) / top).clamp(min=LEAST)
-    return (x.float() / scale).clamp(-top, top).to(float8.FORWARD), scale
+    top = torch.finfo(float8.FORWARD_DTYPE).max
+    scale = (x.float().abs().amax(-1, keepdim=True) / top).clamp(min=MIN_SCALE)
+    return (x.float() / scale).clamp(-top, top).to(float8.FORWARD_DTYPE), scale
 
 
-def _fits_torch(layer: QuantisedLinear, x: Tensor) -> bool:
+def _fits_torch(layer: QuantizedLinear, x: Tensor) -> bool:
     if layer.dynamic or x.device.type != "cpu" or x.dtype != torch.bfloat16:
         return False  # in fp32 those products are a plain loop, hundreds of times slower
     if layer.codes.data_ptr() % 64 or layer.d_in % 32:
         return False  # where torch's kernel crashes, or reads past the end of a row
     if layer.kind == "int8":
-        return layer.group is None
-    return layer.kind == "int4" and layer.group in (32, 64, 128, 256) and layer.d_out % 32 == 0
+        return layer.group_size is None
+    return layer.kind == "int4" and layer.group_size in (32, 64, 128, 256) and layer.d_out % 32 == 0
 
 
-def _fits_integers(layer: QuantisedLinear, x: Tensor) -> bool:
+def _fits_integers(layer: QuantizedLinear, x: Tensor) -> bool:
     if not layer.dynamic or layer.kind != "int8":
         return False
     return not x.is_cuda or (x.shape[0] > 16 and layer.d_in % 8 == 0 and layer.d_out % 8 == 0)
 
 
-def _fits_float8(layer: QuantisedLinear, x: Tensor) -> bool:
+def _fits_float8(layer: QuantizedLinear, x: Tensor) -> bool:
     return (
         layer.dynamic
         and layer.kind == "fp8"
-        and float8.native(x)
+        and float8.is_native(x)
         and not (layer.d_in % 16 or layer.d_out % 16)
     )
 
 
-KERNELS: dict[str, Kernel] = {
-    "written out": Kernel(lambda layer, x: True, _written_out),
-    "torch": Kernel(_fits_torch, _by_torch),
-    "integers": Kernel(_fits_integers, _integers),
-    "float8": Kernel(_fits_float8, _float8),
+KERNELS: dict[str, MatmulKernel] = {
+    "written out": MatmulKernel(lambda layer, x: True, _dequantized_matmul),
+    "torch": MatmulKernel(_fits_torch, _torch_packed_matmul),
+    "integers": MatmulKernel(_fits_integers, _int8_matmul),
+    "float8": MatmulKernel(_fits_float8, _float8_matmul),
 }
-_found: dict[tuple[object, ...], str] = {}
+_kernel_cache: dict[tuple[object, ...], str] = {}
 
 
-def _fastest(layer: QuantisedLinear, x: Tensor) -> str:
+def _fastest_kernel(layer: QuantizedLinear, x: Tensor) -> str:
     """The fastest kernel for so many rows (to the next power of 2): timed at the first call, then remembered."""
     if not len(x):
         return "written out"
@@ -287,21 +299,21 @@ def _fastest(layer: QuantisedLinear, x: Tensor) -> str:
         return fitting[0]
     rows = min(len(x) - 1, 255).bit_length()
     key = (
-        layer.kind, layer.group, layer.dynamic, layer.d_in, layer.d_out, x.dtype, x.device, rows,
+        layer.kind, layer.group_size, layer.dynamic, layer.d_in, layer.d_out, x.dtype, x.device, rows,
         torch.get_num_threads(), *fitting,
     )  # fmt: skip
-    if key not in _found:
+    if key not in _kernel_cache:
         seconds = dict.fromkeys(fitting, float("inf"))
         for _ in range(4):  # the first makes what is made once
             for name in fitting:
                 began = time.perf_counter()
                 KERNELS[name].run(layer, x)
                 seconds[name] = min(seconds[name], time.perf_counter() - began)
-        _found[key] = min(seconds, key=lambda name: seconds[name])
-    return _found[key]
+        _kernel_cache[key] = min(seconds, key=lambda name: seconds[name])
+    return _kernel_cache[key]
 
 
-class QuantisedMemory(nn.Module):
+class QuantizedNGramEmbedding(nn.Module):
     """An `NGramMemory` whose tables are int8, with a scale for each row: a look-up reads a quarter of the bytes."""
 
     def __init__(self, orders: tuple[int, ...], buckets: int, d: int) -> None:
@@ -312,20 +324,22 @@ class QuantisedMemory(nn.Module):
             self.register_buffer(f"scales_{order}", torch.ones(buckets, 1))
 
     @classmethod
-    def of(cls, memory: NGramMemory) -> QuantisedMemory:
+    def from_embedding(cls, embedding: NGramEmbedding) -> QuantizedNGramEmbedding:
         """`memory`, each row rounded by its own largest number."""
-        made = cls(memory.orders, memory.buckets, memory.tables[0].shape[1])
-        for order, table in zip(memory.orders, memory.tables, strict=True):
-            codes, scales = quantise_rows(table.detach())
+        made = cls(embedding.orders, embedding.buckets, embedding.tables[0].shape[1])
+        for order, table in zip(embedding.orders, embedding.tables, strict=True):
+            codes, scales = quantize_rows(table.detach())
             setattr(made, f"codes_{order}", codes)
             setattr(made, f"scales_{order}", scales)
         return made
 
-    def forward(self, ids: Tensor, segments: Tensor | None = None, before: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, segments: Tensor | None = None, prefix_ids: Tensor | None = None
+    ) -> Tensor:
         """As `NGramMemory`: ids [B, T] -> [B, T, d] fp32."""
         total: Tensor | None = None
         for order, rows in zip(
-            self.orders, ngram_rows(ids, self.orders, self.buckets, segments, before), strict=True
+            self.orders, ngram_bucket_ids(ids, self.orders, self.buckets, segments, prefix_ids), strict=True
         ):
             part = F.embedding(rows, getattr(self, f"codes_{order}")) * F.embedding(
                 rows, getattr(self, f"scales_{order}")

@@ -35,15 +35,15 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError, one_of
 from whorl.nn.linear import Linear
 
-Path = Literal["auto", "loop", "fused"]
+RecurrentBackend = Literal["auto", "loop", "fused"]
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """x in fp32, or as it is in fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def starts(segments: Tensor | None, last: Tensor | None, length: int) -> Tensor | None:
+def document_starts(segments: Tensor | None, last: Tensor | None, length: int) -> Tensor | None:
     """[B, T] True where a document begins and something else came before, or None if that is nowhere asked for.
 
     An id that returns after another one is a new document.
@@ -65,14 +65,14 @@ class RecurrentState:
     """memory: one tensor [B, d_hidden] for each thing carried on (h; for an LSTM h and c), of one size whatever the length;
     segment: [B] of the newest position, once segments have been given."""
 
-    memory: tuple[Tensor, ...]
+    hidden: tuple[Tensor, ...]
     length: int = 0
     segment: Tensor | None = None
 
     @property
     def n_bytes(self) -> int:
         """Bytes of all rows."""
-        return sum(m.nbytes for m in self.memory) + (0 if self.segment is None else self.segment.nbytes)
+        return sum(m.nbytes for m in self.hidden) + (0 if self.segment is None else self.segment.nbytes)
 
 
 class Recurrent(nn.Module):
@@ -93,7 +93,7 @@ class Recurrent(nn.Module):
     """
 
     n_gates: ClassVar[int]
-    n_memories: ClassVar[int] = 1
+    n_hidden_states: ClassVar[int] = 1
     recurrent_bias: ClassVar[bool] = False
 
     def __init__(
@@ -101,16 +101,16 @@ class Recurrent(nn.Module):
         d_model: int,
         d_hidden: int | None = None,
         *,
-        path: Path = "auto",
+        backend: RecurrentBackend = "auto",
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         d_hidden = d_model if d_hidden is None else d_hidden
         if d_hidden < 1:
             raise ConfigError(f"d_hidden is {d_hidden}", expected="1 or more features")
-        if path not in get_args(Path):
-            raise ConfigError(f"path is {path!r}", expected=one_of(path, get_args(Path)))
-        self.d_model, self.d_hidden, self.path = d_model, d_hidden, path
+        if backend not in get_args(RecurrentBackend):
+            raise ConfigError(f"path is {backend!r}", expected=one_of(backend, get_args(RecurrentBackend)))
+        self.d_model, self.d_hidden, self.backend = d_model, d_hidden, backend
         gates = self.n_gates * d_hidden
         self.inward = Linear(d_model, gates, std=d_model**-0.5, bias=True, generator=generator)
         self.recurrent = Linear(d_hidden, gates, std=0.0, bias=self.recurrent_bias)
@@ -124,7 +124,7 @@ class Recurrent(nn.Module):
     ) -> RecurrentState:
         """Empty. Capacity is of no account; dtype only if it is wider than fp32."""
         dtype = torch.promote_types(dtype, torch.float32)
-        return RecurrentState(self._empty(batch, dtype, torch.device(device)))
+        return RecurrentState(self._zero_state(batch, dtype, torch.device(device)))
 
     def forward(
         self,
@@ -138,39 +138,42 @@ class Recurrent(nn.Module):
         segments mean that each row goes on in its last document."""
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
-        if state is not None and state.memory[0].shape[0] != x.shape[0]:
+        if state is not None and state.hidden[0].shape[0] != x.shape[0]:
             raise ConfigError(
-                f"the state is of {state.memory[0].shape[0]} rows and x of {x.shape[0]}",
+                f"the state is of {state.hidden[0].shape[0]} rows and x of {x.shape[0]}",
                 expected="as many rows",
             )
-        x_wide = wide(x)
+        x_wide = upcast(x)
         if state is None:
-            memory, begins = self._empty(len(x), x_wide.dtype, x.device), starts(segments, None, 0)
+            memory, begins = (
+                self._zero_state(len(x), x_wide.dtype, x.device),
+                document_starts(segments, None, 0),
+            )
         else:
-            memory = tuple(m.to(x_wide.dtype) for m in state.memory)
-            begins = starts(segments, state.segment, state.length)
-        y, memory = self._through_time(x_wide, memory, begins)
+            memory = tuple(m.to(x_wide.dtype) for m in state.hidden)
+            begins = document_starts(segments, state.segment, state.length)
+        y, memory = self._run_sequence(x_wide, memory, begins)
         if state is not None:
-            state.memory = tuple(m.detach() for m in memory)
+            state.hidden = tuple(m.detach() for m in memory)
             state.length += x.shape[1]
             state.segment = state.segment if segments is None else segments[:, -1].clone()
         y = y.to(x.dtype)
         out: Tensor = y if self.out is None else self.out(y)
         return out
 
-    def _empty(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    def _zero_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(
-            torch.zeros(batch, self.d_hidden, dtype=dtype, device=device) for _ in range(self.n_memories)
+            torch.zeros(batch, self.d_hidden, dtype=dtype, device=device) for _ in range(self.n_hidden_states)
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiler would write the loop out, T times
-    def _through_time(
+    def _run_sequence(
         self, x: Tensor, memory: tuple[Tensor, ...], begins: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x: [B, T, d_model]; begins: [B, T] where memory is emptied first -> (h of all positions, the last memory)."""
         resets = begins is not None and bool(begins.any())
-        if self.path == "loop" or resets:
-            if self.path == "fused":
+        if self.backend == "loop" or resets:
+            if self.backend == "fused":
                 raise ConfigError(
                     "path is 'fused' and a document begins inside of a row", expected="path 'auto' or 'loop'"
                 )
@@ -248,10 +251,10 @@ class LSTM(Recurrent):
         d_model: int,
         d_hidden: int | None = None,
         *,
-        path: Path = "auto",
+        backend: RecurrentBackend = "auto",
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(d_model, d_hidden, path=path, generator=generator)
+        super().__init__(d_model, d_hidden, backend=backend, generator=generator)
         assert self.inward.bias is not None
         self.inward.bias.detach()[self.d_hidden : 2 * self.d_hidden] = 1.0  # f
 

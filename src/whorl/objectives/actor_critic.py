@@ -22,7 +22,7 @@ from torch.nn.functional import mse_loss
 from whorl.objectives.next_token import Loss
 
 
-class Judged(Protocol):
+class ActorCriticOutput(Protocol):
     """What a policy says about N steps; each is [N]."""
 
     @property
@@ -34,12 +34,12 @@ class Judged(Protocol):
 
 
 def a2c(
-    judged: Judged,
+    output: ActorCriticOutput,
     advantage: Tensor,
     target: Tensor,
     *,
-    value_weight: float = 0.5,
-    entropy_weight: float = 0.0,
+    value_coef: float = 0.5,
+    entropy_coef: float = 0.0,
 ) -> Loss:
     """The advantage actor-critic's loss over N steps.
 
@@ -47,26 +47,26 @@ def a2c(
         judged: log-probabilities of the actions taken, entropies and values, with gradients; each [N].
         advantage, target: [N], without gradients.
     """
-    policy = -(judged.log_prob * advantage).sum()
-    return _with_value(policy, judged, target, value_weight, entropy_weight, {})
+    policy = -(output.log_prob * advantage).sum()
+    return _actor_critic_loss(policy, output, target, value_coef, entropy_coef, {})
 
 
 def ppo(
-    judged: Judged,
+    output: ActorCriticOutput,
     behaviour_log_prob: Tensor,
     advantage: Tensor,
     target: Tensor,
     *,
     clip: float | Tensor = 0.2,
-    value_weight: float = 0.5,
-    entropy_weight: float = 0.0,
+    value_coef: float = 0.5,
+    entropy_coef: float = 0.0,
 ) -> Loss:
     """A2C with the clipped ratio. behaviour_log_prob: [N], of the policy that acted; the rest as in `a2c`.
 
     Metrics: kl, the estimate (r - 1) - log r of how far the policy moved (http://joschu.net/blog/kl-approx.html, k3);
     clipped, the share of steps whose ratio left the range.
     """
-    log_ratio = judged.log_prob - behaviour_log_prob
+    log_ratio = output.log_prob - behaviour_log_prob
     ratio = log_ratio.exp()
     # min(r A, clip(r) A) = min(r A, A + e |A|): where A > 0 the range binds from above, where A < 0 from below.
     kept = torch.minimum(ratio * advantage, advantage + clip * advantage.abs())
@@ -75,19 +75,19 @@ def ppo(
         "kl": (moved - 1 - log_ratio.detach()).sum(),
         "clipped": ((moved - 1).abs() > clip).sum(),
     }
-    return _with_value(-kept.sum(), judged, target, value_weight, entropy_weight, more)
+    return _actor_critic_loss(-kept.sum(), output, target, value_coef, entropy_coef, more)
 
 
-def _with_value(
+def _actor_critic_loss(
     policy: Tensor,
-    judged: Judged,
+    output: ActorCriticOutput,
     target: Tensor,
     value_weight: float,
     entropy_weight: float,
     more: dict[str, Tensor],
 ) -> Loss:
-    squares = mse_loss(judged.value, target, reduction="sum")
-    entropy = judged.entropy.sum()
+    squares = mse_loss(output.value, target, reduction="sum")
+    entropy = output.entropy.sum()
     total = policy + 0.5 * value_weight * squares
     if entropy_weight:  # its gradient costs as much as the policy's
         total = total - entropy_weight * entropy

@@ -16,7 +16,7 @@ from whorl.errors import ConfigError
 from whorl.objectives.next_token import Loss
 
 
-def classification(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Loss:
+def classification(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Loss:
     """Summed cross-entropy, in nats, taken in fp32.
 
     Args:
@@ -33,11 +33,15 @@ def classification(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Lo
         raise ConfigError(
             f"logits are {list(logits.shape)} and labels {list(labels.shape)}", expected="[N, K] and [N]"
         )
-    if not 0.0 <= smoothing < 1.0:
-        raise ConfigError(f"smoothing is {smoothing}", expected="from 0 to below 1")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ConfigError(f"smoothing is {label_smoothing}", expected="from 0 to below 1")
     log_prob = F.log_softmax(logits.float(), dim=-1)
     nll = -log_prob.gather(1, labels[:, None]).sum()
-    total = nll if smoothing == 0 else (1 - smoothing) * nll - smoothing * log_prob.mean(dim=-1).sum()
+    total = (
+        nll
+        if label_smoothing == 0
+        else (1 - label_smoothing) * nll - label_smoothing * log_prob.mean(dim=-1).sum()
+    )
     correct = (logits.argmax(dim=-1) == labels).sum()
     count = torch.tensor(float(len(labels)), device=logits.device)
     return Loss(total, count, {"nll": nll.detach(), "correct": correct})

@@ -32,14 +32,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError, one_of
-from whorl.objectives.log_probs import wide
-from whorl.objectives.next_token import CHUNK_LOGITS, LEAST_CHUNK, Loss
+from whorl.objectives.log_probs import accumulate_dtype
+from whorl.objectives.next_token import CHUNK_LOGITS, MIN_CHUNK_TOKENS, Loss
 
 Divergence = Literal["forward", "reverse", "jensen"]
-LEAST_REST = 1e-6  # of a probability: below that there is no rest to speak of
+MIN_TAIL_PROB = 1e-6  # of a probability: below that there is no rest to speak of
 
 # (the student's logits of a chunk [n, V] fp32, which positions) -> summed divergence []
-Chunk = Callable[[Tensor, slice], Tensor]
+ChunkLoss = Callable[[Tensor, slice], Tensor]
 
 
 def divergence(teacher: Tensor, student: Tensor, kind: Divergence = "forward", beta: float = 0.5) -> Tensor:
@@ -63,7 +63,7 @@ def divergence(teacher: Tensor, student: Tensor, kind: Divergence = "forward", b
     return beta * from_teacher + (1 - beta) * (student.exp() * (student - middle)).sum(-1)
 
 
-def distil(
+def distil_top_k(
     hidden: Tensor,
     head: Tensor,
     teacher: Tensor,
@@ -87,23 +87,23 @@ def distil(
     Returns:
         Loss: `total` [] fp32, `count` [] = number of positions, metrics `kl` (the total, whichever divergence it is).
     """
-    keep = mask.to(wide(hidden))
+    keep = mask.to(accumulate_dtype(hidden))
 
     def chunk(raw: Tensor, part: slice) -> Tensor:
-        z = _tempered(raw, softcap, temperature)
+        z = _scale_logits(raw, softcap, temperature)
         here, p = ids[part], teacher[part].to(raw.dtype)
         normaliser = z.logsumexp(-1, keepdim=True)
         q = z.gather(-1, here) - normaliser
         if here.shape[1] < z.shape[1]:
             others = z.scatter(-1, here, float("-inf")).logsumexp(-1, keepdim=True) - normaliser
-            rest = (1 - p.exp().sum(-1, keepdim=True)).clamp(min=LEAST_REST).log()
+            rest = (1 - p.exp().sum(-1, keepdim=True)).clamp(min=MIN_TAIL_PROB).log()
             p, q = torch.cat([p, rest], -1), torch.cat([q, others], -1)
         return (divergence(p, q, kind, beta) * keep[part]).sum()
 
-    return _summed(hidden, head, chunk, keep)
+    return _chunked_loss(hidden, head, chunk, keep)
 
 
-def distil_whole(
+def distil_full_vocab(
     hidden: Tensor,
     head: Tensor,
     teacher_hidden: Tensor,
@@ -132,44 +132,44 @@ def distil_whole(
             expected="one vocabulary",
             do="distil from a teacher of the same tokenizer, or from its texts",
         )
-    keep = mask.to(wide(hidden))
+    keep = mask.to(accumulate_dtype(hidden))
     told, weight = teacher_hidden.detach(), teacher_head.detach().to(teacher_hidden.dtype)
 
     def chunk(raw: Tensor, part: slice) -> Tensor:
-        p = _tempered(F.linear(told[part], weight).to(raw.dtype), teacher_softcap, temperature).log_softmax(
-            -1
-        )
-        q = _tempered(raw, softcap, temperature).log_softmax(-1)
+        p = _scale_logits(
+            F.linear(told[part], weight).to(raw.dtype), teacher_softcap, temperature
+        ).log_softmax(-1)
+        q = _scale_logits(raw, softcap, temperature).log_softmax(-1)
         return (divergence(p, q, kind, beta) * keep[part]).sum()
 
-    return _summed(hidden, head, chunk, keep)
+    return _chunked_loss(hidden, head, chunk, keep)
 
 
-def _tempered(raw: Tensor, softcap: float | None, temperature: float) -> Tensor:
+def _scale_logits(raw: Tensor, softcap: float | None, temperature: float) -> Tensor:
     z = raw if softcap is None else softcap * torch.tanh(raw / softcap)
     return z if temperature == 1.0 else z / temperature
 
 
-def _summed(hidden: Tensor, head: Tensor, chunk: Chunk, keep: Tensor) -> Loss:
-    total = _Chunked.apply(hidden, head, chunk)  # type: ignore[no-untyped-call]
+def _chunked_loss(hidden: Tensor, head: Tensor, chunk: ChunkLoss, keep: Tensor) -> Loss:
+    total = _ChunkedLoss.apply(hidden, head, chunk)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"kl": total.detach()})
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """The sum of `chunk` over all positions, with the gradients made on the way."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, chunk: Chunk) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, chunk: ChunkLoss) -> Tensor:
         to_hidden, to_head = ctx.needs_input_grad[:2]
         weight = head.to(hidden.dtype)
-        size = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
-        totals = [torch.zeros((), dtype=wide(hidden), device=hidden.device)]
+        size = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // max(1, len(head)))
+        totals = [torch.zeros((), dtype=accumulate_dtype(hidden), device=hidden.device)]
         d_hidden = torch.empty_like(hidden) if to_hidden else None
         d_head = torch.zeros_like(head) if to_head else None
         for begin in range(0, len(hidden), size):
             part = slice(begin, begin + size)
             h = hidden[part]
-            raw = F.linear(h, weight).to(wide(h)).requires_grad_(to_hidden or to_head)
+            raw = F.linear(h, weight).to(accumulate_dtype(h)).requires_grad_(to_hidden or to_head)
             with torch.set_grad_enabled(to_hidden or to_head):
                 total = chunk(raw, part)
             totals.append(total.detach())

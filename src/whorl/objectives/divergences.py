@@ -26,11 +26,13 @@ from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
 
-Estimator = Literal["k1", "k2", "k3"]
-LARGEST = 20.0  # of a log-ratio under exp: e^20 is beyond all meaning, and infinity times 0 would be NaN
+KLEstimator = Literal["k1", "k2", "k3"]
+MAX_LOG_RATIO = (
+    20.0  # of a log-ratio under exp: e^20 is beyond all meaning, and infinity times 0 would be NaN
+)
 
 
-def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: Estimator) -> Tensor:
+def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KLEstimator) -> Tensor:
     """[N] estimates of KL(pi || ref), token by token, in nats, with the gradient told above.
 
     Args:
@@ -45,22 +47,22 @@ def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: Estimat
     if estimator == "k2":
         return d.square() / 2
     if estimator == "k3":
-        return (-d).clamp(max=LARGEST).exp() - 1 + d
+        return (-d).clamp(max=MAX_LOG_RATIO).exp() - 1 + d
     raise ConfigError(
-        f"no KL estimator is called {estimator!r}", expected=one_of(estimator, get_args(Estimator))
+        f"no KL estimator is called {estimator!r}", expected=one_of(estimator, get_args(KLEstimator))
     )
 
 
 @torch.no_grad()
 def kl_reward(
-    log_prob: Tensor, reference_log_prob: Tensor, weight: float, estimator: Estimator = "k1"
+    log_prob: Tensor, reference_log_prob: Tensor, coef: float, estimator: KLEstimator = "k1"
 ) -> Tensor:
     """[N] what is added to each token's reward: -weight KL (Ziegler et al. 2019, arXiv:1909.08593, eq. 2). No gradient."""
-    return -weight * kl_estimate(log_prob, reference_log_prob, estimator)
+    return -coef * kl_estimate(log_prob, reference_log_prob, estimator)
 
 
-def adapted_kl_weight(
-    weight: float, kl: float, target: float, *, gain: float = 0.1, most: float = 0.2
+def adapt_kl_coef(
+    coef: float, kl: float, target: float, *, gain: float = 0.1, max_error: float = 0.2
 ) -> float:
     """The next weight of the penalty, so that the KL stays near a target (Ziegler et al. 2019, section 2.2).
 
@@ -75,4 +77,4 @@ def adapted_kl_weight(
     """
     if not target > 0:
         raise ConfigError(f"the KL's target is {target}", expected="above 0")
-    return weight * (1 + gain * max(-most, min(most, kl / target - 1)))
+    return coef * (1 + gain * max(-max_error, min(max_error, kl / target - 1)))

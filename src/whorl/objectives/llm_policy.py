@@ -35,16 +35,16 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
-from whorl.objectives.advantages.group_advantages import Baseline, Deviation
-from whorl.objectives.divergences import LARGEST, Estimator, kl_estimate
+from whorl.objectives.advantages.group_advantages import Baseline, StdEstimator
+from whorl.objectives.divergences import MAX_LOG_RATIO, KLEstimator, kl_estimate
 from whorl.objectives.next_token import Loss
 
-Ratio = Literal["none", "token", "sequence"]
-Average = Literal["token", "sequence", "constant"]
+RatioLevel = Literal["none", "token", "sequence"]
+LossAggregation = Literal["token", "sequence", "constant"]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class CompletionTokens:
     """N tokens of S sequences, as a learner is given them; fields are [N] unless they say otherwise.
 
     log_prob: of the policy that learns, with gradient; behaviour_log_prob: of the one that sampled; advantage: no gradient;
@@ -73,7 +73,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Method:
+class PolicyLossConfig:
     """A policy objective as its arguments; the first half is read by `policy_loss`, the second by whoever makes advantages.
 
     ratio: "none" for log pi itself; clip_low, clip_high: how far a ratio may leave 1 and still be drawn further, None for
@@ -84,26 +84,26 @@ class Method:
     before the limit (`overlong_reward`), are its rollouts' (`align/config.py`).
     """
 
-    ratio: Ratio = "none"
+    ratio: RatioLevel = "none"
     clip_low: float | None = None
     clip_high: float | None = None
     dual_clip: float | None = None
-    average: Average = "token"
+    aggregation: LossAggregation = "token"
     constant: float | None = None
-    kl_weight: float = 0.0
-    kl: Estimator = "k3"
-    kl_in: Literal["loss", "reward"] = "loss"
-    entropy_weight: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: KLEstimator = "k3"
+    kl_apply_to: Literal["loss", "reward"] = "loss"
+    entropy_coef: float = 0.0
     baseline: Baseline = "batch"
-    deviation: Deviation = "none"
+    scale_rewards: StdEstimator = "none"
 
     def __post_init__(self) -> None:
         for name, kind in (
-            ("ratio", Ratio),
-            ("average", Average),
-            ("kl", Estimator),
+            ("ratio", RatioLevel),
+            ("average", LossAggregation),
+            ("kl", KLEstimator),
             ("baseline", Baseline),
-            ("deviation", Deviation),
+            ("deviation", StdEstimator),
         ):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
@@ -121,14 +121,14 @@ class Method:
 
 
 # REINFORCE and RLOO as printed sum over an answer and take the mean of answers: by all tokens it is the same direction.
-_REINFORCE = Method()
+_REINFORCE = PolicyLossConfig()
 _PPO = replace(
     _REINFORCE, ratio="token", clip_low=0.2, clip_high=0.2, baseline="critic", kl="k1", kl_in="reward"
 )
 _GRPO = replace(
     _PPO, baseline="group", deviation="unbiased", average="sequence", kl="k3", kl_in="loss", kl_weight=0.04
 )
-PRESETS: Mapping[str, Method] = MappingProxyType(
+PRESETS: Mapping[str, PolicyLossConfig] = MappingProxyType(
     {
         "reinforce": _REINFORCE,
         "rloo": replace(_REINFORCE, baseline="leave_one_out", kl="k1", kl_in="reward"),  # arXiv:2402.14740
@@ -141,7 +141,7 @@ PRESETS: Mapping[str, Method] = MappingProxyType(
 )
 
 
-def policy_loss(tokens: Tokens, method: Method) -> Loss:
+def policy_loss(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:
     """The objective at the top of this file.
 
     Returns:
@@ -153,10 +153,10 @@ def policy_loss(tokens: Tokens, method: Method) -> Loss:
         ConfigError: a constant average without its constant, or a KL in the loss without a reference.
     """
     lengths = _lengths(tokens.sequence, tokens.n_sequences, tokens.log_prob.dtype)
-    weight, by, count = _weights(
-        tokens.sequence, lengths, tokens.n_sequences, method.average, method.constant
+    weight, by, count = _aggregation_weights(
+        tokens.sequence, lengths, tokens.n_sequences, config.aggregation, config.constant
     )
-    surrogate, ratio, clipped = _surrogate(tokens, lengths, method)
+    surrogate, ratio, clipped = _surrogate(tokens, lengths, config)
     if tokens.weight is not None:
         surrogate = surrogate * tokens.weight
     policy = -(weight * surrogate).sum()
@@ -171,21 +171,21 @@ def policy_loss(tokens: Tokens, method: Method) -> Loss:
         "tokens": lengths.sum(),
     }
     if tokens.reference_log_prob is not None:
-        kl = kl_estimate(tokens.log_prob, tokens.reference_log_prob, method.kl)
+        kl = kl_estimate(tokens.log_prob, tokens.reference_log_prob, config.kl_estimator)
         metrics["kl"] = (by * kl.detach()).sum()
-        if method.kl_in == "loss" and method.kl_weight:
-            total = total + method.kl_weight * (weight * kl).sum()
-    elif method.kl_in == "loss" and method.kl_weight:
+        if config.kl_apply_to == "loss" and config.kl_coef:
+            total = total + config.kl_coef * (weight * kl).sum()
+    elif config.kl_apply_to == "loss" and config.kl_coef:
         raise ConfigError(
-            f"a KL weighing {method.kl_weight} without a reference",
+            f"a KL weighing {config.kl_coef} without a reference",
             do="give reference_log_prob, or set kl_weight to 0",
         )
     if tokens.entropy is not None:
         metrics["entropy"] = (by * tokens.entropy.detach()).sum()
-        if method.entropy_weight:
-            total = total - method.entropy_weight * (weight * tokens.entropy).sum()
-    elif method.entropy_weight:
-        raise ConfigError(f"an entropy weighing {method.entropy_weight} that is not given", do="ask for it")
+        if config.entropy_coef:
+            total = total - config.entropy_coef * (weight * tokens.entropy).sum()
+    elif config.entropy_coef:
+        raise ConfigError(f"an entropy weighing {config.entropy_coef} that is not given", do="ask for it")
     return Loss(total, count, {"policy_loss": policy.detach(), **metrics})
 
 
@@ -196,7 +196,7 @@ def value_loss(
     sequence: Tensor,
     *,
     clip: float | None = 0.2,
-    average: Average = "token",
+    aggregation: LossAggregation = "token",
     constant: float | None = None,
     n_sequences: int | None = None,
 ) -> Loss:
@@ -216,7 +216,7 @@ def value_loss(
                 f"{name} is {list(given.shape)} beside value {list(value.shape)}", expected="[N]"
             )
     lengths = _lengths(sequence, n_sequences, value.dtype)
-    weight, by, count = _weights(sequence, lengths, n_sequences, average, constant)
+    weight, by, count = _aggregation_weights(sequence, lengths, n_sequences, aggregation, constant)
     squares = (value - target).square()
     cut = torch.zeros_like(squares)
     if clip is not None:
@@ -227,7 +227,7 @@ def value_loss(
     return Loss(total, count, {"value_loss": total.detach(), "value_clipped": (by * cut).sum()})
 
 
-def overlong_reward(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+def overlong_reward(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """[S] what is added to the rewards of answers that come near the limit (DAPO, arXiv:2503.14476, eq. 13).
 
     0 up to longest - buffer tokens, then falling evenly to -1 at `longest`, and -1 beyond.
@@ -238,9 +238,11 @@ def overlong_reward(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     Raises:
         ConfigError: a buffer that is not within 1 to longest.
     """
-    if not 1 <= buffer <= longest:
-        raise ConfigError(f"a buffer of {buffer} before a limit of {longest}", expected=f"1 to {longest}")
-    return ((longest - buffer - lengths.float()) / buffer).clamp(-1, 0)
+    if not 1 <= buffer <= max_length:
+        raise ConfigError(
+            f"a buffer of {buffer} before a limit of {max_length}", expected=f"1 to {max_length}"
+        )
+    return ((max_length - buffer - lengths.float()) / buffer).clamp(-1, 0)
 
 
 def _lengths(sequence: Tensor, n_sequences: int | None, dtype: torch.dtype) -> Tensor:
@@ -254,8 +256,12 @@ def _lengths(sequence: Tensor, n_sequences: int | None, dtype: torch.dtype) -> T
     return found.to(dtype)
 
 
-def _weights(
-    sequence: Tensor, lengths: Tensor, n_sequences: int | None, average: Average, constant: float | None
+def _aggregation_weights(
+    sequence: Tensor,
+    lengths: Tensor,
+    n_sequences: int | None,
+    average: LossAggregation,
+    constant: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(w [N], what metrics are weighed by [N], count [])."""
     ones = torch.ones_like(lengths[sequence])
@@ -275,14 +281,16 @@ def _weights(
     return ones / constant, each, every
 
 
-def _surrogate(tokens: Tokens, lengths: Tensor, method: Method) -> tuple[Tensor, Tensor, Tensor]:
+def _surrogate(
+    tokens: CompletionTokens, lengths: Tensor, method: PolicyLossConfig
+) -> tuple[Tensor, Tensor, Tensor]:
     """(surrogate [N] with gradient, ratio [N], clipped [N] 0 or 1)."""
     old = tokens.behaviour_log_prob if tokens.proximal_log_prob is None else tokens.proximal_log_prob
     log_ratio = tokens.log_prob - old
     if method.ratio == "sequence":
         mean = torch.zeros_like(lengths).index_add(0, tokens.sequence, log_ratio) / lengths.clamp(min=1)
         log_ratio = mean[tokens.sequence]
-    ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     advantage = tokens.advantage
     if method.ratio == "none":
         return tokens.log_prob * advantage, ratio.detach(), torch.zeros_like(advantage)

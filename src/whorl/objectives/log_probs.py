@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError, DataError
-from whorl.objectives.next_token import CHUNK_LOGITS, LEAST_CHUNK
+from whorl.objectives.next_token import CHUNK_LOGITS, MIN_CHUNK_TOKENS
 
-KEPT_LOGITS = 1 << 24  # 32 MB in bf16
+MAX_SAVED_LOGITS = 1 << 24  # 32 MB in bf16
 
 
 def token_log_probs(
@@ -42,7 +42,7 @@ def token_log_probs(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
-    forbidden: Tensor | None = None,
+    banned_mask: Tensor | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of N tokens in nats, with gradients to `hidden` and `head`.
@@ -61,11 +61,11 @@ def token_log_probs(
         ConfigError: shapes that do not fit, or a temperature or softcap that is not above 0.
         DataError: a target that is forbidden.
     """
-    _check(hidden, head, targets, temperature, softcap, forbidden)
+    _check(hidden, head, targets, temperature, softcap, banned_mask)
     learning = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     early = learning and not head.requires_grad and not entropy
-    out: tuple[Tensor, Tensor | None] = _Tokens.apply(  # type: ignore[no-untyped-call]
-        hidden, head, targets, temperature, softcap, forbidden, entropy, early, learning
+    out: tuple[Tensor, Tensor | None] = _LogProbFunction.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets, temperature, softcap, banned_mask, entropy, early, learning
     )
     return out
 
@@ -77,14 +77,14 @@ def token_log_probs_reference(
     *,
     temperature: float = 1.0,
     softcap: float | None = None,
-    forbidden: Tensor | None = None,
+    banned_mask: Tensor | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """The definition, with all logits. Arguments and results as in `token_log_probs`."""
-    dtype = wide(hidden)
+    dtype = accumulate_dtype(hidden)
     z = F.linear(hidden.to(dtype), head.to(dtype))
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-    never = torch.zeros_like(head[:, 0], dtype=torch.bool) if forbidden is None else forbidden
+    never = torch.zeros_like(head[:, 0], dtype=torch.bool) if banned_mask is None else banned_mask
     log_p = z.masked_fill(never, float("-inf")).log_softmax(dim=-1)  # [N, V]
     log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
     return log_prob, -(log_p.exp() * log_p.masked_fill(never, 0.0)).sum(dim=-1) if entropy else None
@@ -127,12 +127,12 @@ def _check(
         )
 
 
-def wide(x: Tensor) -> torch.dtype:
+def accumulate_dtype(x: Tensor) -> torch.dtype:
     """What sums over a vocabulary are taken in: fp32, or fp64 where that is what is given."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _tempered(
+def _scale_logits(
     logits: Tensor, room: Tensor, temperature: float, softcap: float | None, out: Tensor | None
 ) -> Tensor:
     """What is sampled from, before the softmax: z [n, V] of logits [n, V], written into `room`; out: ids."""
@@ -144,7 +144,7 @@ def _tempered(
     return z if out is None else z.index_fill_(1, out, float("-inf"))
 
 
-def _d_logits(
+def _grad_logits(
     z: Tensor,
     log_normaliser: Tensor,
     room: Tensor,
@@ -162,19 +162,19 @@ def _d_logits(
     log_p = torch.sub(z, log_normaliser, out=room[: len(z)])
     pull = g[:, None]  # on p, and the target's onehot pulls the other way
     if e is not None:
-        pull = pull + e[0][:, None] * (_finite_(log_p.clone(), out) + e[1][:, None])
+        pull = pull + e[0][:, None] * (_zero_banned_(log_p.clone(), out) + e[1][:, None])
     d = log_p.exp_().mul_(-pull).scatter_add_(1, targets[:, None], g[:, None])
     if softcap is not None:
-        d = _finite_(d.mul_(1.0 - (z * (temperature / softcap)).square()), out)  # 0 times -inf
+        d = _zero_banned_(d.mul_(1.0 - (z * (temperature / softcap)).square()), out)  # 0 times -inf
     return d if temperature == 1.0 else d.div_(temperature)
 
 
-def _finite_(x: Tensor, out: Tensor | None) -> Tensor:
+def _zero_banned_(x: Tensor, out: Tensor | None) -> Tensor:
     """x [n, V], in place, with 0 at the ids that are never drawn: p log p is 0 where p is, not 0 times -inf."""
     return x if out is None else x.index_fill_(1, out, 0.0)
 
 
-class _Tokens(torch.autograd.Function):
+class _LogProbFunction(torch.autograd.Function):
     """(log_prob [N], entropy [N] or None), by chunks of positions; see the top of this file."""
 
     @staticmethod
@@ -194,15 +194,15 @@ class _Tokens(torch.autograd.Function):
         # Not masked_fill: on a CPU it costs as much as the exponentials.
         out = None if forbidden is None else forbidden.nonzero()[:, 0]
         ctx.how = temperature, softcap, out
-        ctx.chunk = max(LEAST_CHUNK, CHUNK_LOGITS // max(1, len(head)))
-        keep = learning and not early and len(hidden) * len(head) <= KEPT_LOGITS
+        ctx.chunk = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // max(1, len(head)))
+        keep = learning and not early and len(hidden) * len(head) <= MAX_SAVED_LOGITS
         log_probs, normalisers, entropies, d_hidden, kept = [], [], [], [], []
-        room, spare = _rooms(hidden, head, ctx.chunk)
+        room, spare = _scratch_buffers(hidden, head, ctx.chunk)
         for h, target in zip(torch.split(hidden, ctx.chunk), torch.split(targets, ctx.chunk), strict=True):
             logits = F.linear(h, weight)
             if keep:
                 kept.append(logits)
-            z = _tempered(logits, room, *ctx.how)
+            z = _scale_logits(logits, room, *ctx.how)
             top = z.amax(dim=-1, keepdim=True)
             below = torch.sub(z, top, out=spare[: len(z)])
             said = below.gather(1, target[:, None])
@@ -211,11 +211,11 @@ class _Tokens(torch.autograd.Function):
             log_probs.append((said - total.log()).squeeze(1))
             normalisers.append(top + total.log())
             if entropy:
-                mean = _finite_(below, out).mul_(p).sum(dim=-1, keepdim=True) / total
+                mean = _zero_banned_(below, out).mul_(p).sum(dim=-1, keepdim=True) / total
                 entropies.append((total.log() - mean).squeeze(1))
             if early:
                 ones = torch.ones_like(log_probs[-1])
-                d = _d_logits(z, normalisers[-1], spare, target, ones, None, *ctx.how)
+                d = _grad_logits(z, normalisers[-1], spare, target, ones, None, *ctx.how)
                 d_hidden.append(d.to(h.dtype) @ weight)
         entropies_ = torch.cat(entropies) if entropy else None
         ctx.early = early
@@ -239,13 +239,13 @@ class _Tokens(torch.autograd.Function):
         hidden, weight = first, head.to(first.dtype)
         to_hidden, to_head = ctx.needs_input_grad[:2]
         d_hidden, d_head = [], torch.zeros_like(head) if to_head else None
-        room, spare = _rooms(hidden, head, ctx.chunk)
+        room, spare = _scratch_buffers(hidden, head, ctx.chunk)
         for n, begin in enumerate(range(0, len(hidden), ctx.chunk)):
             part = slice(begin, begin + ctx.chunk)
             h = hidden[part]
-            z = _tempered(kept[n] if kept else F.linear(h, weight), room, *ctx.how)
+            z = _scale_logits(kept[n] if kept else F.linear(h, weight), room, *ctx.how)
             both = None if e is None else (e[part], entropies[part])
-            d = _d_logits(z, normaliser[part], spare, targets[part], g[part], both, *ctx.how).to(h.dtype)
+            d = _grad_logits(z, normaliser[part], spare, targets[part], g[part], both, *ctx.how).to(h.dtype)
             if to_hidden:
                 d_hidden.append(d @ weight)
             if d_head is not None:
@@ -254,7 +254,9 @@ class _Tokens(torch.autograd.Function):
         return given, d_head, *nothing[1:]
 
 
-def _rooms(hidden: Tensor, head: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+def _scratch_buffers(hidden: Tensor, head: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Two of [chunk, V] in the wide type, that all chunks are worked out in: memory that is new costs more than the work."""
     shape = min(chunk, len(hidden)), len(head)
-    return hidden.new_empty(shape, dtype=wide(hidden)), hidden.new_empty(shape, dtype=wide(hidden))
+    return hidden.new_empty(shape, dtype=accumulate_dtype(hidden)), hidden.new_empty(
+        shape, dtype=accumulate_dtype(hidden)
+    )

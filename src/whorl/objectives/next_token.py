@@ -26,13 +26,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK_LOGITS = 1 << 20  # how many are held at a time: 4 MB in fp32, about what a cache holds
-LEAST_CHUNK = 128  # tokens; fewer make poor products
+MIN_CHUNK_TOKENS = 128  # tokens; fewer make poor products
 
 # (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V], logits' type);
 # the gradient may be written over the logits.
 LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
 # (hidden, head, softcap, the step below) -> the step to use
-Chooser = Callable[[Tensor, Tensor, float | None, LogitsStep], LogitsStep]
+LogitsStepSelector = Callable[[Tensor, Tensor, float | None, LogitsStep], LogitsStep]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class _Fused(torch.autograd.Function):
         weight = head.to(hidden.dtype)
         totals, nlls, d_hidden = [], [], []
         d_head = None
-        chunk = max(LEAST_CHUNK, CHUNK_LOGITS // head.shape[0])
+        chunk = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // head.shape[0])
         parts = zip(*(torch.split(t, chunk) for t in (hidden, targets, mask)), strict=True)
         for h, target, keep in parts:
             total, nll, d_logits = step(F.linear(h, weight), target, keep, z_loss, softcap)
@@ -127,7 +127,7 @@ def next_token(
     mask: Tensor,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    choose: Chooser | None = None,
+    select_step: LogitsStepSelector | None = None,
 ) -> Loss:
     """Summed cross-entropy of the next tokens, in nats.
 
@@ -143,6 +143,6 @@ def next_token(
         Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z term).
     """
     keep = mask.float()
-    step = logits_step if choose is None else choose(hidden, head, softcap, logits_step)
+    step = logits_step if select_step is None else select_step(hidden, head, softcap, logits_step)
     total, nll = _Fused.apply(hidden, head, targets, keep, z_loss, softcap, step)  # type: ignore[no-untyped-call]
     return Loss(total, keep.sum(), {"nll": nll})

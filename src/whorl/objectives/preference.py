@@ -32,11 +32,11 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.objectives.next_token import Loss
 
-MOST = -1e-6  # of a token's mean log-probability under the odds, which have no end at 0
+MAX_LOG_PROB = -1e-6  # of a token's mean log-probability under the odds, which have no end at 0
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PairLogProbs:
     """P pairs of answers; each field is [P].
 
     chosen, rejected: summed log-probs under the policy, with gradient; reference_chosen, reference_rejected: under the
@@ -68,7 +68,7 @@ class Pairs:
             raise ConfigError("pairs without a reference's log-probabilities", do="score them with it first")
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
-    def means(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
+    def length_normalized(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
         """Both over their lengths; an answer without tokens says 0.
 
         Raises:
@@ -79,37 +79,37 @@ class Pairs:
         return chosen / self.chosen_length.clamp(min=1), rejected / self.rejected_length.clamp(min=1)
 
 
-def dpo(pairs: Pairs, *, beta: float = 0.1, smoothing: float = 0.0) -> Loss:
+def dpo(pairs: PairLogProbs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
     """Direct preference optimisation. smoothing: e above, 0 to below 0.5."""
-    if not 0 <= smoothing < 0.5:
-        raise ConfigError(f"smoothing is {smoothing}", expected="0 to below 0.5: half is no preference")
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"smoothing is {label_smoothing}", expected="0 to below 0.5: half is no preference")
     chosen, rejected = pairs.log_ratios()
     margin = beta * (chosen - rejected)
-    each = -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
-    return _loss(each, beta * chosen, beta * rejected)
+    each = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
+    return _pair_loss(each, beta * chosen, beta * rejected)
 
 
-def ipo(pairs: Pairs, *, beta: float = 0.1, per_token: bool = False) -> Loss:
+def ipo(pairs: PairLogProbs, *, beta: float = 0.1, length_normalized: bool = False) -> Loss:
     """Identity preference optimisation; beta is the paper's tau. per_token: h are means over tokens, see above."""
     chosen, rejected = pairs.log_ratios()
-    if per_token:
-        chosen, rejected = pairs.means(chosen, rejected)
+    if length_normalized:
+        chosen, rejected = pairs.length_normalized(chosen, rejected)
     each = (chosen - rejected - 1 / (2 * beta)).square()
-    return _loss(each, beta * chosen, beta * rejected)
+    return _pair_loss(each, beta * chosen, beta * rejected)
 
 
-def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss:
+def simpo(pairs: PairLogProbs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss:
     """Preferences by mean log-probability, no reference; gamma: the margin that is asked for."""
-    chosen, rejected = (beta * mean for mean in pairs.means(pairs.chosen, pairs.rejected))
-    return _loss(-F.logsigmoid(chosen - rejected - gamma), chosen, rejected)
+    chosen, rejected = (beta * mean for mean in pairs.length_normalized(pairs.chosen, pairs.rejected))
+    return _pair_loss(-F.logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
-def orpo(pairs: Pairs, *, weight: float = 0.1) -> Loss:
+def orpo(pairs: PairLogProbs, *, weight: float = 0.1) -> Loss:
     """SFT on the chosen, and the odds ratio; metrics sft and odds too. weight: the paper's lambda."""
-    chosen, rejected = pairs.means(pairs.chosen, pairs.rejected)
+    chosen, rejected = pairs.length_normalized(pairs.chosen, pairs.rejected)
     odds = _log_odds(chosen) - _log_odds(rejected)
     ratio = -F.logsigmoid(odds)
-    loss = _loss(-chosen + weight * ratio, weight * chosen, weight * rejected)
+    loss = _pair_loss(-chosen + weight * ratio, weight * chosen, weight * rejected)
     return Loss(
         loss.total,
         loss.count,
@@ -120,12 +120,12 @@ def orpo(pairs: Pairs, *, weight: float = 0.1) -> Loss:
 def kto(
     log_prob: Tensor,
     reference_log_prob: Tensor,
-    good: Tensor,
-    divergence: Tensor | float,
+    desirable: Tensor,
+    kl: Tensor | float,
     *,
     beta: float = 0.1,
-    good_weight: float = 1.0,
-    bad_weight: float = 1.0,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
 ) -> Loss:
     """Kahneman-Tversky optimisation of single answers.
 
@@ -141,24 +141,24 @@ def kto(
     Raises:
         ConfigError: shapes that do not fit.
     """
-    if not log_prob.shape == reference_log_prob.shape == good.shape or log_prob.ndim != 1:
+    if not log_prob.shape == reference_log_prob.shape == desirable.shape or log_prob.ndim != 1:
         raise ConfigError(
             f"log_prob is {list(log_prob.shape)}, reference_log_prob {list(reference_log_prob.shape)}, "
-            f"good {list(good.shape)}",
+            f"good {list(desirable.shape)}",
             expected="[S], all alike",
         )
-    z = torch.as_tensor(divergence, dtype=log_prob.dtype, device=log_prob.device).detach()
+    z = torch.as_tensor(kl, dtype=log_prob.dtype, device=log_prob.device).detach()
     h = log_prob - reference_log_prob
-    sign = torch.where(good, 1.0, -1.0).to(h.dtype)
-    weight = torch.where(good, good_weight, bad_weight).to(h.dtype)
+    sign = torch.where(desirable, 1.0, -1.0).to(h.dtype)
+    weight = torch.where(desirable, desirable_weight, undesirable_weight).to(h.dtype)
     total = (weight * torch.sigmoid(-beta * sign * (h - z))).sum()  # 1 - sigma(x) = sigma(-x)
     reward = beta * h.detach()
     count = torch.full_like(total.detach(), float(len(h)))
     metrics = {
-        "good_reward": reward[good].sum(),
-        "bad_reward": reward[~good].sum(),
-        "good": good.sum(),
-        "bad": (~good).sum(),
+        "good_reward": reward[desirable].sum(),
+        "bad_reward": reward[~desirable].sum(),
+        "good": desirable.sum(),
+        "bad": (~desirable).sum(),
         "accuracy": (sign * (h.detach() - z) > 0).sum(),
         "divergence": z * count,
     }
@@ -166,7 +166,7 @@ def kto(
 
 
 @torch.no_grad()
-def kto_divergence(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
+def kto_kl(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
     """[] the z of KTO (section 4.1): the mean of h over prompts with another prompt's answer, and not below 0.
 
     log_prob, reference_log_prob: [M] summed over each such answer, of the whole batch.
@@ -178,7 +178,7 @@ def kto_divergence(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
 
 def _log_odds(log_p: Tensor) -> Tensor:
     """log (P / (1 - P)) for log P < 0, by whichever way keeps the digits (Maechler 2012, "log1mexp")."""
-    x = log_p.clamp(max=MOST)
+    x = log_p.clamp(max=MAX_LOG_PROB)
     near = x > -math.log(2)
     one_minus = torch.where(
         near,
@@ -188,7 +188,7 @@ def _log_odds(log_p: Tensor) -> Tensor:
     return x - one_minus
 
 
-def _loss(each: Tensor, chosen: Tensor, rejected: Tensor) -> Loss:
+def _pair_loss(each: Tensor, chosen: Tensor, rejected: Tensor) -> Loss:
     """Summed over pairs. chosen, rejected: [P] implicit rewards."""
     chosen, rejected = chosen.detach(), rejected.detach()
     total = each.sum()

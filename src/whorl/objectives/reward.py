@@ -26,7 +26,7 @@ from whorl.objectives.next_token import Loss
 
 
 def bradley_terry(
-    chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, centring: float = 0.0
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_rewards_coef: float = 0.0
 ) -> Loss:
     """The pairwise loss, summed over pairs.
 
@@ -46,8 +46,8 @@ def bradley_terry(
             )
     ahead = chosen - rejected
     each = -F.logsigmoid(ahead if margin is None else ahead - margin)
-    if centring:
-        each = each + centring * (chosen + rejected).square()
+    if center_rewards_coef:
+        each = each + center_rewards_coef * (chosen + rejected).square()
     total = each.sum()
     metrics = {
         "chosen_reward": chosen.detach().sum(),
@@ -67,15 +67,17 @@ class Calibration:
     """
 
     edges: Tensor
-    said: Tensor
-    seen: Tensor
+    predicted: Tensor
+    observed: Tensor
     count: Tensor
-    error: float
-    most: float
+    expected_error: float
+    max_error: float
 
 
 @torch.no_grad()
-def calibration(probability: Tensor, outcome: Tensor, *, bins: int = 10, lowest: float = 0.0) -> Calibration:
+def calibration(
+    probability: Tensor, outcome: Tensor, *, bins: int = 10, min_probability: float = 0.0
+) -> Calibration:
     """How far N probabilities are from what happened, in bins of equal width from `lowest` to 1.
 
     Args:
@@ -89,12 +91,14 @@ def calibration(probability: Tensor, outcome: Tensor, *, bins: int = 10, lowest:
             f"probability is {list(probability.shape)} and outcome {list(outcome.shape)}",
             expected="[N], both",
         )
-    if bins < 1 or not 0 <= lowest < 1:
-        raise ConfigError(f"{bins} bins from {lowest} to 1", expected="at least one, from 0 to below 1")
+    if bins < 1 or not 0 <= min_probability < 1:
+        raise ConfigError(
+            f"{bins} bins from {min_probability} to 1", expected="at least one, from 0 to below 1"
+        )
     p, y = probability.double(), outcome.double()
-    if not bool(((p >= lowest) & (p <= 1)).all()):
-        raise ConfigError("a probability lies outside the bins", expected=f"{lowest} to 1")
-    edges = torch.linspace(lowest, 1, bins + 1, dtype=torch.float64, device=p.device)
+    if not bool(((p >= min_probability) & (p <= 1)).all()):
+        raise ConfigError("a probability lies outside the bins", expected=f"{min_probability} to 1")
+    edges = torch.linspace(min_probability, 1, bins + 1, dtype=torch.float64, device=p.device)
     which = (torch.bucketize(p, edges, right=True) - 1).clamp(0, bins - 1)  # the last bin has both its edges
     zero = torch.zeros(bins, dtype=torch.float64, device=p.device)
     count = zero.index_add(0, which, torch.ones_like(p))
@@ -108,4 +112,4 @@ def calibration(probability: Tensor, outcome: Tensor, *, bins: int = 10, lowest:
 def pair_calibration(margin: Tensor, *, bins: int = 10) -> Calibration:
     """Of a reward model's pairs. margin: [P], r_chosen - r_rejected."""
     right = torch.where(margin == 0, 0.5, (margin > 0).double())
-    return calibration(torch.sigmoid(margin.double().abs()), right, bins=bins, lowest=0.5)
+    return calibration(torch.sigmoid(margin.double().abs()), right, bins=bins, min_probability=0.5)

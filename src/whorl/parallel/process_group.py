@@ -30,8 +30,8 @@ import torch.multiprocessing
 from whorl.errors import WhorlError
 from whorl.machine.device_probe import keep_freed_memory
 
-LEAVING_SECONDS = 15.0  # a replica that samples hears of the end at its next meeting
-PATIENCE_SECONDS = 600.0  # a first step compiles; nothing that is alive takes longer
+SHUTDOWN_TIMEOUT = 15.0  # a replica that samples hears of the end at its next meeting
+REPLICA_TIMEOUT = 600.0  # a first step compiles; nothing that is alive takes longer
 
 
 class ReplicaError(WhorlError):
@@ -41,15 +41,15 @@ class ReplicaError(WhorlError):
 
 
 @dataclass
-class World:
+class ProcessGroup:
     """This process among its peers: `rank` of `size`; `links[r]` leads to rank r (None for itself)."""
 
     rank: int = 0
     size: int = 1
-    links: list[Connection | None] = field(default_factory=list)
+    pipes: list[Connection | None] = field(default_factory=list)
     children: list[BaseProcess] = field(default_factory=list)
 
-    def exchange(self, *values: float) -> list[tuple[float, ...]]:
+    def all_gather_scalars(self, *values: float) -> list[tuple[float, ...]]:
         """Gives `values`, waits for everybody, returns what each rank gave, in rank order.
 
         Whatever a rank wrote into shared memory before is visible to all after.
@@ -58,41 +58,41 @@ class World:
             ReplicaError: a peer died or gave no sign for PATIENCE_SECONDS.
         """
         message = b"v" + struct.pack(f"{len(values)}d", *values)
-        for rank, peer in enumerate(self.links):
+        for rank, peer in enumerate(self.pipes):
             if peer is not None:
                 try:
                     peer.send_bytes(message)
                 except OSError as error:
-                    self._told_before(rank, peer)
-                    raise self._death(rank) from error
+                    self._raise_reported_error(rank, peer)
+                    raise self._dead_replica_error(rank) from error
         answers = []
         for rank in range(self.size):
-            peer = self.links[rank] if self.links else None
+            peer = self.pipes[rank] if self.pipes else None
             answers.append(values if peer is None else self._receive(rank, peer))
         return answers
 
     def _receive(self, rank: int, peer: Connection) -> tuple[float, ...]:
         try:
-            if not peer.poll(PATIENCE_SECONDS):
+            if not peer.poll(REPLICA_TIMEOUT):
                 raise ReplicaError(
-                    f"training replica {rank} gave no sign for {PATIENCE_SECONDS:.0f} s",
+                    f"training replica {rank} gave no sign for {REPLICA_TIMEOUT:.0f} s",
                     do="run the same command again: it continues from the last checkpoint",
                 )
             message = peer.recv_bytes()
         except (EOFError, OSError) as error:
-            raise self._death(rank) from error
+            raise self._dead_replica_error(rank) from error
         if message[:1] == b"e":
             raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
         return struct.unpack(f"{(len(message) - 1) // 8}d", message[1:])
 
-    def _told_before(self, rank: int, peer: Connection) -> None:
+    def _raise_reported_error(self, rank: int, peer: Connection) -> None:
         """A peer that is gone may have said why before it went."""
         with suppress(OSError, EOFError):
             while peer.poll(0):
                 if (message := peer.recv_bytes())[:1] == b"e":
                     raise ReplicaError(f"training replica {rank} failed:\n{message[1:].decode()}")
 
-    def _death(self, rank: int) -> ReplicaError:
+    def _dead_replica_error(self, rank: int) -> ReplicaError:
         """What is known of how a peer ended: of one that this process started, the exit code."""
         code = None
         if self.children:
@@ -108,16 +108,16 @@ class World:
         dead.killed = code == -signal.SIGKILL
         return dead
 
-    def total(self, *values: float) -> tuple[float, ...]:
+    def all_reduce_scalars(self, *values: float) -> tuple[float, ...]:
         """The sum of what each rank gave, value by value, added in rank order."""
-        return tuple(sum(column) for column in zip(*self.exchange(*values), strict=True))
+        return tuple(sum(column) for column in zip(*self.all_gather_scalars(*values), strict=True))
 
     def close(self) -> None:
         """Ends what is left of the peers that this process started."""
-        for link in self.links:
+        for link in self.pipes:
             if link is not None:
                 link.close()
-        deadline = time.monotonic() + LEAVING_SECONDS
+        deadline = time.monotonic() + SHUTDOWN_TIMEOUT
         for child in self.children:
             child.join(timeout=max(0.0, deadline - time.monotonic()))
             if child.is_alive():
@@ -125,7 +125,7 @@ class World:
                 child.join()
 
 
-def start_replicas(size: int, work: Callable[..., None], *arguments: Any) -> World:
+def spawn_replicas(size: int, target: Callable[..., None], *args: Any) -> ProcessGroup:
     """Starts ranks 1 .. size-1, each calling work(world, *arguments), and returns the caller's world (rank 0).
 
     Arguments cross by pickle; tensors among them must lie in shared memory (`share_memory_`) and are not copied.
@@ -138,35 +138,37 @@ def start_replicas(size: int, work: Callable[..., None], *arguments: Any) -> Wor
             links[low][high], links[high][low] = context.Pipe()
     children: list[BaseProcess] = []
     for rank in range(1, size):
-        child = context.Process(target=_replica, args=(rank, size, links[rank], work, arguments), daemon=True)
+        child = context.Process(
+            target=_replica_main, args=(rank, size, links[rank], target, args), daemon=True
+        )
         child.start()
         children.append(child)
     for rank in range(1, size):  # only the child holds its ends now: its death closes them
         for link in links[rank]:
             if link is not None:
                 link.close()
-    return World(0, size, links[0], children)
+    return ProcessGroup(0, size, links[0], children)
 
 
-def _replica(
+def _replica_main(
     rank: int,
     size: int,
-    links: list[Connection | None],
-    work: Callable[..., None],
-    arguments: tuple[Any, ...],
+    pipes: list[Connection | None],
+    target: Callable[..., None],
+    args: tuple[Any, ...],
 ) -> None:
     # A scheduler may send it to all processes of a job. Rank 0 hears it; the rest end when its links close.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    world = World(rank, size, links)
+    world = ProcessGroup(rank, size, pipes)
     torch.set_num_threads(1)
     keep_freed_memory()
     try:
-        work(world, *arguments)
+        target(world, *args)
     except (ReplicaError, KeyboardInterrupt):
         pass  # somebody else's failure, reported where it happened
     except Exception:
         message = b"e" + traceback.format_exc().encode()
-        for link in links:
+        for link in pipes:
             if link is not None:
                 try:
                     link.send_bytes(message)

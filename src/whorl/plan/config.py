@@ -23,8 +23,8 @@ class PlanConfig(BaseModel):
         default=None,
         description="another network than the house's own: the fields of a TransformerConfig (docs/models.md)",
     )
-    length: int = Field(default=256, ge=16, description="tokens a row")
-    batch_rows: int = Field(default=8, ge=1, description="rows a step")
+    seq_len: int = Field(default=256, ge=16, description="tokens a row")
+    batch_size: int = Field(default=8, ge=1, description="rows a step")
     ngram_buckets: int = Field(default=65_536, ge=16)
     steps: int | None = Field(default=None, ge=1, description="given, nothing is timed")
     replicas: int | None = Field(default=None, ge=1, description="default: one a core")
@@ -52,18 +52,18 @@ class PlanConfig(BaseModel):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} stands beside model: give it as model.{name}")
             try:
-                shape = TransformerConfig.model_validate(self.shape())
+                shape = TransformerConfig.model_validate(self.transformer_fields())
             except ValidationError as error:
                 first = error.errors()[0]
                 raise ValueError(f"{'.'.join(map(str, ('model', *first['loc'])))}: {first['msg']}") from error
-            _build_without_memory(shape)
-            if shape.tie_embeddings and self.optim is not None and self.optim.base_width is not None:
+            _check_buildable(shape)
+            if shape.tie_embeddings and self.optim is not None and self.optim.mup_base_width is not None:
                 raise ValueError(
-                    f"optim.base_width ({self.optim.base_width}) with model.tie_embeddings: muP gives an embedding and a "
+                    f"optim.base_width ({self.optim.mup_base_width}) with model.tie_embeddings: muP gives an embedding and a "
                     "head different rates; set model.tie_embeddings = false or leave optim.base_width out"
                 )
-            if shape.learned_positions and self.length > shape.max_length:
-                raise ValueError(f"length ({self.length}) is beyond model.max_length ({shape.max_length})")
+            if shape.learned_positions and self.seq_len > shape.max_length:
+                raise ValueError(f"length ({self.seq_len}) is beyond model.max_length ({shape.max_length})")
             if shape.experts is not None and shape.experts.routing == "expert_choice":
                 raise ValueError(
                     "model.experts.routing: experts that choose look at tokens to come, so a model of what comes next "
@@ -71,12 +71,12 @@ class PlanConfig(BaseModel):
                 )
         return self
 
-    def shape(self) -> dict[str, Any]:
+    def transformer_fields(self) -> dict[str, Any]:
         """`model`, its vocabulary filled in."""
         return {"vocab_size": self.vocab_size or 1024, **(self.model or {})}
 
 
-def _build_without_memory(shape: Any) -> None:
+def _check_buildable(shape: Any) -> None:
     """Raises ValueError for what only the layers themselves know to be impossible."""
     import torch
 

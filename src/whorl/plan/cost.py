@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from whorl.models import DecoderConfig, ModelConfig, make_model
 from whorl.models.decoder import flops_per_token, matrix_params
 
-PROCESS_BYTES = (
+PROCESS_OVERHEAD_BYTES = (
     800e6  # a training process with compiled graphs and what its allocator keeps, and its loader, seen here
 )
 
 
-def shape(
+def decoder_config(
     d_model: int,
     n_layers: int,
     vocab_size: int,
@@ -36,64 +36,64 @@ def shape(
     )
 
 
-def table_params(c: DecoderConfig) -> int:
+def lookup_params(c: DecoderConfig) -> int:
     """Weights that are looked up: n-gram tables and, unless tied, the token embedding."""
     tables = len(c.ngram_orders) * c.ngram_buckets * c.d_model
     return tables + (0 if c.tie_embeddings else c.vocab_size * c.d_model)
 
 
-def memory_bytes(c: DecoderConfig, *, tokens: int, length: int, replicas: int) -> float:
+def decoder_memory_bytes(c: DecoderConfig, *, tokens: int, seq_len: int, replicas: int) -> float:
     """Peak memory of training, all replicas together; `tokens` a step.
 
     fp32 weights, gradients of each replica and two moments for what is dense; weights alone for tables (their state is
     one number a row); activations in the compute type, taken as fp32.
     """
     dense = matrix_params(c) + c.vocab_size * c.d_model
-    weights = 4.0 * (dense * (3 + replicas) + table_params(c))
-    activations = decoder_activations(c, tokens=tokens, length=length)
-    return weights + activations + 8.0 * tokens * c.vocab_size + PROCESS_BYTES * replicas
+    weights = 4.0 * (dense * (3 + replicas) + lookup_params(c))
+    activations = decoder_activation_bytes(c, tokens=tokens, seq_len=seq_len)
+    return weights + activations + 8.0 * tokens * c.vocab_size + PROCESS_OVERHEAD_BYTES * replicas
 
 
-def decoder_activations(c: DecoderConfig, *, tokens: int, length: int) -> float:
+def decoder_activation_bytes(c: DecoderConfig, *, tokens: int, seq_len: int) -> float:
     """Bytes that the forwards of a step keep for their backwards, logits left out, taken as fp32."""
-    per_token = 14 * c.d_model + 2 * c.mlp_hidden + 2 * c.n_heads * length
+    per_token = 14 * c.d_model + 2 * c.mlp_hidden + 2 * c.n_heads * seq_len
     return 4.0 * tokens * c.n_layers * per_token
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     """What a training run of a shape costs. blocks: weights of the layers that a token meets; head: of the output;
     tables: weights that are looked up; flops: a token, forward + backward; memory: bytes at most; activations: those of
     them that the forward keeps for the backward, which `pretrain.activation_budget` and `pretrain.micro_rows` lower."""
 
-    blocks: int
-    head: int
-    tables: int
-    total: int
-    flops: float
-    memory: float
-    activations: float
+    block_params: int
+    head_params: int
+    lookup_params: int
+    total_params: int
+    token_flops: float
+    peak_memory_bytes: float
+    activation_bytes: float
 
     @property
-    def multiplied(self) -> int:
+    def matmul_params(self) -> int:
         """Weights that a token is multiplied with."""
-        return self.blocks + self.head
+        return self.block_params + self.head_params
 
 
-def cost_of(c: ModelConfig, *, rows: int, length: int, replicas: int) -> Cost:
+def training_cost(c: ModelConfig, *, batch_size: int, seq_len: int, replicas: int) -> TrainingCost:
     """The cost of a shape in steps of `rows` rows over all replicas; a `Transformer` is built and asked."""
     head = c.vocab_size * c.d_model
     if isinstance(c, DecoderConfig):
-        memory = memory_bytes(c, tokens=rows * length, length=length, replicas=replicas)
+        memory = decoder_memory_bytes(c, tokens=batch_size * seq_len, seq_len=seq_len, replicas=replicas)
         blocks = matrix_params(c) - head
-        total = matrix_params(c) + table_params(c)
-        kept = decoder_activations(c, tokens=rows * length, length=length)
-        return Cost(blocks, head, table_params(c), total, flops_per_token(c, length), memory, kept)
+        total = matrix_params(c) + lookup_params(c)
+        kept = decoder_activation_bytes(c, tokens=batch_size * seq_len, seq_len=seq_len)
+        return TrainingCost(blocks, head, lookup_params(c), total, flops_per_token(c, seq_len), memory, kept)
     model = make_model(c)
     sizes = model.params()
     tables = 0 if c.tie_embeddings else sizes["embedding"] - head
-    kept = model.activation_bytes(rows, length)
+    kept = model.activation_bytes(batch_size, seq_len)
     memory = 4.0 * (sizes["total"] * (3 + replicas)) + kept
-    memory += 8.0 * rows * length * c.d_model + PROCESS_BYTES * replicas
+    memory += 8.0 * batch_size * seq_len * c.d_model + PROCESS_OVERHEAD_BYTES * replicas
     blocks = sizes["active"] - head - tables
-    return Cost(blocks, head, tables, sizes["total"], model.flops_per_token(length), memory, kept)
+    return TrainingCost(blocks, head, tables, sizes["total"], model.flops_per_token(seq_len), memory, kept)

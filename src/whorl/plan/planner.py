@@ -26,25 +26,25 @@ from whorl.machine.budget import Budget
 from whorl.machine.device_probe import Machine, usable_cores
 from whorl.models import DecoderConfig, ModelConfig, TransformerConfig
 from whorl.models.decoder import flops_per_token, matrix_params
-from whorl.models.transformer_config import Experts, Heads
+from whorl.models.transformer_config import AttentionConfig, MoEConfig
 from whorl.plan.config import PlanConfig
-from whorl.plan.cost import cost_of, memory_bytes, shape
+from whorl.plan.cost import decoder_config, decoder_memory_bytes, training_cost
 from whorl.plan.scaling_law import bytes_per_token, expected_bits_per_byte
 from whorl.tracking.progress import Progress
 from whorl.train.config import OptimConfig
 from whorl.train.job import Job
 from whorl.train.profiling.step_timer import StepTiming, time_steps
 
-LADDER = (  # (width, depth)
+MODEL_LADDER = (  # (width, depth)
     (64, 2), (96, 3), (128, 3), (128, 4), (192, 3), (192, 4), (256, 4), (256, 6), (384, 6), (512, 8), (768, 12),
 )  # fmt: skip
-VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16_384)
-COMPILED_GAIN = 0.72  # compiled / uncompiled time of a step, for ranking alone; the winner is measured
-LOOKS = 0.025  # share of training time that looks at held-out text, samples and checkpoints take
-LEAST_STEPS = 20
+VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
+COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled time of a step, for ranking alone; the winner is measured
+EVAL_OVERHEAD = 0.025  # share of training time that looks at held-out text, samples and checkpoints take
+MIN_STEPS = 20
 # Of a network without norms on queries and keys, whose embedding starts small: the house's own rates left it at 3.75 nats
 # after 1,000 steps where these reach 2.90 (LOG.md).
-LLAMA_LIKE = OptimConfig(matrix_rate=0.01, embedding_rate=0.02)
+LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What was chosen, and the reckoning behind it."""
 
     job: dict[str, Any]  # a `Job` without its tokens
@@ -69,7 +69,7 @@ class Plan:
     candidates: list[dict[str, Any]]
 
 
-def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress) -> Plan:
+def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress) -> TrainingPlan:
     """Chooses; see the top of this file.
 
     Args:
@@ -79,54 +79,60 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         BudgetError: the budget does not pay for LEAST_STEPS steps of the smallest shape.
     """
     budget = Budget.parse(config.budget)
-    replicas = config.replicas or _replicas(config, machine)
+    replicas = config.replicas or _choose_replicas(config, machine)
     if config.steps is not None:
-        model = _given(config)
-        job = _job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
-        return _plan(config, machine, job, corpus_bytes, None, [])
+        model = _fixed_model(config)
+        job = _build_job(config, model, machine, replicas, config.steps, compile=bool(config.compile))
+        return _build_plan(config, machine, job, corpus_bytes, None, [])
     candidates: list[Candidate] = []
     chosen: ModelConfig
     if config.model is not None:
-        chosen = _given(config)
+        chosen = _fixed_model(config)
     else:
-        candidates = _candidates(config, machine, replicas, budget, corpus_bytes, progress)
+        candidates = _rank_candidates(config, machine, replicas, budget, corpus_bytes, progress)
         chosen = min(candidates, key=lambda c: c.bits_per_byte).model
     timing: StepTiming | None = None
     if config.deterministic:
-        job = _job(config, chosen, machine, replicas, 1, compile=bool(config.compile))
+        job = _build_job(config, chosen, machine, replicas, 1, compile=bool(config.compile))
     else:
-        job, timing = _time_choice(config, chosen, machine, replicas, budget, progress)
+        job, timing = _choose_compilation(config, chosen, machine, replicas, budget, progress)
     if budget.seconds is not None and timing is not None:
-        usable = budget.seconds - timing.startup
-        steps = int(usable / (timing.step * (1 + LOOKS)))
+        usable = budget.seconds - timing.startup_seconds
+        steps = int(usable / (timing.step_seconds * (1 + EVAL_OVERHEAD)))
     else:
-        flops = cost_of(chosen, rows=config.batch_rows, length=config.length, replicas=replicas).flops
-        steps = int((budget.flops or 0.0) / (flops * config.batch_rows * config.length))
-    if steps < LEAST_STEPS:
+        flops = training_cost(
+            chosen, batch_size=config.batch_size, seq_len=config.seq_len, replicas=replicas
+        ).token_flops
+        steps = int((budget.flops or 0.0) / (flops * config.batch_size * config.seq_len))
+    if steps < MIN_STEPS:
         named = "this model" if config.model is not None else "the smallest sensible model"
         raise BudgetError(
             f"a budget of {config.budget} buys {max(0, steps)} steps of {named} here "
-            + (f"({timing.startup:.1f} s to start, {timing.step * 1e3:.0f} ms a step)" if timing else ""),
-            expected=f"at least {LEAST_STEPS} steps",
-            do=f"give at least --budget {int(timing.startup + LEAST_STEPS * timing.step * 1.2) + 1}s"
+            + (
+                f"({timing.startup_seconds:.1f} s to start, {timing.step_seconds * 1e3:.0f} ms a step)"
+                if timing
+                else ""
+            ),
+            expected=f"at least {MIN_STEPS} steps",
+            do=f"give at least --budget {int(timing.startup_seconds + MIN_STEPS * timing.step_seconds * 1.2) + 1}s"
             if timing
             else "give more FLOPs",
         )
     job = job.model_copy(update={"steps": steps})
-    return _plan(config, machine, job, corpus_bytes, timing, candidates)
+    return _build_plan(config, machine, job, corpus_bytes, timing, candidates)
 
 
-def _replicas(config: PlanConfig, machine: Machine) -> int:
+def _choose_replicas(config: PlanConfig, machine: Machine) -> int:
     if machine.device != "cpu":
         return 1
     most = usable_cores() if config.deterministic else machine.threads
-    return max(n for n in range(1, most + 1) if config.batch_rows % n == 0)
+    return max(n for n in range(1, most + 1) if config.batch_size % n == 0)
 
 
-def _given(config: PlanConfig) -> ModelConfig:
+def _fixed_model(config: PlanConfig) -> ModelConfig:
     if config.model is not None:
-        return TransformerConfig.model_validate(config.shape())
-    return shape(
+        return TransformerConfig.model_validate(config.transformer_fields())
+    return decoder_config(
         config.d_model or 128,
         config.n_layers or 4,
         config.vocab_size or 1024,
@@ -134,32 +140,32 @@ def _given(config: PlanConfig) -> ModelConfig:
     )
 
 
-def _job(
+def _build_job(
     config: PlanConfig, model: ModelConfig, machine: Machine, replicas: int, steps: int, *, compile: bool
 ) -> Job:
-    rates = LLAMA_LIKE
+    rates = LLAMA_OPTIM
     if isinstance(model, DecoderConfig):
-        rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.length})
+        rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.seq_len})
     given = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     return Job(
         tokens="",
         model=model,
         optim=rates.model_copy(update=given),
         routing=config.routing,
-        length=config.length,
-        batch_rows=config.batch_rows,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
         steps=steps,
         seed=config.seed,
         replicas=replicas,
         threads=1 if config.deterministic else max(1, machine.threads // replicas),
         device=machine.device,
-        dtype=_dtype(config, machine),
+        dtype=_choose_dtype(config, machine),
         compile=compile,
         deterministic=config.deterministic,
     )
 
 
-def _dtype(config: PlanConfig, machine: Machine) -> str:
+def _choose_dtype(config: PlanConfig, machine: Machine) -> str:
     """The faster one; or, where nothing may be timed, the usual one of the device."""
     if not config.deterministic:
         return machine.dtype
@@ -168,22 +174,24 @@ def _dtype(config: PlanConfig, machine: Machine) -> str:
 
 
 def _step_flops(config: PlanConfig, model: DecoderConfig) -> float:
-    return flops_per_token(model, config.length) * config.batch_rows * config.length
+    return flops_per_token(model, config.seq_len) * config.batch_size * config.seq_len
 
 
-def _shapes(config: PlanConfig, machine: Machine, replicas: int, budget: Budget) -> list[tuple[int, int]]:
+def _ladder_shapes(
+    config: PlanConfig, machine: Machine, replicas: int, budget: Budget
+) -> list[tuple[int, int]]:
     """Rungs of the ladder worth timing."""
     ladder = [
         (config.d_model or width, config.n_layers or depth)
-        for width, depth in LADDER
+        for width, depth in MODEL_LADDER
         if config.d_model in (None, width) or (config.d_model is not None and config.n_layers is None)
     ] or [(config.d_model or 128, config.n_layers or 4)]
     worth: list[tuple[int, int]] = []
-    tokens = config.batch_rows * config.length
+    tokens = config.batch_size * config.seq_len
     for width, depth in dict.fromkeys(ladder):
-        model = shape(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
+        model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
         fits = (
-            memory_bytes(model, tokens=tokens, length=config.length, replicas=replicas)
+            decoder_memory_bytes(model, tokens=tokens, seq_len=config.seq_len, replicas=replicas)
             < 0.6 * machine.ram_bytes
         )
         flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
@@ -194,7 +202,7 @@ def _shapes(config: PlanConfig, machine: Machine, replicas: int, budget: Budget)
     return worth[-6:]
 
 
-def _candidates(
+def _rank_candidates(
     config: PlanConfig,
     machine: Machine,
     replicas: int,
@@ -203,35 +211,35 @@ def _candidates(
     progress: Progress,
 ) -> list[Candidate]:
     found = []
-    shapes = _shapes(config, machine, replicas, budget)
-    vocabularies = [config.vocab_size] if config.vocab_size else VOCABULARIES
+    shapes = _ladder_shapes(config, machine, replicas, budget)
+    vocabularies = [config.vocab_size] if config.vocab_size else VOCAB_SIZES
     with progress.task("Timing shapes", total=len(shapes), unit="shapes") as task:
         for width, depth in shapes:
-            timed = shape(width, depth, 1024, ngram_buckets=config.ngram_buckets)
-            share = config.model_copy(update={"batch_rows": max(1, config.batch_rows // replicas)})
+            timed = decoder_config(width, depth, 1024, ngram_buckets=config.ngram_buckets)
+            share = config.model_copy(update={"batch_rows": max(1, config.batch_size // replicas)})
             if config.deterministic:  # of no weight: a budget of FLOPs buys steps by arithmetic
                 seconds = _step_flops(config, timed) / machine.peak_flops
             else:
-                job = _job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
-                seconds = time_steps(job, seconds=0.6).step * COMPILED_GAIN
+                job = _build_job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
+                seconds = time_steps(job, seconds=0.6).step_seconds * COMPILED_TIME_RATIO
             task.advance(1, note=f"{width} wide, {depth} deep: {seconds * 1e3:.0f} ms")
             for vocabulary in vocabularies:
-                model = shape(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
+                model = decoder_config(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
                 # The vocabulary's part of a step follows its arithmetic.
                 step = seconds * (1 + 0.5 * (_step_flops(config, model) / _step_flops(config, timed) - 1))
                 if budget.seconds is not None:
                     steps = int(budget.seconds * 0.93 / step)
                 else:
                     steps = int((budget.flops or 0.0) / _step_flops(config, model))
-                seen = max(1, steps) * config.batch_rows * config.length * bytes_per_token(vocabulary)
+                seen = max(1, steps) * config.batch_size * config.seq_len * bytes_per_token(vocabulary)
                 blocks = matrix_params(model) - model.vocab_size * model.d_model
                 # A repeated epoch teaches less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
-                fresh = _worth(seen, corpus_bytes)
+                fresh = _effective_bytes(seen, corpus_bytes)
                 found.append(Candidate(model, step, steps, expected_bits_per_byte(blocks, fresh, vocabulary)))
     return found
 
 
-def _worth(seen: float, corpus_bytes: int) -> float:
+def _effective_bytes(seen: float, corpus_bytes: int) -> float:
     """What `seen` bytes of a corpus, read over several epochs, are worth in bytes read once (R* = 15.4)."""
     import math
 
@@ -241,7 +249,7 @@ def _worth(seen: float, corpus_bytes: int) -> float:
     return corpus_bytes * (1 + 15.4 * (1 - math.exp(-repeats / 15.4)))
 
 
-def _time_choice(
+def _choose_compilation(
     config: PlanConfig,
     model: ModelConfig,
     machine: Machine,
@@ -250,7 +258,7 @@ def _time_choice(
     progress: Progress,
 ) -> tuple[Job, StepTiming]:
     """Times the winner as it will run, and chooses whether to compile."""
-    plain = _job(config, model, machine, replicas, 1, compile=False)
+    plain = _build_job(config, model, machine, replicas, 1, compile=False)
     with progress.task("Timing the chosen shape", total=None) as task:
         options: list[tuple[Job, StepTiming]] = []
         if config.compile is not True:
@@ -268,7 +276,7 @@ def _time_choice(
             )
 
         def steps(timing: StepTiming) -> float:
-            return ((budget.seconds or 1e9) - timing.startup) / timing.step
+            return ((budget.seconds or 1e9) - timing.startup_seconds) / timing.step_seconds
 
         return max(options, key=lambda option: steps(option[1]))
 
@@ -278,49 +286,49 @@ def can_compile() -> bool:
     return any(shutil.which(name) for name in ("g++", "c++", "clang++"))
 
 
-def _plan(
+def _build_plan(
     config: PlanConfig,
     machine: Machine,
     job: Job,
     corpus_bytes: int,
     timing: StepTiming | None,
     candidates: list[Candidate],
-) -> Plan:
+) -> TrainingPlan:
     model = job.model
-    tokens = job.steps * job.batch_rows * job.length
+    tokens = job.steps * job.batch_size * job.seq_len
     per_token = bytes_per_token(model.vocab_size)
-    cost = cost_of(model, rows=job.batch_rows, length=job.length, replicas=job.replicas)
-    flops = cost.flops
+    cost = training_cost(model, batch_size=job.batch_size, seq_len=job.seq_len, replicas=job.replicas)
+    flops = cost.token_flops
     expected: dict[str, float] = {
-        "parameters": cost.total,
-        "matrix_parameters": cost.multiplied,
+        "parameters": cost.total_params,
+        "matrix_parameters": cost.matmul_params,
         "flops_per_token": flops,
         "tokens": tokens,
         "epochs": tokens * per_token / max(1, corpus_bytes),
-        "memory_bytes": cost.memory,
-        "activation_bytes": cost.activations,
+        "memory_bytes": cost.peak_memory_bytes,
+        "activation_bytes": cost.activation_bytes,
     }
     if timing is not None:
-        expected["seconds"] = timing.startup + job.steps * timing.step * (1 + LOOKS)
-        expected["tokens_per_second"] = job.batch_rows * job.length / timing.step
+        expected["seconds"] = timing.startup_seconds + job.steps * timing.step_seconds * (1 + EVAL_OVERHEAD)
+        expected["tokens_per_second"] = job.batch_size * job.seq_len / timing.step_seconds
         expected["utilisation"] = expected["tokens_per_second"] * flops / machine.peak_flops
     lines = [
         f"machine: {machine.note}",
-        f"shape: {model.n_layers} layers x {model.d_model} wide, {_layers(model)}, vocabulary {model.vocab_size:,}",
-        f"parameters: {cost.blocks:,} in blocks + {cost.head:,} in the head (multiplied) "
-        f"+ {cost.tables:,} looked up ({_looked_up(model)})"
-        + (f"; {cost.total:,} in all with every expert" if _experts(model) else ""),
-        f"FLOPs a token: 6 x {cost.multiplied:,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
-        f"a step: {job.batch_rows} rows x {job.length} tokens over {job.replicas} replicas of {job.threads} thread(s), "
+        f"shape: {model.n_layers} layers x {model.d_model} wide, {_describe_layers(model)}, vocabulary {model.vocab_size:,}",
+        f"parameters: {cost.block_params:,} in blocks + {cost.head_params:,} in the head (multiplied) "
+        f"+ {cost.lookup_params:,} looked up ({_describe_lookups(model)})"
+        + (f"; {cost.total_params:,} in all with every expert" if _expert_config(model) else ""),
+        f"FLOPs a token: 6 x {cost.matmul_params:,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
+        f"a step: {job.batch_size} rows x {job.seq_len} tokens over {job.replicas} replicas of {job.threads} thread(s), "
         f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
         f"at about {per_token:.2f} bytes a token",
-        f"memory: {cost.memory / 1e9:.2f} GB expected at most, {cost.activations / 1e9:.2f} of it activations "
+        f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected at most, {cost.activation_bytes / 1e9:.2f} of it activations "
         "(pretrain.activation_budget or pretrain.micro_rows lower them)",
     ]
     if timing is not None:
         lines.append(
-            f"time: {timing.startup:.1f} s to start + {job.steps:,} x {timing.step * 1e3:.1f} ms x {1 + LOOKS:.3f} "
+            f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {timing.step_seconds * 1e3:.1f} ms x {1 + EVAL_OVERHEAD:.3f} "
             f"= {expected['seconds']:.0f} s of {config.budget}"
         )
         lines.append(
@@ -328,8 +336,8 @@ def _plan(
             f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured here"
         )
     if isinstance(model, DecoderConfig):
-        worth = _worth(tokens * per_token, max(1, corpus_bytes))
-        expected["bits_per_byte"] = expected_bits_per_byte(cost.blocks, worth, model.vocab_size)
+        worth = _effective_bytes(tokens * per_token, max(1, corpus_bytes))
+        expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, worth, model.vocab_size)
         lines.append(
             f"expected: {expected['bits_per_byte']:.2f} bits per byte on held-out text "
             "(law fitted on the sweep of bench/plan/scaling_sweep.py)"
@@ -344,27 +352,28 @@ def _plan(
         }
         for c in ranked
     ]
-    return Plan(job.model_dump(mode="json"), model.vocab_size, config.budget, expected, lines, table)
+    return TrainingPlan(job.model_dump(mode="json"), model.vocab_size, config.budget, expected, lines, table)
 
 
-def _layers(model: ModelConfig) -> str:
+def _describe_layers(model: ModelConfig) -> str:
     """What the layers are, in words."""
     if isinstance(model, DecoderConfig):
         return f"{model.n_heads} heads of {model.head_dim}"
     kinds = dict.fromkeys(
-        f"{m.n_heads} heads of {m.head_dim}" if isinstance(m, Heads) else m.kind for m in model.layer_mixers()
+        f"{m.n_heads} heads of {m.head_dim}" if isinstance(m, AttentionConfig) else m.kind
+        for m in model.layer_mixers()
     )
-    experts = _experts(model)
+    experts = _expert_config(model)
     return " and ".join(kinds) + (
         f", {experts.n_experts} experts of which {experts.top_k}" if experts else ""
     )
 
 
-def _experts(model: ModelConfig) -> Experts | None:
+def _expert_config(model: ModelConfig) -> MoEConfig | None:
     return None if isinstance(model, DecoderConfig) else model.experts
 
 
-def _looked_up(model: ModelConfig) -> str:
+def _describe_lookups(model: ModelConfig) -> str:
     if isinstance(model, DecoderConfig):
         return f"embedding and {len(model.ngram_orders)} n-gram tables"
     return "nothing: the head is the embedding" if model.tie_embeddings else "embedding"

@@ -19,34 +19,36 @@ from importlib import resources
 
 
 @dataclass(frozen=True)
-class Law:
+class ScalingLaw:
     """The fitted constants."""
 
-    floor: float
-    size: float
-    size_power: float
-    data: float
-    data_power: float
-    vocabulary: float
-    best_vocabulary: float  # at a million matrix weights; grows with N^0.5
+    irreducible: float
+    size_coef: float
+    size_exponent: float
+    data_coef: float
+    data_exponent: float
+    vocab_coef: float
+    optimal_vocab: float  # at a million matrix weights; grows with N^0.5
 
 
 @cache
-def fitted() -> Law:
+def fitted_law() -> ScalingLaw:
     """The constants that ship with the package."""
     text = resources.files("whorl.plan").joinpath("scaling_law.json").read_text()
-    return Law(**json.loads(text)["law"])
+    return ScalingLaw(**json.loads(text)["law"])
 
 
-def expected_bits_per_byte(matrices: float, n_bytes: float, vocab_size: int, law: Law | None = None) -> float:
+def expected_bits_per_byte(
+    block_params: float, n_bytes: float, vocab_size: int, law: ScalingLaw | None = None
+) -> float:
     """Expected held-out bits per byte of a model with `matrices` block weights after `n_bytes` of text."""
-    law = law or fitted()
-    best = law.best_vocabulary * (matrices / 1e6) ** 0.5
+    law = law or fitted_law()
+    best = law.optimal_vocab * (block_params / 1e6) ** 0.5
     expected: float = (
-        law.floor
-        + law.size / (matrices / 1e6) ** law.size_power
-        + law.data / (n_bytes / 1e6) ** law.data_power
-        + law.vocabulary * math.log(vocab_size / best) ** 2
+        law.irreducible
+        + law.size_coef / (block_params / 1e6) ** law.size_exponent
+        + law.data_coef / (n_bytes / 1e6) ** law.data_exponent
+        + law.vocab_coef * math.log(vocab_size / best) ** 2
     )
     return expected
 

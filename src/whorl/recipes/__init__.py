@@ -2,12 +2,12 @@
 
 from whorl.recipes.recipe import Recipe, RecipeStep, load_recipe, parse_recipe, ready_recipes
 from whorl.recipes.registry import StepContext, StepKind, step, step_kinds
-from whorl.recipes.runner import Outcome, run_folder, run_recipe
+from whorl.recipes.runner import RunResult, run_folder, run_recipe
 
 __all__ = [
-    "Outcome",
     "Recipe",
     "RecipeStep",
+    "RunResult",
     "StepContext",
     "StepKind",
     "load_recipe",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from whorl.train.profiling.profiler import Profile
 
 
-def training_step(recipe: Recipe, name: str | None = None) -> RecipeStep:
+def find_training_step(recipe: Recipe, name: str | None = None) -> RecipeStep:
     """The step that pretrains, or the one called `name` among several.
 
     Raises:
@@ -52,20 +52,24 @@ def profile_recipe(
         compiled: compiled or not; by default as planned.
         trace: where the trace goes; by default into the run folder.
     """
-    wanted = training_step(recipe, step)
-    before = {n: s for n, s in recipe.up_to(wanted.name).steps.items() if n != wanted.name}
+    wanted = find_training_step(recipe, step)
+    before = {n: s for n, s in recipe.with_ancestors(wanted.name).steps.items() if n != wanted.name}
     outcome = run_recipe(Recipe(recipe.name, recipe.about, before), store, progress)
-    from whorl.recipes.steps.model import PretrainConfig, job_of
+    from whorl.recipes.steps.model import PretrainConfig, build_job
     from whorl.train.profiling.profiler import profile
 
-    config = wanted.kind.resolve(wanted.config) if wanted.kind.resolve is not None else wanted.config
+    config = (
+        wanted.kind.complete_config(wanted.config)
+        if wanted.kind.complete_config is not None
+        else wanted.config
+    )
     assert isinstance(config, PretrainConfig)
     parents = {role: outcome.artifacts[name] for role, name in wanted.parents.items()}
     folder = outcome.run.dir
-    job = job_of(StepContext(wanted.name, folder, folder, parents, outcome.run, progress, store), config)
+    job = build_job(StepContext(wanted.name, folder, folder, parents, outcome.run, progress, store), config)
     if compiled is not None:
         job = job.model_copy(update={"compile": compiled})
     path = trace if trace is not None else folder / f"trace-{wanted.name}.json.gz"
     compiles = ", after compiling" if job.compile else ""
-    progress.say(f"{wanted.name}: {steps} steps timed and {steps} traced{compiles}")
+    progress.log(f"{wanted.name}: {steps} steps timed and {steps} traced{compiles}")
     return profile(job, path, steps=steps)

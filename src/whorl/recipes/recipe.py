@@ -67,7 +67,7 @@ class Recipe:
         }
         return {"name": self.name, "about": self.about, "steps": steps}
 
-    def up_to(self, name: str) -> Recipe:
+    def with_ancestors(self, name: str) -> Recipe:
         """Only the step `name` and what it needs. Raises ConfigError if there is no such step."""
         if name not in self.steps:
             raise ConfigError(f"--until {name}: no such step", expected=one_of(name, list(self.steps)))
@@ -87,7 +87,7 @@ def ready_recipes() -> dict[str, str]:
     return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in found}
 
 
-def find_recipe(name: str) -> tuple[str, str]:
+def read_recipe_text(name: str) -> tuple[str, str]:
     """(text, where it stands) of a ready recipe or a TOML file. Raises ConfigError if there is neither."""
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
@@ -111,13 +111,13 @@ def load_recipe(
     name: str, *, sets: Iterable[str] = (), budget: str | None = None, deterministic: bool = False
 ) -> Recipe:
     """Find, read and check a recipe, with `--set`, `--budget` and `--deterministic` applied. Raises ConfigError."""
-    text, where = find_recipe(name)
+    text, where = read_recipe_text(name)
     return parse_recipe(text, where, sets=sets, budget=budget, deterministic=deterministic)
 
 
 def parse_recipe(
     text: str,
-    where: str,
+    source_name: str,
     *,
     sets: Iterable[str] = (),
     budget: str | None = None,
@@ -129,49 +129,51 @@ def parse_recipe(
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"{where}: not TOML: {error}", expected="a recipe in TOML; see docs/recipes.md"
+            f"{source_name}: not TOML: {error}", expected="a recipe in TOML; see docs/recipes.md"
         ) from error
-    reader = _Reader(text, where, kinds if kinds is not None else step_kinds())
-    return reader.read(data, sets, budget, deterministic)
+    reader = _RecipeParser(text, source_name, kinds if kinds is not None else step_kinds())
+    return reader.parse(data, sets, budget, deterministic)
 
 
-class _Reader:
+class _RecipeParser:
     """One recipe under examination; knows where each key stands."""
 
     def __init__(self, text: str, where: str, kinds: Mapping[str, StepKind]) -> None:
-        self.lines, self.where, self.kinds = key_lines(text), where, kinds
-        self.flags: dict[tuple[str, ...], str] = {}  # keys that a flag of the command line set, and which
+        self.lines, self.source_name, self.kinds = key_lines(text), where, kinds
+        self.flag_of_key: dict[
+            tuple[str, ...], str
+        ] = {}  # keys that a flag of the command line set, and which
 
-    def at(self, *path: str) -> str:
+    def location(self, *path: str) -> str:
         """Where a key was given: the flag, or file and line."""
         for length in range(len(path), 0, -1):
-            if path[:length] in self.flags:
-                return self.flags[path[:length]]
-        return f"{self.where}:{line_of(self.lines, *path)}"
+            if path[:length] in self.flag_of_key:
+                return self.flag_of_key[path[:length]]
+        return f"{self.source_name}:{line_of(self.lines, *path)}"
 
-    def read(
+    def parse(
         self, data: dict[str, Any], sets: Iterable[str], budget: str | None, deterministic: bool = False
     ) -> Recipe:
         for key in data:
             if key not in ("name", "about", "steps", "log"):
                 expected = one_of(key, ("name", "about", "steps", "log"))
-                raise ConfigError(f"{self.at(key)}: unknown key {key!r}", expected=expected)
+                raise ConfigError(f"{self.location(key)}: unknown key {key!r}", expected=expected)
         tables = data.get("steps")
         if not isinstance(tables, dict) or not tables:
             raise ConfigError(
-                f"{self.at('steps')}: the recipe has no steps", expected="a table [steps.NAME] for each"
+                f"{self.location('steps')}: the recipe has no steps", expected="a table [steps.NAME] for each"
             )
-        name = data.get("name", Path(self.where).stem)
+        name = data.get("name", Path(self.source_name).stem)
         if not isinstance(name, str) or not STEP_NAME.fullmatch(name):
             raise ConfigError(
-                f"{self.at('name')}: the recipe cannot be called {name!r}",
+                f"{self.location('name')}: the recipe cannot be called {name!r}",
                 expected="letters, digits, _ and -",
             )
         kinds = {step: self.kind_of(step, table) for step, table in tables.items()}
         if budget is not None:
-            self.apply_everywhere(tables, kinds, "budget", budget, f"--budget {budget}", "a budget")
+            self.apply_to_all(tables, kinds, "budget", budget, f"--budget {budget}", "a budget")
         if deterministic:
-            self.apply_everywhere(tables, kinds, "deterministic", True, "--deterministic", "that setting")
+            self.apply_to_all(tables, kinds, "deterministic", True, "--deterministic", "that setting")
         for text in sets:
             self.apply_set(tables, kinds, text)
         parents = {step: self.parents_of(step, tables, kinds) for step in tables}
@@ -179,15 +181,15 @@ class _Reader:
             step: RecipeStep(
                 step, kinds[step], parents[step], self.config_of(step, tables[step], kinds[step])
             )
-            for step in self.in_order(parents)
+            for step in self.topological_order(parents)
         }
         log = data.get("log", {})
         if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
-            raise ConfigError(f"{self.at('log')}: log is no table of tables", expected="[log.wandb]")
+            raise ConfigError(f"{self.location('log')}: log is no table of tables", expected="[log.wandb]")
         return Recipe(name, str(data.get("about", "")), steps, log)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
-        here = self.at("steps", step)
+        here = self.location("steps", step)
         if not STEP_NAME.fullmatch(step):
             raise ConfigError(
                 f"{here}: a step cannot be called {step!r}", expected="letters, digits, _ and -"
@@ -197,7 +199,7 @@ class _Reader:
         uses = table.get("uses", step)
         if not isinstance(uses, str) or uses not in self.kinds:
             raise ConfigError(
-                f"{self.at('steps', step, 'uses')}: unknown step {uses!r}",
+                f"{self.location('steps', step, 'uses')}: unknown step {uses!r}",
                 expected=one_of(str(uses), sorted(self.kinds)),
                 do="write uses = ... if the step's name is not what it does" if uses == step else "",
             )
@@ -205,8 +207,12 @@ class _Reader:
 
     def parents_of(self, step: str, tables: dict[str, Any], kinds: dict[str, StepKind]) -> dict[str, str]:
         """Role -> step, from `parents = [...]` (roles follow from the kinds) or `parents = {...}`."""
-        here, given, kind = self.at("steps", step, "parents"), tables[step].get("parents", []), kinds[step]
-        roles = kind.roles()
+        here, given, kind = (
+            self.location("steps", step, "parents"),
+            tables[step].get("parents", []),
+            kinds[step],
+        )
+        roles = kind.parent_roles()
         named = isinstance(given, dict)
         values = list(given.values()) if named else given
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
@@ -222,7 +228,7 @@ class _Reader:
                 )
         found: dict[str, str] = {}
         for role, parent in given.items() if named else ((None, parent) for parent in values):
-            makes = kinds[parent].makes
+            makes = kinds[parent].output_kind
             fitting = [r for r, (wanted, _) in roles.items() if wanted == makes and r not in found]
             if (role is None and not fitting) or (role in roles and roles[role][0] != makes):
                 wanted = ", ".join(f"{r} ({kind})" for r, (kind, _) in roles.items()) or "no parents"
@@ -237,14 +243,14 @@ class _Reader:
             found[role if role is not None else fitting[0]] = parent
         for role, (wanted, optional) in roles.items():
             if role not in found and not optional:
-                makers = [other for other in tables if kinds[other].makes == wanted]
+                makers = [other for other in tables if kinds[other].output_kind == wanted]
                 raise ConfigError(
                     f"{here}: {step} lacks its parent {role!r}",
                     expected=f"a step that makes {wanted!r}" + (f": {', '.join(makers)}" if makers else ""),
                 )
         return found
 
-    def in_order(self, parents: dict[str, dict[str, str]]) -> list[str]:
+    def topological_order(self, parents: dict[str, dict[str, str]]) -> list[str]:
         """Steps with parents first, else as written. Raises ConfigError that shows a cycle."""
         done: dict[str, None] = {}
 
@@ -252,7 +258,7 @@ class _Reader:
             if step in way:
                 cycle = " -> ".join((*way[way.index(step) :], step))
                 raise ConfigError(
-                    f"{self.at('steps', step, 'parents')}: the steps need each other in a circle: {cycle}",
+                    f"{self.location('steps', step, 'parents')}: the steps need each other in a circle: {cycle}",
                     expected="parents that do not need the step itself",
                 )
             if step not in done:
@@ -271,7 +277,7 @@ class _Reader:
         except ValidationError as error:
             first = error.errors()[0]
             path = [str(part) for part in first["loc"]]
-            here = self.at("steps", step, *path)
+            here = self.location("steps", step, *path)
             dotted = ".".join([step, *path])
             if first["type"] == "extra_forbidden":
                 allowed = [*kind.config.model_fields, "uses", "parents"]
@@ -288,7 +294,7 @@ class _Reader:
                 expected=f"{said[:1].lower()}{said[1:]}" + (f" ({about})" if about else ""),
             ) from error
 
-    def apply_everywhere(
+    def apply_to_all(
         self,
         tables: dict[str, Any],
         kinds: dict[str, StepKind],
@@ -303,7 +309,7 @@ class _Reader:
             raise ConfigError(f"{flag}: no step of this recipe takes {words}")
         for step in takers:
             tables[step][field] = value
-            self.flags["steps", step, field] = flag
+            self.flag_of_key["steps", step, field] = flag
 
     def apply_set(self, tables: dict[str, Any], kinds: dict[str, StepKind], text: str) -> None:
         """`--set step.field=value`, deeper fields with more dots."""
@@ -325,11 +331,11 @@ class _Reader:
             inside = inside.setdefault(part, {})
             if not isinstance(inside, dict):
                 raise ConfigError(f"--set {text}: {part!r} has no settings inside it")
-        inside[path[-1]] = _typed(value, fields[path[0]].annotation if len(path) == 1 else None)
-        self.flags["steps", step, *path] = f"--set {text}"
+        inside[path[-1]] = _parse_value(value, fields[path[0]].annotation if len(path) == 1 else None)
+        self.flag_of_key["steps", step, *path] = f"--set {text}"
 
 
-def _typed(text: str, annotation: Any) -> Any:
+def _parse_value(text: str, annotation: Any) -> Any:
     """The value of a flag: lists, tables and quoted text as in TOML; the rest as text, which pydantic
     converts.
     """

@@ -80,16 +80,16 @@ class StepKind:
     """
 
     name: str
-    makes: str
+    output_kind: str
     config: type[BaseModel]
     parents: Mapping[str, str]
     version: int
     about: str
     function: Callable[[StepContext, Any], None]
-    resolve: Callable[[Any], BaseModel] | None
-    unseen: frozenset[str] = frozenset()
+    complete_config: Callable[[Any], BaseModel] | None
+    not_hashed: frozenset[str] = frozenset()
 
-    def roles(self) -> dict[str, tuple[str, bool]]:
+    def parent_roles(self) -> dict[str, tuple[str, bool]]:
         """Role -> (kind, whether it may be left out)."""
         return {role.rstrip("?"): (kind, role.endswith("?")) for role, kind in self.parents.items()}
 
@@ -98,13 +98,13 @@ _registered: dict[str, StepKind] = {}
 
 
 def step(
-    makes: str,
+    output_kind: str,
     *,
     config: type[Config],
     parents: Mapping[str, str] | None = None,
     version: int = 1,
-    resolve: Callable[[Config], Config] | None = None,
-    unseen: Collection[str] = (),
+    complete_config: Callable[[Config], Config] | None = None,
+    not_hashed: Collection[str] = (),
 ) -> Callable[[Callable[[StepContext, Config], None]], Callable[[StepContext, Config], None]]:
     """Register the decorated function as a step; see the file's opening. Its docstring's first line is its
     help.
@@ -117,7 +117,15 @@ def step(
         if known is not None and known.function.__module__ != function.__module__:
             raise ValueError(f"two steps are called {name!r}")
         _registered[name] = StepKind(
-            name, makes, config, dict(parents or {}), version, about, function, resolve, frozenset(unseen)
+            name,
+            output_kind,
+            config,
+            dict(parents or {}),
+            version,
+            about,
+            function,
+            complete_config,
+            frozenset(not_hashed),
         )
         return function
 

@@ -22,13 +22,13 @@ from whorl.recipes.recipe import Recipe, RecipeStep
 from whorl.recipes.registry import StepContext
 from whorl.store import Artifact, Store
 from whorl.store.address import canonical_json
-from whorl.tracking.progress import Progress, duration
+from whorl.tracking.progress import Progress, format_duration
 from whorl.tracking.run import Run, write_json
-from whorl.tracking.sinks import Guarded, Sink
+from whorl.tracking.sinks import SafeSinks, Sink
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """A finished run: its folder, and the artifact of each step."""
 
     run: Run
@@ -49,8 +49,8 @@ def run_recipe(
     *,
     until: str | None = None,
     sinks: Iterable[Sink] = (),
-    given: Mapping[str, Artifact] | None = None,
-) -> Outcome:
+    existing: Mapping[str, Artifact] | None = None,
+) -> RunResult:
     """Make (or look up) every step of a recipe, or only those that `until` needs.
 
     sinks: who else hears the metrics; no failure of theirs stops the run. given: artifacts that are there already, by the
@@ -60,26 +60,26 @@ def run_recipe(
         WhorlError: what a step or the store raised; everything finished before it is kept.
     """
     began = time.monotonic()
-    wanted = recipe.up_to(until) if until is not None else recipe
-    heard = Guarded(sinks, progress.say)
+    wanted = recipe.with_ancestors(until) if until is not None else recipe
+    heard = SafeSinks(sinks, progress.log)
     try:
         store.make_folders()
         run = Run(run_folder(recipe, store), config=recipe.to_json(), sinks=heard)
         progress.sinks.append(run.log)
     except OSError as error:
-        raise store.explain(error) from error
+        raise store.wrap_os_error(error) from error
     try:
         steps = "1 step" if len(wanted.steps) == 1 else f"{len(wanted.steps)} steps"
-        progress.say(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
-        artifacts: dict[str, Artifact] = dict(given or {})
+        progress.log(f"{recipe.name}: {steps}; store {store.location}; run {run.dir}")
+        artifacts: dict[str, Artifact] = dict(existing or {})
         records: dict[str, Any] = {}
         for number, step in enumerate(wanted.steps.values(), start=1):
             mark = f"[{number}/{len(wanted.steps)}] {step.name}"
             started = time.monotonic()
-            artifact, state = _one_step(recipe, step, artifacts, store, run, progress, mark)
+            artifact, state = _run_step(recipe, step, artifacts, store, run, progress, mark)
             artifacts[step.name] = artifact
-            took = f"made in {duration(time.monotonic() - started)}" if state == "made" else state
-            progress.say(f"{mark}: {took}. {artifact.summary.get('headline', '')}".rstrip())
+            took = f"made in {format_duration(time.monotonic() - started)}" if state == "made" else state
+            progress.log(f"{mark}: {took}. {artifact.summary.get('headline', '')}".rstrip())
             records[step.name] = {
                 "address": artifact.address,
                 "kind": artifact.kind,
@@ -90,10 +90,10 @@ def run_recipe(
     finally:
         heard.close()
         progress.sinks.remove(run.log)
-    return Outcome(run, artifacts, time.monotonic() - began)
+    return RunResult(run, artifacts, time.monotonic() - began)
 
 
-def _one_step(
+def _run_step(
     recipe: Recipe,
     step: RecipeStep,
     artifacts: Mapping[str, Artifact],
@@ -103,20 +103,20 @@ def _one_step(
     mark: str,
 ) -> tuple[Artifact, str]:
     kind = step.kind
-    config = kind.resolve(step.config) if kind.resolve is not None else step.config
+    config = kind.complete_config(step.config) if kind.complete_config is not None else step.config
     parents = {role: artifacts[parent] for role, parent in step.parents.items()}
     try:
         with store.build(
-            kind=kind.makes,
+            kind=kind.output_kind,
             name=f"{recipe.name}/{step.name}",
             parents=parents,
-            config=config.model_dump(mode="json", exclude=set(kind.unseen)),
+            config=config.model_dump(mode="json", exclude=set(kind.not_hashed)),
             version=kind.version,
             step=kind.name,
-            on_message=progress.say,
+            on_message=progress.log,
         ) as build:
-            if build.done is None:
-                progress.say(
+            if build.existing is None:
+                progress.log(
                     f"{mark}: {'continues where it was interrupted' if build.resumed else kind.about}"
                 )
                 run.record_environment()
@@ -128,7 +128,7 @@ def _one_step(
                 )
     except WhorlError as error:
         how = "stopped" if error.exit_code > 128 else "failed"  # by a signal
-        progress.say(f"{mark}: {how}; the steps before it are kept")
+        progress.log(f"{mark}: {how}; the steps before it are kept")
         raise
     assert build.artifact is not None
-    return build.artifact, "looked up" if build.done is not None else "made"
+    return build.artifact, "looked up" if build.existing is not None else "made"

@@ -13,11 +13,11 @@ from typing import Any
 
 from whorl.store import Artifact, Store
 
-CURVES = {"passed": "passed", "length": "length", "length_wrong": "length_wrong"}
-ASKED = 60  # characters of a prompt that is short enough to be typed
+CURVE_METRICS = {"passed": "passed", "length": "length", "length_wrong": "length_wrong"}
+MAX_PROMPT_CHARS = 60  # characters of a prompt that is short enough to be typed
 
 
-def stages_of(artifacts: Iterable[Artifact]) -> list[Artifact]:
+def derived_models(artifacts: Iterable[Artifact]) -> list[Artifact]:
     """Those that are models made of a model, each once, in the order in which they were made."""
     found = {a.address: a for a in artifacts if a.kind == "model" and "model" in a.parents}
     return sorted(found.values(), key=lambda a: a.created)
@@ -35,11 +35,11 @@ def with_ancestors(artifacts: Iterable[Artifact], store: Store) -> list[Artifact
     return sorted(found.values(), key=lambda a: a.created)
 
 
-def told(stage: Artifact) -> dict[str, Any]:
+def stage_summary(stage: Artifact) -> dict[str, Any]:
     """A stage as `report/data.py` has it."""
     summary = stage.summary
     solved, tasks = summary.get("solved", {}), summary.get("tasks", {})
-    learnt_from, (loss, loss_is) = "", _loss(summary)
+    learnt_from, (loss, loss_is) = "", _loss_metric(summary)
     if "texts" in summary:
         learnt_from = f"{summary['texts']:,} texts"
     elif "held_out" in summary:
@@ -50,36 +50,36 @@ def told(stage: Artifact) -> dict[str, Any]:
         "name": stage.name.split("/")[-1],
         "learnt_from": learnt_from,
         "tested": tasks.get("test"),
-        "passed": _change({when: figures.get("passed") for when, figures in solved.items()}),
-        "passed_greedily": _change(
+        "passed": _before_after({when: figures.get("passed") for when, figures in solved.items()}),
+        "passed_greedily": _before_after(
             {when: figures.get("passed_greedily") for when, figures in solved.items()}
         ),
-        "bits_per_byte": _change(summary.get("bits_per_byte", {})),
+        "bits_per_byte": _before_after(summary.get("bits_per_byte", {})),
         "seconds": summary.get("seconds", stage.seconds),
         "loss_is": loss_is,
-        "points": _points(stage, {"loss": loss, **CURVES}),
-        "samples": _samples(stage),
+        "points": _curve_points(stage, {"loss": loss, **CURVE_METRICS}),
+        "samples": _sample_pairs(stage),
     }
 
 
 def next_commands(stage: Artifact) -> list[str]:
     """What to type to ask the last stage's model, and to see where it came from."""
-    asked = next((s["prompt"] for s in _samples(stage) if len(s["prompt"]) <= ASKED), "def ")
-    return [f"whorl sample {stage.name} {_quoted(asked)}", f"whorl lineage {stage.name}"]
+    asked = next((s["prompt"] for s in _sample_pairs(stage) if len(s["prompt"]) <= MAX_PROMPT_CHARS), "def ")
+    return [f"whorl sample {stage.name} {_shell_quote(asked)}", f"whorl lineage {stage.name}"]
 
 
-def _quoted(text: str) -> str:
+def _shell_quote(text: str) -> str:
     """As a shell reads it; line ends as $'...' has them."""
     inside = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\t", "\\t")
     return f'"{text}"' if text == inside and not set('"$`!') & set(text) else f"$'{inside}'"
 
 
-def _change(told: dict[str, float | None]) -> dict[str, float] | None:
+def _before_after(told: dict[str, float | None]) -> dict[str, float] | None:
     before, after = told.get("before"), told.get("after")
     return None if before is None or after is None else {"before": before, "after": after}
 
 
-def _loss(summary: dict[str, Any]) -> tuple[str, str]:
+def _loss_metric(summary: dict[str, Any]) -> tuple[str, str]:
     """(the metric of a stage's steps that is its loss, what that is in words)."""
     if objective := summary.get("objective"):  # of preferences
         return "loss", f"The loss of {objective.upper()}, {'an answer' if objective == 'kto' else 'a pair'}"
@@ -88,7 +88,7 @@ def _loss(summary: dict[str, Any]) -> tuple[str, str]:
     return "nll", "Nats a token that was to be learnt"
 
 
-def _points(stage: Artifact, curves: dict[str, str]) -> list[dict[str, float]]:
+def _curve_points(stage: Artifact, curves: dict[str, str]) -> list[dict[str, float]]:
     """By step; a step that was taken again after an interruption counts once, as it was the last time."""
     if "curve.json" not in stage.files:
         return []
@@ -99,7 +99,7 @@ def _points(stage: Artifact, curves: dict[str, str]) -> list[dict[str, float]]:
     ]
 
 
-def _samples(stage: Artifact) -> list[dict[str, Any]]:
+def _sample_pairs(stage: Artifact) -> list[dict[str, Any]]:
     if "samples.json" not in stage.files:
         return []
     kept = json.loads(stage.file("samples.json").read_text())

@@ -13,8 +13,8 @@ HEADER = re.compile(r"\s*\[{1,2}\s*([^\[\]]+?)\s*\]{1,2}\s*(#.*)?$")
 KEY = re.compile(
     r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
 )
-PART = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
-FENCES = ('"""', "'''")
+KEY_SEGMENT = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
+STRING_DELIMITERS = ('"""', "'''")
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
@@ -28,11 +28,11 @@ def key_lines(text: str) -> dict[tuple[str, ...], int]:
                 fence = ""
             continue
         if header := HEADER.match(line):
-            table = _parts(header[1])
-            _note(found, (), table, number)
+            table = _split_key(header[1])
+            _record_line(found, (), table, number)
         elif key := KEY.match(line):
-            _note(found, table, _parts(key[1]), number)
-            fence = _left_open(line[key.end() :])
+            _record_line(found, table, _split_key(key[1]), number)
+            fence = _unclosed_delimiter(line[key.end() :])
     return found
 
 
@@ -44,21 +44,21 @@ def line_of(lines: dict[tuple[str, ...], int], *path: str) -> int:
     return 1
 
 
-def _note(
+def _record_line(
     found: dict[tuple[str, ...], int], table: tuple[str, ...], key: tuple[str, ...], number: int
 ) -> None:
     for length in range(1, len(key) + 1):
         found.setdefault((*table, *key[:length]), number)
 
 
-def _parts(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip("\"'") for part in PART.findall(dotted))
+def _split_key(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip("\"'") for part in KEY_SEGMENT.findall(dotted))
 
 
-def _left_open(value: str) -> str:
+def _unclosed_delimiter(value: str) -> str:
     """The fence of a multi-line string that begins in `value` and does not end there, or ""."""
     value = value.strip()
-    for fence in FENCES:
+    for fence in STRING_DELIMITERS:
         if value.startswith(fence) and value.count(fence) == 1:
             return fence
     return ""

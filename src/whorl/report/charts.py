@@ -22,11 +22,11 @@ from html import escape
 
 import numpy as np
 
-from whorl.report.format import figure
+from whorl.report.format import format_number
 
 _WIDE, _NARROW = 760, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 34
-_MOST_POINTS = 420  # a curve has no more pixels than this to tell its points apart
+_MAX_POINTS = 420  # a curve has no more pixels than this to tell its points apart
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Series:
     y: Sequence[float]
     style: str = "main"
     dots: bool = False
-    told: bool = True
+    has_tooltip: bool = True
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def line_chart(
     height: int = 260,
     x_range: tuple[float, float] | None = None,
     y_range: tuple[float, float] | None = None,
-    y_format: Callable[[float], str] = figure,
+    y_format: Callable[[float], str] = format_number,
     mark: Mark | None = None,
 ) -> str:
     """Markup of one chart in both widths.
@@ -70,7 +70,7 @@ def line_chart(
         y_format: how a y value is written under the pointer.
         mark: at most one event.
     """
-    series = [_thin(s) for s in series]
+    series = [_downsample(s) for s in series]
     x_low, x_high = x_range or (min(min(s.x) for s in series), max(max(s.x) for s in series))
     values = [value for s in series for value in s.y]
     low, high = y_range or (min(values), max(values))
@@ -94,7 +94,7 @@ def line_chart(
                 "y": [y_format(y) for y in s.y],
             }
             for s in series
-            if s.told
+            if s.has_tooltip
         ],
     }
     pictures = "".join(
@@ -180,15 +180,15 @@ def _decimals(values: Sequence[float]) -> int:
     return max([len(f"{value:.10g}".partition(".")[2]) for value in values], default=0)
 
 
-def _thin(series: Series) -> Series:
+def _downsample(series: Series) -> Series:
     """Means of neighbours where there are more points than pixels."""
     n = len(series.x)
-    if n <= _MOST_POINTS:
+    if n <= _MAX_POINTS:
         return series
-    groups = np.array_split(np.arange(n), _MOST_POINTS)
+    groups = np.array_split(np.arange(n), _MAX_POINTS)
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
     # The last point keeps its place, or the curve would end before the run did.
     xs = [float(x[g].mean()) for g in groups[:-1]] + [float(x[-1])]
     return Series(
-        series.name, xs, [float(y[g].mean()) for g in groups], series.style, series.dots, series.told
+        series.name, xs, [float(y[g].mean()) for g in groups], series.style, series.dots, series.has_tooltip
     )

@@ -23,11 +23,11 @@ Unit = Literal["", "s", "bytes", "tokens", "tokens/s", "FLOP", "FLOP/s", "parame
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
+class _ReportModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FunnelStage(_Part):
+class FunnelStage(_ReportModel):
     """What is left of the corpus after a stage: "found", "read", "without too-long", ..., "train"."""
 
     stage: str
@@ -35,7 +35,7 @@ class FunnelStage(_Part):
     bytes: Count
 
 
-class CorpusSection(_Part):
+class CorpusSection(_ReportModel):
     """From what was found to what was trained on.
 
     `quarantine` and `dropped`: reason -> documents; `splits`: name -> (documents, bytes).
@@ -48,7 +48,7 @@ class CorpusSection(_Part):
     splits: dict[str, tuple[Count, Count]] = {}
 
 
-class Domain(_Part):
+class Domain(_ReportModel):
     """How well the tokenizer compresses one kind of text."""
 
     domain: str
@@ -56,13 +56,13 @@ class Domain(_Part):
     tokens: Count
 
 
-class TokenizerSection(_Part):
+class TokenizerSection(_ReportModel):
     vocab_size: Count
     domains: list[Domain] = []
     seconds: Positive | None = None
 
 
-class ModelSection(_Part):
+class ModelSection(_ReportModel):
     """The network; `shape` is label -> value as people read them, e.g. {"layers": "4"}."""
 
     name: str
@@ -70,10 +70,10 @@ class ModelSection(_Part):
     shape: dict[str, str] = {}
 
 
-class PlanRow(_Part):
+class PlanRow(_ReportModel):
     """One quantity as planned and as it turned out (None: not known)."""
 
-    what: str
+    quantity: str
     planned: Finite | None = None
     actual: Finite | None = None
     unit: Literal[
@@ -81,7 +81,7 @@ class PlanRow(_Part):
     ] = ""
 
 
-class PlanSection(_Part):
+class PlanSection(_ReportModel):
     """`arithmetic` holds the planner's own lines (what, with numbers, and the source), in order."""
 
     budget: str
@@ -89,7 +89,7 @@ class PlanSection(_Part):
     arithmetic: list[str] = []
 
 
-class CurvePoint(_Part):
+class CurvePoint(_ReportModel):
     """One training step. `loss` in nats a token; `seconds` since training began."""
 
     step: Count
@@ -99,60 +99,60 @@ class CurvePoint(_Part):
     tokens: Count | None = None
 
 
-class HeldOutPoint(_Part):
+class HeldOutPoint(_ReportModel):
     step: Count
     bits_per_byte: Positive
 
 
-class CopyPoint(_Part):
+class InductionPoint(_ReportModel):
     """Loss on the second half of rows that repeat shuffled tokens: nats a token, low once copying is learnt."""
 
     step: Count
     nll: Positive
 
 
-class UsePoint(_Part):
+class GiniPoint(_ReportModel):
     """How unevenly a layer's experts were used: the Gini coefficient of their loads, 0 when all had the same."""
 
     step: Count
     gini: Probability
 
 
-class ExpertsLayer(_Part):
+class ExpertUsage(_ReportModel):
     """One layer of experts. shares: of all assignments, by expert, at the end; dropped: the largest share of assignments
     that found no place."""
 
     layer: Count
-    uneven: list[UsePoint]
-    shares: list[Probability]
-    dropped: Probability
+    gini_points: list[GiniPoint]
+    load_fractions: list[Probability]
+    dropped_fraction: Probability
 
 
-class TrainingEvent(_Part):
+class TrainingEvent(_ReportModel):
     """Something that went wrong at a step, and what was done. documents: some of those in its batch, of `n_documents`."""
 
     step: Count
     kind: str
-    words: str
+    message: str
     action: str
     documents: list[str] = []
     n_documents: Count = 0
 
 
-class TrainingSection(_Part):
+class TrainingSection(_ReportModel):
     """The curves. The mark of the fall is found from `points` (see `fall`), so it is not handed over."""
 
     points: list[CurvePoint]
     held_out: list[HeldOutPoint] = []
-    copying: list[CopyPoint] = []
-    experts: list[ExpertsLayer] = []
+    induction: list[InductionPoint] = []
+    experts: list[ExpertUsage] = []
     events: list[TrainingEvent] = []
     tokens_per_second: Positive | None = None
-    utilisation: Probability | None = None
+    mfu: Probability | None = None
     peak_memory_bytes: Count | None = None
 
 
-class Score(_Part):
+class Score(_ReportModel):
     """Bits per byte of the held-out files under one method; `kind` gives the bar its colour."""
 
     name: str
@@ -161,7 +161,7 @@ class Score(_Part):
     kind: Literal["model", "ngram", "compressor"] = "compressor"
 
 
-class ScoresSection(_Part):
+class ScoresSection(_ReportModel):
     """`files` held-out files of `bytes` bytes in all."""
 
     files: Count
@@ -169,7 +169,7 @@ class ScoresSection(_Part):
     scores: list[Score]
 
 
-class CompletionsSection(_Part):
+class CompletionsSection(_ReportModel):
     """How many completions of held-out functions parse, beside the real code under the same rule."""
 
     prompts: Annotated[int, Field(ge=1)]
@@ -178,7 +178,7 @@ class CompletionsSection(_Part):
     real_parsed: Count
 
 
-class SampleToken(_Part):
+class SampleToken(_ReportModel):
     """One token of a sample with the probability the model gave it, and what else it considered."""
 
     text: str
@@ -190,11 +190,11 @@ class SampleToken(_Part):
         cls, token: bytes, probability: float, alternatives: Sequence[tuple[bytes, float]] = ()
     ) -> SampleToken:
         """From token bytes, which need not be whole characters."""
-        pairs = [(visible(other), p) for other, p in alternatives]
-        return cls(text=visible(token), probability=probability, alternatives=pairs)
+        pairs = [(printable_token(other), p) for other, p in alternatives]
+        return cls(text=printable_token(token), probability=probability, alternatives=pairs)
 
 
-class Sample(_Part):
+class TextSample(_ReportModel):
     """A prompt and what the model wrote after it; `note` says how it was sampled."""
 
     prompt: str
@@ -202,14 +202,14 @@ class Sample(_Part):
     note: str = ""
 
 
-class Change(_Part):
+class BeforeAfter(_ReportModel):
     """A figure before a stage and after it."""
 
     before: Positive
     after: Positive
 
 
-class StagePoint(_Part):
+class StagePoint(_ReportModel):
     """One step of a stage.
 
     loss: as the stage's `loss_is` has it; passed: share of the answers sampled in the step; length: mean of theirs,
@@ -218,12 +218,12 @@ class StagePoint(_Part):
 
     step: Count
     loss: Finite | None = None
-    passed: Probability | None = None
-    length: Positive | None = None
-    length_wrong: Positive | None = None
+    accuracy: Probability | None = None
+    completion_length: Positive | None = None
+    completion_length_incorrect: Positive | None = None
 
 
-class Answer(_Part):
+class TaskCompletion(_ReportModel):
     """What a model said to a task, and what the verifier said of it."""
 
     text: str
@@ -232,15 +232,15 @@ class Answer(_Part):
     reason: str = ""
 
 
-class AnsweredTask(_Part):
+class TaskComparison(_ReportModel):
     """One held-out task, answered before a stage and after it."""
 
     prompt: str
-    before: Answer
-    after: Answer
+    before: TaskCompletion
+    after: TaskCompletion
 
 
-class StageSection(_Part):
+class StageSection(_ReportModel):
     """A stage after pretraining: it takes a model and leaves a model.
 
     tested: held-out tasks, of which the shares passed are told, with answers sampled and with the likeliest tokens.
@@ -248,28 +248,28 @@ class StageSection(_Part):
     """
 
     name: str
-    learnt_from: str = ""
-    tested: Count | None = None
-    passed: Change | None = None
-    passed_greedily: Change | None = None
-    bits_per_byte: Change | None = None
+    trained_on: str = ""
+    n_test_tasks: Count | None = None
+    accuracy: BeforeAfter | None = None
+    accuracy_greedy: BeforeAfter | None = None
+    bits_per_byte: BeforeAfter | None = None
     seconds: Positive | None = None
-    loss_is: str = "Nats a token that was to be learnt"
+    loss_description: str = "Nats a token that was to be learnt"
     points: list[StagePoint] = []
-    samples: list[AnsweredTask] = []
+    samples: list[TaskComparison] = []
 
 
-class StepTime(_Part):
+class StepTime(_ReportModel):
     """One step of the recipe; `looked_up` when a former run had made it already (its time is that run's)."""
 
     step: str
     seconds: Positive
-    looked_up: bool = False
+    cached: bool = False
     bytes: Count | None = None
     note: str = ""
 
 
-class TimeSection(_Part):
+class TimeSection(_ReportModel):
     """`cost_per_hour` with its `currency` turns hours into money; leave it out on a machine that is yours."""
 
     steps: list[StepTime]
@@ -293,7 +293,7 @@ class LineageNode(BaseModel):
     parents: dict[str, LineageNode] = {}
 
 
-class ReportData(_Part):
+class ReportData(_ReportModel):
     """The whole page. `created` is shown as it is; `next_commands` are for the reader to type; `absent` are sections (by the
     name of their link) for which the recipe has no step, and of which the page therefore says nothing."""
 
@@ -308,16 +308,16 @@ class ReportData(_Part):
     training: TrainingSection | None = None
     scores: ScoresSection | None = None
     completions: CompletionsSection | None = None
-    samples: list[Sample] = []
+    samples: list[TextSample] = []
     stages: list[StageSection] = []
     time: TimeSection | None = None
     lineage: LineageNode | None = None
     environment: dict[str, str] = {}
     next_commands: list[str] = []
-    absent: list[str] = []
+    omitted_sections: list[str] = []
 
 
-def visible(token: bytes) -> str:
+def printable_token(token: bytes) -> str:
     """A token's bytes as text; bytes that are no whole character stand as <e2>."""
     try:
         return token.decode("utf-8")

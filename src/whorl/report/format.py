@@ -9,7 +9,7 @@ NBSP = "\N{NO-BREAK SPACE}"  # between a figure and its unit, which belong on on
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def figure(value: float, digits: int = 3) -> str:
+def format_number(value: float, digits: int = 3) -> str:
     """`digits` significant figures or more; an exponent only below 1/10,000 and from 1,000,000 on."""
     if not math.isfinite(value):
         return "–"
@@ -22,15 +22,15 @@ def figure(value: float, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - 1 - size)}f}".replace("-", "\N{MINUS SIGN}")
 
 
-def scaled(value: float, unit: str) -> str:
+def format_si(value: float, unit: str) -> str:
     """With an SI prefix: 1,048,576 parameters are "1.05 M"."""
     for factor, prefix in _PREFIXES:
         if abs(value) >= 0.9995 * factor:
-            return f"{figure(value / factor)}{NBSP}{prefix}{unit}"
-    return f"{figure(value) if value != int(value) else int(value)}{NBSP}{unit}".rstrip()
+            return f"{format_number(value / factor)}{NBSP}{prefix}{unit}"
+    return f"{format_number(value) if value != int(value) else int(value)}{NBSP}{unit}".rstrip()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """ "0.4 s", "42 s", "5 min 03 s", "2 h 10 min"."""
     whole = round(seconds)
     if seconds < 9.95:
@@ -44,27 +44,27 @@ def duration(seconds: float) -> str:
     return text.replace(" ", NBSP)
 
 
-def share(value: float) -> str:
+def format_percent(value: float) -> str:
     """A fraction as per cent, with a decimal where it matters (small or nearly all)."""
     per_cent = 100 * value
     digits = 1 if 0 < per_cent < 9.95 or 99 < per_cent < 99.95 else 0
     return f"{per_cent:.{digits}f}{NBSP}%"
 
 
-def quantity(value: float | None, unit: str) -> str:
+def format_quantity(value: float | None, unit: str) -> str:
     """By the unit of a plan's row."""
     if value is None:
         return "–"
     if unit == "s":
-        return duration(value)
+        return format_duration(value)
     if unit == "bytes":
-        return scaled(value, "B")
+        return format_si(value, "B")
     if unit == "share":
-        return share(value)
+        return format_percent(value)
     if unit in ("FLOP", "FLOP/s"):
-        return scaled(value, unit)
+        return format_si(value, unit)
     if unit in ("tokens", "parameters"):
-        return scaled(value, "")
+        return format_si(value, "")
     if unit == "tokens/s":
         return f"{value:,.0f}{NBSP}/s"
-    return figure(value) if value != int(value) else f"{int(value):,}"
+    return format_number(value) if value != int(value) else f"{int(value):,}"

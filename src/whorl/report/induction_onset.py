@@ -23,47 +23,49 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from whorl.report.data import CopyPoint, CurvePoint
+from whorl.report.data import CurvePoint, InductionPoint
 
 _GRID = 120  # points in the logarithm of the step
 _WINDOW = 10  # grid points a slope is taken over
-_SKIP = 0.02  # share of the steps in which everything is steep
-_CLEAR = 1.6  # times the median slope
-_LEARNT = 0.75  # the copying loss must go below this share of its highest
+_SKIPPED_FRACTION = 0.02  # share of the steps in which everything is steep
+_MIN_SLOPE_RATIO = 1.6  # times the median slope
+_MAX_COPY_LOSS_RATIO = 0.75  # the copying loss must go below this share of its highest
 
 
 @dataclass(frozen=True)
-class Fall:
+class LossDrop:
     """The mark: in the middle of the steepest stretch; `before` and `after` are losses at its ends."""
 
     step: int
     before: float
     after: float
     seconds: float | None
-    copying: bool = False  # found on the copying curve: `before` and `after` are its highest and lowest
+    from_copy_loss: bool = (
+        False  # found on the copying curve: `before` and `after` are its highest and lowest
+    )
 
 
-def copying_fall(copying: Sequence[CopyPoint], points: Sequence[CurvePoint]) -> Fall | None:
+def find_induction_onset(copying: Sequence[InductionPoint], points: Sequence[CurvePoint]) -> LossDrop | None:
     """The step at which copying was learnt, or None while it was not. `points` give the time."""
     if not copying:
         return None
     high = max(point.nll for point in copying)
     low = min(point.nll for point in copying)
-    if low > _LEARNT * high:
+    if low > _MAX_COPY_LOSS_RATIO * high:
         return None
     step = next(point.step for point in copying if point.nll < (high + low) / 2)
     nearest = min(points, key=lambda point: abs(point.step - step))
-    return Fall(step, high, low, nearest.seconds, copying=True)
+    return LossDrop(step, high, low, nearest.seconds, from_copy_loss=True)
 
 
 def smooth(values: Sequence[float], half_life: float) -> npt.NDArray[np.float64]:
     """Exponential average over both sides, so that nothing is shifted; `half_life` in samples."""
     keep = 0.5 ** (1 / max(half_life, 1e-9))
-    forward = _average(np.asarray(values, float), keep)
-    return _average(forward[::-1], keep)[::-1]
+    forward = _ema(np.asarray(values, float), keep)
+    return _ema(forward[::-1], keep)[::-1]
 
 
-def _average(values: npt.NDArray[np.float64], keep: float) -> npt.NDArray[np.float64]:
+def _ema(values: npt.NDArray[np.float64], keep: float) -> npt.NDArray[np.float64]:
     out = np.empty_like(values)
     total = weight = 0.0
     for i, value in enumerate(values):
@@ -72,14 +74,14 @@ def _average(values: npt.NDArray[np.float64], keep: float) -> npt.NDArray[np.flo
     return out
 
 
-def find_fall(points: Sequence[CurvePoint]) -> Fall | None:
+def find_loss_drop(points: Sequence[CurvePoint]) -> LossDrop | None:
     """The fall, or None when the curve has none. `points` in the order of their steps."""
     points = _before_decay(points)
     if len(points) < 40:
         return None
     steps = np.array([max(point.step, 1) for point in points], float)
     losses = smooth([point.loss for point in points], len(points) / 200)
-    first = max(steps[0], _SKIP * steps[-1])
+    first = max(steps[0], _SKIPPED_FRACTION * steps[-1])
     grid = np.linspace(np.log(first), np.log(steps[-1]), _GRID)
     loss = np.interp(grid, np.log(steps), losses)
     slope = (loss[:-_WINDOW] - loss[_WINDOW:]) / (grid[_WINDOW] - grid[0])
@@ -87,13 +89,13 @@ def find_fall(points: Sequence[CurvePoint]) -> Fall | None:
     # A steepest stretch at the very beginning is the common start, not a fall.
     if (
         at < _WINDOW // 2
-        or slope[at] < _CLEAR * max(float(np.median(slope)), 1e-9)
+        or slope[at] < _MIN_SLOPE_RATIO * max(float(np.median(slope)), 1e-9)
         or slope[at] < 1.2 * slope[0]
     ):
         return None
     step = float(np.exp(grid[at + _WINDOW // 2]))
     nearest = points[int(np.argmin(np.abs(steps - step)))]
-    return Fall(nearest.step, float(loss[at]), float(loss[at + _WINDOW]), nearest.seconds)
+    return LossDrop(nearest.step, float(loss[at]), float(loss[at + _WINDOW]), nearest.seconds)
 
 
 def _before_decay(points: Sequence[CurvePoint]) -> Sequence[CurvePoint]:

@@ -13,11 +13,11 @@ from importlib.resources import files
 from typing import Any
 
 from whorl.report.charts import Series, line_chart
-from whorl.report.format import figure
+from whorl.report.format import format_number
 
 Entry = Mapping[str, Any]
 _POINTS = 200
-SPREADS = (
+LATENCIES = (
     ("ttft", "Time to first token"),
     ("tpot", "Time a token after it"),
     ("itl", "Gap between pieces of text"),
@@ -26,7 +26,7 @@ SPREADS = (
 )
 
 
-def load_page(entries: Sequence[Entry], title: str, about: str = "", stamp: str = "") -> str:
+def load_test_page(entries: Sequence[Entry], title: str, about: str = "", stamp: str = "") -> str:
     """The HTML of a test.
 
     Args:
@@ -40,7 +40,7 @@ def load_page(entries: Sequence[Entry], title: str, about: str = "", stamp: str 
             requests.append(entry)
             continue
         times = {"ttft": _ttft(requests), "tpot": _tpot(requests)}
-        loads.append({"entry": entry, "times": times, "rows": _rows(entry)})
+        loads.append({"entry": entry, "times": times, "rows": _latency_rows(entry)})
         requests = []
     import jinja2
     from markupsafe import Markup
@@ -54,7 +54,7 @@ def load_page(entries: Sequence[Entry], title: str, about: str = "", stamp: str 
         style=Markup((here / "style.css").read_text("utf-8")),
         script=Markup((here / "page.js").read_text("utf-8")),
         loads=loads,
-        table=[_line(load["entry"]) for load in loads],
+        table=[_summary_row(load["entry"]) for load in loads],
         good=any(load["entry"]["good"] is not None for load in loads),
         cost=any(load["entry"]["output_cost"] is not None for load in loads),
         charts=[(name, words, Markup(chart)) for name, words, chart in _charts(loads)],
@@ -68,7 +68,7 @@ def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
         > 1
     ):
         curve.sort(key=lambda entry: float(entry["offered"]))
-        yield from _curve(curve)
+        yield from _rate_charts(curve)
     for name, title in (("ttft", "Time to first token"), ("tpot", "Time a token after the first")):
         shown = [
             (load["entry"]["load"], sorted(load["times"][name])) for load in loads if load["times"][name]
@@ -89,7 +89,7 @@ def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
             )
 
 
-def _curve(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str]]:
+def _rate_charts(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str]]:
     rates = [float(entry["offered"]) for entry in entries]
 
     def of(name: str, which: str) -> list[float]:
@@ -159,17 +159,17 @@ def _tpot(requests: Sequence[Entry]) -> list[float]:
     ]
 
 
-def _rows(entry: Entry) -> list[list[str]]:
+def _latency_rows(entry: Entry) -> list[list[str]]:
     """Name, mean, percentiles and largest, in milliseconds."""
     found = []
-    for name, words in SPREADS:
+    for name, words in LATENCIES:
         if (spread := entry[name]) is not None:
             columns = ("mean", "p50", "p90", "p95", "p99", "most")
-            found.append([words, *(figure(1e3 * spread[column]) for column in columns)])
+            found.append([words, *(format_number(1e3 * spread[column]) for column in columns)])
     return found
 
 
-def _line(entry: Entry) -> dict[str, str]:
+def _summary_row(entry: Entry) -> dict[str, str]:
     """A load as a row of the table of all loads."""
     share, cost, ttft, tpot = entry["good"], entry["output_cost"], entry["ttft"], entry["tpot"]
     errors = ", ".join(f"{n} {kind}" for kind, n in entry["errors"].items())
@@ -177,10 +177,14 @@ def _line(entry: Entry) -> dict[str, str]:
         "load": entry["load"],
         "requests": f"{entry['finished']:,} of {entry['requests']:,}",
         "errors": errors or "none",
-        "rate": figure(entry["request_rate"]),
+        "rate": format_number(entry["request_rate"]),
         "tokens": f"{entry['output_rate']:,.0f}",
-        "ttft": "–" if ttft is None else f"{figure(1e3 * ttft['p50'])} / {figure(1e3 * ttft['p99'])}",
-        "tpot": "–" if tpot is None else f"{figure(1e3 * tpot['p50'])} / {figure(1e3 * tpot['p99'])}",
-        "good": "–" if share is None else f"{100 * share:.0f} %, {figure(entry['goodput'])}/s",
-        "cost": "–" if cost is None else figure(cost),
+        "ttft": "–"
+        if ttft is None
+        else f"{format_number(1e3 * ttft['p50'])} / {format_number(1e3 * ttft['p99'])}",
+        "tpot": "–"
+        if tpot is None
+        else f"{format_number(1e3 * tpot['p50'])} / {format_number(1e3 * tpot['p99'])}",
+        "good": "–" if share is None else f"{100 * share:.0f} %, {format_number(entry['goodput'])}/s",
+        "cost": "–" if cost is None else format_number(cost),
     }

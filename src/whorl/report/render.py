@@ -23,11 +23,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from whorl.report.data import LineageNode, PlanRow, ReportData, Sample, Score
-from whorl.report.format import NBSP, duration, figure, quantity, scaled, share
-from whorl.report.induction_onset import copying_fall, find_fall
+from whorl.report.data import LineageNode, PlanRow, ReportData, Score, TextSample
+from whorl.report.format import (
+    NBSP,
+    format_duration,
+    format_number,
+    format_percent,
+    format_quantity,
+    format_si,
+)
+from whorl.report.induction_onset import find_induction_onset, find_loss_drop
 from whorl.report.stages import stage_charts, stage_samples, stage_table
-from whorl.report.training import MOST_EVENTS, charts, events, fall_words, training_facts
+from whorl.report.training import MAX_EVENTS, describe_loss_drop, event_rows, training_charts, training_facts
 
 _SECTIONS = (
     ("result", "Result"),
@@ -70,9 +77,12 @@ def to_html(data: ReportData) -> str:
     template = environment.from_string((here / "page.html").read_text("utf-8"))
     fall = None
     if data.training and data.training.points:
-        fall = copying_fall(data.training.copying, data.training.points) or find_fall(data.training.points)
+        fall = find_induction_onset(data.training.induction, data.training.points) or find_loss_drop(
+            data.training.points
+        )
     drawn = [
-        {"title": title, "note": note, "svg": Markup(svg)} for title, note, svg in charts(data.training, fall)
+        {"title": title, "note": note, "svg": Markup(svg)}
+        for title, note, svg in training_charts(data.training, fall)
     ]
     return template.render(
         data=data,
@@ -80,49 +90,55 @@ def to_html(data: ReportData) -> str:
         script=Markup((here / "page.js").read_text("utf-8")),
         sections=_sections(data),
         stamp=" · ".join(part for part in (data.run, data.created) if part),
-        cards=list(_cards(data)),
-        scores=_scores(data.scores.scores) if data.scores else [],
-        completed=_of(data.completions.parsed, data.completions.prompts) if data.completions else "",
-        real=_of(data.completions.real_parsed, data.completions.prompts) if data.completions else "",
-        samples=[_sample(sample) for sample in data.samples],
+        cards=list(_result_cards(data)),
+        scores=_score_rows(data.scores.scores) if data.scores else [],
+        completed=_format_ratio(data.completions.parsed, data.completions.prompts)
+        if data.completions
+        else "",
+        real=_format_ratio(data.completions.real_parsed, data.completions.prompts)
+        if data.completions
+        else "",
+        samples=[_sample_rows(sample) for sample in data.samples],
         charts=drawn,
-        fall=fall_words(fall) if fall else "",
+        fall=describe_loss_drop(fall) if fall else "",
         training_facts=training_facts(data.training),
-        events=events(data.training),
+        events=event_rows(data.training),
         stages=stage_table(data.stages),
         stage_charts=[(title, note, Markup(svg)) for title, note, svg in stage_charts(data.stages)],
         stage_samples=stage_samples(data.stages),
-        unshown=max(0, len(data.training.events) - MOST_EVENTS) if data.training else 0,
+        unshown=max(0, len(data.training.events) - MAX_EVENTS) if data.training else 0,
         plan_rows=_plan_rows(data),
         funnel=_funnel(data),
-        set_aside=_set_aside(data),
+        set_aside=_rejected_rows(data),
         domains=_domains(data),
-        times=_times(data),
-        time_words=_time_words(data),
-        lineage=_branch(data.lineage, "", set()) if data.lineage else None,
-        scaled=scaled,
-        duration=duration,
+        times=_step_rows(data),
+        time_words=_time_summary(data),
+        lineage=_lineage_tree(data.lineage, "", set()) if data.lineage else None,
+        scaled=format_si,
+        duration=format_duration,
     )
 
 
 def _sections(data: ReportData) -> dict[str, str]:
     """Id -> name of the sections that this page has."""
-    kept = {id: name for id, name in _SECTIONS if id not in data.absent or (id == "plan" and data.model)}
-    if "plan" in data.absent and data.model:
+    kept = {
+        id: name for id, name in _SECTIONS if id not in data.omitted_sections or (id == "plan" and data.model)
+    }
+    if "plan" in data.omitted_sections and data.model:
         kept["plan"] = "Model"
-    if "training" in data.absent and "stages" in kept:
+    if "training" in data.omitted_sections and "stages" in kept:
         kept["stages"] = "Stages"
     return kept
 
 
-def _of(count: int, total: int) -> str:
-    return f"{count} of {total} ({share(count / total)})"
+def _format_ratio(count: int, total: int) -> str:
+    return f"{count} of {total} ({format_percent(count / total)})"
 
 
 # Result
 
 
-def _cards(data: ReportData) -> Iterator[dict[str, str]]:
+def _result_cards(data: ReportData) -> Iterator[dict[str, str]]:
     def card(label: str, value: str, unit: str = "", more: str = "") -> dict[str, str]:
         return {"label": label, "value": value, "unit": unit, "more": more}
 
@@ -133,47 +149,51 @@ def _cards(data: ReportData) -> Iterator[dict[str, str]]:
             best = min(others, key=lambda score: score.bits_per_byte, default=None)
             more = ""
             if best is not None:
-                times = figure(min(ours) / best.bits_per_byte)
+                times = format_number(min(ours) / best.bits_per_byte)
                 more = f"{times} × the best compressor, {best.name} {best.setting}".rstrip()
             yield card("Bits per byte, held-out", f"{min(ours):.3f}", "", more)
     if data.model:
-        yield card("Parameters", *_split(scaled(data.model.parameters, "")), more=data.model.name)
+        yield card("Parameters", *_split_unit(format_si(data.model.parameters, "")), more=data.model.name)
     if data.training and data.training.points:
         last = data.training.points[-1]
-        tokens = last.tokens or next((r.actual for r in _rows(data) if r.unit == "tokens" and r.actual), None)
+        tokens = last.tokens or next(
+            (r.actual for r in _plan_quantities(data) if r.unit == "tokens" and r.actual), None
+        )
         if tokens:
             steps = f"in {last.step:,} steps"
-            yield card("Tokens trained on", *_split(scaled(tokens, "")), more=steps)
+            yield card("Tokens trained on", *_split_unit(format_si(tokens, "")), more=steps)
         if last.seconds:
-            planned = next((r.planned for r in _rows(data) if r.unit == "s" and r.planned), None)
-            more = f"planned: {duration(planned)}" if planned else ""
-            yield card("Training time", duration(last.seconds), more=more)
+            planned = next((r.planned for r in _plan_quantities(data) if r.unit == "s" and r.planned), None)
+            more = f"planned: {format_duration(planned)}" if planned else ""
+            yield card("Training time", format_duration(last.seconds), more=more)
         if data.training.tokens_per_second:
-            used = data.training.utilisation
-            more = f"{share(used)} of the measured peak" if used is not None else ""
+            used = data.training.mfu
+            more = f"{format_percent(used)} of the measured peak" if used is not None else ""
             yield card("Speed", f"{data.training.tokens_per_second:,.0f}", "tokens/s", more)
     if data.completions:
         done, real = data.completions.parsed, data.completions.real_parsed
-        rate = share(done / data.completions.prompts)
+        rate = format_percent(done / data.completions.prompts)
         yield card(
-            "Completions that parse", rate, more=f"real code: {share(real / data.completions.prompts)}"
+            "Completions that parse",
+            rate,
+            more=f"real code: {format_percent(real / data.completions.prompts)}",
         )
-    tested = [stage for stage in data.stages if stage.passed is not None]
-    if tested and (passed := tested[-1].passed):
-        more = f"{share(passed.before)} before {tested[-1].name}"
-        yield card("Held-out tasks passed", share(passed.after), more=more)
+    tested = [stage for stage in data.stages if stage.accuracy is not None]
+    if tested and (passed := tested[-1].accuracy):
+        more = f"{format_percent(passed.before)} before {tested[-1].name}"
+        yield card("Held-out tasks passed", format_percent(passed.after), more=more)
 
 
-def _split(text: str) -> tuple[str, str]:
+def _split_unit(text: str) -> tuple[str, str]:
     value, _, unit = text.partition(NBSP)
     return value, unit
 
 
-def _rows(data: ReportData) -> list[PlanRow]:
+def _plan_quantities(data: ReportData) -> list[PlanRow]:
     return list(data.plan.rows) if data.plan else []
 
 
-def _scores(scores: list[Score]) -> list[dict[str, str]]:
+def _score_rows(scores: list[Score]) -> list[dict[str, str]]:
     ordered = sorted(scores, key=lambda score: score.bits_per_byte)
     most = max((score.bits_per_byte for score in ordered), default=0) or 1
     ours = min((score.bits_per_byte for score in ordered if score.kind == "model"), default=0)
@@ -193,7 +213,7 @@ def _scores(scores: list[Score]) -> list[dict[str, str]]:
 # Samples
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
+def _sample_rows(sample: TextSample) -> dict[str, Any]:
     tokens = []
     for token in sample.tokens:
         surprise = -math.log2(max(token.probability, 2.0**-8))  # 8 bits and more are one colour
@@ -205,13 +225,13 @@ def _sample(sample: Sample) -> dict[str, Any]:
                 "heat": f"{surprise * 70 / 8:.0f}",
                 "others": json.dumps(token.alternatives, ensure_ascii=False) if token.alternatives else "",
                 "title": percent,
-                "parts": _lines(token.text),
+                "parts": _split_lines(token.text),
             }
         )
     return {"prompt": sample.prompt, "note": sample.note, "tokens": tokens}
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     """The text's pieces with each line break as a piece of its own."""
     pieces: list[str] = []
     for i, line in enumerate(text.split("\n")):
@@ -222,12 +242,12 @@ def _lines(text: str) -> list[str]:
 
 def _plan_rows(data: ReportData) -> list[dict[str, str]]:
     rows = []
-    for row in _rows(data):
+    for row in _plan_quantities(data):
         difference = "–"
         if row.planned and row.actual is not None:
             difference = f"{100 * (row.actual / row.planned - 1):+.1f}{NBSP}%".replace("-", "\N{MINUS SIGN}")
-        planned, actual = quantity(row.planned, row.unit), quantity(row.actual, row.unit)
-        rows.append({"what": row.what, "planned": planned, "actual": actual, "difference": difference})
+        planned, actual = format_quantity(row.planned, row.unit), format_quantity(row.actual, row.unit)
+        rows.append({"what": row.quantity, "planned": planned, "actual": actual, "difference": difference})
     return rows
 
 
@@ -242,15 +262,15 @@ def _funnel(data: ReportData) -> list[dict[str, str]]:
         {
             "stage": stage.stage,
             "documents": f"{stage.documents:,}",
-            "size": scaled(stage.bytes, "B"),
-            "share": share(stage.bytes / most),
+            "size": format_si(stage.bytes, "B"),
+            "share": format_percent(stage.bytes / most),
             "width": f"{100 * stage.bytes / most:.1f}",
         }
         for stage in data.corpus.funnel
     ]
 
 
-def _set_aside(data: ReportData) -> list[tuple[str, str, int]]:
+def _rejected_rows(data: ReportData) -> list[tuple[str, str, int]]:
     if data.corpus is None:
         return []
     parts = ((data.corpus.quarantine, "quarantine"), (data.corpus.dropped, "selection"))
@@ -266,8 +286,8 @@ def _domains(data: ReportData) -> list[dict[str, str]]:
     return [
         {
             "domain": d.domain,
-            "size": scaled(d.bytes, "B"),
-            "tokens": scaled(d.tokens, ""),
+            "size": format_si(d.bytes, "B"),
+            "tokens": format_si(d.tokens, ""),
             "value": f"{d.bytes / d.tokens:.2f}",
             "width": f"{100 * d.bytes / d.tokens / most:.1f}",
         }
@@ -278,7 +298,7 @@ def _domains(data: ReportData) -> list[dict[str, str]]:
 # Time, lineage
 
 
-def _times(data: ReportData) -> list[dict[str, str]]:
+def _step_rows(data: ReportData) -> list[dict[str, str]]:
     if data.time is None:
         return []
     total = sum(step.seconds for step in data.time.steps) or 1
@@ -286,11 +306,11 @@ def _times(data: ReportData) -> list[dict[str, str]]:
     return [
         {
             "step": step.step,
-            "time": duration(step.seconds),
-            "share": share(step.seconds / total),
-            "cost": _money(step.seconds, data),
-            "size": scaled(step.bytes, "B") if step.bytes is not None else "–",
-            "note": " · ".join(part for part in ("looked up" if step.looked_up else "", step.note) if part),
+            "time": format_duration(step.seconds),
+            "share": format_percent(step.seconds / total),
+            "cost": _format_cost(step.seconds, data),
+            "size": format_si(step.bytes, "B") if step.bytes is not None else "–",
+            "note": " · ".join(part for part in ("looked up" if step.cached else "", step.note) if part),
             "flex": f"{step.seconds / total:.5f}",
             "style": "main" if step.seconds == longest else "",
         }
@@ -298,28 +318,28 @@ def _times(data: ReportData) -> list[dict[str, str]]:
     ]
 
 
-def _money(seconds: float, data: ReportData) -> str:
+def _format_cost(seconds: float, data: ReportData) -> str:
     if data.time is None or data.time.cost_per_hour is None:
         return "–"
     return f"{data.time.cost_per_hour * seconds / 3600:.4f} {data.time.currency}"
 
 
-def _time_words(data: ReportData) -> str:
+def _time_summary(data: ReportData) -> str:
     if data.time is None:
         return ""
     total = sum(step.seconds for step in data.time.steps)
-    words = f"{duration(total)} of work in {len(data.time.steps)} steps"
+    words = f"{format_duration(total)} of work in {len(data.time.steps)} steps"
     if data.time.budget_seconds is not None:
-        words += f", of which training was given {duration(data.time.budget_seconds)}"
-    known = [step for step in data.time.steps if step.looked_up]
+        words += f", of which training was given {format_duration(data.time.budget_seconds)}"
+    known = [step for step in data.time.steps if step.cached]
     if known:
         words += f"; {len(known)} looked up, not redone (the time is that of the run that made it)"
     if data.time.cost_per_hour is not None:
-        words += f"; {_money(total, data)} at {figure(data.time.cost_per_hour)} {data.time.currency} an hour"
+        words += f"; {_format_cost(total, data)} at {format_number(data.time.cost_per_hour)} {data.time.currency} an hour"
     return words + "."
 
 
-def _branch(node: LineageNode, role: str, seen: set[str]) -> dict[str, Any]:
+def _lineage_tree(node: LineageNode, role: str, seen: set[str]) -> dict[str, Any]:
     """The tree as shown: an artifact that stands there already is not unfolded again."""
     title = node.name or node.kind or "artifact"
     if role and role != title:
@@ -328,14 +348,14 @@ def _branch(node: LineageNode, role: str, seen: set[str]) -> dict[str, Any]:
     if node.kind and node.kind != node.name:
         notes.append(node.kind)
     if node.seconds is not None:
-        notes.append(duration(node.seconds))
+        notes.append(format_duration(node.seconds))
     if node.bytes is not None:
-        notes.append(scaled(node.bytes, "B"))
+        notes.append(format_si(node.bytes, "B"))
     if node.missing:
         notes.append("no longer in the store")
     again = node.address in seen and bool(node.parents)
     if again:
         notes.append("its parents stand above")
     seen.add(node.address)
-    parents = [] if again else [_branch(parent, name, seen) for name, parent in node.parents.items()]
+    parents = [] if again else [_lineage_tree(parent, name, seen) for name, parent in node.parents.items()]
     return {"title": title, "address": node.address[:12], "note": " · ".join(notes), "parents": parents}

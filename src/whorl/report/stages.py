@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from whorl.report.charts import Series, line_chart
-from whorl.report.data import Answer, Change, StageSection
-from whorl.report.format import NBSP, duration, figure, share
+from whorl.report.data import BeforeAfter, StageSection, TaskCompletion
+from whorl.report.format import NBSP, format_duration, format_number, format_percent
 from whorl.report.induction_onset import smooth
 
 Chart = tuple[str, str, str]  # title, note, markup
@@ -23,30 +23,30 @@ Chart = tuple[str, str, str]  # title, note, markup
 def stage_table(stages: Sequence[StageSection]) -> dict[str, Any]:
     """Headings of what was measured, and one row for each stage."""
     columns = [
-        ("Passed, sampled", [_shares(stage.passed) for stage in stages]),
-        ("Passed, greedy", [_shares(stage.passed_greedily) for stage in stages]),
-        ("Bits per byte", [_bits(stage.bits_per_byte) for stage in stages]),
+        ("Passed, sampled", [_percent_change(stage.accuracy) for stage in stages]),
+        ("Passed, greedy", [_percent_change(stage.accuracy_greedy) for stage in stages]),
+        ("Bits per byte", [_bits_change(stage.bits_per_byte) for stage in stages]),
     ]
     columns = [(heading, cells) for heading, cells in columns if any(cells)]
     rows = [
         {
             "name": stage.name,
-            "learnt_from": stage.learnt_from,
+            "learnt_from": stage.trained_on,
             "changes": [cells[i] for _, cells in columns],
-            "time": duration(stage.seconds) if stage.seconds is not None else "–",
+            "time": format_duration(stage.seconds) if stage.seconds is not None else "–",
         }
         for i, stage in enumerate(stages)
     ]
     return {"headings": [heading for heading, _ in columns], "rows": rows}
 
 
-def _shares(change: Change | None) -> dict[str, str] | None:
+def _percent_change(change: BeforeAfter | None) -> dict[str, str] | None:
     if change is None:
         return None
-    return {"before": share(change.before), "after": share(change.after), "note": ""}
+    return {"before": format_percent(change.before), "after": format_percent(change.after), "note": ""}
 
 
-def _bits(change: Change | None) -> dict[str, str] | None:
+def _bits_change(change: BeforeAfter | None) -> dict[str, str] | None:
     if change is None:
         return None
     told = {"before": f"{change.before:.3f}", "after": f"{change.after:.3f}", "note": ""}
@@ -61,43 +61,45 @@ def stage_charts(stages: Sequence[StageSection]) -> Iterator[Chart]:
     for stage in stages:
         points = stage.points
         whole = (0.0, float(max((p.step for p in points), default=0)))
-        passed = [(p.step, p.passed) for p in points if p.passed is not None]
+        passed = [(p.step, p.accuracy) for p in points if p.accuracy is not None]
         if not passed:
             losses = [(p.step, p.loss) for p in points if p.loss is not None]
             if losses:
-                yield _curve(
-                    f"{stage.name}: loss", f"{stage.loss_is}: each step, and smoothed.",
+                yield _smoothed_chart(
+                    f"{stage.name}: loss", f"{stage.loss_description}: each step, and smoothed.",
                     "loss", losses, whole, height=150,
                 )  # fmt: skip
             continue
-        yield _curve(
+        yield _smoothed_chart(
             f"{stage.name}: share of answers that passed",
             "Of those sampled in a step, on tasks to learn from: each step, and smoothed.",
-            "share passed", passed, whole, y_range=(0.0, 1.0), y_format=share,
+            "share passed", passed, whole, y_range=(0.0, 1.0), y_format=format_percent,
         )  # fmt: skip
-        lengths = [(float(p.step), p.length) for p in points if p.length is not None]
-        wrong = [(float(p.step), p.length_wrong) for p in points if p.length_wrong]
+        lengths = [(float(p.step), p.completion_length) for p in points if p.completion_length is not None]
+        wrong = [
+            (float(p.step), p.completion_length_incorrect) for p in points if p.completion_length_incorrect
+        ]
         if lengths:
             series = [Series("wrong answers", [x for x, _ in wrong], [y for _, y in wrong], "faint")]
-            series = [*(series if wrong else []), Series("all answers", *_columns(lengths))]
+            series = [*(series if wrong else []), Series("all answers", *_unzip(lengths))]
             yield (
                 f"{stage.name}: length of answers",
                 "Mean in tokens of all answers of a step; the faint line is that of the wrong ones.",
                 line_chart(
                     series,
-                    label=f"Mean length of answers against step, from {figure(lengths[0][1])} to "
-                    f"{figure(lengths[-1][1])} tokens",
+                    label=f"Mean length of answers against step, from {format_number(lengths[0][1])} to "
+                    f"{format_number(lengths[-1][1])} tokens",
                     height=190,
                     x_range=whole,
                 ),
             )
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def _unzip(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [float(x) for x, _ in points], [y for _, y in points]
 
 
-def _curve(
+def _smoothed_chart(
     title: str,
     note: str,
     what: str,
@@ -108,10 +110,10 @@ def _curve(
     **how: Any,
 ) -> Chart:
     """Each step faint, and their smoothed course."""
-    steps, values = _columns(points)
+    steps, values = _unzip(points)
     course = [float(value) for value in smooth(values, max(1.0, len(values) / 30))]
     series = [Series("each step", steps, values, "faint"), Series("smoothed", steps, course)]
-    label = f"{what[:1].upper()}{what[1:]} against step, from {figure(course[0])} to {figure(course[-1])}"
+    label = f"{what[:1].upper()}{what[1:]} against step, from {format_number(course[0])} to {format_number(course[-1])}"
     return title, note, line_chart(series, label=label, height=height, x_range=whole, **how)
 
 
@@ -121,11 +123,17 @@ def stage_samples(stages: Sequence[StageSection]) -> list[dict[str, Any]]:
         {
             "title": f"Before and after {stage.name}",
             "note": f"The same held-out tasks, answered as sampled. Of the first {len(stage.samples)}"
-            f"{f' of {stage.tested:,}' if stage.tested else ''}, "
+            f"{f' of {stage.n_test_tasks:,}' if stage.n_test_tasks else ''}, "
             f"{sum(task.before.passed for task in stage.samples)} passed before and "
             f"{sum(task.after.passed for task in stage.samples)} after.",
             "tasks": [
-                {"prompt": task.prompt, "sides": [_side("before", task.before), _side("after", task.after)]}
+                {
+                    "prompt": task.prompt,
+                    "sides": [
+                        _completion_panel("before", task.before),
+                        _completion_panel("after", task.after),
+                    ],
+                }
                 for task in stage.samples
             ],
         }
@@ -134,10 +142,10 @@ def stage_samples(stages: Sequence[StageSection]) -> list[dict[str, Any]]:
     ]
 
 
-def _side(when: str, answer: Answer) -> dict[str, str]:
+def _completion_panel(when: str, answer: TaskCompletion) -> dict[str, str]:
     verdict = f"{when}: {'passed' if answer.passed else 'not passed'}"
     if answer.reward != float(answer.passed):
-        verdict += f", reward {figure(answer.reward)}"
+        verdict += f", reward {format_number(answer.reward)}"
     return {
         "kind": "passed" if answer.passed else "failed",
         "sign": "✓" if answer.passed else "✗",

@@ -10,15 +10,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from whorl.report.charts import Mark, Series, line_chart
-from whorl.report.data import ExpertsLayer, TrainingSection
-from whorl.report.format import duration, scaled
-from whorl.report.format import share as percent
-from whorl.report.induction_onset import Fall, smooth
+from whorl.report.data import ExpertUsage, TrainingSection
+from whorl.report.format import format_duration, format_si
+from whorl.report.format import format_percent as percent
+from whorl.report.induction_onset import LossDrop, smooth
 
-MOST_EVENTS = 50  # are shown
+MAX_EVENTS = 50  # are shown
 
 
-def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tuple[str, str, str]]:
+def training_charts(
+    training: TrainingSection | None, fall: LossDrop | None
+) -> Iterator[tuple[str, str, str]]:
     if training is None or not training.points:
         return
     points = training.points
@@ -51,7 +53,7 @@ def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tupl
                 mark=mark,
             ),
         )
-    if training.copying:
+    if training.induction:
         yield (
             "Copying",
             "Nats a token on the second half of rows that repeat shuffled tokens: nothing but heads that look up "
@@ -60,20 +62,20 @@ def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tupl
                 [
                     Series(
                         "second half",
-                        [float(point.step) for point in training.copying],
-                        [point.nll for point in training.copying],
+                        [float(point.step) for point in training.induction],
+                        [point.nll for point in training.induction],
                         "main",
-                        dots=len(training.copying) <= 60,
+                        dots=len(training.induction) <= 60,
                     )
                 ],
-                label=f"Loss on copies against step, ending at {training.copying[-1].nll:.2f} nats a token",
+                label=f"Loss on copies against step, ending at {training.induction[-1].nll:.2f} nats a token",
                 height=150,
                 x_range=whole,
                 mark=mark,
             ),
         )
     if training.experts:
-        yield _experts(training.experts, whole)
+        yield _expert_chart(training.experts, whole)
     rates = [(float(p.step), p.learning_rate) for p in points if p.learning_rate is not None]
     if rates:
         yield (
@@ -89,30 +91,30 @@ def charts(training: TrainingSection | None, fall: Fall | None) -> Iterator[tupl
         )
 
 
-def _experts(layers: list[ExpertsLayer], whole: tuple[float, float]) -> tuple[str, str, str]:
+def _expert_chart(layers: list[ExpertUsage], whole: tuple[float, float]) -> tuple[str, str, str]:
     """How evenly the experts were used: every layer, and the mean over layers."""
-    steps = sorted({point.step for layer in layers for point in layer.uneven})
+    steps = sorted({point.step for layer in layers for point in layer.gini_points})
     of_step: dict[int, list[float]] = {step: [] for step in steps}
     for layer in layers:
-        for point in layer.uneven:
+        for point in layer.gini_points:
             of_step[point.step].append(point.gini)
     means = [sum(of_step[step]) / len(of_step[step]) for step in steps]
     series = [
         Series(
             f"layer {layer.layer}",
-            [float(p.step) for p in layer.uneven],
-            [p.gini for p in layer.uneven],
+            [float(p.step) for p in layer.gini_points],
+            [p.gini for p in layer.gini_points],
             "faint",
         )
         for layer in layers
     ]
-    shares = [share for layer in layers for share in layer.shares]
-    lost = max(layer.dropped for layer in layers)
+    shares = [share for layer in layers for share in layer.load_fractions]
+    lost = max(layer.dropped_fraction for layer in layers)
     return (
         "Experts",
         "Gini coefficient of the experts' loads, each layer and their mean: 0 when all are used alike. At the end the "
         f"least used expert of a layer had {percent(min(shares))} of its tokens, the most used {percent(max(shares))}; "
-        f"even would be {percent(1 / len(layers[0].shares))}. Assignments that found no place: at most {percent(lost)}.",
+        f"even would be {percent(1 / len(layers[0].load_fractions))}. Assignments that found no place: at most {percent(lost)}.",
         line_chart(
             [*series, Series("mean", [float(step) for step in steps], means)],
             label=f"Unevenness of the experts' loads against step, ending at a Gini coefficient of {means[-1]:.3f}",
@@ -123,9 +125,9 @@ def _experts(layers: list[ExpertsLayer], whole: tuple[float, float]) -> tuple[st
     )
 
 
-def fall_words(fall: Fall) -> str:
-    after = f" ({duration(fall.seconds)} into training)" if fall.seconds is not None else ""
-    if fall.copying:
+def describe_loss_drop(fall: LossDrop) -> str:
+    after = f" ({format_duration(fall.seconds)} into training)" if fall.seconds is not None else ""
+    if fall.from_copy_loss:
         return (
             f"around step {fall.step:,}{after} attention heads learnt to copy what followed an earlier occurrence "
             f"of the same token: on repeated shuffled tokens the loss went from {fall.before:.2f} to "
@@ -138,13 +140,13 @@ def fall_words(fall: Fall) -> str:
     )
 
 
-def events(training: TrainingSection | None) -> list[dict[str, Any]]:
+def event_rows(training: TrainingSection | None) -> list[dict[str, Any]]:
     """The first events as rows of a table."""
-    shown = training.events[:MOST_EVENTS] if training is not None else []
+    shown = training.events[:MAX_EVENTS] if training is not None else []
     return [{**e.model_dump(), "more": e.n_documents - len(e.documents)} for e in shown]
 
 
 def training_facts(training: TrainingSection | None) -> list[tuple[str, str]]:
     if training is None or training.peak_memory_bytes is None:
         return []
-    return [("peak memory", scaled(training.peak_memory_bytes, "B"))]
+    return [("peak memory", format_si(training.peak_memory_bytes, "B"))]

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class PoolSnapshot:
     """The fleet at one moment. time: seconds; queue, running: requests now; arrived, finished, good: running totals."""
 
     time: float
@@ -33,27 +33,35 @@ class Snapshot:
     running: int
     arrived: int
     finished: int
-    good: int
+    within_slo: int
 
 
-class Objectives(BaseModel):
+class AutoscalingConfig(BaseModel):
     """What the advice wants."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    goodput: float = Field(default=0.95, gt=0, le=1, description="share of requests that meet the objective")
-    queue: float = Field(default=2.0, gt=0, description="requests waiting, a replica, that are too many")
-    sequences: int = Field(default=32, ge=1, description="requests that a replica runs at once")
-    up: float = Field(default=60.0, gt=0, description="seconds that a want must last")
-    down: float = Field(default=600.0, gt=0, description="seconds that a calm must last")
-    drain: float = Field(default=60.0, gt=0, description="seconds in which a queue should be worked off")
-    fill: float = Field(default=0.8, gt=0, le=1, description="of a replica's capacity that may be used")
-    fewest: int = Field(default=1, ge=0)
-    most: int = Field(default=64, ge=1)
+    min_goodput: float = Field(
+        default=0.95, gt=0, le=1, description="share of requests that meet the objective"
+    )
+    queue_per_replica: float = Field(
+        default=2.0, gt=0, description="requests waiting, a replica, that are too many"
+    )
+    max_num_seqs: int = Field(default=32, ge=1, description="requests that a replica runs at once")
+    scale_up_seconds: float = Field(default=60.0, gt=0, description="seconds that a want must last")
+    scale_down_seconds: float = Field(default=600.0, gt=0, description="seconds that a calm must last")
+    drain_seconds: float = Field(
+        default=60.0, gt=0, description="seconds in which a queue should be worked off"
+    )
+    target_utilization: float = Field(
+        default=0.8, gt=0, le=1, description="of a replica's capacity that may be used"
+    )
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(default=64, ge=1)
 
 
 @dataclass(frozen=True)
-class Advice:
+class ScalingAdvice:
     """replicas: how many there should be; change: against now; reasons: why, or why not."""
 
     replicas: int
@@ -66,34 +74,36 @@ class Advice:
         return f"{head}: " + ", ".join(self.reasons)
 
 
-def goodput(first: Snapshot, last: Snapshot) -> float | None:
+def goodput(first: PoolSnapshot, last: PoolSnapshot) -> float | None:
     """Of the requests finished between two snapshots; None where there were none."""
     finished = last.finished - first.finished
-    return (last.good - first.good) / finished if finished > 0 else None
+    return (last.within_slo - first.within_slo) / finished if finished > 0 else None
 
 
-def advise(window: Sequence[Snapshot], want: Objectives | None = None) -> Advice:
+def advise(window: Sequence[PoolSnapshot], config: AutoscalingConfig | None = None) -> ScalingAdvice:
     """Advice from snapshots in their order, oldest first; what is older than both spans is not looked at."""
-    want = want or Objectives()
+    config = config or AutoscalingConfig()
     if not window:
-        return Advice(want.fewest, 0, ("nothing was seen yet",))
+        return ScalingAdvice(config.min_replicas, 0, ("nothing was seen yet",))
     last = window[-1]
     now = last.replicas
-    if now < want.fewest:
-        return _to(
-            want.fewest,
+    if now < config.min_replicas:
+        return _clamped_advice(
+            config.min_replicas,
             now,
-            want,
-            f"{now} serve and {want.fewest} is the least that was asked for",
+            config,
+            f"{now} serve and {config.min_replicas} is the least that was asked for",
             capped=False,
         )
-    recent = _since(window, want.up)
+    recent = _last_seconds(window, config.scale_up_seconds)
     if recent is None:
-        return Advice(now, 0, (f"seen for {last.time - window[0].time:.0f} s of {want.up:.0f}",))
-    return _up(recent, want) or _down(window, want) or _stay(recent, want)
+        return ScalingAdvice(
+            now, 0, (f"seen for {last.time - window[0].time:.0f} s of {config.scale_up_seconds:.0f}",)
+        )
+    return _scale_up(recent, config) or _scale_down(window, config) or _keep_replicas(recent, config)
 
 
-def _since(window: Sequence[Snapshot], seconds: float) -> list[Snapshot] | None:
+def _last_seconds(window: Sequence[PoolSnapshot], seconds: float) -> list[PoolSnapshot] | None:
     """The snapshots of the last `seconds`; None where the window is shorter."""
     begin = window[-1].time - seconds
     if window[0].time > begin:
@@ -101,59 +111,65 @@ def _since(window: Sequence[Snapshot], seconds: float) -> list[Snapshot] | None:
     return [s for s in window if s.time >= begin]
 
 
-def _up(recent: list[Snapshot], want: Objectives) -> Advice | None:
+def _scale_up(recent: list[PoolSnapshot], config: AutoscalingConfig) -> ScalingAdvice | None:
     first, last = recent[0], recent[-1]
     now, seconds = max(1, last.replicas), last.time - first.time
     least = min(s.queue for s in recent)
     met = goodput(first, last)
-    poor = met is not None and met < want.goodput
-    deep = least >= want.queue * now
+    poor = met is not None and met < config.min_goodput
+    deep = least >= config.queue_per_replica * now
     if not deep and not (poor and least > 0):
         return None
     reasons = [f"queue {last.queue} deep" + (f", never below {least}" if least < last.queue else "")]
     reasons[0] += f" for {seconds:.0f} s"
     if poor:
-        reasons.append(f"goodput {met:.2f} < {want.goodput:g}")
+        reasons.append(f"goodput {met:.2f} < {config.min_goodput:g}")
     done = (last.finished - first.finished) / seconds / now if seconds > 0 else 0.0
     if done == 0:
-        return _to(now + 1, now, want, *reasons, "nothing finished, so what a replica can do is unknown")
-    rate = (last.arrived - first.arrived) / seconds + last.queue / want.drain
+        return _clamped_advice(
+            now + 1, now, config, *reasons, "nothing finished, so what a replica can do is unknown"
+        )
+    rate = (last.arrived - first.arrived) / seconds + last.queue / config.drain_seconds
     reasons.append(f"{rate:.2g} a second to do, {done:.2g} a replica done")
-    return _to(max(now + 1, math.ceil(rate / (want.fill * done))), now, want, *reasons)
+    return _clamped_advice(
+        max(now + 1, math.ceil(rate / (config.target_utilization * done))), now, config, *reasons
+    )
 
 
-def _down(window: Sequence[Snapshot], want: Objectives) -> Advice | None:
-    calm = _since(window, want.down)
+def _scale_down(window: Sequence[PoolSnapshot], config: AutoscalingConfig) -> ScalingAdvice | None:
+    calm = _last_seconds(window, config.scale_down_seconds)
     if calm is None or any(s.queue for s in calm):
         return None
     now, busiest = calm[-1].replicas, max(s.running for s in calm)
     met = goodput(calm[0], calm[-1])
-    if now <= max(1, want.fewest) or (met is not None and met < want.goodput):
+    if now <= max(1, config.min_replicas) or (met is not None and met < config.min_goodput):
         return None
-    if busiest > want.fill * want.sequences * (now - 1):
+    if busiest > config.target_utilization * config.max_num_seqs * (now - 1):
         return None
-    return _to(
+    return _clamped_advice(
         now - 1,
         now,
-        want,
-        f"no queue for {want.down:.0f} s",
+        config,
+        f"no queue for {config.scale_down_seconds:.0f} s",
         f"never more than {busiest} running on {now} replicas",
     )
 
 
-def _stay(recent: list[Snapshot], want: Objectives) -> Advice:
+def _keep_replicas(recent: list[PoolSnapshot], config: AutoscalingConfig) -> ScalingAdvice:
     last, met = recent[-1], goodput(recent[0], recent[-1])
-    if met is not None and met < want.goodput:
-        why = f"goodput {met:.2f} < {want.goodput:g} though no queue stands"
-        return Advice(
+    if met is not None and met < config.min_goodput:
+        why = f"goodput {met:.2f} < {config.min_goodput:g} though no queue stands"
+        return ScalingAdvice(
             last.replicas, 0, (why, "the requests are slow in themselves: more replicas would not mend it")
         )
     told = "no requests finished" if met is None else f"goodput {met:.2f}"
-    return Advice(last.replicas, 0, (f"queue {last.queue}", told))
+    return ScalingAdvice(last.replicas, 0, (f"queue {last.queue}", told))
 
 
-def _to(wanted: int, now: int, want: Objectives, *reasons: str, capped: bool = True) -> Advice:
-    most = min(want.most, 2 * now) if capped and now else want.most
-    held = max(want.fewest, min(wanted, max(most, now)))
+def _clamped_advice(
+    wanted: int, now: int, config: AutoscalingConfig, *reasons: str, capped: bool = True
+) -> ScalingAdvice:
+    most = min(config.max_replicas, 2 * now) if capped and now else config.max_replicas
+    held = max(config.min_replicas, min(wanted, max(most, now)))
     more = (f"{wanted} would be needed, {held} is the most at once",) if wanted > held else ()
-    return Advice(held, held - now, (*reasons, *more))
+    return ScalingAdvice(held, held - now, (*reasons, *more))

@@ -24,7 +24,7 @@ from enum import StrEnum
 from whorl.errors import ConfigError
 
 
-class Circuit(StrEnum):
+class CircuitState(StrEnum):
     """What a breaker lets through: all, nothing, one probe."""
 
     CLOSED = "closed"
@@ -33,58 +33,65 @@ class Circuit(StrEnum):
 
 
 @dataclass
-class Breaker:
+class CircuitBreaker:
     """Of one replica.
 
     failures: in a row, that open it; wait: seconds that it then stays open, doubled by each failed probe up to `longest`.
     """
 
-    failures: int = 3
-    wait: float = 1.0
-    longest: float = 30.0
-    failed: int = 0  # in a row
+    failure_threshold: int = 3
+    open_seconds: float = 1.0
+    max_open_seconds: float = 30.0
+    consecutive_failures: int = 0  # in a row
     probing: bool = False
-    opened: float | None = None  # when, of the clock that comes in
-    current_wait: float = 0.0
+    opened_at: float | None = None  # when, of the clock that comes in
+    current_open_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.failures < 1 or not 0 < self.wait <= self.longest:
+        if self.failure_threshold < 1 or not 0 < self.open_seconds <= self.max_open_seconds:
             raise ConfigError(
-                f"a breaker with failures = {self.failures}, wait = {self.wait}, longest = {self.longest}",
+                f"a breaker with failures = {self.failure_threshold}, wait = {self.open_seconds}, longest = {self.max_open_seconds}",
                 expected="at least one failure, and 0 < wait <= longest",
             )
 
-    def state(self, now: float) -> Circuit:
+    def state(self, now: float) -> CircuitState:
         """What it is at `now` (seconds of any clock that does not go back)."""
-        if self.opened is None:
-            return Circuit.CLOSED
-        return Circuit.HALF_OPEN if now - self.opened >= self.current_wait else Circuit.OPEN
+        if self.opened_at is None:
+            return CircuitState.CLOSED
+        return (
+            CircuitState.HALF_OPEN if now - self.opened_at >= self.current_open_seconds else CircuitState.OPEN
+        )
 
-    def ready(self, now: float) -> bool:
+    def allows_request(self, now: float) -> bool:
         """Whether a request may be sent; changes nothing."""
         state = self.state(now)
-        return state is Circuit.CLOSED or (state is Circuit.HALF_OPEN and not self.probing)
+        return state is CircuitState.CLOSED or (state is CircuitState.HALF_OPEN and not self.probing)
 
     def admit(self, now: float) -> None:
         """A request is sent. Raises ConfigError where `ready` says no: a bug of the caller's."""
-        if not self.ready(now):
+        if not self.allows_request(now):
             raise ConfigError("a request was sent through an open breaker", do="ask `ready` first")
-        self.probing = self.state(now) is Circuit.HALF_OPEN
+        self.probing = self.state(now) is CircuitState.HALF_OPEN
 
-    def success(self) -> None:
+    def record_success(self) -> None:
         """It answered: closed, whatever it was."""
-        self.failed, self.opened, self.probing, self.current_wait = 0, None, False, 0.0
+        self.consecutive_failures, self.opened_at, self.probing, self.current_open_seconds = (
+            0,
+            None,
+            False,
+            0.0,
+        )
 
-    def failure(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         """It did not answer, or with an error of its own making."""
-        self.failed += 1
-        if self.state(now) is Circuit.HALF_OPEN:
-            self.current_wait = min(self.longest, 2 * self.current_wait)
-            self.opened, self.probing = now, False
-        elif self.opened is None and self.failed >= self.failures:
-            self.opened, self.current_wait = now, self.wait
+        self.consecutive_failures += 1
+        if self.state(now) is CircuitState.HALF_OPEN:
+            self.current_open_seconds = min(self.max_open_seconds, 2 * self.current_open_seconds)
+            self.opened_at, self.probing = now, False
+        elif self.opened_at is None and self.consecutive_failures >= self.failure_threshold:
+            self.opened_at, self.current_open_seconds = now, self.open_seconds
 
-    def released(self) -> None:
+    def cancel_probe(self) -> None:
         """Nothing was learnt: the client went away before the answer came."""
         self.probing = False
 
@@ -94,23 +101,23 @@ class RetryBudget:
     """A bucket that every first attempt adds `ratio` to and every retry takes one from; `reserve` is its size and start."""
 
     ratio: float = 0.1
-    reserve: float = 10.0
+    capacity: float = 10.0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.ratio <= 1 and self.reserve >= 0):
+        if not (0 <= self.ratio <= 1 and self.capacity >= 0):
             raise ConfigError(
-                f"a retry budget of ratio {self.ratio} and reserve {self.reserve}",
+                f"a retry budget of ratio {self.ratio} and reserve {self.capacity}",
                 expected="a ratio from 0 to 1, a reserve of 0 or more",
             )
-        self.left = self.reserve
+        self.tokens = self.capacity
 
     def deposit(self) -> None:
         """A first attempt."""
-        self.left = min(self.reserve, self.left + self.ratio)
+        self.tokens = min(self.capacity, self.tokens + self.ratio)
 
-    def take(self) -> bool:
+    def try_spend(self) -> bool:
         """Whether a retry may be made; if so it is paid."""
-        if self.left < 1 - 1e-9:
+        if self.tokens < 1 - 1e-9:
             return False
-        self.left -= 1
+        self.tokens -= 1
         return True

@@ -14,13 +14,13 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 
 from whorl.errors import ConfigError
-from whorl.router.replica_pool import Fleet
+from whorl.router.replica_pool import ReplicaPool
 
 LOG = logging.getLogger("whorl.serve")
-EVERY = 2.0
+LOOKUP_SECONDS = 2.0
 
 
-def parse(name: str) -> tuple[str, int]:
+def parse_host_port(name: str) -> tuple[str, int]:
     """ "host:port" -> (host, port). Raises ConfigError."""
     host, _, port = name.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -28,7 +28,7 @@ def parse(name: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def addresses(host: str, port: int) -> list[str]:
+async def resolve_urls(host: str, port: int) -> list[str]:
     """URLs of all that the name stands for; none where it cannot be resolved."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -41,25 +41,25 @@ async def addresses(host: str, port: int) -> list[str]:
     )
 
 
-def keep(fleet: Fleet, urls: Iterable[str]) -> None:
+def sync_replicas(pool: ReplicaPool, urls: Iterable[str]) -> None:
     """Makes the fleet those of `urls`, if there are any; a replica's name is its address."""
     wanted = {url.removeprefix("http://"): url for url in urls}
     if not wanted:
         return
-    for name in [n for n in fleet.replicas if n not in wanted]:
+    for name in [n for n in pool.replicas if n not in wanted]:
         LOG.info("replica %s is gone", name)
-        fleet.remove(name)
+        pool.remove(name)
     for name, url in wanted.items():
-        if name not in fleet.replicas:
-            fleet.add(name, url)
+        if name not in pool.replicas:
+            pool.add(name, url)
 
 
 @asynccontextmanager
-async def followed(fleet: Fleet, name: str) -> AsyncIterator[None]:
+async def dns_discovery(pool: ReplicaPool, name: str) -> AsyncIterator[None]:
     """The fleet follows `name` while this lasts. Raises ConfigError: it is no "host:port"."""
-    host, port = parse(name)
-    keep(fleet, await addresses(host, port))
-    task = asyncio.ensure_future(follow(fleet, name))
+    host, port = parse_host_port(name)
+    sync_replicas(pool, await resolve_urls(host, port))
+    task = asyncio.ensure_future(poll_dns(pool, name))
     try:
         yield
     finally:
@@ -68,9 +68,9 @@ async def followed(fleet: Fleet, name: str) -> AsyncIterator[None]:
             await task
 
 
-async def follow(fleet: Fleet, name: str, every: float = EVERY) -> None:
+async def poll_dns(pool: ReplicaPool, name: str, every: float = LOOKUP_SECONDS) -> None:
     """Looks `name` ("host:port") up for ever."""
-    host, port = parse(name)
+    host, port = parse_host_port(name)
     while True:
-        keep(fleet, await addresses(host, port))
+        sync_replicas(pool, await resolve_urls(host, port))
         await asyncio.sleep(every)

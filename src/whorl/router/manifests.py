@@ -30,15 +30,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import ConfigError, one_of
-from whorl.router.replica_processes import without
+from whorl.router.replica_processes import drop_options
 
 KINDS = ("kubernetes", "ray")
 PORT = 8000
-LEAVE_SECONDS = 5  # until every router has seen that an address is gone
+PRE_STOP_SECONDS = 5  # until every router has seen that an address is gone
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
 
-class Manifest(BaseModel):
+class DeploymentSpec(BaseModel):
     """What is to run where. model: as `whorl serve` takes it inside of the container; arguments: further ones of it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,20 +48,26 @@ class Manifest(BaseModel):
     image: str = Field(default="whorl:latest", description="a container that has the command whorl")
     arguments: tuple[str, ...] = ()
     replicas: int = Field(default=2, ge=1)
-    most: int | None = Field(default=None, ge=1, description="replicas at most; default four times as many")
+    max_replicas: int | None = Field(
+        default=None, ge=1, description="replicas at most; default four times as many"
+    )
     routers: int = Field(default=2, ge=1)
     cpus: int = Field(default=4, ge=1, description="cores a replica")
     memory_gib: float = Field(default=8.0, gt=0)
     gpus: int = Field(default=0, ge=0)
-    claim: str | None = Field(default=None, description="volume claim with the models, mounted at /models")
+    volume_claim: str | None = Field(
+        default=None, description="volume claim with the models, mounted at /models"
+    )
     key_secret: str | None = Field(default=None, description="secret whose keys.json `whorl keys` wrote")
-    queue: int = Field(default=2, ge=1, description="waiting requests a replica that call for another one")
-    sequences: int = Field(default=32, ge=1, description="requests that a replica runs at once")
+    queue_per_replica: int = Field(
+        default=2, ge=1, description="waiting requests a replica that call for another one"
+    )
+    max_num_seqs: int = Field(default=32, ge=1, description="requests that a replica runs at once")
     drain_seconds: int = Field(default=60, ge=1)
     start_seconds: int = Field(default=600, ge=10, description="given to read the model in")
 
 
-def manifest(kind: str, what: Manifest) -> str:
+def render_manifest(kind: str, spec: DeploymentSpec) -> str:
     """YAML of `kind` ("kubernetes" or "ray").
 
     Raises:
@@ -69,95 +75,101 @@ def manifest(kind: str, what: Manifest) -> str:
     """
     if kind not in KINDS:
         raise ConfigError(f"--manifest {kind}", expected=one_of(kind, KINDS))
-    if not NAME.fullmatch(what.name):
+    if not NAME.fullmatch(spec.name):
         raise ConfigError(
-            f"name {what.name!r}", expected="small letters, digits and -, beginning with a letter, 42 at most"
+            f"name {spec.name!r}", expected="small letters, digits and -, beginning with a letter, 42 at most"
         )
-    if what.most is not None and what.most < what.replicas:
+    if spec.max_replicas is not None and spec.max_replicas < spec.replicas:
         raise ConfigError(
-            f"at most {what.most} replicas, and {what.replicas} to begin with", expected="no fewer"
+            f"at most {spec.max_replicas} replicas, and {spec.replicas} to begin with", expected="no fewer"
         )
-    documents = kubernetes(what) if kind == "kubernetes" else [ray(what)]
+    documents = kubernetes_manifests(spec) if kind == "kubernetes" else [ray_config(spec)]
     return str(yaml.safe_dump_all(documents, sort_keys=False, width=110))
 
 
-def manifest_of(kind: str, what: Manifest, words: Sequence[str], own: Sequence[str]) -> str:
+def manifest_for_command(
+    kind: str, spec: DeploymentSpec, arguments: Sequence[str], consumed_options: Sequence[str]
+) -> str:
     """The manifest for a command line (`serve MODEL ...`): options that are not in `own` are passed on to the servers."""
-    rest = without(words, own)
-    for word in ("serve", what.model):
+    rest = drop_options(arguments, consumed_options)
+    for word in ("serve", spec.model):
         if word in rest:
             rest.remove(word)
     keyless = [word for word in rest if word != "--no-auth"]
-    return manifest(kind, what.model_copy(update={"arguments": tuple(keyless)}))
+    return render_manifest(kind, spec.model_copy(update={"arguments": tuple(keyless)}))
 
 
-def kubernetes(what: Manifest) -> list[dict[str, Any]]:
+def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
     """Services, deployments, disruption budgets and the autoscaler."""
-    replicas, routers = f"{what.name}-replica", f"{what.name}-router"
-    command = ["whorl", "serve", what.model, "--host", "0.0.0.0", "--port", str(PORT)]
-    command += ["--max-sequences", str(what.sequences), "--drain", str(what.drain_seconds)]
-    command += ["--api-key-file", "/keys/keys.json"] if what.key_secret else ["--no-auth"]
-    command += what.arguments
+    replicas, routers = f"{spec.name}-replica", f"{spec.name}-router"
+    command = ["whorl", "serve", spec.model, "--host", "0.0.0.0", "--port", str(PORT)]
+    command += ["--max-sequences", str(spec.max_num_seqs), "--drain", str(spec.drain_seconds)]
+    command += ["--api-key-file", "/keys/keys.json"] if spec.key_secret else ["--no-auth"]
+    command += spec.arguments
     route = ["whorl", "route", "--discover", f"{replicas}:{PORT}", "--host", "0.0.0.0", "--port", str(PORT)]
-    route += ["--drain", str(what.drain_seconds)]
-    memory = f"{round(what.memory_gib * 1024)}Mi"
-    sizes = {"cpu": str(what.cpus), "memory": memory, **({"nvidia.com/gpu": what.gpus} if what.gpus else {})}
+    route += ["--drain", str(spec.drain_seconds)]
+    memory = f"{round(spec.memory_gib * 1024)}Mi"
+    sizes = {"cpu": str(spec.cpus), "memory": memory, **({"nvidia.com/gpu": spec.gpus} if spec.gpus else {})}
     live, ready = _probe("/health/live", 10, 6), _probe("/health/ready", 2, 2)
-    server = _container(what, command, {"requests": sizes, "limits": sizes}, live, ready)
-    server["startupProbe"] = _probe("/health/ready", 2, -(-what.start_seconds // 2))
-    server["env"] = [{"name": "OMP_NUM_THREADS", "value": str(what.cpus)}]
+    server = _container(spec, command, {"requests": sizes, "limits": sizes}, live, ready)
+    server["startupProbe"] = _probe("/health/ready", 2, -(-spec.start_seconds // 2))
+    server["env"] = [{"name": "OMP_NUM_THREADS", "value": str(spec.cpus)}]
     small = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
     # The router is alive while it answers at all, even if there is no replica to be had
-    router = _container(what, route, small, _probe("/metrics", 10, 6), _probe("/health", 2, 2))
+    router = _container(spec, route, small, _probe("/metrics", 10, 6), _probe("/health", 2, 2))
     volumes: list[dict[str, Any]] = []
     for name, path, source in (
-        ("models", "/models", {"persistentVolumeClaim": {"claimName": what.claim, "readOnly": True}}),
-        ("keys", "/keys", {"secret": {"secretName": what.key_secret}}),
+        ("models", "/models", {"persistentVolumeClaim": {"claimName": spec.volume_claim, "readOnly": True}}),
+        ("keys", "/keys", {"secret": {"secretName": spec.key_secret}}),
     ):
-        if (what.claim if name == "models" else what.key_secret) is not None:
+        if (spec.volume_claim if name == "models" else spec.key_secret) is not None:
             volumes.append({"name": name, **source})
             server.setdefault("volumeMounts", []).append({"name": name, "mountPath": path, "readOnly": True})
     return [
-        _service(what, replicas, headless=True),
-        _service(what, routers, headless=False),
-        _deployment(what, replicas, what.replicas, server, volumes),
-        _deployment(what, routers, what.routers, router, []),
-        _budget(what, replicas),
-        _budget(what, routers),
-        _autoscaler(what, replicas),
+        _service(spec, replicas, headless=True),
+        _service(spec, routers, headless=False),
+        _deployment(spec, replicas, spec.replicas, server, volumes),
+        _deployment(spec, routers, spec.routers, router, []),
+        _disruption_budget(spec, replicas),
+        _disruption_budget(spec, routers),
+        _autoscaler(spec, replicas),
     ]
 
 
-def ray(what: Manifest) -> dict[str, Any]:
+def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
     """The configuration of `serve deploy`."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": PORT, "request_timeout_s": 600},
         "applications": [
             {
-                "name": what.name,
+                "name": spec.name,
                 "route_prefix": "/",
                 "import_path": "whorl.router.ray_app:app",
-                "args": {"model": what.model, "arguments": list(what.arguments), "sequences": what.sequences},
+                "args": {
+                    "model": spec.model,
+                    "arguments": list(spec.arguments),
+                    "sequences": spec.max_num_seqs,
+                },
                 "deployments": [
                     {
                         "name": "Replica",
-                        "max_ongoing_requests": 4 * what.sequences,
-                        "graceful_shutdown_timeout_s": what.drain_seconds,
+                        "max_ongoing_requests": 4 * spec.max_num_seqs,
+                        "graceful_shutdown_timeout_s": spec.drain_seconds,
                         "health_check_period_s": 10,
                         "health_check_timeout_s": 60,
                         "autoscaling_config": {
-                            "min_replicas": what.replicas,
-                            "max_replicas": _most(what),
-                            "target_ongoing_requests": what.sequences + what.queue,
+                            "min_replicas": spec.replicas,
+                            "max_replicas": _max_replicas(spec),
+                            "target_ongoing_requests": spec.max_num_seqs + spec.queue_per_replica,
                             "upscale_delay_s": 60,
                             "downscale_delay_s": 600,
                         },
                         "ray_actor_options": {
-                            "num_cpus": what.cpus,
-                            "num_gpus": what.gpus,
-                            "memory": round(what.memory_gib * 1024**3),
-                            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(what.cpus)}},
+                            "num_cpus": spec.cpus,
+                            "num_gpus": spec.gpus,
+                            "memory": round(spec.memory_gib * 1024**3),
+                            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(spec.cpus)}},
                         },
                     }
                 ],
@@ -166,15 +178,15 @@ def ray(what: Manifest) -> dict[str, Any]:
     }
 
 
-def _most(what: Manifest) -> int:
-    return what.most or 4 * what.replicas
+def _max_replicas(what: DeploymentSpec) -> int:
+    return what.max_replicas or 4 * what.replicas
 
 
-def _labels(what: Manifest, name: str) -> dict[str, str]:
+def _labels(what: DeploymentSpec, name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": what.name}
 
 
-def _head(what: Manifest, version: str, kind: str, name: str) -> dict[str, Any]:
+def _metadata(what: DeploymentSpec, version: str, kind: str, name: str) -> dict[str, Any]:
     return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": _labels(what, name)}}
 
 
@@ -184,7 +196,11 @@ def _probe(path: str, every: int, failures: int) -> dict[str, Any]:
 
 
 def _container(
-    what: Manifest, command: list[str], resources: dict[str, Any], live: dict[str, Any], ready: dict[str, Any]
+    what: DeploymentSpec,
+    command: list[str],
+    resources: dict[str, Any],
+    live: dict[str, Any],
+    ready: dict[str, Any],
 ) -> dict[str, Any]:
     return {
         "name": "whorl",
@@ -194,18 +210,18 @@ def _container(
         "resources": resources,
         "livenessProbe": live,
         "readinessProbe": ready,
-        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(LEAVE_SECONDS)]}}},
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(PRE_STOP_SECONDS)]}}},
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
 
 
 def _deployment(
-    what: Manifest, name: str, n: int, container: dict[str, Any], volumes: list[dict[str, Any]]
+    what: DeploymentSpec, name: str, n: int, container: dict[str, Any], volumes: list[dict[str, Any]]
 ) -> dict[str, Any]:
     select = {"matchLabels": {"app.kubernetes.io/name": name}}
     apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     pod = {
-        "terminationGracePeriodSeconds": LEAVE_SECONDS + what.drain_seconds + 15,
+        "terminationGracePeriodSeconds": PRE_STOP_SECONDS + what.drain_seconds + 15,
         "automountServiceAccountToken": False,
         "securityContext": {
             "runAsNonRoot": True,
@@ -222,7 +238,7 @@ def _deployment(
         "prometheus.io/path": "/metrics",
     }
     return {
-        **_head(what, "apps/v1", "Deployment", name),
+        **_metadata(what, "apps/v1", "Deployment", name),
         "spec": {
             # How many there are is the autoscaler's to say from then on; an update adds before it takes away
             "replicas": n,
@@ -233,33 +249,33 @@ def _deployment(
     }
 
 
-def _service(what: Manifest, name: str, headless: bool) -> dict[str, Any]:
+def _service(what: DeploymentSpec, name: str, headless: bool) -> dict[str, Any]:
     own: dict[Literal["clusterIP"], str] = {"clusterIP": "None"} if headless else {}
     select = {"app.kubernetes.io/name": name}
     ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
-    return {**_head(what, "v1", "Service", name), "spec": {**own, "selector": select, "ports": ports}}
+    return {**_metadata(what, "v1", "Service", name), "spec": {**own, "selector": select, "ports": ports}}
 
 
-def _budget(what: Manifest, name: str) -> dict[str, Any]:
+def _disruption_budget(what: DeploymentSpec, name: str) -> dict[str, Any]:
     select = {"matchLabels": {"app.kubernetes.io/name": name}}
     spec = {"maxUnavailable": 1, "selector": select}
-    return {**_head(what, "policy/v1", "PodDisruptionBudget", name), "spec": spec}
+    return {**_metadata(what, "policy/v1", "PodDisruptionBudget", name), "spec": spec}
 
 
-def _autoscaler(what: Manifest, name: str) -> dict[str, Any]:
+def _autoscaler(what: DeploymentSpec, name: str) -> dict[str, Any]:
     waiting = {
         "metric": {"name": "whorl_sequences_waiting"},
-        "target": {"type": "AverageValue", "averageValue": str(what.queue)},
+        "target": {"type": "AverageValue", "averageValue": str(what.queue_per_replica)},
     }
     busy = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 90}}
     up = {"type": "Percent", "value": 100, "periodSeconds": 60}
     down = {"type": "Pods", "value": 1, "periodSeconds": 600}
     return {
-        **_head(what, "autoscaling/v2", "HorizontalPodAutoscaler", name),
+        **_metadata(what, "autoscaling/v2", "HorizontalPodAutoscaler", name),
         "spec": {
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
             "minReplicas": what.replicas,
-            "maxReplicas": _most(what),
+            "maxReplicas": _max_replicas(what),
             "metrics": [{"type": "Pods", "pods": waiting}, {"type": "Resource", "resource": busy}],
             "behavior": {
                 "scaleUp": {"stabilizationWindowSeconds": 60, "policies": [up]},

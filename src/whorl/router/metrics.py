@@ -10,66 +10,66 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from whorl.router.breaker import Circuit
-from whorl.router.replica_pool import Fleet
-from whorl.router.routing_policy import Choice
+from whorl.router.breaker import CircuitState
+from whorl.router.replica_pool import ReplicaPool
+from whorl.router.routing_policy import RoutingDecision
 
-FIRST_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
-WHOLE_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
+FIRST_BYTE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+REQUEST_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300)
 
 
 @dataclass
 class Timings:
     """Of one request, seconds of the fleet's clock. events: of a stream; last: when the last came."""
 
-    began: float
-    first: float | None = None
-    last: float | None = None
+    start: float
+    first_byte: float | None = None
+    last_event: float | None = None
     events: int = 0
 
-    def event(self, now: float, n: int) -> None:
+    def add_events(self, now: float, n: int) -> None:
         """`n` events came at `now`."""
-        self.events, self.last = self.events + n, now
+        self.events, self.last_event = self.events + n, now
 
     @property
-    def gap(self) -> float | None:
+    def mean_event_gap(self) -> float | None:
         """Mean time between events."""
-        if self.first is None or self.last is None or self.events < 2:
+        if self.first_byte is None or self.last_event is None or self.events < 2:
             return None
-        return (self.last - self.first) / (self.events - 1)
+        return (self.last_event - self.first_byte) / (self.events - 1)
 
 
 @dataclass(frozen=True)
-class Promise:
+class SLO:
     """What a good request keeps to: seconds to the first byte, mean seconds between events. None: no such promise."""
 
-    first: float | None = None
-    gap: float | None = None
+    first_byte: float | None = None
+    mean_event_gap: float | None = None
 
 
-class Tolls:
+class RouterMetrics:
     """The counters of one router."""
 
-    def __init__(self, promise: Promise | None = None) -> None:
-        self.promise = promise or Promise()
+    def __init__(self, slo: SLO | None = None) -> None:
+        self.slo = slo or SLO()
         self.registry = registry = CollectorRegistry()
         self._attempts = Counter(
             "whorl_router_attempts", "Requests sent to a replica, by how it ended", ["replica", "outcome"], registry=registry
         )  # fmt: skip
-        self._choices = Counter(
+        self._decisions = Counter(
             "whorl_router_choices", "Why a replica was chosen", ["replica", "why"], registry=registry
         )
         self._retries = Counter("whorl_router_retries", "Second attempts", ["replica"], registry=registry)
-        self._refused = Counter("whorl_router_refused", "Requests no replica could take", registry=registry)
+        self._rejected = Counter("whorl_router_refused", "Requests no replica could take", registry=registry)
         self._blocks = Counter(
             "whorl_router_prompt_blocks", "Blocks of prompts sent", ["replica", "expected"], registry=registry
         )
-        self._first = Histogram(
+        self._first_byte = Histogram(
             "whorl_router_first_byte_seconds", "To the first byte of an answer", ["replica"],
-            buckets=FIRST_BUCKETS, registry=registry,
+            buckets=FIRST_BYTE_BUCKETS, registry=registry,
         )  # fmt: skip
-        self._whole = Histogram(
-            "whorl_router_request_seconds", "To the end of an answer", ["replica"], buckets=WHOLE_BUCKETS, registry=registry
+        self._request_seconds = Histogram(
+            "whorl_router_request_seconds", "To the end of an answer", ["replica"], buckets=REQUEST_BUCKETS, registry=registry
         )  # fmt: skip
         gauges = {
             "running": "Requests under way",
@@ -86,49 +86,49 @@ class Tolls:
             "whorl_router_goodput", "Share of finished requests within the promise", registry=registry
         )
 
-    def chosen(self, choice: Choice, retry: bool) -> None:
+    def record_decision(self, decision: RoutingDecision, retry: bool) -> None:
         """A request is sent."""
-        self._choices.labels(choice.replica, choice.why).inc()
-        self._blocks.labels(choice.replica, "cached").inc(choice.hit)
-        self._blocks.labels(choice.replica, "new").inc(choice.blocks - choice.hit)
+        self._decisions.labels(decision.replica, decision.reason).inc()
+        self._blocks.labels(decision.replica, "cached").inc(decision.cached_blocks)
+        self._blocks.labels(decision.replica, "new").inc(decision.blocks - decision.cached_blocks)
         if retry:
-            self._retries.labels(choice.replica).inc()
+            self._retries.labels(decision.replica).inc()
 
-    def attempt(self, replica: str, outcome: str, timings: Timings, now: float) -> None:
+    def record_attempt(self, replica: str, outcome: str, timings: Timings, now: float) -> None:
         """An attempt ended."""
         self._attempts.labels(replica, outcome).inc()
-        if timings.first is not None:
-            self._first.labels(replica).observe(timings.first - timings.began)
-            self._whole.labels(replica).observe(now - timings.began)
+        if timings.first_byte is not None:
+            self._first_byte.labels(replica).observe(timings.first_byte - timings.start)
+            self._request_seconds.labels(replica).observe(now - timings.start)
 
-    def refused(self) -> None:
+    def record_rejected(self) -> None:
         """A request was answered 503 here."""
-        self._refused.inc()
+        self._rejected.inc()
 
-    def meets(self, timings: Timings) -> bool:
+    def meets_slo(self, timings: Timings) -> bool:
         """Whether a request that was answered well kept to the promise."""
-        if timings.first is None:
+        if timings.first_byte is None:
             return False
-        within = self.promise.first is None or timings.first - timings.began <= self.promise.first
-        gap = timings.gap
-        return within and (self.promise.gap is None or gap is None or gap <= self.promise.gap)
+        within = self.slo.first_byte is None or timings.first_byte - timings.start <= self.slo.first_byte
+        gap = timings.mean_event_gap
+        return within and (self.slo.mean_event_gap is None or gap is None or gap <= self.slo.mean_event_gap)
 
-    def exposition(self, fleet: Fleet) -> bytes:
+    def exposition(self, pool: ReplicaPool) -> bytes:
         """All of it, as /metrics answers."""
-        worth = {Circuit.OPEN: 1.0, Circuit.HALF_OPEN: 0.5, Circuit.CLOSED: 0.0}
+        worth = {CircuitState.OPEN: 1.0, CircuitState.HALF_OPEN: 0.5, CircuitState.CLOSED: 0.0}
         for gauge in self._gauges.values():
             gauge.clear()
-        for name, replica in fleet.replicas.items():
-            load = fleet.policy.loads[name]
+        for name, replica in pool.replicas.items():
+            load = pool.policy.loads[name]
             values = {
                 "running": load.running,
                 "waiting": load.waiting,
                 "healthy": replica.healthy,
                 "draining": replica.draining,
-                "circuit_open": worth[fleet.circuit(name)],
+                "circuit_open": worth[pool.circuit_state(name)],
             }
             for key, value in values.items():
                 self._gauges[key].labels(name).set(float(value))
-        tally = fleet.tally
-        self._goodput.set(tally.good / tally.finished if tally.finished else 1.0)
+        tally = pool.totals
+        self._goodput.set(tally.within_slo / tally.finished if tally.finished else 1.0)
         return generate_latest(self.registry)

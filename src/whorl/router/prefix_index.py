@@ -22,28 +22,28 @@ from typing import Any
 
 import xxhash
 
-Chain = tuple[int, ...]
+BlockHashes = tuple[int, ...]
 
-BYTES = 128  # of text, a block: about 32 tokens
-IDS = 32
-MOST_BLOCKS = 2048  # of one prompt; what follows is not looked at
+BLOCK_BYTES = 128  # of text, a block: about 32 tokens
+BLOCK_IDS = 32
+MAX_BLOCKS = 2048  # of one prompt; what follows is not looked at
 
 
-def chain(prompt: bytes | Sequence[int], seed: bytes = b"") -> Chain:
+def block_hashes(prompt: bytes | Sequence[int], seed: bytes = b"") -> BlockHashes:
     """The chained hashes of the prompt's whole blocks; `seed`: what must be equal besides (model, adapter)."""
     if isinstance(prompt, bytes):
-        blocks = [prompt[i : i + BYTES] for i in range(0, len(prompt) - BYTES + 1, BYTES)]
+        blocks = [prompt[i : i + BLOCK_BYTES] for i in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES)]
     else:
-        whole = range(0, len(prompt) - IDS + 1, IDS)
-        blocks = [b"".join(x.to_bytes(8, "little") for x in prompt[i : i + IDS]) for i in whole]
+        whole = range(0, len(prompt) - BLOCK_IDS + 1, BLOCK_IDS)
+        blocks = [b"".join(x.to_bytes(8, "little") for x in prompt[i : i + BLOCK_IDS]) for i in whole]
     hashes, last = [], xxhash.xxh3_64_intdigest(seed)
-    for block in blocks[:MOST_BLOCKS]:
+    for block in blocks[:MAX_BLOCKS]:
         last = xxhash.xxh3_64_intdigest(block, last)
         hashes.append(last)
     return tuple(hashes)
 
 
-def prompt_of(body: Mapping[str, Any]) -> tuple[bytes | list[int], bytes]:
+def prompt_and_seed(body: Mapping[str, Any]) -> tuple[bytes | list[int], bytes]:
     """(prompt, seed) of a request's JSON body, whichever of the API's forms it has; an unknown form is an empty prompt.
 
     Nothing is refused here: what is wrong with a body, the replica says.
@@ -81,30 +81,30 @@ class PrefixIndex:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._known: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._hashes: OrderedDict[int, None] = OrderedDict()  # oldest first
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._hashes)
 
-    def hit(self, hashes: Chain) -> int:
+    def match_length(self, hashes: BlockHashes) -> int:
         """Blocks at the chain's start that are known."""
         for n, block in enumerate(hashes):
-            if block not in self._known:
+            if block not in self._hashes:
                 return n
         return len(hashes)
 
-    def touch(self, hashes: Chain) -> None:
+    def touch(self, hashes: BlockHashes) -> None:
         """The prompt was sent: its blocks are the youngest now, the first of them the youngest of all."""
         for block in reversed(hashes[: self.capacity]):
-            self._known[block] = None
-            self._known.move_to_end(block)
-        self.evict(len(self._known) - self.capacity)
+            self._hashes[block] = None
+            self._hashes.move_to_end(block)
+        self.evict(len(self._hashes) - self.capacity)
 
     def evict(self, blocks: int) -> None:
         """Forget this many of the oldest (none where negative)."""
-        for _ in range(min(blocks, len(self._known))):
-            self._known.popitem(last=False)
+        for _ in range(min(blocks, len(self._hashes))):
+            self._hashes.popitem(last=False)
 
     def clear(self) -> None:
         """Forget all: the replica began anew."""
-        self._known.clear()
+        self._hashes.clear()

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from whorl.router.replica_processes import replicated
+from whorl.router.replica_processes import make_replicated_router
 
 
 def command(args: Mapping[str, Any]) -> list[str]:
@@ -27,7 +27,7 @@ def app(args: dict[str, Any]) -> Any:
     from ray import serve
 
     def build() -> Any:
-        router, _ = replicated(command(args), 1)
+        router, _ = make_replicated_router(command(args), 1)
         return router.app
 
     return serve.deployment(name="Replica")(serve.ingress(build)()).bind()

@@ -26,16 +26,16 @@ from typing import Any
 import httpx2 as httpx
 
 from whorl.errors import ConfigError, one_of
-from whorl.router.autoscaling_advice import Snapshot
-from whorl.router.breaker import Breaker, Circuit, RetryBudget
-from whorl.router.prefix_index import Chain
-from whorl.router.routing_policy import Choice, Policy, Ticket
+from whorl.router.autoscaling_advice import PoolSnapshot
+from whorl.router.breaker import CircuitBreaker, CircuitState, RetryBudget
+from whorl.router.prefix_index import BlockHashes
+from whorl.router.routing_policy import RoutingDecision, RoutingPolicy, Ticket
 
-ILL_AFTER = 2  # unanswered looks in a row
-LOOK_SECONDS = 1.0
-LOOK_PATIENCE = 2.0
-WINDOW = 900  # snapshots kept for advice, one a look
-TOKENS_A_BLOCK = 32
+UNHEALTHY_AFTER = 2  # unanswered looks in a row
+HEALTH_CHECK_SECONDS = 1.0
+HEALTH_CHECK_TIMEOUT = 2.0
+MAX_SNAPSHOTS = 900  # snapshots kept for advice, one a look
+TOKENS_PER_BLOCK = 32
 
 
 @dataclass
@@ -44,30 +44,30 @@ class Replica:
 
     name: str
     url: str
-    breaker: Breaker = field(default_factory=Breaker)
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     healthy: bool = False
-    asked_to_drain: bool = False  # here
-    says_draining: bool = False  # itself
-    silences: int = 0
-    boot: Any = None
+    drain_requested: bool = False  # here
+    reports_draining: bool = False  # itself
+    missed_checks: int = 0
+    boot_id: Any = None
     evicted_tokens: int = 0
     queue: int | None = None  # its own count, where it tells
 
     @property
     def draining(self) -> bool:
-        return self.asked_to_drain or self.says_draining
+        return self.drain_requested or self.reports_draining
 
 
 @dataclass
-class Tally:
+class RequestTotals:
     """Running totals since the start, over all replicas: what advice takes differences of."""
 
     arrived: int = 0
     finished: int = 0
-    good: int = 0  # finished well and within the objective
+    within_slo: int = 0  # finished well and within the objective
 
 
-class Fleet:
+class ReplicaPool:
     """Replicas, the policy that chooses among them, and what happened.
 
     Args:
@@ -75,17 +75,20 @@ class Fleet:
     """
 
     def __init__(
-        self, policy: Policy, budget: RetryBudget | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        policy: RoutingPolicy,
+        budget: RetryBudget | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy, self.budget, self.clock = policy, budget or RetryBudget(), clock
         self.replicas: dict[str, Replica] = {}
-        self.tally = Tally()
-        self.window: deque[Snapshot] = deque(maxlen=WINDOW)
+        self.totals = RequestTotals()
+        self.snapshots: deque[PoolSnapshot] = deque(maxlen=MAX_SNAPSHOTS)
 
-    def add(self, name: str, url: str, breaker: Breaker | None = None) -> Replica:
+    def add(self, name: str, url: str, breaker: CircuitBreaker | None = None) -> Replica:
         """A replica that is not asked before its first look found it healthy."""
         self.policy.add(name)
-        self.replicas[name] = replica = Replica(name, url.rstrip("/"), breaker or Breaker())
+        self.replicas[name] = replica = Replica(name, url.rstrip("/"), breaker or CircuitBreaker())
         return replica
 
     def remove(self, name: str) -> None:
@@ -106,10 +109,12 @@ class Fleet:
         return [
             r.name
             for r in self.replicas.values()
-            if r.healthy and not r.draining and r.name not in tried and r.breaker.ready(now)
+            if r.healthy and not r.draining and r.name not in tried and r.breaker.allows_request(now)
         ]
 
-    def send(self, hashes: Chain, tried: Collection[str] = ()) -> tuple[Replica, Ticket, Choice] | None:
+    def dispatch(
+        self, hashes: BlockHashes, tried: Collection[str] = ()
+    ) -> tuple[Replica, Ticket, RoutingDecision] | None:
         """Choose a replica and note that a request goes there; None where there is none.
 
         The caller ends the ticket (`self.policy.end`) and tells the breaker how it went, once each.
@@ -124,78 +129,85 @@ class Fleet:
 
     def drain(self, name: str, on: bool = True) -> None:
         """No new requests there; those under way finish. `on=False`: take it up again."""
-        self.get(name).asked_to_drain = on
+        self.get(name).drain_requested = on
 
-    def restarted(self, name: str, url: str | None = None) -> None:
+    def on_restart(self, name: str, url: str | None = None) -> None:
         """Its process is another one: its cache is empty, and it is not healthy before it says so."""
         replica = self.get(name)
         replica.url = url or replica.url
-        replica.healthy, replica.says_draining, replica.silences, replica.boot = False, False, 0, None
-        replica.breaker.success()
-        self.policy.forget(name)
+        replica.healthy, replica.reports_draining, replica.missed_checks, replica.boot_id = (
+            False,
+            False,
+            0,
+            None,
+        )
+        replica.breaker.record_success()
+        self.policy.clear_prefixes(name)
 
-    def heard(self, replica: Replica, status: int, told: dict[str, Any]) -> None:
+    def on_health_response(self, replica: Replica, status: int, body: dict[str, Any]) -> None:
         """What its /health answered: 200, or 503 with a status of draining, or anything else, which is an illness."""
         if replica.name not in self.replicas:
             return
-        replica.says_draining = told.get("status") == "draining"
-        if status != 200 and not replica.says_draining:
-            self.silent(replica)
+        replica.reports_draining = body.get("status") == "draining"
+        if status != 200 and not replica.reports_draining:
+            self.on_missed_check(replica)
             return
-        replica.healthy, replica.silences = True, 0
-        boot, evicted = told.get("boot"), told.get("evicted_tokens", 0)
-        if replica.boot is not None and boot != replica.boot:
-            self.policy.forget(replica.name)
+        replica.healthy, replica.missed_checks = True, 0
+        boot, evicted = body.get("boot"), body.get("evicted_tokens", 0)
+        if replica.boot_id is not None and boot != replica.boot_id:
+            self.policy.clear_prefixes(replica.name)
             replica.evicted_tokens = 0
-        replica.boot = boot
+        replica.boot_id = boot
         if isinstance(evicted, int) and evicted > replica.evicted_tokens:
-            self.policy.evicted(replica.name, (evicted - replica.evicted_tokens) // TOKENS_A_BLOCK)
+            self.policy.evict_prefixes(replica.name, (evicted - replica.evicted_tokens) // TOKENS_PER_BLOCK)
             replica.evicted_tokens = evicted
-        queue = told.get("queue")
+        queue = body.get("queue")
         replica.queue = queue if isinstance(queue, int) else None
 
-    def silent(self, replica: Replica) -> None:
+    def on_missed_check(self, replica: Replica) -> None:
         """A look at it was not answered."""
-        replica.silences += 1
-        if replica.silences >= ILL_AFTER:
+        replica.missed_checks += 1
+        if replica.missed_checks >= UNHEALTHY_AFTER:
             replica.healthy = False
 
-    async def look(self, client: httpx.AsyncClient) -> None:
+    async def check_health(self, client: httpx.AsyncClient) -> None:
         """Ask every replica for its health, all at once, and take a snapshot."""
 
         async def one(replica: Replica) -> None:
             url = replica.url
             try:
-                answer = await client.get(f"{url}/health", timeout=LOOK_PATIENCE)
+                answer = await client.get(f"{url}/health", timeout=HEALTH_CHECK_TIMEOUT)
                 told = answer.json() if "json" in answer.headers.get("content-type", "") else {}
             except (httpx.HTTPError, ValueError):
                 if url == replica.url:  # it may have been restarted meanwhile
-                    self.silent(replica)
+                    self.on_missed_check(replica)
                 return
             if url == replica.url:
-                self.heard(replica, answer.status_code, told if isinstance(told, dict) else {})
+                self.on_health_response(replica, answer.status_code, told if isinstance(told, dict) else {})
 
         await asyncio.gather(*(one(r) for r in list(self.replicas.values())))
-        self.window.append(self.snapshot())
+        self.snapshots.append(self.snapshot())
 
-    async def watch(self, client: httpx.AsyncClient, every: float = LOOK_SECONDS) -> None:
+    async def run_health_checks(
+        self, client: httpx.AsyncClient, interval: float = HEALTH_CHECK_SECONDS
+    ) -> None:
         """Look for ever."""
         while True:
-            await self.look(client)
-            await asyncio.sleep(every)
+            await self.check_health(client)
+            await asyncio.sleep(interval)
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> PoolSnapshot:
         """What advice is made of."""
-        loads, tally = self.policy.loads, self.tally
+        loads, tally = self.policy.loads, self.totals
         serving = [r for r in self.replicas.values() if r.healthy and not r.draining]
-        return Snapshot(
+        return PoolSnapshot(
             time=self.clock(),
             replicas=len(serving),
             queue=sum(loads[r.name].waiting if r.queue is None else r.queue for r in serving),
             running=sum(loads[r.name].running for r in serving),
             arrived=tally.arrived,
             finished=tally.finished,
-            good=tally.good,
+            within_slo=tally.within_slo,
         )
 
     def describe(self) -> list[dict[str, Any]]:
@@ -216,6 +228,6 @@ class Fleet:
             for r in self.replicas.values()
         ]
 
-    def circuit(self, name: str) -> Circuit:
+    def circuit_state(self, name: str) -> CircuitState:
         """Of one replica, now."""
         return self.get(name).breaker.state(self.clock())

@@ -38,16 +38,16 @@ from typing import Any
 import httpx2 as httpx
 
 from whorl.errors import ConfigError
-from whorl.router.replica_pool import Fleet
-from whorl.router.router import Router, serve_router
-from whorl.router.routing_policy import Policy
+from whorl.router.replica_pool import ReplicaPool
+from whorl.router.router import ReplicaRouter, serve_router
+from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.serve")
-FIRST_WAIT, LONGEST_WAIT, STEADY = 0.5, 30.0, 60.0
-_POLL = 0.05  # of a starting replica's /health
+MIN_BACKOFF, MAX_BACKOFF, STABLE_SECONDS = 0.5, 30.0, 60.0
+_POLL_SECONDS = 0.05  # of a starting replica's /health
 
 # argv: the parent's process id, cores ("0,1" or "" for any), the command. An exec keeps both settings.
-_CHILD = """
+_CHILD_SCRIPT = """
 import os, signal, sys
 parent, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 if sys.platform == "linux":
@@ -61,7 +61,7 @@ os.execvp(command[0], command)
 """
 
 
-def cores_of(n: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
+def split_cores(n: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
     """The cores split among n replicas, neighbours together; empty tuples (any core) where there are fewer than n."""
     if n < 1:
         raise ConfigError(f"{n} replicas", expected="at least 1")
@@ -73,10 +73,10 @@ def cores_of(n: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]
     return [tuple(cores[a:b]) for a, b in itertools.pairwise(borders)]
 
 
-def without(words: Sequence[str], options: Sequence[str]) -> list[str]:
+def drop_options(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
     """A command line's words without some of its options and their values ("--port 80" and "--port=80" alike)."""
     out, skip = list[str](), False
-    for word in words:
+    for word in arguments:
         if skip or word in options:
             skip = not skip
         elif not word.startswith(tuple(f"{option}=" for option in options)):
@@ -92,7 +92,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 @dataclass
-class Process:
+class ReplicaProcess:
     """One replica's process, or the wait for its next one."""
 
     name: str
@@ -100,7 +100,7 @@ class Process:
     popen: subprocess.Popen[bytes] | None = None
     url: str = ""
     starts: int = 0
-    wait: float = field(default_factory=lambda: FIRST_WAIT)
+    backoff: float = field(default_factory=lambda: MIN_BACKOFF)
 
     @property
     def pid(self) -> int:
@@ -108,7 +108,7 @@ class Process:
         return self.popen.pid if self.popen is not None and self.popen.returncode is None else 0
 
 
-class Replicas(AbstractAsyncContextManager["Replicas"]):
+class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
     """`n` processes of one command, kept alive while the context lasts.
 
     Args:
@@ -125,34 +125,34 @@ class Replicas(AbstractAsyncContextManager["Replicas"]):
         self,
         command: Sequence[str],
         n: int,
-        fleet: Fleet | None = None,
+        pool: ReplicaPool | None = None,
         *,
         host: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
-        start_within: float = 300.0,
+        start_timeout: float = 300.0,
         grace: float = 40.0,
-        any_of: int | None = None,
+        min_ready: int | None = None,
     ) -> None:
-        self.command, self.fleet, self.host = list(command), fleet, host
-        self.start_within, self.grace, self.any_of = start_within, grace, any_of or n
-        self.processes = [Process(f"r{i}", cores) for i, cores in enumerate(cores_of(n))]
+        self.command, self.pool, self.host = list(command), pool, host
+        self.start_timeout, self.grace, self.min_ready = start_timeout, grace, min_ready or n
+        self.processes = [ReplicaProcess(f"r{i}", cores) for i, cores in enumerate(split_cores(n))]
         self._env = {**os.environ, **(env or {})}
-        self._keepers: list[asyncio.Task[None]] = []
-        self._healthy: asyncio.Semaphore
+        self._supervision_tasks: list[asyncio.Task[None]] = []
+        self._ready_count: asyncio.Semaphore
         self._client: httpx.AsyncClient
 
-    async def __aenter__(self) -> Replicas:
+    async def __aenter__(self) -> ReplicaSupervisor:
         self._client = httpx.AsyncClient(trust_env=False)
-        self._healthy = asyncio.Semaphore(0)
-        self._keepers = [asyncio.ensure_future(self._keep(p)) for p in self.processes]
-        up = asyncio.ensure_future(self._up())
+        self._ready_count = asyncio.Semaphore(0)
+        self._supervision_tasks = [asyncio.ensure_future(self._supervise(p)) for p in self.processes]
+        up = asyncio.ensure_future(self._wait_ready())
         try:
-            await asyncio.wait([up, *self._keepers], return_when=asyncio.FIRST_COMPLETED)
-            for keeper in self._keepers:
+            await asyncio.wait([up, *self._supervision_tasks], return_when=asyncio.FIRST_COMPLETED)
+            for keeper in self._supervision_tasks:
                 if keeper.done():
                     keeper.result()
         except BaseException:
-            await self._end()
+            await self._stop_all()
             raise
         finally:
             up.cancel()
@@ -161,13 +161,13 @@ class Replicas(AbstractAsyncContextManager["Replicas"]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._end()
+        await self._stop_all()
 
-    async def _up(self) -> None:
-        for _ in range(self.any_of):
-            await self._healthy.acquire()
+    async def _wait_ready(self) -> None:
+        for _ in range(self.min_ready):
+            await self._ready_count.acquire()
 
-    async def _keep(self, process: Process) -> None:
+    async def _supervise(self, process: ReplicaProcess) -> None:
         """One replica's lives, one after another."""
         while True:
             began = time.monotonic()
@@ -175,44 +175,44 @@ class Replicas(AbstractAsyncContextManager["Replicas"]):
             healthy = await self._wait_for_health(process)
             if healthy:
                 if process.starts == 1:
-                    self._healthy.release()
+                    self._ready_count.release()
                 LOG.info("replica %s is up at %s", process.name, process.url)
-                await self._ended(process)
+                await self._wait_for_exit(process)
             elif process.starts == 1:
-                how = _how(process.popen)
+                how = _exit_description(process.popen)
                 raise ConfigError(
                     f"replica {process.name} {how} before it answered at {process.url}/health",
                     expected="a server that stays up",
                     do=f"run it alone and see: {' '.join(self._command(process))}",
                 )
-            if time.monotonic() - began > STEADY:
-                process.wait = FIRST_WAIT
-            how = _how(process.popen)
-            LOG.warning("replica %s %s; started again in %g s", process.name, how, process.wait)
-            await asyncio.sleep(process.wait)
-            process.wait = min(LONGEST_WAIT, 2 * process.wait)
+            if time.monotonic() - began > STABLE_SECONDS:
+                process.backoff = MIN_BACKOFF
+            how = _exit_description(process.popen)
+            LOG.warning("replica %s %s; started again in %g s", process.name, how, process.backoff)
+            await asyncio.sleep(process.backoff)
+            process.backoff = min(MAX_BACKOFF, 2 * process.backoff)
 
-    def _command(self, process: Process) -> list[str]:
+    def _command(self, process: ReplicaProcess) -> list[str]:
         return [*self.command, "--host", self.host, "--port", process.url.rsplit(":", 1)[1]]
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: ReplicaProcess) -> None:
         process.url = f"http://{self.host}:{free_port(self.host)}"
         process.starts += 1
-        if self.fleet is not None:
-            if process.name not in self.fleet.replicas:
-                self.fleet.add(process.name, process.url)
+        if self.pool is not None:
+            if process.name not in self.pool.replicas:
+                self.pool.add(process.name, process.url)
             else:
-                self.fleet.restarted(process.name, process.url)
+                self.pool.on_restart(process.name, process.url)
         cores = ",".join(map(str, process.cores))
         threads = {"OMP_NUM_THREADS": str(len(process.cores))} if process.cores else {}
         process.popen = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(os.getpid()), cores, *self._command(process)],
+            [sys.executable, "-c", _CHILD_SCRIPT, str(os.getpid()), cores, *self._command(process)],
             env={**self._env, **threads},
             stdin=subprocess.DEVNULL,
         )
 
-    async def _wait_for_health(self, process: Process) -> bool:
-        deadline = time.monotonic() + self.start_within
+    async def _wait_for_health(self, process: ReplicaProcess) -> bool:
+        deadline = time.monotonic() + self.start_timeout
         while time.monotonic() < deadline:
             assert process.popen is not None
             if process.popen.poll() is not None:
@@ -220,27 +220,27 @@ class Replicas(AbstractAsyncContextManager["Replicas"]):
             with suppress(httpx.HTTPError, ValueError):
                 answer = await self._client.get(f"{process.url}/health", timeout=2.0)
                 if answer.status_code == 200:
-                    if self.fleet is not None and process.name in self.fleet.replicas:
+                    if self.pool is not None and process.name in self.pool.replicas:
                         told = answer.json() if "json" in answer.headers.get("content-type", "") else {}
-                        self.fleet.heard(self.fleet.get(process.name), 200, told)
+                        self.pool.on_health_response(self.pool.get(process.name), 200, told)
                     return True
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(_POLL_SECONDS)
         await self._stop(process, signal.SIGKILL)
         return False
 
-    async def _ended(self, process: Process) -> None:
+    async def _wait_for_exit(self, process: ReplicaProcess) -> None:
         """Returns when the process has ended. It is looked at: a handler of SIGCHLD would be the whole program's."""
         assert process.popen is not None
         while process.popen.poll() is None:
-            await asyncio.sleep(_POLL)
-        if self.fleet is not None:
-            self.fleet.get(process.name).healthy = False
+            await asyncio.sleep(_POLL_SECONDS)
+        if self.pool is not None:
+            self.pool.get(process.name).healthy = False
 
-    async def _stop(self, process: Process, how: signal.Signals) -> None:
+    async def _stop(self, process: ReplicaProcess, signal_number: signal.Signals) -> None:
         popen = process.popen
         if popen is None or popen.poll() is not None:
             return
-        popen.send_signal(how)
+        popen.send_signal(signal_number)
         deadline = time.monotonic() + self.grace
         while popen.poll() is None:
             if time.monotonic() > deadline:
@@ -248,33 +248,38 @@ class Replicas(AbstractAsyncContextManager["Replicas"]):
                 popen.kill()
                 popen.wait()
                 return
-            await asyncio.sleep(_POLL)
+            await asyncio.sleep(_POLL_SECONDS)
 
-    async def _end(self) -> None:
-        for keeper in self._keepers:
+    async def _stop_all(self) -> None:
+        for keeper in self._supervision_tasks:
             keeper.cancel()
-        for keeper in self._keepers:
+        for keeper in self._supervision_tasks:
             with suppress(asyncio.CancelledError, Exception):
                 await keeper
         await asyncio.gather(*(self._stop(p, signal.SIGTERM) for p in self.processes))
         await self._client.aclose()
 
 
-def _how(popen: subprocess.Popen[bytes] | None) -> str:
+def _exit_description(popen: subprocess.Popen[bytes] | None) -> str:
     code = popen.poll() if popen is not None else None
     if code is None:
         return "did not come up"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def replicated(
-    command: Sequence[str], n: int, *, seed: int | None = None, policy: Policy | None = None, **settings: Any
-) -> tuple[Router, Replicas]:
+def make_replicated_router(
+    command: Sequence[str],
+    n: int,
+    *,
+    seed: int | None = None,
+    policy: RoutingPolicy | None = None,
+    **settings: Any,
+) -> tuple[ReplicaRouter, ReplicaSupervisor]:
     """A router whose life-span holds `n` processes of `command`; `settings` as `Router` and `Replicas` take them."""
     own = {k: settings.pop(k) for k in ("env", "start_within", "grace", "any_of") if k in settings}
-    fleet = Fleet(policy or Policy(random.Random(seed)))
-    replicas = Replicas(command, n, fleet, **own)
-    return Router(fleet, around=replicas, **settings), replicas
+    fleet = ReplicaPool(policy or RoutingPolicy(random.Random(seed)))
+    replicas = ReplicaSupervisor(command, n, fleet, **own)
+    return ReplicaRouter(fleet, outer_context=replicas, **settings), replicas
 
 
 def serve_replicas(
@@ -295,5 +300,5 @@ def serve_replicas(
     Raises:
         ConfigError: a replica does not come up.
     """
-    router, _ = replicated(command, n, grace=grace, **settings)
+    router, _ = make_replicated_router(command, n, grace=grace, **settings)
     serve_router(router, host, port, grace)

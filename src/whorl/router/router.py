@@ -43,77 +43,85 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from whorl.errors import ConfigError
-from whorl.router.autoscaling_advice import Objectives, advise
+from whorl.router.autoscaling_advice import AutoscalingConfig, advise
 from whorl.router.breaker import RetryBudget
-from whorl.router.metrics import Promise, Tolls
-from whorl.router.prefix_index import Chain, chain, prompt_of
-from whorl.router.proxy import Incoming, Relay, Reply, error_body
-from whorl.router.replica_pool import LOOK_SECONDS, Fleet
-from whorl.router.routing_policy import Policy
+from whorl.router.metrics import SLO, RouterMetrics
+from whorl.router.prefix_index import BlockHashes, block_hashes, prompt_and_seed
+from whorl.router.proxy import Proxy, ProxyRequest, ProxyResponse, error_body
+from whorl.router.replica_pool import HEALTH_CHECK_SECONDS, ReplicaPool
+from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.serve")
-LONGEST_BODY = 32 << 20
-WITH_PROMPT = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+MAX_BODY_BYTES = 32 << 20
+PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 # Nothing is bounded here: a request waits in its replica's queue, which knows what waiting means, not in a socket pool
-LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=4.0)
+CONNECTION_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=4.0)
 
 
-class Router:
+class ReplicaRouter:
     """The application's state. fleet: its replicas are added by whoever starts them; `app`: what a server runs."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        pool: ReplicaPool,
         *,
-        promise: Promise | None = None,
-        objectives: Objectives | None = None,
+        slo: SLO | None = None,
+        autoscaling: AutoscalingConfig | None = None,
         admin_key_sha256: str | None = None,
-        patience: float = 300.0,
-        look_every: float = LOOK_SECONDS,
-        around: AbstractAsyncContextManager[Any] | None = None,
+        read_timeout: float = 300.0,
+        health_check_interval: float = HEALTH_CHECK_SECONDS,
+        outer_context: AbstractAsyncContextManager[Any] | None = None,
     ) -> None:
         """around: entered before the first look and left after the last answer (the processes, `replicas.py`)."""
-        self.fleet, self.tolls = fleet, Tolls(promise)
-        self.objectives, self.admin_key_sha256 = objectives or Objectives(), admin_key_sha256
+        self.pool, self.metrics = pool, RouterMetrics(slo)
+        self.autoscaling, self.admin_key_sha256 = autoscaling or AutoscalingConfig(), admin_key_sha256
         self.draining = False
-        self._patience, self._every, self.around = patience, look_every, around
-        self._relay: Relay | None = None
-        self.failed: ConfigError | None = None  # why it never began: a web server only says that it did not
+        self._read_timeout, self._health_check_interval, self.outer_context = (
+            read_timeout,
+            health_check_interval,
+            outer_context,
+        )
+        self._proxy: Proxy | None = None
+        self.startup_error: ConfigError | None = (
+            None  # why it never began: a web server only says that it did not
+        )
         self.app = Starlette(
             lifespan=self._lifespan,
             routes=[
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
-                Route("/v1/router/replicas", self._admin(self._replicas)),
-                Route("/v1/router/advice", self._admin(self._advice)),
-                Route("/v1/router/drain", self._admin(self._drain), methods=["POST"]),
-                Route("/v1/router/resume", self._admin(self._resume), methods=["POST"]),
-                Mount("/", self._pass_on),
+                Route("/v1/router/replicas", self._require_admin(self._replicas)),
+                Route("/v1/router/advice", self._require_admin(self._advice)),
+                Route("/v1/router/drain", self._require_admin(self._drain), methods=["POST"]),
+                Route("/v1/router/resume", self._require_admin(self._resume), methods=["POST"]),
+                Mount("/", self._forward),
             ],
         )
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Requests that have no answer, or not all of it."""
-        return self._relay.under_way if self._relay is not None else 0
+        return self._proxy.in_flight if self._proxy is not None else 0
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Returns when no request is under way."""
-        while self.under_way:
+        while self.in_flight:
             await asyncio.sleep(0.02)
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             try:
-                await stack.enter_async_context(self.around or nullcontext())
+                await stack.enter_async_context(self.outer_context or nullcontext())
             except ConfigError as error:
-                self.failed = error
+                self.startup_error = error
                 raise
-            client = await stack.enter_async_context(httpx.AsyncClient(limits=LIMITS, trust_env=False))
-            self._relay = Relay(self.fleet, client, self.tolls, self._patience)
-            await self.fleet.look(client)
-            watch = asyncio.ensure_future(self.fleet.watch(client, self._every))
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(limits=CONNECTION_LIMITS, trust_env=False)
+            )
+            self._proxy = Proxy(self.pool, client, self.metrics, self._read_timeout)
+            await self.pool.check_health(client)
+            watch = asyncio.ensure_future(self.pool.run_health_checks(client, self._health_check_interval))
             try:
                 yield
             finally:
@@ -121,48 +129,48 @@ class Router:
                 with suppress(asyncio.CancelledError):
                     await watch
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reply = Reply(send)
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reply = ProxyResponse(send)
         if scope["type"] != "http":
             return  # no web socket has anything to say here; the server closes it
         if self.draining:
-            await reply.refuse(503, "draining", "the router is shutting down; ask another", retry_after=1)
+            await reply.send_error(503, "draining", "the router is shutting down; ask another", retry_after=1)
             return
         try:
-            body = await _body(Request(scope, receive))
+            body = await _read_body(Request(scope, receive))
         except ClientDisconnect:
             return
         if body is None:
-            text = f"the request's body is longer than {LONGEST_BODY >> 20} MiB"
-            await reply.refuse(413, "request_too_large", text)
+            text = f"the request's body is longer than {MAX_BODY_BYTES >> 20} MiB"
+            await reply.send_error(413, "request_too_large", text)
             return
-        assert self._relay is not None
+        assert self._proxy is not None
         query = scope.get("query_string", b"")
-        asked = Incoming(
+        asked = ProxyRequest(
             method=scope["method"],
             target=_target(scope) + (f"?{query.decode('latin-1')}" if query else ""),
-            headers=_forwarded(scope),
+            headers=_forwarded_headers(scope),
             body=body,
-            hashes=hashes_of(scope["path"], body),
+            hashes=request_block_hashes(scope["path"], body),
         )
-        await self._relay.serve(asked, receive, send)
+        await self._proxy.handle(asked, receive, send)
 
     async def _health(self, request: Request) -> Response:
-        free = [] if self.draining else self.fleet.available()
+        free = [] if self.draining else self.pool.available()
         status = "draining" if self.draining else "ok" if free else "no replica"
-        told = {"status": status, "replicas": len(self.fleet.replicas), "available": len(free)}
+        told = {"status": status, "replicas": len(self.pool.replicas), "available": len(free)}
         return JSONResponse(told, 200 if free else 503)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(
-            self.tolls.exposition(self.fleet), media_type="text/plain; version=0.0.4; charset=utf-8"
+            self.metrics.exposition(self.pool), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
     async def _replicas(self, request: Request) -> Response:
-        return JSONResponse({"draining": self.draining, "replicas": self.fleet.describe()})
+        return JSONResponse({"draining": self.draining, "replicas": self.pool.describe()})
 
     async def _advice(self, request: Request) -> Response:
-        advice = advise(self.fleet.window, self.objectives)
+        advice = advise(self.pool.snapshots, self.autoscaling)
         told = {"replicas": advice.replicas, "change": advice.change, "reasons": advice.reasons}
         return JSONResponse({**told, "text": str(advice)})
 
@@ -175,20 +183,20 @@ class Router:
     async def _set_draining(self, request: Request, on: bool) -> Response:
         try:
             name = (await request.json())["replica"]
-            self.fleet.drain(str(name), on)
+            self.pool.drain(str(name), on)
         except ConfigError as error:
-            return _refusal(404, "unknown_replica", str(error))
+            return _error_response(404, "unknown_replica", str(error))
         except (ValueError, KeyError, TypeError):
-            return _refusal(400, "invalid_body", 'expected {"replica": NAME}')
+            return _error_response(400, "invalid_body", 'expected {"replica": NAME}')
         return await self._replicas(request)
 
-    def _admin(
+    def _require_admin(
         self, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def checked(request: Request) -> Response:
             if self._is_admin(request):
                 return await answer(request)
-            return _refusal(
+            return _error_response(
                 401, "admin_key_needed", "the admin's key is needed, or a caller on the same machine"
             )
 
@@ -210,21 +218,21 @@ def make_router(
     replicas: Mapping[str, str],
     *,
     seed: int = 0,
-    policy: Policy | None = None,
+    policy: RoutingPolicy | None = None,
     budget: RetryBudget | None = None,
     **settings: Any,
-) -> Router:
+) -> ReplicaRouter:
     """A router over replicas that run already, by name and URL; `settings` as `Router` takes them."""
-    fleet = Fleet(policy or Policy(random.Random(seed)), budget)
+    fleet = ReplicaPool(policy or RoutingPolicy(random.Random(seed)), budget)
     for name, url in replicas.items():
         fleet.add(name, url)
-    return Router(fleet, **settings)
+    return ReplicaRouter(fleet, **settings)
 
 
-class _Server(uvicorn.Server):
+class _DrainingServer(uvicorn.Server):
     """uvicorn, which goes on listening while it drains: /health says so, and what is new is told 503 in words."""
 
-    def __init__(self, config: uvicorn.Config, router: Router, grace: float) -> None:
+    def __init__(self, config: uvicorn.Config, router: ReplicaRouter, grace: float) -> None:
         super().__init__(config)
         self.router, self.grace = router, grace
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -240,20 +248,20 @@ class _Server(uvicorn.Server):
             self.should_exit = self.force_exit = True
         else:
             self.router.draining = True
-            self._loop.call_soon_threadsafe(self._begin)
+            self._loop.call_soon_threadsafe(self._start_drain)
 
-    def _begin(self) -> None:
+    def _start_drain(self) -> None:
         self._task = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         try:
-            await asyncio.wait_for(self.router.drained(), self.grace)
+            await asyncio.wait_for(self.router.wait_drained(), self.grace)
         except TimeoutError:
-            LOG.warning("%d requests were cut off", self.router.under_way)
+            LOG.warning("%d requests were cut off", self.router.in_flight)
         self.should_exit = True
 
 
-def serve_router(router: Router, host: str, port: int, grace: float = 40.0) -> None:
+def serve_router(router: ReplicaRouter, host: str, port: int, grace: float = 40.0) -> None:
     """Serve until SIGTERM or SIGINT; what runs then gets `grace` seconds.
 
     Raises:
@@ -263,28 +271,28 @@ def serve_router(router: Router, host: str, port: int, grace: float = 40.0) -> N
         router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2
     )
     with suppress(SystemExit):  # with which uvicorn leaves if the router never began
-        _Server(config, router, grace).run()
-    if router.failed is not None:
-        raise router.failed
+        _DrainingServer(config, router, grace).run()
+    if router.startup_error is not None:
+        raise router.startup_error
 
 
-def hashes_of(path: str, body: bytes) -> Chain:
+def request_block_hashes(path: str, body: bytes) -> BlockHashes:
     """The prompt's blocks; none where there is no prompt, or none that can be read (the replica says what is wrong)."""
-    if path not in WITH_PROMPT:
+    if path not in PROMPT_PATHS:
         return ()
     try:
         told = orjson.loads(body)
     except orjson.JSONDecodeError:
         return ()
-    return chain(*prompt_of(told)) if isinstance(told, dict) else ()
+    return block_hashes(*prompt_and_seed(told)) if isinstance(told, dict) else ()
 
 
-async def _body(request: Request) -> bytes | None:
+async def _read_body(request: Request) -> bytes | None:
     """None: too long."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)
-        if size > LONGEST_BODY:
+        if size > MAX_BODY_BYTES:
             return None
         parts.append(part)
     return b"".join(parts)
@@ -295,7 +303,7 @@ def _target(scope: Scope) -> str:
     return raw.decode("latin-1")
 
 
-def _forwarded(scope: Scope) -> list[tuple[bytes, bytes]]:
+def _forwarded_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     client = scope.get("client")
     own = [(b"x-forwarded-for", client[0].encode())] if client else []
     earlier = [v for k, v in scope["headers"] if k == b"x-forwarded-for"]
@@ -304,5 +312,5 @@ def _forwarded(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [(k, v) for k, v in scope["headers"] if k != b"x-forwarded-for"] + own
 
 
-def _refusal(status: int, code: str, message: str) -> Response:
+def _error_response(status: int, code: str, message: str) -> Response:
     return Response(error_body(status, code, message), status, media_type="application/json")

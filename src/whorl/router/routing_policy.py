@@ -29,26 +29,26 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from whorl.errors import ConfigError, one_of
-from whorl.router.prefix_index import Chain, PrefixIndex
+from whorl.router.prefix_index import BlockHashes, PrefixIndex
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutingDecision:
     """Where to, and why: blocks of the prompt probably cached there, of how many; why: prefix, two choices or bound."""
 
     replica: str
-    hit: int
+    cached_blocks: int
     blocks: int
-    why: str
+    reason: str
 
 
 @dataclass
-class Load:
+class ReplicaLoad:
     """What a replica has to do: requests under way; blocks of those that have not been answered yet."""
 
     running: int = 0
     waiting: int = 0
-    blocks: int = 0
+    pending_blocks: int = 0
 
 
 @dataclass
@@ -56,14 +56,14 @@ class Ticket:
     """A request on its way. Spent after `end`."""
 
     replica: str
-    load: Load  # the replica's own: a replica removed and added again has another one
+    load: ReplicaLoad  # the replica's own: a replica removed and added again has another one
     blocks: int  # to be computed
-    answered: bool = False
+    prefilled: bool = False
     ended: bool = False
 
 
 @dataclass
-class Policy:
+class RoutingPolicy:
     """Chooses among the replicas added.
 
     Args:
@@ -76,16 +76,16 @@ class Policy:
 
     rng: random.Random
     capacity: int = 16384
-    slack: float = 0.25
-    floor: int = 4
-    decode: float = 1.0
+    load_slack: float = 0.25
+    min_limit: int = 4
+    decode_cost: float = 1.0
     indexes: dict[str, PrefixIndex] = field(default_factory=dict)
-    loads: dict[str, Load] = field(default_factory=dict)
+    loads: dict[str, ReplicaLoad] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.capacity < 0 or self.slack < 0 or self.floor < 1 or self.decode < 0:
+        if self.capacity < 0 or self.load_slack < 0 or self.min_limit < 1 or self.decode_cost < 0:
             raise ConfigError(
-                f"a policy with capacity {self.capacity}, slack {self.slack}, floor {self.floor}, decode {self.decode}",
+                f"a policy with capacity {self.capacity}, slack {self.load_slack}, floor {self.min_limit}, decode {self.decode_cost}",
                 expected="none of them negative, floor at least 1",
             )
 
@@ -95,35 +95,35 @@ class Policy:
             raise ConfigError(f"replica {replica!r} twice", expected="names that differ")
         self.indexes[replica], self.loads[replica] = (
             PrefixIndex(self.capacity if capacity is None else capacity),
-            Load(),
+            ReplicaLoad(),
         )
 
     def remove(self, replica: str) -> None:
         """It is gone; tickets of requests that were there may still be ended."""
-        self._known(replica)
+        self._check_known(replica)
         del self.indexes[replica], self.loads[replica]
 
-    def forget(self, replica: str) -> None:
+    def clear_prefixes(self, replica: str) -> None:
         """Its cache is empty: it began anew."""
-        self._known(replica)
+        self._check_known(replica)
         self.indexes[replica].clear()
 
-    def evicted(self, replica: str, blocks: int) -> None:
+    def evict_prefixes(self, replica: str, blocks: int) -> None:
         """It says that so many blocks went from its cache: the oldest here are the likeliest."""
-        self._known(replica)
+        self._check_known(replica)
         self.indexes[replica].evict(blocks)
 
-    def bound(self, allowed: Collection[str]) -> int:
+    def concurrency_limit(self, allowed: Collection[str]) -> int:
         """Requests under way that none of `allowed` may exceed with the next one."""
         under_way = sum(self.loads[r].running for r in allowed)
-        return max(self.floor, math.ceil((1 + self.slack) * (under_way + 1) / len(allowed)))
+        return max(self.min_limit, math.ceil((1 + self.load_slack) * (under_way + 1) / len(allowed)))
 
     def cost(self, replica: str, missing: int) -> float:
         """Blocks until a prompt of which `missing` blocks are not there would have its first token."""
         load = self.loads[replica]
-        return missing + load.blocks + self.decode * load.running
+        return missing + load.pending_blocks + self.decode_cost * load.running
 
-    def choose(self, hashes: Chain, allowed: Collection[str]) -> Choice:
+    def choose(self, hashes: BlockHashes, allowed: Collection[str]) -> RoutingDecision:
         """One of `allowed` for a prompt of these blocks; changes nothing but the generator.
 
         Raises:
@@ -132,11 +132,11 @@ class Policy:
         if not allowed:
             raise ConfigError("a choice among no replicas", expected="one at least")
         for replica in allowed:
-            self._known(replica)
+            self._check_known(replica)
         names = sorted(allowed)  # the same generator makes the same choice, however the set is ordered
-        bound = self.bound(names)
+        bound = self.concurrency_limit(names)
         free = [r for r in names if self.loads[r].running < bound]
-        hits = {r: self.indexes[r].hit(hashes) for r in names}
+        hits = {r: self.indexes[r].match_length(hashes) for r in names}
         known = max(hits.values()) > 0
         candidates = free if known else self.rng.sample(free, min(2, len(free)))
         # Of equals, where more of it lies; of those, any (but not always the first).
@@ -144,35 +144,37 @@ class Policy:
         best = min(candidates, key=lambda r: (prices[r], self.rng.random()))
         held = known and min(prices.values()) < prices[best]
         why = "bound" if held else "prefix" if known else "two choices"
-        return Choice(best, hits[best], len(hashes), why)
+        return RoutingDecision(best, hits[best], len(hashes), why)
 
-    def begin(self, hashes: Chain, replica: str) -> Ticket:
+    def begin(self, hashes: BlockHashes, replica: str) -> Ticket:
         """The prompt is sent to `replica`, which will have it cached."""
-        self._known(replica)
+        self._check_known(replica)
         index, load = self.indexes[replica], self.loads[replica]
-        ticket = Ticket(replica, load, 1 + len(hashes) - index.hit(hashes))  # 1: what fills no whole block
+        ticket = Ticket(
+            replica, load, 1 + len(hashes) - index.match_length(hashes)
+        )  # 1: what fills no whole block
         index.touch(hashes)
         load.running += 1
         load.waiting += 1
-        load.blocks += ticket.blocks
+        load.pending_blocks += ticket.blocks
         return ticket
 
-    def answered(self, ticket: Ticket) -> None:
+    def mark_prefilled(self, ticket: Ticket) -> None:
         """The first byte came: the prompt is computed. Again: nothing."""
-        if ticket.answered:
+        if ticket.prefilled:
             return
-        ticket.answered = True
+        ticket.prefilled = True
         ticket.load.waiting -= 1
-        ticket.load.blocks -= ticket.blocks
+        ticket.load.pending_blocks -= ticket.blocks
 
     def end(self, ticket: Ticket) -> None:
         """It ended, well or badly. Again: nothing."""
         if ticket.ended:
             return
-        self.answered(ticket)
+        self.mark_prefilled(ticket)
         ticket.ended = True
         ticket.load.running -= 1
 
-    def _known(self, replica: str) -> None:
+    def _check_known(self, replica: str) -> None:
         if replica not in self.loads:
             raise ConfigError(f"replica {replica!r}", expected=one_of(replica, sorted(self.loads)))

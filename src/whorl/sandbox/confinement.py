@@ -39,27 +39,29 @@ from whorl.sandbox import seccomp as calls
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
 SIGKILL = 9
-SOMEBODY = 0x7F5A3C69  # stands for the process in a filter made before it; no process has so large a number
+PLACEHOLDER_PID = (
+    0x7F5A3C69  # stands for the process in a filter made before it; no process has so large a number
+)
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446  # the same on both architectures
 CAPSET = {"x86_64": 126, "aarch64": 91}
 CAPABILITY_VERSION = 0x20080522
 
 WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
 REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG, REFER = 1 << 4, 1 << 5, 1 << 7, 1 << 8, 1 << 13
-OF_A_FILE = WRITE_FILE | READ_FILE | TRUNCATE
-OWN_FOLDER = OF_A_FILE | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | REFER
-NOT_THE_LIBRARY = {"lib-dynload", "site-packages", "dist-packages"}
+FILE_RIGHTS = WRITE_FILE | READ_FILE | TRUNCATE
+WORK_FOLDER_RIGHTS = FILE_RIGHTS | READ_DIR | REMOVE_DIR | REMOVE_FILE | MAKE_DIR | MAKE_REG | REFER
+EXCLUDED_ENTRIES = {"lib-dynload", "site-packages", "dist-packages"}
 
 
-class Unavailable(Exception):
+class ProtectionUnavailable(Exception):
     """A protection that this machine does not give: its name and why."""
 
-    def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name}: {why}")
-        self.name, self.why = name, why
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
 
 
-def _files_known(version: int) -> int:
+def _supported_file_rights(version: int) -> int:
     """The rights about files that a version of Landlock can watch, as a mask."""
     bits = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     return (1 << bits) - 1
@@ -78,78 +80,89 @@ class Confinement:
     """
 
     folder: Path
-    without: frozenset[str]
+    allow_missing: frozenset[str]
 
     def __post_init__(self) -> None:
         self.machine = platform.machine()
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.syscall: Callable[..., int] = self.libc.syscall
-        self.in_force: dict[str, str] = {}
+        self.active: dict[str, str] = {}
         known = self.machine in calls.ARCHITECTURES
-        self.filters = {t: calls.program(self.machine, SOMEBODY, t) if known else b"" for t in (False, True)}
+        self.filters = {
+            t: calls.seccomp_filter(self.machine, PLACEHOLDER_PID, t) if known else b"" for t in (False, True)
+        }
         self.version = self.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
         self.base_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        self.landlock = self._if_had("landlock", self._rules, -1)
-        self.read_only = self._if_had("landlock", lambda: self._rules(read_only=True), -1)
+        self.landlock_ruleset = self._build_if_supported("landlock", self._landlock_ruleset, -1)
+        self.read_only_ruleset = self._build_if_supported(
+            "landlock", lambda: self._landlock_ruleset(read_only=True), -1
+        )
 
-    def _if_had(self, name: str, make: Callable[[], int], otherwise: int) -> int:
+    def _build_if_supported(self, name: str, make: Callable[[], int], otherwise: int) -> int:
         try:
             return make()
-        except Unavailable:
-            if name not in self.without:
+        except ProtectionUnavailable:
+            if name not in self.allow_missing:
                 raise
             return otherwise
 
-    def put_on(self, wall: float, cpu: float, memory: int, file: int, threads: bool) -> None:
+    def apply(
+        self, wall_seconds: float, cpu_seconds: float, memory_bytes: int, file_bytes: int, threads: bool
+    ) -> None:
         """Confines the calling process: seconds, seconds, bytes, bytes. Raises Unavailable, and then nothing may run."""
         for kind, most in (
-            (resource.RLIMIT_CPU, ceil(cpu)),  # soft and hard alike: the kernel kills, no handler is asked
-            (resource.RLIMIT_AS, self.base_bytes + memory),
-            (resource.RLIMIT_FSIZE, file),
+            (
+                resource.RLIMIT_CPU,
+                ceil(cpu_seconds),
+            ),  # soft and hard alike: the kernel kills, no handler is asked
+            (resource.RLIMIT_AS, self.base_bytes + memory_bytes),
+            (resource.RLIMIT_FSIZE, file_bytes),
             (resource.RLIMIT_NOFILE, 64),
             (resource.RLIMIT_CORE, 0),
         ):
             hard = resource.getrlimit(kind)[1]
             most = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(kind, (most, most))
-        self.in_force["limits"] = "time, memory, files, descriptors"
-        self._must("seccomp", self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        self.active["limits"] = "time, memory, files, descriptors"
+        self._check_call("seccomp", self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if os.geteuid() == 0 and self.machine in CAPSET:
             header = struct.pack("<Ii", CAPABILITY_VERSION, 0)
-            self._must("capabilities", self.syscall(CAPSET[self.machine], header, bytes(24)))
-        self.in_force["capabilities"] = "none left"
-        rules = self.landlock if file else self.read_only
+            self._check_call("capabilities", self.syscall(CAPSET[self.machine], header, bytes(24)))
+        self.active["capabilities"] = "none left"
+        rules = self.landlock_ruleset if file_bytes else self.read_only_ruleset
         if rules >= 0:
-            self._must("landlock", self.syscall(LANDLOCK_RESTRICT, rules, 0))
-            self.in_force["landlock"] = f"version {self.version}: files, {self._nets()}"
+            self._check_call("landlock", self.syscall(LANDLOCK_RESTRICT, rules, 0))
+            self.active["landlock"] = f"version {self.version}: files, {self._network_scope()}"
         try:
-            self._filter(threads)
-            self.in_force["seccomp"] = f"{len(calls.ALLOWED)} calls and no others"
-        except Unavailable:
-            if "seccomp" not in self.without:
+            self._install_seccomp(threads)
+            self.active["seccomp"] = f"{len(calls.ALLOWED_SYSCALLS)} calls and no others"
+        except ProtectionUnavailable:
+            if "seccomp" not in self.allow_missing:
                 raise
 
-    def dies_with_parent(self, parent: int) -> None:
+    def die_with_parent(self, parent: int) -> None:
         """The kernel kills this process when its parent ends; a parent that ended just before counts as well."""
         self.libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
-    def _must(self, name: str, answer: int) -> int:
+    def _check_call(self, name: str, answer: int) -> int:
         if answer < 0:
-            raise Unavailable(name, os.strerror(ctypes.get_errno()))
+            raise ProtectionUnavailable(name, os.strerror(ctypes.get_errno()))
         return answer
 
-    def _filter(self, threads: bool) -> None:
+    def _install_seccomp(self, threads: bool) -> None:
         if self.machine not in calls.ARCHITECTURES:
-            raise Unavailable("seccomp", f"no list of calls for {self.machine}")
-        code = self.filters[threads].replace(struct.pack("<I", SOMEBODY), struct.pack("<I", os.getpid()))
+            raise ProtectionUnavailable("seccomp", f"no list of calls for {self.machine}")
+        code = self.filters[threads].replace(
+            struct.pack("<I", PLACEHOLDER_PID), struct.pack("<I", os.getpid())
+        )
         array = ctypes.create_string_buffer(code, len(code))
         header = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(array))  # struct sock_fprog
         holder = ctypes.create_string_buffer(header, len(header))
-        self._must("seccomp", self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, holder, 0, 0))
+        self._check_call("seccomp", self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, holder, 0, 0))
 
-    def _nets(self) -> str:
+    def _network_scope(self) -> str:
         return (
             "TCP, signals, abstract sockets"
             if self.version >= 6
@@ -158,20 +171,26 @@ class Confinement:
             else "no sockets"
         )
 
-    def _rules(self, read_only: bool = False) -> int:
+    def _landlock_ruleset(self, read_only: bool = False) -> int:
         """A Landlock ruleset's descriptor: the library for reading, the folder for writing as well."""
         version = self.version
         if version < 1:  # -1: the call is unknown or switched off
-            raise Unavailable("landlock", "needs Linux 5.13 or later, built and started with Landlock")
-        known = _files_known(version)
+            raise ProtectionUnavailable(
+                "landlock", "needs Linux 5.13 or later, built and started with Landlock"
+            )
+        known = _supported_file_rights(version)
         fields = [known, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # files; TCP; scopes
         attributes = struct.pack(f"<{len(fields)}Q", *fields)
-        rules = self._must(
+        rules = self._check_call(
             "landlock", self.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
         )
-        own = READ_FILE | READ_DIR if read_only else OWN_FOLDER
-        for path, rights in [*_library(), (self.folder, own), (Path(os.devnull), READ_FILE | WRITE_FILE)]:
-            rights &= known & (~0 if path.is_dir() else OF_A_FILE)
+        own = READ_FILE | READ_DIR if read_only else WORK_FOLDER_RIGHTS
+        for path, rights in [
+            *_stdlib_rules(),
+            (self.folder, own),
+            (Path(os.devnull), READ_FILE | WRITE_FILE),
+        ]:
+            rights &= known & (~0 if path.is_dir() else FILE_RIGHTS)
             try:
                 at = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except OSError as error:
@@ -179,21 +198,21 @@ class Confinement:
                     continue
                 raise
             rule = struct.pack("<Qi", rights, at)
-            self._must("landlock", self.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0))
+            self._check_call("landlock", self.syscall(LANDLOCK_ADD_RULE, rules, 1, rule, 0))
             os.close(at)
         return rules
 
 
-def library() -> list[str]:
+def stdlib_paths() -> list[str]:
     """Where the standard library's own modules lie."""
     return sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 
-def _library() -> Iterator[tuple[Path, int]]:
-    for folder in (Path(p) for p in library()):
+def _stdlib_rules() -> Iterator[tuple[Path, int]]:
+    for folder in (Path(p) for p in stdlib_paths()):
         yield folder, READ_DIR
         for entry in folder.iterdir():
-            if entry.name not in NOT_THE_LIBRARY:
+            if entry.name not in EXCLUDED_ENTRIES:
                 yield entry, READ_FILE | READ_DIR
     for path in sys.path:
         if path.endswith(".zip"):

@@ -35,7 +35,7 @@ def receive(descriptor: int) -> Any:
     return json.loads(data)
 
 
-def receive_before(descriptor: int, deadline: float) -> Any:
+def receive_with_deadline(descriptor: int, deadline: float) -> Any:
     """The next value, of a sender that sends one at a time; None when the stream ends first, or the time (monotonic)."""
     os.set_blocking(descriptor, False)
     heard = bytearray()

@@ -22,9 +22,14 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 MISSING = object()
-_OF_A_FUNCTION = ("__code__", "__defaults__", "__kwdefaults__")
-_RESTLESS = {"__abstractmethods__", "_abc_impl", "__warningregistry__", "_"}  # they change by themselves
-_OF_SYS = {
+_FUNCTION_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__")
+_VOLATILE_NAMES = {
+    "__abstractmethods__",
+    "_abc_impl",
+    "__warningregistry__",
+    "_",
+}  # they change by themselves
+_VOLATILE_SYS_NAMES = {
     "stdin",
     "stdout",
     "stderr",
@@ -33,7 +38,7 @@ _OF_SYS = {
     "last_traceback",
     "last_exc",
 }  # so do these of sys
-GROUND = {
+WATCHED_MODULES = {
     "builtins",
     "unittest",
     "json",
@@ -48,27 +53,33 @@ GROUND = {
     "sys",
     "traceback",
 }
-NOT_GROUND = {"unittest.mock", "unittest.main", "unittest.runner", "unittest.async_case", "unittest.signals"}
+UNWATCHED_MODULES = {
+    "unittest.mock",
+    "unittest.main",
+    "unittest.runner",
+    "unittest.async_case",
+    "unittest.signals",
+}
 
 
-class Pristine:
+class LibrarySnapshot:
     """A picture of every module in `sys.modules` but those named in `leave_out` (with what lies below them)."""
 
-    def __init__(self, leave_out: tuple[str, ...] = ()) -> None:
+    def __init__(self, exclude: tuple[str, ...] = ()) -> None:
         self.modules = {
             name: module
             for name, module in sys.modules.items()
-            if isinstance(module, ModuleType) and name.split(".")[0] not in leave_out
+            if isinstance(module, ModuleType) and name.split(".")[0] not in exclude
         }
         self.names: list[tuple[Any, Mapping[str, Any], dict[str, Any]]] = []
         self.functions: list[tuple[FunctionType, tuple[Any, ...]]] = []
-        self.imports: list[tuple[list[Any], list[Any]]] = [
+        self.import_paths: list[tuple[list[Any], list[Any]]] = [
             (kept, list(kept)) for kept in (sys.meta_path, sys.path_hooks, sys.path)
         ]
-        self.builtins, self.builtin = vars(builtins), dict(vars(builtins))
+        self.builtins, self.saved_builtins = vars(builtins), dict(vars(builtins))
         seen: set[int] = set()
         for name, module in self.modules.items():
-            if name.split(".")[0] in GROUND and name not in NOT_GROUND:
+            if name.split(".")[0] in WATCHED_MODULES and name not in UNWATCHED_MODULES:
                 self._add(module, seen)
 
     def _add(self, holder: Any, seen: set[int]) -> None:
@@ -82,26 +93,26 @@ class Pristine:
                 value = value.__func__
             parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
             for part in parts:
-                if isinstance(part, FunctionType) and id(part) not in seen and _at_home(part):
+                if isinstance(part, FunctionType) and id(part) not in seen and _in_watched_module(part):
                     seen.add(id(part))
-                    self.functions.append((part, tuple(getattr(part, n) for n in _OF_A_FUNCTION)))
+                    self.functions.append((part, tuple(getattr(part, n) for n in _FUNCTION_ATTRIBUTES)))
             # Only classes made in Python can be changed; the flag is Py_TPFLAGS_IMMUTABLETYPE.
-            if isinstance(value, type) and not value.__flags__ & (1 << 8) and _at_home(value):
+            if isinstance(value, type) and not value.__flags__ & (1 << 8) and _in_watched_module(value):
                 self._add(value, seen)
 
-    def tampered(self) -> str:
+    def restore_builtins(self) -> str:
         """What of builtins and unittest is not as it was: a name, or nothing. The builtins are put back.
 
         The loop over builtins uses none: they may be what was changed.
         """
         found = ""
-        for name, value in self.builtin.items():
+        for name, value in self.saved_builtins.items():
             if self.builtins.get(name) is not value and name != "_":
                 found = name
-        self.builtins.update(self.builtin)
+        self.builtins.update(self.saved_builtins)
         return found or next((called for called, *_ in self.changes(("unittest",))), "")
 
-    def changes(self, within: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str, Any]]:
+    def changes(self, packages: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str, Any]]:
         """What is not as it was: (what to call it, holder, name, value as it was or MISSING).
 
         Args:
@@ -110,13 +121,13 @@ class Pristine:
 
         def looked_at(holder: Any) -> bool:
             home = holder.__name__ if isinstance(holder, ModuleType) else holder.__module__
-            return not within or str(home).split(".")[0] in within
+            return not packages or str(home).split(".")[0] in packages
 
         for holder, live, kept in self.names:
-            if _same(live, kept) or not looked_at(holder):
+            if _identical_values(live, kept) or not looked_at(holder):
                 continue
             called = getattr(holder, "__qualname__", getattr(holder, "__name__", "?"))
-            skip = _RESTLESS | _OF_SYS if holder is sys else _RESTLESS
+            skip = _VOLATILE_NAMES | _VOLATILE_SYS_NAMES if holder is sys else _VOLATILE_NAMES
             for name in [n for n in live if n not in kept and n not in skip]:
                 if not isinstance(live[name], ModuleType):  # a part of a package that was imported later
                     yield f"{called}.{name}", holder, name, MISSING
@@ -124,14 +135,16 @@ class Pristine:
                 if live.get(name, MISSING) is not value and name not in skip:
                     yield f"{called}.{name}", holder, name, value
         for function, was in self.functions:
-            for name, value in zip(_OF_A_FUNCTION, was, strict=True):
+            for name, value in zip(_FUNCTION_ATTRIBUTES, was, strict=True):
                 if getattr(function, name) is not value and looked_at(function):
                     yield f"{function.__qualname__}.{name}", function, name, value
 
     def restore(self) -> None:
         """Puts everything back."""
-        self.builtins.update(self.builtin)  # first of all, and by a method of C: what follows calls them
-        for kept, were in self.imports:
+        self.builtins.update(
+            self.saved_builtins
+        )  # first of all, and by a method of C: what follows calls them
+        for kept, were in self.import_paths:
             kept[:] = were
         for name, module in self.modules.items():
             sys.modules[name] = module
@@ -150,11 +163,11 @@ class Pristine:
                 setattr(holder, name, value)
 
 
-def _at_home(thing: Any) -> bool:
-    return str(thing.__module__).split(".")[0] in GROUND
+def _in_watched_module(thing: Any) -> bool:
+    return str(thing.__module__).split(".")[0] in WATCHED_MODULES
 
 
-def _same(live: Mapping[str, Any], kept: dict[str, Any]) -> bool:
+def _identical_values(live: Mapping[str, Any], kept: dict[str, Any]) -> bool:
     """Whether two mappings hold the very same objects; a first, quick look."""
     if len(live) != len(kept):
         return False

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from whorl.errors import ConfigError
 
-KINDS = (
+REASON_KINDS = (
     "passed", "failed", "raised", "syntax", "exited", "crashed", "memory", "time", "cpu", "output", "files", "threads"
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Limits:
+class ResourceLimits:
     """What one program may use. Whoever passes a limit is ended and counted under its name.
 
     Attributes:
@@ -72,7 +72,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Printed:
+class ExampleOutput:
     """What one example printed, and its exception as doctest writes it ("ValueError: why"), or None."""
 
     text: str
@@ -80,7 +80,7 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramResult:
     """What came of a program.
 
     Attributes:
@@ -95,7 +95,7 @@ class Outcome:
     reason: str
     output: str
     seconds: float
-    printed: tuple[Printed, ...] = ()
+    example_outputs: tuple[ExampleOutput, ...] = ()
 
     @property
     def kind(self) -> str:

@@ -32,22 +32,22 @@ from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, NoReturn
 
-from whorl.sandbox.library_snapshot import Pristine
+from whorl.sandbox.library_snapshot import LibrarySnapshot
 
 SECRET_BYTES = 16
-SHOWN = 300  # characters of an exception that are reported
+MAX_EXCEPTION_CHARS = 300  # characters of an exception that are reported
 
 
-def told(error: BaseException) -> str:
+def format_exception(error: BaseException) -> str:
     """An exception in one line; its own methods are foreign and may do anything but stop us."""
     try:
         text = traceback.format_exception_only(type(error), error)[-1].strip()
-        return str(text.encode("utf-8", "backslashreplace").decode())[:SHOWN]
+        return str(text.encode("utf-8", "backslashreplace").decode())[:MAX_EXCEPTION_CHARS]
     except BaseException:
         return "an exception that cannot be shown"
 
 
-class Child:
+class ProgramRunner:
     """All that is needed later is bound here, before the program may touch anything.
 
     Args:
@@ -55,79 +55,79 @@ class Child:
         verdict: descriptor that the report goes to.
     """
 
-    def __init__(self, pristine: Pristine, control: int, verdict: int) -> None:
-        self.pristine, self.control, self.verdict = pristine, control, verdict
+    def __init__(self, library_snapshot: LibrarySnapshot, control: int, report: int) -> None:
+        self.library_snapshot, self.control, self.report = library_snapshot, control, report
         self.stream = io.TextIOWrapper(
             io.FileIO(1, "w", closefd=False), "utf-8", "backslashreplace", write_through=False
         )
-        self.calm: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
+        self.reset_calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = [
             (sys.settrace, (None,)),
             (sys.setprofile, (None,)),
         ]
-        self.calm.append((sys.setrecursionlimit, (1000,)))
+        self.reset_calls.append((sys.setrecursionlimit, (1000,)))
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-        self.calm += [(signal.setitimer, (timer, 0)) for timer in timers]
-        self.read, self.write, self.leave = os.read, os.write, os._exit
+        self.reset_calls += [(signal.setitimer, (timer, 0)) for timer in timers]
+        self.read, self.write, self.exit_process = os.read, os.write, os._exit
 
-    def run(self, source: str, asked: bool) -> NoReturn:
+    def run(self, source: str, has_checks: bool) -> NoReturn:
         """Runs all; `asked`: whether tests or examples follow."""
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it lives as long as the process)
         sys.stdout = sys.stderr = self.stream
         sys.argv = ["program.py"]
         random.seed(0)  # the same program gets the same verdict
         printed: list[tuple[str, str | None]] = []
-        reason, module = self._define(source, "program" if asked else "__main__")
+        reason, module = self._run_source(source, "program" if has_checks else "__main__")
         self._restore()
         work: dict[str, Any] = {"tests": "", "examples": []}
-        if asked:
-            work = json.loads(self._take(int.from_bytes(self._take(4), "little")))
+        if has_checks:
+            work = json.loads(self._read_exactly(int.from_bytes(self._read_exactly(4), "little")))
         if reason == "passed" and work["tests"]:
-            reason = self._tests(work["tests"], module)
+            reason = self._run_tests(work["tests"], module)
         if reason == "passed":
-            printed = [self._example(text, module) for text in work["examples"]]
+            printed = [self._run_example(text, module) for text in work["examples"]]
         changed = self._restore()
         if work["tests"] and changed and reason == "passed":
             reason = f"failed: the program changed {changed} while it was tested"
         with contextlib.suppress(BaseException):
             self.stream.flush()
         report = json.dumps({"reason": reason, "printed": printed}).encode()
-        left = self._take(SECRET_BYTES) + report
+        left = self._read_exactly(SECRET_BYTES) + report
         while left:
-            left = left[self.write(self.verdict, left) :]
-        self.leave(0)
+            left = left[self.write(self.report, left) :]
+        self.exit_process(0)
 
     def _restore(self) -> str:
         """Puts everything back as it was; what of builtins and unittest was changed, or nothing."""
-        for call, arguments in self.calm:
+        for call, arguments in self.reset_calls:
             call(*arguments)
-        changed = self.pristine.tampered()
-        self.pristine.restore()
+        changed = self.library_snapshot.restore_builtins()
+        self.library_snapshot.restore()
         sys.stdout = sys.stderr = self.stream
         return changed
 
-    def _take(self, n: int) -> bytes:
+    def _read_exactly(self, n: int) -> bytes:
         """n bytes from the parent, by the kernel's own `read`: the one in `os` may be another by now."""
         taken = b""
         while len(taken) < n and (part := self.read(self.control, n - len(taken))):
             taken += part
         return taken
 
-    def _define(self, source: str, name: str) -> tuple[str, ModuleType]:
+    def _run_source(self, source: str, name: str) -> tuple[str, ModuleType]:
         module = ModuleType(name)
         try:
             code = compile(source, "program.py", "exec", dont_inherit=True)
         except BaseException as error:  # a MemoryError or RecursionError is no syntax, but no program either
-            return f"syntax: {told(error)}", module
+            return f"syntax: {format_exception(error)}", module
         sys.modules[name] = sys.modules["__main__"] = module
         try:
             exec(code, vars(module))
         except BaseException as error:
-            return _raised(error), module
+            return _failure_reason(error), module
         return "passed", module
 
-    def _tests(self, source: str, module: ModuleType) -> str:
+    def _run_tests(self, source: str, module: ModuleType) -> str:
         """Plain asserts, then functions, then cases."""
-        builtin = self.pristine.builtin
+        builtin = self.library_snapshot.saved_builtins
         names: dict[str, Any] = {n: v for n, v in vars(module).items() if n not in builtin and n[:2] != "__"}
         tests = ModuleType("tests")
         names["__name__"], names["__builtins__"] = "tests", builtin
@@ -139,39 +139,39 @@ class Child:
             for running, value in list(names.items()):
                 if running.startswith("test") and type(value) is FunctionType and value.__globals__ is names:
                     value()
-            cases = [v for v in list(names.values()) if _is_case(v)]
-            return _cases(cases) if cases else "passed"
+            cases = [v for v in list(names.values()) if _is_test_case(v)]
+            return _run_test_cases(cases) if cases else "passed"
         except BaseException as error:
-            return f"failed: {running}: {told(error)}"
+            return f"failed: {running}: {format_exception(error)}"
 
-    def _example(self, source: str, module: ModuleType) -> tuple[str, str | None]:
+    def _run_example(self, source: str, module: ModuleType) -> tuple[str, str | None]:
         into = io.StringIO()
         sys.stdout, sys.displayhook, error = into, sys.__displayhook__, None
         try:
             exec(compile(source, "example.py", "single", dont_inherit=True), vars(module))
         except BaseException as raised:
-            error = told(raised)
+            error = format_exception(raised)
         sys.stdout = self.stream
         return into.getvalue(), error
 
 
-def _raised(error: BaseException) -> str:
+def _failure_reason(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "memory"
     if isinstance(error, SystemExit):
-        return f"exited: {told(error)}"
-    return f"raised: {told(error)}"
+        return f"exited: {format_exception(error)}"
+    return f"raised: {format_exception(error)}"
 
 
-def _is_case(value: object) -> bool:
+def _is_test_case(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
 
 
-def _cases(cases: Sequence[type[unittest.TestCase]]) -> str:
+def _run_test_cases(cases: Sequence[type[unittest.TestCase]]) -> str:
     result = unittest.TestResult()
     unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromTestCase, cases)).run(result)
     for test, text in [*result.failures, *result.errors]:
-        return f"failed: {test}: {text.strip().splitlines()[-1][:SHOWN]}"
+        return f"failed: {test}: {text.strip().splitlines()[-1][:MAX_EXCEPTION_CHARS]}"
     if result.unexpectedSuccesses:
         return f"failed: {result.unexpectedSuccesses[0]}: passed against expectation"
     if result.skipped:

@@ -41,17 +41,17 @@ from typing import Any
 
 import whorl
 from whorl.errors import ConfigError, WhorlError, one_of
-from whorl.sandbox.frames import receive_before, send
-from whorl.sandbox.limits import Limits, Outcome, Printed, Program
+from whorl.sandbox.frames import receive_with_deadline, send
+from whorl.sandbox.limits import ExampleOutput, Program, ProgramResult, ResourceLimits
 from whorl.sandbox.work_folder import clear
 
-ESSENTIAL = ("landlock", "seccomp")
+REQUIRED_PROTECTIONS = ("landlock", "seccomp")
 GRACE_SECONDS = 10.0  # what a worker may take beyond a program's own time before it counts as stuck
 START_SECONDS = 60.0
-_START = "import sys; sys.path.append(sys.argv.pop(1)); from whorl.sandbox.zygote import main; main()"
+_BOOTSTRAP = "import sys; sys.path.append(sys.argv.pop(1)); from whorl.sandbox.zygote import main; main()"
 
 # Tried in each worker before anything else runs there. Prints what it could do and should not have been able to.
-_TRIALS = """
+_PROBE_PROGRAM = """
 import os
 def attempt(name, f):
     try:
@@ -71,10 +71,10 @@ if os.environ: print("environment")
 """
 
 
-class Worker:
+class SandboxWorker:
     """One zygote, seen from the parent. Raises ConfigError where it cannot be had."""
 
-    def __init__(self, without: frozenset[str]) -> None:
+    def __init__(self, allow_missing: frozenset[str]) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="whorl-sandbox-"))
         (self.root / "box").mkdir()
         above = str(Path(whorl.__file__).parent.parent)
@@ -86,10 +86,10 @@ class Worker:
                 "-S",
                 "-B",
                 "-c",
-                _START,
+                _BOOTSTRAP,
                 above,
                 str(self.root / "box"),
-                *sorted(without),
+                *sorted(allow_missing),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -99,12 +99,12 @@ class Worker:
             bufsize=0,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.to, self.back = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self.request_fd, self.reply_fd = self.process.stdin.fileno(), self.process.stdout.fileno()
         self.job = -1  # index of the program it is at
         self.deadline = 0.0
-        hello = self.answer(time.monotonic() + START_SECONDS)
+        hello = self.read_reply(time.monotonic() + START_SECONDS)
         if hello is None or "missing" in hello:
-            self.end()
+            self.kill()
         if hello is None:
             raise WhorlError(
                 "a worker of the sandbox did not start",
@@ -112,9 +112,9 @@ class Worker:
                 do="look at memory and at the limits of processes (ulimit -u), and try again",
             )
         if "missing" in hello:
-            raise _refused(hello["missing"], hello["why"])
+            raise _missing_protection(hello["missing"], hello["why"])
 
-    def ask(self, program: Program, limits: Limits, job: int) -> None:
+    def submit(self, program: Program, limits: ResourceLimits, job: int) -> None:
         """Sends a program; a worker that is gone is noticed when it is read from."""
         asked = bool(program.tests or program.examples)
         parts: list[Any] = [{"source": program.source, "limits": dataclasses.asdict(limits), "asked": asked}]
@@ -123,13 +123,13 @@ class Worker:
         self.job, self.deadline = job, time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         with contextlib.suppress(BrokenPipeError):
             for part in parts:
-                send(self.to, part)
+                send(self.request_fd, part)
 
-    def answer(self, deadline: float) -> Any:
+    def read_reply(self, deadline: float) -> Any:
         """The worker's next answer; None when it ended, or said nothing whole before the deadline."""
-        return receive_before(self.back, deadline)
+        return receive_with_deadline(self.reply_fd, deadline)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kills the zygote; what it had started dies with it."""
         self.process.kill()
         self.process.wait()
@@ -155,8 +155,10 @@ class Sandbox:
         WhorlError: a worker does not start.
     """
 
-    def __init__(self, limits: Limits | None = None, workers: int = 2, without: Collection[str] = ()) -> None:
-        self.limits, self.without = limits or Limits(), frozenset(without)
+    def __init__(
+        self, limits: ResourceLimits | None = None, workers: int = 2, allow_missing: Collection[str] = ()
+    ) -> None:
+        self.limits, self.allow_missing = limits or ResourceLimits(), frozenset(allow_missing)
         if not sys.platform.startswith("linux"):
             raise ConfigError(
                 f"programs cannot be confined on {sys.platform}",
@@ -165,29 +167,31 @@ class Sandbox:
             )
         if workers < 1:
             raise ConfigError(f"sandbox: workers is {workers}", expected="at least 1")
-        for name in self.without:
-            if name not in ESSENTIAL:
-                raise ConfigError(f"sandbox: without names {name!r}", expected=one_of(name, ESSENTIAL))
+        for name in self.allow_missing:
+            if name not in REQUIRED_PROTECTIONS:
+                raise ConfigError(
+                    f"sandbox: without names {name!r}", expected=one_of(name, REQUIRED_PROTECTIONS)
+                )
         self.restarts = 0
         self._lock = threading.Lock()
         self._closed = False
-        self._workers: list[Worker | None] = [None] * workers
-        self._in_force: dict[str, str] = {}
+        self._workers: list[SandboxWorker | None] = [None] * workers
+        self._active_protections: dict[str, str] = {}
         try:
-            self._workers = [self._start() for _ in range(workers)]
+            self._workers = [self._start_worker() for _ in range(workers)]
         except BaseException:
             self.close()
             raise
 
     def protections(self) -> dict[str, str]:
         """Name to what it does, for each protection that was found in force when the workers were started."""
-        return dict(self._in_force)
+        return dict(self._active_protections)
 
-    def run(self, program: Program | str) -> Outcome:
+    def run(self, program: Program | str) -> ProgramResult:
         """Runs one program."""
         return self.run_all([program])[0]
 
-    def run_all(self, programs: Sequence[Program | str]) -> list[Outcome]:
+    def run_all(self, programs: Sequence[Program | str]) -> list[ProgramResult]:
         """Runs programs, each alone in a process; outcomes in their order.
 
         A program that crashes its worker, or whose worker is killed, has crashed; the others do not notice.
@@ -197,7 +201,7 @@ class Sandbox:
             WhorlError: a worker that ended cannot be started again.
         """
         given = [Program(p) if isinstance(p, str) else p for p in programs]
-        outcomes: list[Outcome | None] = [None] * len(given)
+        outcomes: list[ProgramResult | None] = [None] * len(given)
         waiting = deque(range(len(given)))
         with self._lock:
             if self._closed:
@@ -207,14 +211,14 @@ class Sandbox:
                     for place, worker in enumerate(self._workers):
                         if waiting and (worker is None or worker.job < 0):
                             if worker is None:
-                                worker = self._workers[place] = self._start()
-                            worker.ask(given[waiting[0]], self.limits, waiting.popleft())
+                                worker = self._workers[place] = self._start_worker()
+                            worker.submit(given[waiting[0]], self.limits, waiting.popleft())
                     for place, worker in self._ready():
                         job, worker.job = worker.job, -1
-                        outcomes[job] = self._outcome(worker, place)
+                        outcomes[job] = self._collect_result(worker, place)
             finally:
                 for place, worker in self._busy():  # interrupted: answers to come would be taken for others
-                    worker.end()
+                    worker.kill()
                     self._workers[place] = None
         return [o for o in outcomes if o is not None]
 
@@ -223,7 +227,7 @@ class Sandbox:
         self._closed = True
         for worker in self._workers:
             if worker is not None:
-                worker.end()
+                worker.kill()
         self._workers = []
 
     def __enter__(self) -> Sandbox:
@@ -234,55 +238,55 @@ class Sandbox:
     ) -> None:
         self.close()
 
-    def _busy(self) -> list[tuple[int, Worker]]:
+    def _busy(self) -> list[tuple[int, SandboxWorker]]:
         return [(i, w) for i, w in enumerate(self._workers) if w is not None and w.job >= 0]
 
-    def _ready(self) -> list[tuple[int, Worker]]:
+    def _ready(self) -> list[tuple[int, SandboxWorker]]:
         """Busy workers that have something to say, or have said nothing for too long."""
         busy = self._busy()
         with selectors.DefaultSelector() as selector:
             for place, worker in busy:
-                selector.register(worker.back, selectors.EVENT_READ, place)
+                selector.register(worker.reply_fd, selectors.EVENT_READ, place)
             first = min(w.deadline for _, w in busy)
             speaking = {key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))}
         return [(i, w) for i, w in busy if i in speaking or w.deadline <= time.monotonic()]
 
-    def _outcome(self, worker: Worker, place: int) -> Outcome:
-        said = worker.answer(worker.deadline)
+    def _collect_result(self, worker: SandboxWorker, place: int) -> ProgramResult:
+        said = worker.read_reply(worker.deadline)
         if said is None:
             self._workers[place] = None
             self.restarts += 1
-            worker.end()
+            worker.kill()
             why = f"crashed: the sandbox's worker ended ({worker.process.returncode})"
-            return Outcome(ok=False, reason=why, output="", seconds=0.0)
-        return _read(said)
+            return ProgramResult(ok=False, reason=why, output="", seconds=0.0)
+        return _parse_result(said)
 
-    def _start(self) -> Worker:
+    def _start_worker(self) -> SandboxWorker:
         """A worker that has shown that its protections hold."""
-        worker = Worker(self.without)
+        worker = SandboxWorker(self.allow_missing)
         try:
             patient = dataclasses.replace(self.limits, wall_seconds=30, cpu_seconds=30, output_bytes=4096)
-            worker.ask(Program(_TRIALS.format(memory=2 * self.limits.memory_bytes)), patient, 0)
+            worker.submit(Program(_PROBE_PROGRAM.format(memory=2 * self.limits.memory_bytes)), patient, 0)
             worker.deadline = time.monotonic() + START_SECONDS
-            said = worker.answer(worker.deadline)
+            said = worker.read_reply(worker.deadline)
             worker.job = -1
-            outcome = _read(said) if said is not None else None
+            outcome = _parse_result(said) if said is not None else None
             if outcome is None or not outcome.ok:
                 why = outcome.reason if outcome else "it ended"
                 raise WhorlError(
                     f"a worker of the sandbox failed its trials: {why}", expected="that all of them run"
                 )
             broken = set(outcome.output.split())
-            for name in sorted(broken - self.without):
-                raise _refused(name, "a trial that it should stop went through")
-            self._in_force = {n: t for n, t in _TOLD.items() if n not in broken}
+            for name in sorted(broken - self.allow_missing):
+                raise _missing_protection(name, "a trial that it should stop went through")
+            self._active_protections = {n: t for n, t in _PROTECTION_TEXT.items() if n not in broken}
         except BaseException:
-            worker.end()
+            worker.kill()
             raise
         return worker
 
 
-_TOLD = {
+_PROTECTION_TEXT = {
     "process": "each program in a process and session of its own, killed whole",
     "limits": "time, memory, size of files, output, descriptors",
     "environment": "empty",
@@ -291,7 +295,7 @@ _TOLD = {
 }
 
 
-def _refused(name: str, why: str) -> ConfigError:
+def _missing_protection(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"programs cannot be confined here: {name} is missing ({why})",
         expected="Linux 5.13 or later on x86-64 or aarch64, with Landlock among the kernel's security modules and seccomp",
@@ -299,7 +303,7 @@ def _refused(name: str, why: str) -> ConfigError:
     )
 
 
-def _read(said: dict[str, Any]) -> Outcome:
-    printed = tuple(Printed(text, error) for text, error in said["printed"])
+def _parse_result(said: dict[str, Any]) -> ProgramResult:
+    printed = tuple(ExampleOutput(text, error) for text, error in said["printed"])
     reason = said["reason"]
-    return Outcome(reason == "passed", reason, said["output"], said["seconds"], printed)
+    return ProgramResult(reason == "passed", reason, said["output"], said["seconds"], printed)

@@ -33,7 +33,7 @@ X86_64, AARCH64 = 0xC000003E, 0xC00000B7  # AUDIT_ARCH_*
 ARCHITECTURES = {"x86_64": X86_64, "aarch64": AARCH64}
 
 # name: (x86-64, aarch64); None where there is no such call
-ALLOWED: dict[str, tuple[int | None, int | None]] = {
+ALLOWED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79), "lseek": (8, 62),
     "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216), "madvise": (28, 233), "futex": (202, 98),
     "rt_sigaction": (13, 134), "rt_sigprocmask": (14, 135), "rt_sigreturn": (15, 139), "sigaltstack": (131, 132),
@@ -72,55 +72,60 @@ IOCTL_COMMANDS = (
 THREAD_FLAGS = 0x3D0F00  # VM FS FILES SIGHAND THREAD SYSVSEM SETTLS PARENT_SETTID CHILD_CLEARTID
 PROT_EXEC, O_ACCMODE, O_TRUNC, O_ASYNC, F_SETFL = 4, 3, 0o1000, 0o20000, 4
 
-LOAD, EQUAL, ANY_BIT, AND, RETURN = (
+BPF_LOAD, BPF_JEQ, BPF_JSET, BPF_AND, BPF_RET = (
     0x20,
     0x15,
     0x45,
     0x54,
     0x06,
 )  # BPF: LD|W|ABS, JEQ|K, JSET|K, ALU|AND|K, RET|K
-ALLOW, KILL_PROCESS, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+RET_ALLOW, RET_KILL_PROCESS, RET_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, X32 = 0, 4, 0x40000000  # offsets in struct seccomp_data; the bit that marks an x32 call
-Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
+BPFInstruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
 
 
 def _argument(i: int) -> int:
     return 16 + 8 * i  # its low 32 bits: both architectures are little-endian
 
 
-def _refuse(number: int = errno.EPERM) -> Instruction:
-    return (RETURN, 0, 0, ERROR | number)
+def _return_errno(number: int = errno.EPERM) -> BPFInstruction:
+    return (BPF_RET, 0, 0, RET_ERRNO | number)
 
 
-def _case(number: int, body: list[Instruction]) -> list[Instruction]:
+def _for_syscall(number: int, body: list[BPFInstruction]) -> list[BPFInstruction]:
     """`body`, which returns on every way, for this call; the next case for others. The number stands in the accumulator."""
-    return [(EQUAL, 0, len(body), number), *body]
+    return [(BPF_JEQ, 0, len(body), number), *body]
 
 
-def _only(argument: int, values: tuple[int, ...]) -> list[Instruction]:
+def _allow_values(argument: int, values: tuple[int, ...]) -> list[BPFInstruction]:
     """Allows these values of an argument."""
-    body: list[Instruction] = [(LOAD, 0, 0, _argument(argument))]
+    body: list[BPFInstruction] = [(BPF_LOAD, 0, 0, _argument(argument))]
     for value in values:
-        body += [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
-    return [*body, _refuse()]
+        body += [(BPF_JEQ, 0, 1, value), (BPF_RET, 0, 0, RET_ALLOW)]
+    return [*body, _return_errno()]
 
 
-def _without(argument: int, bits: int) -> list[Instruction]:
+def _allow_without_bits(argument: int, bits: int) -> list[BPFInstruction]:
     """Allows an argument that has none of these bits."""
-    return [(LOAD, 0, 0, _argument(argument)), (ANY_BIT, 0, 1, bits), _refuse(), (RETURN, 0, 0, ALLOW)]
-
-
-def _opening(flags: int) -> list[Instruction]:
     return [
-        (LOAD, 0, 0, _argument(flags)),
-        (AND, 0, 0, O_ACCMODE | O_TRUNC),
-        (EQUAL, 0, 1, O_TRUNC),  # O_RDONLY is 0
-        _refuse(),
-        (RETURN, 0, 0, ALLOW),
+        (BPF_LOAD, 0, 0, _argument(argument)),
+        (BPF_JSET, 0, 1, bits),
+        _return_errno(),
+        (BPF_RET, 0, 0, RET_ALLOW),
     ]
 
 
-def program(machine: str, pid: int, threads: bool) -> bytes:
+def _check_open_flags(flags: int) -> list[BPFInstruction]:
+    return [
+        (BPF_LOAD, 0, 0, _argument(flags)),
+        (BPF_AND, 0, 0, O_ACCMODE | O_TRUNC),
+        (BPF_JEQ, 0, 1, O_TRUNC),  # O_RDONLY is 0
+        _return_errno(),
+        (BPF_RET, 0, 0, RET_ALLOW),
+    ]
+
+
+def seccomp_filter(machine: str, pid: int, threads: bool) -> bytes:
     """The filter, as an array of struct sock_filter.
 
     Args:
@@ -132,35 +137,35 @@ def program(machine: str, pid: int, threads: bool) -> bytes:
         KeyError: another machine.
     """
     column = list(ARCHITECTURES).index(machine)
-    code: list[Instruction] = [
-        (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, ARCHITECTURES[machine]),
-        (RETURN, 0, 0, KILL_PROCESS),
-        (LOAD, 0, 0, NUMBER),
-        (ANY_BIT, 0, 1, X32),
-        (RETURN, 0, 0, KILL_PROCESS),
+    code: list[BPFInstruction] = [
+        (BPF_LOAD, 0, 0, ARCHITECTURE),
+        (BPF_JEQ, 1, 0, ARCHITECTURES[machine]),
+        (BPF_RET, 0, 0, RET_KILL_PROCESS),
+        (BPF_LOAD, 0, 0, NUMBER),
+        (BPF_JSET, 0, 1, X32),
+        (BPF_RET, 0, 0, RET_KILL_PROCESS),
     ]
-    for numbers in ALLOWED.values():
+    for numbers in ALLOWED_SYSCALLS.values():
         number = numbers[column]
         if number is not None:
-            code += _case(number, [(RETURN, 0, 0, ALLOW)])
-    flags = [(LOAD, 0, 0, _argument(1)), (EQUAL, 0, 4, F_SETFL), *_without(2, O_ASYNC)]
-    special: list[tuple[tuple[int, int | None], list[Instruction]]] = [
-        (MMAP, _without(2, PROT_EXEC)),
-        (MPROTECT, _without(2, PROT_EXEC)),
-        (OPEN, _opening(1)),
-        (OPENAT, _opening(2)),
-        (FCNTL, [*flags, *_only(1, FCNTL_COMMANDS)]),
-        (IOCTL, _only(1, IOCTL_COMMANDS)),
-        (KILL, _only(0, (pid,))),
-        (TGKILL, _only(0, (pid,))),
-        (PRLIMIT, _only(0, (0, pid))),
-        (CLONE, _only(0, (THREAD_FLAGS,)) if threads else [_refuse()]),
-        (CLONE3, [_refuse(errno.ENOSYS)]),
+            code += _for_syscall(number, [(BPF_RET, 0, 0, RET_ALLOW)])
+    flags = [(BPF_LOAD, 0, 0, _argument(1)), (BPF_JEQ, 0, 4, F_SETFL), *_allow_without_bits(2, O_ASYNC)]
+    special: list[tuple[tuple[int, int | None], list[BPFInstruction]]] = [
+        (MMAP, _allow_without_bits(2, PROT_EXEC)),
+        (MPROTECT, _allow_without_bits(2, PROT_EXEC)),
+        (OPEN, _check_open_flags(1)),
+        (OPENAT, _check_open_flags(2)),
+        (FCNTL, [*flags, *_allow_values(1, FCNTL_COMMANDS)]),
+        (IOCTL, _allow_values(1, IOCTL_COMMANDS)),
+        (KILL, _allow_values(0, (pid,))),
+        (TGKILL, _allow_values(0, (pid,))),
+        (PRLIMIT, _allow_values(0, (0, pid))),
+        (CLONE, _allow_values(0, (THREAD_FLAGS,)) if threads else [_return_errno()]),
+        (CLONE3, [_return_errno(errno.ENOSYS)]),
     ]
     for numbers, body in special:
         number = numbers[column]
         if number is not None:
-            code += _case(number, body)
-    code.append(_refuse())
+            code += _for_syscall(number, body)
+    code.append(_return_errno())
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)

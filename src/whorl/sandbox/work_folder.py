@@ -15,7 +15,7 @@ from pathlib import Path
 ENTRY_BYTES = 256  # what a name is counted as
 
 
-def used(folder: Path) -> float:
+def used_bytes(folder: Path) -> float:
     """Bytes that lie in a folder; infinite where it is nested too deep to be looked through."""
     total, waiting = 0.0, [str(folder)]
     while waiting:
@@ -44,13 +44,13 @@ def clear(folder: Path) -> None:
             for inner in _entries(entry.path):
                 if inner.is_dir(follow_symlinks=False):
                     os.chmod(inner.path, 0o700)  # noqa: PTH101 (a folder can only be moved by who may write in it)
-                    os.rename(inner.path, _unused(folder, fresh))  # noqa: PTH104
+                    os.rename(inner.path, _unused_path(folder, fresh))  # noqa: PTH104
                 else:
                     os.unlink(inner.path)  # noqa: PTH108
             os.rmdir(entry.path)  # noqa: PTH106
 
 
-def _unused(folder: Path, numbers: itertools.count[int]) -> str:
+def _unused_path(folder: Path, numbers: itertools.count[int]) -> str:
     while os.path.lexists(path := f"{folder}/{next(numbers)}"):
         pass
     return path

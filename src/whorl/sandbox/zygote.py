@@ -32,43 +32,52 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from whorl.sandbox import work_folder as folder
-from whorl.sandbox.confinement import Confinement, Unavailable, library
+from whorl.sandbox.confinement import Confinement, ProtectionUnavailable, stdlib_paths
 from whorl.sandbox.frames import receive, send
-from whorl.sandbox.library_snapshot import Pristine
-from whorl.sandbox.program_runner import SECRET_BYTES, Child
+from whorl.sandbox.library_snapshot import LibrarySnapshot
+from whorl.sandbox.program_runner import SECRET_BYTES, ProgramRunner
 
-WARM = """abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
+PRELOADED_MODULES = """abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
 dataclasses datetime decimal difflib doctest enum fractions functools graphlib hashlib heapq html io itertools json keyword
 locale math numbers operator os.path pathlib pickle pprint queue random re secrets shutil statistics string struct tempfile
 textwrap threading time timeit tokenize traceback types typing unicodedata unittest unittest.mock uuid warnings weakref zlib
 zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap""".split()  # noqa: SIM905
-TICK = 0.02  # seconds between two looks at files and threads
-GRACE = 64 << 10  # bytes that a report may be longer than the output's limit
+POLL_SECONDS = 0.02  # seconds between two looks at files and threads
+REPORT_EXTRA_BYTES = 64 << 10  # bytes that a report may be longer than the output's limit
 
 
-class Watch:
+class ForkMonitor:
     """One fork, from its start to its end."""
 
     def __init__(
-        self, pid: int, ends: dict[str, int], limits: dict[str, Any], box: Path, to_send: bytes
+        self, pid: int, pipe_ends: dict[str, int], limits: dict[str, Any], folder: Path, to_send: bytes
     ) -> None:
-        self.pid, self.ends, self.limits, self.folder, self.left = pid, ends, limits, box, to_send
-        self.heard = {"output": bytearray(), "verdict": bytearray()}
-        self.most = {"output": limits["output_bytes"], "verdict": limits["output_bytes"] + GRACE}
+        self.pid, self.pipe_ends, self.limits, self.folder, self.unsent = (
+            pid,
+            pipe_ends,
+            limits,
+            folder,
+            to_send,
+        )
+        self.received = {"output": bytearray(), "verdict": bytearray()}
+        self.max_bytes = {
+            "output": limits["output_bytes"],
+            "verdict": limits["output_bytes"] + REPORT_EXTRA_BYTES,
+        }
         self.reason = ""
 
     def kill(self, reason: str) -> None:
         self.reason = self.reason or reason
         os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
 
-    def until_the_end(self) -> tuple[int, Any]:
+    def wait(self) -> tuple[int, Any]:
         """Returns (wait status, resources used)."""
         deadline = time.monotonic() + self.limits["wall_seconds"]
         process = os.pidfd_open(self.pid)
         poll = select.poll()
-        for descriptor in (self.ends["output"], self.ends["verdict"], process):
+        for descriptor in (self.pipe_ends["output"], self.pipe_ends["verdict"], process):
             poll.register(descriptor, select.POLLIN)
-        poll.register(self.ends["control"], select.POLLOUT)
+        poll.register(self.pipe_ends["control"], select.POLLOUT)
         poll.register(0, 0)  # no event but the parent's end
         looks = self.limits["file_bytes"] > 0 or self.limits["processes"] > 1
         running = True
@@ -76,7 +85,7 @@ class Watch:
             left = deadline - time.monotonic()
             if left <= 0:
                 self.kill("time")
-            wait = max(0.0, min(left, TICK) if looks else left) if not self.reason else 10.0
+            wait = max(0.0, min(left, POLL_SECONDS) if looks else left) if not self.reason else 10.0
             for descriptor, event in poll.poll(wait * 1000 + 0.999):
                 if descriptor == 0:
                     self.kill("crashed: the parent ended")
@@ -84,47 +93,49 @@ class Watch:
                     raise EOFError
                 if descriptor == process:
                     running = False
-                elif descriptor == self.ends["control"]:
-                    if not (event & select.POLLOUT and self._feed()):
+                elif descriptor == self.pipe_ends["control"]:
+                    if not (event & select.POLLOUT and self._write_pending()):
                         poll.unregister(descriptor)
-                elif not self._hear("output" if descriptor == self.ends["output"] else "verdict"):
+                elif not self._read_available(
+                    "output" if descriptor == self.pipe_ends["output"] else "verdict"
+                ):
                     poll.unregister(descriptor)
             if running and looks and not self.reason:
-                self._look()
+                self._check_usage()
         os.close(process)
         _, status, used = os.wait4(self.pid, 0)
-        while self._hear("output") or self._hear("verdict"):
+        while self._read_available("output") or self._read_available("verdict"):
             pass
         return status, used
 
-    def _feed(self) -> bool:
+    def _write_pending(self) -> bool:
         """Hands on what is left to send; False when nothing is, or nobody reads."""
         try:
-            self.left = self.left[os.write(self.ends["control"], self.left) :]
+            self.unsent = self.unsent[os.write(self.pipe_ends["control"], self.unsent) :]
         except BlockingIOError:
             pass
         except BrokenPipeError:
             return False
-        return bool(self.left)
+        return bool(self.unsent)
 
-    def _hear(self, what: str) -> bool:
+    def _read_available(self, what: str) -> bool:
         """Takes what is there; False at the stream's end (or, after the child's, when nothing is left)."""
         try:
-            data = os.read(self.ends[what], 1 << 16)
+            data = os.read(self.pipe_ends[what], 1 << 16)
         except BlockingIOError:
             return False
-        kept = self.heard[what]
+        kept = self.received[what]
         kept += data
-        if len(kept) > self.most[what]:
-            del kept[self.most[what] :]
+        if len(kept) > self.max_bytes[what]:
+            del kept[self.max_bytes[what] :]
             if not self.reason:
                 with contextlib.suppress(ProcessLookupError):
                     self.kill("output")
                 self.reason = "output"
         return bool(data)
 
-    def _look(self) -> None:
-        if self.limits["file_bytes"] and folder.used(self.folder) > self.limits["file_bytes"]:
+    def _check_usage(self) -> None:
+        if self.limits["file_bytes"] and folder.used_bytes(self.folder) > self.limits["file_bytes"]:
             self.kill("files")
         with contextlib.suppress(OSError, IndexError):
             threads = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[17])
@@ -135,35 +146,35 @@ class Watch:
 class Zygote:
     """Prepared once; `serve` runs until the parent is gone."""
 
-    def __init__(self, box: Path, without: frozenset[str]) -> None:
-        for name in WARM:
+    def __init__(self, work_folder: Path, allow_missing: frozenset[str]) -> None:
+        for name in PRELOADED_MODULES:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, programs go first
-        os.chdir(box)
-        sys.path[:] = library()
-        self.folder = box
-        self.confinement = Confinement(box, without)
-        self.pristine = Pristine(leave_out=("whorl", "ctypes", "_ctypes", "__main__"))
+        os.chdir(work_folder)
+        sys.path[:] = stdlib_paths()
+        self.work_folder = work_folder
+        self.confinement = Confinement(work_folder, allow_missing)
+        self.library_snapshot = LibrarySnapshot(exclude=("whorl", "ctypes", "_ctypes", "__main__"))
 
     def serve(self) -> None:
         gc.freeze()  # a collection in a fork shall not touch, and so copy, what is ours
         with contextlib.suppress(EOFError, BrokenPipeError):  # a parent that was killed may go at any moment
             send(1, {"ready": os.getpid()})
             while True:
-                send(1, self.one(receive(0)))
-        self.leave()
+                send(1, self.run_program(receive(0)))
+        self.shut_down()
 
-    def leave(self) -> NoReturn:
+    def shut_down(self) -> NoReturn:
         """The parent is gone: nobody else would remove the folder."""
         with contextlib.suppress(OSError):
-            folder.clear(self.folder)
-            self.folder.rmdir()
-            self.folder.parent.rmdir()
+            folder.clear(self.work_folder)
+            self.work_folder.rmdir()
+            self.work_folder.parent.rmdir()
         os._exit(0)
 
-    def one(self, head: dict[str, Any]) -> dict[str, Any]:
+    def run_program(self, head: dict[str, Any]) -> dict[str, Any]:
         """Runs one program; reads the request's second part itself."""
         limits = head["limits"]
         began = time.perf_counter()
@@ -172,7 +183,7 @@ class Zygote:
         pid = os.fork()
         if pid == 0:
             try:
-                self._become(head, pairs, me)
+                self._run_child(head, pairs, me)
             finally:
                 os._exit(70)
         secret = secrets.token_bytes(SECRET_BYTES)
@@ -182,25 +193,25 @@ class Zygote:
             os.close(readable if name == "control" else writable)
             os.set_blocking(ends[name], False)
         prefix = len(tail).to_bytes(4, "little") + tail if head["asked"] else b""
-        watch = Watch(pid, ends, limits, self.folder, prefix + secret)
-        status, used = watch.until_the_end()
+        watch = ForkMonitor(pid, ends, limits, self.work_folder, prefix + secret)
+        status, used = watch.wait()
         for end in ends.values():
             os.close(end)
-        folder.clear(self.folder)
-        said = bytes(watch.heard["verdict"])
-        report: dict[str, Any] = {"reason": _end(status, used, limits, said), "printed": []}
+        folder.clear(self.work_folder)
+        said = bytes(watch.received["verdict"])
+        report: dict[str, Any] = {"reason": _exit_reason(status, used, limits, said), "printed": []}
         if watch.reason:
             report["reason"] = watch.reason
         elif said.startswith(secret) and os.waitstatus_to_exitcode(status) == 0:
             report = json.loads(said[SECRET_BYTES:])
-        output = bytes(watch.heard["output"]).decode("utf-8", "replace")
+        output = bytes(watch.received["output"]).decode("utf-8", "replace")
         return {**report, "output": output, "seconds": time.perf_counter() - began}
 
-    def _become(self, head: dict[str, Any], pairs: dict[str, tuple[int, int]], parent: int) -> NoReturn:
+    def _run_child(self, head: dict[str, Any], pairs: dict[str, tuple[int, int]], parent: int) -> NoReturn:
         """In the fork: gives up everything, then runs the program."""
         limits = head["limits"]
         os.setsid()
-        self.confinement.dies_with_parent(parent)
+        self.confinement.die_with_parent(parent)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, to in ((nothing, 0), (pairs["output"][1], 1), (pairs["output"][1], 2)):
             os.dup2(source, to)
@@ -209,26 +220,26 @@ class Zygote:
         highest = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
         for source, to in ((pairs["control"][0], control), (pairs["verdict"][1], verdict)):
             os.dup2(source, to, inheritable=False)
-        rules = {self.confinement.landlock, self.confinement.read_only} - {-1}
+        rules = {self.confinement.landlock_ruleset, self.confinement.read_only_ruleset} - {-1}
         keep = sorted({control, verdict} | rules)
         for low, high in zip([2, *keep], [*keep, min(highest, 1 << 20)], strict=True):
             os.closerange(low + 1, high)
         try:
-            self.confinement.put_on(
+            self.confinement.apply(
                 limits["wall_seconds"], limits["cpu_seconds"], limits["memory_bytes"], limits["file_bytes"],
                 limits["processes"] > 1,
             )  # fmt: skip
-        except (Unavailable, OSError) as error:
+        except (ProtectionUnavailable, OSError) as error:
             os.write(verdict, f"unconfined {error}".encode())
             os._exit(71)
         for rule in rules:
             os.close(rule)
-        child = Child(self.pristine, control, verdict)
-        _forget()
+        child = ProgramRunner(self.library_snapshot, control, verdict)
+        _remove_own_modules()
         child.run(head["source"], head["asked"])
 
 
-def _forget() -> None:
+def _remove_own_modules() -> None:
     """Takes out of the program's sight: the environment, our own modules, and ctypes, which reads any memory.
 
     ctypes cannot be loaded anew: its library may not be opened, and no memory becomes executable.
@@ -241,7 +252,7 @@ def _forget() -> None:
     sys.modules["ctypes"] = sys.modules["_ctypes"] = None  # type: ignore[assignment]
 
 
-def _end(status: int, used: Any, limits: dict[str, Any], said: bytes) -> str:
+def _exit_reason(status: int, used: Any, limits: dict[str, Any], said: bytes) -> str:
     """Why a process ended that gave no verdict."""
     code = os.waitstatus_to_exitcode(status)
     if code == 71:
@@ -262,7 +273,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     try:
         zygote = Zygote(Path(sys.argv[1]), frozenset(sys.argv[2:]))
-    except Unavailable as missing:
-        send(1, {"missing": missing.name, "why": missing.why})
+    except ProtectionUnavailable as missing:
+        send(1, {"missing": missing.name, "why": missing.reason})
         return
     zygote.serve()

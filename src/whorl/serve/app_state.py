@@ -18,17 +18,17 @@ from fastapi import Request as HttpRequest
 from whorl.engine.request import Request
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
-from whorl.serve.middleware.auth import Account, Accounts
-from whorl.serve.middleware.metrics import Metrics
-from whorl.serve.worker.model_entry import Served, ServedEmbedder
-from whorl.serve.worker.worker import Steps, Stream, Worker
+from whorl.serve.middleware.auth import KeyLimits, KeyStore
+from whorl.serve.middleware.metrics import ServerMetrics
+from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
+from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 
 T = TypeVar("T")
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-ASIDE = 1 << 16  # characters beyond which work on a text leaves the event loop
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+LARGE_TEXT_CHARS = 1 << 16  # characters beyond which work on a text leaves the event loop
 
 
-class Api:
+class AppState:
     """One server's parts.
 
     Args:
@@ -37,35 +37,41 @@ class Api:
     """
 
     def __init__(
-        self, config: ServeConfig, models: Sequence[Served | ServedEmbedder], engine: Steps | None
+        self,
+        config: ServeConfig,
+        models: Sequence[ServedModel | ServedEmbedder],
+        engine: EngineProtocol | None,
     ) -> None:
         self.config, self.models = config, list(models)
-        self.metrics = Metrics(config.slo_ttft, config.slo_tpot)
-        self.worker = Worker(engine if engine is not None else _Nothing(), self._ended)
+        self.metrics = ServerMetrics(config.slo_ttft, config.slo_tpot)
+        self.worker = EngineWorker(engine if engine is not None else _NoEngine(), self._on_finish)
         self.metrics.worker = self.worker
-        self.accounts = Accounts(config.key_file) if config.key_file is not None else None
-        self.local_only = self.accounts is None and config.host in LOOPBACK
+        self.key_store = KeyStore(config.key_file) if config.key_file is not None else None
+        self.local_only = self.key_store is None and config.host in LOOPBACK_HOSTS
         self.draining = False
-        self.began, self.boot = time.time(), secrets.token_hex(8)  # boot: another one after each start
-        self._owners: dict[str, Account] = {}
+        self.start_time, self.boot_id = (
+            time.time(),
+            secrets.token_hex(8),
+        )  # boot: another one after each start
+        self._limits_by_request: dict[str, KeyLimits] = {}
 
-    def check_open(self) -> None:
+    def check_accepting(self) -> None:
         """Raises ApiError while nothing new is taken."""
         if self.draining:
             wait = self.config.drain_seconds
             raise ApiError(503, "the server is stopping", code="draining", retry_after=wait)
-        if self.worker.failed is not None:
+        if self.worker.error is not None:
             raise ApiError(
                 503, "the engine failed; the server's log says why", code="engine_failed", retry_after=30
             )
 
     @property
     def status(self) -> str:
-        if self.worker.failed is not None:
+        if self.worker.error is not None:
             return "failed"
         return "draining" if self.draining else "ok"
 
-    def find(self, name: str | None) -> Served | ServedEmbedder:
+    def find_model(self, name: str | None) -> ServedModel | ServedEmbedder:
         """The model of that name; the first if none is named.
 
         Raises:
@@ -82,14 +88,14 @@ class Api:
             code="model_not_found",
         )
 
-    def writer(self, name: str | None) -> Served:
+    def generation_model(self, name: str | None) -> ServedModel:
         """A model that generates.
 
         Raises:
             ApiError: 404, or 400 if it is an embedder.
         """
-        model = self.find(name)
-        if not isinstance(model, Served):
+        model = self.find_model(name)
+        if not isinstance(model, ServedModel):
             raise ApiError(
                 400,
                 f"The model {model.name!r} makes embeddings and no text.",
@@ -98,7 +104,7 @@ class Api:
             )
         return model
 
-    async def begin(self, requests: Sequence[Request], http: HttpRequest, n_prompt: int) -> list[Stream]:
+    async def submit(self, requests: Sequence[Request], http: HttpRequest, n_prompt: int) -> list[Stream]:
         """Hands sequences to the engine; returns when it has taken all of them.
 
         n_prompt: tokens of prompts, which a key pays for at once; what is written it pays for at the end.
@@ -106,17 +112,17 @@ class Api:
         Raises:
             ApiError: 429, 503; WhorlError: what the engine does not take. None runs then.
         """
-        self.check_open()
+        self.check_accepting()
         worker = self.worker
         if worker.waiting + len(requests) > max(self.config.max_queue, len(requests) * (not worker.streams)):
             raise ApiError(503, "the queue is full", code="queue_full", retry_after=1)
-        account = self.charge(http, n_prompt)
+        account = self.charge_rate_limit(http, n_prompt)
         streams = []
         try:
             for request in requests:
                 streams.append(worker.submit(request))
                 if account is not None:
-                    self._owners[request.id] = account
+                    self._limits_by_request[request.id] = account
             for stream in streams:
                 await stream.admitted()
         except BaseException:
@@ -125,20 +131,20 @@ class Api:
             raise
         return streams
 
-    def charge(self, http: HttpRequest, n_prompt: int) -> Account | None:
+    def charge_rate_limit(self, http: HttpRequest, n_prompt: int) -> KeyLimits | None:
         """Takes a request and its prompt from the limits of its key, which is returned.
 
         Raises:
             ApiError: 429, with the seconds to wait.
         """
-        account: Account | None = http.scope.get("state", {}).get("account")
+        account: KeyLimits | None = http.scope.get("state", {}).get("account")
         if account is None:
             return None
         for what, bucket, amount in (
             ("requests", account.requests, 1),
             ("tokens", account.tokens, n_prompt),
         ):
-            wait = bucket.wait(amount)
+            wait = bucket.seconds_until(amount)
             if wait > 0:
                 never = wait == float("inf")
                 said = f"this prompt of {n_prompt:,} tokens is longer than" if never else "over"
@@ -149,34 +155,34 @@ class Api:
                     retry_after=60 if never else wait,
                     headers=account.headers,
                 )
-        account.requests.take(1)
-        account.tokens.take(n_prompt)
+        account.requests.consume(1)
+        account.tokens.consume(n_prompt)
         return account
 
-    def _ended(self, stream: Stream) -> None:
-        self.metrics.ended(stream)
-        if account := self._owners.pop(stream.request.id, None):
-            account.tokens.take(stream.n_tokens)
+    def _on_finish(self, stream: Stream) -> None:
+        self.metrics.observe_finished(stream)
+        if account := self._limits_by_request.pop(stream.request.id, None):
+            account.tokens.consume(stream.n_tokens)
 
 
-def headers(http: HttpRequest) -> dict[str, str]:
+def rate_limit_headers(http: HttpRequest) -> dict[str, str]:
     """What an answer tells of the key's limits."""
-    account: Account | None = http.scope.get("state", {}).get("account")
+    account: KeyLimits | None = http.scope.get("state", {}).get("account")
     return account.headers if account is not None else {}
 
 
-def client(http: HttpRequest) -> str:
+def client_id(http: HttpRequest) -> str:
     """For whom the engine is to work: clients are served in equal measure. The key, or where there is none the address."""
-    account: Account | None = http.scope.get("state", {}).get("account")
+    account: KeyLimits | None = http.scope.get("state", {}).get("account")
     return account.key.id if account is not None else (http.client.host if http.client else "")
 
 
-async def aside(size: int, work: Callable[[], T]) -> T:
+async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
     """`work()`, in another thread if it is about much text: encoding megabytes would hold up every other connection."""
-    return await asyncio.to_thread(work) if size > ASIDE else work()
+    return await asyncio.to_thread(work) if size > LARGE_TEXT_CHARS else work()
 
 
-class _Nothing:
+class _NoEngine:
     """The engine of a server that only embeds."""
 
     busy = False

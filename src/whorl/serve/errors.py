@@ -22,7 +22,7 @@ from starlette.responses import Response
 from whorl.errors import WhorlError
 
 LOG = logging.getLogger("whorl.serve")
-TYPES = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     429: "rate_limit_error",
@@ -52,15 +52,15 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status_code, "invalid_request_error")
+        kind = ERROR_TYPES.get(self.status_code, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def response(self) -> Response:
-        return Json(self.body, self.status_code, self.headers)
+        return OrjsonResponse(self.body, self.status_code, self.headers)
 
 
-class Json(Response):
+class OrjsonResponse(Response):
     """A JSON answer; numbers that JSON has no word for are null."""
 
     media_type = "application/json"
@@ -71,7 +71,7 @@ class Json(Response):
         super().__init__(orjson.dumps(content), status_code, headers)
 
 
-def refusal(error: BaseException) -> ApiError:
+def to_api_error(error: BaseException) -> ApiError:
     """What the client is told about `error`."""
     if isinstance(error, ApiError):
         return error
@@ -85,7 +85,7 @@ def refusal(error: BaseException) -> ApiError:
     return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
 
 
-def first_problem(errors: Sequence[Any]) -> ApiError:
+def from_validation_errors(errors: Sequence[Any]) -> ApiError:
     """pydantic's findings as one refusal that names the parameter.
 
     Where a field may be several things each of them complains: the complaint that got deepest is about what was meant.
@@ -93,7 +93,7 @@ def first_problem(errors: Sequence[Any]) -> ApiError:
     if not errors:
         return ApiError(400, "the request cannot be read")
     worst = max(errors, key=lambda e: (e.get("type") == "extra_forbidden", len(e.get("loc", ()))))
-    place = [str(p) for p in worst.get("loc", ()) if p != "body" and _is_field(p)]
+    place = [str(p) for p in worst.get("loc", ()) if p != "body" and _is_field_name(p)]
     param = ".".join(place) or None
     if worst.get("type") == "json_invalid":
         return ApiError(400, "the body is no valid JSON", code="invalid_json")
@@ -106,15 +106,17 @@ def first_problem(errors: Sequence[Any]) -> ApiError:
     return ApiError(400, f"{param}: {said}" if param else said, param=param, code=code)
 
 
-def _is_field(part: Any) -> bool:
+def _is_field_name(part: Any) -> bool:
     """Whether a part of a location is a name or a number of the request, and not pydantic's name for a branch of a union."""
-    return isinstance(part, int) or (isinstance(part, str) and part.isidentifier() and part not in BRANCHES)
+    return isinstance(part, int) or (
+        isinstance(part, str) and part.isidentifier() and part not in UNION_BRANCHES
+    )
 
 
-BRANCHES = {"str", "int", "float", "bool", "Stop", "TextPart"}
+UNION_BRANCHES = {"str", "int", "float", "bool", "Stop", "TextPart"}
 
 
-def install(app: FastAPI) -> None:
+def install_error_handlers(app: FastAPI) -> None:
     """All that an application raises, in this shape."""
 
     async def known(request: Request, error: Exception) -> Response:
@@ -127,7 +129,7 @@ def install(app: FastAPI) -> None:
         return ApiError(error.status_code, text, headers=error.headers).response
 
     async def other(request: Request, error: Exception) -> Response:
-        return refusal(error).response
+        return to_api_error(error).response
 
     app.add_exception_handler(HTTPException, known)
     app.add_exception_handler(Exception, other)

@@ -21,20 +21,20 @@ from types import FrameType
 import uvicorn
 
 from whorl.errors import ConfigError
-from whorl.serve.api.app import application
-from whorl.serve.app_state import LOOPBACK, Api
+from whorl.serve.api.app import create_app
+from whorl.serve.app_state import LOOPBACK_HOSTS, AppState
 from whorl.serve.config import ServeConfig
 
 LOG = logging.getLogger("whorl.serve")
 FLUSH_SECONDS = 5  # for what is written and not yet sent
 
 
-class Server(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """uvicorn, which drains before it closes."""
 
-    def __init__(self, config: uvicorn.Config, api: Api) -> None:
+    def __init__(self, config: uvicorn.Config, state: AppState) -> None:
         super().__init__(config)
-        self.api = api
+        self.state = state
         self._drain: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -44,31 +44,31 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal. It is not kept for later, as uvicorn does, which would raise it again and spoil the exit code."""
-        if self.api.draining or self._loop is None:
+        if self.state.draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
-            self.api.draining = True
+            self.state.draining = True
             self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
         """Takes nothing new from now on; closes when nothing runs any more. In the event loop."""
-        self.api.draining = True
+        self.state.draining = True
         if self._drain is None:
-            self._drain = asyncio.get_running_loop().create_task(self._drained())
+            self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
-    async def _drained(self) -> None:
-        running = len(self.api.worker.streams)
-        LOG.warning("stopping: %d sequences run, given %g s", running, self.api.config.drain_seconds)
+    async def _drain_and_exit(self) -> None:
+        running = len(self.state.worker.streams)
+        LOG.warning("stopping: %d sequences run, given %g s", running, self.state.config.drain_seconds)
         try:
-            await asyncio.wait_for(self.api.worker.drained(), self.api.config.drain_seconds)
+            await asyncio.wait_for(self.state.worker.wait_drained(), self.state.config.drain_seconds)
         except TimeoutError:
-            LOG.warning("%d sequences were cut off", len(self.api.worker.streams))
-            for stream in list(self.api.worker.streams.values()):
-                stream.cut()
+            LOG.warning("%d sequences were cut off", len(self.state.worker.streams))
+            for stream in list(self.state.worker.streams.values()):
+                stream.truncate()
         self.should_exit = True
 
 
-def check_open_to(config: ServeConfig, no_auth: bool = False) -> None:
+def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
     """That a server which others can reach asks for keys.
 
     Raises:
@@ -93,22 +93,22 @@ def is_loopback(host: str) -> bool:
     """Whether nobody but this machine can reach it."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    return host in LOOPBACK
+    return host in LOOPBACK_HOSTS
 
 
-def serve(
-    api: Api,
-    listening: socket.socket,
-    ready: Callable[[str], None] = lambda url: None,
+def run_server(
+    state: AppState,
+    sock: socket.socket,
+    on_ready: Callable[[str], None] = lambda url: None,
     log_level: str = "warning",
 ) -> None:
     """Serves what comes in through `listening` until a signal; returns when all is closed. `ready` is told the address."""
-    config = api.config
-    port = listening.getsockname()[1]
-    _many_files()
-    server = Server(
+    config = state.config
+    port = sock.getsockname()[1]
+    _raise_fd_limit()
+    server = DrainingServer(
         uvicorn.Config(
-            application(api),
+            create_app(state),
             log_level=log_level,
             access_log=False,
             lifespan="on",
@@ -116,14 +116,14 @@ def serve(
             timeout_graceful_shutdown=FLUSH_SECONDS,
             server_header=False,
         ),
-        api,
+        state,
     )
     shown = f"[{config.host}]" if ":" in config.host else config.host
-    ready(f"http://{shown if shown not in ('0.0.0.0', '[::]') else '127.0.0.1'}:{port}")
-    server.run(sockets=[listening])
+    on_ready(f"http://{shown if shown not in ('0.0.0.0', '[::]') else '127.0.0.1'}:{port}")
+    server.run(sockets=[sock])
 
 
-def listen(config: ServeConfig) -> socket.socket:
+def bind_socket(config: ServeConfig) -> socket.socket:
     """A socket that listens where `config` says.
 
     Raises:
@@ -148,7 +148,7 @@ def listen(config: ServeConfig) -> socket.socket:
     return made
 
 
-def _many_files() -> None:
+def _raise_fd_limit() -> None:
     """As many open connections as the system lets us have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

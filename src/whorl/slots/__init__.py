@@ -5,27 +5,27 @@ at a time, here or in a process of its own; `Drain` reads each once, `Sample` dr
 carries weights back. `ray.py` has producers on other machines. Queues carry slot numbers, never tensors. See docs/slots.md.
 """
 
-from whorl.slots.board import Board, Weights
-from whorl.slots.producers import Producer, ProducerProcess, SerialProducer, Source
-from whorl.slots.readers import Drain, Figures
-from whorl.slots.replay import Drawn, Sample
-from whorl.slots.ring import Slot, SlotRing, State
-from whorl.slots.spec import Field, Spec
+from whorl.slots.board import Board, BoardReader
+from whorl.slots.producers import Producer, ProducerHandle, ProducerProcess, SerialProducer
+from whorl.slots.readers import FIFOReader, ReaderStats
+from whorl.slots.replay import ReplayBatch, ReplayReader
+from whorl.slots.ring import Slot, SlotRing, SlotState
+from whorl.slots.spec import FieldSpec, Spec
 
 __all__ = [
     "Board",
-    "Drain",
-    "Drawn",
-    "Field",
-    "Figures",
+    "BoardReader",
+    "FIFOReader",
+    "FieldSpec",
     "Producer",
+    "ProducerHandle",
     "ProducerProcess",
-    "Sample",
+    "ReaderStats",
+    "ReplayBatch",
+    "ReplayReader",
     "SerialProducer",
     "Slot",
     "SlotRing",
-    "Source",
+    "SlotState",
     "Spec",
-    "State",
-    "Weights",
 ]

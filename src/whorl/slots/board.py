@@ -23,15 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import ProducerError
-from whorl.slots.ring import anonymous
+from whorl.slots.ring import anonymous_memory
 from whorl.slots.spec import ALIGNMENT
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-_PATIENCE = 10.0  # seconds that a reader waits for a writer to finish: copies take milliseconds
-Layout = tuple[tuple[str, tuple[int, ...]], ...]
+_READ_TIMEOUT = 10.0  # seconds that a reader waits for a writer to finish: copies take milliseconds
+BoardLayout = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Board:
@@ -42,13 +42,13 @@ class Board:
         fd: attach to another board's memory (its `fd`) rather than making new.
     """
 
-    def __init__(self, layout: Layout, *, fd: int | None = None) -> None:
+    def __init__(self, layout: BoardLayout, *, fd: int | None = None) -> None:
         import torch
 
         self.layout = layout
         sizes = [int(np.prod(shape, dtype=np.int64)) for _, shape in layout]
         n_bytes = ALIGNMENT + 4 * sum(sizes)
-        self.fd = anonymous(n_bytes, "whorl-board") if fd is None else fd
+        self.fd = anonymous_memory(n_bytes, "whorl-board") if fd is None else fd
         weakref.finalize(self, os.close, self.fd)
         memory = mmap.mmap(self.fd, n_bytes)
         self._header = np.frombuffer(memory, np.int64, 2)  # sequence, version
@@ -59,7 +59,7 @@ class Board:
             self._views[name] = part.view(shape)
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Board:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Board:
         """A board with room for these, holding them as version 0."""
         board = cls(tuple((name, tuple(t.shape)) for name, t in tensors.items()))
         board.publish(tensors, 0)
@@ -104,7 +104,7 @@ class Board:
         self._header[0] += 1
 
     def _read(self, into: Mapping[str, Tensor], views: Mapping[str, Tensor]) -> int:
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _READ_TIMEOUT
         while time.monotonic() < deadline:
             before = int(self._header[0])
             if before % 2 == 0:
@@ -115,19 +115,19 @@ class Board:
                     return version
             time.sleep(0)
         raise ProducerError(
-            f"the board's writer has been publishing for {_PATIENCE:g} s",
+            f"the board's writer has been publishing for {_READ_TIMEOUT:g} s",
             expected="a copy of milliseconds",
             do="look whether the learner died",
         )
 
 
-class Weights:
+class BoardReader:
     """A producer's view of the board: brings a module up to date, and remembers with what version it acts."""
 
     def __init__(self, board: Board) -> None:
         self.board, self.version = board, -1
 
-    def into(self, module: torch.nn.Module) -> int:
+    def load_into(self, module: torch.nn.Module) -> int:
         """Load the newest weights into `module`, by parameter name, if it does not have them yet; returns their version."""
         import torch
 

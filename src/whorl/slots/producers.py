@@ -51,24 +51,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from whorl.errors import ProducerError
-from whorl.slots.board import Board, Weights
-from whorl.slots.ring import Slot, SlotRing, State
+from whorl.slots.board import Board, BoardReader
+from whorl.slots.ring import Slot, SlotRing, SlotState
 from whorl.slots.spec import WriteError
 from whorl.tracking import seeds
 
-_ASK = struct.Struct("<qq")  # slot, sequence
+_REQUEST = struct.Struct("<qq")  # slot, sequence
 _DONE = struct.Struct("<q")  # slot
 _FAILED = -1
 _NICE = 5
 
 
-class Source(Protocol):
+class ProducerHandle(Protocol):
     """What a reader needs of whatever runs a producer: here in line or in a process, `ray.py` in an actor."""
 
     number: int
     timeout: float
 
-    def ask(self, slot: int, sequence: int) -> None: ...
+    def request(self, slot: int, sequence: int) -> None: ...
     def receive(self) -> int | None: ...
     def close(self) -> None: ...
     @staticmethod
@@ -96,10 +96,10 @@ class SerialProducer:
         board: Board | None = None,
     ) -> None:
         self.ring, self.number, self.timeout = ring, number, 0.0
-        self._work = Work(ring, producer, seed, number, board)
+        self._work = SlotFiller(ring, producer, seed, number, board)
         self._asked: deque[tuple[int, int]] = deque()
 
-    def ask(self, slot: int, sequence: int) -> None:
+    def request(self, slot: int, sequence: int) -> None:
         """Have record `sequence` written into a free slot."""
         self._asked.append((slot, sequence))
 
@@ -141,10 +141,10 @@ class ProducerProcess:
         board: Board | None = None,
         timeout: float = 300.0,
         restarts: int = 0,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.ring, self.number, self.timeout, self.name = ring, number, timeout, type(producer).__name__
-        self.restarts, self.say = restarts, say
+        self.restarts, self.log = restarts, log
         self._producer, self._seed, self._board = producer, seed, board
         self._asked: deque[tuple[int, int]] = deque()  # what it has not told of
         self._deaths = 0  # since it last told of a record
@@ -181,10 +181,10 @@ class ProducerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, slot: int, sequence: int) -> None:
+    def request(self, slot: int, sequence: int) -> None:
         """Have record `sequence` written into a free slot. (If it is dead, `receive` will tell.)"""
         self._asked.append((slot, sequence))
-        self._send(_ASK.pack(slot, sequence))
+        self._send(_REQUEST.pack(slot, sequence))
 
     def receive(self) -> int | None:
         """Number of the slot with the record asked for longest ago; waits for it.
@@ -200,19 +200,21 @@ class ProducerProcess:
                 self._kill()
                 raise ProducerError(
                     f"producer {self.number} ({self.name}) wrote nothing for {self.timeout:g} s and was ended"
-                    f"{self._last_slot()}",
+                    f"{self._unfinished_slot()}",
                     do="look for what it waits for, or raise its timeout",
                 )
             if self._connection not in ready and not self._connection.poll(0):
                 raise EOFError  # it ended, and whoever it forked holds its end of the socket
             answer = self._connection.recv_bytes()
         except (EOFError, ConnectionError):
-            self._start_again()
+            self._restart()
             return None
         slot: int = _DONE.unpack_from(answer)[0]
         if slot == _FAILED:
             told = answer[_DONE.size :].decode(errors="replace")
-            raise ProducerError(f"producer {self.number} ({self.name}) raised{self._last_slot()}:\n{told}")
+            raise ProducerError(
+                f"producer {self.number} ({self.name}) raised{self._unfinished_slot()}:\n{told}"
+            )
         self._asked.popleft()
         self._deaths = 0
         return slot
@@ -231,27 +233,29 @@ class ProducerProcess:
         with suppress(ConnectionError):  # it is dead; what it told before it went is still to be read
             self._connection.send_bytes(message)
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         """Another process in the place of one that was killed, with all that it had not told of to do.
 
         Raises:
             ProducerError: how it died, where another would not help: it ended by itself, or too many were killed.
         """
-        death = self._death()
+        death = self._death_error()
         self._deaths += 1
         if self._process.returncode >= 0 or self._deaths > self.restarts:
             raise death from None
-        self.say(f"{death.what}; it is started again ({self._deaths} of at most {self.restarts} in a row)")
+        self.log(f"{death.what}; it is started again ({self._deaths} of at most {self.restarts} in a row)")
         for sign in self._signs:
             sign.close()
         for index, _ in self._asked:
-            self.ring.take_back(self.ring.slots[index])
+            self.ring.reclaim(self.ring.slots[index])
         try:
             self._start()
         except OSError as error:  # no memory, no process number
-            raise ProducerError(f"{death.what}, and cannot be started again: {error}", do=_MEND) from error
+            raise ProducerError(
+                f"{death.what}, and cannot be started again: {error}", do=_RECOVERY_HINT
+            ) from error
         for asked in self._asked:
-            self._send(_ASK.pack(*asked))
+            self._send(_REQUEST.pack(*asked))
 
     def _kill(self) -> None:
         """It, if it lives, and what it started."""
@@ -259,13 +263,13 @@ class ProducerProcess:
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _last_slot(self) -> str:
+    def _unfinished_slot(self) -> str:
         """Where it was: the slot that it left half written, if there is one."""
-        mine = (s for s in self.ring.slots if s.state == State.WRITING and s.producer == self.number)
+        mine = (s for s in self.ring.slots if s.state == SlotState.WRITING and s.producer == self.number)
         slot = next(mine, None)
         return "" if slot is None else f" in slot {slot.index}, record {slot.sequence}"
 
-    def _death(self) -> ProducerError:
+    def _death_error(self) -> ProducerError:
         self._kill()
         code = self._process.wait()
         how = (
@@ -275,37 +279,37 @@ class ProducerProcess:
         )
         again = f", after {self._deaths} restarts that brought no record" if self._deaths else ""
         return ProducerError(
-            f"producer {self.number} ({self.name}, process {self.pid}) {how}{self._last_slot()}{again}",
+            f"producer {self.number} ({self.name}, process {self.pid}) {how}{self._unfinished_slot()}{again}",
             expected="it to run as long as its reader",
-            do=_MEND,
+            do=_RECOVERY_HINT,
         )
 
 
-class Work:
+class SlotFiller:
     """What a producer does, wherever it runs: one record after another."""
 
     def __init__(
         self, ring: SlotRing[Any], producer: Producer, seed: int, number: int, board: Board | None
     ) -> None:
         self.ring, self.producer, self.seed, self.number = ring, producer, seed, number
-        self.weights = Weights(board) if board else None
-        self.rng = seeds.ManySeeds()
-        self.free_since = time.monotonic_ns()
+        self.weights = BoardReader(board) if board else None
+        self.rng = seeds.ReseedableRNG()
+        self.idle_since = time.monotonic_ns()
 
     def fill(self, index: int, sequence: int) -> None:
         """Make record `sequence` in slot `index`."""
         slot = self.ring.slots[index]
         own_seed = seeds.derive(self.seed, "producer", self.number, sequence)
         began = time.monotonic_ns()
-        slot.step(
-            State.FREE,
-            State.WRITING,
+        slot.transition(
+            SlotState.FREE,
+            SlotState.WRITING,
             producer=self.number,
             sequence=sequence,
             seed=own_seed,
             policy_version=0,
             length=0,
-            idle=began - self.free_since,
+            idle=began - self.idle_since,
         )
         try:
             length = self.producer.fill(slot, self.weights, self.rng(own_seed))
@@ -316,14 +320,18 @@ class Work:
                 f"{type(self.producer).__name__} wrote into the field {name!r} of record {sequence}: {error}",
                 expected=f"{field.dtype} of shape {field.shape}",
             ) from error
-        self.free_since = time.monotonic_ns()
+        self.idle_since = time.monotonic_ns()
         version = self.weights.version if self.weights else 0
-        slot.step(
-            State.WRITING, State.READY, length=length, policy_version=version, busy=self.free_since - began
+        slot.transition(
+            SlotState.WRITING,
+            SlotState.READY,
+            length=length,
+            policy_version=version,
+            busy=self.idle_since - began,
         )
 
 
-_MEND = "if nobody killed it, see whether the machine ran out of memory; the same command continues"
+_RECOVERY_HINT = "if nobody killed it, see whether the machine ran out of memory; the same command continues"
 _CHILD = "from whorl.slots.producers import _child; _child()"
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -337,7 +345,7 @@ def _child() -> None:
         with suppress(OSError):  # some containers forbid it; it is only slower then
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     parent = int(sys.argv[2])
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     connection = Connection(int(sys.argv[1]))
     try:
         path, work = pickle.loads(connection.recv_bytes())
@@ -345,9 +353,9 @@ def _child() -> None:
         spec, n_slots, poison, fd, producer, seed, number, weights = pickle.loads(work)
         ring: SlotRing[Any] = SlotRing(spec, n_slots, poison=poison, fd=fd)
         board = Board(weights[0], fd=weights[1]) if weights else None
-        working = Work(ring, producer, seed, number, board)
+        working = SlotFiller(ring, producer, seed, number, board)
         while True:
-            slot, sequence = _ASK.unpack(connection.recv_bytes())
+            slot, sequence = _REQUEST.unpack(connection.recv_bytes())
             working.fill(slot, sequence)
             connection.send_bytes(_DONE.pack(slot))
     except (EOFError, ConnectionError):
@@ -357,7 +365,7 @@ def _child() -> None:
         raise
 
 
-def _end_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """End this process when its parent is gone, even while it is busy filling."""
     while os.getppid() == parent:
         time.sleep(0.5)

@@ -26,12 +26,12 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from whorl.errors import ConfigError, ProducerError
-from whorl.slots.board import Board, Layout
-from whorl.slots.producers import Producer, Work
-from whorl.slots.ring import FIELDS, SlotRing, State
+from whorl.slots.board import Board, BoardLayout
+from whorl.slots.producers import Producer, SlotFiller
+from whorl.slots.ring import HEADER_FIELDS, SlotRing, SlotState
 
 
-def start() -> None:
+def init_ray() -> None:
     """Joins the cluster that RAY_ADDRESS names, or begins one of this machine, unless Ray is running.
 
     Raises:
@@ -45,31 +45,31 @@ def start() -> None:
         ray.init(log_to_driver=False, include_dashboard=False)
 
 
-class _Remote:
+class _RayActor:
     """What lives in the actor: one slot, and a board that holds what it was sent."""
 
     def __init__(
-        self, spec: Any, poison: bool, producer: Producer, seed: int, number: int, layout: Layout | None
+        self, spec: Any, poison: bool, producer: Producer, seed: int, number: int, layout: BoardLayout | None
     ) -> None:
         self.ring: SlotRing[Any] = SlotRing(spec, 1, poison=poison)
         self.board = Board(layout) if layout else None
-        self.holds = -1  # the version on the board: nothing yet, though an empty board says 0
-        self.work = Work(self.ring, producer, seed, number, self.board)
+        self.held_version = -1  # the version on the board: nothing yet, though an empty board says 0
+        self.work = SlotFiller(self.ring, producer, seed, number, self.board)
 
-    def make(self, sequence: int, weights: Any, version: int) -> tuple[list[int], Any]:
+    def make_record(self, sequence: int, weights: Any, version: int) -> tuple[list[int], Any]:
         """(header, content as bytes) of record `sequence`, made with these weights."""
-        if self.board is not None and weights is not None and version != self.holds:
+        if self.board is not None and weights is not None and version != self.held_version:
             self.board.publish_flat(weights, version)
-            self.holds = version
+            self.held_version = version
         self.work.fill(0, sequence)
         slot = self.ring.slots[0]
-        slot.step(State.READY, State.READING)
+        slot.transition(SlotState.READY, SlotState.READING)
         header, content = list(slot.header), slot.content.copy()
         self.ring.release(slot)
         return header, content
 
 
-def _lost() -> tuple[type[Exception], ...]:
+def _actor_lost_errors() -> tuple[type[Exception], ...]:
     """What Ray raises for an actor that went without raising, or for a record that went with its node."""
     from ray import exceptions
 
@@ -99,7 +99,7 @@ class RayProducer:
         board: Board | None = None,
         timeout: float = 300.0,
         restarts: int = 0,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         options: dict[str, Any] | None = None,
     ) -> None:
         try:
@@ -111,8 +111,8 @@ class RayProducer:
                 "Ray is not initialised", do="call ray.init() here, or ray.init(address='auto') in a cluster"
             )
         self.ring, self.number, self.board, self.timeout = ring, number, board, timeout
-        self.restarts, self.say, self.name = restarts, say, type(producer).__name__
-        actor: Any = ray.remote(_Remote).options(**({"num_cpus": 1} | (options or {})))
+        self.restarts, self.log, self.name = restarts, log, type(producer).__name__
+        actor: Any = ray.remote(_RayActor).options(**({"num_cpus": 1} | (options or {})))
         layout = board.layout if board else None
         self._start: Callable[[], Any] = lambda: actor.remote(
             ring.spec, ring.poison, producer, seed, number, layout
@@ -121,12 +121,12 @@ class RayProducer:
         self._asked: deque[tuple[int, int, Any]] = deque()  # slot, sequence, what it will be
         self._deaths = 0  # since the last record
 
-    def ask(self, slot: int, sequence: int) -> None:
+    def request(self, slot: int, sequence: int) -> None:
         """Have record `sequence` made for a free slot."""
-        weights, version = self._weights()
+        weights, version = self._weights_ref()
         self._asked.append((slot, sequence, self._actor.make.remote(sequence, weights, version)))
 
-    def _weights(self) -> tuple[Any, int]:
+    def _weights_ref(self) -> tuple[Any, int]:
         """A reference to the newest weights, put into the object store once a version."""
         import ray
 
@@ -170,28 +170,28 @@ class RayProducer:
             ) from None
         except ray.exceptions.RayTaskError as error:
             raise ProducerError(f"{where} raised:\n{error}") from None
-        except _lost() as error:
+        except _actor_lost_errors() as error:
             self._deaths += 1
             if getattr(error, "actor_init_failed", False) or self._deaths > self.restarts:
                 raise ProducerError(
                     f"{where} died: {error}", do="look at its node; the same command continues"
                 ) from None
             first = str(error).partition("\n")[0]
-            self.say(
+            self.log(
                 f"{where} died: {first}; it is started again ({self._deaths} of at most {self.restarts} in a row)"
             )
-            self._start_again()
+            self._restart()
             return None
         self._asked.popleft()
         self._deaths = 0
-        slot, told = self.ring.slots[index], dict(zip(FIELDS, header, strict=True))
+        slot, told = self.ring.slots[index], dict(zip(HEADER_FIELDS, header, strict=True))
         told.pop("state")
-        slot.step(State.FREE, State.WRITING)
+        slot.transition(SlotState.FREE, SlotState.WRITING)
         np.copyto(slot.content, content)
-        slot.step(State.WRITING, State.READY, **told)
+        slot.transition(SlotState.WRITING, SlotState.READY, **told)
         return index
 
-    def _start_again(self) -> None:
+    def _restart(self) -> None:
         """Another actor, with all that was not received to do, by the newest weights."""
         import ray
 
@@ -200,7 +200,7 @@ class RayProducer:
         asked, self._asked = self._asked, deque()
         self._actor = self._start()
         for slot, sequence, _ in asked:
-            self.ask(slot, sequence)
+            self.request(slot, sequence)
 
     def close(self) -> None:
         """End the actor."""

@@ -20,13 +20,13 @@ from typing import Generic, Literal
 
 from whorl.errors import ConfigError
 from whorl.slots.board import Board
-from whorl.slots.producers import Source
-from whorl.slots.ring import Slot, SlotRing, State
+from whorl.slots.producers import ProducerHandle
+from whorl.slots.ring import Slot, SlotRing, SlotState
 from whorl.slots.spec import Record
 
 
 @dataclass
-class Figures:
+class ReaderStats:
     """Where time went, and how old what was read was, since the last `take`.
 
     idle, busy: seconds, of all producers together, without anything to do (back-pressure) and filling; waited:
@@ -37,30 +37,30 @@ class Figures:
     records: int = 0
     idle: float = 0.0
     busy: float = 0.0
-    waited: float = 0.0
+    wait: float = 0.0
     stale: int = 0
     restarts: int = 0
     lag_sum: int = 0
     lag_max: int = 0
 
-    def add(self, slot: Slot[Record], waited: float, lag: int) -> None:
+    def add(self, slot: Slot[Record], wait: float, lag: int) -> None:
         self.records += 1
         self.idle += slot.idle
         self.busy += slot.busy
-        self.waited += waited
+        self.wait += wait
         self.lag_sum += lag
         self.lag_max = max(self.lag_max, lag)
 
-    def words(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """As metrics."""
         return {
             "records": float(self.records), "producer_idle": self.idle, "producer_busy": self.busy,
-            "reader_waited": self.waited, "stale": float(self.stale), "lag_mean": self.lag_sum / max(1, self.records),
+            "reader_waited": self.wait, "stale": float(self.stale), "lag_mean": self.lag_sum / max(1, self.records),
             "lag_max": float(self.lag_max), "restarts": float(self.restarts),
         }  # fmt: skip
 
 
-class Drain(Generic[Record]):
+class FIFOReader(Generic[Record]):
     """Iterates over records for ever, starting with number `start`.
 
         with Drain(ring, [producer]) as records:
@@ -79,7 +79,7 @@ class Drain(Generic[Record]):
     def __init__(
         self,
         ring: SlotRing[Record],
-        producers: Sequence[Source],
+        producers: Sequence[ProducerHandle],
         *,
         start: int = 0,
         order: Literal["sequence", "ready"] = "sequence",
@@ -94,14 +94,14 @@ class Drain(Generic[Record]):
             raise ConfigError(f"max_lag is {max_lag}", expected="at least 0, with a board to compare with")
         self.ring, self.producers, self.sequence = ring, producers, start
         self.order, self.board, self.max_lag = order, board, max_lag
-        self.figures = Figures()
+        self.stats = ReaderStats()
         self._reading: Slot[Record] | None = None
         # Producer p owns slots p, p + P, ...: the k-th of them takes its k-th record, then every further round.
         n = len(producers)
         self._owner = [(start + i) % n for i in range(len(ring))]
         self._stride = [self._owner.count(self._owner[i]) * n for i in range(len(ring))]
         for i in range(len(ring)):
-            self.producers[self._owner[i]].ask(i, start + i)
+            self.producers[self._owner[i]].request(i, start + i)
 
     def __iter__(self) -> Iterator[Slot[Record]]:
         return self
@@ -109,40 +109,40 @@ class Drain(Generic[Record]):
     def __next__(self) -> Slot[Record]:
         if (old := self._reading) is not None:
             self._reading = None
-            self._return(old, old.sequence + self._stride[old.index])
+            self._recycle(old, old.sequence + self._stride[old.index])
         began = time.perf_counter()
         while True:
             index = self._next_producer().receive()
             if index is None:
-                self.figures.restarts += 1
+                self.stats.restarts += 1
                 continue
             slot = self.ring.slots[index]
-            slot.step(State.READY, State.READING)
+            slot.transition(SlotState.READY, SlotState.READING)
             lag = self.board.version - slot.policy_version if self.board is not None else 0
             if self.max_lag is None or lag <= self.max_lag:
                 break
-            self.figures.stale += 1
-            self._return(slot, slot.sequence)
+            self.stats.stale += 1
+            self._recycle(slot, slot.sequence)
         if (
             self.order == "sequence" and self.max_lag is None
         ):  # what was made anew comes later than its number
             assert slot.sequence == self.sequence, "a producer filled slots out of order"
         self.sequence += 1
-        self.figures.add(slot, time.perf_counter() - began, lag)
+        self.stats.add(slot, time.perf_counter() - began, lag)
         self._reading = slot
         return slot
 
-    def _return(self, slot: Slot[Record], following: int) -> None:
+    def _recycle(self, slot: Slot[Record], next_sequence: int) -> None:
         """Gives a slot back to its producer, for record `following`."""
         self.ring.release(slot)
-        self.producers[self._owner[slot.index]].ask(slot.index, following)
+        self.producers[self._owner[slot.index]].request(slot.index, next_sequence)
 
-    def _next_producer(self) -> Source:
+    def _next_producer(self) -> ProducerHandle:
         turn = self.sequence % len(self.producers)
         if self.order == "sequence":
             return self.producers[turn]
         timeout = max(p.timeout for p in self.producers)
-        found: list[Source] = self.producers[turn].first_ready(self.producers, timeout)
+        found: list[ProducerHandle] = self.producers[turn].first_ready(self.producers, timeout)
         # Nobody: the one whose turn it is says what is wrong. Several: the one whose turn comes first.
         return (
             min(found, key=lambda p: (p.number - turn) % len(self.producers))
@@ -150,9 +150,9 @@ class Drain(Generic[Record]):
             else self.producers[turn]
         )
 
-    def take(self) -> Figures:
+    def pop_stats(self) -> ReaderStats:
         """What was counted since the last call."""
-        figures, self.figures = self.figures, Figures()
+        figures, self.stats = self.stats, ReaderStats()
         return figures
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ class Drain(Generic[Record]):
         for producer in self.producers:
             producer.close()
 
-    def __enter__(self) -> Drain[Record]:
+    def __enter__(self) -> FIFOReader[Record]:
         return self
 
     def __exit__(

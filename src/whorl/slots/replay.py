@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import ConfigError
-from whorl.slots.producers import Source
-from whorl.slots.ring import Slot, SlotRing, State
+from whorl.slots.producers import ProducerHandle
+from whorl.slots.ring import Slot, SlotRing, SlotState
 from whorl.slots.spec import Record
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Drawn(Generic[Record]):
+class ReplayBatch(Generic[Record]):
     """slots: records drawn, with repetition, valid until the next draw; weights: [n] fp32, at most 1, of their losses."""
 
     slots: list[Slot[Record]]
@@ -46,7 +46,7 @@ class Drawn(Generic[Record]):
         return {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
 
 
-class Sample(Generic[Record]):
+class ReplayReader(Generic[Record]):
     """Draws `n` of the records kept, for ever.
 
     Args:
@@ -61,75 +61,86 @@ class Sample(Generic[Record]):
     def __init__(
         self,
         ring: SlotRing[Record],
-        producers: Sequence[Source],
-        n: int,
+        producers: Sequence[ProducerHandle],
+        batch_size: int,
         rng: np.random.Generator,
         *,
-        fresh: int = 1,
-        least: int = 1,
+        inserts_per_sample: int = 1,
+        learning_starts: int = 1,
         alpha: float = 0.0,
         beta: float = 0.4,
     ) -> None:
-        self.kept = len(ring) - len(producers)  # one slot each stays free to be written
-        if not producers or not 1 <= least <= self.kept or fresh < 0 or n < 1:
+        self.capacity = len(ring) - len(producers)  # one slot each stays free to be written
+        if (
+            not producers
+            or not 1 <= learning_starts <= self.capacity
+            or inserts_per_sample < 0
+            or batch_size < 1
+        ):
             raise ConfigError(
-                f"a pool of {len(ring)} slots with {len(producers)} producers, least={least}, fresh={fresh}, n={n}",
+                f"a pool of {len(ring)} slots with {len(producers)} producers, least={learning_starts}, fresh={inserts_per_sample}, n={batch_size}",
                 expected="at least 1 producer and more slots than producers; 1 <= least <= slots - producers",
             )
-        self.ring, self.producers, self.n, self.rng = ring, producers, n, rng
-        self.fresh, self.least, self.alpha, self.beta = fresh, least, alpha, beta
-        self.pool: deque[int] = deque()  # slot numbers, the oldest first
-        self.priority = np.zeros(len(ring))  # 0 where a slot is not in the pool
-        self.highest = 1.0
+        self.ring, self.producers, self.batch_size, self.rng = ring, producers, batch_size, rng
+        self.inserts_per_sample, self.learning_starts, self.alpha, self.beta = (
+            inserts_per_sample,
+            learning_starts,
+            alpha,
+            beta,
+        )
+        self.stored: deque[int] = deque()  # slot numbers, the oldest first
+        self.priorities = np.zeros(len(ring))  # 0 where a slot is not in the pool
+        self.max_priority = 1.0
         self.sequence = 0
         # Asked in the order in which they will be received: one record of each producer in turn.
         self._free: deque[int] = deque(range(len(ring)))
         for _ in producers:
-            self._ask()
+            self._request_next()
 
-    def _ask(self) -> None:
+    def _request_next(self) -> None:
         """Has the next record that nobody was asked for written."""
         number = self.sequence
-        self.producers[number % len(self.producers)].ask(self._free.popleft(), number)
+        self.producers[number % len(self.producers)].request(self._free.popleft(), number)
         self.sequence += 1
 
-    def _take_in(self) -> None:
+    def _insert_next(self) -> None:
         """Receives the next record, in order, and has another made in the place of the oldest."""
         turn = (self.sequence - len(self.producers)) % len(self.producers)
         while (index := self.producers[turn].receive()) is None:
             pass  # it was killed, and is started again
-        self.pool.append(index)
-        self.priority[index] = self.highest
+        self.stored.append(index)
+        self.priorities[index] = self.max_priority
         if not self._free:
-            oldest = self.pool.popleft()
-            self.priority[oldest] = 0.0
-            self.ring.slots[oldest].step(State.READY, State.READING)
+            oldest = self.stored.popleft()
+            self.priorities[oldest] = 0.0
+            self.ring.slots[oldest].transition(SlotState.READY, SlotState.READING)
             self.ring.release(self.ring.slots[oldest])
             self._free.append(oldest)
-        self._ask()
+        self._request_next()
 
-    def __iter__(self) -> Sample[Record]:
+    def __iter__(self) -> ReplayReader[Record]:
         return self
 
-    def __next__(self) -> Drawn[Record]:
-        for _ in range(max(self.fresh, self.least - len(self.pool))):
-            self._take_in()
-        members = np.fromiter(self.pool, np.int64, len(self.pool))
+    def __next__(self) -> ReplayBatch[Record]:
+        for _ in range(max(self.inserts_per_sample, self.learning_starts - len(self.stored))):
+            self._insert_next()
+        members = np.fromiter(self.stored, np.int64, len(self.stored))
         if self.alpha == 0:
-            chosen = self.rng.integers(0, len(members), self.n)
-            weights = np.ones(self.n, np.float32)
+            chosen = self.rng.integers(0, len(members), self.batch_size)
+            weights = np.ones(self.batch_size, np.float32)
         else:
-            share = self.priority[members] ** self.alpha
+            share = self.priorities[members] ** self.alpha
             share /= share.sum()
             reached = share.cumsum()
             chosen = np.minimum(
-                reached.searchsorted(self.rng.random(self.n) * reached[-1], side="right"), len(members) - 1
+                reached.searchsorted(self.rng.random(self.batch_size) * reached[-1], side="right"),
+                len(members) - 1,
             )
             raw = (len(members) * share[chosen]) ** -self.beta
             weights = (raw / (len(members) * share.min()) ** -self.beta).astype(np.float32)
-        return Drawn([self.ring.slots[i] for i in members[chosen]], weights)
+        return ReplayBatch([self.ring.slots[i] for i in members[chosen]], weights)
 
-    def prioritise(self, slots: Sequence[Slot[Record]], priorities: NDArray[np.floating]) -> None:
+    def update_priorities(self, slots: Sequence[Slot[Record]], priorities: NDArray[np.floating]) -> None:
         """Sets what these records will be drawn in proportion to, for example the size of their error; each > 0.
 
         Raises:
@@ -139,15 +150,15 @@ class Sample(Generic[Record]):
         if not (np.isfinite(values).all() and (values > 0).all()):
             raise ConfigError(f"the priorities {values} were given", expected="positive numbers")
         for slot, value in zip(slots, values, strict=True):
-            self.priority[slot.index] = value
-        self.highest = max(self.highest, float(values.max()))
+            self.priorities[slot.index] = value
+        self.max_priority = max(self.max_priority, float(values.max()))
 
     def close(self) -> None:
         """End the producers."""
         for producer in self.producers:
             producer.close()
 
-    def __enter__(self) -> Sample[Record]:
+    def __enter__(self) -> ReplayReader[Record]:
         return self
 
     def __exit__(

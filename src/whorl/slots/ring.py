@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class State(IntEnum):
+class SlotState(IntEnum):
     """Where a slot is in its life."""
 
     FREE = 0
@@ -44,8 +44,8 @@ class State(IntEnum):
     READING = 3
 
 
-FIELDS = ("state", "producer", "sequence", "policy_version", "seed", "length", "idle", "busy")
-_AT = {name: place for place, name in enumerate(FIELDS)}
+HEADER_FIELDS = ("state", "producer", "sequence", "policy_version", "seed", "length", "idle", "busy")
+_HEADER_INDEX = {name: place for place, name in enumerate(HEADER_FIELDS)}
 
 
 class Slot(Generic[Record]):
@@ -53,15 +53,17 @@ class Slot(Generic[Record]):
 
     def __init__(self, index: int, memory: memoryview, spec: Spec[Record]) -> None:
         self.index = index
-        self.header = memory[: len(FIELDS) * 8].cast("q")  # int64; an element takes 40 ns, of an array 100
+        self.header = memory[: len(HEADER_FIELDS) * 8].cast(
+            "q"
+        )  # int64; an element takes 40 ns, of an array 100
         self.content = np.frombuffer(memory, np.uint8)[ALIGNMENT:]
         self.data: Record = spec.view(memory[ALIGNMENT:])
         self._names = list(spec.fields)
         self._tensors: dict[str, torch.Tensor] = {}
 
     @property
-    def state(self) -> State:
-        return State(self.header[0])
+    def state(self) -> SlotState:
+        return SlotState(self.header[0])
 
     @property
     def producer(self) -> int:
@@ -106,7 +108,7 @@ class Slot(Generic[Record]):
             self._tensors = {name: torch.from_numpy(getattr(self.data, name)) for name in self._names}
         return self._tensors
 
-    def step(self, expected: State, to: State, **header: int) -> None:
+    def transition(self, expected: SlotState, to: SlotState, **header: int) -> None:
         """Go from one state to the next, writing header fields on the way.
 
         Raises:
@@ -118,7 +120,7 @@ class Slot(Generic[Record]):
                 expected=f"{expected.name}: two users of one slot, or a producer that died in it",
             )
         for name, value in header.items():
-            self.header[_AT[name]] = value
+            self.header[_HEADER_INDEX[name]] = value
         self.header[0] = to
 
     def poison(self) -> None:
@@ -142,7 +144,7 @@ class SlotRing(Generic[Record]):
         self.spec, self.poison = spec, poison
         stride = ALIGNMENT + spec.n_bytes
         new = fd is None
-        self.fd = anonymous(stride * n_slots) if fd is None else fd
+        self.fd = anonymous_memory(stride * n_slots) if fd is None else fd
         memory = memoryview(mmap.mmap(self.fd, stride * n_slots))
         self.slots = [Slot(i, memory[i * stride : (i + 1) * stride], spec) for i in range(n_slots)]
         weakref.finalize(self, os.close, self.fd)
@@ -157,9 +159,9 @@ class SlotRing(Generic[Record]):
         """Give a slot that was read back to its producer: READING -> FREE."""
         if self.poison:
             slot.poison()
-        slot.step(State.READING, State.FREE)
+        slot.transition(SlotState.READING, SlotState.FREE)
 
-    def take_back(self, slot: Slot[Record]) -> None:
+    def reclaim(self, slot: Slot[Record]) -> None:
         """Free a slot that a dead producer was asked to fill and has not told of, however far it came.
 
         Raises:
@@ -167,10 +169,10 @@ class SlotRing(Generic[Record]):
         """
         if self.poison:
             slot.poison()
-        slot.step(min(slot.state, State.READY), State.FREE)
+        slot.transition(min(slot.state, SlotState.READY), SlotState.FREE)
 
 
-def anonymous(n_bytes: int, label: str = "whorl-slots") -> int:
+def anonymous_memory(n_bytes: int, label: str = "whorl-slots") -> int:
     """A file descriptor of `n_bytes` of memory that no name leads to; `label` is what the system's tools show."""
     create: Any = getattr(os, "memfd_create", None)
     if create is not None:

@@ -32,7 +32,7 @@ ALIGNMENT = 64  # bytes: a cache line, and what vector instructions like
 
 
 @dataclass(frozen=True)
-class Field:
+class FieldSpec:
     """Shape and type of one array of a record."""
 
     shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class Spec(Generic[Record]):
     """Ordered fields, and the dataclass that a record is read and written through."""
 
     record: type[Record]
-    fields: Mapping[str, Field]
+    fields: Mapping[str, FieldSpec]
 
     @classmethod
     def from_dataclass(cls, record: type[Record], **sizes: int) -> Spec[Record]:
@@ -115,7 +115,7 @@ class Spec(Generic[Record]):
                 raise ConfigError(
                     f"{record.__name__}.{field.name} has shape {shape}", expected="positive sizes"
                 )
-            fields[field.name] = Field(shape, np.dtype(get_args(get_args(hint)[1])[0]))
+            fields[field.name] = FieldSpec(shape, np.dtype(get_args(get_args(hint)[1])[0]))
         if not fields:
             raise ConfigError(f"{record.__name__} has no fields", expected="at least one array")
         if unknown := set(sizes) - used:

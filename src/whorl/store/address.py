@@ -21,7 +21,7 @@ from typing import Any
 from whorl.errors import StoreError
 
 ADDRESS_DIGITS = 32
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(/[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(/[A-Za-z0-9][A-Za-z0-9_.+-]*)*")
 
 
 def canonical_json(value: Any) -> bytes:
@@ -56,9 +56,9 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def checked_name(name: str) -> str:
+def validate_name(name: str) -> str:
     """`name` if it can be a file path under `names/` on every file system; StoreError otherwise."""
-    if not NAME.fullmatch(name):
+    if not NAME_PATTERN.fullmatch(name):
         raise StoreError(
             f"{name!r} cannot name an artifact",
             expected="parts joined by '/', of letters, digits and . _ + -, starting with a letter or digit",

@@ -29,14 +29,14 @@ class Artifact:
         `Manifest`.
     """
 
-    def __init__(self, manifest: Manifest, folder: Callable[[str], Path], seen: Path) -> None:
+    def __init__(self, manifest: Manifest, folder: Callable[[str], Path], mtime_cache: Path) -> None:
         self.manifest = manifest
         self.address, self.kind, self.name = manifest.address, manifest.kind, manifest.name
         self.step, self.version = manifest.step, manifest.version
         self.config, self.parents = manifest.config, manifest.parents
         self.summary, self.files = manifest.summary, manifest.files
         self.created, self.seconds = manifest.created, manifest.seconds
-        self._folder, self._seen = folder, seen
+        self._folder, self._mtime_cache = folder, mtime_cache
 
     @property
     def label(self) -> str:
@@ -65,7 +65,7 @@ class Artifact:
         """
         self._check(sorted(self.files), full=full)
 
-    def problems(self) -> list[str]:
+    def find_damage(self) -> list[str]:
         """Every file that is not what the manifest says, found by hashing all of them; and files too many."""
         found = []
         for name in sorted(self.files):
@@ -78,7 +78,7 @@ class Artifact:
         return found
 
     def _check(self, names: list[str], *, full: bool) -> None:
-        folder, seen = self.path, self._read_seen()
+        folder, seen = self.path, self._read_mtimes()
         learned = False
         for name in names:
             path, wanted = folder / name, self.files[name]
@@ -95,7 +95,7 @@ class Artifact:
             learned |= seen.get(name) != status.st_mtime_ns
             seen[name] = status.st_mtime_ns
         if learned:
-            self.remember(seen)
+            self.record_mtimes(seen)
 
     def _corrupt(self, path: Path, what: str) -> CorruptArtifactError:
         return CorruptArtifactError(
@@ -104,20 +104,20 @@ class Artifact:
             "`whorl verify` lists all damage",
         )
 
-    def _read_seen(self) -> dict[str, int]:
+    def _read_mtimes(self) -> dict[str, int]:
         try:
-            return dict(json.loads(self._seen.read_text()))
+            return dict(json.loads(self._mtime_cache.read_text()))
         except (OSError, ValueError):
             return {}
 
-    def remember(self, times: dict[str, int]) -> None:
+    def record_mtimes(self, times: dict[str, int]) -> None:
         """Note the modification times at which the content was known good; without effect in a read-only
         store.
         """
-        aside = self._seen.with_suffix(f".{os.getpid()}")
+        aside = self._mtime_cache.with_suffix(f".{os.getpid()}")
         try:
             aside.write_text(json.dumps(times))
-            aside.replace(self._seen)
+            aside.replace(self._mtime_cache)
         except OSError:
             aside.unlink(missing_ok=True) if os.access(aside.parent, os.W_OK) else None
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import CorruptArtifactError, DiskFullError, StoreError, WhorlError
-from whorl.store.address import address_of, checked_name, file_sha256
+from whorl.store.address import address_of, file_sha256, validate_name
 from whorl.store.artifact import Artifact, relative_files
 from whorl.store.lock import FileLock, HeartbeatLock
 from whorl.store.manifest import FILE_NAME, Manifest
@@ -50,19 +50,19 @@ class Build:
         step: str,
         on_message: Callable[[str], None] | None,
     ) -> None:
-        self.store, self.kind, self.name = store, kind, checked_name(name)
+        self.store, self.kind, self.name = store, kind, validate_name(name)
         self.parents = {role: parent.address for role, parent in parents.items()}
         self.config, self.version = dict(config), version
         self.address = address_of(kind, self.parents, self.config, version, step)
         self.step = step
         self.path = store.root / "staging" / self.address
         self.summary: dict[str, Any] = {}
-        self.done: Artifact | None = None
+        self.existing: Artifact | None = None
         self.artifact: Artifact | None = None
-        self._tell = on_message or (lambda text: None)
+        self._on_message = on_message or (lambda text: None)
         self._lock: FileLock | None = None
         self._remote_lock: HeartbeatLock | None = None
-        self._began = 0.0
+        self._start_time = 0.0
 
     @property
     def scratch(self) -> Path:
@@ -78,32 +78,34 @@ class Build:
         return folder.is_dir() and any(folder.iterdir())
 
     def __enter__(self) -> Build:
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         if self._look_up():  # before any lock: a read-only store whose work is done serves as well
             return self
         try:
             self.store.make_folders()
             self._lock = FileLock(self.store.root / "locks" / self.address)
             parents = sorted(self.parents.values())
-            self._lock.wait(info={"parents": parents}, on_wait=lambda who: self._tell(f"{self.name}: {who}"))
+            self._lock.wait(
+                info={"parents": parents}, on_wait=lambda who: self._on_message(f"{self.name}: {who}")
+            )
             if self.store.remote is not None:
                 self._remote_lock = HeartbeatLock(self.store.remote, f"locks/{self.address}")
-                self._remote_lock.wait(on_wait=lambda who: self._tell(f"{self.name}: {who}"))
-            if not self._look_up(set_aside=True):
+                self._remote_lock.wait(on_wait=lambda who: self._on_message(f"{self.name}: {who}"))
+            if not self._look_up(quarantine=True):
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.path.mkdir(parents=True)
         except BaseException as error:
             self._unlock()
-            explained = self.store.explain(error)
+            explained = self.store.wrap_os_error(error)
             if explained is error:
                 raise
             raise explained from error
-        if self.done is not None:
+        if self.existing is not None:
             self._unlock()
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
         return self
 
-    def _look_up(self, *, set_aside: bool = False) -> bool:
+    def _look_up(self, *, quarantine: bool = False) -> bool:
         """Whether the artifact is there and whole; a damaged one is moved out of the way (under the lock)."""
         try:
             found = self.store.find(self.address)
@@ -114,19 +116,19 @@ class Build:
             if self.store.remote is not None:
                 self.store.push_if_missing(found)
         except CorruptArtifactError as error:
-            if set_aside:
-                kept = self.store.set_aside(self.address)
-                self._tell(f"{error.what}; set aside as {kept}")
+            if quarantine:
+                kept = self.store.quarantine(self.address)
+                self._on_message(f"{error.what}; set aside as {kept}")
                 return self.store.remote is not None and self._look_up()  # the far end may be whole
             return False
-        self.done = self.artifact = found
-        self.store.point(self.name, found)
+        self.existing = self.artifact = found
+        self.store.set_name(self.name, found)
         return True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.done is not None:
+        if self.existing is not None:
             return
         try:
             if error is not None:
@@ -134,7 +136,7 @@ class Build:
             self.artifact = self._publish()
         except BaseException as problem:
             shutil.rmtree(self.path, ignore_errors=True)
-            explained = self.store.explain(problem)
+            explained = self.store.wrap_os_error(problem)
             if explained is not error:
                 raise explained from problem
         finally:
@@ -160,7 +162,7 @@ class Build:
             self.parents,
             self.summary,
             time.time(),
-            time.monotonic() - self._began,
+            time.monotonic() - self._start_time,
             files,
         )
         (self.path / FILE_NAME).write_text(manifest.to_json())
@@ -171,9 +173,9 @@ class Build:
         final = self.store.root / "artifacts" / self.address
         self.path.rename(final)
         _fsync(final.parent)
-        artifact = self.store.local(manifest)
-        artifact.remember(times)
-        self.store.point(self.name, artifact)
+        artifact = self.store.local_artifact(manifest)
+        artifact.record_mtimes(times)
+        self.store.set_name(self.name, artifact)
         shutil.rmtree(self.store.root / "scratch" / self.address, ignore_errors=True)
         return artifact
 
@@ -186,7 +188,7 @@ class Build:
             self._lock = None
 
 
-def explain(error: BaseException, root: Path) -> BaseException:
+def wrap_os_error(error: BaseException, root: Path) -> BaseException:
     """The store's word for an operating-system error: disk full, read-only; anything else as it is.
 
     Libraries wrap "disk full" in errors of their own, so the message is read as well as the number.
@@ -201,7 +203,9 @@ def explain(error: BaseException, root: Path) -> BaseException:
             do="free some space (`whorl gc` shows what the store can spare) and give the same command again; "
             "what was finished is kept",
         )
-    if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR) and _inside(error, root):
+    if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR) and _names_path_in_store(
+        error, root
+    ):
         return StoreError(
             f"the store {root} cannot be written: {error}",
             do="give a folder that you may write: --store FOLDER, or WHORL_HOME=FOLDER",
@@ -209,7 +213,7 @@ def explain(error: BaseException, root: Path) -> BaseException:
     return error
 
 
-def _inside(error: BaseException, root: Path) -> bool:
+def _names_path_in_store(error: BaseException, root: Path) -> bool:
     """Whether the file that an OSError names lies in the store (or is the store's folder or above it)."""
     name = getattr(error, "filename", None)
     if name is None:

@@ -26,21 +26,21 @@ from typing import Any, Protocol
 
 POLL_SECONDS = 0.1
 HEARTBEAT_SECONDS = 10.0
-DEAD_AFTER_SECONDS = 60.0
+HEARTBEAT_TIMEOUT_SECONDS = 60.0
 
-_held: set[int] = set()
+_held_descriptors: set[int] = set()
 
 
-def _drop_in_child() -> None:
-    for descriptor in _held:
+def _close_in_child() -> None:
+    for descriptor in _held_descriptors:
         os.close(descriptor)
-    _held.clear()
+    _held_descriptors.clear()
 
 
-os.register_at_fork(after_in_child=_drop_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
-def whoami() -> dict[str, Any]:
+def owner_info() -> dict[str, Any]:
     return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
 
 
@@ -70,9 +70,9 @@ class FileLock:
                 break
             os.close(descriptor)  # removed under our feet: lock the new one
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps({**whoami(), **(info or {})}).encode())
+        os.write(descriptor, json.dumps({**owner_info(), **(info or {})}).encode())
         self._descriptor = descriptor
-        _held.add(descriptor)
+        _held_descriptors.add(descriptor)
         return True
 
     def wait(
@@ -101,12 +101,12 @@ class FileLock:
             return
         if remove:
             self.path.unlink(missing_ok=True)
-        _held.discard(self._descriptor)
+        _held_descriptors.discard(self._descriptor)
         os.close(self._descriptor)
         self._descriptor = -1
 
 
-class Objects(Protocol):
+class ObjectStore(Protocol):
     """The little of an object store that a heartbeat needs."""
 
     def read(self, path: str) -> bytes | None: ...
@@ -123,13 +123,13 @@ class HeartbeatLock:
 
     def __init__(
         self,
-        objects: Objects,
+        objects: ObjectStore,
         path: str,
         *,
-        beat: float = HEARTBEAT_SECONDS,
-        dead_after: float = DEAD_AFTER_SECONDS,
+        interval: float = HEARTBEAT_SECONDS,
+        timeout: float = HEARTBEAT_TIMEOUT_SECONDS,
     ) -> None:
-        self.objects, self.path, self.beat, self.dead_after = objects, path, beat, dead_after
+        self.objects, self.path, self.interval, self.timeout = objects, path, interval, timeout
         self.token = uuid.uuid4().hex
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -141,17 +141,17 @@ class HeartbeatLock:
             beat = self.objects.read(self.path)
             if beat != last:
                 last, since = beat or b"", time.monotonic()
-            if beat is None or time.monotonic() - since > self.dead_after:
+            if beat is None or time.monotonic() - since > self.timeout:
                 self._write()
-                time.sleep(min(1.0, self.beat / 10))  # a rival who wrote at the same moment shows by now
-                if self._mine():
+                time.sleep(min(1.0, self.interval / 10))  # a rival who wrote at the same moment shows by now
+                if self._is_owner():
                     break
                 continue
             if not told and on_wait is not None:
                 on_wait("waiting for another builder that uses the same store")
                 told = True
-            time.sleep(min(1.0, self.beat / 5))
-        self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+            time.sleep(min(1.0, self.interval / 5))
+        self._thread = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -159,17 +159,17 @@ class HeartbeatLock:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            if self._mine():
+            if self._is_owner():
                 self.objects.remove(self.path)
 
-    def _mine(self) -> bool:
+    def _is_owner(self) -> bool:
         beat = self.objects.read(self.path)
         return beat is not None and json.loads(beat)["token"] == self.token
 
     def _write(self) -> None:
-        beat = {"token": self.token, **whoami()}
+        beat = {"token": self.token, **owner_info()}
         self.objects.write(self.path, json.dumps(beat).encode())
 
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(self.beat):
+    def _run_heartbeat(self) -> None:
+        while not self._stop.wait(self.interval):
             self._write()

@@ -50,7 +50,7 @@ class Manifest:
         return json.dumps({**record, "sha256": _digest(record)}, indent=1, ensure_ascii=False)
 
     @classmethod
-    def parse(cls, data: bytes, where: str) -> Manifest:
+    def parse(cls, data: bytes, location: str) -> Manifest:
         """Read and check a manifest. Raises CorruptArtifactError that names `where`."""
         try:
             record = json.loads(data)
@@ -61,11 +61,12 @@ class Manifest:
             manifest = cls(**record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptArtifactError(
-                f"the manifest {where} is damaged: {error}", do="run the recipe again: it sets this one aside"
+                f"the manifest {location} is damaged: {error}",
+                do="run the recipe again: it sets this one aside",
             ) from error
         made_from = (manifest.kind, manifest.parents, manifest.config, manifest.version, manifest.step)
         if address_of(*made_from) != manifest.address:
-            raise CorruptArtifactError(f"the manifest {where} does not belong to its address")
+            raise CorruptArtifactError(f"the manifest {location} does not belong to its address")
         return manifest
 
 

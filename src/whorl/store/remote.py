@@ -39,27 +39,27 @@ class Remote:
             ) from error
         self.root = root.rstrip("/")
 
-    def _at(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self.root}/{path}"
 
     def read(self, path: str) -> bytes | None:
         """An object's bytes; None if there is none."""
         try:
-            return bytes(self.fs.cat_file(self._at(path)))
+            return bytes(self.fs.cat_file(self._full_path(path)))
         except FileNotFoundError:
             return None
 
     def write(self, path: str, data: bytes) -> None:
-        self.fs.makedirs(self._at(path).rsplit("/", 1)[0], exist_ok=True)
-        self.fs.pipe_file(self._at(path), data)
+        self.fs.makedirs(self._full_path(path).rsplit("/", 1)[0], exist_ok=True)
+        self.fs.pipe_file(self._full_path(path), data)
 
     def remove(self, path: str) -> None:
-        if self.fs.exists(self._at(path)):
-            self.fs.rm(self._at(path), recursive=True)
+        if self.fs.exists(self._full_path(path)):
+            self.fs.rm(self._full_path(path), recursive=True)
 
     def names(self, folder: str) -> list[str]:
         """Paths of all objects under `folder`, relative to it."""
-        top = self._at(folder)
+        top = self._full_path(folder)
         if not self.fs.exists(top):
             return []
         stripped = top.strip("/") + "/"
@@ -79,7 +79,7 @@ class Remote:
         """Upload the files of an artifact, then its manifest."""
         token = uuid.uuid4().hex[:12]
         for name in manifest.files:
-            target = self._at(f"uploads/{manifest.address}/{token}/{name}")
+            target = self._full_path(f"uploads/{manifest.address}/{token}/{name}")
             self.fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
             self.fs.put_file(str(folder / name), target)
         record: dict[str, Any] = json.loads(manifest.to_json())
@@ -96,7 +96,7 @@ class Remote:
         for name in manifest.files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                self.fs.get_file(self._at(f"uploads/{address}/{token}/{name}"), str(folder / name))
+                self.fs.get_file(self._full_path(f"uploads/{address}/{token}/{name}"), str(folder / name))
             except FileNotFoundError as error:
                 raise StoreError(
                     f"{self.url} has lost the file {name} of artifact {manifest.label}",

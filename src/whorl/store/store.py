@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import CorruptArtifactError, StoreError, one_of
-from whorl.store.address import ADDRESS_DIGITS, address_of, checked_name
+from whorl.store.address import ADDRESS_DIGITS, address_of, validate_name
 from whorl.store.artifact import Artifact
-from whorl.store.build import Build, explain
+from whorl.store.build import Build, wrap_os_error
 from whorl.store.lock import FileLock
 from whorl.store.manifest import FILE_NAME, Manifest
 from whorl.store.remote import Remote
@@ -105,9 +105,9 @@ class Store:
             on_message=on_message,
         )
 
-    def point(self, name: str, artifact: Artifact) -> None:
+    def set_name(self, name: str, artifact: Artifact) -> None:
         """Let `name` mean `artifact` from now on."""
-        if self._named(checked_name(name)) == artifact.address:
+        if self._read_name(validate_name(name)) == artifact.address:
             return
         if self.remote is not None:
             self.remote.write(f"names/{name}", artifact.address.encode())
@@ -119,7 +119,7 @@ class Store:
             aside.write_text(artifact.address)
             aside.replace(path)
         except OSError as error:
-            raise self.explain(error) from error
+            raise self.wrap_os_error(error) from error
 
     def make_folders(self) -> None:
         """Create the store's folders. Raises StoreError where they cannot be."""
@@ -127,7 +127,7 @@ class Store:
             for folder in FOLDERS:
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            explained = self.explain(error)
+            explained = self.wrap_os_error(error)
             if explained is error:  # a place where nothing can be, as /proc
                 explained = StoreError(
                     f"the store {self.root} cannot be made: {error}",
@@ -135,9 +135,9 @@ class Store:
                 )
             raise explained from error
 
-    def explain(self, error: BaseException) -> BaseException:
+    def wrap_os_error(self, error: BaseException) -> BaseException:
         """`error`, put in the store's words when it means a full or read-only disk."""
-        return explain(error, self.root)
+        return wrap_os_error(error, self.root)
 
     # Finding
 
@@ -145,9 +145,9 @@ class Store:
         """The artifact at a full address, or None. Raises CorruptArtifactError for a damaged manifest."""
         path = self.root / "artifacts" / address / FILE_NAME
         if path.exists():
-            return self.local(Manifest.parse(path.read_bytes(), str(path)))
+            return self.local_artifact(Manifest.parse(path.read_bytes(), str(path)))
         manifest = self.remote.manifest(address) if self.remote is not None else None
-        return None if manifest is None else self.local(manifest)
+        return None if manifest is None else self.local_artifact(manifest)
 
     def open(self, ref: str) -> Artifact:
         """The artifact that `ref` means: a name, its last part if unique, an address, or a unique start of
@@ -229,7 +229,7 @@ class Store:
         """
         problems: list[str] = []
         if ref is not None:
-            addresses = sorted(self._reach({self.open(ref).address}, problems))
+            addresses = sorted(self._reachable({self.open(ref).address}, problems))
         else:
             addresses = self._addresses()
             gone = (name for name, target in self.names().items() if target not in set(addresses))
@@ -245,7 +245,7 @@ class Store:
                 continue
             if on_artifact is not None:
                 on_artifact(artifact)
-            problems += artifact.problems()
+            problems += artifact.find_damage()
         return problems
 
     def gc(self, *, dry_run: bool = True, recent_seconds: float = RECENT_SECONDS) -> list[Garbage]:
@@ -261,7 +261,7 @@ class Store:
         for lock in (self.root / "locks").glob("*"):
             if self._is_locked(lock):
                 roots |= {lock.name, *FileLock(lock).owner().get("parents", [])}
-        kept = self._reach(roots, [])
+        kept = self._reachable(roots, [])
         now = time.time()
         found = []
         for artifact in self.artifacts():
@@ -271,13 +271,13 @@ class Store:
         for kind, age in (("staging", 0.0), ("scratch", SCRATCH_KEPT_SECONDS), ("aside", 0.0)):
             for folder in sorted((self.root / kind).glob("*")):
                 if folder.name not in roots and now - folder.stat().st_mtime > age:
-                    found.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _size(folder)))
+                    found.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _disk_bytes(folder)))
         if not dry_run:
             for garbage in found:
                 self._delete(garbage.path)
         return found
 
-    def set_aside(self, address: str) -> Path:
+    def quarantine(self, address: str) -> Path:
         """Move a damaged artifact out of the way; the caller holds its lock."""
         target = self.root / "aside" / f"{address}-{time.time_ns()}"
         folder = self.root / "artifacts" / address
@@ -294,7 +294,7 @@ class Store:
         if self.remote is not None and self.remote.manifest(artifact.address) is None:
             self.remote.push(artifact.manifest, artifact.path)
 
-    def local(self, manifest: Manifest) -> Artifact:
+    def local_artifact(self, manifest: Manifest) -> Artifact:
         """The artifact of a manifest."""
         return Artifact(manifest, self._fetch, self.root / "seen" / f"{manifest.address}.json")
 
@@ -315,10 +315,10 @@ class Store:
                 shutil.rmtree(arriving, ignore_errors=True)
         except OSError as error:
             if not folder.exists():  # else another process was first: its copy is as good
-                raise self.explain(error) from error
+                raise self.wrap_os_error(error) from error
         return folder
 
-    def _named(self, name: str) -> str | None:
+    def _read_name(self, name: str) -> str | None:
         if self.remote is not None:
             target = self.remote.read(f"names/{name}")
             return None if target is None else target.decode()
@@ -331,7 +331,7 @@ class Store:
         found = (path.parent.name for path in (self.root / "artifacts").glob(f"*/{FILE_NAME}"))
         return sorted(name for name in found if len(name) == ADDRESS_DIGITS)
 
-    def _reach(self, roots: set[str], problems: list[str]) -> set[str]:
+    def _reachable(self, roots: set[str], problems: list[str]) -> set[str]:
         """The roots and all that they were made from."""
         reached: set[str] = set()
         waiting = list(roots)
@@ -371,10 +371,10 @@ class Store:
                 folder = folder.rename(self.root / "aside" / f"gone-{folder.name}-{time.time_ns()}")
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         except OSError as error:
-            raise self.explain(error) from error
+            raise self.wrap_os_error(error) from error
 
 
-def _size(path: Path) -> int:
+def _disk_bytes(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

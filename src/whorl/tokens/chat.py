@@ -41,13 +41,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from whorl.errors import DataError
-from whorl.tokens.hf_tokenizer import ForeignTokenizer
-from whorl.tokens.special_token_escape import Breaker, unused
+from whorl.tokens.hf_tokenizer import HFTokenizer
+from whorl.tokens.special_token_escape import SpecialTokenEscaper, unused_character
 from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-Kind = Literal["model", "chatml", "transcript"]
-START, END = "<|im_start|>", "<|im_end|>"
+TemplateKind = Literal["model", "chatml", "transcript"]
+IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 
 TOOLS = """\
 You may call functions. Their signatures, as JSON schemas:
@@ -125,39 +125,41 @@ class ChatTemplate:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | ForeignTokenizer,
+        tokenizer: Tokenizer | HFTokenizer,
         source: str | None = None,
         tokens: Mapping[str, str] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.special, added = _specials(tokenizer)
-        self.kind: Kind = "model"
+        self.special_ids, added = _special_and_added_tokens(tokenizer)
+        self.kind: TemplateKind = "model"
         if source is None:
-            self.kind = "chatml" if {START, END} <= self.special.keys() else "transcript"
+            self.kind = "chatml" if {IM_START, IM_END} <= self.special_ids.keys() else "transcript"
             source = CHATML if self.kind == "chatml" else TRANSCRIPT
         self.source = source
         self.tokens = dict(tokens or {})
         if isinstance(tokenizer, Tokenizer):
             self.tokens = {
-                "bos_token": tokenizer.specials[0],
-                "eos_token": tokenizer.specials[1],
+                "bos_token": tokenizer.special_tokens[0],
+                "eos_token": tokenizer.special_tokens[1],
                 **self.tokens,
             }
         self.tokens = {"bos_token": "", "eos_token": "", **self.tokens}
         self.stop = TRANSCRIPT_STOPS if self.kind == "transcript" else ()
-        ends = [self.special[END]] if END in self.special else []
+        ends = [self.special_ids[IM_END]] if IM_END in self.special_ids else []
         self.stop_ids = frozenset((*tokenizer.end_ids, *ends))
-        self._always = Breaker(self.special)
-        self._others = Breaker([*self.special, *(t for t in added if t in source)])
-        self._find = _longest_first(self.special)
-        self._program = _compiled(source)
+        self._escape_special = SpecialTokenEscaper(self.special_ids)
+        self._escape_special_and_added = SpecialTokenEscaper(
+            [*self.special_ids, *(t for t in added if t in source)]
+        )
+        self._special_pattern = _special_token_pattern(self.special_ids)
+        self._template = _compile_template(source)
 
     @property
-    def trained(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether anybody taught the model this form; a transcript is only a way to ask a base model."""
         return self.kind != "transcript"
 
-    def prompt(
+    def encode_prompt(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
@@ -175,11 +177,11 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the conversation.
         """
-        mark = unused((messages, tools, variables or {}))
+        mark = unused_character((messages, tools, variables or {}))
         text = self._render(messages, tools, add_generation_prompt, variables or {}, mark)
-        return self._checked(text, self._encode(text, mark), mark)
+        return self._check_injection(text, self._encode(text, mark), mark)
 
-    def training(
+    def encode_with_mask(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] = (),
@@ -192,7 +194,7 @@ class ChatTemplate:
             DataError: as `prompt`; or the template does not only append, so that no border can be trusted.
         """
         variables = variables or {}
-        mark = unused((messages, tools, variables))
+        mark = unused_character((messages, tools, variables))
         whole = self._render(messages, tools, False, variables, mark)
         borders: list[tuple[int, int]] = []
         for i, message in enumerate(messages):
@@ -206,7 +208,11 @@ class ChatTemplate:
                     expected="a template that only appends",
                     do="train on conversations cut after their first answer, or give another template",
                 )
-            ends = [m.end() for m in self._find.finditer(after, len(before)) if m[0] in self._ends]
+            ends = [
+                m.end()
+                for m in self._special_pattern.finditer(after, len(before))
+                if m[0] in self._end_tokens
+            ]
             borders.append((len(before), ends[-1] if ends else len(after)))
         ids: list[int] = []
         mask: list[bool] = []
@@ -217,35 +223,37 @@ class ChatTemplate:
                 ids += found
                 mask += [said] * len(found)
             at = stop
-        return self._checked(whole, ids, mark), mask
+        return self._check_injection(whole, ids, mark), mask
 
     @cached_property
-    def _ends(self) -> frozenset[str]:
-        return frozenset(text for text, i in self.special.items() if i in self.stop_ids)
+    def _end_tokens(self) -> frozenset[str]:
+        return frozenset(text for text, i in self.special_ids.items() if i in self.stop_ids)
 
     def _render(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
-        go_on: bool,
+        add_generation_prompt: bool,
         variables: Mapping[str, Any],
         mark: str,
     ) -> str:
         """The text, with `mark` inside of every special token that somebody spelled."""
         told = []
         for message in messages:
-            breaker = self._always if message.get("role") == "assistant" else self._others
+            breaker = (
+                self._escape_special if message.get("role") == "assistant" else self._escape_special_and_added
+            )
             role = (
                 {"role": message["role"]} if "role" in message else {}
             )  # one of a few words, which a template compares
             told.append({**breaker(message, mark), **role})
         try:
-            return self._program.render(
+            return self._template.render(
                 **self.tokens,
-                **self._others(dict(variables), mark),
+                **self._escape_special_and_added(dict(variables), mark),
                 messages=told,
-                tools=self._others(list(tools), mark) or None,
-                add_generation_prompt=go_on,
+                tools=self._escape_special_and_added(list(tools), mark) or None,
+                add_generation_prompt=add_generation_prompt,
             )
         except Exception as error:  # whatever a program of others may raise
             raise DataError(
@@ -261,16 +269,16 @@ class ChatTemplate:
             for i in self.tokenizer.encode(part, allow_special=True)
         ]
 
-    def _checked(self, text: str, ids: list[int], mark: str) -> list[int]:
+    def _check_injection(self, text: str, ids: list[int], mark: str) -> list[int]:
         """`ids`, unless there are more special ones among them than the template wrote."""
-        known = set(self.special.values())
-        if isinstance(self.tokenizer, ForeignTokenizer) and self.tokenizer.unknown_text in self.special:
-            known.remove(self.special[self.tokenizer.unknown_text])  # what it has no token for becomes this
-        wrote = Counter(self.special[m[0]] for m in self._find.finditer(text))
+        known = set(self.special_ids.values())
+        if isinstance(self.tokenizer, HFTokenizer) and self.tokenizer.unk_token in self.special_ids:
+            known.remove(self.special_ids[self.tokenizer.unk_token])  # what it has no token for becomes this
+        wrote = Counter(self.special_ids[m[0]] for m in self._special_pattern.finditer(text))
         extra = Counter(i for i in ids if i in known) - wrote
         if extra:
             number = min(extra)
-            name = next(t for t, i in self.special.items() if i == number)
+            name = next(t for t, i in self.special_ids.items() if i == number)
             raise DataError(
                 f"the conversation would become the special token {name!r}, which its template did not write",
                 expected="text that this tokenizer can spell without special tokens",
@@ -278,7 +286,7 @@ class ChatTemplate:
         return ids
 
 
-def open_chat(folder: Path, tokenizer: Tokenizer | ForeignTokenizer) -> ChatTemplate:
+def load_chat_template(folder: Path, tokenizer: Tokenizer | HFTokenizer) -> ChatTemplate:
     """The chat template of a model's folder, or the house's own where there is none.
 
     Raises:
@@ -308,7 +316,7 @@ def open_chat(folder: Path, tokenizer: Tokenizer | ForeignTokenizer) -> ChatTemp
     return ChatTemplate(tokenizer, source, tokens)
 
 
-class _Generation(Extension):
+class _GenerationExtension(Extension):
     """`{% generation %} ... {% endgeneration %}`, with which some templates mark what the assistant says: kept."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
@@ -318,7 +326,7 @@ class _Generation(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _compiled(source: str) -> Template:
+def _compile_template(source: str) -> Template:
     def refuse(message: str) -> None:
         raise ValueError(message)
 
@@ -326,7 +334,7 @@ def _compiled(source: str) -> Template:
         return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationExtension]
     )
     environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
     environment.globals["raise_exception"] = refuse
@@ -340,14 +348,14 @@ def _compiled(source: str) -> Template:
         ) from error
 
 
-def _specials(tokenizer: Tokenizer | ForeignTokenizer) -> tuple[dict[str, int], list[str]]:
+def _special_and_added_tokens(tokenizer: Tokenizer | HFTokenizer) -> tuple[dict[str, int], list[str]]:
     """(special tokens by text, other added tokens)."""
     if isinstance(tokenizer, Tokenizer):
-        return dict(tokenizer.special_ids), []
-    special = {t: i for t, i in tokenizer.added.items() if i in tokenizer.special_ids}
-    return special, [t for t, i in tokenizer.added.items() if i not in tokenizer.special_ids]
+        return dict(tokenizer.special_token_ids), []
+    special = {t: i for t, i in tokenizer.added_tokens.items() if i in tokenizer.all_special_ids}
+    return special, [t for t, i in tokenizer.added_tokens.items() if i not in tokenizer.all_special_ids]
 
 
-def _longest_first(texts: Iterable[str]) -> re.Pattern[str]:
+def _special_token_pattern(texts: Iterable[str]) -> re.Pattern[str]:
     """Never matches if there are none."""
     return re.compile("|".join(re.escape(t) for t in sorted(texts, key=len, reverse=True)) or r"(?!)")

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from whorl.tokens.pretokens import pieces
+from whorl.tokens.pretokens import split_pretokens
 from whorl.tokens.tokenizer import Tokenizer
 
 
-class Healed(NamedTuple):
+class HealedPrompt(NamedTuple):
     """ids: bos and the text up to the last pre-token; required: the bytes that generation begins with."""
 
     ids: list[int]
-    required: bytes
+    forced_prefix: bytes
 
 
-def heal(tokenizer: Tokenizer, text: str) -> Healed:
+def heal(tokenizer: Tokenizer, text: str) -> HealedPrompt:
     """A prompt ready for generation."""
-    last = pieces(text)[-1] if text else ""
+    last = split_pretokens(text)[-1] if text else ""
     kept = text[: len(text) - len(last)]
-    return Healed([tokenizer.bos_id, *tokenizer.encode(kept).tolist()], last.encode())
+    return HealedPrompt([tokenizer.bos_id, *tokenizer.encode(kept).tolist()], last.encode())

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from whorl.errors import DataError
-from whorl.tokens.healing import Healed
-from whorl.tokens.tokenizer import BYTE_OF, FILE, Tokenizer
+from whorl.tokens.healing import HealedPrompt
+from whorl.tokens.tokenizer import BYTE_OF_CHAR, TOKENIZER_FILE, Tokenizer
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class ForeignTokenizer:
+class HFTokenizer:
     """The tokenizer in `folder`: tokenizer.json, and what stands about ids in the files beside it.
 
     vocab_size: the largest id + 1. token_bytes: of each id, b"" for special tokens and for ids that stand for nothing.
@@ -39,10 +39,10 @@ class ForeignTokenizer:
     def __init__(self, folder: Path) -> None:
         from tokenizers import Tokenizer as Core
 
-        path = folder / FILE
+        path = folder / TOKENIZER_FILE
         try:
             self._core = Core.from_file(str(path))
-            self._standard: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            self._tokenizer_json: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises the bare class
             raise DataError(
                 f"{path} cannot be read as a tokenizer: {error}",
@@ -52,16 +52,18 @@ class ForeignTokenizer:
         self.folder = folder
         known = set(self._core.get_vocab(with_added_tokens=True).values())
         self.vocab_size: int = max(known, default=-1) + 1
-        self.special_ids = frozenset(i for i, t in self._core.get_added_tokens_decoder().items() if t.special)
-        self.end_ids = self._ends()
-        silent = self.special_ids | (set(range(self.vocab_size)) - known)
+        self.all_special_ids = frozenset(
+            i for i, t in self._core.get_added_tokens_decoder().items() if t.special
+        )
+        self.end_ids = self._read_end_ids()
+        silent = self.all_special_ids | (set(range(self.vocab_size)) - known)
         self.control_ids = tuple(sorted(silent - set(self.end_ids)))
 
-    def _ends(self) -> tuple[int, ...]:
+    def _read_end_ids(self) -> tuple[int, ...]:
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
             path = self.folder / name
-            given = _object(path).get("eos_token_id")
+            given = _read_json_object(path).get("eos_token_id")
             ids = given if isinstance(given, list) else [] if given is None else [given]
             if any(type(i) is not int or i < 0 for i in ids):
                 raise DataError(
@@ -69,7 +71,7 @@ class ForeignTokenizer:
                 )
             found += ids
         path = self.folder / "tokenizer_config.json"
-        token = _object(path).get("eos_token")
+        token = _read_json_object(path).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         if text is not None and not isinstance(text, str):
             raise DataError(f"{path}: field 'eos_token' is {token!r}", expected="the text of a token")
@@ -80,22 +82,22 @@ class ForeignTokenizer:
     @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of each id."""
-        parts = self._standard.get("decoder") or {}
+        parts = self._tokenizer_json.get("decoder") or {}
         kinds = {part.get("type") for part in (parts, *parts.get("decoders", []))}
         added = {i: t.content for i, t in self._core.get_added_tokens_decoder().items()}
         if "ByteLevel" in kinds:
-            spell = _byte_level
+            spell = _byte_level_bytes
         elif kinds & {"ByteFallback", "Metaspace", "Replace"}:
-            spell = _sentence_piece
+            spell = _sentencepiece_bytes
         else:
             raise DataError(
-                f"{self.folder / FILE}: its decoder is {parts.get('type')!r}",
+                f"{self.folder / TOKENIZER_FILE}: its decoder is {parts.get('type')!r}",
                 expected="byte-level BPE or SentencePiece, whose tokens spell bytes",
                 do="sample from this model with the library that it comes from",
             )
         out = []
         for i in range(self.vocab_size):
-            if i in self.special_ids:
+            if i in self.all_special_ids:
                 out.append(b"")
             elif i in added:
                 out.append(added[i].encode())
@@ -103,7 +105,7 @@ class ForeignTokenizer:
                 out.append(spell(self._core.id_to_token(i) or ""))
         return out
 
-    def whole(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """A prompt's ids as the model saw them in training, with what the tokenizer puts before a text.
 
         Raises:
@@ -121,31 +123,31 @@ class ForeignTokenizer:
             ids.pop()  # some templates close the text
         return ids or [self.end_ids[0] if self.end_ids else 0]
 
-    def prompt(self, text: str) -> Healed:
+    def heal_prompt(self, text: str) -> HealedPrompt:
         """A prompt ready for generation: `whole`, the last token taken back (see `heal`).
 
         Raises:
             DataError: as `whole`.
         """
-        ids = self.whole(text)
-        ordinary = [i for i in ids if i not in self.special_ids]
+        ids = self.encode_prompt(text)
+        ordinary = [i for i in ids if i not in self.all_special_ids]
         if len(ordinary) < 2:  # the first token may carry a space that the text has not
-            return Healed(ids, b"")
-        return Healed(ids[:-1], self.token_bytes[ids[-1]])
+            return HealedPrompt(ids, b"")
+        return HealedPrompt(ids[:-1], self.token_bytes[ids[-1]])
 
     @cached_property
-    def added(self) -> dict[str, int]:
+    def added_tokens(self) -> dict[str, int]:
         """Ids of tokens that are found in text as a whole, special or not, by their text."""
         return {token.content: i for i, token in self._core.get_added_tokens_decoder().items()}
 
     @property
-    def unknown_text(self) -> str | None:
+    def unk_token(self) -> str | None:
         """What stands for text that has no token, if the vocabulary has such a thing."""
-        unknown = self._standard["model"].get("unk_token")
+        unknown = self._tokenizer_json["model"].get("unk_token")
         return None if unknown is None else str(unknown)
 
     @cached_property
-    def _plain(self) -> Any:
+    def _core_without_special(self) -> Any:
         """The same, but for it special tokens are ordinary text."""
         core = type(self._core).from_str(self._core.to_str())
         core.encode_special_tokens = True
@@ -153,7 +155,7 @@ class ForeignTokenizer:
 
     def encode(self, data: str, *, allow_special: bool = False) -> list[int]:
         """Ids of `data` as it stands, nothing put before or behind. Special tokens are text unless `allow_special`."""
-        core = self._core if allow_special else self._plain
+        core = self._core if allow_special else self._core_without_special
         return list(core.encode(data, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> bytes:
@@ -162,7 +164,7 @@ class ForeignTokenizer:
         return b"".join(table[i] for i in ids if 0 <= i < len(table))
 
 
-def open_tokenizer(folder: Path) -> Tokenizer | ForeignTokenizer:
+def load_tokenizer(folder: Path) -> Tokenizer | HFTokenizer:
     """The tokenizer in a model's folder, ours or that of others.
 
     Raises:
@@ -171,10 +173,10 @@ def open_tokenizer(folder: Path) -> Tokenizer | ForeignTokenizer:
     try:
         return Tokenizer.load(folder)
     except DataError:
-        return ForeignTokenizer(folder)
+        return HFTokenizer(folder)
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file, an empty one if there is no file."""
     if not path.is_file():
         return {}
@@ -189,11 +191,11 @@ def _object(path: Path) -> dict[str, Any]:
     return data
 
 
-def _byte_level(token: str) -> bytes:
-    return bytes(BYTE_OF[c] for c in token if c in BYTE_OF)
+def _byte_level_bytes(token: str) -> bytes:
+    return bytes(BYTE_OF_CHAR[c] for c in token if c in BYTE_OF_CHAR)
 
 
-def _sentence_piece(token: str) -> bytes:
+def _sentencepiece_bytes(token: str) -> bytes:
     if byte := _BYTE.fullmatch(token):
         return bytes([int(byte[1], 16)])
     return token.replace("\u2581", " ").encode()

@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from whorl.errors import BudgetError
-from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
-from whorl.tokens.packing import Rows, pack
+from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
+from whorl.tokens.packing import PackedRows, pack
 from whorl.tokens.shards import TokenSet, TokenSplit
 from whorl.tracking import seeds
 
 N_SLOTS = 4  # batches filled ahead
-_SETTINGS = ("folder", "split", "length", "batch_rows", "seed", "rank", "world")
+_PICKLED_FIELDS = ("folder", "split", "length", "batch_rows", "seed", "rank", "world")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TokenBatch:
     segment_ids: Annotated[NDArray[np.int32], "B", "T"]
     positions: Annotated[NDArray[np.int32], "B", "T"]
     loss_mask: Annotated[NDArray[np.bool_], "B", "T"]
-    plain: NDArray[np.bool_]
+    single_segment: NDArray[np.bool_]
 
 
 @dataclass
@@ -54,50 +54,50 @@ class TokenProducer:
 
     folder: Path
     split: str
-    length: int
-    batch_rows: int
+    seq_len: int
+    batch_size: int
     seed: int = 0
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _SETTINGS}
+        return {name: getattr(self, name) for name in _PICKLED_FIELDS}
 
     @cached_property
     def _tokens(self) -> TokenSet:
         return TokenSet(self.folder)
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> PackedRows:
         """The split's documents laid into rows."""
         stream = self._tokens.split(self.split)
-        return pack(stream.starts, stream.lengths, self.length)
+        return pack(stream.starts, stream.lengths, self.seq_len)
 
     @cached_property
-    def _kinds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return np.flatnonzero(self.rows.plain), np.flatnonzero(~self.rows.plain)
+    def _single_and_mixed_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return np.flatnonzero(self.rows.single_segment), np.flatnonzero(~self.rows.single_segment)
 
     @cached_property
-    def _layout(self) -> tuple[int, int]:
+    def _batch_counts(self) -> tuple[int, int]:
         """Batches of mixed rows (filled up with plain ones), and batches of plain rows alone."""
-        plain, mixed = (len(kind) for kind in self._kinds)
-        n_mixed = min(-(-mixed // self.batch_rows), (plain + mixed) // self.batch_rows)
-        return n_mixed, (plain - max(0, n_mixed * self.batch_rows - mixed)) // self.batch_rows
+        plain, mixed = (len(kind) for kind in self._single_and_mixed_rows)
+        n_mixed = min(-(-mixed // self.batch_size), (plain + mixed) // self.batch_size)
+        return n_mixed, (plain - max(0, n_mixed * self.batch_size - mixed)) // self.batch_size
 
     @property
     def batches_per_epoch(self) -> int:
         """How many full batches an epoch has."""
-        return sum(self._layout)
+        return sum(self._batch_counts)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """[batches, batch_rows] row numbers of each batch of an epoch, in reading order."""
         rng = seeds.numpy_rng(self.seed, "order", epoch)
-        plain, mixed = (rng.permutation(kind) for kind in self._kinds)
-        n_mixed, n_plain = self._layout
-        borrowed = max(0, n_mixed * self.batch_rows - len(mixed))
-        first = np.concatenate((mixed, plain[:borrowed]))[: n_mixed * self.batch_rows]
-        rest = plain[borrowed:][: n_plain * self.batch_rows]
-        together = np.concatenate((first, rest)).reshape(-1, self.batch_rows)
+        plain, mixed = (rng.permutation(kind) for kind in self._single_and_mixed_rows)
+        n_mixed, n_plain = self._batch_counts
+        borrowed = max(0, n_mixed * self.batch_size - len(mixed))
+        first = np.concatenate((mixed, plain[:borrowed]))[: n_mixed * self.batch_size]
+        rest = plain[borrowed:][: n_plain * self.batch_size]
+        together = np.concatenate((first, rest)).reshape(-1, self.batch_size)
         return together[rng.permutation(len(together))]
 
     @property
@@ -105,7 +105,7 @@ class TokenProducer:
         """The split that is read."""
         return self._tokens.split(self.split)
 
-    def documents_of(self, number: int) -> NDArray[np.int64]:
+    def documents_in_batch(self, number: int) -> NDArray[np.int64]:
         """The documents, by their number in the split, that batch `number` of the run is made of (all ranks' rows)."""
         epoch, place = divmod(number, self.batches_per_epoch)
         rows = self.order(epoch)[place]
@@ -117,17 +117,17 @@ class TokenProducer:
         """Write this rank's rows of batch number `slot.sequence` of the run; returns their number of targets."""
         if not self.batches_per_epoch:
             raise BudgetError(
-                f"the split {self.split!r} has {len(self.rows)} rows of {self.length} tokens",
-                expected=f"at least one batch of {self.batch_rows} rows of a kind",
+                f"the split {self.split!r} has {len(self.rows)} rows of {self.seq_len} tokens",
+                expected=f"at least one batch of {self.batch_size} rows of a kind",
                 do="give more text, or a smaller batch or row length (--set plan.batch_rows=..., plan.length=...)",
             )
         epoch, place = divmod(slot.sequence, self.batches_per_epoch)
         if getattr(self, "_epoch", None) != epoch:
             self._order, self._epoch = self.order(epoch), epoch
         batch = self._order[place]
-        share = self.batch_rows // self.world
+        share = self.batch_size // self.world_size
         mine = batch[self.rank * share : (self.rank + 1) * share]
-        slot.data.plain[...] = self.rows.plain[batch].all()
+        slot.data.single_segment[...] = self.rows.single_segment[batch].all()
         return self.rows.write(self._tokens.split(self.split), mine, slot.data, self._tokens.pad_id)
 
 
@@ -135,22 +135,22 @@ def open_batches(
     folder: Path,
     split: str,
     *,
-    length: int,
-    batch_rows: int,
+    seq_len: int,
+    batch_size: int,
     seed: int = 0,
     start: int = 0,
     serial: bool = False,
     rank: int = 0,
-    world: int = 1,
-) -> Drain[TokenBatch]:
+    world_size: int = 1,
+) -> FIFOReader[TokenBatch]:
     """Batches of a split for ever, from number `start`; a context manager that ends the producer.
 
     rank, world: read only this rank's batch_rows / world rows of each batch.
     serial: fill each batch when it is asked for, in this process; the bits are the same.
     """
-    spec = Spec.from_dataclass(TokenBatch, B=batch_rows // world, T=length)
+    spec = Spec.from_dataclass(TokenBatch, B=batch_size // world_size, T=seq_len)
     ring = SlotRing(spec, N_SLOTS)
-    producer = TokenProducer(folder, split, length, batch_rows, seed, rank, world)
+    producer = TokenProducer(folder, split, seq_len, batch_size, seed, rank, world_size)
     if serial:
-        return Drain(ring, [SerialProducer(ring, producer)], start=start)
-    return Drain(ring, [ProducerProcess(ring, producer)], start=start)
+        return FIFOReader(ring, [SerialProducer(ring, producer)], start=start)
+    return FIFOReader(ring, [ProducerProcess(ring, producer)], start=start)

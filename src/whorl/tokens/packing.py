@@ -37,12 +37,12 @@ class IdSource(Protocol):
 
     def __getitem__(self, where: slice, /) -> NDArray[np.unsignedinteger[Any]]: ...
 
-    def take(self, places: NDArray[np.int64], /) -> NDArray[np.unsignedinteger[Any]]:
+    def take(self, positions: NDArray[np.int64], /) -> NDArray[np.unsignedinteger[Any]]:
         """The ids at [rows, n] places, of which each row is a stretch of one document."""
         ...
 
 
-class RowArrays(Protocol):
+class PackedArrays(Protocol):
     """Where rows are written: arrays [B, T], a batch or a slot's views."""
 
     @property
@@ -58,46 +58,46 @@ class RowArrays(Protocol):
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """The row table: which stretches of the token stream stand in which row. Row r holds segments
     first[r] : first[r + 1]; a segment reads `size` inputs (and as many targets, one further) from `start`."""
 
-    length: int
-    first: NDArray[np.int64]  # [rows + 1]
-    start: NDArray[np.int64]  # [segments]
-    size: NDArray[np.int64]  # [segments]
+    seq_len: int
+    row_starts: NDArray[np.int64]  # [rows + 1]
+    segment_starts: NDArray[np.int64]  # [segments]
+    segment_lengths: NDArray[np.int64]  # [segments]
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.row_starts) - 1
 
     @cached_property
-    def plain(self) -> NDArray[np.bool_]:
+    def single_segment(self) -> NDArray[np.bool_]:
         """[rows] True where a row is a single segment, so that a causal mask is enough."""
-        return np.equal(np.diff(self.first), 1)
+        return np.equal(np.diff(self.row_starts), 1)
 
     @property
     def n_targets(self) -> int:
         """How many targets all rows have together."""
-        return int(self.size.sum())
+        return int(self.segment_lengths.sum())
 
     @property
-    def fill(self) -> float:
+    def fill_fraction(self) -> float:
         """Share of all places that hold a token, the rest is padding."""
-        return self.n_targets / max(1, len(self) * self.length)
+        return self.n_targets / max(1, len(self) * self.seq_len)
 
     def segments(self, row: int) -> list[tuple[int, int]]:
         """(start in the stream, inputs) of each segment of a row, from left to right."""
-        a, b = self.first[row], self.first[row + 1]
-        return list(zip(self.start[a:b].tolist(), self.size[a:b].tolist(), strict=True))
+        a, b = self.row_starts[row], self.row_starts[row + 1]
+        return list(zip(self.segment_starts[a:b].tolist(), self.segment_lengths[a:b].tolist(), strict=True))
 
-    def write(self, ids: IdSource, rows: NDArray[np.int64], out: RowArrays, pad_id: int) -> int:
+    def write(self, ids: IdSource, rows: NDArray[np.int64], out: PackedArrays, pad_id: int) -> int:
         """Write `rows` (at most B of them) into arrays [B, T]; places without a token become padding.
         Returns the number of targets.
 
         Rows that one segment fills, nearly all, are written together: one gather and a few assignments.
         """
-        first, count = self.first[rows], np.arange(self.length + 1)
-        full = self.size[first] == self.length
+        first, count = self.row_starts[rows], np.arange(self.seq_len + 1)
+        full = self.segment_lengths[first] == self.seq_len
         together: Any = slice(None)
         if len(rows) < len(out.tokens) or not full.all():
             together = np.flatnonzero(full)
@@ -106,14 +106,14 @@ class Rows:
                 (out.loss_mask, False),
             ):  # fmt: skip
                 array[:] = padding
-        stretches = ids.take(self.start[first[full], None] + count)
+        stretches = ids.take(self.segment_starts[first[full], None] + count)
         out.tokens[together] = stretches[:, :-1]
         out.targets[together] = stretches[:, 1:]
         out.segment_ids[together] = 1
         out.positions[together] = count[:-1]
         out.loss_mask[together] = True
-        targets = self.length * len(stretches)
-        for b in np.flatnonzero(~full).tolist() if targets < self.length * len(rows) else ():
+        targets = self.seq_len * len(stretches)
+        for b in np.flatnonzero(~full).tolist() if targets < self.seq_len * len(rows) else ():
             at = 0
             for segment, (start, size) in enumerate(self.segments(int(rows[b])), start=1):
                 place = slice(at, at + size)
@@ -128,7 +128,7 @@ class Rows:
         return targets
 
 
-def pack(starts: NDArray[np.int64], lengths: NDArray[np.int64], length: int) -> Rows:
+def pack(starts: NDArray[np.int64], lengths: NDArray[np.int64], seq_len: int) -> PackedRows:
     """Lay documents into rows.
 
     Args:
@@ -142,35 +142,35 @@ def pack(starts: NDArray[np.int64], lengths: NDArray[np.int64], length: int) -> 
     Raises:
         ConfigError: `length` is not positive.
     """
-    if length < 1:
-        raise ConfigError(f"rows of {length} tokens are impossible", expected="a row length of at least 1")
+    if seq_len < 1:
+        raise ConfigError(f"rows of {seq_len} tokens are impossible", expected="a row length of at least 1")
     inputs = np.maximum(lengths - 1, 0)
-    n_full, rest = inputs // length, inputs % length
+    n_full, rest = inputs // seq_len, inputs % seq_len
     document = np.repeat(np.arange(len(inputs)), n_full)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(n_full) - n_full, n_full)
-    full_start = starts[document] + nth * length
+    full_start = starts[document] + nth * seq_len
 
     short = np.flatnonzero(rest)
     short = short[np.argsort(-rest[short], kind="stable")]
-    rows = best_fit(rest[short].tolist(), length)
+    rows = best_fit_decreasing(rest[short].tolist(), seq_len)
     order = short[np.fromiter((i for row in rows for i in row), np.int64, len(short))]
     per_row = np.array([1] * len(full_start) + [len(row) for row in rows], np.int64)
-    return Rows(
-        length=length,
-        first=np.concatenate((np.zeros(1, np.int64), np.cumsum(per_row))),
-        start=np.concatenate((full_start, (starts + n_full * length)[order])),
-        size=np.concatenate((np.full(len(full_start), length, np.int64), rest[order])),
+    return PackedRows(
+        seq_len=seq_len,
+        row_starts=np.concatenate((np.zeros(1, np.int64), np.cumsum(per_row))),
+        segment_starts=np.concatenate((full_start, (starts + n_full * seq_len)[order])),
+        segment_lengths=np.concatenate((np.full(len(full_start), seq_len, np.int64), rest[order])),
     )
 
 
-def best_fit(sizes: list[int], length: int) -> list[list[int]]:
+def best_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
     """Put items, given from the longest, each into the fullest row that still has room.
 
     Rows are kept by the room they have left, and a bit set says which amounts of room there are, so that the
     time is linear in the items for a fixed length.
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(length + 1)]
+    by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # bit r is set where some row has room for r more
     for item, size in enumerate(sizes):
         enough = rooms >> size
@@ -180,7 +180,7 @@ def best_fit(sizes: list[int], length: int) -> list[list[int]]:
             if not by_room[room]:
                 rooms &= ~(1 << room)
         else:
-            room, row = length, len(rows)
+            room, row = capacity, len(rows)
             rows.append([])
         rows[row].append(item)
         if room > size:

@@ -42,8 +42,8 @@ PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ 
 # Where a letter or digit meets a blank there is a border in any text whatever stands around it.
 SAFE_BORDER = regex.compile(r"(?r)(?<=[A-Za-z0-9])[ \t\r\n]")
 
-_any_text = regex.compile(PATTERN)
-_ascii_text = re.compile(
+_unicode_pattern = regex.compile(PATTERN)
+_ascii_pattern = re.compile(
     PATTERN.replace(r"[^\r\n\p{L}\p{N}]", r"[^\r\nA-Za-z0-9]")
     .replace(r"[^ \t\r\n\p{L}\p{N}]", r"[^ \t\r\nA-Za-z0-9]")
     .replace(r"\p{L}", "[A-Za-z]")
@@ -53,15 +53,15 @@ _ascii_text = re.compile(
 INVALID_RUN = re.compile("[\udc80-\udcff]+")
 
 _BATCH_BYTES = 1 << 20  # what is sent to a worker at a time
-_POOL_FROM_BYTES = 4 << 20  # below this, starting processes costs more than it saves
+_MIN_POOL_BYTES = 4 << 20  # below this, starting processes costs more than it saves
 
 
-def pieces(text: str) -> list[str]:
+def split_pretokens(text: str) -> list[str]:
     """Cut valid text into pre-tokens; their concatenation is the text."""
-    return (_ascii_text if text.isascii() else _any_text).findall(text)
+    return (_ascii_pattern if text.isascii() else _unicode_pattern).findall(text)
 
 
-def segments(data: str | bytes) -> Iterator[str | bytes]:
+def split_invalid_utf8(data: str | bytes) -> Iterator[str | bytes]:
     """Cut data into valid text (`str`) and runs of bytes that are not UTF-8 (`bytes`), in order.
 
     A `str` with lone surrogates, which UTF-8 cannot hold, counts as the bytes "surrogatepass" makes of it.
@@ -86,15 +86,15 @@ def segments(data: str | bytes) -> Iterator[str | bytes]:
         yield text[start:]
 
 
-def longest_first(specials: Sequence[str]) -> re.Pattern[str] | None:
+def special_token_pattern(special_tokens: Sequence[str]) -> re.Pattern[str] | None:
     """A pattern that finds special tokens, the longest where several begin; None where there are none."""
-    if not specials:
+    if not special_tokens:
         return None
-    return re.compile("|".join(re.escape(s) for s in sorted(specials, key=len, reverse=True)))
+    return re.compile("|".join(re.escape(s) for s in sorted(special_tokens, key=len, reverse=True)))
 
 
-def count(
-    texts: Iterable[str | bytes], specials: Sequence[str] = (), workers: int | None = None
+def count_pretokens(
+    texts: Iterable[str | bytes], special_tokens: Sequence[str] = (), workers: int | None = None
 ) -> Counter[bytes]:
     """How often each pre-token occurs, in `workers` processes (None: the cores at hand, at most two).
 
@@ -103,19 +103,19 @@ def count(
     workers = min(2, available_cores()) if workers is None else workers
     batches = _batches(texts)
     if workers <= 1:
-        return _count_all(batches, specials)
+        return _count_all(batches, special_tokens)
     head: list[list[str | bytes]] = []
     for batch in batches:
         head.append(batch)
-        if len(head) * _BATCH_BYTES >= _POOL_FROM_BYTES:
+        if len(head) * _BATCH_BYTES >= _MIN_POOL_BYTES:
             break
     else:
-        return _count_all(head, specials)
+        return _count_all(head, special_tokens)
     total: Counter[str | bytes] = Counter()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         waiting: set[Future[Counter[str | bytes]]] = set()
         for batch in chain(head, batches):
-            waiting.add(pool.submit(_count_batch, batch, specials))
+            waiting.add(pool.submit(_count_batch, batch, special_tokens))
             if len(waiting) > 2 * workers:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -157,14 +157,14 @@ def _count_batch(batch: list[str | bytes], specials: Sequence[str]) -> Counter[s
 
 
 def _count_into(counts: Counter[str | bytes], batch: list[str | bytes], specials: Sequence[str]) -> None:
-    special = longest_first(specials)
+    special = special_token_pattern(specials)
     for data in batch:
-        for segment in segments(data):
+        for segment in split_invalid_utf8(data):
             if isinstance(segment, bytes):
                 counts[segment] += 1
             else:
                 for text in special.split(segment) if special else (segment,):
-                    counts.update(pieces(text))
+                    counts.update(split_pretokens(text))
 
 
 def _to_bytes(counts: Counter[str | bytes]) -> Counter[bytes]:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from whorl.corpus.documents import Document
     from whorl.tracking.progress import Progress
 
-INDEX = "tokens.json"
-_TOGETHER_BYTES = 4 << 20  # text that is encoded at a time, so that threads have something to share
+INDEX_FILE = "tokens.json"
+_BATCH_BYTES = 4 << 20  # text that is encoded at a time, so that threads have something to share
 
 
 class TokensConfig(BaseModel):
@@ -48,14 +48,14 @@ class TokensConfig(BaseModel):
     splits: list[str] = Field(default=["train", "validation", "test"], min_length=1)
 
 
-class Trace(NamedTuple):
+class TokenProvenance(NamedTuple):
     """Where a token came from: the record at byte `offset` of `path`, `within` bytes into its text."""
 
     document: str
     source: str
     path: str
     offset: int
-    within: int
+    text_offset: int
 
 
 def write_shards(
@@ -84,7 +84,7 @@ def write_shards(
     }
     total = total_bytes / 1e6 if total_bytes else None
     with writer, (progress or Progress.silent()).task(f"Encoding {split}", total, "MB") as task:
-        for group in _together(documents):
+        for group in _group_documents(documents):
             encoded = tokenizer.encode_batch([document.text for document in group])
             for document, ids in zip(group, encoded, strict=True):
                 whole = np.concatenate(([tokenizer.bos_id], ids, [tokenizer.eos_id])).astype(tokenizer.dtype)
@@ -103,7 +103,7 @@ def write_shards(
         "bytes_per_token": n_bytes / max(1, writer.total - 2 * len(table["id"])),
         "fingerprint": writer.hash.hexdigest(),
     }
-    _enter(out, tokenizer, split, {**summary, "shards": writer.sizes})
+    _update_index(out, tokenizer, split, {**summary, "shards": writer.sizes})
     return summary
 
 
@@ -116,14 +116,14 @@ class TokenSplit:
         self.n_bytes: int = entry["bytes"]
         self.n_documents: int = entry["documents"]
         self._dtype = dtype
-        self._ends = (
+        self._shard_ends = (
             np.cumsum(np.array(entry["shards"], np.int64)) if entry["shards"] else np.zeros(0, np.int64)
         )
-        self._maps: dict[int, Ids] = {}
+        self._memmaps: dict[int, Ids] = {}
 
     def __len__(self) -> int:
         """How many ids the stream has."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._shard_ends[-1]) if len(self._shard_ends) else 0
 
     def __getitem__(self, where: slice) -> Ids:
         """ids[start:stop], without a copy where the stretch lies in one shard (a document always does)."""
@@ -132,33 +132,33 @@ class TokenSplit:
             raise ValueError("a token stream is read in steps of 1")
         parts: list[Ids] = []
         while start < stop:
-            shard = int(np.searchsorted(self._ends, start, side="right"))
-            begin = int(self._ends[shard - 1]) if shard else 0
-            end = min(stop, int(self._ends[shard]))
-            parts.append(self._map(shard)[start - begin : end - begin])
+            shard = int(np.searchsorted(self._shard_ends, start, side="right"))
+            begin = int(self._shard_ends[shard - 1]) if shard else 0
+            end = min(stop, int(self._shard_ends[shard]))
+            parts.append(self._open_shard(shard)[start - begin : end - begin])
             start = end
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts) if parts else np.empty(0, self._dtype)
 
-    def take(self, places: NDArray[np.int64]) -> Ids:
+    def take(self, positions: NDArray[np.int64]) -> Ids:
         """The ids at [rows, n] places, of which each row is a stretch of one document."""
-        if not len(places):
-            return np.empty(places.shape, self._dtype)
-        if len(self._ends) == 1:
-            return self._map(0).take(places)
-        shards = np.searchsorted(self._ends, places[:, 0], side="right")
-        found = np.empty(places.shape, self._dtype)
+        if not len(positions):
+            return np.empty(positions.shape, self._dtype)
+        if len(self._shard_ends) == 1:
+            return self._open_shard(0).take(positions)
+        shards = np.searchsorted(self._shard_ends, positions[:, 0], side="right")
+        found = np.empty(positions.shape, self._dtype)
         for shard in np.unique(shards).tolist():
-            begin = int(self._ends[shard - 1]) if shard else 0
-            found[shards == shard] = self._map(shard).take(places[shards == shard] - begin)
+            begin = int(self._shard_ends[shard - 1]) if shard else 0
+            found[shards == shard] = self._open_shard(shard).take(positions[shards == shard] - begin)
         return found
 
-    def _map(self, shard: int) -> Ids:
-        if shard not in self._maps:
+    def _open_shard(self, shard: int) -> Ids:
+        if shard not in self._memmaps:
             path = self.folder / _shard_name(self.name, shard)
-            begin = int(self._ends[shard - 1]) if shard else 0
-            n = int(self._ends[shard]) - begin
+            begin = int(self._shard_ends[shard - 1]) if shard else 0
+            n = int(self._shard_ends[shard]) - begin
             if not path.exists() or path.stat().st_size != n * self._dtype.itemsize:
                 raise DataError(
                     f"{path} is missing or has another size than its index says",
@@ -166,8 +166,8 @@ class TokenSplit:
                     do="run `whorl verify`, then make the token set again",
                 )
             # As a plain array: every slice of a memmap pays for its bookkeeping.
-            self._maps[shard] = np.asarray(np.memmap(path, self._dtype, "r"))
-        return self._maps[shard]
+            self._memmaps[shard] = np.asarray(np.memmap(path, self._dtype, "r"))
+        return self._memmaps[shard]
 
     @cached_property
     def documents(self) -> pa.Table:
@@ -207,7 +207,7 @@ class TokenSet:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         try:
-            index = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+            index = json.loads((self.folder / INDEX_FILE).read_text(encoding="utf-8"))
             self._splits: dict[str, dict[str, Any]] = index["splits"]
             self.dtype: np.dtype[Any] = np.dtype(index["dtype"])
             self.vocab_size: int = index["vocab_size"]
@@ -215,9 +215,9 @@ class TokenSet:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{self.folder} holds no token set: {type(error).__name__}: {error}",
-                expected=f"a folder with {INDEX}, as the step `tokens` writes it",
+                expected=f"a folder with {INDEX_FILE}, as the step `tokens` writes it",
             ) from error
-        self._open: dict[str, TokenSplit] = {}
+        self._opened_splits: dict[str, TokenSplit] = {}
 
     @property
     def splits(self) -> list[str]:
@@ -226,11 +226,13 @@ class TokenSet:
     def split(self, name: str) -> TokenSplit:
         if name not in self._splits:
             raise DataError(f"{self.folder} has no split {name!r}", expected=one_of(name, self.splits))
-        if name not in self._open:
-            self._open[name] = TokenSplit(self.folder, name, self._splits[name], self.dtype)
-        return self._open[name]
+        if name not in self._opened_splits:
+            self._opened_splits[name] = TokenSplit(self.folder, name, self._splits[name], self.dtype)
+        return self._opened_splits[name]
 
-    def trace(self, position: int, split: str = "train", tokenizer: Tokenizer | None = None) -> Trace:
+    def trace(
+        self, position: int, split: str = "train", tokenizer: Tokenizer | None = None
+    ) -> TokenProvenance:
         """Which document, and where in it, the id at `position` of a split's stream came from.
 
         Without the tokenizer `within` is 0: the bytes before a token are known from the tokens before it.
@@ -247,7 +249,7 @@ class TokenSet:
         if tokenizer is not None:
             before = stream[int(stream.starts[number]) + 1 : max(position, int(stream.starts[number]) + 1)]
             within = min(len(tokenizer.decode(before)), row["bytes"])
-        return Trace(row["id"], row["source"], row["path"], row["offset"], within)
+        return TokenProvenance(row["id"], row["source"], row["path"], row["offset"], within)
 
 
 class _ShardWriter:
@@ -290,13 +292,13 @@ def _shard_name(split: str, shard: int) -> str:
     return f"{split}-{shard:05d}.bin"
 
 
-def _together(documents: Iterable[Document]) -> Iterator[list[Document]]:
+def _group_documents(documents: Iterable[Document]) -> Iterator[list[Document]]:
     group: list[Document] = []
     size = 0
     for document in documents:
         group.append(document)
         size += len(document.text)
-        if size >= _TOGETHER_BYTES:
+        if size >= _BATCH_BYTES:
             yield group
             group, size = [], 0
     if group:
@@ -314,8 +316,8 @@ def _write_table(table: dict[str, list[Any]], path: Path) -> None:
     )
 
 
-def _enter(out: Path, tokenizer: Tokenizer, split: str, entry: dict[str, Any]) -> None:
-    path = out / INDEX
+def _update_index(out: Path, tokenizer: Tokenizer, split: str, entry: dict[str, Any]) -> None:
+    path = out / INDEX_FILE
     index: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"splits": {}}
     index |= {
         "dtype": np.dtype(tokenizer.dtype).name,

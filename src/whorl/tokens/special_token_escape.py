@@ -19,13 +19,13 @@ from typing import Any
 from whorl.errors import DataError
 
 # Names and words of the interface itself, which templates compare with; none of them is a piece of markup.
-FIELDS = frozenset((
+API_WORDS = frozenset((
     "role", "content", "name", "tool_calls", "tool_call_id", "type", "function", "id", "arguments", "parameters",
     "description", "properties", "required", "object", "string", "number", "integer", "boolean", "array", "null", "text",
 ))  # fmt: skip
 
 
-class Breaker:
+class SpecialTokenEscaper:
     """Puts `mark` into strings so that no token of `texts` is spelled, neither by them nor together with what stands around.
 
     A spelling is broken after its first character. A string that ends like the beginning of a token ("a <") could make the
@@ -37,51 +37,56 @@ class Breaker:
         DataError: on a call: a token of one character is in the text.
     """
 
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.texts = sorted(texts, key=len, reverse=True)
-        found = "|".join(re.escape(t) for t in self.texts if len(t) > 1)
-        self._inside = re.compile(f"(?={found or '(?!)'})(.)", re.DOTALL)
-        self._single = {t for t in self.texts if len(t) == 1}
-        self._begins = {t[:n] for t in self.texts for n in range(1, len(t))}
-        self._ends = {t[n:] for t in self.texts for n in range(1, len(t))}
-        self._longest = max(map(len, self.texts), default=0)
+    def __init__(self, special_tokens: Iterable[str]) -> None:
+        self.special_tokens = sorted(special_tokens, key=len, reverse=True)
+        found = "|".join(re.escape(t) for t in self.special_tokens if len(t) > 1)
+        self._spelled_pattern = re.compile(f"(?={found or '(?!)'})(.)", re.DOTALL)
+        self._one_character_tokens = {t for t in self.special_tokens if len(t) == 1}
+        self._proper_prefixes = {t[:n] for t in self.special_tokens for n in range(1, len(t))}
+        self._proper_suffixes = {t[n:] for t in self.special_tokens for n in range(1, len(t))}
+        self._max_token_length = max(map(len, self.special_tokens), default=0)
 
-    def __call__(self, value: Any, mark: str, said: bool = False) -> Any:
+    def __call__(self, value: Any, mark: str, is_content: bool = False) -> Any:
         """All strings in `value`, at any depth. said: these are contents of messages."""
         if isinstance(value, str):
-            return self._text(value, mark, said)
+            return self._escape_text(value, mark, is_content)
         if isinstance(value, Mapping):
             return {
                 self(k, mark) if isinstance(k, str) else k: self(v, mark, k == "content")
                 for k, v in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self(v, mark, said) for v in value]
+            return [self(v, mark, is_content) for v in value]
         return value
 
-    def _text(self, text: str, mark: str, said: bool) -> str:
-        if not self._single.isdisjoint(text):
+    def _escape_text(self, text: str, mark: str, is_content: bool) -> str:
+        if not self._one_character_tokens.isdisjoint(text):
             raise DataError(
-                f"the conversation holds {min(self._single.intersection(text))!r}, a special token of this model",
+                f"the conversation holds {min(self._one_character_tokens.intersection(text))!r}, a special token of this model",
                 expected="text that this tokenizer can spell without special tokens",
             )
         inner = text.strip()
-        if not inner or text in FIELDS:
+        if not inner or text in API_WORDS:
             return text
         at = text.index(inner)
         before, after = text[:at], text[at + len(inner) :]
-        broken = self._inside.sub(lambda m: m[1] + mark, inner)
-        if any(inner[-n:] in self._begins for n in range(1, min(len(inner), self._longest) + 1)):
+        broken = self._spelled_pattern.sub(lambda m: m[1] + mark, inner)
+        if any(
+            inner[-n:] in self._proper_prefixes for n in range(1, min(len(inner), self._max_token_length) + 1)
+        ):
             broken += mark
-        if not said and (
-            any(inner[:n] in self._ends for n in range(1, min(len(inner), self._longest) + 1))
-            or any(inner in t for t in self.texts)
+        if not is_content and (
+            any(
+                inner[:n] in self._proper_suffixes
+                for n in range(1, min(len(inner), self._max_token_length) + 1)
+            )
+            or any(inner in t for t in self.special_tokens)
         ):
             broken = mark + broken
         return before + broken + after
 
 
-def unused(value: Any) -> str:
+def unused_character(value: Any) -> str:
     """A character that occurs nowhere in `value`; one of those that Unicode keeps for nobody, or for private use.
 
     Raises:

@@ -25,15 +25,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from whorl.corpus.blocks import MOST_DOCUMENT_BYTES, RawFiles, SetAside, Source
+from whorl.corpus.blocks import MAX_DOCUMENT_BYTES, RawFiles, RejectCounter, Source
 from whorl.errors import CheckpointError, ConfigError
-from whorl.slots import Drain, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
+from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing, Spec
 from whorl.tokens.packing import pack
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking import seeds
 
-_CHUNK = 4096  # records whose sources are drawn together
-FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+_MIXTURE_CHUNK = 4096  # records whose sources are drawn together
+ROW_FIELDS = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StreamRecord:
     positions: Annotated[NDArray[np.int32], "R", "T"]
     loss_mask: Annotated[NDArray[np.bool_], "R", "T"]
     n_rows: NDArray[np.int64]
-    set_aside: NDArray[np.int64]
+    n_rejected: NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class StreamConfig:
 
     tokenizer: Path
     sources: Sequence[Source]
-    length: int
+    seq_len: int
     seed: int = 0
-    record_bytes: int = 1 << 19
+    shuffle_bytes: int = 1 << 19
     block_bytes: int = 1 << 14
-    horizon: int = 1000
+    mixture_warmup_records: int = 1000
 
     def __post_init__(self) -> None:
         weights = [
@@ -76,10 +76,10 @@ class StreamConfig:
                 f"the mixture has the weights {weights}",
                 expected="at least one source, no weight below 0, some above",
             )
-        if self.length < 2 or min(self.record_bytes, self.block_bytes, self.horizon) < 1:
+        if self.seq_len < 2 or min(self.shuffle_bytes, self.block_bytes, self.mixture_warmup_records) < 1:
             raise ConfigError(
-                f"length={self.length}, record_bytes={self.record_bytes}, block_bytes={self.block_bytes}, "
-                f"horizon={self.horizon}",
+                f"length={self.seq_len}, record_bytes={self.shuffle_bytes}, block_bytes={self.block_bytes}, "
+                f"horizon={self.mixture_warmup_records}",
                 expected="positive",
             )
 
@@ -93,30 +93,36 @@ class Mixture:
         last = np.array(
             [s.weight if s.final_weight is None else s.final_weight for s in config.sources], np.float64
         )
-        self.first, self.last = first / first.sum(), last / last.sum()
-        self._before = [np.zeros(len(first), np.int64)]  # records of each source before each chunk
-        self._drawn: dict[int, NDArray[np.int64]] = {}
+        self.initial_weights, self.final_weights = first / first.sum(), last / last.sum()
+        self._counts_before_chunk = [
+            np.zeros(len(first), np.int64)
+        ]  # records of each source before each chunk
+        self._chunk_cache: dict[int, NDArray[np.int64]] = {}
 
     def _chunk(self, number: int) -> NDArray[np.int64]:
         """[_CHUNK] the source of each record of a chunk."""
-        place = np.arange(number * _CHUNK, (number + 1) * _CHUNK)
-        progress = np.minimum(place / self.config.horizon, 1.0)[:, None]
-        reached = (self.first * (1 - progress) + self.last * progress).cumsum(axis=1)
-        draw = seeds.numpy_rng(self.config.seed, "mixture", number).random((_CHUNK, 1)) * reached[:, -1:]
+        place = np.arange(number * _MIXTURE_CHUNK, (number + 1) * _MIXTURE_CHUNK)
+        progress = np.minimum(place / self.config.mixture_warmup_records, 1.0)[:, None]
+        reached = (self.initial_weights * (1 - progress) + self.final_weights * progress).cumsum(axis=1)
+        draw = (
+            seeds.numpy_rng(self.config.seed, "mixture", number).random((_MIXTURE_CHUNK, 1)) * reached[:, -1:]
+        )
         chosen: NDArray[np.int64] = (reached[:, :-1] <= draw).sum(axis=1)
         return chosen
 
-    def place(self, sequence: int) -> tuple[int, int]:
+    def source_and_index(self, sequence: int) -> tuple[int, int]:
         """(source, how many records of it came before) of a record."""
-        number, within = divmod(sequence, _CHUNK)
-        while len(self._before) <= number:
-            counted = np.bincount(self._chunk(len(self._before) - 1), minlength=len(self.first))
-            self._before.append(self._before[-1] + counted)
-        if number not in self._drawn:
-            self._drawn = {number: self._chunk(number)}
-        chunk = self._drawn[number]
+        number, within = divmod(sequence, _MIXTURE_CHUNK)
+        while len(self._counts_before_chunk) <= number:
+            counted = np.bincount(
+                self._chunk(len(self._counts_before_chunk) - 1), minlength=len(self.initial_weights)
+            )
+            self._counts_before_chunk.append(self._counts_before_chunk[-1] + counted)
+        if number not in self._chunk_cache:
+            self._chunk_cache = {number: self._chunk(number)}
+        chunk = self._chunk_cache[number]
         source = int(chunk[within])
-        return source, int(self._before[number][source] + (chunk[:within] == source).sum())
+        return source, int(self._counts_before_chunk[number][source] + (chunk[:within] == source).sum())
 
 
 @dataclass
@@ -129,7 +135,7 @@ class StreamProducer:
     def __getstate__(self) -> dict[str, Any]:
         return {"config": self.config, "_state": {}}
 
-    def _begin(self) -> None:
+    def _open_sources(self) -> None:
         c = self.config
         self._state = {
             "tokenizer": Tokenizer.load(c.tokenizer),
@@ -138,13 +144,13 @@ class StreamProducer:
             "order": {},
         }
 
-    def blocks_of(self, sequence: int) -> tuple[int, list[int]]:
+    def blocks_in_record(self, sequence: int) -> tuple[int, list[int]]:
         """(source, its blocks) of a record: the next few of the source's permutation, epoch after epoch."""
         if not self._state:
-            self._begin()
+            self._open_sources()
         source, nth = self._state["mixture"].place(sequence)
         files, chosen = self._state["files"][source], []
-        n_blocks, many = len(files.blocks), blocks_a_record(files, self.config.record_bytes)
+        n_blocks, many = len(files.blocks), blocks_per_record(files, self.config.shuffle_bytes)
         for place in range(nth * many, (nth + 1) * many):
             epoch, at = divmod(place, n_blocks)
             if self._state["order"].get(source, (-1, None))[0] != epoch:
@@ -156,14 +162,14 @@ class StreamProducer:
     def files(self, source: int) -> RawFiles:
         """The files of a source."""
         if not self._state:
-            self._begin()
+            self._open_sources()
         files: RawFiles = self._state["files"][source]
         return files
 
     def fill(self, slot: Slot[StreamRecord], weights: Any, rng: np.random.Generator) -> int:
         """Write the rows of record `slot.sequence`; returns their number of targets."""
-        source, chosen = self.blocks_of(slot.sequence)
-        aside = SetAside()
+        source, chosen = self.blocks_in_record(slot.sequence)
+        aside = RejectCounter()
         files, tokenizer = self._state["files"][source], self._state["tokenizer"]
         texts = [text for block in chosen for text in files.texts(block, aside)]
         # Every worker draws the same: from the record's number alone, not from the worker's.
@@ -171,22 +177,22 @@ class StreamProducer:
         ids = [tokenizer.encode_document(texts[i]) for i in shuffled]
         lengths = np.array([len(i) for i in ids], np.int64)
         starts = np.cumsum(lengths) - lengths
-        rows = pack(starts, lengths, self.config.length)
+        rows = pack(starts, lengths, self.config.seq_len)
         n = len(rows)
         if n > slot.data.tokens.shape[0]:
             raise ConfigError(
                 f"record {slot.sequence} needs {n} rows", expected=f"at most {slot.data.tokens.shape[0]}"
             )
         if n:
-            used = StreamRecord(**{name: getattr(slot.data, name)[:n] for name in FIELDS}, n_rows=slot.data.n_rows,
-                                set_aside=slot.data.set_aside)  # fmt: skip
+            used = StreamRecord(**{name: getattr(slot.data, name)[:n] for name in ROW_FIELDS}, n_rows=slot.data.n_rows,
+                                n_rejected=slot.data.n_rejected)  # fmt: skip
             rows.write(np.concatenate(ids), np.arange(n), used, tokenizer.pad_id)
         slot.data.n_rows[...] = n
-        slot.data.set_aside[...] = aside.count
+        slot.data.n_rejected[...] = aside.count
         return rows.n_targets
 
 
-def blocks_a_record(files: RawFiles, record_bytes: int) -> int:
+def blocks_per_record(files: RawFiles, record_bytes: int) -> int:
     """How many blocks of these files make a record."""
     mean = sum(block.size for block in files.blocks) / len(files.blocks)
     return max(1, round(record_bytes / max(1.0, mean)))
@@ -197,10 +203,10 @@ def stream_spec(config: StreamConfig) -> Spec[StreamRecord]:
     most = 0
     for source in config.sources:
         files = RawFiles(source.files, source.text_field, config.block_bytes)
-        largest = max(block.size for block in files.blocks) + MOST_DOCUMENT_BYTES
-        most = max(most, blocks_a_record(files, config.record_bytes) * largest)
+        largest = max(block.size for block in files.blocks) + MAX_DOCUMENT_BYTES
+        most = max(most, blocks_per_record(files, config.shuffle_bytes) * largest)
     # A token is a byte at least, bos and eos come with each document; packed rows are half full at the least.
-    return Spec.from_dataclass(StreamRecord, R=4 * most // config.length + 2, T=config.length)
+    return Spec.from_dataclass(StreamRecord, R=4 * most // config.seq_len + 2, T=config.seq_len)
 
 
 class StreamBatches:
@@ -220,25 +226,31 @@ class StreamBatches:
         self,
         config: StreamConfig,
         *,
-        rows: int | None = None,
-        tokens: int | None = None,
+        batch_size: int | None = None,
+        min_targets: int | None = None,
         workers: int = 1,
         state: dict[str, Any] | None = None,
         rank: int = 0,
-        world: int = 1,
+        world_size: int = 1,
     ) -> None:
-        if (rows is None) == (tokens is None) or (rows or tokens or 0) < world:
+        if (batch_size is None) == (min_targets is None) or (batch_size or min_targets or 0) < world_size:
             raise ConfigError(
-                f"rows={rows}, tokens={tokens}, world={world}", expected="one of rows and tokens"
+                f"rows={batch_size}, tokens={min_targets}, world={world_size}",
+                expected="one of rows and tokens",
             )
-        self.rows, self.tokens, self.rank, self.world = rows, tokens, rank, world
+        self.batch_size, self.min_targets, self.rank, self.world_size = (
+            batch_size,
+            min_targets,
+            rank,
+            world_size,
+        )
         prints = [RawFiles(s.files, s.text_field, config.block_bytes).fingerprint for s in config.sources]
         settings: list[Any] = [
-            config.length,
+            config.seq_len,
             config.seed,
-            config.record_bytes,
+            config.shuffle_bytes,
             config.block_bytes,
-            config.horizon,
+            config.mixture_warmup_records,
         ]
         settings += [(s.weight, s.final_weight) for s in config.sources]
         settings += [(config.tokenizer / "tokenizer.json").read_text()]
@@ -249,19 +261,19 @@ class StreamBatches:
                 expected="the files, row length, seed and blocks that the run began with",
             )
         at = state or {"record": 0, "row": 0, "tokens": 0}
-        self._record, self._row, self.consumed = int(at["record"]), int(at["row"]), int(at["tokens"])
-        self.set_aside = 0
+        self._record, self._row, self.tokens_consumed = int(at["record"]), int(at["row"]), int(at["tokens"])
+        self.n_rejected = 0
         ring: SlotRing[StreamRecord] = SlotRing(stream_spec(config), 2 * max(1, workers))
         kind: Any = ProducerProcess if workers else SerialProducer
         producers = [kind(ring, StreamProducer(config), number=i) for i in range(max(1, workers))]
-        self.reader = Drain(ring, producers, start=self._record)
+        self.reader = FIFOReader(ring, producers, start=self._record)
         self._slot: Slot[StreamRecord] | None = None
 
     @property
     def state(self) -> dict[str, Any]:
         """Where the next batch begins: JSON, and all that a checkpoint needs."""
         return {
-            "record": self._record, "row": self._row, "tokens": self.consumed, "fingerprint": self.fingerprint
+            "record": self._record, "row": self._row, "tokens": self.tokens_consumed, "fingerprint": self.fingerprint
         }  # fmt: skip
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -274,30 +286,34 @@ class StreamBatches:
         """
         parts: list[dict[str, torch.Tensor]] = []
         rows = targets = 0
-        while (rows < self.rows) if self.rows is not None else (targets < (self.tokens or 0)):
+        while (
+            (rows < self.batch_size) if self.batch_size is not None else (targets < (self.min_targets or 0))
+        ):
             if self._slot is None:
                 # The reader takes the last record back as it hands out the next.
                 parts = [{name: view.clone() for name, view in part.items()} for part in parts]
                 self._slot = next(self.reader)
-                self.set_aside += int(self._slot.data.set_aside)
+                self.n_rejected += int(self._slot.data.n_rejected)
             n, mask = int(self._slot.data.n_rows), self._slot.data.loss_mask
-            if self.rows is not None:
-                end = min(n, self._row + self.rows - rows)
+            if self.batch_size is not None:
+                end = min(n, self._row + self.batch_size - rows)
             else:
                 reached = targets + mask[self._row : n].sum(axis=1).cumsum()
-                end = min(n, self._row + int((reached < (self.tokens or 0)).sum()) + 1)
+                end = min(n, self._row + int((reached < (self.min_targets or 0)).sum()) + 1)
             views = self._slot.tensors()
-            parts.append({name: views[name][self._row : end] for name in FIELDS})
+            parts.append({name: views[name][self._row : end] for name in ROW_FIELDS})
             rows += end - self._row
             targets += int(mask[self._row : end].sum())
             self._row = end
             if end >= n:
                 self._record, self._row, self._slot = self._record + 1, 0, None
-        self.consumed += targets
+        self.tokens_consumed += targets
         whole = parts[0]
         if len(parts) > 1:
-            whole = {name: torch.cat([part[name] for part in parts]) for name in FIELDS}
-        return whole if self.world == 1 else {n: t[self.rank :: self.world] for n, t in whole.items()}
+            whole = {name: torch.cat([part[name] for part in parts]) for name in ROW_FIELDS}
+        return (
+            whole if self.world_size == 1 else {n: t[self.rank :: self.world_size] for n, t in whole.items()}
+        )
 
     def close(self) -> None:
         """End the workers."""

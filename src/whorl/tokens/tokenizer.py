@@ -38,7 +38,7 @@ from whorl.tokens import bpe, pretokens
 Ids = NDArray[np.unsignedinteger[Any]]  # uint16 while the vocabulary fits, else uint32
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer:
@@ -49,7 +49,7 @@ class Tokenizer:
         specials: further special tokens, after `<|bos|>`, `<|eos|>` and `<|pad|>`.
     """
 
-    def __init__(self, tokens: Sequence[bytes], specials: Sequence[str] = ()) -> None:
+    def __init__(self, tokens: Sequence[bytes], special_tokens: Sequence[str] = ()) -> None:
         ranks = {token: rank for rank, token in enumerate(tokens)}
         if len(ranks) != len(tokens) or list(tokens[:256]) != [bytes([i]) for i in range(256)]:
             raise DataError(
@@ -57,25 +57,25 @@ class Tokenizer:
                 expected="the 256 single bytes in order, then distinct longer byte strings",
                 do="train the tokenizer again",
             )
-        for special in specials:
+        for special in special_tokens:
             if not (special.isascii() and special.isprintable() and special):
                 raise ConfigError(
                     f"the special token {special!r} cannot be used",
                     expected="one or more printable ASCII characters",
                     do="write it as <|name|>",
                 )
-        self.specials = [BOS, EOS, PAD, *(s for s in specials if s not in (BOS, EOS, PAD))]
-        self.special_ids = {special: len(tokens) + i for i, special in enumerate(self.specials)}
-        self.token_bytes: list[bytes] = [*tokens, *(s.encode() for s in self.specials)]
+        self.special_tokens = [BOS, EOS, PAD, *(s for s in special_tokens if s not in (BOS, EOS, PAD))]
+        self.special_token_ids = {special: len(tokens) + i for i, special in enumerate(self.special_tokens)}
+        self.token_bytes: list[bytes] = [*tokens, *(s.encode() for s in self.special_tokens)]
         self.n_ordinary = len(tokens)
-        self.bos_id, self.eos_id, self.pad_id = (self.special_ids[s] for s in (BOS, EOS, PAD))
+        self.bos_id, self.eos_id, self.pad_id = (self.special_token_ids[s] for s in (BOS, EOS, PAD))
         self.dtype: Any = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
-        self._special_pattern = pretokens.longest_first(self.specials)
-        self._longest_special = max(map(len, self.specials))
+        self._special_pattern = pretokens.special_token_pattern(self.special_tokens)
+        self._longest_special = max(map(len, self.special_tokens))
         # The core is never asked for specials; it gets them because with none it looks for the empty string
         # at every character, which halves its speed.
         self._core = tiktoken.Encoding(
-            "whorl", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens=self.special_ids
+            "whorl", pat_str=pretokens.PATTERN, mergeable_ranks=ranks, special_tokens=self.special_token_ids
         )._core_bpe
 
     @property
@@ -99,7 +99,7 @@ class Tokenizer:
         texts: Iterable[str | bytes],
         vocab_size: int,
         *,
-        specials: Sequence[str] = (),
+        special_tokens: Sequence[str] = (),
         workers: int | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Tokenizer:
@@ -110,7 +110,7 @@ class Tokenizer:
         Raises:
             ConfigError: `vocab_size` leaves no room for a merge, or is beyond 2**20.
         """
-        all_specials = list(dict.fromkeys((BOS, EOS, PAD, *specials)))
+        all_specials = list(dict.fromkeys((BOS, EOS, PAD, *special_tokens)))
         least = 256 + len(all_specials)
         if not least < vocab_size <= 1 << 20:
             raise ConfigError(
@@ -118,13 +118,13 @@ class Tokenizer:
                 expected=f"more than {least} (256 bytes, {len(all_specials)} special tokens), up to 1048576",
                 do="choose a vocabulary between 512 and 65536",
             )
-        counts = pretokens.count(texts, all_specials, workers)
-        return cls(bpe.train(counts, vocab_size - len(all_specials), progress=progress), specials)
+        counts = pretokens.count_pretokens(texts, all_specials, workers)
+        return cls(bpe.train(counts, vocab_size - len(all_specials), progress=progress), special_tokens)
 
     def encode(self, data: str | bytes, *, allow_special: bool = False) -> Ids:
         """Ids of `data`. Special tokens in it are ordinary text unless `allow_special`."""
         parts: list[Ids] = []
-        for segment in pretokens.segments(data):
+        for segment in pretokens.split_invalid_utf8(data):
             if isinstance(segment, bytes):
                 parts.append(np.asarray(self._core.encode_single_piece(segment), dtype=self.dtype))
             elif allow_special:
@@ -148,20 +148,20 @@ class Tokenizer:
         with ThreadPoolExecutor(threads) as pool:
             return list(pool.map(self.encode, data))
 
-    def stream(self, chunks: Iterable[str | bytes], *, allow_special: bool = False) -> Iterator[Ids]:
+    def encode_stream(self, chunks: Iterable[str | bytes], *, allow_special: bool = False) -> Iterator[Ids]:
         """Encode a text that arrives in chunks, cut anywhere.
 
         Yields arrays whose concatenation is `encode` of the chunks' concatenation.
         """
         parts: list[str] = []
         size = enough = 0
-        for text in _escaped(chunks):
+        for text in _decode_surrogateescape(chunks):
             parts.append(text)
             size += len(text)
             if size < enough:
                 continue
             kept = "".join(parts)
-            cut = self._final(kept, allow_special)
+            cut = self._stable_length(kept, allow_special)
             if cut:
                 yield self._encode_escaped(kept[:cut], allow_special)
             parts, size = [kept[cut:]], len(kept) - cut
@@ -184,12 +184,12 @@ class Tokenizer:
 
     def save(self, folder: Path) -> Path:
         """Write `tokenizer.json` into `folder`, and beside it what `transformers` asks for; returns its path."""
-        path = Path(folder) / FILE
+        path = Path(folder) / TOKENIZER_FILE
         names = {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "clean_up_tokenization_spaces": False}
         (Path(folder) / "tokenizer_config.json").write_text(
             json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=1) + "\n"
         )
-        path.write_text(json.dumps(self._as_standard(), ensure_ascii=False, indent=1), encoding="utf-8")
+        path.write_text(json.dumps(self._to_hf_json(), ensure_ascii=False, indent=1), encoding="utf-8")
         return path
 
     @classmethod
@@ -199,14 +199,14 @@ class Tokenizer:
         Raises:
             DataError: no such file, no tokenizer in it, or one that splits text by other rules.
         """
-        path = Path(folder) / FILE
+        path = Path(folder) / TOKENIZER_FILE
         try:
             standard = json.loads(path.read_text(encoding="utf-8"))
             vocabulary: dict[str, int] = standard["model"]["vocab"]
             pattern = standard["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
             added: list[dict[str, Any]] = standard["added_tokens"]
             ordinary = sorted((i, t) for t, i in vocabulary.items())
-            tokens = [bytes(BYTE_OF[c] for c in token) for _, token in ordinary]
+            tokens = [bytes(BYTE_OF_CHAR[c] for c in token) for _, token in ordinary]
             specials = [str(entry["content"]) for entry in sorted(added, key=lambda entry: int(entry["id"]))]
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
             raise DataError(
@@ -232,7 +232,7 @@ class Tokenizer:
         for match in self._special_pattern.finditer(text):
             if match.start() > start:
                 yield self._encode_text(text[start : match.start()])
-            yield np.array([self.special_ids[match.group()]], dtype=self.dtype)
+            yield np.array([self.special_token_ids[match.group()]], dtype=self.dtype)
             start = match.end()
         if start < len(text):
             yield self._encode_text(text[start:])
@@ -242,7 +242,7 @@ class Tokenizer:
         data = text if text.isascii() else text.encode("utf-8", "surrogateescape")
         return self.encode(data, allow_special=allow_special)
 
-    def _final(self, text: str, allow_special: bool) -> int:
+    def _stable_length(self, text: str, allow_special: bool) -> int:
         """How much of the beginning of a stream's text is cut into the same pieces whatever follows."""
         start, limit = 0, len(text)
         if allow_special:
@@ -263,13 +263,13 @@ class Tokenizer:
                 return run.start()
             start = run.end()
         end = start
-        for piece in pretokens.pieces(text[start:]):
+        for piece in pretokens.split_pretokens(text[start:]):
             if end + len(piece) > limit or end + len(piece) == len(text):
                 break
             end += len(piece)
         return end
 
-    def _as_standard(self) -> dict[str, Any]:
+    def _to_hf_json(self) -> dict[str, Any]:
         """The content of a Hugging Face `tokenizer.json`."""
         ordinary = self.token_bytes[: self.n_ordinary]
         rank = {token: i for i, token in enumerate(ordinary)}
@@ -277,7 +277,7 @@ class Tokenizer:
         for token in ordinary[256:]:
             halves = [(token[:i], token[i:]) for i in range(1, len(token))]
             known = [(rank[a], rank[b]) for a, b in halves if a in rank and b in rank]
-            merges += [[_as_text(ordinary[a]), _as_text(ordinary[b])] for a, b in sorted(known)]
+            merges += [[_to_printable(ordinary[a]), _to_printable(ordinary[b])] for a, b in sorted(known)]
         byte_level = {
             "type": "ByteLevel",
             "add_prefix_space": False,
@@ -295,7 +295,7 @@ class Tokenizer:
             "version": "1.0",
             "truncation": None,
             "padding": None,
-            "added_tokens": [{"id": i, "content": s, **flags} for s, i in self.special_ids.items()],
+            "added_tokens": [{"id": i, "content": s, **flags} for s, i in self.special_token_ids.items()],
             "normalizer": None,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
             "post_processor": None,
@@ -309,13 +309,13 @@ class Tokenizer:
                 "fuse_unk": False,
                 "byte_fallback": False,
                 "ignore_merges": True,
-                "vocab": {_as_text(token): i for i, token in enumerate(ordinary)},
+                "vocab": {_to_printable(token): i for i, token in enumerate(ordinary)},
                 "merges": merges,
             },
         }
 
 
-def _escaped(chunks: Iterable[str | bytes]) -> Iterator[str]:
+def _decode_surrogateescape(chunks: Iterable[str | bytes]) -> Iterator[str]:
     """Chunks as text in which invalid bytes stand as lone surrogates; characters that chunks cut are joined."""
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     for chunk in chunks:
@@ -331,9 +331,9 @@ def _printable_bytes() -> list[str]:
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
 
 
-_CHARACTER_OF = _printable_bytes()
-BYTE_OF = {character: byte for byte, character in enumerate(_CHARACTER_OF)}
+_CHAR_OF_BYTE = _printable_bytes()
+BYTE_OF_CHAR = {character: byte for byte, character in enumerate(_CHAR_OF_BYTE)}
 
 
-def _as_text(token: bytes) -> str:
-    return "".join(_CHARACTER_OF[b] for b in token)
+def _to_printable(token: bytes) -> str:
+    return "".join(_CHAR_OF_BYTE[b] for b in token)

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 HEIGHT = 8  # lines of the curve
 SAMPLE_LINES = 4
-MOST_POINTS = 4000
+MAX_POINTS = 4000
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille cell, by row and column
 # What stands beside the curve: metric, its name here, how it is written.
-_ROWS = (
+_METRIC_ROWS = (
     ("held_out_bits_per_byte", "held-out", "{:.3f} bits per byte"),
     ("copy_nll", "copying", "{:.3f} nats"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
@@ -90,16 +90,16 @@ class Dashboard:
         self._lock = threading.Lock()
         encoding = getattr(progress.stream, "encoding", None) or "ascii"
         self.braille = encoding.lower().replace("-", "").startswith("utf")
-        self._forget()
-        progress.above = self.drawn
+        self._reset()
+        progress.header = self.render
 
     @staticmethod
-    def wanted(progress: Progress, asked: bool | None) -> bool:
+    def enabled(progress: Progress, requested: bool | None) -> bool:
         """Whether to show one: as asked; by default on a terminal that can move its cursor."""
         able = progress.interactive and os.environ.get("TERM", "") not in ("", "dumb")
-        return able if asked is None else asked and able
+        return able if requested is None else requested and able
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self.step_name, self.step = "", 0
         self.losses: list[float] = []
         self.last: dict[str, float] = {}
@@ -112,7 +112,7 @@ class Dashboard:
     def write(self, step_name: str, step: int, values: Values) -> None:
         with self._lock:
             if step_name != self.step_name:
-                self._forget()
+                self._reset()
                 self.step_name = step_name
             self.step = max(step, self.step)
             for name, value in values.items():
@@ -122,20 +122,20 @@ class Dashboard:
                     self.sample = value
             if isinstance(loss := values.get("nll", values.get("loss")), float | int):
                 self.losses.append(loss)
-            if len(self.losses) > MOST_POINTS:
+            if len(self.losses) > MAX_POINTS:
                 self.losses = [sum(self.losses[i : i + 2]) / 2 for i in range(0, len(self.losses) - 1, 2)]
             self._drawn = None
 
     def end_step(self, step_name: str) -> None:
         with self._lock:
             if step_name == self.step_name:
-                self._forget()
+                self._reset()
 
     def close(self) -> None:
         with self._lock:
-            self._forget()
+            self._reset()
 
-    def drawn(self, width: int, height: int) -> Text | None:
+    def render(self, width: int, height: int) -> Text | None:
         """What is to be seen in a terminal of this size; None while there is nothing, or no room."""
         with self._lock:
             if not self.step_name or width < 40 or height < 12:
@@ -148,7 +148,9 @@ class Dashboard:
         from rich.text import Text
 
         tall = HEIGHT if height >= 20 else 4
-        beside = [f"{name:<15}{form.format(self.last[key])}" for key, name, form in _ROWS if key in self.last]
+        beside = [
+            f"{name:<15}{form.format(self.last[key])}" for key, name, form in _METRIC_ROWS if key in self.last
+        ]
         side = max(map(len, beside), default=0) + 2
         room = width - side - 10
         if room < 16:  # too narrow for both: the numbers

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PLAIN_SECONDS = 5.0  # a plain line at most this often
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`0.4 s`, `12 s`, `3 min 20 s`, `1 h 05 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
@@ -38,14 +38,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def amount(value: float) -> str:
+def format_count(value: float) -> str:
     """A count for reading: thousands separated, decimals only where they matter."""
     if value != int(value) and abs(value) < 100:
         return f"{value:.1f}"
     return f"{value:,.0f}"
 
 
-class Task:
+class ProgressTask:
     """One piece of work under way; a context manager. Made by `Progress.task`."""
 
     def __init__(self, progress: Progress, label: str, total: float | None, unit: str) -> None:
@@ -76,21 +76,21 @@ class Task:
     def seconds(self) -> float:
         return time.monotonic() - self._start
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """The task as plain text: `Tokenising: 34 of 100 MB (34 %), 12 s, 3.1 MB/s`."""
         parts = []
         unit = f" {self.unit}" if self.unit else ""
         if self.total:
             share = f" ({100 * self.done / self.total:.0f} %)" if self.done < 0.995 * self.total else ""
-            parts.append(f"{amount(self.done)} of {amount(self.total)}{unit}{share}")
+            parts.append(f"{format_count(self.done)} of {format_count(self.total)}{unit}{share}")
         elif self.done:
-            parts.append(f"{amount(self.done)}{unit}")
-        parts.append(duration(self.seconds))
+            parts.append(f"{format_count(self.done)}{unit}")
+        parts.append(format_duration(self.seconds))
         if self.note:
             parts.append(self.note)
         return f"{self.label}: {', '.join(parts)}"
 
-    def __enter__(self) -> Task:
+    def __enter__(self) -> ProgressTask:
         self._progress._begin(self)
         return self
 
@@ -116,13 +116,13 @@ class Progress:
         self.interactive = self.stream.isatty() if interactive is None else interactive
         self.every = every
         self.sinks: list[Callable[[str], None]] = []
-        self.above: Callable[[int, int], Any] | None = (
+        self.header: Callable[[int, int], Any] | None = (
             None  # (width, height) -> what stands over the bars, or None
         )
         self._quiet = False
         self._lock = threading.RLock()
         self._live: RichProgress | None = None
-        self._tasks: list[Task] = []
+        self._tasks: list[ProgressTask] = []
 
     @classmethod
     def silent(cls) -> Progress:
@@ -131,11 +131,11 @@ class Progress:
         progress._quiet = True
         return progress
 
-    def task(self, label: str, total: float | None = None, unit: str = "") -> Task:
+    def task(self, label: str, total: float | None = None, unit: str = "") -> ProgressTask:
         """A task to be entered with `with`; `total` None means that nobody knows how long it takes."""
-        return Task(self, label, total, unit)
+        return ProgressTask(self, label, total, unit)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """One line (or several) for the reader."""
         with self._lock:
             for sink in self.sinks:
@@ -147,20 +147,20 @@ class Progress:
             else:
                 print(text, file=self.stream, flush=True)
 
-    def _begin(self, task: Task) -> None:
+    def _begin(self, task: ProgressTask) -> None:
         with self._lock:
             self._tasks.append(task)
             if not self.interactive or self._quiet:
                 return
             if self._live is None:
-                self._live = _bars(self.stream, self._above)
+                self._live = _bars(self.stream, self._render_header)
                 self._live.start()
             task._bar = self._live.add_task(task.label, total=task.total, unit=task.unit, note="")
 
-    def _above(self, width: int, height: int) -> Any:
-        return None if self.above is None else self.above(width, height)
+    def _render_header(self, width: int, height: int) -> Any:
+        return None if self.header is None else self.header(width, height)
 
-    def _show(self, task: Task) -> None:
+    def _show(self, task: ProgressTask) -> None:
         if self._quiet:
             return
         if task._bar is not None:
@@ -169,9 +169,9 @@ class Progress:
                     self._live.update(task._bar, completed=task.done, total=task.total, note=task.note)
         elif not self.interactive and time.monotonic() - task._said >= self.every:
             task._said = time.monotonic()
-            self.say(task.line())
+            self.log(task.summary())
 
-    def _end(self, task: Task, *, stopped: bool) -> None:
+    def _end(self, task: ProgressTask, *, stopped: bool) -> None:
         with self._lock:
             self._tasks.remove(task)
             if self._live is not None and task._bar is not None:
@@ -179,10 +179,10 @@ class Progress:
                 if not self._tasks:
                     self._live.stop()
                     self._live = None
-            self.say(f"{task.line()}{' (stopped)' if stopped else ''}")
+            self.log(f"{task.summary()}{' (stopped)' if stopped else ''}")
 
 
-def _bars(stream: TextIO, above: Callable[[int, int], Any]) -> RichProgress:
+def _bars(stream: TextIO, header: Callable[[int, int], Any]) -> RichProgress:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
@@ -191,7 +191,7 @@ def _bars(stream: TextIO, above: Callable[[int, int], Any]) -> RichProgress:
 
     class Bars(RichProgress):
         def get_renderables(self) -> Iterable[Any]:
-            over = above(*console.size)
+            over = header(*console.size)
             if over is not None:
                 yield over
             yield self.make_tasks_table(self.tasks)

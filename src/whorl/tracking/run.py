@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import whorl
 from whorl.machine.device_probe import cpu_model, ram_bytes, usable_cores
-from whorl.tracking.sinks import Guarded
+from whorl.tracking.sinks import SafeSinks
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -55,7 +55,7 @@ class MetricsLog:
         *,
         resume_at: int = 0,
         tensorboard: Path | None = None,
-        sinks: Guarded | None = None,
+        sinks: SafeSinks | None = None,
     ) -> None:
         self.path, self.step_name, self._sinks = path, step_name, sinks
         self._resume_at, self._tensorboard = resume_at, tensorboard
@@ -124,7 +124,7 @@ class Run:
         *,
         config: Mapping[str, Any] | None = None,
         tensorboard: bool = True,
-        sinks: Guarded | None = None,
+        sinks: SafeSinks | None = None,
     ) -> None:
         self.dir = dir
         self.tensorboard, self.sinks = tensorboard, sinks

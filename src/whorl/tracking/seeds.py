@@ -38,7 +38,7 @@ def numpy_rng(seed: int, *names: str | int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(derive(seed, *names)))
 
 
-class ManySeeds:
+class ReseedableRNG:
     """One numpy generator that starts anew for each of many seeds, at a tenth of what making one costs.
 
     The seed's hash becomes PCG64's whole 128-bit state.

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 from whorl.errors import ConfigError, one_of
 
 Values = Mapping[str, float | str]
-MOST_FAILURES = 5  # in a row
+MAX_FAILURES = 5  # in a row
 
 
 class Sink(Protocol):
@@ -48,11 +48,11 @@ class Sink(Protocol):
         """The run is over."""
 
 
-def _named(step_name: str, values: Values) -> dict[str, float | str]:
+def _prefixed(step_name: str, values: Values) -> dict[str, float | str]:
     return {f"{step_name}/{key}": value for key, value in values.items()}
 
 
-class Tracker:
+class ExternalLogger:
     """W&B, or trackio, whose interface is the same.
 
     Args:
@@ -71,19 +71,19 @@ class Tracker:
 
     def write(self, step_name: str, step: int, values: Values) -> None:
         if self._package is None:
-            self._package = self._opened()
+            self._package = self._init_package()
         if self.name == "wandb":
             if step_name not in self._steps:
                 self._package.define_metric(f"{step_name}/*", step_metric=f"{step_name}/step")
                 self._steps.add(step_name)
-            self._package.log({**_named(step_name, values), f"{step_name}/step": step})
+            self._package.log({**_prefixed(step_name, values), f"{step_name}/step": step})
         elif numbers := {k: v for k, v in values.items() if not isinstance(v, str)}:
-            self._package.log(_named(step_name, numbers), step=step)
+            self._package.log(_prefixed(step_name, numbers), step=step)
 
-    def _opened(self) -> Any:
+    def _init_package(self) -> Any:
         package = importlib.import_module(self.name)
         given = {"project": self._config.get("name", "whorl"), "config": self._config, "resume": "allow"}
-        mark = self._mark()
+        mark = self._run_id()
         if self.name == "wandb":
             given |= {
                 "id": mark,
@@ -96,7 +96,7 @@ class Tracker:
         package.init(**{**given, **self.options})
         return package
 
-    def _mark(self) -> str:
+    def _run_id(self) -> str:
         """What this run folder is called there, the same after a restart."""
         path = self._folder / f"{self.name}.json"
         try:
@@ -114,10 +114,10 @@ class Tracker:
             self._package.finish()
 
 
-KNOWN = ("wandb", "trackio")
+LOGGERS = ("wandb", "trackio")
 
 
-def parse_log(texts: Iterable[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> list[Sink]:
+def parse_loggers(texts: Iterable[str], tables: Mapping[str, Mapping[str, Any]] | None = None) -> list[Sink]:
     """The sinks that `--log NAME[:key=value,...]` and the recipe's table [log] ask for; a flag adds to its table.
 
     Raises:
@@ -135,36 +135,36 @@ def parse_log(texts: Iterable[str], tables: Mapping[str, Mapping[str, Any]] | No
                 )
             table[key] = value
     for name in wanted:
-        if name not in KNOWN:
-            raise ConfigError(f"--log {name}: no such place for metrics", expected=one_of(name, KNOWN))
+        if name not in LOGGERS:
+            raise ConfigError(f"--log {name}: no such place for metrics", expected=one_of(name, LOGGERS))
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--log {name}: the package {name} is not installed", do=f"pip install {name}")
-    return [Tracker(name, options) for name, options in wanted.items()]
+    return [ExternalLogger(name, options) for name, options in wanted.items()]
 
 
-class Guarded:
+class SafeSinks:
     """Sinks of which none can stop a run."""
 
-    def __init__(self, sinks: Iterable[Sink], say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, sinks: Iterable[Sink], log: Callable[[str], None]) -> None:
+        self._say = log
         self._failures = dict.fromkeys(sinks, 0)
 
     def __bool__(self) -> bool:
         return bool(self._failures)
 
     def start(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._each(lambda sink: sink.start(folder, config))
+        self._for_each(lambda sink: sink.start(folder, config))
 
     def write(self, step_name: str, step: int, values: Values) -> None:
-        self._each(lambda sink: sink.write(step_name, step, values))
+        self._for_each(lambda sink: sink.write(step_name, step, values))
 
     def end_step(self, step_name: str) -> None:
-        self._each(lambda sink: sink.end_step(step_name))
+        self._for_each(lambda sink: sink.end_step(step_name))
 
     def close(self) -> None:
-        self._each(lambda sink: sink.close())
+        self._for_each(lambda sink: sink.close())
 
-    def _each(self, call: Callable[[Sink], None]) -> None:
+    def _for_each(self, call: Callable[[Sink], None]) -> None:
         for sink, failures in list(self._failures.items()):
             try:
                 call(sink)
@@ -173,8 +173,8 @@ class Guarded:
                 if failures == 0:
                     self._say(f"{name} fails, the run goes on: {type(error).__name__}: {error}")
                 self._failures[sink] = failures + 1
-                if failures + 1 >= MOST_FAILURES:
-                    self._say(f"{name} failed {MOST_FAILURES} times in a row and is left alone from here")
+                if failures + 1 >= MAX_FAILURES:
+                    self._say(f"{name} failed {MAX_FAILURES} times in a row and is left alone from here")
                     del self._failures[sink]
             else:
                 self._failures[sink] = 0

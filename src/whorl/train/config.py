@@ -13,17 +13,17 @@ class OptimConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    matrices: Literal["muon", "adamw"] = Field(default="muon", description="what trains the blocks' matrices")
-    matrix_rate: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
-    adamw_rate: float = Field(
-        default=0.003, gt=0, description="AdamW, matrices of the blocks, if it has them"
+    optimizer: Literal["muon", "adamw"] = Field(
+        default="muon", description="what trains the blocks' matrices"
     )
-    matrix_every: int = Field(
+    lr_muon: float = Field(default=0.02, gt=0, description="Muon, matrices of the blocks")
+    lr_adamw: float = Field(default=0.003, gt=0, description="AdamW, matrices of the blocks, if it has them")
+    muon_every: int = Field(
         default=2, ge=1, description="steps between updates of a matrix, which then is as much larger"
     )
-    embedding_rate: float = Field(default=0.006, gt=0, description="AdamW, embedding and head")
-    scalar_rate: float = Field(default=0.01, gt=0, description="AdamW, gains and temperatures")
-    memory_rate: float = Field(default=0.05, gt=0, description="row Adagrad, n-gram memories")
+    lr_embedding: float = Field(default=0.006, gt=0, description="AdamW, embedding and head")
+    lr_scalar: float = Field(default=0.01, gt=0, description="AdamW, gains and temperatures")
+    lr_ngram: float = Field(default=0.05, gt=0, description="row Adagrad, n-gram memories")
     momentum: float = Field(default=0.95, ge=0, lt=1)
     weight_decay: float = Field(
         default=0.0, ge=0, description="of what layers multiply with; times the rate, a step"
@@ -31,7 +31,7 @@ class OptimConfig(BaseModel):
     fused: bool | None = Field(
         default=None, description="AdamW by torch's fused kernel, with other last bits; default: on CUDA only"
     )
-    base_width: int | None = Field(
+    mup_base_width: int | None = Field(
         default=None, ge=1, description="muP: the width (d_model) that the rates were found at (mup.py)"
     )
     clip_norm: float = Field(default=1.0, gt=0, description="of the mean gradient, dense parameters together")
@@ -43,12 +43,12 @@ class ScheduleConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
-    warmup: float = Field(default=0.02, ge=0, lt=1, description="share that warms up")
+    warmup_ratio: float = Field(default=0.02, ge=0, lt=1, description="share that warms up")
     warmup_steps: float | None = Field(
         default=None, ge=0, description="steps that warm up, in place of the share"
     )
-    decay: float = Field(default=0.5, gt=0, le=1, description="share that decays, of wsd")
-    floor: float = Field(
+    decay_ratio: float = Field(default=0.5, gt=0, le=1, description="share that decays, of wsd")
+    min_lr_ratio: float = Field(
         default=0.02, ge=0, le=1, description="share of the peak that is left at the very end"
     )
 
@@ -59,16 +59,22 @@ class ScheduleConfig(BaseModel):
 
         if given("decay") and self.kind != "wsd":
             falls = "does not fall" if self.kind == "constant" else "falls from the end of the warm-up on"
-            raise ValueError(f"decay ({self.decay:g}) belongs to kind = 'wsd'; {self.kind!r} {falls}")
+            raise ValueError(f"decay ({self.decay_ratio:g}) belongs to kind = 'wsd'; {self.kind!r} {falls}")
         if given("floor") and self.kind == "constant":
-            raise ValueError(f"floor ({self.floor:g}) belongs to a schedule that falls; 'constant' does not")
+            raise ValueError(
+                f"floor ({self.min_lr_ratio:g}) belongs to a schedule that falls; 'constant' does not"
+            )
         if given("warmup") and self.warmup_steps is not None:
             raise ValueError(
-                f"warmup ({self.warmup:g}) stands beside warmup_steps ({self.warmup_steps:g}): give one"
+                f"warmup ({self.warmup_ratio:g}) stands beside warmup_steps ({self.warmup_steps:g}): give one"
             )
-        if self.kind == "wsd" and self.warmup_steps is None and self.warmup + self.decay > 1 + 1e-9:
+        if (
+            self.kind == "wsd"
+            and self.warmup_steps is None
+            and self.warmup_ratio + self.decay_ratio > 1 + 1e-9
+        ):
             raise ValueError(
-                f"warmup ({self.warmup:g}) and decay ({self.decay:g}) make {self.warmup + self.decay:g} of the steps: "
+                f"warmup ({self.warmup_ratio:g}) and decay ({self.decay_ratio:g}) make {self.warmup_ratio + self.decay_ratio:g} of the steps: "
                 "together at most 1"
             )
         return self
@@ -79,29 +85,31 @@ class RoutingConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    balance: float = Field(default=0.01, ge=0, description="weight of the load-balancing loss, each layer")
-    z: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss, each layer")
-    bias_rate: float = Field(
+    aux_loss_coef: float = Field(
+        default=0.01, ge=0, description="weight of the load-balancing loss, each layer"
+    )
+    z_loss_coef: float = Field(default=1e-3, ge=0, description="weight of the router's z-loss, each layer")
+    bias_update_rate: float = Field(
         default=1e-3, ge=0, description="step of the balancing bias, for routers that have one"
     )
 
 
-class WatchConfig(BaseModel):
+class SpikeGuardConfig(BaseModel):
     """What is done about a step that went wrong (`guard.py`). All of it counts in steps: no clock decides a weight."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    spike: float = Field(
+    threshold: float = Field(
         default=10.0,
         ge=0,
         description="robust standard deviations above the median at which a batch is skipped; 0: never",
     )
     window: int = Field(default=128, ge=8, description="steps whose losses and gradient norms are compared")
     patience: int = Field(default=8, ge=1, description="bad steps in a row before the weights go back")
-    rewinds: int = Field(default=2, ge=0, description="how often they may; then training stops")
-    most_skipped: float = Field(
+    max_rollbacks: int = Field(default=2, ge=0, description="how often they may; then training stops")
+    max_skipped: float = Field(
         default=0.05, ge=0, le=1, description="share of the steps that may be skipped; then training stops"
     )
-    good_every: int | None = Field(
+    snapshot_every: int | None = Field(
         default=None, ge=1, description="steps between the copies to go back to; default an eighth of the run"
     )

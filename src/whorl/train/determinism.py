@@ -30,9 +30,9 @@ from whorl.nn.experts import experts
 
 
 @contextmanager
-def deterministic(wanted: bool = True) -> Iterator[None]:
+def deterministic(enabled: bool = True) -> Iterator[None]:
     """Within it, nothing that torch or `nn/experts` would choose by measuring decides a bit. In every replica."""
-    if not wanted:
+    if not enabled:
         yield
         return
     import torch._inductor.config as inductor  # takes a second
@@ -44,13 +44,13 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
         torch.get_num_threads(),
-        experts.forced,
+        experts.forced_library,
         inductor.deterministic,
     )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     torch.set_num_threads(1)
-    experts.forced = "mkl"
+    experts.forced_library = "mkl"
     inductor.deterministic = True
     try:
         yield
@@ -58,4 +58,4 @@ def deterministic(wanted: bool = True) -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         torch.backends.cudnn.benchmark = before[2]
         torch.set_num_threads(before[3])
-        experts.forced, inductor.deterministic = before[4:]
+        experts.forced_library, inductor.deterministic = before[4:]

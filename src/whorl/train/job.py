@@ -17,38 +17,38 @@ from whorl.machine.memory import MemoryText
 from whorl.models import DecoderConfig, TransformerConfig
 from whorl.tokens.shards import TokenSet
 from whorl.tokens.stream import StreamConfig
-from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, WatchConfig
-from whorl.train.optim.stochastic_rounding import Kind
+from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, SpikeGuardConfig
+from whorl.train.optim.stochastic_rounding import RoundingMode
 
-PLACES = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", "activation_budget"}
+NON_IDENTITY_FIELDS = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", "activation_budget"}
 
 
-class RawText(BaseModel):
+class TextStreamConfig(BaseModel):
     """Raw files to learn from, tokenised on the way, in place of the token set's training split."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokenizer: str = Field(description="folder of the tokenizer")
     sources: list[Source] = Field(min_length=1)
-    record_bytes: int = Field(
+    shuffle_bytes: int = Field(
         default=1 << 19, ge=1, description="raw text whose documents are shuffled together"
     )
     block_bytes: int = Field(default=1 << 14, ge=1, description="raw text that is read in one piece")
-    horizon: int = Field(
+    mixture_warmup_records: int = Field(
         default=1000, ge=1, description="records over which weights go to their final values"
     )
     workers: int = Field(default=1, ge=0, description="processes that tokenise, for each replica")
 
 
-def _shape(value: Any) -> str:
+def _model_tag(value: Any) -> str:
     """Only a transformer names its mixers."""
     named = "mixers" in value if isinstance(value, dict) else isinstance(value, TransformerConfig)
     return "transformer" if named else "decoder"
 
 
-Shape = Annotated[
+TaggedModelConfig = Annotated[
     Annotated[DecoderConfig, Tag("decoder")] | Annotated[TransformerConfig, Tag("transformer")],
-    Discriminator(_shape),
+    Discriminator(_model_tag),
 ]
 
 
@@ -58,13 +58,15 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokens: str = Field(description="folder of the token set")
-    raw: RawText | None = Field(default=None, description="learn from raw files instead")
-    model: Shape
+    stream: TextStreamConfig | None = Field(default=None, description="learn from raw files instead")
+    model: TaggedModelConfig
     optim: OptimConfig = OptimConfig()
     routing: RoutingConfig = RoutingConfig()
-    length: int = Field(ge=2, description="tokens a row")
-    batch_rows: int = Field(ge=1, description="rows a step, over all replicas")
-    micro_rows: int | None = Field(default=None, ge=1, description="rows a forward, a replica; default all")
+    seq_len: int = Field(ge=2, description="tokens a row")
+    batch_size: int = Field(ge=1, description="rows a step, over all replicas")
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="rows a forward, a replica; default all"
+    )
     activation_budget: MemoryText | None = Field(
         default=None, description="of all replicas together; default: whatever it takes (activations.py)"
     )
@@ -78,32 +80,34 @@ class Job(BaseModel):
     threads: int = Field(default=1, ge=1, description="threads a replica")
     device: str = "cpu"
     dtype: str = Field(default="float32", pattern="^(float32|bfloat16|float16|float8)$")
-    rounding: Kind | None = Field(default=None, description="of bf16 matrices; default fp32 masters")
+    bf16_weights: RoundingMode | None = Field(
+        default=None, description="of bf16 matrices; default fp32 masters"
+    )
     compile: bool = True
     deterministic: bool = Field(
         default=False, description="nothing that was timed decides a bit (determinism.py)"
     )
-    watch: WatchConfig = WatchConfig()
+    spike_guard: SpikeGuardConfig = SpikeGuardConfig()
     serial_loader: bool = Field(default=False, description="fill batches in the training process itself")
 
 
-def stream_config(job: Job, raw: RawText) -> StreamConfig:
+def stream_config(job: Job, stream: TextStreamConfig) -> StreamConfig:
     """What decides the rows of a job that learns from raw text."""
     return StreamConfig(
-        Path(raw.tokenizer),
-        raw.sources,
-        job.length,
+        Path(stream.tokenizer),
+        stream.sources,
+        job.seq_len,
         job.seed,
-        record_bytes=raw.record_bytes,
-        block_bytes=raw.block_bytes,
-        horizon=raw.horizon,
+        shuffle_bytes=stream.shuffle_bytes,
+        block_bytes=stream.block_bytes,
+        mixture_warmup_records=stream.mixture_warmup_records,
     )
 
 
 def identity(job: Job) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit: the ids, but not where they lie nor how many replicas there are."""
-    whole = job.model_dump(mode="json", exclude=PLACES)
-    if job.raw is not None:
+    whole = job.model_dump(mode="json", exclude=NON_IDENTITY_FIELDS)
+    if job.stream is not None:
         inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
-        whole["raw"] = job.raw.model_dump(mode="json", exclude=inside)
+        whole["raw"] = job.stream.model_dump(mode="json", exclude=inside)
     return {**whole, "data": TokenSet(Path(job.tokens)).split("train").fingerprint}

@@ -15,16 +15,22 @@ from hypothesis import strategies as st
 
 from whorl.align.data import (
     Conversation,
-    Judged,
     Preference,
     Quarantine,
+    UnpairedPreference,
     conversations,
-    judged,
     pairs,
     preferences,
     tasks,
+    unpaired,
 )
-from whorl.align.data.formats import to_conversation, to_judged, to_pair, to_preference, to_task
+from whorl.align.data.formats import (
+    to_conversation,
+    to_preference,
+    to_prompt_completion,
+    to_task,
+    to_unpaired_preference,
+)
 from whorl.align.data.quarantine import REASONS, BadRecordError
 from whorl.align.data.read import records
 from whorl.errors import DataError
@@ -96,9 +102,13 @@ def test_preferences_as_people_write_them(record: dict[str, Any], expected: tupl
 
 
 def test_judged_answers_pairs_and_tasks() -> None:
-    assert to_judged({"prompt": "p", "completion": "c", "label": False}) == Judged("p", "c", False)
-    assert to_judged({"prompt": [U], "completion": [A], "label": 1}) == Judged((U,), (A,), True)
-    pair = to_pair({"prompt": None, "completion": "c"})
+    assert to_unpaired_preference({"prompt": "p", "completion": "c", "label": False}) == UnpairedPreference(
+        "p", "c", False
+    )
+    assert to_unpaired_preference({"prompt": [U], "completion": [A], "label": 1}) == UnpairedPreference(
+        (U,), (A,), True
+    )
+    pair = to_prompt_completion({"prompt": None, "completion": "c"})
     assert (pair.prompt, pair.completion) == ("", "c")
     task = to_task({"id": 7, "prompt": "1+1=", "verifier": "exact", "answer": 2, "difficulty": 3})
     assert (task.id, task.prompt, task.answer, task.difficulty) == ("7", "1+1=", "2", 3.0)
@@ -118,7 +128,7 @@ def test_judged_answers_pairs_and_tasks() -> None:
         (to_conversation, {"messages": [{**U, "content": "\ud800"}, A]}, "bad_text", "messages[0].content"),
         (to_conversation, {"instruction": "Add.", "output": ""}, "empty", "output"),
         (to_conversation, {"instruction": "Add.", "input": 3, "output": "x"}, "bad_field", "input"),
-        (to_pair, {"prompt": "p"}, "unknown_shape", ""),
+        (to_prompt_completion, {"prompt": "p"}, "unknown_shape", ""),
         (to_preference, {"prompt": "p", "chosen": "a"}, "unknown_shape", ""),
         (to_preference, {"prompt": "p", "chosen": "a", "rejected": "a"}, "identical", "rejected"),
         (to_preference, {"chosen": [U, A], "rejected": [U, A]}, "identical", "rejected"),
@@ -126,7 +136,7 @@ def test_judged_answers_pairs_and_tasks() -> None:
         (to_preference, {"chosen": "left", "rejected": "right"}, "no_prompt", ""),
         (to_preference, {"prompt": "p", "chosen": "a", "rejected": 3}, "bad_field", "rejected"),
         (to_preference, {"prompt": "p", "chosen": "p", "rejected": "p b"}, "empty", "chosen"),
-        (to_judged, {"prompt": "p", "completion": "c", "label": "yes"}, "bad_field", "label"),
+        (to_unpaired_preference, {"prompt": "p", "completion": "c", "label": "yes"}, "bad_field", "label"),
         (to_task, {"prompt": "p"}, "bad_field", "verifier"),
         (to_task, {"prompt": "p", "messages": [U], "verifier": "exact"}, "bad_field", "messages"),
     ],
@@ -164,7 +174,7 @@ FIELDS = (
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine draws slowly
 @given(st.dictionaries(st.sampled_from(FIELDS.split()), JSON, max_size=5))
 def test_whatever_a_record_holds_is_shaped_or_refused(record: dict[str, Any]) -> None:
-    for shape in (to_conversation, to_pair, to_preference, to_judged, to_task):
+    for shape in (to_conversation, to_prompt_completion, to_preference, to_unpaired_preference, to_task):
         try:
             found = shape(record)
         except BadRecordError as error:
@@ -180,7 +190,7 @@ def test_the_quarantine_names_file_line_and_field_and_nothing_is_lost(tmp_path: 
     write(path, *rows)
     with path.open("ab") as stream:
         stream.write(b'\n{"prompt": \n\xff\xfe\n')
-    quarantine = Quarantine(tmp_path / "quarantine.jsonl", keep=2)
+    quarantine = Quarantine(tmp_path / "quarantine.jsonl", max_kept=2)
     found = list(preferences(path, quarantine))
     assert [p.id for p in found] == ["some.jsonl:1", "some.jsonl:5"]
     assert quarantine.summary() == {
@@ -190,11 +200,11 @@ def test_the_quarantine_names_file_line_and_field_and_nothing_is_lost(tmp_path: 
         "bad_field": 1,
         "bad_text": 1,
     }
-    assert len(quarantine) == 6 and len(quarantine.records) == 2
+    assert len(quarantine) == 6 and len(quarantine.rejected) == 2
     kept = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]
     assert [k["line"] for k in kept] == [2, 3, 4, 6, 8, 9]
     assert kept[1]["file"] == str(path) and kept[1]["field"] == "chosen"
-    assert "some.jsonl, line 2, field 'rejected'" in str(quarantine.records[0])
+    assert "some.jsonl, line 2, field 'rejected'" in str(quarantine.rejected[0])
 
 
 def test_the_same_records_from_every_kind_of_file(tmp_path: Path) -> None:
@@ -271,4 +281,4 @@ def test_wrong_places_say_what_was_expected(tmp_path: Path) -> None:
         list(tasks(tmp_path / "a.csv", Quarantine()))
     path = write(tmp_path / "j.jsonl", {"question": "x"})
     with pytest.raises(DataError, match=r"unknown_shape 1[\s\S]*j.jsonl, line 1"):
-        list(judged(path, Quarantine()))
+        list(unpaired(path, Quarantine()))

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.align.data.arithmetic import LEVELS, Arithmetic, Problem, draws, worked
+from whorl.align.data.arithmetic import LEVELS, Arithmetic, ArithmeticProblem, hash_draws, written_solution
 from whorl.errors import ConfigError, DataError
 
 EVERY = dict.fromkeys(range(len(LEVELS)), 1.0)
 
 
-def numbers(problem: Problem) -> list[int]:
+def numbers(problem: ArithmeticProblem) -> list[int]:
     return [n.value for n in ast.walk(ast.parse(problem.expression)) if isinstance(n, ast.Constant)]
 
 
@@ -29,7 +29,7 @@ def test_python_agrees_with_every_answer_and_step() -> None:
         for step in problem.steps:
             said, result = step.split("=")
             assert eval(said) == int(result)
-        assert worked(problem).splitlines()[-1] == f"#### {problem.answer}"
+        assert written_solution(problem).splitlines()[-1] == f"#### {problem.answer}"
         assert int(problem.steps[-1].split("=")[1]) == problem.answer
         assert sorted(len(str(n)) for n in numbers(problem)) == sorted(level.digits)
         assert level.brackets or "(" not in problem.expression
@@ -99,20 +99,20 @@ def test_distinct_problems_and_too_many_of_them() -> None:
     with pytest.raises(DataError, match="different problems"):
         source.distinct(82)
     with pytest.raises(DataError, match="no held-out problem"):
-        Arithmetic(0, {0: 1}, held_out_share=0.0).problems(0, 1, held_out=True)
+        Arithmetic(0, {0: 1}, held_out_fraction=0.0).problems(0, 1, held_out=True)
 
 
 def test_tasks_pairs_and_conversations_say_the_same() -> None:
-    source, plain = Arithmetic(2, {7: 1}), Arithmetic(2, {7: 1}, working=False)
+    source, plain = Arithmetic(2, {7: 1}), Arithmetic(2, {7: 1}, show_steps=False)
     problem = source.problems(11, 1)[0]
-    task, pair, chat = source.task(problem), source.pair(problem), source.conversation(problem)
+    task, pair, chat = source.task(problem), source.prompt_completion(problem), source.conversation(problem)
     assert (task.prompt, task.verifier, task.answer) == (pair.prompt, "numeric", str(problem.answer))
     assert (task.id, task.difficulty) == ("arithmetic-2-11", 7.0)
-    assert chat.messages[-1]["content"] == pair.completion == worked(problem)
+    assert chat.messages[-1]["content"] == pair.completion == written_solution(problem)
     assert source.task(problem, chat=True).messages == chat.messages[:-1]
     assert plain.task(problem).verifier == "exact"
     assert (
-        plain.pair(problem).prompt + plain.pair(problem).completion
+        plain.prompt_completion(problem).prompt + plain.prompt_completion(problem).completion
         == f"{problem.expression}={problem.answer}"
     )
 
@@ -122,20 +122,20 @@ def test_wrong_dials_are_refused() -> None:
         with pytest.raises(ConfigError, match="weights"):
             Arithmetic(0, weights)
     with pytest.raises(ConfigError, match="held_out_share"):
-        Arithmetic(0, held_out_share=1.0)
+        Arithmetic(0, held_out_fraction=1.0)
 
 
 def test_draws_are_spread_over_all_bits() -> None:
     import numpy as np
 
-    bits = np.unpackbits(draws(0, np.arange(4096, dtype=np.uint64), 0, 4).view(np.uint8))
+    bits = np.unpackbits(hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4).view(np.uint8))
     assert abs(bits.mean() - 0.5) < 0.005
-    assert len(np.unique(draws(0, np.arange(4096, dtype=np.uint64), 0, 4))) == 4 * 4096
+    assert len(np.unique(hash_draws(0, np.arange(4096, dtype=np.uint64), 0, 4))) == 4 * 4096
 
 
 def test_columns_are_worked_out_as_at_school() -> None:
     """Every column holds, and their last digits spell the value."""
-    source = Arithmetic(weights={1: 1, 2: 1, 3: 1, 5: 2, 7: 1}, columns=True)
+    source = Arithmetic(weights={1: 1, 2: 1, 3: 1, 5: 2, 7: 1}, digit_by_digit=True)
     carried = 0
     for problem in source.problems(0, 2000):
         *steps, last = source.solution(problem).split("\n")

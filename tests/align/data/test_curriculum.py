@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.align.data.curriculum import Curriculum, Rule, informative, resample
+from whorl.align.data.curriculum import Curriculum, CurriculumRule, informative, resample
 from whorl.errors import ConfigError, DataError
 
-RULES: tuple[Rule, ...] = get_args(Rule)
+RULES: tuple[CurriculumRule, ...] = get_args(CurriculumRule)
 
 
 def test_weights_of_each_rule_by_hand() -> None:
-    def with_rule(rule: Rule) -> list[float]:
-        curriculum = Curriculum([0.0] * 4, rule=rule, floor=0.1)
+    def with_rule(rule: CurriculumRule) -> list[float]:
+        curriculum = Curriculum([0.0] * 4, rule=rule, min_weight=0.1)
         for task, passed in ((0, 8), (1, 0), (2, 4)):  # the fourth is not seen
-            curriculum.record(task, passed / 8)
+            curriculum.update(task, passed / 8)
         return curriculum.weights().tolist()
 
     extreme = 4 * (8.5 / 9) * (0.5 / 9)
@@ -31,46 +31,46 @@ def test_weights_of_each_rule_by_hand() -> None:
 
 
 def test_old_tries_fade_and_are_forgotten() -> None:
-    curriculum = Curriculum([0.0], rule="filter", memory=0.5, floor=0.01)
-    curriculum.record(0, 0.0, 4)
+    curriculum = Curriculum([0.0], rule="filter", decay=0.5, min_weight=0.01)
+    curriculum.update(0, 0.0, 4)
     assert curriculum.weights()[0] == 0.01
-    curriculum.record(0, 1.0, 4)  # as failed counts 2 now
-    assert curriculum.rates()[0] == pytest.approx(4.5 / 7) and curriculum.weights()[0] == 1
+    curriculum.update(0, 1.0, 4)  # as failed counts 2 now
+    assert curriculum.pass_rates()[0] == pytest.approx(4.5 / 7) and curriculum.weights()[0] == 1
     for _ in range(6):  # 2 / 2**6 is below a sixteenth
-        curriculum.record(0, 1.0, 4)
+        curriculum.update(0, 1.0, 4)
     assert curriculum.weights()[0] == 0.01
-    lasting = Curriculum([0.0], rule="filter", memory=1.0)
-    lasting.record(0, 0.0, 4)
+    lasting = Curriculum([0.0], rule="filter", decay=1.0)
+    lasting.update(0, 0.0, 4)
     for _ in range(50):
-        lasting.record(0, 1.0, 4)
-    assert lasting.weights()[0] == 1 and lasting.rates()[0] == pytest.approx(200.5 / 205)
+        lasting.update(0, 1.0, 4)
+    assert lasting.weights()[0] == 1 and lasting.pass_rates()[0] == pytest.approx(200.5 / 205)
 
 
 def test_draws_come_in_proportion_to_shares() -> None:
     curriculum, rng = Curriculum([0.0] * 5), np.random.default_rng(3)
     for task, passed in enumerate((0, 2, 8, 14, 16)):
-        curriculum.record(task, passed / 16, 16)
+        curriculum.update(task, passed / 16, 16)
     first = np.bincount([curriculum.draw(2, rng)[0] for _ in range(6000)], minlength=5) / 6000
-    assert np.abs(first - curriculum.shares()).max() < 4 * math.sqrt(0.25 / 6000)
+    assert np.abs(first - curriculum.probabilities()).max() < 4 * math.sqrt(0.25 / 6000)
     pair = curriculum.draw(2, rng)
     assert len(set(pair)) == 2
 
 
 def test_easy_to_hard_opens_levels_as_they_are_passed() -> None:
-    curriculum = Curriculum([2, 0, 1, 0, 1], rule="easy_first", move_on=0.75)
-    assert curriculum.open().tolist() == [False, True, False, True, False]
+    curriculum = Curriculum([2, 0, 1, 0, 1], rule="easy_first", advance_rate=0.75)
+    assert curriculum.is_open().tolist() == [False, True, False, True, False]
     assert set(curriculum.draw(4, np.random.default_rng(0))) == {1, 3}  # and each twice
-    curriculum.record(1, 8 / 8)
-    assert curriculum.reach == 2  # half of the level's tasks were tried
-    curriculum.record(2, 2 / 8)
-    assert curriculum.reach == 2
-    curriculum.record(4, 8 / 8)
-    assert curriculum.reach == 2  # 10 of 16
-    curriculum.record(2, 8 / 8)
-    assert curriculum.reach == 3 and curriculum.open().all()
-    curriculum.record(2, 0 / 8)
-    assert curriculum.reach == 3  # what is open stays so
-    assert Curriculum([2, 0, 1]).open().all()
+    curriculum.update(1, 8 / 8)
+    assert curriculum.n_open_levels == 2  # half of the level's tasks were tried
+    curriculum.update(2, 2 / 8)
+    assert curriculum.n_open_levels == 2
+    curriculum.update(4, 8 / 8)
+    assert curriculum.n_open_levels == 2  # 10 of 16
+    curriculum.update(2, 8 / 8)
+    assert curriculum.n_open_levels == 3 and curriculum.is_open().all()
+    curriculum.update(2, 0 / 8)
+    assert curriculum.n_open_levels == 3  # what is open stays so
+    assert Curriculum([2, 0, 1]).is_open().all()
 
 
 RECORDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8), st.integers(0, 8)), max_size=40)
@@ -81,7 +81,7 @@ RECORDS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8), st.integers(0
 def test_saved_in_the_middle_it_goes_on_as_if_it_had_not_been(
     before: list[tuple[int, int, int]],
     after: list[tuple[int, int, int]],
-    rule: Rule,
+    rule: CurriculumRule,
     move_on: float,
     n: int,
 ) -> None:
@@ -92,12 +92,12 @@ def test_saved_in_the_middle_it_goes_on_as_if_it_had_not_been(
         for i, (task, a, b) in enumerate(records):
             rng = np.random.default_rng(i)
             drawn.append(curriculum.draw(n, rng))
-            curriculum.record(task, min(a, b) / max(a, b, 1), max(a, b))
-            weight, open_ = curriculum.weights(), curriculum.open()
+            curriculum.update(task, min(a, b) / max(a, b, 1), max(a, b))
+            weight, open_ = curriculum.weights(), curriculum.is_open()
             assert np.isfinite(weight).all() and weight.max() <= 1
-            assert (weight[open_] >= curriculum.floor).all() and (weight[~open_] == 0).all()
-            assert ((curriculum.rates() > 0) & (curriculum.rates() < 1)).all()
-            assert curriculum.shares().sum() == pytest.approx(1)
+            assert (weight[open_] >= curriculum.min_weight).all() and (weight[~open_] == 0).all()
+            assert ((curriculum.pass_rates() > 0) & (curriculum.pass_rates() < 1)).all()
+            assert curriculum.probabilities().sum() == pytest.approx(1)
             (may,) = open_.nonzero()
             found = curriculum.draw(n, rng)
             times = np.bincount(found, minlength=7)
@@ -105,10 +105,10 @@ def test_saved_in_the_middle_it_goes_on_as_if_it_had_not_been(
             assert times[may].max() - times[may].min() <= 1  # none twice before all came once
         return drawn
 
-    whole = Curriculum(difficulty, rule=rule, move_on=move_on)
+    whole = Curriculum(difficulty, rule=rule, advance_rate=move_on)
     play(whole, before)
     saved, kept = json.loads(json.dumps(whole.state_dict())), whole.copy()
-    other = Curriculum(difficulty, rule=rule, move_on=move_on)
+    other = Curriculum(difficulty, rule=rule, advance_rate=move_on)
     other.load_state_dict(saved)
     assert play(whole, after) == play(other, after)
     assert whole.state_dict() == other.state_dict()
@@ -142,7 +142,7 @@ def test_states_and_arguments_that_cannot_be_are_refused() -> None:
             Curriculum(difficulty, **options)  # type: ignore[arg-type]
     for task, rate, tried in ((2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, -1, 1), (0, math.nan, 1), (0, 0, -1)):
         with pytest.raises(ValueError, match="passed at"):
-            curriculum.record(task, rate, tried)
+            curriculum.update(task, rate, tried)
 
 
 def test_informative_groups() -> None:
@@ -159,15 +159,15 @@ def test_resampling_fills_up_counts_what_it_threw_away_and_gives_up() -> None:
         return [(f"group {t}", rewards[t % 4]) for t in tasks]
 
     rng = np.random.default_rng(1)
-    found = resample(curriculum, roll, 8, rng, most_rounds=50)
-    assert len(found.kept) == 8 and all(int(g.split()[1]) % 4 == 2 for g in found.kept)
-    assert sorted([*found.kept, *found.aside]) == sorted(f"group {t}" for t in rolled)
+    found = resample(curriculum, roll, 8, rng, max_rounds=50)
+    assert len(found.informative) == 8 and all(int(g.split()[1]) % 4 == 2 for g in found.informative)
+    assert sorted([*found.informative, *found.uninformative]) == sorted(f"group {t}" for t in rolled)
     kinds = np.bincount([t % 4 for t in rolled], minlength=4).tolist()
     assert kinds == [found.all_passed, found.all_failed, 8, found.all_equal]
     assert (curriculum.passed + curriculum.failed > 0).sum() == len(set(rolled))
-    never = resample(curriculum, lambda tasks: [(t, [1.0, 1.0]) for t in tasks], 4, rng, most_rounds=3)
-    assert never.kept == [] and len(never.aside) == never.all_passed == 12
-    empty = resample(curriculum, lambda tasks: [(t, []) for t in tasks], 2, rng, most_rounds=1)
+    never = resample(curriculum, lambda tasks: [(t, [1.0, 1.0]) for t in tasks], 4, rng, max_rounds=3)
+    assert never.informative == [] and len(never.uninformative) == never.all_passed == 12
+    empty = resample(curriculum, lambda tasks: [(t, []) for t in tasks], 2, rng, max_rounds=1)
     assert empty.all_failed == 2
 
 
@@ -175,7 +175,7 @@ def test_resampling_fills_up_counts_what_it_threw_away_and_gives_up() -> None:
 def test_a_learner_whose_skill_grows_gets_more_groups_that_teach(seed: int) -> None:
     """Skill rises with every informative group; the tasks' difficulties reach far beyond both its ends."""
 
-    def learn(rule: Rule) -> tuple[float, float]:
+    def learn(rule: CurriculumRule) -> tuple[float, float]:
         rng = np.random.default_rng(seed)
         difficulty = np.linspace(-6, 14, 200)
         curriculum = Curriculum(difficulty.tolist(), rule=rule)
@@ -184,7 +184,7 @@ def test_a_learner_whose_skill_grows_gets_more_groups_that_teach(seed: int) -> N
             for task in curriculum.draw(8, rng):
                 chance = 1 / (1 + math.exp(difficulty[task] - skill))
                 passed = int(rng.binomial(8, chance))
-                curriculum.record(task, passed / 8)
+                curriculum.update(task, passed / 8)
                 taught += 0 < passed < 8
                 skill += 0.01 * (0 < passed < 8)
         return taught / (150 * 8), skill

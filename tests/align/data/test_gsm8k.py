@@ -34,8 +34,12 @@ def test_a_problem_as_task_conversation_and_pair(tmp_path: Path) -> None:
         "gsm8k:some.jsonl:1",
     )
     assert task.messages == problem.conversation().messages[:1]
-    assert problem.task(chat=False).prompt == problem.pair().prompt
-    assert problem.pair().completion == problem.conversation().messages[1]["content"] == problem.solution
+    assert problem.task(chat=False).prompt == problem.prompt_completion().prompt
+    assert (
+        problem.prompt_completion().completion
+        == problem.conversation().messages[1]["content"]
+        == problem.solution
+    )
     (kept,) = gsm8k(path, Quarantine(), calculator=True)
     assert kept.solution == ANSWER
 

@@ -13,11 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from whorl.align.data.code.bug_injection import KINDS, broken, preferences, unpaired
-from whorl.align.data.code.functions import File, Function, functions, python_files, side
-from whorl.align.data.code.tasks import Mined, compile_tasks, doctest_tasks, solvable
+from whorl.align.data.code.bug_injection import BUG_KINDS, bug_preferences, inject_bug, split_pairs
+from whorl.align.data.code.functions import (
+    PythonFunction,
+    SourceText,
+    extract_functions,
+    python_files,
+    split_of,
+)
+from whorl.align.data.code.tasks import CodeTask, compile_tasks, doctest_tasks, filter_solvable
 from whorl.errors import ConfigError, DataError
-from whorl.evals.verify.task import Task, Verdict
+from whorl.evals.verify.task import Verdict, VerifiableTask
 
 MODULE = '''\
 import math
@@ -67,18 +73,20 @@ left
 
 
 @pytest.fixture(scope="module")
-def real() -> list[File]:
+def real() -> list[SourceText]:
     return [
         (m.__name__ + ".py", Path(m.__file__).read_text()) for m in (statistics, textwrap, heapq, difflib)
     ]
 
 
 @pytest.fixture(scope="module")
-def found(real: list[File]) -> list[Function]:
-    return functions([*real, ("made.py", MODULE)])
+def found(real: list[SourceText]) -> list[PythonFunction]:
+    return extract_functions([*real, ("made.py", MODULE)])
 
 
-def run_examples(tasks: list[Task] | tuple[Task, ...], completions: list[str]) -> list[Verdict]:
+def run_examples(
+    tasks: list[VerifiableTask] | tuple[VerifiableTask, ...], completions: list[str]
+) -> list[Verdict]:
     """The verdict on code that we trust: run here."""
     verdicts = []
     for task, completion in zip(tasks, completions, strict=True):
@@ -94,7 +102,7 @@ def run_examples(tasks: list[Task] | tuple[Task, ...], completions: list[str]) -
     return verdicts
 
 
-def test_a_function_is_cut_after_its_docstring_and_nothing_is_lost(found: list[Function]) -> None:
+def test_a_function_is_cut_after_its_docstring_and_nothing_is_lost(found: list[PythonFunction]) -> None:
     wide = next(f for f in found if f.name == "wide")
     assert wide.header.startswith("@staticmethod\ndef wide(a, b=2):\n") and wide.header.endswith('    """\n')
     assert wide.body.startswith("    # a comment") and wide.body.endswith('\n\n    return "no"\n')
@@ -116,7 +124,7 @@ def test_a_method_whose_text_leaves_the_margin_is_left_out() -> None:
     inside = "class A:\n" + textwrap.indent(
         MODULE[MODULE.index("def skewed") :], "    ", lambda line: line != "left\n"
     )
-    assert functions([("a.py", inside)], skipped=skipped) == [] and skipped == {"not_indented": 1}
+    assert extract_functions([("a.py", inside)], skipped=skipped) == [] and skipped == {"not_indented": 1}
 
 
 def test_copies_are_left_out_however_they_are_laid_out() -> None:
@@ -126,31 +134,31 @@ def test_copies_are_left_out_however_they_are_laid_out() -> None:
         .replace("Open the", "Opens a")
     )
     skipped = Counter[str]()
-    both = functions([("one.py", MODULE), ("two.py", copy)], skipped=skipped)
-    assert len(both) == len(functions([("one.py", MODULE)])) and skipped["copy"] == len(both)
+    both = extract_functions([("one.py", MODULE), ("two.py", copy)], skipped=skipped)
+    assert len(both) == len(extract_functions([("one.py", MODULE)])) and skipped["copy"] == len(both)
 
 
-def test_the_order_is_the_seeds_and_not_the_files(real: list[File]) -> None:
-    one, again = functions(real, seed=1), functions(real[::-1], seed=1)
-    other = functions(real, seed=2)
+def test_the_order_is_the_seeds_and_not_the_files(real: list[SourceText]) -> None:
+    one, again = extract_functions(real, seed=1), extract_functions(real[::-1], seed=1)
+    other = extract_functions(real, seed=2)
     assert one == again
     assert [f.id for f in one] != [f.id for f in other] and {f.name for f in one} == {f.name for f in other}
 
 
 def test_files_train_or_test_and_keep_their_side() -> None:
-    sides = {f"file{i}.py": side(f"file{i}.py") for i in range(2000)}
+    sides = {f"file{i}.py": split_of(f"file{i}.py") for i in range(2000)}
     assert abs(Counter(sides.values())["test"] / 2000 - 0.1) < 0.03
-    wider = {f for f in sides if side(f, 0.2) == "test"}
+    wider = {f for f in sides if split_of(f, 0.2) == "test"}
     assert {f for f, s in sides.items() if s == "test"} < wider
-    assert side("a.py", 0.0) == "train" and side("a.py", 1.0) == "test"
+    assert split_of("a.py", 0.0) == "train" and split_of("a.py", 1.0) == "test"
 
 
-def test_pairs_and_conversations_of_a_function(found: list[Function]) -> None:
+def test_pairs_and_conversations_of_a_function(found: list[PythonFunction]) -> None:
     wide = next(f for f in found if f.name == "wide")
-    assert wide.pair().prompt + wide.pair().completion == wide.header + wide.body
+    assert wide.prompt_completion().prompt + wide.prompt_completion().completion == wide.header + wide.body
     asked, said = wide.conversation().messages
     assert wide.header in asked["content"] and ast.parse(said["content"])
-    assert wide.pair().source == "made.py" and wide.pair().id == "made.py:9:wide"
+    assert wide.prompt_completion().source == "made.py" and wide.prompt_completion().id == "made.py:9:wide"
 
 
 def test_doctest_tasks_bring_what_they_need_and_no_more() -> None:
@@ -165,16 +173,21 @@ def test_doctest_tasks_bring_what_they_need_and_no_more() -> None:
     assert not run_examples([mined.task], ["    return 3\n"])[0].passed
 
 
-def test_doctest_tasks_of_real_modules_are_solved_by_their_own_bodies(real: list[File]) -> None:
+def test_doctest_tasks_of_real_modules_are_solved_by_their_own_bodies(real: list[SourceText]) -> None:
     skipped = Counter[str]()
     mined = doctest_tasks(real, skipped=skipped)
-    kept, lost = solvable(mined, run_examples)
+    kept, lost = filter_solvable(mined, run_examples)
     assert len(kept) >= 10 and len(kept) + lost.total() == len(mined)
     assert len(kept) >= 0.8 * len(mined)
-    emptied, why = solvable([Mined(m.task, "    return None\n", m.file) for m in kept], run_examples)
+    emptied, why = filter_solvable(
+        [CodeTask(m.task, "    return None\n", m.file) for m in kept], run_examples
+    )
     assert not emptied and why["failed"]
     given = [Verdict(1.0, True, "passed")] * len(kept)
-    assert solvable(kept, lambda tasks, completions: given) == ([], {"passes without an answer": len(kept)})
+    assert filter_solvable(kept, lambda tasks, completions: given) == (
+        [],
+        {"passes without an answer": len(kept)},
+    )
     assert [m.task.id for m in doctest_tasks(real[::-1])] == [m.task.id for m in mined]
 
 
@@ -198,7 +211,7 @@ def test_doctest_tasks_that_cannot_stand_alone_are_counted() -> None:
     assert (skipped["needs_too_much"], skipped["no_examples"]) == (2, 1)
 
 
-def test_compile_tasks_are_beginnings_of_files(real: list[File]) -> None:
+def test_compile_tasks_are_beginnings_of_files(real: list[SourceText]) -> None:
     texts = {**dict(real), "made.py": MODULE}
     mined = compile_tasks(texts.items(), prompt_bytes=4000)
     assert mined and max(Counter(m.file for m in mined).values()) <= 2
@@ -212,9 +225,9 @@ def test_compile_tasks_are_beginnings_of_files(real: list[File]) -> None:
     assert compile_tasks([("t.py", inside)]) == []
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_broken_body_has_one_fault_and_the_fault_is_real(found: list[Function], kind: str) -> None:
-    made = [(f, b) for f in found if (b := broken(f, kind)) is not None]
+@pytest.mark.parametrize("kind", sorted(BUG_KINDS))
+def test_a_broken_body_has_one_fault_and_the_fault_is_real(found: list[PythonFunction], kind: str) -> None:
+    made = [(f, b) for f in found if (b := inject_bug(f, kind)) is not None]
     assert len(made) > 20
     for function, body in made:
         whole, changed = function.header + function.body, function.header + body
@@ -237,25 +250,25 @@ def test_a_broken_body_has_one_fault_and_the_fault_is_real(found: list[Function]
         ]
         lines = [a != b for a, b in zip(function.body.split("\n"), body.split("\n"), strict=True)]
         assert edits and sum(lines) == 1
-        assert broken(function, kind) == body
+        assert inject_bug(function, kind) == body
 
 
 def test_names_are_found_behind_letters_of_two_bytes() -> None:
     text = 'def f(a, b):\n    """Put a mark before a text."""\n    return "äöü" + a\n'
-    (function,) = functions([("a.py", text)])
-    assert broken(function, "variable") == '    return "äöü" + b\n'
+    (function,) = extract_functions([("a.py", text)])
+    assert inject_bug(function, "variable") == '    return "äöü" + b\n'
 
 
-def test_preferences_count_their_kinds_and_differ(found: list[Function]) -> None:
+def test_preferences_count_their_kinds_and_differ(found: list[PythonFunction]) -> None:
     counts = Counter[str]()
-    pairs = preferences(found, per_function=2, counts=counts)
-    assert len(pairs) == sum(counts[k] for k in KINDS) and set(counts) >= set(KINDS)
+    pairs = bug_preferences(found, per_function=2, counts=counts)
+    assert len(pairs) == sum(counts[k] for k in BUG_KINDS) and set(counts) >= set(BUG_KINDS)
     assert len({p.id for p in pairs}) == len(pairs)
     assert all(p.chosen != p.rejected and p.source == p.id.split(":")[0] for p in pairs)
-    both = unpaired(pairs)
-    assert [j.good for j in both] == [True, False] * len(pairs)
+    both = split_pairs(pairs)
+    assert [j.label for j in both] == [True, False] * len(pairs)
     with pytest.raises(ConfigError, match="operator"):
-        preferences(found, kinds=["operators"])
+        bug_preferences(found, kinds=["operators"])
 
 
 def test_python_files_of_a_folder(tmp_path: Path) -> None:
@@ -266,7 +279,7 @@ def test_python_files_of_a_folder(tmp_path: Path) -> None:
     skipped = Counter[str]()
     files = list(python_files(str(tmp_path), skipped))
     assert [f[0] for f in files] == ["b.py", "d.py"] and skipped == {"invalid_utf8": 1}
-    functions(files, skipped=skipped)
+    extract_functions(files, skipped=skipped)
     assert skipped["does_not_parse"] == 1
     with pytest.raises(DataError, match="unknown source"):
         list(python_files(str(tmp_path / "none")))

@@ -19,11 +19,17 @@ from tests.support.align.distillation import (
     some_texts,
 )
 
-from whorl.align.distillation.teacher import Beside, fingerprint_of, same_words, teacher_texts, tell
-from whorl.align.distillation.train import learn_from
-from whorl.align.model.batch import lay, pack
-from whorl.align.model.example import Text
-from whorl.align.model.policy_model import Network
+from whorl.align.distillation.teacher import (
+    LiveTeacher,
+    cache_teacher_logits,
+    check_same_vocabulary,
+    sample_teacher_completions,
+    tokenizer_fingerprint,
+)
+from whorl.align.distillation.train import train_student
+from whorl.align.model.batch import pack, pad
+from whorl.align.model.example import TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import CheckpointError, ConfigError, DataError
 from whorl.models import make_model
 from whorl.tokens.tokenizer import Tokenizer
@@ -36,9 +42,9 @@ def test_what_is_told_of_the_first_step_is_the_definition(kind: Any, packing: bo
     texts, network, teacher = some_texts(8), network_of(), model_of(0)
     want = mean_divergence(network.model, teacher, texts, kind)
     config = config_of(divergence=kind, packing=packing, epochs=1.0, micro_tokens=48)
-    told = learn(network, Beside(teacher), texts, config)
+    told = learn(network, LiveTeacher(teacher), texts, config)
     assert told[0]["kl"] == pytest.approx(want, rel=1e-4)
-    assert told[0]["count"] == sum(int(text.mask.sum()) for text in texts)
+    assert told[0]["count"] == sum(int(text.loss_mask.sum()) for text in texts)
 
 
 @pytest.mark.parametrize(("kind", "own"), [("forward", 0.0), ("reverse", 1.0), ("jensen", 0.5)])
@@ -46,7 +52,9 @@ def test_a_student_comes_near_its_teacher_and_every_parameter_learns(kind: Any, 
     texts, network, teacher = some_texts(), network_of(), model_of(0)
     before = {name: p.detach().clone() for name, p in network.model.named_parameters()}
     first = mean_divergence(network.model, teacher, texts, kind)
-    told = learn(network, Beside(teacher), texts, config_of(divergence=kind, own=own, epochs=10.0, share=1.0))
+    told = learn(
+        network, LiveTeacher(teacher), texts, config_of(divergence=kind, own=own, epochs=10.0, share=1.0)
+    )
     assert mean_divergence(network.model, teacher, texts, kind) < 0.6 * first
     still = [n for n, p in network.model.named_parameters() if torch.equal(p, before[n])]
     assert not still
@@ -58,7 +66,7 @@ def test_a_student_comes_near_its_teacher_and_every_parameter_learns(kind: Any, 
 def test_its_own_answers_follow_the_given_prompts_and_are_its_own() -> None:
     texts, seen = some_texts(8), list[Any]()
 
-    class Listening(Beside):
+    class Listening(LiveTeacher):
         def loss(self, part: Any, *rest: Any) -> Any:
             seen.append({name: t.clone() for name, t in part.items()})
             return super().loss(part, *rest)
@@ -89,7 +97,7 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, own: floa
         pass
 
     whole = network_of()
-    learn(whole, Beside(teacher), texts, config)
+    learn(whole, LiveTeacher(teacher), texts, config)
     steps = list[int]()
 
     def observe(step: int, metrics: dict[str, float]) -> None:
@@ -97,11 +105,11 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, own: floa
         if step == 5:
             raise KilledError
 
-    def run(observer: Any) -> Network:
+    def run(observer: Any) -> PolicyModel:
         network = network_of()
-        return learn_from(
-            network, Beside(teacher), texts, config, scribe=SCRIBE, pad_id=TOKENIZER.pad_id,
-            observe=observer, scratch=tmp_path,
+        return train_student(
+            network, LiveTeacher(teacher), texts, config, example_tokenizer=SCRIBE, pad_id=TOKENIZER.pad_id,
+            callback=observer, checkpoint_dir=tmp_path,
         )  # fmt: skip
 
     with pytest.raises(KilledError):
@@ -114,9 +122,9 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, own: floa
 
 def test_another_teacher_does_not_go_on_with_its_checkpoint(tmp_path: Path) -> None:
     texts, config = some_texts(16), config_of(checkpoint_seconds=1e-9)
-    learn(network_of(), Beside(model_of(0)), texts, config, scratch=tmp_path)
+    learn(network_of(), LiveTeacher(model_of(0)), texts, config, scratch=tmp_path)
     with pytest.raises(CheckpointError, match="teacher differs"):
-        learn(network_of(), Beside(model_of(5)), texts, config, scratch=tmp_path)
+        learn(network_of(), LiveTeacher(model_of(5)), texts, config, scratch=tmp_path)
 
 
 def test_a_step_is_the_same_in_any_micro_batches() -> None:
@@ -124,7 +132,12 @@ def test_a_step_is_the_same_in_any_micro_batches() -> None:
     found = []
     for micro in (8192, 24):
         network = network_of()
-        learn(network, Beside(teacher), texts, config_of(epochs=1.0, micro_tokens=micro, divergence="jensen"))
+        learn(
+            network,
+            LiveTeacher(teacher),
+            texts,
+            config_of(epochs=1.0, micro_tokens=micro, divergence="jensen"),
+        )
         found.append(torch.cat([p.detach().flatten() for p in network.model.parameters()]))
     assert torch.allclose(*found, atol=1e-5)
 
@@ -132,33 +145,33 @@ def test_a_step_is_the_same_in_any_micro_batches() -> None:
 def test_a_teacher_of_another_vocabulary_is_refused_and_both_are_named() -> None:
     other = make_model(model_of(0).config.model_copy(update={"vocab_size": 300}), generator(0, "test"))
     with pytest.raises(ConfigError, match=r"300 ids.*264 ids"):
-        learn(network_of(), Beside(other), some_texts(8), config_of())
-    words = fingerprint_of(Tokenizer.train(["abab"], 264))
-    with pytest.raises(ConfigError, match=f"{words}.*{fingerprint_of(TOKENIZER)}"):
-        learn(network_of(), Beside(model_of(0), words), some_texts(8), config_of())
+        learn(network_of(), LiveTeacher(other), some_texts(8), config_of())
+    words = tokenizer_fingerprint(Tokenizer.train(["abab"], 264))
+    with pytest.raises(ConfigError, match=f"{words}.*{tokenizer_fingerprint(TOKENIZER)}"):
+        learn(network_of(), LiveTeacher(model_of(0), words), some_texts(8), config_of())
 
 
 def test_tokenizers_are_compared_token_by_token() -> None:
     a, b = (Tokenizer([*TOKENIZER.token_bytes[:256], pair]) for pair in (b"ab", b"ba"))
-    assert same_words(a, Tokenizer(a.token_bytes[:257])) == fingerprint_of(a)
+    assert check_same_vocabulary(a, Tokenizer(a.token_bytes[:257])) == tokenizer_fingerprint(a)
     with pytest.raises(ConfigError, match=r"Ann.*260 ids.*Ben.*260: id 256 is b'ab' .* b'ba'"):
-        same_words(a, b, names=("Ann", "Ben"))
+        check_same_vocabulary(a, b, names=("Ann", "Ben"))
     with pytest.raises(ConfigError, match=r"259 ids.*260: id 256"):
-        same_words(TOKENIZER, a)
+        check_same_vocabulary(TOKENIZER, a)
 
 
 def test_bad_texts_are_named() -> None:
     with pytest.raises(DataError, match="no text"):
-        learn(network_of(), Beside(model_of(0)), [], config_of())
+        learn(network_of(), LiveTeacher(model_of(0)), [], config_of())
     with pytest.raises(DataError, match="text 1 has"):
-        long = SCRIBE.answered("a", "b" * 40)
-        learn(network_of(), Beside(model_of(0)), [some_texts(1)[0], long], config_of())
+        long = SCRIBE.prompt_completion("a", "b" * 40)
+        learn(network_of(), LiveTeacher(model_of(0)), [some_texts(1)[0], long], config_of())
 
 
 def test_prompts_alone_are_enough_for_answers_of_its_own() -> None:
-    bare = [Text(t.ids[: t.prompt_length], t.mask[: t.prompt_length]) for t in some_texts(8)]
+    bare = [TokenizedExample(t.ids[: t.prompt_length], t.loss_mask[: t.prompt_length]) for t in some_texts(8)]
     told = learn(
-        network_of(), Beside(model_of(0)), bare, config_of(own=1.0, divergence="reverse", epochs=1.0)
+        network_of(), LiveTeacher(model_of(0)), bare, config_of(own=1.0, divergence="reverse", epochs=1.0)
     )
     assert told[0]["count"] == told[0]["sampled"] > 0
 
@@ -166,33 +179,39 @@ def test_prompts_alone_are_enough_for_answers_of_its_own() -> None:
 def test_a_teachers_own_answers_are_texts_that_end() -> None:
     teacher = model_of(0)
     prompts = [SCRIBE.prompt(word) for word in ("ab", "cd", "ef") for _ in range(40)]
-    texts, cut_off = teacher_texts(teacher, SCRIBE, prompts, length=24, max_tokens=16)
+    texts, cut_off = sample_teacher_completions(teacher, SCRIBE, prompts, length=24, max_tokens=16)
     assert len(texts) + cut_off == 120
-    assert all(int(t.ids[-1]) in SCRIBE.ends and t.mask[-1] for t in texts)
+    assert all(int(t.ids[-1]) in SCRIBE.stop_ids and t.loss_mask[-1] for t in texts)
 
 
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jensen"])
 def test_what_was_kept_of_all_ids_teaches_what_the_teacher_beside_teaches(kind: Any) -> None:
     texts, teacher, config = some_texts(8), model_of(0), config_of(divergence=kind, epochs=2.0)
-    told = tell(teacher, texts, pad_id=TOKENIZER.pad_id, top=VOCAB, words=fingerprint_of(TOKENIZER))
+    told = cache_teacher_logits(
+        teacher,
+        texts,
+        pad_id=TOKENIZER.pad_id,
+        top_k=VOCAB,
+        vocab_fingerprint=tokenizer_fingerprint(TOKENIZER),
+    )
     one, two = network_of(), network_of()
-    a, b = learn(one, Beside(teacher), texts, config), learn(two, told, texts, config)
+    a, b = learn(one, LiveTeacher(teacher), texts, config), learn(two, told, texts, config)
     assert [x["kl"] for x in a] == pytest.approx([x["kl"] for x in b], rel=1e-4)
 
 
 @pytest.mark.parametrize("laid", ["lay", "pack"])
 def test_each_target_finds_what_was_said_of_it(laid: str) -> None:
     texts, teacher = some_texts(9), model_of(0)
-    told = tell(teacher, texts, pad_id=TOKENIZER.pad_id, top=4)
+    told = cache_teacher_logits(teacher, texts, pad_id=TOKENIZER.pad_id, top_k=4)
     numbers = [7, 2, 5, 0]
     chosen = [texts[n] for n in numbers]
-    part = lay(chosen, 258) if laid == "lay" else pack(chosen, 40, 258)
-    rows = told.rows_of(part, torch.tensor(numbers))
+    part = pad(chosen, 258) if laid == "lay" else pack(chosen, 40, 258)
+    rows = told.target_rows(part, torch.tensor(numbers))
     assert torch.equal(rows >= 0, part["loss_mask"])
     for local, number in enumerate(numbers):
         text = texts[number]
         ids = torch.from_numpy(text.ids)[None, :-1]
-        said = teacher.logits(teacher(ids)).log_softmax(-1)[0][torch.from_numpy(text.mask[1:])]
+        said = teacher.logits(teacher(ids)).log_softmax(-1)[0][torch.from_numpy(text.loss_mask[1:])]
         mine = rows[(part["sequence"] == local) & part["loss_mask"]]
         assert torch.allclose(told.log_probs[mine], said.topk(4).values, atol=1e-5)
-        assert torch.equal(told.tops[mine].long(), said.topk(4).indices)
+        assert torch.equal(told.top_ids[mine].long(), said.topk(4).indices)

@@ -10,12 +10,12 @@ from pydantic import ValidationError
 from tests.support.align.distillation import config_of, learn, mean_divergence, model_of, some_texts
 
 from whorl.align.config import StudentConfig
-from whorl.align.distillation.student import evenly, make_student, narrower, shallower
-from whorl.align.distillation.teacher import Beside
-from whorl.align.model.policy_model import Network
+from whorl.align.distillation.student import make_student, scale_width, select_layers, uniform_layers
+from whorl.align.distillation.teacher import LiveTeacher
+from whorl.align.model.policy_model import PolicyModel
 from whorl.errors import ConfigError
 from whorl.models import DecoderConfig, TransformerConfig, make_model
-from whorl.models.transformer_config import Experts, Heads, LatentHeads
+from whorl.models.transformer_config import AttentionConfig, MLAConfig, MoEConfig
 from whorl.tracking.seeds import generator
 
 
@@ -23,7 +23,7 @@ def mixed(**options: Any) -> TransformerConfig:
     head = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
     usual: dict[str, Any] = {
         "vocab_size": 264, "d_model": 32, "n_layers": 6, "mlp_hidden": 64,
-        "mixers": {"local": Heads(**head, window=4), "global": Heads(**head)}, "pattern": ("local", "local", "global"),
+        "mixers": {"local": AttentionConfig(**head, window=4), "global": AttentionConfig(**head)}, "pattern": ("local", "local", "global"),
     }  # fmt: skip
     return TransformerConfig(**{**usual, **options})
 
@@ -33,67 +33,67 @@ def mixed(**options: Any) -> TransformerConfig:
     [(8, 1, [0]), (8, 2, [0, 7]), (8, 8, list(range(8))), (9, 3, [0, 4, 8]), (4, 3, [0, 2, 3])],
 )
 def test_layers_are_chosen_evenly(n: int, k: int, want: list[int]) -> None:
-    assert evenly(n, k) == want
+    assert uniform_layers(n, k) == want
 
 
 def test_chosen_layers_are_distinct_and_keep_both_ends() -> None:
     for n in range(2, 40):
         for k in range(2, n + 1):
-            found = evenly(n, k)
+            found = uniform_layers(n, k)
             assert found == sorted(set(found)) and (found[0], found[-1], len(found)) == (0, n - 1, k)
     with pytest.raises(ConfigError, match="layers is 9"):
-        evenly(8, 9)
+        uniform_layers(8, 9)
 
 
 def test_a_shallow_student_has_its_teachers_layers_and_says_what_they_say() -> None:
     teacher = model_of(0, layers=5)
-    student = make_student(teacher, StudentConfig(layers=3))
+    student = make_student(teacher, StudentConfig(n_layers=3))
     state = student.state_dict()
     for new, old in enumerate([0, 2, 4]):
         for name, p in teacher.blocks[old].state_dict().items():
             assert torch.equal(state[f"blocks.{new}.{name}"], p)
     assert torch.equal(student.embedding, teacher.embedding) and student.embedding is not teacher.embedding
-    whole = make_student(teacher, StudentConfig(layers=5))
+    whole = make_student(teacher, StudentConfig(n_layers=5))
     ids = torch.arange(12)[None] + 97
     assert torch.equal(whole(ids), teacher(ids))
 
 
 def test_layers_with_names_keep_their_names() -> None:
-    config = mixed(experts=Experts(n_experts=3, top_k=2, hidden=16, dense_layers=(0, 5)))
+    config = mixed(experts=MoEConfig(n_experts=3, top_k=2, hidden=16, dense_layers=(0, 5)))
     teacher = make_model(config, generator(0, "test"))
-    student = shallower(teacher, 3)  # 0, 2, 5; evenly rounds 2.5 to 2
+    student = select_layers(teacher, 3)  # 0, 2, 5; evenly rounds 2.5 to 2
     assert student.config.layer_names() == ["local", "global", "global"]
     assert student.config.experts.dense_layers == (0, 2)
     assert torch.equal(
         student.state_dict()["blocks.1.mixer.q.weight"], teacher.state_dict()["blocks.2.mixer.q.weight"]
     )
-    only = shallower(make_model(mixed(), generator(0, "test")), 1)
+    only = select_layers(make_model(mixed(), generator(0, "test")), 1)
     assert set(only.config.mixers) == {"local"}
 
 
 def test_layers_that_lend_keys_cannot_go_one_by_one() -> None:
-    head = Heads(n_heads=2, n_kv_heads=2, head_dim=8)
+    head = AttentionConfig(n_heads=2, n_kv_heads=2, head_dim=8)
     config = mixed(share_keys=2, mixers={"a": head}, pattern=("a",))
     with pytest.raises(ConfigError, match="lend keys"):
-        shallower(make_model(config, generator(0, "test")), 2)
+        select_layers(make_model(config, generator(0, "test")), 2)
 
 
 def test_half_the_width_is_a_quarter_of_the_size() -> None:
     config = DecoderConfig(
         vocab_size=264, d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, mlp_hidden=384
     )
-    half = narrower(config, 0.5)
+    half = scale_width(config, 0.5)
     assert isinstance(half, DecoderConfig)
     assert (half.d_model, half.mlp_hidden, half.n_heads, half.n_kv_heads) == (64, 192, 2, 1)
     sizes = [sum(p.numel() for p in make_model(c, generator(0)).blocks.parameters()) for c in (half, config)]
     assert sizes[0] / sizes[1] == pytest.approx(0.25, abs=0.01)
-    thin = narrower(mixed(), 0.5)
-    assert thin.d_model == 16 and thin.mixers["local"] == Heads(n_heads=2, n_kv_heads=1, head_dim=8, window=4)
+    thin = scale_width(mixed(), 0.5)
+    assert thin.d_model == 16 and thin.mixers["local"] == AttentionConfig(
+        n_heads=2, n_kv_heads=1, head_dim=8, window=4
+    )
     with pytest.raises(ConfigError, match=r"'x' .latent."):
-        narrower(
-            mixed(
-                mixers={"x": LatentHeads(n_heads=2, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)}, pattern=()
-            ),
+        scale_width(
+            mixed(mixers={"x": MLAConfig(n_heads=2, kv_rank=8, nope_dim=8, rope_dim=4, v_dim=8)}, pattern=()),
             0.5,
         )
 
@@ -101,7 +101,8 @@ def test_half_the_width_is_a_quarter_of_the_size() -> None:
 def test_a_narrow_student_is_drawn_by_its_generator() -> None:
     teacher = model_of(0, width=32, layers=2)
     a, b = (
-        make_student(teacher, StudentConfig(width=0.5, layers=1), generator=generator(1)) for _ in range(2)
+        make_student(teacher, StudentConfig(width_multiplier=0.5, n_layers=1), generator=generator(1))
+        for _ in range(2)
     )
     assert torch.equal(a.embedding, b.embedding) and len(a.blocks) == 1 and a.config.d_model == 16
 
@@ -113,13 +114,15 @@ def test_a_narrow_student_is_drawn_by_its_generator() -> None:
 def test_students_of_every_make_can_be_taught(student: dict[str, Any]) -> None:
     teacher, texts = model_of(0, width=32, layers=3), some_texts(16)
     rows = [torch.from_numpy(text.ids)[None, :-1] for text in texts]
-    made = make_student(teacher, StudentConfig(**student), generator=generator(1, "student"), rows=rows)
+    made = make_student(
+        teacher, StudentConfig(**student), generator=generator(1, "student"), calibration_ids=rows
+    )
     assert sum(p.numel() for p in made.blocks.parameters()) < sum(
         p.numel() for p in teacher.blocks.parameters()
     )
-    network = Network(made)
+    network = PolicyModel(made)
     before = mean_divergence(made, teacher, texts, "forward")
-    learn(network, Beside(teacher), texts, config_of(epochs=12.0, share=0.5))
+    learn(network, LiveTeacher(teacher), texts, config_of(epochs=12.0, share=0.5))
     assert mean_divergence(made, teacher, texts, "forward") < 0.7 * before
     assert not any(p.requires_grad for p in teacher.parameters())
 
@@ -129,6 +132,6 @@ def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(ConfigError, match="is its teacher"):
         make_student(teacher, StudentConfig())
     with pytest.raises(ConfigError, match="no rows"):
-        make_student(teacher, StudentConfig(heads=1))
+        make_student(teacher, StudentConfig(n_heads=1))
     with pytest.raises(ValidationError, match="nothing to prune"):
-        StudentConfig(width=0.5, heads=1)
+        StudentConfig(width_multiplier=0.5, n_heads=1)

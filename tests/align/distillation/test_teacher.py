@@ -20,22 +20,31 @@ from tests.support.align.distillation import (
     some_texts,
 )
 
-from whorl.align.distillation.teacher import MANIFEST, TENSORS, Beside, Told, fingerprint_of, tell
-from whorl.align.model.example import Text, joined
+from whorl.align.distillation.teacher import (
+    MANIFEST,
+    TENSORS,
+    CachedTeacher,
+    LiveTeacher,
+    cache_teacher_logits,
+    tokenizer_fingerprint,
+)
+from whorl.align.model.example import TokenizedExample, concat
 from whorl.errors import ConfigError, DataError
 
 
-def told_of(n: int = 8, top: int = 6, **options: Any) -> Told:
-    return tell(model_of(0), some_texts(n), pad_id=TOKENIZER.pad_id, top=top, teacher="T", **options)
+def told_of(n: int = 8, top: int = 6, **options: Any) -> CachedTeacher:
+    return cache_teacher_logits(
+        model_of(0), some_texts(n), pad_id=TOKENIZER.pad_id, top_k=top, teacher_name="T", **options
+    )
 
 
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
-    told = told_of(words=fingerprint_of(TOKENIZER))
-    found = Told.load(told.save(tmp_path / "a"))
-    assert [t.ids.tolist() for t in found.texts] == [t.ids.tolist() for t in told.texts]
-    assert [t.mask.tolist() for t in found.texts] == [t.mask.tolist() for t in told.texts]
-    assert torch.equal(found.tops, told.tops) and torch.equal(found.log_probs, told.log_probs)
-    assert torch.equal(found.start, told.start) and found.identity() == told.identity()
+    told = told_of(words=tokenizer_fingerprint(TOKENIZER))
+    found = CachedTeacher.load(told.save(tmp_path / "a"))
+    assert [t.ids.tolist() for t in found.examples] == [t.ids.tolist() for t in told.examples]
+    assert [t.loss_mask.tolist() for t in found.examples] == [t.loss_mask.tolist() for t in told.examples]
+    assert torch.equal(found.top_ids, told.top_ids) and torch.equal(found.log_probs, told.log_probs)
+    assert torch.equal(found.row_offsets, told.row_offsets) and found.identity() == told.identity()
     for name in ("vocab_size", "words", "temperature", "teacher"):
         assert getattr(found, name) == getattr(told, name)
     manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
@@ -47,30 +56,31 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_any_texts_come_back_with_as_many_rows_as_targets(tmp_path_factory: Any, drawn: Any) -> None:
     texts = []
     for pairs in drawn:
-        text = joined([257, *(i for i, _ in pairs)], [])
-        texts.append(Text(text.ids, torch.tensor([False, *(m for _, m in pairs)]).numpy()))
+        text = concat([257, *(i for i, _ in pairs)], [])
+        texts.append(TokenizedExample(text.ids, torch.tensor([False, *(m for _, m in pairs)]).numpy()))
     model = model_of(0)
     if not any(t.mask.any() for t in texts):
         with pytest.raises(DataError, match="no id that is to be learnt"):
-            tell(model, texts, pad_id=258)
+            cache_teacher_logits(model, texts, pad_id=258)
         return
-    told = tell(model, texts, pad_id=258, top=3)
-    found = Told.load(told.save(tmp_path_factory.mktemp("told")))
-    assert len(found.tops) == sum(int(t.mask.sum()) for t in texts) == int(found.start[-1])
+    told = cache_teacher_logits(model, texts, pad_id=258, top_k=3)
+    found = CachedTeacher.load(told.save(tmp_path_factory.mktemp("told")))
+    assert len(found.top_ids) == sum(int(t.mask.sum()) for t in texts) == int(found.row_offsets[-1])
     assert all(
-        (a.ids == b.ids).all() and (a.mask == b.mask).all() for a, b in zip(found.texts, texts, strict=True)
+        (a.ids == b.ids).all() and (a.loss_mask == b.mask).all()
+        for a, b in zip(found.examples, texts, strict=True)
     )
     assert torch.equal(found.log_probs, told.log_probs) and bool((found.log_probs.diff(dim=1) <= 0).all())
 
 
 def test_the_passes_batches_change_nothing() -> None:
     texts, model = some_texts(70), model_of(0)
-    told = tell(model, texts, pad_id=TOKENIZER.pad_id, top=5, temperature=2.0)
+    told = cache_teacher_logits(model, texts, pad_id=TOKENIZER.pad_id, top_k=5, temperature=2.0)
     for n in (0, 35, 69):
         text = texts[n]
         said = model.logits(model(torch.from_numpy(text.ids)[None, :-1]))[0] / 2.0
-        want = said.log_softmax(-1)[torch.from_numpy(text.mask[1:])].topk(5).values
-        assert torch.allclose(told.log_probs[told.start[n] : told.start[n + 1]], want, atol=1e-5)
+        want = said.log_softmax(-1)[torch.from_numpy(text.loss_mask[1:])].topk(5).values
+        assert torch.allclose(told.log_probs[told.row_offsets[n] : told.row_offsets[n + 1]], want, atol=1e-5)
 
 
 @pytest.mark.parametrize("damage", ["cut", "bit", "gone", "manifest", "field", "form", "not json"])
@@ -94,12 +104,12 @@ def test_what_is_damaged_is_named_and_never_used(tmp_path: Path, damage: str) ->
         )
         manifest.write_text(json.dumps(record))
     with pytest.raises(DataError, match=str(tmp_path)):
-        Told.load(folder)
+        CachedTeacher.load(folder)
 
 
 def test_a_student_learns_from_few_ids_that_were_kept(tmp_path: Path) -> None:
-    told = Told.load(told_of(16, top=40).save(tmp_path))
-    figures = learn(network_of(), told, list(told.texts), config_of(epochs=12.0, share=1.0))
+    told = CachedTeacher.load(told_of(16, top=40).save(tmp_path))
+    figures = learn(network_of(), told, list(told.examples), config_of(epochs=12.0, share=1.0))
     assert figures[-1]["kl"] < 0.6 * figures[0]["kl"]
 
 
@@ -115,8 +125,8 @@ def test_what_was_kept_cannot_judge_anything_else() -> None:
 
 def test_a_teacher_beside_learns_nothing() -> None:
     teacher = model_of(0)
-    beside = Beside(teacher)
+    beside = LiveTeacher(teacher)
     before = beside.identity()
     learn(network_of(), beside, some_texts(8), config_of(own=0.5, divergence="reverse"))
-    assert beside.identity() == before != Beside(model_of(3)).identity()
+    assert beside.identity() == before != LiveTeacher(model_of(3)).identity()
     assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())

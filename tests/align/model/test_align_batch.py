@@ -9,22 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.align.byte_model import network, sums
 
-from whorl.align.model.batch import by_length, cut, lay, pack
-from whorl.align.model.example import Text
+from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
+from whorl.align.model.example import TokenizedExample
 from whorl.errors import ConfigError
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.config import RoutingConfig
-from whorl.train.lm.objective import LossOf
-from whorl.train.metrics.moe_balance import Mixtures
+from whorl.train.lm.objective import LMObjective
+from whorl.train.metrics.moe_balance import MoEBalancer
 
 
 @st.composite
-def texts(draw: st.DrawFn) -> list[Text]:
+def texts(draw: st.DrawFn) -> list[TokenizedExample]:
     found = []
     for n in draw(st.lists(st.integers(2, 20), min_size=1, max_size=12)):
         ids = np.array(draw(st.lists(st.integers(1, 99), min_size=n, max_size=n)), np.int64)
         mask = np.array([False, *draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))])
-        found.append(Text(ids, mask))
+        found.append(TokenizedExample(ids, mask))
     return found
 
 
@@ -36,18 +36,22 @@ def read_back(
 
 
 @given(texts(), st.booleans(), st.integers(1, 4))
-def test_every_token_keeps_what_belongs_to_it(given_texts: list[Text], packed: bool, rows: int) -> None:
+def test_every_token_keeps_what_belongs_to_it(
+    given_texts: list[TokenizedExample], packed: bool, rows: int
+) -> None:
     streams = {"stream": [np.arange(len(t), dtype=np.float32) + 100 * n for n, t in enumerate(given_texts)]}
-    part = pack(given_texts, 24, 0, streams) if packed else lay(given_texts, 0, streams)
-    pieces = [part, *([by_length(part)] if not packed else [])]
+    part = pack(given_texts, 24, 0, streams) if packed else pad(given_texts, 0, streams)
+    pieces = [part, *([sort_by_length(part)] if not packed else [])]
     for whole in pieces:
         assert int((whole["sequence"] >= 0).sum()) == sum(len(t) - 1 for t in given_texts)
         for n, text in enumerate(given_texts):
             tokens, targets, mask, stream = read_back(whole, n)
             assert tokens == text.ids[:-1].tolist() and targets == text.ids[1:].tolist()
-            assert mask == text.mask[1:].tolist()
+            assert mask == text.loss_mask[1:].tolist()
             assert stream == streams["stream"][n][1:].tolist()
-    together = [t for piece in cut(part, rows) for t in piece["targets"][piece["sequence"] >= 0].tolist()]
+    together = [
+        t for piece in micro_batches(part, rows) for t in piece["targets"][piece["sequence"] >= 0].tolist()
+    ]
     assert together == part["targets"][part["sequence"] >= 0].tolist()
     if packed:
         assert (part["positions"][part["sequence"] >= 0] < 24).all()
@@ -63,21 +67,21 @@ def test_a_step_is_the_same_however_texts_are_laid_out() -> None:
     made = sums(12)
     found = []
     for parts in (
-        [lay(made, 0)],
+        [pad(made, 0)],
         [pack(made, 40, 0)],
-        list(cut(pack(made, 40, 0), 1)),
-        list(cut(by_length(lay(made, 0)), 5)),
+        list(micro_batches(pack(made, 40, 0), 1)),
+        list(micro_batches(sort_by_length(pad(made, 0)), 5)),
     ):
         net = network()
-        objective = LossOf(
-            net.model, Mixtures(net.model, RoutingConfig(), World()), z_loss=0.0, compile=False
+        objective = LMObjective(
+            net.model, MoEBalancer(net.model, RoutingConfig(), ProcessGroup()), z_loss=0.0, compile=False
         )
         losses = [objective(part) for part in parts]
         sum(loss.total for loss in losses).backward()  # type: ignore[union-attr]
         gradients = {n: p.grad.to_dense() for n, p in net.named_parameters() if p.grad is not None}
         found.append((sum(x.total.item() for x in losses), sum(x.count.item() for x in losses), gradients))
     total, count, gradients = found[0]
-    assert count == sum(int(t.mask.sum()) for t in made)
+    assert count == sum(int(t.loss_mask.sum()) for t in made)
     for other, number, others in found[1:]:
         assert other == pytest.approx(total, rel=1e-5) and number == count
         assert others.keys() == gradients.keys()

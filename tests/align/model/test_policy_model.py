@@ -8,14 +8,14 @@ import torch
 from tests.support.align.byte_model import VOCAB, decoder, network, scribe, sums
 
 from whorl.align.config import LoRAConfig, StageConfig
-from whorl.align.model.batch import lay, pack
-from whorl.align.model.example import joined
-from whorl.align.model.policy_model import Network, frozen
-from whorl.align.model.sampling import answer, never, policy_sampling, rollout_engine
-from whorl.align.stage.trainer import learner_of
+from whorl.align.model.batch import pack, pad
+from whorl.align.model.example import concat
+from whorl.align.model.policy_model import PolicyModel, frozen_reference
+from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
+from whorl.align.stage.trainer import make_learner
 from whorl.errors import ConfigError
 from whorl.models import Decoder
-from whorl.models.lora import merge
+from whorl.models.lora import merge_lora
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -23,12 +23,14 @@ def test_the_engines_word_for_a_token_is_the_trainers(temperature: float) -> Non
     net, writer = network(temperature=temperature), scribe()
     engine = rollout_engine(net.model, writer, sequences=4, max_length=64)
     prompts = [writer.prompt(f"{n}+{n}=") for n in range(10)]
-    found = answer(engine, prompts, policy_sampling(temperature), max_tokens=12, ends=writer.ends, seed=3)
-    texts = [joined(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
+    found = sample_completions(
+        engine, prompts, policy_sampling(temperature), max_tokens=12, stop_ids=writer.stop_ids, seed=3
+    )
+    texts = [concat(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
     streams = [
         np.array([0.0] * len(p) + one.log_probs, np.float32) for p, one in zip(prompts, found, strict=True)
     ]
-    for part in (lay(texts, 0, {"said": streams}), pack(texts, 40, 0, {"said": streams})):
+    for part in (pad(texts, 0, {"said": streams}), pack(texts, 40, 0, {"said": streams})):
         scored = net.score(part)["log_prob"]
         torch.testing.assert_close(
             scored[part["loss_mask"]], part["said"][part["loss_mask"]], rtol=0, atol=1e-4
@@ -44,53 +46,55 @@ def test_rows_are_read_as_an_engine_with_that_room_reads_them() -> None:
     writer = scribe()
     prompts = [writer.prompt(f"{n}") for n in range(6)]
     for room in (12, 48):
-        model.room = room
+        model.context_hint = room
         engine = rollout_engine(model, writer, sequences=4, max_length=room)
-        found = answer(engine, prompts, policy_sampling(1.0), max_tokens=9, ends=writer.ends, seed=3)
-        texts = [joined(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
+        found = sample_completions(
+            engine, prompts, policy_sampling(1.0), max_tokens=9, stop_ids=writer.stop_ids, seed=3
+        )
+        texts = [concat(prompt, one.ids) for prompt, one in zip(prompts, found, strict=True)]
         said = [
             np.array([0.0] * len(p) + one.log_probs, np.float32)
             for p, one in zip(prompts, found, strict=True)
         ]
-        net = Network(model, forbidden=never(writer, VOCAB, len(writer.tokenizer.token_bytes)))
-        for part in (lay(texts, 0, {"said": said}), pack(texts, 24, 0, {"said": said})):
+        net = PolicyModel(model, banned_ids=banned_ids(writer, VOCAB, len(writer.tokenizer.token_bytes)))
+        for part in (pad(texts, 0, {"said": said}), pack(texts, 24, 0, {"said": said})):
             mask = part["loss_mask"]
             torch.testing.assert_close(
                 net.score(part)["log_prob"][mask], part["said"][mask], rtol=0, atol=1e-4
             )
-        model.room = 12 if room == 48 else 48
+        model.context_hint = 12 if room == 48 else 48
         assert (net.score(part)["log_prob"][mask] - part["said"][mask]).abs().max() > 1e-3
 
 
 def test_what_is_never_sampled_has_no_share() -> None:
     net, writer = network(), scribe()
-    part = lay(sums(3), 0)
-    alone = Network(net.model)
+    part = pad(sums(3), 0)
+    alone = PolicyModel(net.model)
     assert (net.score(part)["log_prob"] >= alone.score(part)["log_prob"]).all()
     assert not torch.equal(net.score(part)["log_prob"], alone.score(part)["log_prob"])
-    out = never(writer, VOCAB, len(writer.tokenizer.token_bytes))
+    out = banned_ids(writer, VOCAB, len(writer.tokenizer.token_bytes))
     assert writer.tokenizer.pad_id in out and writer.tokenizer.eos_id not in out
-    found = answer(
+    found = sample_completions(
         rollout_engine(net.model, writer, sequences=8, max_length=64), [writer.prompt("1")] * 8,
-        policy_sampling(5.0), max_tokens=30, ends=writer.ends, seed=0,
+        policy_sampling(5.0), max_tokens=30, stop_ids=writer.stop_ids, seed=0,
     )  # fmt: skip
     assert not {i for one in found for i in one.ids} & set(out)
 
 
 def test_an_adapter_trains_alone_and_is_what_is_published() -> None:
-    net = network(lora=LoRAConfig(rank=2, alpha=4.0, layers=("q", "up")))
+    net = network(lora=LoRAConfig(rank=2, alpha=4.0, target_modules=("q", "up")))
     before = {n: p.detach().clone() for n, p in net.model.named_parameters()}
-    part = lay(sums(8), 0)
-    config = StageConfig(share=1.0, matrices="adamw")
+    part = pad(sums(8), 0)
+    config = StageConfig(lr_scale=1.0, optimizer="adamw")
 
     def objective(part: dict[str, torch.Tensor]):  # type: ignore[no-untyped-def]
         from whorl.objectives import Loss
 
-        judged = net.judge(part)
+        judged = net.log_probs(part)
         return Loss(-judged.log_prob.sum(), torch.tensor(float(len(judged.log_prob))))
 
     start = objective(part).total.item()
-    learner = learner_of(net, objective, config, positions=part["tokens"].numel())
+    learner = make_learner(net, objective, config, positions=part["tokens"].numel())
     for _ in range(5):
         learner.updates[0].accumulate(objective(part))
         learner.updates[0].step(1.0)
@@ -100,10 +104,10 @@ def test_an_adapter_trains_alone_and_is_what_is_published() -> None:
     assert after < start
     assert all(p.abs().sum() > 0 for p in net.factors.values())
     merged = decoder()
-    merge(merged, net.adapter())
+    merge_lora(merged, net.adapter())
     for name, p in merged.named_parameters():
-        torch.testing.assert_close(net.policy()[name], p)
-    published = frozen(decoder(), net, net.policy().items())
+        torch.testing.assert_close(net.merged_weights()[name], p)
+    published = frozen_reference(decoder(), net, net.merged_weights().items())
     torch.testing.assert_close(
         published.score(part)["log_prob"], net.score(part)["log_prob"], rtol=1e-4, atol=1e-4
     )
@@ -111,21 +115,21 @@ def test_an_adapter_trains_alone_and_is_what_is_published() -> None:
 
 def test_a_critic_says_a_value_for_every_position() -> None:
     net = network(critic=True)
-    part = lay(sums(4), 0)
+    part = pad(sums(4), 0)
     found = net.score(part)
     assert found["value"].shape == found["log_prob"].shape == part["tokens"].shape
     assert net.value is not None
     torch.nn.init.ones_(net.value.weight)
-    judged = net.judge(part)
+    judged = net.log_probs(part)
     assert judged.value is not None
     torch.testing.assert_close(net.score(part)["value"][part["loss_mask"]], judged.value)
 
 
 def test_every_parameter_has_a_treatment() -> None:
     net = network(critic=True)
-    assert set(net.treatments(StageConfig().optim())) == {n for n, _ in net.named_parameters()}
-    slow, fast = (StageConfig(share=s).optim() for s in (0.1, 0.2))
-    assert fast.matrix_rate == pytest.approx(2 * slow.matrix_rate)
+    assert set(net.param_optims(StageConfig().optim())) == {n for n, _ in net.named_parameters()}
+    slow, fast = (StageConfig(lr_scale=s).optim() for s in (0.1, 0.2))
+    assert fast.lr_muon == pytest.approx(2 * slow.lr_muon)
 
 
 def test_a_policy_explores_and_prompts_have_room() -> None:
@@ -134,4 +138,6 @@ def test_a_policy_explores_and_prompts_have_room() -> None:
     writer = scribe()
     engine = rollout_engine(decoder(), writer, sequences=1, max_length=16)
     with pytest.raises(ConfigError, match="prompt 1"):
-        answer(engine, [[1], [1] * 20], policy_sampling(1.0), max_tokens=2, ends=writer.ends, seed=0)
+        sample_completions(
+            engine, [[1], [1] * 20], policy_sampling(1.0), max_tokens=2, stop_ids=writer.stop_ids, seed=0
+        )

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from whorl.align.config import LoRAConfig
 from whorl.align.model import shared_prefix as room
-from whorl.align.model.policy_model import Network
-from whorl.align.model.shared_prefix import can_share, families
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.shared_prefix import find_shared_prefixes, supports_shared_prefix
 from whorl.models import DecoderConfig, LanguageModel, make_model
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 VOCAB = 264
 
@@ -61,7 +61,7 @@ def transformer(**changes: Any) -> TransformerConfig:
         n_layers=2,
         mlp_hidden=48,
         max_length=64,
-        mixers={"full": Heads(**heads)},
+        mixers={"full": AttentionConfig(**heads)},
         **changes,
     )
 
@@ -85,19 +85,19 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def network(config: Any, **options: Any) -> Network:
+def network(config: Any, **options: Any) -> PolicyModel:
     g = torch.Generator().manual_seed(1)
     model: LanguageModel = make_model(config, g)
     with torch.no_grad():  # what begins at nought is drawn, or a mistake in it would not be seen
         for p in model.parameters():
             if not p.any():
                 p.normal_(0.0, 0.3, generator=g)
-    return Network(model, temperature=0.8, forbidden={0, 1}, **options)
+    return PolicyModel(model, temperature=0.8, banned_ids={0, 1}, **options)
 
 
-def outcome(net: Network, rows: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def outcome(net: PolicyModel, rows: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     net.zero_grad()
-    judged = net.judge(rows, entropy=True)
+    judged = net.log_probs(rows, entropy=True)
     weights = torch.linspace(-1, 1, len(judged.log_prob))
     total = (judged.log_prob * weights).sum() + (judged.value.sum() if judged.value is not None else 0.0)
     total.backward()
@@ -108,8 +108,8 @@ def outcome(net: Network, rows: dict[str, Tensor]) -> tuple[Tensor, dict[str, Te
     }
 
 
-def holds(net: Network, rows: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert can_share(net.model) and families(rows) is not None
+def holds(net: PolicyModel, rows: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert supports_shared_prefix(net.model) and find_shared_prefixes(rows) is not None
     shared, gradients = outcome(net, rows)
     with monkeypatch.context() as m:
         m.setattr("whorl.align.model.policy_model.can_share", lambda model: False)
@@ -177,14 +177,16 @@ def test_every_target_is_found(seed: int, groups: int, answers: int) -> None:
     rows = ragged(seed, groups, answers)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(room, "WORTH", 10.0)
-        found = families(rows)
+        found = find_shared_prefixes(rows)
     assert found is not None
     f, p, r, a = found.shape
     assert len(found.row) == len(found.column) == f * p + r * a
-    places = torch.stack([found.row[found.at], found.column[found.at]], 1)
+    places = torch.stack([found.row[found.target_index], found.column[found.target_index]], 1)
     rows_, columns = rows["loss_mask"].nonzero(as_tuple=True)
     assert torch.equal(places[:, 1], columns)
-    first = found.at < f * p  # a prompt's last position, which another row of the family may stand for
+    first = (
+        found.target_index < f * p
+    )  # a prompt's last position, which another row of the family may stand for
     assert torch.equal(places[~first, 0], rows_[~first])
     prefix = columns[first] + 1
     for here, there, n in zip(rows_[first].tolist(), places[first, 0].tolist(), prefix.tolist(), strict=True):
@@ -193,13 +195,13 @@ def test_every_target_is_found(seed: int, groups: int, answers: int) -> None:
 
 def test_what_shares_nothing_is_read_as_it_is() -> None:
     prompts = [[10 + r, 3, 4] for r in range(6)]
-    assert families(part(prompts, [[7, 8, 9, 10]] * 6)) is None
-    net = Network(decoder())
-    assert net.judge(part(prompts, [[7, 8]] * 6)).log_prob.shape == (12,)
+    assert find_shared_prefixes(part(prompts, [[7, 8, 9, 10]] * 6)) is None
+    net = PolicyModel(decoder())
+    assert net.log_probs(part(prompts, [[7, 8]] * 6)).log_prob.shape == (12,)
 
 
 def test_models_that_cannot_part() -> None:
-    assert not can_share(make_model(transformer(heads={"block": 4})))
+    assert not supports_shared_prefix(make_model(transformer(heads={"block": 4})))
     model = make_model(transformer())
-    model.remade = 1
-    assert not can_share(model)
+    model.checkpointed_blocks = 1
+    assert not supports_shared_prefix(model)

@@ -14,13 +14,27 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.align.config import LoRAConfig, PreferenceConfig
-from whorl.align.data.formats import Judged, Preference
-from whorl.align.model.example import Room, joined
-from whorl.align.model.policy_model import Network
-from whorl.align.preference.dpo import _Data, crossed, measure, objective_of, prefer
-from whorl.align.preference.pairs import Choice, Opinion, answered, choices, opinions, sound, summed
+from whorl.align.data.formats import Preference, UnpairedPreference
+from whorl.align.model.example import LengthFilter, concat
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.preference.dpo import (
+    _PreferenceBatches,
+    evaluate_preferences,
+    mismatched_examples,
+    preference_objective,
+    train_preferences,
+)
+from whorl.align.preference.pairs import (
+    PreferencePair,
+    UnpairedExample,
+    sequence_log_probs,
+    tokenize_completion,
+    tokenize_pairs,
+    tokenize_unpaired,
+    valid_pairs,
+)
 from whorl.errors import CheckpointError, DataError
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -28,7 +42,7 @@ OBJECTIVES = ("dpo", "ipo", "kto", "simpo", "orpo")
 PAD = 0
 
 
-def pairs(n: int = 12, seed: int = 0) -> list[Choice]:
+def pairs(n: int = 12, seed: int = 0) -> list[PreferencePair]:
     """Prompts of letters; the chosen answer says the first letter again and again, the rejected one others."""
     draw, writer = np.random.default_rng(seed), scribe()
     found = []
@@ -38,7 +52,11 @@ def pairs(n: int = 12, seed: int = 0) -> list[Choice]:
             letters[0] * int(draw.integers(1, 5)),
             "".join(draw.choice(list("uvwxyz"), draw.integers(1, 9))),
         )
-        found.append(Choice(writer.answered(letters + ">", good), writer.answered(letters + ">", bad)))
+        found.append(
+            PreferencePair(
+                writer.prompt_completion(letters + ">", good), writer.prompt_completion(letters + ">", bad)
+            )
+        )
     return found
 
 
@@ -47,7 +65,7 @@ def config(objective: str = "dpo", **change: Any) -> PreferenceConfig:
     return PreferenceConfig.model_validate({"objective": objective, **given})
 
 
-def moved(net: Network, seed: int = 5, by: float = 0.03) -> Network:
+def moved(net: PolicyModel, seed: int = 5, by: float = 0.03) -> PolicyModel:
     """Apart from what it was, so that policy and reference differ."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -57,16 +75,16 @@ def moved(net: Network, seed: int = 5, by: float = 0.03) -> Network:
     return net
 
 
-def stranger() -> Network:
+def stranger() -> PolicyModel:
     """A reference that finds all of it less likely, so that KTO's divergence is above 0."""
     return moved(network(), 7, 0.1)
 
 
-def gradients(net: Network, settings: PreferenceConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
+def gradients(net: PolicyModel, settings: PreferenceConfig) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of one step over all pairs, by its micro-batches."""
-    data = _Data(pairs(), settings, PAD)
-    words, objective = data.words(stranger()), objective_of(settings, net)
-    parts = data.step(list(range(data.units.n)), net, words, World())
+    data = _PreferenceBatches(pairs(), settings, PAD)
+    words, objective = data.reference_log_probs(stranger()), preference_objective(settings, net)
+    parts = data.step_batches(list(range(data.pair_batches.n_units)), net, words, ProcessGroup())
     total: dict[str, float] = {"parts": len(parts), "loss": 0.0}
     for part in parts:
         loss = objective(part)
@@ -107,10 +125,10 @@ def test_dpo_by_hand() -> None:
     """Text by text, all logits, no rows: Rafailov et al., eq. 7."""
     net, reference = moved(network()), network()
 
-    def said(of: Network, text: Any) -> Tensor:
+    def said(of: PolicyModel, text: Any) -> Tensor:
         logits = of.model.logits(of.model(torch.from_numpy(text.ids)[None]))[0]
-        assert of.forbidden is not None
-        log_p = logits.masked_fill(of.forbidden, -torch.inf).log_softmax(-1)
+        assert of.banned_mask is not None
+        log_p = logits.masked_fill(of.banned_mask, -torch.inf).log_softmax(-1)
         each = [log_p[t - 1, text.ids[t]] for t in range(1, len(text)) if text.mask[t]]
         return torch.stack(each).sum()
 
@@ -126,7 +144,7 @@ def test_dpo_by_hand() -> None:
         )
         for p in pairs()
     ]
-    found = measure(net, pairs(), config(beta=0.3), pad_id=PAD, reference=reference)
+    found = evaluate_preferences(net, pairs(), config(beta=0.3), pad_id=PAD, reference=reference)
     assert found["loss"] == pytest.approx(float(torch.stack(terms).mean().detach()), rel=1e-5)
     assert 0 < found["accuracy"] < 1 and found["margin"] == pytest.approx(
         found["chosen_reward"] - found["rejected_reward"], abs=1e-5
@@ -135,38 +153,49 @@ def test_dpo_by_hand() -> None:
 
 def test_the_reference_is_asked_once_and_is_the_network_as_it_was() -> None:
     net, seen = network(), list[dict[str, float]]()
-    prefer(net, pairs(), config(epochs=4, share=0.01), pad_id=PAD, observe=lambda _, m: seen.append(m))
+    train_preferences(
+        net, pairs(), config(epochs=4, share=0.01), pad_id=PAD, callback=lambda _, m: seen.append(m)
+    )
     assert len(seen) == 12
     assert (
         seen[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(seen[0]["margin"]) < 1e-4
     )  # nothing has moved
     assert seen[-1]["margin"] > 0.01
-    again = measure(net, pairs(), config(), pad_id=PAD, reference=network())
+    again = evaluate_preferences(net, pairs(), config(), pad_id=PAD, reference=network())
     assert again["margin"] > 0.01 and again["accuracy"] > 0.9
 
 
 def test_a_stranger_answers_each_prompt() -> None:
     texts = [t for pair in pairs(8) for t in (pair.chosen, pair.rejected)]
-    made = crossed(texts, config("kto", length=10))
+    made = mismatched_examples(texts, config("kto", length=10))
     assert len(made) == len(texts)
     for own, other in zip(texts, made, strict=True):
         n = own.prompt_length
-        assert np.array_equal(own.ids[:n], other.ids[:n]) and other.mask[n] and not other.mask[:n].any()
+        assert (
+            np.array_equal(own.ids[:n], other.ids[:n])
+            and other.loss_mask[n]
+            and not other.loss_mask[:n].any()
+        )
         givers = [
             t for t in texts if np.array_equal(t.ids[t.prompt_length :][: len(other) - n], other.ids[n:])
         ]
         assert any(not np.array_equal(g.ids[: g.prompt_length], own.ids[:n]) for g in givers)
         assert len(other) <= 10
-    assert crossed(texts[:2], config("kto")) == []  # one prompt alone: no divergence, and no error
-    prefer(network(), pairs(1), config("kto"), pad_id=PAD)
+    assert (
+        mismatched_examples(texts[:2], config("kto")) == []
+    )  # one prompt alone: no divergence, and no error
+    train_preferences(network(), pairs(1), config("kto"), pad_id=PAD)
 
 
 def test_a_pair_is_two_opinions() -> None:
-    both = [o for p in pairs() for o in (Opinion(p.chosen, True), Opinion(p.rejected, False))]
+    both = [o for p in pairs() for o in (UnpairedExample(p.chosen, True), UnpairedExample(p.rejected, False))]
     net, reference = moved(network()), stranger()
-    told = [measure(net, given, config("kto"), pad_id=PAD, reference=reference) for given in (pairs(), both)]
+    told = [
+        evaluate_preferences(net, given, config("kto"), pad_id=PAD, reference=reference)
+        for given in (pairs(), both)
+    ]
     assert told[0] == told[1] and told[0]["divergence"] > 0
-    only_good = measure(
+    only_good = evaluate_preferences(
         net, both[::2], config("kto"), pad_id=PAD, reference=reference
     )  # no NaN for the kind that is missing
     assert only_good["chosen_reward"] == pytest.approx(told[0]["chosen_reward"], rel=1e-4)
@@ -174,7 +203,7 @@ def test_a_pair_is_two_opinions() -> None:
 
 
 def test_what_teaches_nothing_is_left_out_and_counted() -> None:
-    writer, room = scribe(), Room(16)
+    writer, room = scribe(), LengthFilter(16)
     given = [
         Preference("a>", "good", "bad"),
         Preference("a>", "x" * 30, "bad"),
@@ -182,26 +211,30 @@ def test_what_teaches_nothing_is_left_out_and_counted() -> None:
         Preference("a>", "good", ""),
         Preference(({"role": "user", "content": "a"},), ({"role": "user", "content": "b"},), ()),
     ]
-    kept = choices(writer, given, room)
-    one = writer.answered("a>", "good")
+    kept = tokenize_pairs(writer, given, room)
+    one = writer.prompt_completion("a>", "good")
     assert (
         len(kept) == 1
         and np.array_equal(kept[0].chosen.ids, one.ids)
-        and np.array_equal(kept[0].chosen.mask, one.mask)
+        and np.array_equal(kept[0].chosen.loss_mask, one.loss_mask)
     )
-    assert sound(writer, [Choice(one, one)], room) == []
-    assert sorted(room.refused.values()) == [1, 1, 1, 2]
+    assert valid_pairs(writer, [PreferencePair(one, one)], room) == []
+    assert sorted(room.rejected.values()) == [1, 1, 1, 2]
     assert {
         "chosen and rejected are the same ids",
         "an answer says nothing",
         "longer than 16 ids",
-    } < room.refused.keys()
-    labelled = [Judged("a>", "good", True), Judged("a>", "", False), Judged("a>", "x" * 30, False)]
-    assert [o.good for o in opinions(writer, labelled, Room(16))] == [True]
+    } < room.rejected.keys()
+    labelled = [
+        UnpairedPreference("a>", "good", True),
+        UnpairedPreference("a>", "", False),
+        UnpairedPreference("a>", "x" * 30, False),
+    ]
+    assert [o.label for o in tokenize_unpaired(writer, labelled, LengthFilter(16))] == [True]
     with pytest.raises(DataError, match="no preference"):
-        prefer(network(), [], config(), pad_id=PAD)
+        train_preferences(network(), [], config(), pad_id=PAD)
     with pytest.raises(DataError, match="single answers"):
-        prefer(network(), [Opinion(one, True)], config(), pad_id=PAD)
+        train_preferences(network(), [UnpairedExample(one, True)], config(), pad_id=PAD)
 
 
 def test_only_the_last_turn_is_learnt_and_the_prompt_is_the_one_that_is_sampled_after() -> None:
@@ -212,10 +245,10 @@ def test_only_the_last_turn_is_learnt_and_the_prompt_is_the_one_that_is_sampled_
             {"role": "assistant", "content": "hello"},
             {"role": "user", "content": "more"},
         )
-        text = answered(writer, prompt, ({"role": "assistant", "content": "hello again"},))
+        text = tokenize_completion(writer, prompt, ({"role": "assistant", "content": "hello again"},))
         before = writer.prompt(prompt)
         assert text.ids[: len(before)].tolist() == before and text.prompt_length == len(before)
-        assert writer.words(text.ids[text.mask].tolist()).strip() == "hello again"
+        assert writer.decode(text.ids[text.loss_mask].tolist()).strip() == "hello again"
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
@@ -223,18 +256,18 @@ def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
     tmp_path: Path, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = config(objective, epochs=2, matrices="muon")
-    whole = prefer(network(), pairs(), settings, pad_id=PAD).state_dict()
+    whole = train_preferences(network(), pairs(), settings, pad_id=PAD).state_dict()
     with pytest.raises(Killed):
         observe = kill_at(4, monkeypatch)
-        prefer(network(), pairs(), settings, pad_id=PAD, scratch=tmp_path, observe=observe)
+        train_preferences(network(), pairs(), settings, pad_id=PAD, checkpoint_dir=tmp_path, callback=observe)
     told: list[str] = []
     again = moved(network())  # what is given is not what it goes on from; neither is it the reference
-    prefer(again, pairs(), settings, pad_id=PAD, scratch=tmp_path, say=told.append)
+    train_preferences(again, pairs(), settings, pad_id=PAD, checkpoint_dir=tmp_path, log=told.append)
     assert any("continues at step 3 of" in line for line in told)
     for name, t in again.state_dict().items():
         assert torch.equal(t, whole[name]), name
     with pytest.raises(CheckpointError, match="texts"):
-        prefer(network(), pairs(seed=1), settings, pad_id=PAD, scratch=tmp_path)
+        train_preferences(network(), pairs(seed=1), settings, pad_id=PAD, checkpoint_dir=tmp_path)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -242,25 +275,30 @@ def test_it_learns_what_is_preferred(objective: str) -> None:
     """Which of two letters is better depends on the prompt: held-out prompts are answered as they should be."""
     writer = scribe()
 
-    def pair(letter: str, tail: str) -> Choice:
+    def pair(letter: str, tail: str) -> PreferencePair:
         good, bad = ("x", "y") if letter < "d" else ("y", "x")
-        return Choice(writer.answered(f"{tail}{letter}>", good), writer.answered(f"{tail}{letter}>", bad))
+        return PreferencePair(
+            writer.prompt_completion(f"{tail}{letter}>", good),
+            writer.prompt_completion(f"{tail}{letter}>", bad),
+        )
 
     draw = np.random.default_rng(0)
     made = [pair(draw.choice(list("abcdef")), "".join(draw.choice(list("uvw"), 3))) for _ in range(160)]
     net = network()
     settings = config(objective, epochs=6, batch=16, share=0.3)
-    prefer(net, made[:128], settings, pad_id=PAD)
-    said = summed(net, [t for p in made[128:] for t in (p.chosen, p.rejected)], PAD).view(-1, 2)
+    train_preferences(net, made[:128], settings, pad_id=PAD)
+    said = sequence_log_probs(net, [t for p in made[128:] for t in (p.chosen, p.rejected)], PAD).view(-1, 2)
     assert (said[:, 0] > said[:, 1]).float().mean() > 0.95
 
 
 def test_sampled_ids_are_learnt_as_they_are() -> None:
     writer = scribe()
     prompt = writer.prompt("a>")
-    one = Choice(joined(prompt, [65, 66, writer.tokenizer.eos_id]), joined(prompt, [67]))  # cut off: no end
-    assert sound(writer, [one], Room(16)) == [one]
-    before = summed(net := network(), [one.chosen, one.rejected], PAD)
-    prefer(net, [one], config(epochs=5), pad_id=PAD)
-    after = summed(net, [one.chosen, one.rejected], PAD)
+    one = PreferencePair(
+        concat(prompt, [65, 66, writer.tokenizer.eos_id]), concat(prompt, [67])
+    )  # cut off: no end
+    assert valid_pairs(writer, [one], LengthFilter(16)) == [one]
+    before = sequence_log_probs(net := network(), [one.chosen, one.rejected], PAD)
+    train_preferences(net, [one], config(epochs=5), pad_id=PAD)
+    after = sequence_log_probs(net, [one.chosen, one.rejected], PAD)
     assert after[0] - before[0] > after[1] - before[1]

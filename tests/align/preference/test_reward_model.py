@@ -15,21 +15,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from whorl.align.config import LoRAConfig, RewardConfig
-from whorl.align.model.example import Text
-from whorl.align.preference.pairs import Choice, Units
+from whorl.align.model.example import TokenizedExample
+from whorl.align.preference.pairs import PairBatches, PreferencePair
 from whorl.align.preference.reward_model import (
     RewardModel,
-    load_reward,
-    objective_of,
-    readable,
-    reward_all,
-    save_reward,
-    train_reward,
+    append_read_token,
+    load_reward_model,
+    reward_objective,
+    save_reward_model,
+    score_completions,
+    train_reward_model,
 )
-from whorl.align.preference.reward_report import correlation, report, report_of
-from whorl.align.stage.io import open_scribe
+from whorl.align.preference.reward_report import correlation, evaluate_reward_model, make_reward_report
+from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import CheckpointError, DataError
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 
 PAD = 0
 LORA = LoRAConfig(rank=2, alpha=4.0)
@@ -41,7 +41,7 @@ def config(**change: Any) -> RewardConfig:
     )
 
 
-def pairs(n: int, seed: int = 0) -> list[Choice]:
+def pairs(n: int, seed: int = 0) -> list[PreferencePair]:
     """The better answer to digits has more of the prompt's digit in it; both may be short or long."""
     draw, writer = np.random.default_rng(seed), scribe()
     found = []
@@ -53,19 +53,25 @@ def pairs(n: int, seed: int = 0) -> list[Choice]:
             said.append("".join(letter if draw.random() < share else "z" for _ in range(size)))
         good, bad = sorted(said, key=lambda s: -s.count(letter) / len(s))
         if good.count(letter) * len(bad) > bad.count(letter) * len(good):
-            found.append(Choice(writer.answered(letter + ">", good), writer.answered(letter + ">", bad)))
+            found.append(
+                PreferencePair(
+                    writer.prompt_completion(letter + ">", good), writer.prompt_completion(letter + ">", bad)
+                )
+            )
     return found
 
 
-def texts_of(given: list[Choice]) -> list[Text]:
+def texts_of(given: list[PreferencePair]) -> list[TokenizedExample]:
     return [text for pair in given for text in (pair.chosen, pair.rejected)]
 
 
 def gradients(
-    model: RewardModel, given: list[Choice], settings: RewardConfig
+    model: RewardModel, given: list[PreferencePair], settings: RewardConfig
 ) -> tuple[int, float, dict[str, Tensor]]:
-    units = Units([readable(text) for text in texts_of(given)], 2, settings, PAD, "reward")
-    losses = [objective_of(settings, model)(part) for part in units.parts(range(units.n), {})]
+    units = PairBatches([append_read_token(text) for text in texts_of(given)], 2, settings, PAD, "reward")
+    losses = [
+        reward_objective(settings, model)(part) for part in units.micro_batches(range(units.n_units), {})
+    ]
     for loss in losses:
         loss.total.backward()
     found = {n: p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
@@ -99,13 +105,13 @@ def test_it_reads_the_last_token_of_a_text() -> None:
         F.linear(model.model(torch.from_numpy(text.ids)[None])[0, -1].detach(), model.value.weight.detach())
         for text in given
     ]
-    scored = model.score_texts(given)
+    scored = model.score_examples(given)
     torch.testing.assert_close(scored, torch.cat(by_hand), rtol=1e-4, atol=1e-5)
-    cut = [Text(text.ids[:-1], text.mask[:-1]) for text in given]
-    assert (model.score_texts(cut) != scored).all()  # the end is read
+    cut = [TokenizedExample(text.ids[:-1], text.loss_mask[:-1]) for text in given]
+    assert (model.score_examples(cut) != scored).all()  # the end is read
     order = np.random.default_rng(0).permutation(len(given))
     torch.testing.assert_close(
-        model.score_texts([given[n] for n in order]), scored[order], rtol=1e-4, atol=1e-5
+        model.score_examples([given[n] for n in order]), scored[order], rtol=1e-4, atol=1e-5
     )
 
 
@@ -113,13 +119,15 @@ def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, given = config(epochs=2, matrices="muon"), pairs(24)
-    whole = train_reward(RewardModel(decoder()), given, settings, pad_id=PAD).state_dict()
+    whole = train_reward_model(RewardModel(decoder()), given, settings, pad_id=PAD).state_dict()
     observe = kill_at(3, monkeypatch)
     with pytest.raises(Killed):
-        train_reward(RewardModel(decoder()), given, settings, pad_id=PAD, scratch=tmp_path, observe=observe)
+        train_reward_model(
+            RewardModel(decoder()), given, settings, pad_id=PAD, checkpoint_dir=tmp_path, callback=observe
+        )
     told: list[str] = []
     again = RewardModel(decoder(seed=1), seed=1)
-    train_reward(again, given, settings, pad_id=PAD, scratch=tmp_path, say=told.append)
+    train_reward_model(again, given, settings, pad_id=PAD, checkpoint_dir=tmp_path, log=told.append)
     assert any("continues at step 2 of" in line for line in told)
     for name, t in again.state_dict().items():
         if name != "model.head":  # of another seed, and nobody's business
@@ -130,19 +138,21 @@ def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
 def test_it_learns_who_is_preferred_and_comes_back_from_disk(tmp_path: Path, lora: LoRAConfig | None) -> None:
     model, seen = RewardModel(decoder(), lora=lora), list[dict[str, float]]()
     settings = config(epochs=6, batch=16, share=1.0 if lora else 0.3)
-    train_reward(model, pairs(160), settings, pad_id=PAD, observe=lambda _, m: seen.append(m))
+    train_reward_model(model, pairs(160), settings, pad_id=PAD, callback=lambda _, m: seen.append(m))
     held = pairs(80, seed=9)
-    found = report(model, held)
+    found = evaluate_reward_model(model, held)
     assert found.accuracy > 0.85, found.table()
     assert seen[-1]["margin"] > seen[0]["margin"] and seen[-1]["accuracy"] > 0.7
-    save_reward(model, tmp_path / "r", config=settings, trained_on={"pairs": 160}, figures=found.figures())
+    save_reward_model(
+        model, tmp_path / "r", config=settings, trained_on={"pairs": 160}, metrics=found.to_json()
+    )
     assert not (tmp_path / "r" / "tokenizer.json").exists()
     tokenizer(tmp_path)
-    save_reward(model, tmp_path / "t", config=settings, trained_on={}, base=tmp_path)
-    assert open_scribe(tmp_path / "t").prompt("a>") == scribe().prompt("a>")
-    again, record = load_reward(tmp_path / "r")
+    save_reward_model(model, tmp_path / "t", config=settings, trained_on={}, base=tmp_path)
+    assert load_example_tokenizer(tmp_path / "t").prompt("a>") == scribe().prompt("a>")
+    again, record = load_reward_model(tmp_path / "r")
     torch.testing.assert_close(
-        again.score_texts(texts_of(held)), model.score_texts(texts_of(held)), rtol=1e-4, atol=1e-5
+        again.score_examples(texts_of(held)), model.score_examples(texts_of(held)), rtol=1e-4, atol=1e-5
     )
     assert record["trained_on"] == {"pairs": 160} and record["figures"]["accuracy"] == found.accuracy
     assert not any(p.requires_grad for p in again.parameters())
@@ -150,61 +160,82 @@ def test_it_learns_who_is_preferred_and_comes_back_from_disk(tmp_path: Path, lor
 
 def test_a_folder_that_is_none_says_so(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no reward model could be read"):
-        load_reward(tmp_path)
-    save_reward(RewardModel(decoder()), tmp_path / "a", config=config(), trained_on={})
-    save_reward(RewardModel(decoder(d_model=16)), tmp_path / "b", config=config(), trained_on={})
+        load_reward_model(tmp_path)
+    save_reward_model(RewardModel(decoder()), tmp_path / "a", config=config(), trained_on={})
+    save_reward_model(RewardModel(decoder(d_model=16)), tmp_path / "b", config=config(), trained_on={})
     (tmp_path / "a" / "reward.safetensors").write_bytes((tmp_path / "b" / "reward.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match="as wide as the model"):
-        load_reward(tmp_path / "a")
+        load_reward_model(tmp_path / "a")
 
 
 def test_best_of_n_and_verdicts() -> None:
     model, writer = RewardModel(decoder(), seed=2), scribe()
     answers = ["x", "yy", "zzz", "", "yy"]
-    texts = [writer.answered("a>", one) for one in answers]
-    scored = model.score_texts(texts)
-    assert model.best_of([texts, texts[:1], texts[2:4]]) == [
+    texts = [writer.prompt_completion("a>", one) for one in answers]
+    scored = model.score_examples(texts)
+    assert model.best_indices([texts, texts[:1], texts[2:4]]) == [
         int(scored.argmax()),
         0,
         int(scored[2:4].argmax()),
     ]
     with pytest.raises(DataError, match="no texts"):
-        model.best_of([texts, []])
-    tasks = [Task(id=str(n), prompt="a>") for n in range(5)]
-    verdicts = reward_all(model, writer, tasks, answers)
+        model.best_indices([texts, []])
+    tasks = [VerifiableTask(id=str(n), prompt="a>") for n in range(5)]
+    verdicts = score_completions(model, writer, tasks, answers)
     assert [v.reward for v in verdicts] == pytest.approx(torch.sigmoid(scored).tolist(), rel=1e-5)
     assert [v.passed for v in verdicts] == (scored > 0).tolist()
-    model.model.longest = 8
-    long = reward_all(model, writer, tasks[:2], ["x" * 20, "x"])
+    model.model.max_positions = 8
+    long = score_completions(model, writer, tasks[:2], ["x" * 20, "x"])
     assert long[0].reward == 0 and long[0].reason.startswith("verifier") and long[1].reward > 0
     with pytest.raises(DataError, match="2 answers"):
-        reward_all(model, writer, tasks, ["x", "y"])
+        score_completions(model, writer, tasks, ["x", "y"])
 
 
 def test_a_report_finds_who_only_counts_and_who_is_too_sure() -> None:
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 30, (4000, 2), generator=draw)
-    counts = report_of(lengths.float(), lengths)
-    assert counts.length.reward == pytest.approx(1.0) and counts.length.margin == pytest.approx(1.0)
-    assert (counts.length.longer_chosen, counts.length.shorter_chosen, counts.length.model) == (1.0, 0.0, 1.0)
+    counts = make_reward_report(lengths.float(), lengths)
+    assert counts.length_bias.reward_correlation == pytest.approx(
+        1.0
+    ) and counts.length_bias.margin_correlation == pytest.approx(1.0)
     assert (
-        counts.length.n_longer + counts.length.n_shorter + int((lengths[:, 0] == lengths[:, 1]).sum()) == 4000
+        counts.length_bias.accuracy_longer_chosen,
+        counts.length_bias.accuracy_shorter_chosen,
+        counts.length_bias.model_longer_fraction,
+    ) == (1.0, 0.0, 1.0)
+    assert (
+        counts.length_bias.n_longer
+        + counts.length_bias.n_shorter
+        + int((lengths[:, 0] == lengths[:, 1]).sum())
+        == 4000
     )
     # Rewards by which the outcome is drawn are calibrated; four times as large they are too sure, and as accurate.
     truth = torch.randn(4000, 2, generator=draw)
     chosen = torch.rand(4000, generator=draw) < torch.sigmoid(truth[:, 0] - truth[:, 1])
     honest = torch.where(chosen[:, None], truth, truth.flip(1))
-    good, sure = report_of(honest, lengths), report_of(4 * honest, lengths)
-    assert good.calibration.error < 0.03 < 0.15 < sure.calibration.error and good.accuracy == sure.accuracy
-    assert abs(good.length.reward) < 0.05 and abs(good.length.model - 0.5) < 0.05
-    json.dumps(sure.figures(), allow_nan=False)
+    good, sure = make_reward_report(honest, lengths), make_reward_report(4 * honest, lengths)
+    assert (
+        good.calibration.expected_error < 0.03 < 0.15 < sure.calibration.expected_error
+        and good.accuracy == sure.accuracy
+    )
+    assert (
+        abs(good.length_bias.reward_correlation) < 0.05
+        and abs(good.length_bias.model_longer_fraction - 0.5) < 0.05
+    )
+    json.dumps(sure.to_json(), allow_nan=False)
     assert "calibration error" in sure.table() and len(sure.table().splitlines()) >= 8
-    same = report_of(torch.zeros(3, 2), torch.ones(3, 2))
-    assert same.accuracy == 0.5 and np.isnan(same.length.model) and np.isnan(same.length.reward)
-    json.dumps(same.figures(), allow_nan=False)
+    same = make_reward_report(torch.zeros(3, 2), torch.ones(3, 2))
+    assert (
+        same.accuracy == 0.5
+        and np.isnan(same.length_bias.model_longer_fraction)
+        and np.isnan(same.length_bias.reward_correlation)
+    )
+    json.dumps(same.to_json(), allow_nan=False)
     assert "nan" not in same.table() and "no pair has answers of different length" in same.table()
-    one_way = report_of(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3, 2], [2, 1]])).table()
+    one_way = make_reward_report(
+        torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3, 2], [2, 1]])
+    ).table()
     assert "nan" not in one_way and "50.0% of 2, where the shorter one was - of 0" in one_way
     assert np.isnan(correlation(torch.ones(3), torch.arange(3.0)))
     with pytest.raises(DataError, match="no pair"):
-        report(RewardModel(decoder()), [])
+        evaluate_reward_model(RewardModel(decoder()), [])

@@ -12,9 +12,9 @@ from tests.support.align.kill_at_step import kill_replicas_at
 from tests.support.align.rl_policies import SMALL, train
 
 from whorl.align.config import KLConfig, LoRAConfig, RLConfig
-from whorl.align.rl.replicas import Peers, replicas_of
+from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
 from whorl.align.rl.rollout import RolloutWorker
-from whorl.parallel.process_group import ReplicaError, World
+from whorl.parallel.process_group import ProcessGroup, ReplicaError
 
 FOUR = SMALL.model_copy(update={"prompts": 4})
 pytestmark = pytest.mark.usefixtures("one_runner")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_runner")
         {},
         {"algorithm": "ppo", "epochs": 2, "minibatches": 2},
         {"algorithm": "dapo", "redraws": 2, "curriculum": "variance"},
-        {"algorithm": "rloo", "kl": KLConfig(weight=0.1, target=0.01), "lora": LoRAConfig(rank=2)},
+        {"algorithm": "rloo", "kl": KLConfig(coef=0.1, target_kl=0.01), "lora": LoRAConfig(rank=2)},
     ],
 )
 def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) -> None:
@@ -35,8 +35,11 @@ def test_replicas_take_the_steps_of_one(change: dict[str, Any], folder: Path) ->
     two, told_two, seen_two = train(folder, FOUR.model_copy(update={**change, "replicas": 2}))
     assert torch.get_num_threads() == threads  # as before
     for a, b in zip(seen, seen_two, strict=True):
-        assert torch.equal(a.part["targets"], b.part["targets"])
-        assert torch.equal(a.reward, b.reward) and (a.redrawn, a.broken) == (b.redrawn, b.broken)
+        assert torch.equal(a.batch["targets"], b.batch["targets"])
+        assert torch.equal(a.reward, b.reward) and (a.resampled_groups, a.failed_verifications) == (
+            b.resampled_groups,
+            b.failed_verifications,
+        )
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=2e-5)
     for x, y in zip(told, told_two, strict=True):
@@ -77,22 +80,22 @@ def test_what_a_replica_raises_is_told(folder: Path, monkeypatch: pytest.MonkeyP
 def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert replicas_of(SMALL, net, 24) == 1  # a stage of milliseconds
+    assert choose_rl_replicas(SMALL, net, 24) == 1  # a stage of milliseconds
     long = SMALL.model_copy(update={"steps": 10**9})
-    assert replicas_of(long, net, 24) == SMALL.prompts
-    assert replicas_of(long.model_copy(update={"replicas": 2}), net, 24) == 2
-    assert replicas_of(long, net, 24, judged=True) == 1
+    assert choose_rl_replicas(long, net, 24) == SMALL.prompts_per_step
+    assert choose_rl_replicas(long.model_copy(update={"replicas": 2}), net, 24) == 2
+    assert choose_rl_replicas(long, net, 24, uses_reward_model=True) == 1
     many = long.model_copy(update={"prompts": 12})
-    assert replicas_of(many, net, 24) == 6  # two turns, as with eight
-    ahead = long.ahead.model_copy(update={"workers": 1})
-    assert replicas_of(long.model_copy(update={"ahead": ahead}), net, 24) == 1
+    assert choose_rl_replicas(many, net, 24) == 6  # two turns, as with eight
+    ahead = long.async_rollout.model_copy(update={"workers": 1})
+    assert choose_rl_replicas(long.model_copy(update={"ahead": ahead}), net, 24) == 1
     with pytest.raises(ValueError, match="shared out, or sampled ahead"):
-        RLConfig(replicas=2, ahead=ahead)
+        RLConfig(replicas=2, async_rollout=ahead)
 
 
 def test_shares_are_stretches_that_cover_all() -> None:
     for n in range(10):
         for size in (1, 2, 3, 7):
-            shares = [Peers(World(rank, size)).share(n) for rank in range(size)]
+            shares = [ReplicaGroup(ProcessGroup(rank, size)).shard(n) for rank in range(size)]
             assert [i for share in shares for i in share] == list(range(n))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1

@@ -15,18 +15,18 @@ from pydantic import ValidationError
 from tests.support.align.byte_model import network, scribe
 from tests.support.align.rl_policies import SMALL, Killed, tasks, train
 
-from whorl.align.config import AheadConfig, KLConfig, LoRAConfig, MethodConfig, RLConfig
-from whorl.align.model.policy_model import Network
-from whorl.align.rl.advantages import method_of
-from whorl.align.rl.rollout import with_room
+from whorl.align.config import AsyncRolloutConfig, KLConfig, LoRAConfig, PolicyLossOverrides, RLConfig
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.rl.advantages import resolve_method
+from whorl.align.rl.rollout import filter_by_length
 from whorl.align.rl.train import train_policy
 from whorl.errors import ConfigError, ProducerError
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 
 pytestmark = pytest.mark.usefixtures("one_runner")
 
 
-def same(a: Network, b: Network) -> bool:
+def same(a: PolicyModel, b: PolicyModel) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
@@ -54,7 +54,7 @@ def test_every_algorithm_learns_what_is_rewarded(algorithm: str, folder: Path) -
         {},
         {"algorithm": "ppo", "epochs": 2, "minibatches": 2},
         {"lora": LoRAConfig(rank=2)},
-        {"kl": KLConfig(weight=0.1, target=0.01), "curriculum": "variance", "redraws": 1},
+        {"kl": KLConfig(coef=0.1, target_kl=0.01), "curriculum": "variance", "redraws": 1},
     ],
 )
 def test_a_run_that_was_killed_ends_with_the_same_bits(
@@ -78,10 +78,10 @@ def test_lock_step_is_the_same_in_a_process_of_its_own(folder: Path) -> None:
     """One worker whose records may not be older than the weights: it is serial sampling, to the bit."""
     serial, told, _ = train(folder, LEARNING)
     assert sum(t["gradient_norm"] > 0 for t in told) >= 3
-    ahead = AheadConfig(workers=1, max_lag=0, correct="none")
+    ahead = AsyncRolloutConfig(workers=1, max_policy_lag=0, importance="none")
     other, _, seen = train(folder, LEARNING.model_copy(update={"ahead": ahead}))
     for step, experience in enumerate(seen):
-        assert set(experience.part["version"][experience.part["loss_mask"]].tolist()) == {step}
+        assert set(experience.batch["version"][experience.batch["loss_mask"]].tolist()) == {step}
     assert same(serial, other)
 
 
@@ -95,7 +95,7 @@ def test_workers_may_live_in_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         runtime_env={"env_vars": {"PYTHONPATH": paths, "WHORL_NATIVE": "0"}},
     )  # fmt: skip
     try:
-        ahead = AheadConfig(workers=1, place="ray", max_lag=0, correct="none")
+        ahead = AsyncRolloutConfig(workers=1, backend="ray", max_policy_lag=0, importance="none")
         other, _, _ = train(folder, LEARNING.model_copy(update={"ahead": ahead}))
     finally:
         ray.shutdown()
@@ -104,18 +104,18 @@ def test_workers_may_live_in_ray(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_workers_ahead_say_how_old_their_tokens_are(folder: Path) -> None:
-    ahead = AheadConfig(workers=1, records=2, max_lag=2, correct="truncate")
+    ahead = AsyncRolloutConfig(workers=1, prefetch=2, max_policy_lag=2, importance="truncate")
     _, told, seen = train(folder, SMALL.model_copy(update={"ahead": ahead, "steps": 8}))
     assert max(t["lag_max"] for t in told) <= 2
     for step, experience in enumerate(seen):
-        versions = experience.part["version"][experience.part["loss_mask"]]
+        versions = experience.batch["version"][experience.batch["loss_mask"]]
         assert (versions <= step).all() and (versions >= step - 3).all()
     assert all("stale_effective" in t for t in told)
 
 
 def test_nothing_is_learnt_from_groups_that_are_all_alike(folder: Path) -> None:
     net, told, _ = train(folder, verifier="exact")
-    assert all(t["groups_alike"] == SMALL.prompts and t["gradient_norm"] == 0 for t in told)
+    assert all(t["groups_alike"] == SMALL.prompts_per_step and t["gradient_norm"] == 0 for t in told)
     assert same(net, network())
 
 
@@ -143,12 +143,15 @@ def test_an_algorithm_becomes_another_by_what_differs(
 
 
 def test_a_dual_clip_reaches_the_objective() -> None:
-    assert method_of(SMALL.model_copy(update={"method": MethodConfig(dual_clip=3.0)})).dual_clip == 3.0
+    assert (
+        resolve_method(SMALL.model_copy(update={"method": PolicyLossOverrides(dual_clip=3.0)})).dual_clip
+        == 3.0
+    )
 
 
 @pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2)])
 def test_an_entropy_bonus_spreads_what_is_said(lora: LoRAConfig | None, folder: Path) -> None:
-    config = SMALL.model_copy(update={"method": MethodConfig(entropy=0.1), "lora": lora})
+    config = SMALL.model_copy(update={"method": PolicyLossOverrides(entropy_coef=0.1), "lora": lora})
     _, told, _ = train(folder, config, verifier="exact")  # rewards that teach nothing
     assert told[-1]["entropy"] > told[0]["entropy"]
 
@@ -169,14 +172,14 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
     """While it samples ahead, in the middle of an answer or between two: training goes on."""
     said = list[str]()
     _, told, seen = train(
-        folder, SMALL.model_copy(update={"ahead": AheadConfig(workers=1), "steps": 6}), say=said.append,
+        folder, SMALL.model_copy(update={"ahead": AsyncRolloutConfig(workers=1), "steps": 6}), say=said.append,
         at=lambda step: kill_worker() if step == 2 else None,
     )  # fmt: skip
     assert len(told) == 6 and sum(t["restarts"] for t in told) == 1 and len(said) == 1
     assert "(RolloutWorker, process" in said[0] and "SIGKILL" in said[0]
     assert all(np.isfinite(t["policy_loss"]) for t in told)
     for step, experience in enumerate(seen):
-        versions = experience.part["version"][experience.part["loss_mask"]]
+        versions = experience.batch["version"][experience.batch["loss_mask"]]
         assert (versions <= step).all() and (versions >= 0).all()
 
 
@@ -188,7 +191,7 @@ def test_in_lock_step_a_worker_killed_in_mid_episode_changes_no_bit(
     config, verifier = LEARNING.model_copy(update={"prompts": 4}), "custom:striking:verify"
     serial, told, _ = train(folder, config, verifier=verifier)
     assert sum(t["gradient_norm"] > 0 for t in told) >= 3
-    ahead = AheadConfig(workers=1, max_lag=0, correct="none")
+    ahead = AsyncRolloutConfig(workers=1, max_policy_lag=0, importance="none")
     other, told, _ = train(
         folder, config.model_copy(update={"ahead": ahead}), verifier=verifier,
         at=lambda step: (tmp_path / "armed").touch() if step == 3 else None,
@@ -205,7 +208,7 @@ def test_in_lock_step_a_worker_killed_in_mid_episode_changes_no_bit(
 def test_a_worker_that_may_not_be_started_again_is_told_and_the_same_command_goes_on(
     folder: Path, tmp_path: Path
 ) -> None:
-    config = SMALL.model_copy(update={"ahead": AheadConfig(workers=1), "steps": 9, "restarts": 0})
+    config = SMALL.model_copy(update={"ahead": AsyncRolloutConfig(workers=1), "steps": 9, "restarts": 0})
     with pytest.raises(ProducerError, match="SIGKILL"):
         train(folder, config, scratch=tmp_path, at=lambda step: kill_worker() if step == 4 else None)
     _, told, _ = train(folder, config.model_copy(update={"restarts": 1}), scratch=tmp_path)
@@ -215,7 +218,7 @@ def test_a_worker_that_may_not_be_started_again_is_told_and_the_same_command_goe
 def test_what_does_not_go_together_is_refused(folder: Path) -> None:
     worker: Any = None
     with pytest.raises(ConfigError, match="no reference"):
-        train_policy(network(), worker, SMALL.model_copy(update={"kl": KLConfig(weight=0.1)}))
+        train_policy(network(), worker, SMALL.model_copy(update={"kl": KLConfig(coef=0.1)}))
     with pytest.raises(ConfigError, match="needs a critic"):
         train_policy(network(), worker, SMALL.model_copy(update={"algorithm": "ppo"}))
     with pytest.raises(ConfigError, match="no use for a critic"):
@@ -229,11 +232,11 @@ def test_what_does_not_go_together_is_refused(folder: Path) -> None:
     ):
         with pytest.raises(ValidationError, match=said):
             RLConfig.model_validate(given | wrong)
-    assert RLConfig.model_validate(given | {"answers": 1, "method": {"baseline": "none"}}).answers == 1
+    assert RLConfig.model_validate(given | {"answers": 1, "method": {"baseline": "none"}}).group_size == 1
 
 
 def test_tasks_without_room_are_left_out_and_counted() -> None:
-    long = Task(id="long", prompt="x" * 40, answer="")
-    found, left = with_room(scribe(), [*tasks(3), long], 24, 5)
+    long = VerifiableTask(id="long", prompt="x" * 40, answer="")
+    found, left = filter_by_length(scribe(), [*tasks(3), long], 24, 5)
     assert [task.id for task in found] == ["0", "1", "2"]
     assert left == {"prompt longer than 19 ids": 1}

@@ -11,13 +11,15 @@ import torch
 from tests.support.align.byte_model import network, sums, tokenizer
 
 from whorl.align.config import LoRAConfig, SFTConfig
-from whorl.align.model.policy_model import Network
-from whorl.align.stage.io import open_model, save_stage
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.stage.io import load_stage_model, save_stage_model
 from whorl.align.stage.sft import fine_tune
 from whorl.errors import ConfigError, DataError
 from whorl.tokens.shards import write_shards
 
-SETTINGS = SFTConfig(share=0.5, epochs=8, length=48, batch_rows=4, checkpoint_seconds=1e-9, micro_tokens=96)
+SETTINGS = SFTConfig(
+    lr_scale=0.5, epochs=8, seq_len=48, batch_size=4, checkpoint_seconds=1e-9, micro_batch_tokens=96
+)
 
 
 class Killed(Exception):
@@ -32,7 +34,7 @@ class Written(NamedTuple):
     text: str
 
 
-def train(settings: SFTConfig, **options: object) -> tuple[Network, list[dict[str, float]]]:
+def train(settings: SFTConfig, **options: object) -> tuple[PolicyModel, list[dict[str, float]]]:
     net, seen = network(lora=settings.lora), []
 
     def observe(step: int, metrics: dict[str, float]) -> None:
@@ -41,7 +43,7 @@ def train(settings: SFTConfig, **options: object) -> tuple[Network, list[dict[st
             raise Killed
 
     rest = {k: v for k, v in options.items() if k != "kill"}
-    fine_tune(net, sums(60), settings, pad_id=tokenizer().pad_id, observe=observe, **rest)  # type: ignore[arg-type]
+    fine_tune(net, sums(60), settings, pad_id=tokenizer().pad_id, callback=observe, **rest)  # type: ignore[arg-type]
     return net, seen
 
 
@@ -99,12 +101,12 @@ def test_an_adapter_that_is_kept_beside_is_what_the_next_stage_reads(tmp_path: P
         update={"lora": LoRAConfig(rank=2, merge=False), "dtype": "float32", "epochs": 1}
     )
     net, _ = train(settings)
-    policy = {name: p.clone() for name, p in net.policy().items()}
+    policy = {name: p.clone() for name, p in net.merged_weights().items()}
     before = tmp_path / "before"
     before.mkdir()
     tokenizer(before)
-    save_stage(net, before, tmp_path / "out")
+    save_stage_model(net, before, tmp_path / "out")
     machine = SimpleNamespace(torch_dtype=torch.float32, device="cpu")
-    read = open_model(tmp_path / "out", settings, machine)  # type: ignore[arg-type]
+    read = load_stage_model(tmp_path / "out", settings, machine)  # type: ignore[arg-type]
     for name, p in read.named_parameters():
         torch.testing.assert_close(p, policy[name])

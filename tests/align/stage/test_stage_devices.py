@@ -14,13 +14,13 @@ from tests.support.align.fake_device import DEVICE, Mixed, Pretend, there
 from tests.support.align.stage_runs import STAGES, Killed, Lesson, ahead, begin, weights
 from torch import Tensor
 
-from whorl.align.config import AheadConfig
+from whorl.align.config import AsyncRolloutConfig
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.rl.rollout import RolloutWorker, placed
+from whorl.align.rl.rollout import RolloutWorker, assign_devices
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import probe
 from whorl.models import make_model, save_model
-from whorl.models.transformer_config import Experts, Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, MoEConfig, TransformerConfig
 from whorl.recipes import parse_recipe, run_recipe
 from whorl.store import Store
 from whorl.tracking.progress import Progress
@@ -121,10 +121,10 @@ def test_a_stage_that_was_killed_goes_on_where_it_was(
 
 
 def test_mixtures_of_experts_too(tmp_path: Path, pretended: None) -> None:
-    heads = Heads(n_heads=2, n_kv_heads=1, head_dim=16)
+    heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
     shape = TransformerConfig(
         vocab_size=264, d_model=32, n_layers=2, mlp_hidden=32, max_length=64, mixers={"full": heads},
-        experts=Experts(n_experts=4, top_k=2, hidden=16, bias_balance=True),
+        experts=MoEConfig(n_experts=4, top_k=2, hidden=16, bias_balance=True),
     )  # fmt: skip
     save_model(make_model(shape, generator(0, "weights")), tmp_path / "mixture")
     tokenizer(tmp_path / "mixture")
@@ -167,14 +167,14 @@ def test_where_workers_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    config = AheadConfig.model_validate(ahead)
-    assert [one.device for one in placed(worker(folder), config, torch.device(learner))] == wanted
+    config = AsyncRolloutConfig.model_validate(ahead)
+    assert [one.device for one in assign_devices(worker(folder), config, torch.device(learner))] == wanted
 
 
 def test_a_gpu_that_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=r"ahead\.device is cuda"):
-        placed(worker(folder), AheadConfig(workers=1, device="cuda"), torch.device("cpu"))
+        assign_devices(worker(folder), AsyncRolloutConfig(workers=1, device="cuda"), torch.device("cpu"))
 
 
 def worker(folder: Path) -> RolloutWorker:

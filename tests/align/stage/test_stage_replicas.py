@@ -15,13 +15,13 @@ from tests.support.align.byte_model import decoder, network, sums, tokenizer
 from tests.support.align.kill_at_step import kill_replicas_at
 
 from whorl.align.config import LoRAConfig, SFTConfig
-from whorl.align.model.policy_model import Network
-from whorl.align.preference.dpo import prefer
-from whorl.align.preference.reward_model import RewardModel, train_reward
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.preference.dpo import train_preferences
+from whorl.align.preference.reward_model import RewardModel, train_reward_model
 from whorl.align.stage.sft import fine_tune
-from whorl.align.stage.trainer import replicas_for
+from whorl.align.stage.trainer import choose_replicas
 from whorl.models import make_model
-from whorl.models.transformer_config import Experts, Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, MoEConfig, TransformerConfig
 from whorl.parallel.process_group import ReplicaError
 from whorl.tokens.shards import write_shards
 from whorl.tracking.seeds import generator
@@ -32,22 +32,22 @@ Told = list[dict[str, float]]
 
 def train(
     settings: SFTConfig,
-    net: Network | None = None,
+    net: PolicyModel | None = None,
     *,
     at: Callable[[int], None] = lambda step: None,
     **rest: Any,
-) -> tuple[Network, Told]:
+) -> tuple[PolicyModel, Told]:
     net, seen = net or network(lora=settings.lora), []
 
     def observe(step: int, metrics: dict[str, float]) -> None:
         seen.append(metrics)
         at(step)
 
-    fine_tune(net, sums(60), settings, pad_id=tokenizer().pad_id, observe=observe, **rest)
+    fine_tune(net, sums(60), settings, pad_id=tokenizer().pad_id, callback=observe, **rest)
     return net, seen
 
 
-def held_together(one: Network, told: Told, two: Network, told_two: Told) -> None:
+def held_together(one: PolicyModel, told: Told, two: PolicyModel, told_two: Told) -> None:
     """Weights and metrics, up to the rounding of sums."""
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=2e-5)
@@ -79,14 +79,14 @@ def test_fine_tuning_takes_the_steps_of_one(
 
 
 def test_experts_are_balanced_over_all_replicas() -> None:
-    heads = Heads(n_heads=2, n_kv_heads=1, head_dim=16)
+    heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
     shape = TransformerConfig(
         vocab_size=264, d_model=32, n_layers=2, mlp_hidden=32, max_length=64, mixers={"full": heads},
-        experts=Experts(n_experts=4, top_k=2, hidden=16, bias_balance=True),
+        experts=MoEConfig(n_experts=4, top_k=2, hidden=16, bias_balance=True),
     )  # fmt: skip
     found = []
     for n in (1, 2):
-        net = Network(make_model(shape, generator(0, "weights")))
+        net = PolicyModel(make_model(shape, generator(0, "weights")))
         found.append(train(SHORT.model_copy(update={"replicas": n, "epochs": 1}), net))
         biases = [b for name, b in net.state_dict().items() if "bias" in name]
         assert any(b.any() for b in biases)
@@ -100,9 +100,9 @@ def test_preferences_take_the_steps_of_one(objective: str) -> None:
         seen: Told = []
         net, other = network(), test_preferences.stranger()
         config = test_preferences.config(objective, batch=5, epochs=2, replicas=n)
-        prefer(
+        train_preferences(
             net, test_preferences.pairs(), config, pad_id=0, reference=other,
-            observe=lambda _, m, seen=seen: seen.append(m),  # type: ignore[misc]
+            callback=lambda _, m, seen=seen: seen.append(m),  # type: ignore[misc]
         )  # fmt: skip
         found.append((net, seen))
     held_together(*found[0], *found[1])
@@ -116,9 +116,9 @@ def test_a_reward_model_takes_the_steps_of_one() -> None:
         seen: Told = []
         model = RewardModel(decoder())
         config = test_reward_model.config(epochs=2, batch=5, replicas=n)
-        train_reward(
+        train_reward_model(
             model, test_reward_model.pairs(12), config, pad_id=0,
-            observe=lambda _, m, seen=seen: seen.append(m),  # type: ignore[misc]
+            callback=lambda _, m, seen=seen: seen.append(m),  # type: ignore[misc]
         )  # fmt: skip
         found.append((model, seen))
     held_together(*found[0], *found[1])
@@ -138,8 +138,10 @@ def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(tmp_
 def test_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     net = network()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    assert replicas_for(net, None, positions=1e3, length=48, most=16) == 1  # a stage of milliseconds
-    assert replicas_for(net, None, positions=1e12, length=48, most=16) == 8
-    assert replicas_for(net, None, positions=1e12, length=48, most=3) == 3
-    assert replicas_for(net, 2, positions=1e3, length=48, most=16) == 2
-    assert replicas_for(net, 2, positions=1e3, length=48, most=1) == 1
+    assert (
+        choose_replicas(net, None, positions=1e3, length=48, max_replicas=16) == 1
+    )  # a stage of milliseconds
+    assert choose_replicas(net, None, positions=1e12, length=48, max_replicas=16) == 8
+    assert choose_replicas(net, None, positions=1e12, length=48, max_replicas=3) == 3
+    assert choose_replicas(net, 2, positions=1e3, length=48, max_replicas=16) == 2
+    assert choose_replicas(net, 2, positions=1e3, length=48, max_replicas=1) == 1

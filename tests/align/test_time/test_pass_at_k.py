@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from whorl.align.test_time.pass_at_k import any_of, best_of, estimate, majority_of
+from whorl.align.test_time.pass_at_k import best_of_n, estimate, majority_at_k, pass_at_k
 from whorl.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def test_any_of_n_is_the_share_of_subsets_that_hold_a_right_one(n: int) -> None:
     right, _ = samples(np.random.default_rng(0), 6, 7)
     right[0], right[1] = False, True
     counted = [np.mean([row[list(s)].any() for s in subsets(7, n)]) for row in right]
-    np.testing.assert_allclose(any_of(right, n), counted, atol=1e-12)
+    np.testing.assert_allclose(pass_at_k(right, n), counted, atol=1e-12)
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -43,14 +43,14 @@ def test_best_of_n_is_the_mean_over_subsets_and_over_ties(n: int) -> None:
         return float(np.mean(found))
 
     np.testing.assert_allclose(
-        best_of(right, scores, n), [one(g, s) for g, s in zip(right, scores, strict=True)], atol=1e-12
+        best_of_n(right, scores, n), [one(g, s) for g, s in zip(right, scores, strict=True)], atol=1e-12
     )
 
 
 def test_the_best_by_the_verifier_is_any() -> None:
     right, _ = samples(np.random.default_rng(2), 20, 9)
     for n in (1, 4, 9):
-        np.testing.assert_allclose(best_of(right, right.astype(float), n), any_of(right, n), atol=1e-12)
+        np.testing.assert_allclose(best_of_n(right, right.astype(float), n), pass_at_k(right, n), atol=1e-12)
 
 
 def test_the_vote_of_n_is_the_mean_over_subsets() -> None:
@@ -66,7 +66,7 @@ def test_the_vote_of_n_is_the_mean_over_subsets() -> None:
             found.append(top.count("0") / len(top) if top else 0.0)
         return float(np.mean(found))
 
-    found = majority_of(right, said, [1, 3, 7], np.random.default_rng(0), subsets=20_000)
+    found = majority_at_k(right, said, [1, 3, 7], np.random.default_rng(0), subsets=20_000)
     for n, values in found.items():
         np.testing.assert_allclose(values, [one(row, n) for row in said], atol=0.015)
 
@@ -76,7 +76,7 @@ def test_a_vote_helps_the_common_and_hurts_the_rare() -> None:
     rare = [["1"] * 6 + ["0"] * 4]
     for said, better in ((often, True), (rare, False)):
         right = np.array([[a == "0" for a in said[0]]])
-        found = majority_of(right, said, [1, 9], np.random.default_rng(0))
+        found = majority_at_k(right, said, [1, 9], np.random.default_rng(0))
         assert (found[9][0] > found[1][0]) == better
 
 
@@ -107,10 +107,10 @@ def test_an_interval_of_alike_samples_holds_what_it_promises() -> None:
 def test_what_cannot_be_is_said() -> None:
     right = np.ones((2, 3), np.bool_)
     with pytest.raises(ConfigError, match="n is 4"):
-        any_of(right, 4)
+        pass_at_k(right, 4)
     with pytest.raises(ConfigError, match="1 of them NaN"):
-        best_of(right, np.array([[0, 1, np.nan], [0, 1, 2]]), 2)
+        best_of_n(right, np.array([[0, 1, np.nan], [0, 1, 2]]), 2)
     with pytest.raises(ConfigError, match="n is 0"):
-        majority_of(right, [["a"] * 3] * 2, [0], np.random.default_rng(0))
+        majority_at_k(right, [["a"] * 3] * 2, [0], np.random.default_rng(0))
     with pytest.raises(ConfigError, match="no task"):
         estimate(np.array([]))

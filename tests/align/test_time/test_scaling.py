@@ -10,12 +10,12 @@ import pytest
 from pydantic import ValidationError
 from tests.support.align.byte_model import decoder, scribe
 
-from whorl.align.model.example import Text
-from whorl.align.model.sampling import Answer, rollout_engine
+from whorl.align.model.example import TokenizedExample
+from whorl.align.model.sampling import Completion, rollout_engine
 from whorl.align.test_time import scaling
-from whorl.align.test_time.scaling import Scaling, ScalingConfig, measure_scaling, vote
+from whorl.align.test_time.scaling import ScalingConfig, ScalingResult, measure_scaling, vote_key
 from whorl.errors import ConfigError, DataError
-from whorl.evals.verify import Task, Verdict, verify_all
+from whorl.evals.verify import Verdict, VerifiableTask, verify_all
 
 EOS = 257
 
@@ -32,28 +32,28 @@ class Script:
 
     def __call__(
         self, engine: object, prompts: Sequence[Sequence[int]], sampling: object, **rest: object
-    ) -> list[Answer]:
+    ) -> list[Completion]:
         found = []
         for ids in prompts:
             self.asked.append((bytes_of(ids).decode(), rest["max_tokens"]))
             text = next(v for k, v in reversed(self.says.items()) if bytes_of(ids).endswith(k))
             said = [*text.encode(), EOS][: rest["max_tokens"]]  # type: ignore[misc]
-            found.append(Answer(said, [-0.5] * len(said), [0] * len(said), said[-1] == EOS))
+            found.append(Completion(said, [-0.5] * len(said), [0] * len(said), said[-1] == EOS))
         rest["advance"](len(prompts))  # type: ignore[operator]
         return found
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch, says: dict[bytes, str], task: Task, **settings: object
-) -> tuple[Scaling, list[tuple[str, int]]]:
+    monkeypatch: pytest.MonkeyPatch, says: dict[bytes, str], task: VerifiableTask, **settings: object
+) -> tuple[ScalingResult, list[tuple[str, int]]]:
     script = Script(says)
     monkeypatch.setattr(scaling, "answer", script)
-    config = ScalingConfig(samples=1, max_tokens=40, answer_tokens=4, **settings)  # type: ignore[arg-type]
+    config = ScalingConfig(n_samples=1, max_completion_tokens=40, max_answer_tokens=4, **settings)  # type: ignore[arg-type]
     engine = SimpleNamespace(longest=200)
     return measure_scaling(engine, scribe(), [task], config, verify_all), script.asked  # type: ignore[arg-type]
 
 
-TASK = Task("t", prompt="2+3+4\n", verifier="numeric", answer="9")
+TASK = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
 THINKS = {b"2+3+4\n": "2+3=5\n5+4=9\n#### 9", b"2+3=5\n#### ": "5", b"5+4\n#### ": "9", b"5+\n#### ": "8"}
 
 
@@ -61,7 +61,7 @@ def test_a_budget_cuts_thinking_puts_the_marker_on_a_line_of_its_own_and_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     got, asked = run(monkeypatch, THINKS, TASK, budgets=(6, 9, 8, 12), continuations=0)
-    assert [p.at for p in got.curves["stopped"]] == [6, 8, 9, 12]
+    assert [p.compute for p in got.curves["stopped"]] == [6, 8, 9, 12]
     assert [p.accuracy for p in got.curves["stopped"]] == [0, 0, 1, 1]
     assert [text for text, _ in asked[1:4]] == [
         "2+3+4\n2+3=5\n#### ", "2+3+4\n2+3=5\n5+\n#### ", "2+3+4\n2+3=5\n5+4\n#### ",
@@ -91,44 +91,57 @@ def test_an_end_before_the_budget_is_replaced_and_every_budget_lies_on_one_path(
 def test_a_border_inside_a_token_and_an_end_without_an_answer() -> None:
     words = SimpleNamespace(token_bytes=[b"ab", b"c\n#", b"### ", b"7", b"<eos>"])
     writer = SimpleNamespace(tokenizer=words, ends=frozenset({4}))
-    walker = scaling._Walker(None, writer, ScalingConfig(), None, None, lambda _: None)  # type: ignore[arg-type]
-    path = walker.split([0, 1, 2, 3, 4])
-    assert (path.thought, path.rest) == ([0], [1, 2, 3, 4])
-    assert (walker.split([0, 0, 4]).thought, walker.split([0, 0, 4]).rest) == ([0, 0], [4])
-    assert (walker.split([0, 0]).thought, walker.split([0, 0]).rest) == ([0, 0], [])
+    walker = scaling._BudgetForcing(None, writer, ScalingConfig(), None, None, lambda _: None)  # type: ignore[arg-type]
+    path = walker.split_thinking([0, 1, 2, 3, 4])
+    assert (path.thinking, path.answer_ids) == ([0], [1, 2, 3, 4])
+    assert (walker.split_thinking([0, 0, 4]).thinking, walker.split_thinking([0, 0, 4]).answer_ids) == (
+        [0, 0],
+        [4],
+    )
+    assert (walker.split_thinking([0, 0]).thinking, walker.split_thinking([0, 0]).answer_ids) == ([0, 0], [])
 
 
 def test_votes_are_numbers_where_numbers_are_asked_for() -> None:
-    text = Task("e", prompt="p", verifier="exact", answer="x")
-    assert {vote(TASK, t) for t in ("1+8=9\n#### 9", "#### 9.0", "so it is 9.")} == {"9"}
-    assert vote(TASK, "nothing") == ""
-    assert vote(text, " yes \n") == "yes" != vote(text, "no")
+    text = VerifiableTask("e", prompt="p", verifier="exact", answer="x")
+    assert {vote_key(TASK, t) for t in ("1+8=9\n#### 9", "#### 9.0", "so it is 9.")} == {"9"}
+    assert vote_key(TASK, "nothing") == ""
+    assert vote_key(text, " yes \n") == "yes" != vote_key(text, "no")
 
 
 def test_verifiers_that_fail_are_counted_at_every_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    fails = Task("t", prompt="2+3+4\n", verifier="numeric", answer="what?")
+    fails = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="what?")
     got, _ = run(monkeypatch, THINKS, fails, budgets=(6, 9), continuations=0)
-    assert got.failed == 1 + 2 * 2  # the sample, then both budgets of both curves
-    assert got.why.startswith("raised: DataError")
-    raises = Task("t", prompt="2+3+4\n", verifier="numeric", answer="9")
-    assert (run(monkeypatch, THINKS, raises)[0].failed, run(monkeypatch, THINKS, raises)[0].why) == (0, "")
+    assert got.n_failed == 1 + 2 * 2  # the sample, then both budgets of both curves
+    assert got.first_failure.startswith("raised: DataError")
+    raises = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
+    assert (
+        run(monkeypatch, THINKS, raises)[0].n_failed,
+        run(monkeypatch, THINKS, raises)[0].first_failure,
+    ) == (0, "")
 
 
 @pytest.fixture(scope="module")
-def drawn() -> Scaling:
+def drawn() -> ScalingResult:
     """A real engine and a judge whose right answer is the commonest first byte class."""
-    tasks = [Task(f"t{k}", prompt=chr(97 + k), verifier="custom", answer="") for k in range(6)]
+    tasks = [VerifiableTask(f"t{k}", prompt=chr(97 + k), verifier="custom", answer="") for k in range(6)]
     engine = rollout_engine(decoder(), scribe(), sequences=16, max_length=64)
     told: list[int] = []
-    config = ScalingConfig(samples=4, max_tokens=12, budgets=(0, 4, 12), answer_tokens=3, marker="Q", seed=3)
+    config = ScalingConfig(
+        n_samples=4,
+        max_completion_tokens=12,
+        thinking_budgets=(0, 4, 12),
+        max_answer_tokens=3,
+        answer_marker="Q",
+        seed=3,
+    )
 
-    def judge(some: Sequence[Task], texts: Sequence[str]) -> list[Verdict]:
+    def judge(some: Sequence[VerifiableTask], texts: Sequence[str]) -> list[Verdict]:
         return [Verdict(float(len(text) % 2 == 0), len(text) % 2 == 0) for text in texts]
 
-    def short(texts: Sequence[Text]) -> list[float]:
+    def short(texts: Sequence[TokenizedExample]) -> list[float]:
         return [-float(len(text)) for text in texts]
 
-    def once() -> Scaling:
+    def once() -> ScalingResult:
         return measure_scaling(
             engine,
             scribe(),
@@ -136,7 +149,7 @@ def drawn() -> Scaling:
             config,
             judge,
             scorers={"short": short},
-            advance=told.append,  # type: ignore[arg-type]
+            on_finished=told.append,  # type: ignore[arg-type]
         )
 
     first = once()
@@ -144,13 +157,13 @@ def drawn() -> Scaling:
     return first
 
 
-def test_all_curves_come_from_one_set_of_samples(drawn: Scaling) -> None:
+def test_all_curves_come_from_one_set_of_samples(drawn: ScalingResult) -> None:
     assert set(drawn.curves) == {"stopped", "continued", "majority", "any", "likeliest", "short"}
     first = {name: drawn.curves[name][0].accuracy for name in ("majority", "any", "likeliest", "short")}
     assert len({round(a, 9) for a in first.values()}) == 1  # of one sample there is no choice
     ranges = [p for points in drawn.curves.values() for p in points]
     assert all(0 <= p.low <= p.accuracy <= p.high <= 1 and p.high - p.low > 0.05 for p in ranges)
-    assert [p.at for p in drawn.curves["any"]] == [1, 2, 4]
+    assert [p.compute for p in drawn.curves["any"]] == [1, 2, 4]
     any_ = [p.accuracy for p in drawn.curves["any"]]
     assert any_ == sorted(any_) and any_[-1] >= drawn.curves["short"][-1].accuracy
     tokens = [p.tokens for p in drawn.curves["majority"]]
@@ -166,6 +179,8 @@ def test_what_cannot_be_measured_is_said() -> None:
     with pytest.raises(DataError, match="no tasks"):
         measure_scaling(engine, scribe(), [], ScalingConfig(), verify_all)
     with pytest.raises(ConfigError, match=r"(?s)task 't' has a prompt of 7 ids.*expected: a context of"):
-        measure_scaling(engine, scribe(), [TASK], ScalingConfig(max_tokens=40, answer_tokens=4), verify_all)
+        measure_scaling(
+            engine, scribe(), [TASK], ScalingConfig(max_completion_tokens=40, max_answer_tokens=4), verify_all
+        )
     with pytest.raises(ValidationError, match="0 to max_tokens = 8"):
-        ScalingConfig(max_tokens=8, budgets=(4, 9))
+        ScalingConfig(max_completion_tokens=8, thinking_budgets=(4, 9))

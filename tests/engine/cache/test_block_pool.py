@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.engine.cache.block_pool import NOWHERE, BlockPool
-from whorl.engine.cache.cache_manager import Cache, Group
-from whorl.engine.prefix_hash import chain
+from whorl.engine.cache.block_pool import EVICTED, BlockPool
+from whorl.engine.cache.cache_manager import KVCacheGroup, KVCacheManager
+from whorl.engine.prefix_hash import prefix_hashes
 from whorl.engine.request import Request
 from whorl.engine.sequence import Sequence
 from whorl.errors import ConfigError
@@ -22,15 +22,15 @@ def sequence(ids: list[int], number: int = 0) -> Sequence:
     return made
 
 
-def fill(cache: Cache, one: Sequence) -> bool:
+def fill(cache: KVCacheManager, one: Sequence) -> bool:
     """Lets a sequence in and computes all of it; False if there is no room."""
-    cache.admit(one)
-    cache.enter(one)
-    if not cache.grow(one, len(one.ids)):
+    cache.acquire_prefix(one)
+    cache.bind(one)
+    if not cache.allocate_slots(one, len(one.ids)):
         cache.release(one)
         return False
-    one.computed = len(one.ids)
-    cache.settle(one)
+    one.n_computed = len(one.ids)
+    cache.commit_full_pages(one)
     return True
 
 
@@ -39,7 +39,12 @@ def fill(cache: Cache, one: Sequence) -> bool:
 def test_no_page_is_lost_or_shared_by_mistake(
     history: list[tuple[list[int], bool]], window: int | None
 ) -> None:
-    cache = Cache([Group(None, BlockPool(12, 2)), Group(window, BlockPool(12, 2))], 8, 24, chunk=8)
+    cache = KVCacheManager(
+        [KVCacheGroup(None, BlockPool(12, 2)), KVCacheGroup(window, BlockPool(12, 2))],
+        8,
+        24,
+        max_num_batched_tokens=8,
+    )
     held: list[Sequence] = []
     contents: dict[tuple[int, int], list[int]] = {}  # what was last written to a page of a group
     for number, (ids, leaves) in enumerate(history):
@@ -50,10 +55,10 @@ def test_no_page_is_lost_or_shared_by_mistake(
             one.slot = next(slot for slot in range(8) if slot not in {h.slot for h in held})
             if fill(cache, one):
                 held.append(one)
-                assert one.computed == len(ids)
+                assert one.n_computed == len(ids)
                 for group, pages in enumerate(one.pages):
                     for at, page in enumerate(pages):
-                        if page == NOWHERE:
+                        if page == EVICTED:
                             continue
                         before = ids[: (at + 1) * 2]
                         full = len(before) == (at + 1) * 2
@@ -66,18 +71,18 @@ def test_no_page_is_lost_or_shared_by_mistake(
     for one in held:
         cache.release(one)
     cache.check_integrity([])
-    assert all(group.pool.used == 0 for group in cache.groups)
+    assert all(group.pool.n_used == 0 for group in cache.groups)
 
 
 @given(TEXTS, TEXTS)
 def test_a_beginning_is_found_in_whole_pages_and_never_all_of_a_prompt(
     first: list[int], second: list[int]
 ) -> None:
-    cache = Cache([Group(None, BlockPool(40, 2))], 8, 24, chunk=8)
+    cache = KVCacheManager([KVCacheGroup(None, BlockPool(40, 2))], 8, 24, max_num_batched_tokens=8)
     one, two = sequence(first, 0), sequence(second, 1)
     fill(cache, one)
     cache.release(one)
-    found = cache.admit(two)
+    found = cache.acquire_prefix(two)
     common = 0
     while common < min(len(first), len(second)) and first[common] == second[common]:
         common += 1
@@ -85,40 +90,45 @@ def test_a_beginning_is_found_in_whole_pages_and_never_all_of_a_prompt(
 
 
 def test_a_window_needs_only_what_it_sees() -> None:
-    cache = Cache([Group(None, BlockPool(20, 2)), Group(4, BlockPool(4, 2))], 8, 24, chunk=4)
+    cache = KVCacheManager(
+        [KVCacheGroup(None, BlockPool(20, 2)), KVCacheGroup(4, BlockPool(4, 2))],
+        8,
+        24,
+        max_num_batched_tokens=4,
+    )
     ids = list(range(12))
     one = sequence(ids)
-    cache.admit(one)
-    cache.enter(one)
+    cache.acquire_prefix(one)
+    cache.bind(one)
     for stop in (4, 8, 12):  # the window's pool is a third of the text
-        assert cache.grow(one, stop)
-        one.computed = stop
-        cache.settle(one)
-    assert one.pages[1][:4] == [NOWHERE] * 4 and len(one.pages[0]) == 6
+        assert cache.allocate_slots(one, stop)
+        one.n_computed = stop
+        cache.commit_full_pages(one)
+    assert one.pages[1][:4] == [EVICTED] * 4 and len(one.pages[0]) == 6
     cache.release(one)
     again = sequence(ids, 1)
-    assert cache.admit(again) == 10
-    assert again.pages[1][:3] == [NOWHERE] * 3 and NOWHERE not in again.pages[1][3:]
-    cache.enter(again)
+    assert cache.acquire_prefix(again) == 10
+    assert again.pages[1][:3] == [EVICTED] * 3 and EVICTED not in again.pages[1][3:]
+    cache.bind(again)
     cache.check_integrity([again])
 
 
 def test_the_least_recently_used_goes_first_and_the_end_of_a_text_before_its_beginning() -> None:
-    cache = Cache([Group(None, BlockPool(6, 2))], 8, 24, chunk=8)
+    cache = KVCacheManager([KVCacheGroup(None, BlockPool(6, 2))], 8, 24, max_num_batched_tokens=8)
     old, new = sequence([1] * 6, 0), sequence([2] * 6, 1)
     for one in (old, new):
         assert fill(cache, one)
     cache.release(old)
     cache.release(new)
     pool = cache.groups[0].pool
-    assert pool.cached == 6 and pool.take(2) is not None and pool.evicted == 2
-    assert len(pool.find(chain(b"", [1] * 6, 2, []))) == 1  # the last two of the old text went
-    assert len(pool.find(chain(b"", [2] * 6, 2, []))) == 3
-    assert pool.take(5) is None and pool.available == 4
+    assert pool.n_cached == 6 and pool.allocate(2) is not None and pool.n_evicted == 2
+    assert len(pool.lookup(prefix_hashes(b"", [1] * 6, 2, []))) == 1  # the last two of the old text went
+    assert len(pool.lookup(prefix_hashes(b"", [2] * 6, 2, []))) == 3
+    assert pool.allocate(5) is None and pool.n_available == 4
 
 
 def test_damaged_books_are_noticed() -> None:
-    cache = Cache([Group(None, BlockPool(6, 2))], 8, 24, chunk=8)
+    cache = KVCacheManager([KVCacheGroup(None, BlockPool(6, 2))], 8, 24, max_num_batched_tokens=8)
     one = sequence([1, 2, 3], 0)
     fill(cache, one)
     cache.check_integrity([one])
@@ -128,11 +138,11 @@ def test_damaged_books_are_noticed() -> None:
         lambda p: p._free.append(one.pages[0][0]),
     ):
         pool = cache.groups[0].pool
-        saved = list(pool.references), list(pool._free)
+        saved = list(pool.ref_counts), list(pool._free)
         damage(pool)
         with pytest.raises(RuntimeError, match="books are wrong"):
             cache.check_integrity([one])
-        pool.references, pool._free = saved
+        pool.ref_counts, pool._free = saved
     with pytest.raises(RuntimeError, match="references and 0 holders"):
         cache.check_integrity([])
     with pytest.raises(ConfigError, match="page_size is 0"):

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from tests.engine.test_engine_parity import FAMILIES, GREEDY, check, decoder, run
 
 from whorl.engine.config import EngineConfig
-from whorl.engine.disaggregation.kv_transfer import PageBlock, export_pages, fingerprint, import_pages
+from whorl.engine.disaggregation.kv_transfer import KVBlock, export_pages, import_pages, model_fingerprint
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
 from whorl.errors import ConfigError, DataError
 
-CONFIG = EngineConfig(page_size=4, max_sequences=4, max_length=60, cache_tokens=240, token_budget=16)
+CONFIG = EngineConfig(
+    block_size=4, max_num_seqs=4, max_model_len=60, kv_cache_tokens=240, max_num_batched_tokens=16
+)
 IDS = torch.randint(0, 50, (30,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
@@ -38,7 +40,7 @@ def descriptors() -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_receiver_says_what_one_engine_says(family: str) -> None:
     sender = Engine(FAMILIES[family](), CONFIG)
-    if sender.runner.has_slots:
+    if sender.runner.has_recurrent_layers:
         with pytest.raises(ConfigError, match="recurrent"):
             export_pages(sender, IDS)
         return
@@ -48,7 +50,7 @@ def test_the_receiver_says_what_one_engine_says(family: str) -> None:
         receiver, [Request(id="other", ids=(7,) * 11, sampling=GREEDY, max_tokens=3)]
     )  # other pages are elsewhere
     with export_pages(sender, IDS) as block:
-        assert block.positions == 28
+        assert block.n_positions == 28
         assert import_pages(receiver, block) == 28
     sender.check_integrity()
     receiver.check_integrity()
@@ -57,7 +59,7 @@ def test_the_receiver_says_what_one_engine_says(family: str) -> None:
     while receiver.busy:
         for delta in receiver.step():
             tokens += delta.tokens
-            cached = max(cached, delta.cached)
+            cached = max(cached, delta.cached_tokens)
         receiver.check_integrity()
     assert cached == 28, "decoding begins with a full hit"
     check(FAMILIES[family](), [request("write")], {"write": tokens})
@@ -80,7 +82,7 @@ def test_pages_in_int8_go_over_with_their_scales() -> None:
 def test_a_block_is_taken_in_by_and_by() -> None:
     receiver = Engine(decoder(), CONFIG)
     with export_pages(prefilled(), IDS) as block:
-        found = [import_pages(receiver, block, at_most=3) for _ in range(4)]
+        found = [import_pages(receiver, block, max_pages=3) for _ in range(4)]
         assert found == [12, 24, 28, 28]
     receiver.check_integrity()
 
@@ -104,7 +106,7 @@ def test_without_room_less_is_taken_in_and_what_runs_keeps_its_pages() -> None:
 
 def test_a_beginning_that_nobody_knows_is_an_empty_block() -> None:
     with export_pages(prefilled(), [1, 2, 3]) as block:
-        assert block.positions == 0 and import_pages(Engine(decoder(), CONFIG), block) == 0
+        assert block.n_positions == 0 and import_pages(Engine(decoder(), CONFIG), block) == 0
 
 
 def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
@@ -116,7 +118,7 @@ def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
         ]:
             with pytest.raises(DataError, match=words):
                 import_pages(receiver, block)
-            assert receiver.cache.groups[0].pool.cached == 0
+            assert receiver.cache.groups[0].pool.n_cached == 0
         receiver = Engine(decoder(), CONFIG)
         name, weight = next(iter(receiver.model.named_parameters()))
         receiver.update_weights({name: weight.detach() + 1}, version=3)
@@ -134,11 +136,11 @@ def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
 
 def test_the_fingerprint_is_made_once_a_version() -> None:
     engine = Engine(decoder(), CONFIG)
-    first = fingerprint(engine)
-    assert fingerprint(engine) == first == fingerprint(Engine(decoder(), CONFIG))
+    first = model_fingerprint(engine)
+    assert model_fingerprint(engine) == first == model_fingerprint(Engine(decoder(), CONFIG))
     name, weight = next(iter(engine.model.named_parameters()))
     engine.update_weights({name: weight.detach() + 1}, version=1)
-    assert fingerprint(engine) != first
+    assert model_fingerprint(engine) != first
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,8 +159,8 @@ def test_a_damaged_block_is_never_taken(data: st.DataObject) -> None:
         content[:36] = bytes(36)
     before, at_once = descriptors(), data.draw(st.booleans())
     with pytest.raises(DataError, match="a block of pages"):
-        block = PageBlock(memory_of(bytes(content)), check=at_once)
-        while not block.check(1000):
+        block = KVBlock(memory_of(bytes(content)), verify_checksum=at_once)
+        while not block.verify(1000):
             pass
     assert descriptors() == before, "a block that is refused is closed"
 
@@ -167,9 +169,9 @@ SENDER = prefilled()
 
 
 def memory_of(content: bytes) -> int:
-    from whorl.slots.ring import anonymous
+    from whorl.slots.ring import anonymous_memory
 
-    fd = anonymous(len(content))
+    fd = anonymous_memory(len(content))
     os.write(fd, content)
     return fd
 
@@ -181,4 +183,4 @@ def test_nothing_is_left_behind() -> None:
             import_pages(receiver, block)
     assert descriptors() == before
     SENDER.check_integrity()
-    assert SENDER.cache.groups[0].pool.used == 0
+    assert SENDER.cache.groups[0].pool.n_used == 0

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.model.multi_lora import Adapters, Plan, added, reference
+from whorl.engine.model.multi_lora import Adapters, LoRAMapping, lora_delta, lora_delta_reference
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import Decoder, DecoderConfig, LanguageModel, Transformer, TransformerConfig
-from whorl.models.lora import Factors, LoRA, adaptable, load_lora, merge, new_lora, save_lora
-from whorl.models.quantization.gptq import quantise_model
-from whorl.models.quantization.weights import Scheme
-from whorl.models.transformer_config import Heads
+from whorl.models.lora import LoRA, LoRAFactors, init_lora, load_lora, merge_lora, save_lora, target_modules
+from whorl.models.quantization.gptq import quantize_model
+from whorl.models.quantization.weights import QuantizationConfig
+from whorl.models.transformer_config import AttentionConfig
 
 
 def decoder() -> Decoder:
@@ -41,7 +41,7 @@ def decoder() -> Decoder:
 
 
 def llama(**changes: Any) -> Transformer:
-    heads = Heads(n_heads=2, n_kv_heads=1, head_dim=16)
+    heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
     fields = {
         "vocab_size": 48,
         "d_model": 32,
@@ -63,9 +63,9 @@ def lively(model: Any) -> Any:
 def lora(model: LanguageModel, seed: int, rank: int = 4, layers: tuple[str, ...] = ()) -> LoRA:
     """One that changes something."""
     g = torch.Generator().manual_seed(seed)
-    made = new_lora(model, rank, 2.0 * rank, layers, g)
+    made = init_lora(model, rank, 2.0 * rank, layers, g)
     return LoRA({
-        name: Factors(p.a, torch.randn(p.b.shape, generator=g) * 0.1, p.scale) for name, p in made.parts.items()
+        name: LoRAFactors(p.a, torch.randn(p.b.shape, generator=g) * 0.1, p.scale) for name, p in made.factors.items()
     })  # fmt: skip
 
 
@@ -83,15 +83,15 @@ def said(model: LanguageModel, text: Tensor) -> Tensor:
 def test_every_way_of_the_product_is_the_definition(numbers: list[int], seed: int) -> None:
     g = torch.Generator().manual_seed(seed)
     x, a, b = (torch.randn(shape, generator=g) for shape in ((len(numbers), 6), (4, 3, 6), (4, 5, 3)))
-    plan = Plan(numbers)
-    if not plan.chosen:
+    plan = LoRAMapping(numbers)
+    if not plan.active_indices:
         assert not any(numbers)
         return
-    chosen = torch.tensor(plan.chosen) - 1
+    chosen = torch.tensor(plan.active_indices) - 1
     found = torch.zeros(len(numbers), 5)
-    more = added(x, a[chosen], b[chosen], plan)
-    found = more if plan.way == "all" else found.index_add(0, plan.rows, more)
-    assert torch.allclose(found, reference(x, a, b, numbers), atol=1e-5)
+    more = lora_delta(x, a[chosen], b[chosen], plan)
+    found = more if plan.strategy == "all" else found.index_add(0, plan.adapted_rows, more)
+    assert torch.allclose(found, lora_delta_reference(x, a, b, numbers), atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_every_way_of_the_product_is_the_definition(numbers: list[int], seed: in
     [([2, 2, 2], "all"), ([2, 2, 0], "padded"), ([1, 2, 3, 1], "padded"), ([1] * 20 + [2, 3, 4], "segments")],
 )
 def test_which_way_is_taken(numbers: list[int], way: str) -> None:
-    assert Plan(numbers).way == way
+    assert LoRAMapping(numbers).strategy == way
 
 
 @pytest.mark.parametrize("kind", [decoder, llama])
@@ -111,12 +111,14 @@ def test_a_mixed_batch_is_each_alone_with_its_adapter_merged(kind: Any) -> None:
         adapters.add(name, one)
     plain = said(model, text)
     for names in (["a", "b", None, "c", "a"], ["b"] * 5, [None, None, "c", None, None]):
-        with adapters.active(adapters.over(adapters.numbers(names) or [], [0, 7, 14, 21, 28, 35])):
+        with adapters.active(
+            adapters.expand_to_positions(adapters.indices_of(names) or [], [0, 7, 14, 21, 28, 35])
+        ):
             together = said(model, text)
         for row, name in enumerate(names):
             alone = kind()
             if name is not None:
-                merge(alone, loras[name])
+                merge_lora(alone, loras[name])
                 assert (together[row] - plain[row]).abs().max() > 0.01
             assert torch.allclose(together[row], said(alone, text[row : row + 1])[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(said(model, text), plain)
@@ -137,17 +139,17 @@ def test_numbers_are_given_again_and_keys_never() -> None:
     model = decoder()
     adapters = Adapters(model)
     assert [adapters.add(name, lora(model, n)) for n, name in enumerate("ab")] == [1, 2]
-    key, text = adapters.key("a"), ids(1, 4)
+    key, text = adapters.cache_key("a"), ids(1, 4)
     with adapters.active([1] * 4):
         first = said(model, text)
     adapters.remove("a")
     assert "a" not in adapters and adapters.names == ["b"]
     with pytest.raises(ConfigError, match="adapter 'a' is not loaded"):
-        adapters.number("a")
+        adapters.index_of("a")
     with pytest.raises(ConfigError, match="adapter 1 is not loaded"), adapters.active([1]):
         pass
     assert adapters.add("a", lora(model, 7)) == 1
-    assert adapters.key("a") != key and adapters.key(None) == ""
+    assert adapters.cache_key("a") != key and adapters.cache_key(None) == ""
     with adapters.active([1] * 4):
         assert (said(model, text) - first).abs().max() > 0.01
     with pytest.raises(ConfigError, match="name is 'b'"):
@@ -158,36 +160,36 @@ def test_an_adapter_beside_a_quantised_model() -> None:
     model, text = decoder(), ids(2, 6)
     one = lora(model, 1)
     merged = decoder()
-    for name, part in one.parts.items():
-        weight = quantise_model(decoder(), Scheme()).get_submodule(name).weight
+    for name, part in one.factors.items():
+        weight = quantize_model(decoder(), QuantizationConfig()).get_submodule(name).weight
         merged.get_submodule(name).weight.data = weight + part.delta  # type: ignore[union-attr,operator]
-    quantised = quantise_model(model, Scheme())
+    quantised = quantize_model(model, QuantizationConfig())
     adapters = Adapters(quantised)
     adapters.add("a", one)
     with adapters.active([1] * 12):
         assert torch.allclose(said(quantised, text), said(merged, text), atol=1e-4)
     with pytest.raises(ConfigError, match="quantised: an adapter cannot be merged"):
-        merge(quantised, one)
+        merge_lora(quantised, one)
 
 
 def test_a_folder_comes_back_with_every_layers_rank_and_scale(tmp_path: Path) -> None:
     model = decoder()
-    parts = dict(lora(model, 1, 4, ("qkv",)).parts) | dict(lora(model, 2, 2, ("down",)).parts)
+    parts = dict(lora(model, 1, 4, ("qkv",)).factors) | dict(lora(model, 2, 2, ("down",)).factors)
     odd = "blocks.1.mlp.down"
-    parts[odd] = Factors(parts[odd].a, parts[odd].b, 0.3)
+    parts[odd] = LoRAFactors(parts[odd].a, parts[odd].b, 0.3)
     save_lora(LoRA(parts), tmp_path, "mine")
     found = load_lora(tmp_path, model)
-    assert found.parts.keys() == parts.keys() and found.rank == 4
+    assert found.factors.keys() == parts.keys() and found.rank == 4
     for name, part in parts.items():
-        assert torch.equal(found.parts[name].a, part.a) and torch.equal(found.parts[name].b, part.b)
-        assert found.parts[name].scale == pytest.approx(part.scale)
+        assert torch.equal(found.factors[name].a, part.a) and torch.equal(found.factors[name].b, part.b)
+        assert found.factors[name].scale == pytest.approx(part.scale)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and config["base_model_name_or_path"] == "mine"
     assert "base_model.model.blocks.0.attention.qkv.lora_A.weight" in load_file(
         tmp_path / "adapter_model.safetensors"
     )
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_rslora": True}))
-    assert load_lora(tmp_path, model).parts["blocks.0.attention.qkv"].scale == pytest.approx(8 / 2)
+    assert load_lora(tmp_path, model).factors["blocks.0.attention.qkv"].scale == pytest.approx(8 / 2)
 
 
 def test_an_adapter_of_a_llama_of_others_finds_our_layers(tmp_path: Path) -> None:
@@ -206,11 +208,11 @@ def test_an_adapter_of_a_llama_of_others_finds_our_layers(tmp_path: Path) -> Non
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 3, "lora_alpha": 6}))
     found = load_lora(tmp_path, model)
-    assert torch.allclose(found.parts["blocks.1.mixer.k"].delta, deltas[1, "self_attn.k_proj"], atol=1e-5)
+    assert torch.allclose(found.factors["blocks.1.mixer.k"].delta, deltas[1, "self_attn.k_proj"], atol=1e-5)
     whole = torch.cat([deltas[0, "mlp.gate_proj"], deltas[0, "mlp.up_proj"]])  # ours: gate above up
-    assert torch.allclose(found.parts["blocks.0.mlp.up"].delta, whole, atol=1e-4)
+    assert torch.allclose(found.factors["blocks.0.mlp.up"].delta, whole, atol=1e-4)
     half = torch.cat([torch.zeros(40, 32), deltas[1, "mlp.up_proj"]])
-    assert torch.allclose(found.parts["blocks.1.mlp.up"].delta, half, atol=1e-4)
+    assert torch.allclose(found.factors["blocks.1.mlp.up"].delta, half, atol=1e-4)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -248,17 +250,17 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_lora(tmp_path, model)
     with pytest.raises(ConfigError, match="none ends with"):
-        new_lora(model, 4, 8.0, ["qkw"])
+        init_lora(model, 4, 8.0, ["qkw"])
     with pytest.raises(ConfigError, match="rank is 0"):
-        new_lora(model, 0, 8.0)
+        init_lora(model, 0, 8.0)
 
 
 def test_a_new_adapter_changes_nothing_and_knows_all_layers() -> None:
     model = llama()
-    fresh = new_lora(model, 4, 8.0)
-    assert set(fresh.parts) == set(adaptable(model)) and len(fresh.parts) == 2 * 6
+    fresh = init_lora(model, 4, 8.0)
+    assert set(fresh.factors) == set(target_modules(model)) and len(fresh.factors) == 2 * 6
     before = said(model, ids(1, 5))
-    merge(model, fresh)
+    merge_lora(model, fresh)
     assert torch.equal(said(model, ids(1, 5)), before)
 
 
@@ -269,21 +271,23 @@ def test_the_engine_serves_each_request_with_its_adapter() -> None:
     for name, one in loras.items():
         adapters.add(name, one)
     engine = Engine(
-        model, EngineConfig(max_sequences=4, max_length=64, page_size=4, token_budget=12), adapters=adapters
+        model,
+        EngineConfig(max_num_seqs=4, max_model_len=64, block_size=4, max_num_batched_tokens=12),
+        adapters=adapters,
     )
     prompt = tuple(
         ids(1, 17, seed=3)[0].tolist()
     )  # the same of all: pages must not be shared between adapters
     wanted = {None: decoder(), "a": decoder(), "b": decoder()}
     for name, one in loras.items():
-        merge(wanted[name], one)
+        merge_lora(wanted[name], one)
     for round_ in range(2):  # the second time with beginnings that are found
         for name in wanted:
             engine.add(
                 Request(
                     id=f"{name} {round_}",
                     ids=prompt,
-                    sampling=Sampling(temperature=0),
+                    sampling=SamplingParams(temperature=0),
                     max_tokens=8,
                     adapter=name,
                 )

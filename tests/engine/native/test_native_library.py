@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from whorl.engine.model.runner import Runner
-from whorl.engine.native import NativeStep, build, layout, supports
+from whorl.engine.model.runner import ModelRunner
+from whorl.engine.native import NativeStep, build, layout, unsupported_reason
 from whorl.engine.native.runner import make_runner
 from whorl.errors import ConfigError
 from whorl.nn.mlp import activate
@@ -51,7 +51,7 @@ def check_products(library: ctypes.CDLL, kind: str, n: int, k: int, group: int) 
     paired = bool(library.whorl_features() & 2)  # else activations are not rounded to bf16
     g = torch.Generator().manual_seed(n)
     weight = torch.randn(n, k, generator=g)
-    matrix = layout.matrix(kind, group, n, k)
+    matrix = layout.make_matrix(kind, group, n, k)
     arena = layout.Arena(library, [matrix])
     library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 2)
     step = library.whorl_open()
@@ -74,7 +74,7 @@ def test_a_head_of_any_width_is_softened_as_torch_does(size: int) -> None:
     for name, number in layout.ACTIVATIONS.items():
         gated = name in ("swiglu", "geglu")
         weight = torch.ones(2 * size if gated else size, 1)
-        matrix = layout.matrix("float32", None, len(weight), 1, gated)
+        matrix = layout.make_matrix("float32", None, len(weight), 1, gated)
         arena = layout.Arena(library, [matrix])
         library.whorl_pack(ctypes.byref(matrix), weight.data_ptr(), 1)
         step, y = library.whorl_open(), torch.empty(len(x), size)
@@ -111,7 +111,7 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     assert answers == ["0\n", "0\n"]
     (file,) = folder.glob("*.so")
     assert {p.name for p in folder.iterdir()} == {"lock", file.name}
-    return build.declared(ctypes.CDLL(str(file)))
+    return build.declare_signatures(ctypes.CDLL(str(file)))
 
 
 @pytest.mark.parametrize("kind", BOUNDS)
@@ -133,10 +133,10 @@ def test_without_a_compiler_it_says_so_and_torch_decodes(monkeypatch: pytest.Mon
     build.library.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="no-such-compiler"):
-            assert supports(llama()) == "there is no native library"
-        assert type(make_runner(llama(), {None: 4}, 16, 2, 64)) is Runner
+            assert unsupported_reason(llama()) == "there is no native library"
+        assert type(make_runner(llama(), {None: 4}, 16, 2, 64)) is ModelRunner
         with pytest.raises(ConfigError, match="int8"):
-            make_runner(llama(), {None: 4}, 16, 2, 64, kind="int8")
+            make_runner(llama(), {None: 4}, 16, 2, 64, weight_dtype="int8")
     finally:
         build.library.cache_clear()
 
@@ -147,5 +147,5 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     failing.chmod(0o755)
     monkeypatch.setenv("CXX", str(failing))
     with pytest.raises(build.BuildError, match="it is broken"):
-        build.load(tmp_path / "kept")
+        build.load_library(tmp_path / "kept")
     assert [p.name for p in (tmp_path / "kept").iterdir()] == ["lock"]

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from whorl.engine.cache.pages import Batch, HeadPages
+from whorl.engine.cache.pages import InputBatch, KVPages
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
-from whorl.engine.model.runner import Runner
-from whorl.engine.native import NativeStep, build, supports
-from whorl.engine.native.runner import NativeRunner, fastest, make_runner
+from whorl.engine.model.runner import ModelRunner
+from whorl.engine.native import NativeStep, build, unsupported_reason
+from whorl.engine.native.runner import NativeRunner, autotune, make_runner
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel, Transformer
-from whorl.models.transformer_config import Heads, Rope, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, Rope, TransformerConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,14 +34,14 @@ NATIVE = {
     "decoder": decoder,
     "decoder without memory": lambda: decoder(ngram_orders=(), smear_keys=False, tie_embeddings=True),
 }
-NATIVE = {name: make for name, make in NATIVE.items() if supports(make()) is None}
+NATIVE = {name: make for name, make in NATIVE.items() if unsupported_reason(make()) is None}
 
 
 def llama(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
     heads: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 32}
-    heads.update({k: changes.pop(k) for k in list(changes) if k in Heads.model_fields})
+    heads.update({k: changes.pop(k) for k in list(changes) if k in AttentionConfig.model_fields})
     shape = {"vocab_size": 211, "d_model": 96, "n_layers": 2, "mlp_hidden": 160, "mlp": "swiglu"}
-    config = TransformerConfig(**{**shape, "mixers": {"heads": Heads(**heads)}, **changes})
+    config = TransformerConfig(**{**shape, "mixers": {"heads": AttentionConfig(**heads)}, **changes})
     model = Transformer(config, torch.Generator().manual_seed(seed), dtype)
     with torch.no_grad():
         for p in model.parameters():
@@ -61,17 +61,17 @@ class Texts:
         self.done = [0] * len(lengths)
         per_row = -(-max(lengths) // page_size) + 1
         n_pages = per_row * len(lengths) + 3
-        self.runner = Runner(
+        self.runner = ModelRunner(
             model, dict.fromkeys((None, *_windows(model)), n_pages), page_size, len(lengths), 512
         )
         for layer in self.runner.layers:
-            assert isinstance(layer, HeadPages)
+            assert isinstance(layer, KVPages)
             for t in layer.tensors:
                 t.fill_(float("nan"))
         pages = self.rng.permutation(n_pages)[: per_row * len(lengths)]
         self.pages = pages.reshape(len(lengths), per_row).astype(np.int32)
 
-    def batch(self, most: int) -> tuple[Batch, list[int], list[slice]]:
+    def batch(self, most: int) -> tuple[InputBatch, list[int], list[slice]]:
         """The next pieces of up to `most` positions of some rows, short ones first; the rows, their positions."""
         left = [r for r in range(len(self.ids)) if self.done[r] < len(self.ids[r])]
         rows = [r for r in left if self.rng.random() < 0.8] or left
@@ -80,23 +80,23 @@ class Texts:
         spans = [slice(self.done[r], self.done[r] + sizes[r]) for r in rows]
         ids = np.concatenate([self.ids[r][s] for r, s in zip(rows, spans, strict=True)])
         starts = [0, *np.cumsum([sizes[r] for r in rows]).tolist()]
-        reach = self.runner.reach
+        reach = self.runner.ngram_context
         padded = [np.concatenate([np.full(reach, -1), self.ids[r]]) for r in rows]
         before = [
             p[i : i + reach] for p, s in zip(padded, spans, strict=True) for i in range(s.start, s.stop)
         ]
         for r, s in zip(rows, spans, strict=True):
             self.done[r] = s.stop
-        batch = Batch(
+        batch = InputBatch(
             ids=torch.from_numpy(ids),
             positions=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
             starts=starts,
             lengths=[s.stop for s in spans],
             slots=rows,
             pages=[self.pages[rows] for _ in self.runner.windows],
-            wanted=torch.arange(len(ids)),
+            logit_indices=torch.arange(len(ids)),
             n_single=sum(n == 1 for n in sizes.values()),
-            before=torch.from_numpy(np.array(before)) if reach else None,
+            previous_ids=torch.from_numpy(np.array(before)) if reach else None,
         )
         return batch, rows, spans
 
@@ -122,7 +122,11 @@ class Texts:
 def _windows(model: LanguageModel) -> list[int]:
     if not isinstance(model, Transformer):
         return []
-    return [m.window for m in model.config.layer_mixers() if isinstance(m, Heads) and m.window is not None]
+    return [
+        m.window
+        for m in model.config.layer_mixers()
+        if isinstance(m, AttentionConfig) and m.window is not None
+    ]
 
 
 @pytest.mark.parametrize("family", NATIVE)
@@ -166,7 +170,7 @@ BOUNDS = {"float32": 1e-4, "bfloat16": 0.14, "int8": 0.5, "int4": 4.6}
 @pytest.mark.parametrize("d_model", [65, 128])
 def test_every_kind_of_weight(kind: str, d_model: int) -> None:
     model = llama(d_model=d_model, bias=True)
-    step = NativeStep(model, 16, kind=kind)
+    step = NativeStep(model, 16, weight_dtype=kind)
     worst = Texts(model, 16, [1, 5, 40, 64]).compare(step, most=30)
     assert (0 if kind == "float32" else 1e-4) < worst < BOUNDS[kind]
 
@@ -175,7 +179,7 @@ def test_every_kind_of_weight(kind: str, d_model: int) -> None:
 def test_groups(group: int) -> None:
     model = llama()
     for kind in ("int8", "int4"):
-        step = NativeStep(model, 16, kind=kind, group=group)
+        step = NativeStep(model, 16, weight_dtype=kind, weight_group_size=group)
         assert Texts(model, 16, [5, 40]).compare(step, most=30) < BOUNDS[kind]
 
 
@@ -193,20 +197,20 @@ def test_a_bf16_model_with_a_bf16_cache_is_within_its_own_rounding() -> None:
 def test_a_row_does_not_depend_on_its_company_to_the_bit() -> None:
     model = llama()
     for kind in ("float32", "bfloat16", "int8", "int4"):
-        step = NativeStep(model, 16, kind=kind, threads=2)
+        step = NativeStep(model, 16, weight_dtype=kind, threads=2)
         found = []
         for lengths in ([37], [37, 1, 50, 9, 9, 9, 9, 9]):
             texts = Texts(model, 16, lengths)
             texts.ids[0] = np.arange(37) % 211
             n = len(lengths)
-            batch = Batch(
+            batch = InputBatch(
                 ids=torch.from_numpy(np.concatenate(texts.ids)),
                 positions=torch.cat([torch.arange(k) for k in lengths]),
                 starts=[0, *np.cumsum(lengths).tolist()],
                 lengths=lengths,
                 slots=list(range(n)),
                 pages=[texts.pages],
-                wanted=torch.arange(sum(lengths)),
+                logit_indices=torch.arange(sum(lengths)),
                 n_single=0,
             )
             found.append(step.run(batch, texts.runner.layers, texts.runner.group_of)[:37])
@@ -252,15 +256,15 @@ def test_what_is_not_there_is_refused_before_anything_is_written() -> None:
 
 
 def test_what_it_cannot_run_it_says() -> None:
-    reasons = {name: supports(made(**KINDS[name])) for name in KINDS if name not in NATIVE}
+    reasons = {name: unsupported_reason(made(**KINDS[name])) for name in KINDS if name not in NATIVE}
     assert reasons["alibi"] == "attention with alibi" and reasons["post"] and reasons["latent"]
     assert all(reasons.values())
     with pytest.raises(ConfigError, match="mixture"):
         NativeStep(made(**KINDS["experts"]), 16)
     with pytest.raises(ConfigError, match="group is 12"):
-        NativeStep(llama(), 16, kind="int4", group=12)
+        NativeStep(llama(), 16, weight_dtype="int4", weight_group_size=12)
     with pytest.raises(ConfigError, match="bfloat16"):
-        NativeStep(llama(), 16, kind="bf16")
+        NativeStep(llama(), 16, weight_dtype="bf16")
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -269,31 +273,36 @@ def test_the_engine_by_the_native_step(family: str, preemption: Any, monkeypatch
     monkeypatch.setenv("WHORL_NATIVE", "1")
     model = NATIVE[family]()
     config = EngineConfig(
-        page_size=4, max_sequences=6, max_length=60, cache_tokens=60, token_budget=7, preemption=preemption
+        block_size=4,
+        max_num_seqs=6,
+        max_model_len=60,
+        kv_cache_tokens=60,
+        max_num_batched_tokens=7,
+        preemption=preemption,
     )
     engine = Engine(model, config)
-    assert isinstance(engine.runner, NativeRunner) and engine.runner.native
+    assert isinstance(engine.runner, NativeRunner) and engine.runner.use_native
     asked = [
-        Request(id=str(n), ids=tuple(p), sampling=Sampling(temperature=0), max_tokens=20)
+        Request(id=str(n), ids=tuple(p), sampling=SamplingParams(temperature=0), max_tokens=20)
         for n, p in enumerate(PROMPTS)
     ]
     check(model, asked, run(engine, asked))
-    assert engine.stats.preemptions > 0 or family == "gemma"  # whose windows need few pages
+    assert engine.stats.n_preemptions > 0 or family == "gemma"  # whose windows need few pages
     model.load_state_dict({k: v * 1.1 for k, v in model.state_dict().items()})
     engine.update_weights({}, version=1)
     again = [r.model_copy(update={"id": f"again {r.id}"}) for r in asked]
     check(model, again, run(engine, again))
     monkeypatch.setenv("WHORL_NATIVE", "0")
-    assert type(Engine(model, config).runner) is Runner
+    assert type(Engine(model, config).runner) is ModelRunner
 
 
 def test_what_is_measured_decides() -> None:
     runner = make_runner(llama(), {None: 4}, 16, 2, 64)
     assert isinstance(runner, NativeRunner)
-    seconds = fastest(runner)
-    assert runner.native == (min(seconds, key=lambda k: seconds[k]) != "torch")
-    assert f"native, {runner.step.threads} threads" in seconds
-    assert "torch" not in fastest(runner, forced=True)
+    seconds = autotune(runner)
+    assert runner.use_native == (min(seconds, key=lambda k: seconds[k]) != "torch")
+    assert f"native, {runner.native_step.threads} threads" in seconds
+    assert "torch" not in autotune(runner, native_only=True)
 
 
 def test_replaced_products_and_hooks_go_by_torch_over_the_same_pages() -> None:
@@ -304,17 +313,17 @@ def test_replaced_products_and_hooks_go_by_torch_over_the_same_pages() -> None:
     def step(a: int, b: int) -> torch.Tensor:
         pages = [np.arange(4, dtype=np.int32)[None]]
         return runner.run(
-            Batch(ids[a:b], torch.arange(a, b), [0, b - a], [b], [0], pages, torch.arange(b - a), 0)
+            InputBatch(ids[a:b], torch.arange(a, b), [0, b - a], [b], [0], pages, torch.arange(b - a), 0)
         )
 
     first = step(0, 4)
     hook = model.blocks[0].mlp.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
     up = model.blocks[0].mlp.up.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
-    assert runner._by_torch()
+    assert runner._needs_torch()
     second = step(4, 7)
     hook.remove()
     up.remove()
-    assert not runner._by_torch()
+    assert not runner._needs_torch()
     got = torch.cat([first, second, step(7, 9)])
     with torch.inference_mode():
         torch.testing.assert_close(got, model.logits(model(ids[None]))[0], atol=1e-4, rtol=1e-4)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whorl.engine import Row, Sampler, Sampling
+from whorl.engine import Sampler, SamplerRow, SamplingParams
 from whorl.engine.request import Grammar
-from whorl.engine.sampling.forced_prefix import Matcher, Required, Then, Vocabulary
+from whorl.engine.sampling.forced_prefix import ForcedPrefix, LogitConstraint, Sequenced, SortedVocabulary
 from whorl.engine.sampling.grammar import GrammarCompiler, GrammarMatcher
 from whorl.errors import ConfigError, DataError
 
@@ -40,7 +40,7 @@ ENDS, SIZE = (len(TOKENS) - 2, len(TOKENS) - 1), len(TOKENS) + 1
 COMPILER = GrammarCompiler(TOKENS, ENDS, SIZE)
 
 
-def allowed(matcher: Matcher) -> set[int]:
+def allowed(matcher: LogitConstraint) -> set[int]:
     mask = matcher.mask()
     assert mask is not None
     if mask.dtype != np.bool_:
@@ -48,13 +48,13 @@ def allowed(matcher: Matcher) -> set[int]:
     return set(np.flatnonzero(mask).tolist())
 
 
-def write(matcher: Matcher, seed: int, most: int = 300) -> bytes | None:
+def write(matcher: LogitConstraint, seed: int, most: int = 300) -> bytes | None:
     """Random logits, drawn from under the matcher's masks; None if it has not come to an end by then."""
     sampler, g, out = Sampler(SIZE), torch.Generator().manual_seed(seed), b""
     for drawn in range(most):
         logits = 2 * torch.randn(1, SIZE, generator=g)
         logits[:, list(ENDS)] += 2
-        row = Row(Sampling(temperature=1, top_p=1), seed, drawn, allowed=matcher.mask())
+        row = SamplerRow(SamplingParams(temperature=1, top_p=1), seed, drawn, allowed_mask=matcher.mask())
         (token,) = sampler(logits, [row])
         assert token.id in allowed(matcher) and (token.id not in ENDS or matcher.can_end)
         matcher.advance(token.id)
@@ -161,16 +161,16 @@ def test_a_mask_is_every_token_that_can_be_gone_on_from_forced_or_not(regex: str
             text += words[chosen]
 
 
-def matchers() -> list[Matcher]:
-    vocabulary = Vocabulary(TOKENS, SIZE)
+def matchers() -> list[LogitConstraint]:
+    vocabulary = SortedVocabulary(TOKENS, SIZE)
     schema = Grammar(
         json_schema='{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'
     )
     return [
         COMPILER.compile(schema),
         COMPILER.compile(Grammar(regex="(a|ab|12)*x")),
-        Required(vocabulary, b"abab12  x"),
-        Then(Required(vocabulary, b"a1", exact=True), COMPILER.compile(Grammar(regex="[0-9]{1,3}"))),
+        ForcedPrefix(vocabulary, b"abab12  x"),
+        Sequenced(ForcedPrefix(vocabulary, b"a1", exact=True), COMPILER.compile(Grammar(regex="[0-9]{1,3}"))),
     ]
 
 
@@ -211,13 +211,13 @@ def test_ids_can_be_taken_back_and_copies_go_their_own_way(which: int, seed: int
 )
 def test_the_index_finds_what_a_look_at_every_token_finds(text: bytes) -> None:
     words = [*TOKENS, b"\xff\xff", b"a\xff", b"a\xff\xff1", b"ab12"]
-    v = Vocabulary(words, len(words) + 3)
+    v = SortedVocabulary(words, len(words) + 3)
     if text:
-        assert set(v.beginning_with(text).tolist()) == {n for n, w in enumerate(words) if w.startswith(text)}
-        assert set(v.same_as(text).tolist()) == {n for n, w in enumerate(words) if w == text}
+        assert set(v.ids_with_prefix(text).tolist()) == {n for n, w in enumerate(words) if w.startswith(text)}
+        assert set(v.ids_of(text).tolist()) == {n for n, w in enumerate(words) if w == text}
         longer = {n for n, w in enumerate(words) if w and w != text and text.startswith(w)}
-        assert set(v.beginnings_of(text).tolist()) == longer
-    assert b"".join(words[n] for n in v.spelled(text)) == text
+        assert set(v.ids_of_proper_prefixes(text).tolist()) == longer
+    assert b"".join(words[n] for n in v.encode_greedy(text)) == text
 
 
 @given(
@@ -229,7 +229,11 @@ def test_the_index_finds_what_a_look_at_every_token_finds(text: bytes) -> None:
 def test_an_output_begins_with_what_is_required_in_tokens_of_any_cut(
     seed: int, text: bytes, exact: bool
 ) -> None:
-    matcher, g, out = Required(Vocabulary(TOKENS, SIZE), text, exact), np.random.default_rng(seed), b""
+    matcher, g, out = (
+        ForcedPrefix(SortedVocabulary(TOKENS, SIZE), text, exact),
+        np.random.default_rng(seed),
+        b"",
+    )
     while (mask := matcher.mask()) is not None:
         assert not matcher.can_end and set(np.flatnonzero(mask).tolist()) == {
             n for n, w in enumerate(TOKENS)
@@ -242,8 +246,8 @@ def test_an_output_begins_with_what_is_required_in_tokens_of_any_cut(
 
 
 def test_behind_a_required_beginning_comes_a_sentence() -> None:
-    then = Then(
-        Required(Vocabulary(TOKENS, SIZE), b'x: {"', exact=True),
+    then = Sequenced(
+        ForcedPrefix(SortedVocabulary(TOKENS, SIZE), b'x: {"', exact=True),
         COMPILER.compile(Grammar(regex="[0-9]{1,3}")),
     )
     found = write(then, 3)
@@ -289,7 +293,7 @@ def test_a_vocabulary_that_cannot_write_what_must_come_says_so() -> None:
     assert matcher.ended and matcher.failed and np.flatnonzero(matcher.mask()).tolist() == [2]
     with pytest.raises(ConfigError, match="allows no output"):
         compiler.compile(Grammar(regex="cd"))
-    stuck = Required(Vocabulary([b"a", b"b"]), b"ac")
+    stuck = ForcedPrefix(SortedVocabulary([b"a", b"b"]), b"ac")
     stuck.advance(0)
     assert stuck.ended and stuck.failed == "no token begins b'c'"
 

@@ -13,27 +13,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from whorl.engine import Row, Sampler, Sampling, distribution
-from whorl.engine.sampling.penalties import Seen
-from whorl.engine.sampling.sampler import DeadRowsError, uniforms
+from whorl.engine import Sampler, SamplerRow, SamplingParams, distribution
+from whorl.engine.sampling.penalties import TokenCounts
+from whorl.engine.sampling.sampler import NoValidTokenError, uniforms
 from whorl.errors import ConfigError
 
 KINDS = [
-    Sampling(temperature=0),
-    Sampling(temperature=1, top_p=1),
-    Sampling(temperature=1.3, top_p=1, min_p=0.02),
-    Sampling(temperature=0.7, top_p=0.95),
-    Sampling(temperature=1, top_p=1, top_k=40),
-    Sampling(temperature=0.9, top_p=0.8, top_k=700, min_p=0.001),
-    Sampling(temperature=1, top_p=0.99999, presence_penalty=1, repetition_penalty=1.1, logit_bias={3: 5}),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1, top_p=1),
+    SamplingParams(temperature=1.3, top_p=1, min_p=0.02),
+    SamplingParams(temperature=0.7, top_p=0.95),
+    SamplingParams(temperature=1, top_p=1, top_k=40),
+    SamplingParams(temperature=0.9, top_p=0.8, top_k=700, min_p=0.001),
+    SamplingParams(
+        temperature=1, top_p=0.99999, presence_penalty=1, repetition_penalty=1.1, logit_bias={3: 5}
+    ),
 ]
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0]])
 
 
-def by_hand(logits: list[float], row: Row, forbidden: tuple[int, ...] = ()) -> list[float]:
+def by_hand(logits: list[float], row: SamplerRow, forbidden: tuple[int, ...] = ()) -> list[float]:
     """The distribution of one row, id by id."""
     s, z = row.sampling, dict(enumerate(logits))
-    z = {i: x for i, x in z.items() if i not in forbidden and (row.allowed is None or row.allowed[i])}
+    z = {
+        i: x for i, x in z.items() if i not in forbidden and (row.allowed_mask is None or row.allowed_mask[i])
+    }
     for i, bias in s.logit_bias.items():
         if i in z:
             z[i] += bias
@@ -61,7 +65,7 @@ def by_hand(logits: list[float], row: Row, forbidden: tuple[int, ...] = ()) -> l
 # Quarters: equal logits are common, and sums of weights never come near a border by rounding alone.
 NUMBERS = st.integers(-12, 12).map(lambda n: n / 4)
 SETTINGS = st.builds(
-    Sampling,
+    SamplingParams,
     temperature=st.sampled_from([0, 0.5, 0.7, 1, 3]),
     top_k=st.integers(0, 9),
     top_p=st.sampled_from([0.1, 0.501, 0.7, 0.93, 0.999, 1]),
@@ -75,7 +79,7 @@ IDS = st.lists(st.integers(0, 6), max_size=6)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Row], tuple[int, ...]]:
+def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[SamplerRow], tuple[int, ...]]:
     """Up to five rows over 7 to 300 ids, of which some are forbidden and some masked, in either form of mask."""
     size = draw(st.sampled_from([7, 7, 40, 128, 300]))
     count = draw(st.integers(1, 5))
@@ -90,7 +94,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Row], tuple[int, ...]]:
             allowed[draw(st.lists(st.integers(0, 5), max_size=4))] = False
             allowed[6] = True  # never forbidden: something is left
         rows.append(
-            Row(
+            SamplerRow(
                 draw(SETTINGS),
                 draw(st.integers()),
                 number,
@@ -106,7 +110,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, list[Row], tuple[int, ...]]:
 @given(batch=batches())
 @settings(max_examples=150, deadline=None)
 def test_the_definition_is_what_one_does_by_hand(
-    batch: tuple[torch.Tensor, list[Row], tuple[int, ...]],
+    batch: tuple[torch.Tensor, list[SamplerRow], tuple[int, ...]],
 ) -> None:
     logits, rows, forbidden = batch
     found = distribution(logits, rows, forbidden)
@@ -115,30 +119,30 @@ def test_the_definition_is_what_one_does_by_hand(
         assert found[number].tolist() == pytest.approx(want, abs=2e-6)
 
 
-def packed(row: Row) -> Row:
+def packed(row: SamplerRow) -> SamplerRow:
     """The same row with its mask in bits."""
-    if row.allowed is None:
+    if row.allowed_mask is None:
         return row
-    bits = np.packbits(np.pad(row.allowed, (0, -len(row.allowed) % 32)), bitorder="little")
-    return Row(
-        row.sampling, row.seed, row.drawn, row.prompt, row.output, bits.view(np.int32), row.top_log_probs
+    bits = np.packbits(np.pad(row.allowed_mask, (0, -len(row.allowed_mask) % 32)), bitorder="little")
+    return SamplerRow(
+        row.sampling, row.seed, row.n_drawn, row.prompt, row.output, bits.view(np.int32), row.top_log_probs
     )
 
 
 @given(batch=batches(), few=st.sampled_from([1, 3, 512]), order=st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
 def test_the_fast_path_is_the_definition_and_rows_know_no_batch(
-    batch: tuple[torch.Tensor, list[Row], tuple[int, ...]], few: int, order: Any
+    batch: tuple[torch.Tensor, list[SamplerRow], tuple[int, ...]], few: int, order: Any
 ) -> None:
     logits, rows, forbidden = batch
     sampler = Sampler(logits.shape[1], forbidden)
     before = logits.clone()
-    sampler._draws.few = few
+    sampler._cpu_sampler.partial_sort_size = few
     want, fast = distribution(logits, rows, forbidden), sampler.distribution(logits, rows)
     assert torch.equal(want > 0, fast > 0) and torch.allclose(want, fast, atol=1e-6)
     tokens, raw = sampler(logits, rows), logits.log_softmax(-1)
     assert torch.equal(logits, before)
-    slow = sampler._by_definition(logits, rows)
+    slow = sampler._sample_reference(logits, rows)
     for number, (token, row) in enumerate(zip(tokens, rows, strict=True)):
         share = float(want[number, token.id])
         assert share > 0 and token.log_prob == pytest.approx(math.log(share), abs=1e-5)
@@ -162,7 +166,7 @@ def test_large_rows_are_the_same_in_any_batch_and_on_any_threads(size: int) -> N
     g = torch.Generator().manual_seed(size)
     logits = 2.5 * torch.randn(2 * len(KINDS), size, generator=g)
     rows = [
-        Row(kind, seed=n, drawn=n, prompt=[1, 2, 3], output=[5, 6, 5], top_log_probs=3 * (n % 2))
+        SamplerRow(kind, seed=n, n_drawn=n, prompt=[1, 2, 3], output=[5, 6, 5], top_log_probs=3 * (n % 2))
         for n, kind in enumerate(KINDS + KINDS)
     ]
     sampler = Sampler(size, (0, 1, size - 1))
@@ -182,9 +186,9 @@ def test_large_rows_are_the_same_in_any_batch_and_on_any_threads(size: int) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS[1:6])
-def test_draws_follow_the_distribution(kind: Sampling) -> None:
+def test_draws_follow_the_distribution(kind: SamplingParams) -> None:
     logits, n = torch.tensor([[2.0, 1.0, 0.0, -1.0, -3.0, 0.5]]), 20_000
-    rows = [Row(kind, seed=7, drawn=k) for k in range(n)]
+    rows = [SamplerRow(kind, seed=7, n_drawn=k) for k in range(n)]
     sampler = Sampler(6)
     tokens = sampler(logits.expand(n, -1).contiguous(), rows)
     want = n * distribution(logits, rows[:1])[0].double()
@@ -214,24 +218,28 @@ def test_the_numbers_drawn_with_are_even_and_their_own() -> None:
 def test_rows_that_nothing_can_be_drawn_from_are_named() -> None:
     logits = torch.zeros(5, 4)
     logits[1, 2], logits[2, 0] = math.nan, math.inf
-    rows = [Row(Sampling()) for _ in range(5)]
-    rows[4].allowed = np.array([False, False, False, True])
-    with pytest.raises(DeadRowsError, match="row 1, 2, 4") as caught:
-        Sampler(4, forbidden=(3,))(logits, rows)
+    rows = [SamplerRow(SamplingParams()) for _ in range(5)]
+    rows[4].allowed_mask = np.array([False, False, False, True])
+    with pytest.raises(NoValidTokenError, match="row 1, 2, 4") as caught:
+        Sampler(4, banned_ids=(3,))(logits, rows)
     assert caught.value.rows == (1, 2, 4)
-    with pytest.raises(DeadRowsError, match="row 1, 2, 4"):
-        Sampler(4, forbidden=(3,))._by_definition(logits, rows)
-    with pytest.raises(DeadRowsError):
-        Sampler(4, forbidden=(3,)).distribution(logits, rows)
-    tokens = Sampler(4, forbidden=(3,))(logits[[0, 3]], [rows[0], rows[3]])
+    with pytest.raises(NoValidTokenError, match="row 1, 2, 4"):
+        Sampler(4, banned_ids=(3,))._sample_reference(logits, rows)
+    with pytest.raises(NoValidTokenError):
+        Sampler(4, banned_ids=(3,)).distribution(logits, rows)
+    tokens = Sampler(4, banned_ids=(3,))(logits[[0, 3]], [rows[0], rows[3]])
     assert all(t.id < 3 for t in tokens)
     assert Sampler(4)(logits[:0], []) == []
 
 
 def test_a_forbidden_id_weighs_nothing_however_likely_it_is() -> None:
     logits = torch.tensor([[500.0, 1.0, 2.0]])
-    for kind in (Sampling(temperature=0), Sampling(temperature=0.1, top_p=1), Sampling(top_k=1)):
-        (token,) = Sampler(3, (0,))(logits, [Row(kind, top_log_probs=3)])
+    for kind in (
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.1, top_p=1),
+        SamplingParams(top_k=1),
+    ):
+        (token,) = Sampler(3, (0,))(logits, [SamplerRow(kind, top_log_probs=3)])
         assert token.id and token.log_prob > -12
         assert token.raw_log_prob < -400  # under the model's own, it is unlikely all the same
         assert [i for i, _ in token.alternatives] == [2, 1]
@@ -240,19 +248,19 @@ def test_a_forbidden_id_weighs_nothing_however_likely_it_is() -> None:
 def test_extreme_settings_give_numbers() -> None:
     logits = torch.tensor([[3.0, 3.0, -30.0, -math.inf]])
     for temperature in (1e-320, 1e-12, 1e12, 1e300):
-        row = Row(Sampling(temperature=temperature, top_p=1, min_p=1e-6))
+        row = SamplerRow(SamplingParams(temperature=temperature, top_p=1, min_p=1e-6))
         (token,) = Sampler(4)(logits, [row])
         want = distribution(logits, [row])
         assert token.id < 3 and token.log_prob == pytest.approx(math.log(want[0, token.id]), abs=1e-5)
-    assert Sampler(4)(logits, [Row(Sampling(temperature=1e300, top_k=1))])[0].id == 0
+    assert Sampler(4)(logits, [SamplerRow(SamplingParams(temperature=1e300, top_k=1))])[0].id == 0
 
 
 def test_what_came_before_is_followed_as_it_grows_and_as_it_is_taken_back() -> None:
-    settings = Sampling(
+    settings = SamplingParams(
         temperature=1, top_p=1, repetition_penalty=1.5, frequency_penalty=0.5, presence_penalty=0.25
     )
     output: list[int] = []
-    row = Row(settings, prompt=(1, 1, 2), output=output, seen=Seen((1, 1, 2)))
+    row = SamplerRow(settings, prompt=(1, 1, 2), output=output, token_counts=TokenCounts((1, 1, 2)))
     sampler, logits = Sampler(5), torch.ones(1, 5)
     for change in ([4], [4], [1], [], [-1], [-2], [2, 3], [0], [-3, 4, 2, 1], [-2, 4, 4]):
         for number in change:
@@ -260,7 +268,7 @@ def test_what_came_before_is_followed_as_it_grows_and_as_it_is_taken_back() -> N
                 del output[number:]
             else:
                 output.append(number)
-        fresh = Row(settings, prompt=(1, 1, 2), output=list(output))
+        fresh = SamplerRow(settings, prompt=(1, 1, 2), output=list(output))
         assert torch.equal(sampler.distribution(logits, [row]), sampler.distribution(logits, [fresh]))
         assert sampler.distribution(logits, [row])[0].tolist() == pytest.approx(
             by_hand([1.0] * 5, fresh), abs=1e-6
@@ -274,7 +282,7 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         {"logit_bias": {-1: 1}}, {"logit_bias": {1: math.inf}}, {"seed": "x"},
     ):  # fmt: skip
         with pytest.raises(ValidationError):
-            Sampling(**wrong)  # type: ignore[arg-type]
-    Sampling(logit_bias={6: 1}).check_ids(7)
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+    SamplingParams(logit_bias={6: 1}).check_ids(7)
     with pytest.raises(ConfigError, match="id 7"):
-        Sampling(logit_bias={6: 1, 7: 1}).check_ids(7)
+        SamplingParams(logit_bias={6: 1, 7: 1}).check_ids(7)

@@ -14,27 +14,29 @@ from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Grammar, Request
 from whorl.engine.sampling.grammar import GrammarCompiler
-from whorl.engine.sampling_params import Sampling
-from whorl.engine.speculative import Lookup
+from whorl.engine.sampling_params import SamplingParams
+from whorl.engine.speculative import PromptLookup
 
 # Of 50 ids the last two write nothing: 48 is forbidden, 49 ends an output
 WORDS = [bytes([n]) for n in b'abcdefghijklmnopqrstuvwxyz0123456789{}:," '] + [b"ab", b"12", b"xyz", b"cde"]
 WORDS += [b"\n", b"-", b"", b""]
-CONFIG = EngineConfig(page_size=4, max_sequences=8, max_length=96, token_budget=16)
+CONFIG = EngineConfig(block_size=4, max_num_seqs=8, max_model_len=96, max_num_batched_tokens=16)
 SETTINGS = [
-    Sampling(temperature=0, seed=1),
-    Sampling(temperature=1, top_p=1, seed=2),
-    Sampling(temperature=0.8, top_p=0.9, seed=3),
-    Sampling(temperature=1, top_k=7, min_p=0.05, seed=4),
-    Sampling(temperature=1, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, seed=5),
-    Sampling(temperature=1, logit_bias={3: 4.0, 9: -50.0}, seed=6),
+    SamplingParams(temperature=0, seed=1),
+    SamplingParams(temperature=1, top_p=1, seed=2),
+    SamplingParams(temperature=0.8, top_p=0.9, seed=3),
+    SamplingParams(temperature=1, top_k=7, min_p=0.05, seed=4),
+    SamplingParams(
+        temperature=1, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.7, seed=5
+    ),
+    SamplingParams(temperature=1, logit_bias={3: 4.0, 9: -50.0}, seed=6),
 ]
 
 
 def engine(**more: Any) -> Engine:
     compiler = GrammarCompiler(WORDS, [49])
     return Engine(
-        decoder(), CONFIG, token_bytes=WORDS, forbidden=(48,), compile_grammar=compiler.compile, **more
+        decoder(), CONFIG, token_bytes=WORDS, banned_ids=(48,), compile_grammar=compiler.compile, **more
     )
 
 
@@ -53,13 +55,18 @@ def ids(deltas: list[Delta]) -> list[int]:
 
 @pytest.mark.parametrize("guesses", [False, True])
 def test_a_request_draws_what_it_draws_alone(guesses: bool) -> None:
-    mixed = engine(proposer=Lookup()) if guesses else engine()
+    mixed = engine(proposer=PromptLookup()) if guesses else engine()
     for n, settings in enumerate(SETTINGS):
         required = b"abc" if n % 2 else b""
         prompt = (n + 1, 2, 3, 1, 2, 3)
         mixed.add(
             Request(
-                id=str(n), ids=prompt, sampling=settings, max_tokens=24, required=required, top_log_probs=3
+                id=str(n),
+                ids=prompt,
+                sampling=settings,
+                max_tokens=24,
+                forced_prefix=required,
+                top_log_probs=3,
             )
         )
         # Somebody whose prompt is scored stands between them in every batch
@@ -67,8 +74,8 @@ def test_a_request_draws_what_it_draws_alone(guesses: bool) -> None:
     found = run(mixed)
     for n, settings in enumerate(SETTINGS):
         stream = generate(
-            decoder(), [n + 1, 2, 3, 1, 2, 3], settings, torch.Generator(), max_tokens=24, forbidden=(48,),
-            required=b"abc" if n % 2 else b"", token_bytes=WORDS, top_log_probs=3,
+            decoder(), [n + 1, 2, 3, 1, 2, 3], settings, torch.Generator(), max_tokens=24, banned_ids=(48,),
+            forced_prefix=b"abc" if n % 2 else b"", token_bytes=WORDS, top_log_probs=3,
         )  # fmt: skip
         tokens = [token for delta in found[str(n)] for token in delta.tokens]
         for ours, alone in zip(tokens, stream, strict=True):
@@ -82,14 +89,14 @@ def test_a_request_draws_what_it_draws_alone(guesses: bool) -> None:
 
 
 def test_grammars_end_their_requests_and_nobody_elses() -> None:
-    mixed = engine(proposer=Lookup())
+    mixed = engine(proposer=PromptLookup())
     patterns = {"digits": "[0-9]{3}", "name": "[a-e]{2,4}", "object": r'\{"a":(12|ab)\}', "healed": "x[0-9]"}
-    sampling = Sampling(temperature=1, top_p=1, seed=3)
+    sampling = SamplingParams(temperature=1, top_p=1, seed=3)
     for name, regex in patterns.items():
         mixed.add(
             Request(
                 id=name, ids=(1, 2, 3), sampling=sampling, max_tokens=40, grammar=Grammar(regex=regex),
-                stop_ids=frozenset({49}), required=b"ab " if name == "healed" else b"",
+                stop_ids=frozenset({49}), forced_prefix=b"ab " if name == "healed" else b"",
             )
         )  # fmt: skip
     mixed.add(Request(id="stuck", ids=(5,), sampling=sampling, grammar=Grammar(regex="a(b|Z)Q")))
@@ -98,15 +105,15 @@ def test_grammars_end_their_requests_and_nobody_elses() -> None:
     for name, regex in patterns.items():
         text = b"".join(delta.text for delta in found[name])
         begun = b"ab " if name == "healed" else b""
-        assert found[name][-1].finish == "stop" and text.startswith(begun)
+        assert found[name][-1].finish_reason == "stop" and text.startswith(begun)
         assert re.fullmatch(regex.encode(), text.removeprefix(begun))
-    assert found["stuck"][-1].finish == "abort" and b"".join(d.text for d in found["stuck"]) == b"ab"
-    assert found["free"][-1].finish == "length" and len(ids(found["free"])) == 30
+    assert found["stuck"][-1].finish_reason == "abort" and b"".join(d.text for d in found["stuck"]) == b"ab"
+    assert found["free"][-1].finish_reason == "length" and len(ids(found["free"])) == 30
 
 
 def test_a_stop_text_ends_a_request_whatever_tokens_it_comes_in() -> None:
     free = engine()
-    free.add(Request(id="one", ids=(4, 5), sampling=Sampling(temperature=1, seed=8), max_tokens=40))
+    free.add(Request(id="one", ids=(4, 5), sampling=SamplingParams(temperature=1, seed=8), max_tokens=40))
     text = b"".join(delta.text for delta in run(free)["one"])
     stop = text[11:15]
     held = engine()
@@ -114,20 +121,20 @@ def test_a_stop_text_ends_a_request_whatever_tokens_it_comes_in() -> None:
         Request(
             id="one",
             ids=(4, 5),
-            sampling=Sampling(temperature=1, seed=8),
+            sampling=SamplingParams(temperature=1, seed=8),
             max_tokens=40,
             stop=(stop, b"never"),
         )
     )
     deltas = run(held)["one"]
     assert b"".join(delta.text for delta in deltas) == text[: text.index(stop)]
-    assert deltas[-1].finish == "stop"
+    assert deltas[-1].finish_reason == "stop"
 
 
 def test_logits_that_are_no_numbers_end_their_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = engine()
     names = ("healthy", "ill", "sound")
-    sampling = Sampling(temperature=1, seed=4)
+    sampling = SamplingParams(temperature=1, seed=4)
     for n, name in enumerate(names):
         mixed.add(Request(id=name, ids=(n + 1, 2), sampling=sampling, max_tokens=9))
     alone = {name: ids(deltas) for name, deltas in run(mixed).items()}
@@ -144,7 +151,7 @@ def test_logits_that_are_no_numbers_end_their_own_request(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(broken.runner, "run", ill)
     found = run(broken)
-    assert {name: deltas[-1].finish for name, deltas in found.items()} == {
+    assert {name: deltas[-1].finish_reason for name, deltas in found.items()} == {
         "healthy": "length", "ill": "abort", "sound": "length",
     }  # fmt: skip
     assert ids(found["ill"]) == alone["ill"][:4]

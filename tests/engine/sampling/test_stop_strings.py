@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.engine.sampling.stop_strings import StopTexts
+from whorl.engine.sampling.stop_strings import StopStringChecker
 
 LETTERS = st.integers(0, 2).map(lambda i: b"abc"[i : i + 1])
 TEXTS = st.lists(LETTERS, min_size=1, max_size=4).map(b"".join)
@@ -25,7 +25,7 @@ def first_stop(text: bytes, stops: list[bytes]) -> tuple[int, bytes] | None:
     stops=st.lists(TEXTS, max_size=4),
 )
 def test_any_cut_of_any_text(pieces: list[bytes], stops: list[bytes]) -> None:
-    stream, shown, whole = StopTexts(stops), b"", b""
+    stream, shown, whole = StopStringChecker(stops), b"", b""
     for piece in pieces:
         whole += piece
         shown += stream.add(piece)
@@ -33,10 +33,10 @@ def test_any_cut_of_any_text(pieces: list[bytes], stops: list[bytes]) -> None:
         if found is None:
             # Nothing is shown that a stop text could still swallow, and nothing is held that none could.
             swallowed = [n for stop in stops for n in range(len(stop)) if whole.endswith(stop[:n])]
-            assert shown == whole[: len(whole) - max(swallowed, default=0)] and stream.met is None
+            assert shown == whole[: len(whole) - max(swallowed, default=0)] and stream.matched is None
         else:
-            assert (shown, stream.met) == (whole[: found[0]], found[1])
-            assert stream.left_out == whole[found[0] :]
+            assert (shown, stream.matched) == (whole[: found[0]], found[1])
+            assert stream.excluded == whole[found[0] :]
     shown += stream.flush()
     found = first_stop(whole, stops)
     assert shown == (whole if found is None else whole[: found[0]])
@@ -44,8 +44,8 @@ def test_any_cut_of_any_text(pieces: list[bytes], stops: list[bytes]) -> None:
 
 
 def test_a_stop_text_inside_a_character_and_across_tokens() -> None:
-    stream = StopTexts(["é\n".encode(), b"END"])
+    stream = StopStringChecker(["é\n".encode(), b"END"])
     assert [stream.add(piece) for piece in (b"caf\xc3", b"\xa9", b"s E", b"N", b"ding EN", b"Dx")] == [
         b"caf", b"", "és ".encode(), b"", b"ENding ", b"",
     ]  # fmt: skip
-    assert stream.met == b"END" and stream.left_out == b"ENDx" and stream.flush() == b""
+    assert stream.matched == b"END" and stream.excluded == b"ENDx" and stream.flush() == b""

@@ -14,13 +14,13 @@ from tests.engine.test_engine_parity import PROMPTS, check, decoder, made, run
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Delta, Request
-from whorl.engine.sampling_params import Sampling
-from whorl.engine.scheduling.prefill_budget import KEPT, LOOK, Pace
+from whorl.engine.sampling_params import SamplingParams
+from whorl.engine.scheduling.prefill_budget import MAX_CONSECUTIVE_MIXED_STEPS, MEDIAN_WINDOW, PrefillBudget
 from whorl.errors import ConfigError
 from whorl.slots.board import Board
 
-GREEDY = Sampling(temperature=0)
-SMALL = EngineConfig(page_size=4, max_sequences=4, max_length=64, token_budget=16)
+GREEDY = SamplingParams(temperature=0)
+SMALL = EngineConfig(block_size=4, max_num_seqs=4, max_model_len=64, max_num_batched_tokens=16)
 
 
 def request(name: str, n: int = 5, **fields: Any) -> Request:
@@ -33,7 +33,7 @@ def finished(engine: Engine) -> list[str]:
     """The order in which requests end."""
     order = []
     while engine.busy:
-        order += [d.request_id for d in engine.step() if d.finish]
+        order += [d.request_id for d in engine.step() if d.finish_reason]
         engine.check_integrity()
     return order
 
@@ -46,7 +46,9 @@ def test_no_step_is_larger_than_the_budget_and_who_decodes_is_never_left_out() -
         decoding = {s.request.id for s in engine.scheduler.running if s.decoding}
         told = {d.request_id for d in engine.step()}
         assert decoding <= told
-        assert engine.stats.recent[-1].prefill_tokens + engine.stats.recent[-1].decode_tokens <= 16
+        assert (
+            engine.stats.recent_steps[-1].prefill_tokens + engine.stats.recent_steps[-1].decode_tokens <= 16
+        )
 
 
 def test_a_lower_priority_number_is_served_first() -> None:
@@ -77,36 +79,36 @@ def test_a_long_prompt_is_read_in_pieces_beside_others() -> None:
 
 
 def test_the_pace_keeps_a_step_within_what_was_promised() -> None:
-    pace = Pace(stretch=1.5)
-    assert pace.prefill_budget(0, 512) == 512 and pace.prefill_budget(4, 512) < 512
+    pace = PrefillBudget(max_decode_slowdown=1.5)
+    assert pace.max_prefill_tokens(0, 512) == 512 and pace.max_prefill_tokens(4, 512) < 512
     for _ in range(50):
-        pace.took(4, 0, 0.010)
-        pace.took(4, 100, 0.010 + 100 * 1e-4)
-    assert pace.prefill_budget(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
-    for _ in range(KEPT // 2):  # a machine that does something else for a moment
-        pace.took(4, 0, 0.2)
-        pace.took(4, 100, 0.2)
-    assert pace.prefill_budget(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
-    for _ in range(KEPT // 2 + 1):  # and texts that have grown
-        pace.took(4, 0, 0.020)
-        pace.took(4, 100, 0.020 + 100 * 1e-4)
-    assert pace.prefill_budget(4, 512) == pytest.approx(0.010 / 1e-4, rel=0.1)
-    slow = Pace(1.5, slo_tpot=0.030)
-    slow.took(4, 0, 0.010)
-    slow.took(4, 100, 0.020)
-    assert slow.prefill_budget(4, 512) == pytest.approx(200, rel=0.01)
-    never = Pace(1.0)
-    never.took(4, 0, 0.010)
-    for _ in range(LOOK):
-        assert never.prefill_budget(4, 512) >= 1  # a prompt ends some day
-        never.took(4, 1, 0.011)
-    assert never.prefill_budget(4, 512) == 0  # decoding alone is to be measured again
-    never.took(4, 0, 0.010)
-    assert never.prefill_budget(4, 512) == 1
-    unheld = Pace(math.inf)  # whatever is known, and nothing yet
-    for _ in range(LOOK + 1):
-        assert unheld.prefill_budget(4, 512) == 512
-        unheld.took(4, 100, 0.010)
+        pace.record_step(4, 0, 0.010)
+        pace.record_step(4, 100, 0.010 + 100 * 1e-4)
+    assert pace.max_prefill_tokens(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
+    for _ in range(MEDIAN_WINDOW // 2):  # a machine that does something else for a moment
+        pace.record_step(4, 0, 0.2)
+        pace.record_step(4, 100, 0.2)
+    assert pace.max_prefill_tokens(4, 512) == pytest.approx(0.005 / 1e-4, rel=0.1)
+    for _ in range(MEDIAN_WINDOW // 2 + 1):  # and texts that have grown
+        pace.record_step(4, 0, 0.020)
+        pace.record_step(4, 100, 0.020 + 100 * 1e-4)
+    assert pace.max_prefill_tokens(4, 512) == pytest.approx(0.010 / 1e-4, rel=0.1)
+    slow = PrefillBudget(1.5, slo_tpot=0.030)
+    slow.record_step(4, 0, 0.010)
+    slow.record_step(4, 100, 0.020)
+    assert slow.max_prefill_tokens(4, 512) == pytest.approx(200, rel=0.01)
+    never = PrefillBudget(1.0)
+    never.record_step(4, 0, 0.010)
+    for _ in range(MAX_CONSECUTIVE_MIXED_STEPS):
+        assert never.max_prefill_tokens(4, 512) >= 1  # a prompt ends some day
+        never.record_step(4, 1, 0.011)
+    assert never.max_prefill_tokens(4, 512) == 0  # decoding alone is to be measured again
+    never.record_step(4, 0, 0.010)
+    assert never.max_prefill_tokens(4, 512) == 1
+    unheld = PrefillBudget(math.inf)  # whatever is known, and nothing yet
+    for _ in range(MAX_CONSECUTIVE_MIXED_STEPS + 1):
+        assert unheld.max_prefill_tokens(4, 512) == 512
+        unheld.record_step(4, 100, 0.010)
 
 
 def test_an_aborted_request_ends_and_leaves_nothing() -> None:
@@ -118,9 +120,9 @@ def test_an_aborted_request_ends_and_leaves_nothing() -> None:
     engine.check_integrity()
     ends: dict[str, Any] = {}
     while engine.busy:
-        ends |= {d.request_id: d.finish for d in engine.step() if d.finish}
+        ends |= {d.request_id: d.finish_reason for d in engine.step() if d.finish_reason}
     assert ends == {"0": "abort", "5": "abort", **dict.fromkeys("1234", "length")}
-    assert engine.cache.groups[0].pool.used == 0
+    assert engine.cache.groups[0].pool.n_used == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -131,7 +133,7 @@ def test_a_random_history_loses_nobody(seed: int) -> None:
     engine = Engine(model, SMALL.model_copy(update={**kinds, "token_budget": rng.choice([1, 5, 16])}))
     waiting = [
         request(str(n), ids=tuple(rng.choices(range(50), k=rng.randint(1, 20))), max_tokens=rng.randint(1, 12),
-                sampling=Sampling(seed=n), priority=rng.randint(0, 2), client=rng.choice("ab"))
+                sampling=SamplingParams(seed=n), priority=rng.randint(0, 2), client=rng.choice("ab"))
         for n in range(25)
     ]  # fmt: skip
     asked, out, ends = list(waiting), {r.id: [] for r in waiting}, {}
@@ -142,14 +144,16 @@ def test_a_random_history_loses_nobody(seed: int) -> None:
             engine.abort(rng.choice(engine.sequences()).request.id)
         for d in engine.step():
             out[d.request_id] += d.tokens
-            if d.finish:
+            if d.finish_reason:
                 assert d.request_id not in ends
-                ends[d.request_id] = d.finish
+                ends[d.request_id] = d.finish_reason
         engine.check_integrity()
         if not waiting and not engine.busy:
             break
-    assert len(ends) == 25 and engine.cache.groups[0].pool.used == 0
-    alone = Engine(model, EngineConfig(page_size=4, max_sequences=1, max_length=64, share_prefixes=False))
+    assert len(ends) == 25 and engine.cache.groups[0].pool.n_used == 0
+    alone = Engine(
+        model, EngineConfig(block_size=4, max_num_seqs=1, max_model_len=64, enable_prefix_caching=False)
+    )
     for one in asked:
         if ends[one.id] != "abort":
             assert [t.id for t in run(alone, [one])[one.id]] == [t.id for t in out[one.id]]
@@ -160,14 +164,14 @@ def test_new_weights_come_between_steps_and_every_token_says_which() -> None:
     with torch.no_grad():
         for p in other.parameters():
             p.mul_(0.7)
-    board = Board.of(dict(other.named_parameters()))
+    board = Board.from_tensors(dict(other.named_parameters()))
     board.publish(dict(other.named_parameters()), 3)
     engine = Engine(model, SMALL)
     first = request("first", n=9)
     check(decoder(), [first], run(engine, [first]))
     engine.add(request("during", n=9))
     engine.step()
-    engine.follow(board)
+    engine.follow_board(board)
     tokens = [t for d in _until_idle(engine) for t in d.tokens]
     assert {t.version for t in tokens} == {3}
     after = request("after", n=9)
@@ -218,7 +222,7 @@ def test_a_prompt_is_scored_by_the_way() -> None:
     [
         ({"ids": (50,)}, "50 is no id of this model"),
         ({"ids": (1,) * 64}, "the prompt is 64 tokens long and the model's context holds 64"),
-        ({"sampling": Sampling(logit_bias={99: 1.0})}, "logit_bias names the id 99"),
+        ({"sampling": SamplingParams(logit_bias={99: 1.0})}, "logit_bias names the id 99"),
         ({"adapter": "nobody"}, "'nobody' is not loaded"),
         ({"required": b"x"}, "no token_bytes"),
     ],
@@ -238,7 +242,7 @@ def test_a_cache_too_small_for_a_request_says_so_and_for_an_output_ends_it() -> 
         engine.add(request("long", ids=(1,) * 20))
     engine.add(request("one", n=10, max_tokens=30))
     deltas = _until_idle(engine)
-    assert deltas[-1].finish == "length" and sum(len(d.tokens) for d in deltas) == 6
+    assert deltas[-1].finish_reason == "length" and sum(len(d.tokens) for d in deltas) == 6
     engine.check_integrity()
 
 
@@ -261,5 +265,5 @@ def test_a_window_costs_a_window() -> None:
     most = 0
     while engine.busy:
         engine.step()
-        most = max(most, engine.cache.groups[0].pool.used)
+        most = max(most, engine.cache.groups[0].pool.n_used)
     assert most <= (6 + 16) // 4 + 2

@@ -12,16 +12,16 @@ from tests.engine.test_engine_parity import decoder
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 VOCAB = 61
 
 
 def model(**fields: object) -> Transformer:
-    heads = Heads(n_heads=2, n_kv_heads=1, head_dim=16)
+    heads = AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16)
     config = TransformerConfig(
         vocab_size=VOCAB, d_model=32, n_layers=2, mixers={"full": heads}, mlp_hidden=64, tie_embeddings=True
     )
@@ -34,7 +34,7 @@ def model(**fields: object) -> Transformer:
     return network
 
 
-def requests(n: int, sampling: Sampling, stop: bool = False) -> list[Request]:
+def requests(n: int, sampling: SamplingParams, stop: bool = False) -> list[Request]:
     draw = random.Random(2)
     return [
         Request(
@@ -55,17 +55,18 @@ def written(scheme: Engine | Batches, asked: list[Request]) -> dict[str, tuple[l
         for delta in scheme.step():
             ids, finish = out[delta.request_id]
             assert finish is None  # nobody is told of after the end
-            out[delta.request_id] = (ids + [t.id for t in delta.tokens], delta.finish)
+            out[delta.request_id] = (ids + [t.id for t in delta.tokens], delta.finish_reason)
     return out
 
 
 @pytest.mark.parametrize("stop", [False, True])
 @pytest.mark.parametrize(
-    "sampling", [Sampling(temperature=0), Sampling(temperature=0.7), Sampling(seed=5, top_k=9)]
+    "sampling",
+    [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(seed=5, top_k=9)],
 )
-def test_all_schemes_write_the_same(sampling: Sampling, stop: bool) -> None:
+def test_all_schemes_write_the_same(sampling: SamplingParams, stop: bool) -> None:
     asked, network = requests(11, sampling, stop), model()
-    expected = written(Engine(network, EngineConfig(max_sequences=4, max_length=64, page_size=4)), asked)
+    expected = written(Engine(network, EngineConfig(max_num_seqs=4, max_model_len=64, block_size=4)), asked)
     for size in (1, 4, 20):
         assert written(Batches(network, size), asked) == expected
 
@@ -73,8 +74,8 @@ def test_all_schemes_write_the_same(sampling: Sampling, stop: bool) -> None:
 def test_a_static_batch_waits_until_it_is_full_and_a_dynamic_one_until_it_has_waited_enough() -> None:
     now = [0.0]
     static = Batches(model(), 2, clock=lambda: now[0])
-    dynamic = Batches(model(), 2, patience=3.0, clock=lambda: now[0])
-    first, second, third = requests(3, Sampling(temperature=0))
+    dynamic = Batches(model(), 2, max_wait_seconds=3.0, clock=lambda: now[0])
+    first, second, third = requests(3, SamplingParams(temperature=0))
     for scheme in (static, dynamic):
         scheme.add(first)
         assert scheme.step() == [] and scheme.busy
@@ -102,8 +103,8 @@ def test_what_is_wasted_is_counted() -> None:
     scheme.add(Request(id="short", ids=(1, 2), max_tokens=1))
     while scheme.busy:
         scheme.step()
-    assert scheme.computed == 2 * 4 + 4 * 2  # a rectangle of 2 x 4, then four steps of two rows
-    assert scheme.useful == 6 + 4
+    assert scheme.computed_positions == 2 * 4 + 4 * 2  # a rectangle of 2 x 4, then four steps of two rows
+    assert scheme.useful_positions == 6 + 4
 
 
 def test_a_state_that_keeps_no_documents_apart_is_refused() -> None:

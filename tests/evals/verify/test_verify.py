@@ -12,26 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
-from whorl.evals.verify import VERIFIERS, Task, Verdict, parts, tally, verify_all
+from whorl.evals.verify import (
+    VERIFIERS,
+    Verdict,
+    VerifiableTask,
+    parse_verifiers,
+    verdict_metrics,
+    verify_all,
+)
 from whorl.evals.verify import custom_verifier as custom_room
-from whorl.evals.verify.text_verifiers import last_number, said
-from whorl.sandbox import Limits, Sandbox
+from whorl.evals.verify.text_verifiers import extract_answer, last_number
+from whorl.sandbox import ResourceLimits, Sandbox
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="confinement is Linux's")
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    with Sandbox(Limits(wall_seconds=20, cpu_seconds=20), workers=2) as sandbox:
+    with Sandbox(ResourceLimits(wall_seconds=20, cpu_seconds=20), workers=2) as sandbox:
         yield sandbox
 
 
-def one(task: Task, completion: str, sandbox: Sandbox | None = None) -> Verdict:
+def one(task: VerifiableTask, completion: str, sandbox: Sandbox | None = None) -> Verdict:
     return verify_all([task], [completion], sandbox)[0]
 
 
-def asked(verifier: str, answer: str = "") -> Task:
-    return Task("t", prompt="What?", verifier=verifier, answer=answer)
+def asked(verifier: str, answer: str = "") -> VerifiableTask:
+    return VerifiableTask("t", prompt="What?", verifier=verifier, answer=answer)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +81,9 @@ def test_any_text_can_be_searched_for_a_number(text: str) -> None:
 
 
 def test_the_answer_is_in_tags_or_behind_the_mark_or_all() -> None:
-    assert said("1 <answer> 2 </answer> 3 <answer>4</answer> 5") == "4"
-    assert said("so 1 + 1\n#### 2\n") == "2"
-    assert said(" 7 ") == "7"
+    assert extract_answer("1 <answer> 2 </answer> 3 <answer>4</answer> 5") == "4"
+    assert extract_answer("so 1 + 1\n#### 2\n") == "2"
+    assert extract_answer(" 7 ") == "7"
 
 
 def test_exact_and_numeric() -> None:
@@ -126,8 +133,8 @@ PROMPT = '''def add(a, b):
 '''
 
 
-def code(verifier: str, answer: str = "", prompt: str = PROMPT) -> Task:
-    return Task("c", prompt=prompt, verifier=verifier, answer=answer)
+def code(verifier: str, answer: str = "", prompt: str = PROMPT) -> VerifiableTask:
+    return VerifiableTask("c", prompt=prompt, verifier=verifier, answer=answer)
 
 
 def test_compiles_judges_prompt_and_completion_together() -> None:
@@ -135,7 +142,7 @@ def test_compiles_judges_prompt_and_completion_together() -> None:
     assert one(code("compiles"), "    return a +\n").reason.startswith("syntax")
     assert not one(code("compiles"), "return a\n").passed and not one(code("compiles"), "    x = '\0'").passed
     assert not one(code("compiles"), "    return " + "(" * 10_000).passed
-    chat = Task("m", messages=({"role": "user", "content": "write"},), verifier="compiles")
+    chat = VerifiableTask("m", messages=({"role": "user", "content": "write"},), verifier="compiles")
     assert (
         one(chat, "Here:\n```python\nx = 1\n```\nDone (I hope.").passed and not one(chat, "Here it is").passed
     )
@@ -193,14 +200,14 @@ def test_unittest(sandbox: Sandbox) -> None:
 
 @linux
 def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    def explodes(task: Task, completion: str) -> Verdict:
+    def explodes(task: VerifiableTask, completion: str) -> Verdict:
         raise RuntimeError("verifier")
 
     monkeypatch.setitem(VERIFIERS, "explodes", explodes)
     monkeypatch.setitem(VERIFIERS, "nan", lambda task, completion: Verdict(float("nan"), True))
     tasks = [asked("explodes"), asked("nan"), code("doctest"), asked("numeric", "?")]
     tasks += [code("unittest", "assert add(1, 1) == 2"), asked("exact", "a")]
-    with Sandbox(Limits(wall_seconds=2), workers=2) as quick:
+    with Sandbox(ResourceLimits(wall_seconds=2), workers=2) as quick:
         verdicts = verify_all(
             tasks, ["", "", "    while True: pass\n", "1", "    return a + b\n", "a"], quick
         )
@@ -215,7 +222,7 @@ def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
     ]
     assert [v.reward for v in verdicts] == [0, 0, 0, 0, 1, 1]
     assert [v.failed for v in verdicts] == [True, True, False, True, False, False]
-    counted = tally(verdicts)
+    counted = verdict_metrics(verdicts)
     assert counted == {
         "reward": 2 / 6,
         "passed": 2 / 6,
@@ -223,7 +230,7 @@ def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
         "reason/time": 1.0,
         "reason/passed": 2.0,
     }
-    assert verify_all([], [], None) == [] and tally([])["reward"] == 0
+    assert verify_all([], [], None) == [] and verdict_metrics([])["reward"] == 0
 
 
 def test_weights() -> None:
@@ -233,11 +240,11 @@ def test_weights() -> None:
     assert [v.reward for v in verdicts] == pytest.approx([1.0, 0.1, 0.9, 0.0])
     assert [v.passed for v in verdicts] == [True, False, False, False]
     assert verdicts[1].reason == "another number: numeric" and verdicts[2].reason == "another form: format"
-    assert [(p.weight, p.name, p.answer) for p in parts("2 exact")] == [(2.0, "exact", None)]
-    assert [p.answer for p in parts(r"format((\d + \d)) + exact")] == [r"(\d + \d)", None]
+    assert [(p.weight, p.name, p.answer) for p in parse_verifiers("2 exact")] == [(2.0, "exact", None)]
+    assert [p.answer for p in parse_verifiers(r"format((\d + \d)) + exact")] == [r"(\d + \d)", None]
     for wrong in ("nummeric", "0.1 format + ", "", "0.5", "custom:nothing"):
         with pytest.raises(ConfigError):
-            parts(wrong)
+            parse_verifiers(wrong)
 
 
 def test_what_is_wrong_with_the_call_is_said_before_any_verdict() -> None:
@@ -250,7 +257,7 @@ def test_what_is_wrong_with_the_call_is_said_before_any_verdict() -> None:
 def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
     monkeypatch.setattr(custom_room.verify_custom, "__defaults__", (0.5, 60.0))
-    chat = Task(
+    chat = VerifiableTask(
         "m",
         messages=({"role": "user", "content": "say a"},),
         verifier="custom:verify_functions:same",

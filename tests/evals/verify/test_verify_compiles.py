@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from whorl.evals.verify import Task, verify_all
+from whorl.evals.verify import VerifiableTask, verify_all
 
 FUNCTION = 'def f(x):\n    """Doc."""\n'
 
@@ -61,7 +61,7 @@ FUNCTION = 'def f(x):\n    """Doc."""\n'
     ],
 )
 def test_the_continuation_adds_to_what_was_begun(prompt: str, completion: str, passed: bool) -> None:
-    verdict = verify_all([Task(id="a", prompt=prompt, verifier="compiles")], [completion], None)[0]
+    verdict = verify_all([VerifiableTask(id="a", prompt=prompt, verifier="compiles")], [completion], None)[0]
     assert verdict.passed is passed, verdict.reason
 
 
@@ -70,5 +70,5 @@ def test_the_continuation_adds_to_what_was_begun(prompt: str, completion: str, p
     [("", False), ("Yes", False), ("```python\npass\n```", False), ("```python\nx = 1\n```", True)],
 )
 def test_an_answer_in_a_conversation_does_something_too(said: str, passed: bool) -> None:
-    task = Task(id="a", messages=({"role": "user", "content": "Write it."},), verifier="compiles")
+    task = VerifiableTask(id="a", messages=({"role": "user", "content": "Write it."},), verifier="compiles")
     assert verify_all([task], [said], None)[0].passed is passed

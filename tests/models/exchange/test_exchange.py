@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.models.exchange_cases import CASES, IDS, logits, saved, small, theirs
 
 from whorl.errors import CheckpointError, ConfigError
-from whorl.models.exchange import FAMILIES, export_model, fitting_family, import_model
-from whorl.models.transformer_config import Experts, Heads, Member, Rope, TransformerConfig
+from whorl.models.exchange import FAMILIES, export_model, find_family, import_model
+from whorl.models.transformer_config import AttentionConfig, CustomMixer, MoEConfig, Rope, TransformerConfig
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -90,8 +90,8 @@ def test_old_files_without_prefix_with_masks_and_with_a_stored_tied_head(tmp_pat
     [
         ("llama", {"logit_softcap": 30.0}, "logit_softcap is 30.0"),
         ("llama", {"mlp": "relu2"}, "mlp is 'relu2'"),
-        ("llama", {"mixers": {"m": Heads(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=4))}}, "rotary_dim"),
-        ("mixtral", {"experts": Experts(n_experts=4, top_k=2, hidden=24, scale=2.0)}, r": experts.scale is 2.0, not 1.0"),
+        ("llama", {"mixers": {"m": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=4))}}, "rotary_dim"),
+        ("mixtral", {"experts": MoEConfig(n_experts=4, top_k=2, hidden=24, scale=2.0)}, r": experts.scale is 2.0, not 1.0"),
         ("llama", {"sandwich": True}, "sandwich is True"),
         ("qwen3", {}, "qk_norm"),
         ("gpt2", {}, "."),
@@ -111,10 +111,10 @@ def test_a_model_that_a_family_cannot_express_is_refused(
 
 def test_our_own_family_carries_any_mixer_and_other_types(tmp_path: Path) -> None:
     mixers = {
-        "a": Heads(n_heads=4, n_kv_heads=2, head_dim=8, alibi=True, rope=None),
-        "b": Member(kind="linear", options={"n_heads": 4}),
+        "a": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, alibi=True, rope=None),
+        "b": CustomMixer(kind="linear", options={"n_heads": 4}),
     }
-    experts = Experts(n_experts=4, top_k=2, hidden=24, scoring="sigmoid", bias_balance=True)
+    experts = MoEConfig(n_experts=4, top_k=2, hidden=24, scoring="sigmoid", bias_balance=True)
     model = small(mixers=mixers, sandwich=True, logit_softcap=5.0, experts=experts)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2, generator=torch.Generator().manual_seed(p.numel()))
@@ -166,5 +166,5 @@ def test_a_model_that_no_family_can_express_says_why_for_each() -> None:
         "mixers": {"m": {"kind": "mamba"}},
     }
     with pytest.raises(ConfigError, match="no family of others") as error:
-        fitting_family(TransformerConfig.model_validate(shape))
+        find_family(TransformerConfig.model_validate(shape))
     assert "\n    llama: " in str(error.value) and "\n    gpt2: " in str(error.value)

@@ -11,10 +11,10 @@ import torch
 from tests.support.models.exchange_cases import CASES, LLAMA3, SHAPE, YARN, logits, small, transformers
 
 from whorl.errors import ConfigError
-from whorl.models.exchange import export_model, fitting_family, import_model, read_config
-from whorl.models.exchange.family import differences
+from whorl.models.exchange import export_model, find_family, import_model, read_config
+from whorl.models.exchange.family import config_differences
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Experts, Heads, Rope, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, MoEConfig, Rope, TransformerConfig
 
 
 def test_fields_of_older_files_mean_what_they_meant(tmp_path: Path) -> None:
@@ -42,13 +42,13 @@ def test_fields_of_older_files_mean_what_they_meant(tmp_path: Path) -> None:
     gemma |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     near, far = read_config(gemma, "gemma").layer_mixers()
     assert (
-        isinstance(near, Heads)
+        isinstance(near, AttentionConfig)
         and near.rope
         and near.rope.base == theirs_old.rope_parameters["sliding_attention"]["rope_theta"]
     )
     assert near.rope.scaling is None and near.window == theirs_old.sliding_window
     assert (
-        isinstance(far, Heads)
+        isinstance(far, AttentionConfig)
         and far.rope
         and far.rope.scaling
         and far.rope.base == 5e5
@@ -238,20 +238,20 @@ def test_an_unknown_field_can_be_vouched_for() -> None:
 
 
 def test_a_width_that_nothing_has_is_no_difference(tmp_path: Path) -> None:
-    experts = Experts(n_experts=4, top_k=2, hidden=24)
+    experts = MoEConfig(n_experts=4, top_k=2, hidden=24)
     model = small(experts=experts, mlp_hidden=100)
-    assert fitting_family(model.config) == "mixtral"
+    assert find_family(model.config) == "mixtral"
     export_model(model, tmp_path / "out", "mixtral")
     torch.testing.assert_close(logits(import_model(tmp_path / "out")), logits(model))
     some = [small(experts=experts.model_copy(update={"dense_layers": (0,)}), mlp_hidden=n) for n in (40, 48)]
-    assert differences(some[0].config, some[1].config) == ["mlp_hidden is 40, not 48"]
+    assert config_differences(some[0].config, some[1].config) == ["mlp_hidden is 40, not 48"]
     with pytest.raises(ConfigError, match=r"mlp_hidden|dense_layers"):
         export_model(some[0], tmp_path / "no", "mixtral")
 
 
 def test_all_features_turning_is_no_share_of_them() -> None:
-    whole = small(mixers={"m": Heads(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=8))})
-    assert fitting_family(whole.config) == "llama"
+    whole = small(mixers={"m": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, rope=Rope(rotary_dim=8))})
+    assert find_family(whole.config) == "llama"
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
@@ -261,7 +261,7 @@ def test_bounds_that_a_scaling_leaves_to_its_kind_are_no_difference(kind: str, t
     shape = {"vocab_size": 20, "d_model": 32, "n_layers": 1, "mlp_hidden": 32, "max_length": 64,
              "mixers": {"m": {**heads, "rope": {"scaling": scaling}}}}  # fmt: skip
     model = Transformer(TransformerConfig.model_validate(shape), torch.Generator().manual_seed(0))
-    export_model(model, tmp_path / "out", fitting_family(model.config))
+    export_model(model, tmp_path / "out", find_family(model.config))
     ids = torch.arange(20)[None]
     back = import_model(tmp_path / "out")
     torch.testing.assert_close(back.logits(back(ids)), model.logits(model(ids)))

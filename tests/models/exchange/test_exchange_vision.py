@@ -142,7 +142,7 @@ def test_a_scale_beyond_the_papers_bound_is_kept(scale: float, tmp_path: Path) -
     model.save_pretrained(tmp_path / "m")
     ours = import_vision(tmp_path / "m")
     assert isinstance(ours, DualEncoder)
-    assert ours.largest_scale == pytest.approx(math.exp(scale), rel=1e-6)
+    assert ours.max_logit_scale == pytest.approx(math.exp(scale), rel=1e-6)
     torch.testing.assert_close(our_outputs(ours)[2], their_outputs(model)[2], atol=1e-4, rtol=1e-5)
 
 

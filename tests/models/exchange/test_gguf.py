@@ -15,8 +15,15 @@ from whorl.errors import ConfigError
 from whorl.models.decoder import Decoder, DecoderConfig
 from whorl.models.exchange.gguf.file import export_gguf
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Experts, Heads, LatentHeads, Member, Rope, TransformerConfig
-from whorl.nn.positions.rotary import Scaling, rotary_frequencies
+from whorl.models.transformer_config import (
+    AttentionConfig,
+    CustomMixer,
+    MLAConfig,
+    MoEConfig,
+    Rope,
+    TransformerConfig,
+)
+from whorl.nn.positions.rotary import RopeScaling, rotary_frequencies
 
 gguf = pytest.importorskip("gguf")
 
@@ -24,8 +31,8 @@ SHAPE: dict[str, Any] = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "max_le
 IDS = torch.randint(0, 96, (1, 24), generator=torch.Generator().manual_seed(1))
 
 
-def heads(**fields: Any) -> Heads:
-    return Heads(**{"n_heads": 4, "n_kv_heads": 2, "head_dim": 8, **fields})
+def heads(**fields: Any) -> AttentionConfig:
+    return AttentionConfig(**{"n_heads": 4, "n_kv_heads": 2, "head_dim": 8, **fields})
 
 
 def shaped(mixer: Any, **fields: Any) -> TransformerConfig:
@@ -33,7 +40,7 @@ def shaped(mixer: Any, **fields: Any) -> TransformerConfig:
     return TransformerConfig(**{**SHAPE, "mixers": mixers, **fields})
 
 
-def gemma(full: Heads, local: Heads, pattern: str, **fields: Any) -> TransformerConfig:
+def gemma(full: AttentionConfig, local: AttentionConfig, pattern: str, **fields: Any) -> TransformerConfig:
     names = tuple("full" if p == "f" else "local" for p in pattern)
     return shaped(
         {"full": full, "local": local}, pattern=names, n_layers=len(names), mlp="geglu", norm_offset=1.0, sandwich=True,
@@ -41,19 +48,19 @@ def gemma(full: Heads, local: Heads, pattern: str, **fields: Any) -> Transformer
     )  # fmt: skip
 
 
-LATENT = LatentHeads(
+LATENT = MLAConfig(
     n_heads=4, kv_rank=16, q_rank=12, nope_dim=12, rope_dim=8, v_dim=10, rope=Rope(layout="interleaved")
 )
-SIGMOIDS = Experts(
+SIGMOIDS = MoEConfig(
     n_experts=8, top_k=2, hidden=24, shared_hidden=48, scoring="sigmoid", scale=2.5, bias_balance=True, groups=(4, 2),
     dense_layers=(0,),
 )  # fmt: skip
-YARN = Scaling("yarn", 4.0, 16)
+YARN = RopeScaling("yarn", 4.0, 16)
 # Both of DeepSeek's mscale 1: no gain in the tables, and all of it in the scale
 LATENT_YARN = LATENT.model_copy(
     update={
         "q_rank": None,
-        "rope": Rope(layout="interleaved", scaling=Scaling("yarn", 4.0, 16, attention=1.0)),
+        "rope": Rope(layout="interleaved", scaling=RopeScaling("yarn", 4.0, 16, attention_factor=1.0)),
         "scale": 20**-0.5 * (0.1 * np.log(4.0) + 1) ** 2,
     }
 )
@@ -61,13 +68,13 @@ CASES: dict[str, tuple[str, TransformerConfig]] = {
     "llama": ("llama", shaped(heads())),
     "llama-tied-wide": ("llama", shaped(heads(head_dim=16, n_kv_heads=4), tie_embeddings=True, norm_eps=1e-5)),
     "llama-bias": ("llama", shaped(heads(bias=True, out_bias=True), mlp_bias=True)),
-    "llama-3": ("llama", shaped(heads(rope=Rope(base=5e5, scaling=Scaling("llama3", 8.0, 16))))),
-    "llama-linear": ("llama", shaped(heads(rope=Rope(scaling=Scaling("linear", 2.0))))),
+    "llama-3": ("llama", shaped(heads(rope=Rope(base=5e5, scaling=RopeScaling("llama3", 8.0, 16))))),
+    "llama-linear": ("llama", shaped(heads(rope=Rope(scaling=RopeScaling("linear", 2.0))))),
     "llama-yarn": ("llama", shaped(heads(rope=Rope(scaling=YARN)))),
-    "llama-yarn-gain": ("llama", shaped(heads(rope=Rope(scaling=Scaling("yarn", 4.0, 16, attention=1.3))))),
-    "llama-ntk": ("llama", shaped(heads(rope=Rope(scaling=Scaling("ntk", 4.0))))),
+    "llama-yarn-gain": ("llama", shaped(heads(rope=Rope(scaling=RopeScaling("yarn", 4.0, 16, attention_factor=1.3))))),
+    "llama-ntk": ("llama", shaped(heads(rope=Rope(scaling=RopeScaling("ntk", 4.0))))),
     "llama-neighbours": ("llama", shaped(heads(rope=Rope(layout="interleaved"), scale=0.5))),
-    "mixtral": ("llama", shaped(heads(), experts=Experts(n_experts=4, top_k=2, hidden=48))),
+    "mixtral": ("llama", shaped(heads(), experts=MoEConfig(n_experts=4, top_k=2, hidden=48))),
     "qwen2": ("qwen2", shaped(heads(bias=True))),
     "qwen2-yarn": ("qwen2", shaped(heads(bias=True, rope=Rope(scaling=YARN)), tie_embeddings=True)),
     "qwen3": ("qwen3", shaped(heads(head_dim=16, qk_norm=True, scale=0.3))),
@@ -82,7 +89,7 @@ CASES: dict[str, tuple[str, TransformerConfig]] = {
     "gemma3": (
         "gemma3",
         gemma(
-            heads(qk_norm=True, rope=Rope(base=1e6, scaling=Scaling("linear", 8.0))),
+            heads(qk_norm=True, rope=Rope(base=1e6, scaling=RopeScaling("linear", 8.0))),
             heads(qk_norm=True, window=6, rope=Rope(base=2e4)),
             "lllllfl",
         ),
@@ -102,12 +109,12 @@ CASES: dict[str, tuple[str, TransformerConfig]] = {
         "qwen2moe",
         shaped(
             heads(bias=True), tie_embeddings=True,
-            experts=Experts(n_experts=4, top_k=2, hidden=24, shared_hidden=40, shared_gate=True, normalise=False),
+            experts=MoEConfig(n_experts=4, top_k=2, hidden=24, shared_hidden=40, shared_gate=True, norm_topk_prob=False),
         ),
     ),
     "qwen3-moe": (
         "qwen3moe",
-        shaped(heads(head_dim=16, qk_norm=True), experts=Experts(n_experts=4, top_k=2, hidden=24)),
+        shaped(heads(head_dim=16, qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24)),
     ),
     "deepseek": ("deepseek2", shaped(LATENT, experts=SIGMOIDS)),
     "deepseek-yarn": ("deepseek2", shaped(LATENT_YARN, experts=SIGMOIDS)),
@@ -255,7 +262,7 @@ def test_fields_are_those_of_the_architecture(case: str, tmp_path: Path) -> None
 
 
 def test_tensors_that_no_reader_but_llama_cpp_looks_at(tmp_path: Path) -> None:
-    scaling = Scaling("llama3", 8.0, 16)
+    scaling = RopeScaling("llama3", 8.0, 16)
     _, file = written(CASES["llama-3"][1], tmp_path)
     tensors = {t.name: np.array(t.data) for t in gguf.GGUFReader(file).tensors}
     want = rotary_frequencies(8, 5e5) / rotary_frequencies(8, 5e5, scaling)
@@ -311,7 +318,7 @@ def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (shaped(Member(kind="mamba")), "mixer of layer 0 is 'mamba'"),
+        (shaped(CustomMixer(kind="mamba")), "mixer of layer 0 is 'mamba'"),
         (shaped(heads(sink=True)), "sink is True"),
         (shaped(heads(smear=True)), "smear is True"),
         (shaped(heads(alibi=True)), "alibi is True"),
@@ -320,8 +327,8 @@ def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None
         (shaped(heads(), parallel=True), "parallel is True"),
         (shaped(heads(rope=Rope(rotary_dim=4))), "rotary_dim of layer 0 is 4"),
         (shaped({"a": heads(), "b": heads(rope=Rope(rotary_dim=4))}), "rotary_dim of layer 1 is 4"),
-        (shaped(heads(rope=Rope(scaling=Scaling("yarn", 4.0, 16, low=2.0)))), "low=2.0"),
-        (shaped(heads(bias=True, rope=Rope(scaling=Scaling("llama3", 8.0, 16)))), "'llama3'"),
+        (shaped(heads(rope=Rope(scaling=RopeScaling("yarn", 4.0, 16, low=2.0)))), "low=2.0"),
+        (shaped(heads(bias=True, rope=Rope(scaling=RopeScaling("llama3", 8.0, 16)))), "'llama3'"),
         (shaped(heads(head_dim=16, bias=True)), "head_dim is 16"),
         (shaped(heads(qk_norm=True, bias=True, out_bias=True)), "out_bias"),
         (gemma(heads(softcap=5.0), heads(softcap=5.0, window=6), "lf"), "logit_softcap is None"),
@@ -329,8 +336,8 @@ def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None
             CASES["gemma2"][1].model_copy(update={"tie_embeddings": False}), "tie_embeddings is False",
         ),
         (shaped(LATENT, experts=SIGMOIDS, norm_eps=1e-5), "eps of the latents"),
-        (shaped(heads(qk_norm=True), experts=Experts(n_experts=4, top_k=2, hidden=24, dense_layers=(0,))), "dense_layers"),
-        (shaped(heads(qk_norm=True), experts=Experts(n_experts=4, top_k=2, hidden=24, normalise=False)), "normalise"),
+        (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, dense_layers=(0,))), "dense_layers"),
+        (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, norm_topk_prob=False)), "normalise"),
     ],
 )  # fmt: skip
 def test_a_network_that_llama_cpp_lacks_is_refused_by_field(

@@ -13,9 +13,9 @@ import torch
 
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models.exchange.gguf.file import export_gguf
-from whorl.models.exchange.gguf.vocabulary import NEAREST, OURS, SPLITS, read_vocabulary
+from whorl.models.exchange.gguf.vocabulary import FALLBACK_PRE, SPLITS, WHORL_PATTERN, read_vocabulary
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.tokens.pretokens import PATTERN
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -163,20 +163,20 @@ def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Path]:
     folder = tmp_path_factory.mktemp("ours")
-    made = Tokenizer.train([SOURCE], 700, specials=["<|sep|>"], workers=1)
+    made = Tokenizer.train([SOURCE], 700, special_tokens=["<|sep|>"], workers=1)
     made.save(folder)
     return made, folder
 
 
 def test_our_own_tokenizer_is_written_with_a_warning(ours: tuple[Tokenizer, Path], tmp_path: Path) -> None:
     made, folder = ours
-    assert OURS == PATTERN  # which the floor below cannot import
+    assert WHORL_PATTERN == PATTERN  # which the floor below cannot import
     with pytest.warns(UserWarning, match="2 tokens in 100"):
         found = read_vocabulary(folder, made.vocab_size)
-    assert found.pre == NEAREST
-    assert found.ids == {"bos": made.bos_id, "eos": made.eos_id, "pad": made.pad_id}
+    assert found.pre == FALLBACK_PRE
+    assert found.special_ids == {"bos": made.bos_id, "eos": made.eos_id, "pad": made.pad_id}
     assert found.add_bos and not found.add_eos
-    assert found.kinds == [1] * made.n_ordinary + [3] * 4
+    assert found.token_types == [1] * made.n_ordinary + [3] * 4
     merges = [" ".join(m) for m in json.loads((folder / "tokenizer.json").read_text())["model"]["merges"]]
     assert sorted(found.merges) == sorted(merges) and found.merges != merges
     letters = [m for m in merges if any(c.isascii() and c.isalnum() for c in m)]
@@ -215,7 +215,7 @@ def test_llama_cpp_continues_as_we_do(ours: tuple[Tokenizer, Path], tmp_path: Pa
     made, folder = ours
     config = TransformerConfig(
         vocab_size=made.vocab_size, d_model=32, n_layers=2, max_length=64, mlp_hidden=48,
-        mixers={"full": Heads(n_heads=4, n_kv_heads=2, head_dim=8, qk_norm=True)},
+        mixers={"full": AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8, qk_norm=True)},
     )  # fmt: skip
     model, file = Transformer(config, torch.Generator().manual_seed(0)), tmp_path / "m.gguf"
     for p in model.parameters():  # large enough that the likeliest id is far from the next

@@ -12,7 +12,7 @@ from torch import Tensor
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import CheckpointError, ConfigError
 from whorl.models import (
     Decoder,
@@ -24,10 +24,10 @@ from whorl.models import (
     save_model,
 )
 from whorl.models.pruning.activation_moments import second_moments
-from whorl.models.quantization.gptq import best_scales, gptq, quantise_model
-from whorl.models.quantization.weights import Scheme, matrices_of
-from whorl.models.transformer_config import Experts, Heads, LatentHeads
-from whorl.nn.quantized_linear import HIGHEST, LOWEST, QuantisedLinear, dequantise, encode, scales_of
+from whorl.models.quantization.gptq import best_scales, gptq, quantize_model
+from whorl.models.quantization.weights import QuantizationConfig, quantizable_layers
+from whorl.models.transformer_config import AttentionConfig, MLAConfig, MoEConfig
+from whorl.nn.quantized_linear import CODE_MAX, CODE_MIN, QuantizedLinear, compute_scales, dequantize, encode
 
 
 def output_error(weight: Tensor, rounded: Tensor, moments: Tensor) -> float:
@@ -53,7 +53,7 @@ def decoder(**changes: object) -> Decoder:
 def transformer(**changes: object) -> Transformer:
     fields: dict[str, object] = {
         "vocab_size": 48, "d_model": 32, "n_layers": 2, "mlp_hidden": 64,
-        "mixers": {"heads": Heads(n_heads=2, n_kv_heads=1, head_dim=16, bias=True)},
+        "mixers": {"heads": AttentionConfig(n_heads=2, n_kv_heads=1, head_dim=16, bias=True)},
     }  # fmt: skip
     return lively(
         Transformer(TransformerConfig.model_validate({**fields, **changes}), torch.Generator().manual_seed(0))
@@ -91,7 +91,7 @@ def gptq_by_definition(weight: Tensor, h: Tensor, scales: Tensor, kind: str, dam
             free = order[n:]
             inverse = torch.linalg.inv(h[free][:, free])
             scale = float(scales[o, j // per])
-            code = min(max(round(float(w[j]) / scale), LOWEST[kind]), HIGHEST[kind])
+            code = min(max(round(float(w[j]) / scale), CODE_MIN[kind]), CODE_MAX[kind])
             codes[o, j] = code
             w[free] -= (w[j] - code * scale) / inverse[0, 0] * inverse[0]
     return codes
@@ -104,7 +104,7 @@ def test_gptq_is_its_definition(
 ) -> None:
     monkeypatch.setattr("whorl.models.quantization.gptq.BLOCK", block)
     weight = torch.randn(6, 24, generator=torch.Generator().manual_seed(3))
-    h, scales = moments_of(24, 0), scales_of(weight, kind, group)
+    h, scales = moments_of(24, 0), compute_scales(weight, kind, group)
     assert torch.equal(gptq(weight, h, scales, kind), gptq_by_definition(weight, h, scales, kind, 0.01))
 
 
@@ -112,17 +112,17 @@ def test_gptq_is_its_definition(
 def test_calibration_lowers_the_error_of_the_output(seed: int) -> None:
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
     h = moments_of(64, seed)
-    scales = scales_of(weight, "int4", 32)
+    scales = compute_scales(weight, "int4", 32)
     chosen = best_scales(weight, h.diagonal(), "int4", 32)
-    nearest = output_error(weight, dequantise(encode(weight, scales, "int4"), scales), h)
-    rescaled = output_error(weight, dequantise(encode(weight, chosen, "int4"), chosen), h)
-    calibrated = output_error(weight, dequantise(gptq(weight, h, chosen, "int4"), chosen), h)
+    nearest = output_error(weight, dequantize(encode(weight, scales, "int4"), scales), h)
+    rescaled = output_error(weight, dequantize(encode(weight, chosen, "int4"), chosen), h)
+    calibrated = output_error(weight, dequantize(gptq(weight, h, chosen, "int4"), chosen), h)
     assert calibrated < 0.6 * rescaled and rescaled < 1.1 * nearest
 
 
 def test_uncorrelated_inputs_are_rounded_to_the_nearest() -> None:
     weight = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
-    scales = scales_of(weight, "int4")
+    scales = compute_scales(weight, "int4")
     h = torch.diag(torch.rand(16, generator=torch.Generator().manual_seed(1)) + 0.1).double()
     assert torch.equal(gptq(weight, h, scales, "int4"), encode(weight, scales, "int4"))
     h[3, 3] = 0.0  # an input that never occurred
@@ -140,49 +140,51 @@ def test_moments_are_the_sum_over_all_inputs() -> None:
         model(batch)
     hook.remove()
     x = torch.cat(seen).double()
-    found = second_moments(model, batches, [name], until=model.blocks[1])[name]
+    found = second_moments(model, batches, [name], stop_after=model.blocks[1])[name]
     assert torch.allclose(found, x.t() @ x, rtol=1e-5)
     with pytest.raises(ConfigError, match="no text"):
         second_moments(model, [], [name])
     with pytest.raises(ConfigError, match="never called"):
-        second_moments(model, batches, [name], until=model.blocks[0])
+        second_moments(model, batches, [name], stop_after=model.blocks[0])
     with pytest.raises(ConfigError, match="is a Block"):
         second_moments(model, batches, ["blocks.0"])
 
 
 SCHEMES = [
-    Scheme(),
-    Scheme(format="int4", group=32),
-    Scheme(format="int8", dynamic=True, head=True, memory=True),
-    Scheme(format="fp8"),
-    Scheme(format="int4", group=16, rounding="calibrated", head=True),
+    QuantizationConfig(),
+    QuantizationConfig(format="int4", group_size=32),
+    QuantizationConfig(format="int8", dynamic=True, head=True, ngram=True),
+    QuantizationConfig(format="fp8"),
+    QuantizationConfig(format="int4", group_size=16, rounding="calibrated", head=True),
 ]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("kind", ["decoder", "tied decoder", "transformer"])
-def test_a_quantised_model_comes_back_from_its_folder(kind: str, scheme: Scheme, tmp_path: Path) -> None:
+def test_a_quantised_model_comes_back_from_its_folder(
+    kind: str, scheme: QuantizationConfig, tmp_path: Path
+) -> None:
     model = transformer() if kind == "transformer" else decoder(tie_embeddings="tied" in kind)
     before = model.logits(model(ids()))
     config = model.config
-    quantise_model(model, scheme, [ids(8, seed=1)])
+    quantize_model(model, scheme, [ids(8, seed=1)])
     after = model.logits(model(ids()))
     assert 0 < (after - before).norm() < (0.5 if scheme.format == "int4" else 0.1) * before.norm()
     save_model(model, tmp_path)
     found = load_model(tmp_path)
-    assert found.config == config and found.scheme == scheme
+    assert found.config == config and found.quantization == scheme
     for layer in (*model.modules(), *found.modules()):
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, QuantizedLinear):
             layer.kernel = "written out"
     assert torch.equal(found.logits(found(ids())), model.logits(model(ids())))
-    for name in matrices_of(transformer() if kind == "transformer" else decoder()):
-        assert isinstance(found.get_submodule(name), QuantisedLinear)
+    for name in quantizable_layers(transformer() if kind == "transformer" else decoder()):
+        assert isinstance(found.get_submodule(name), QuantizedLinear)
     low = load_model(tmp_path, torch.bfloat16)
     assert (low.logits(low(ids())) - after).norm() < 0.1 * after.norm()
 
 
 def test_a_quantised_model_decodes_as_it_reads() -> None:
-    model = quantise_model(decoder(), Scheme(format="int4", group=32, head=True, memory=True))
+    model = quantize_model(decoder(), QuantizationConfig(format="int4", group_size=32, head=True, ngram=True))
     state = model.new_state(2, 12)
     text = ids(2, 12)
     parts = [model(text[:, a:b], state=state) for a, b in ((0, 5), (5, 6), (6, 12))]
@@ -190,11 +192,15 @@ def test_a_quantised_model_decodes_as_it_reads() -> None:
 
 
 def test_the_engine_runs_a_quantised_model() -> None:
-    model = quantise_model(decoder(), Scheme(dynamic=True, head=True, memory=True))
-    engine = Engine(model, EngineConfig(max_sequences=2, max_length=32, page_size=4, token_budget=7))
+    model = quantize_model(decoder(), QuantizationConfig(dynamic=True, head=True, ngram=True))
+    engine = Engine(
+        model, EngineConfig(max_num_seqs=2, max_model_len=32, block_size=4, max_num_batched_tokens=7)
+    )
     prompts = ids(3, 9).tolist()
     for n, prompt in enumerate(prompts):
-        engine.add(Request(id=str(n), ids=tuple(prompt), sampling=Sampling(temperature=0), max_tokens=5))
+        engine.add(
+            Request(id=str(n), ids=tuple(prompt), sampling=SamplingParams(temperature=0), max_tokens=5)
+        )
     found: dict[str, list[int]] = {}
     while engine.busy:
         for delta in engine.step():
@@ -206,13 +212,13 @@ def test_the_engine_runs_a_quantised_model() -> None:
 
 
 def test_matrices_that_are_not_plain_products_stay(tmp_path: Path) -> None:
-    latent = LatentHeads(n_heads=2, kv_rank=16, nope_dim=16, rope_dim=16, v_dim=16)
-    experts = Experts(n_experts=4, top_k=2, hidden=32, shared_hidden=32, shared_gate=True)
+    latent = MLAConfig(n_heads=2, kv_rank=16, nope_dim=16, rope_dim=16, v_dim=16)
+    experts = MoEConfig(n_experts=4, top_k=2, hidden=32, shared_hidden=32, shared_gate=True)
     model = transformer(mixers={"latent": latent}, experts=experts)
-    names = matrices_of(model)
+    names = quantizable_layers(model)
     assert "blocks.0.mixer.kv_a" in names and "blocks.0.mixer.kv_b" not in names
     assert not any("router" in name or "shared_gate" in name for name in names)
-    quantise_model(model, Scheme())
+    quantize_model(model, QuantizationConfig())
     save_model(model, tmp_path)
     found = load_model(tmp_path)
     assert torch.allclose(found.logits(found(ids())), model.logits(model(ids())), atol=1e-5)
@@ -220,24 +226,24 @@ def test_matrices_that_are_not_plain_products_stay(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_said_before_any_work() -> None:
     with pytest.raises(ConfigError, match=r"calibrated.*no text"):
-        quantise_model(decoder(), Scheme(format="int4", rounding="calibrated"))
+        quantize_model(decoder(), QuantizationConfig(format="int4", rounding="calibrated"))
     with pytest.raises(
         ConfigError, match=r"group 64 does not divide the 32 columns of blocks\.0\.attention\.qkv\.weight"
     ):
-        quantise_model(decoder(), Scheme(group=64))
-    model = quantise_model(decoder(), Scheme())
+        quantize_model(decoder(), QuantizationConfig(group_size=64))
+    model = quantize_model(decoder(), QuantizationConfig())
     with pytest.raises(ConfigError, match="quantised already"):
-        quantise_model(model, Scheme())
+        quantize_model(model, QuantizationConfig())
     broken = decoder()
     broken.blocks[1].mlp.up.weight.data[3, 4] = float("nan")  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"blocks\.1\.mlp\.up\.weight holds numbers that are not finite"):
-        quantise_model(broken, Scheme())
+        quantize_model(broken, QuantizationConfig())
     with pytest.raises(ValueError, match="dynamic needs one scale"):
-        Scheme(dynamic=True, group=64)
+        QuantizationConfig(dynamic=True, group_size=64)
 
 
 def test_damaged_folders_are_named(tmp_path: Path) -> None:
-    save_model(quantise_model(decoder(), Scheme(format="int4", group=32)), tmp_path)
+    save_model(quantize_model(decoder(), QuantizationConfig(format="int4", group_size=32)), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
 
     def told(**changes: object) -> str:

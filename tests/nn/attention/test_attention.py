@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.nn import (
     Attention,
-    NGramMemory,
+    NGramEmbedding,
     causal_attention,
     causal_attention_reference,
     rms_norm,
     rotary_tables,
 )
-from whorl.nn.ngram import ngram_rows
+from whorl.nn.ngram import ngram_bucket_ids
 from whorl.nn.positions.rotary import apply_rotary
 
 
@@ -88,39 +88,39 @@ def test_rotary_products_depend_on_the_distance_alone() -> None:
 
 def test_ngram_rows_are_equal_for_equal_ngrams_and_stop_at_borders() -> None:
     ids = torch.tensor([[5, 6, 7, 9, 5, 6, 7]])
-    bigrams, trigrams = ngram_rows(ids, (2, 3), 65_536)
+    bigrams, trigrams = ngram_bucket_ids(ids, (2, 3), 65_536)
     assert bigrams[0, 1] == bigrams[0, 5] and trigrams[0, 2] == trigrams[0, 6]
     assert bigrams[0, 4] != bigrams[0, 0] and trigrams[0, 5] != trigrams[0, 1]
     segments = torch.tensor([[1, 1, 1, 1, 2, 2, 2]])
-    packed = ngram_rows(ids, (2, 3), 65_536, segments)
-    alone = ngram_rows(ids[:, 4:], (2, 3), 65_536)
+    packed = ngram_bucket_ids(ids, (2, 3), 65_536, segments)
+    alone = ngram_bucket_ids(ids[:, 4:], (2, 3), 65_536)
     for p, a in zip(packed, alone, strict=True):
         assert torch.equal(p[:, 4:], a)
     # The same rows from a decoder's view: the past is given, not recomputed.
-    later = ngram_rows(ids[:, 3:], (2, 3), 65_536, before=torch.tensor([[6, 7]]))
+    later = ngram_bucket_ids(ids[:, 3:], (2, 3), 65_536, prefix_ids=torch.tensor([[6, 7]]))
     assert torch.equal(later[0], bigrams[:, 3:]) and torch.equal(later[1], trigrams[:, 3:])
 
 
 def test_ngram_rows_of_a_single_token_are_those_of_the_whole_row() -> None:
     ids = torch.randint(0, 5_000, (1, 40), generator=torch.Generator().manual_seed(0))
-    whole = ngram_rows(ids, (2, 3, 5), 65_536)
+    whole = ngram_bucket_ids(ids, (2, 3, 5), 65_536)
     padded = torch.cat([torch.full((1, 4), -1), ids], dim=1)
     for t in range(40):
-        single = ngram_rows(ids[:, t : t + 1], (2, 3, 5), 65_536, before=padded[:, t : t + 4])
+        single = ngram_bucket_ids(ids[:, t : t + 1], (2, 3, 5), 65_536, prefix_ids=padded[:, t : t + 4])
         assert [int(r) for r in single] == [int(r[0, t]) for r in whole]
 
 
 def test_ngram_rows_fill_the_table_evenly() -> None:
     ids = torch.randint(0, 1000, (64, 512), generator=gen())
-    (rows,) = ngram_rows(ids, (2,), 256)
+    (rows,) = ngram_bucket_ids(ids, (2,), 256)
     counts = torch.bincount(rows.flatten(), minlength=256).float()
     chi_square = float(((counts - counts.mean()) ** 2 / counts.mean()).sum())
     assert chi_square < 256 + 6 * (2 * 256) ** 0.5
 
 
 def test_ngram_memory_has_sparse_gradients_and_refuses_impossible_orders() -> None:
-    memory = NGramMemory([2, 3], 64, 8)
+    memory = NGramEmbedding([2, 3], 64, 8)
     memory(torch.tensor([[1, 2, 3]])).sum().backward()
     assert all(t.grad is not None and t.grad.is_sparse for t in memory.tables)
     with pytest.raises(ConfigError, match="ngram_orders"):
-        NGramMemory([1], 64, 8)
+        NGramEmbedding([1], 64, 8)

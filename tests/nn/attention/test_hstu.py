@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.hstu import (
-    Pointwise,
-    pointwise_attention,
-    pointwise_attention_reference,
+    HSTUAttention,
+    hstu_attention,
+    hstu_attention_reference,
     time_buckets,
 )
 
@@ -21,9 +21,9 @@ def gen(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def layer(**kwargs: object) -> Pointwise:
+def layer(**kwargs: object) -> HSTUAttention:
     options = {"head_dim": 6, "v_dim": 5, "max_distance": 7, "n_time_buckets": 12, **kwargs}
-    made = Pointwise(16, 3, generator=gen(), **options)  # type: ignore[arg-type]
+    made = HSTUAttention(16, 3, generator=gen(), **options)  # type: ignore[arg-type]
     torch.nn.init.normal_(made.out.weight, std=0.3, generator=gen(1))
     torch.nn.init.normal_(made.position_bias, generator=gen(2))
     if made.time_bias is not None:
@@ -37,7 +37,7 @@ def times_of(batch: int, length: int) -> torch.Tensor:
     return 1_780_000_000 + gaps.cumsum(1)
 
 
-def by_hand(made: Pointwise, x: torch.Tensor, times: torch.Tensor | None) -> torch.Tensor:
+def by_hand(made: HSTUAttention, x: torch.Tensor, times: torch.Tensor | None) -> torch.Tensor:
     """One row [T, D], pair by pair, from the paper's equations."""
     heads, dk, dv = made.n_heads, made.head_dim, made.v_dim
     mixed = F.silu(x @ made.uvqk.weight.t())
@@ -87,8 +87,8 @@ def test_blocks_equal_the_definition_with_gradients(n_queries: int, packed: bool
     passed = (times[:, :, None] - times[:, None])[:, 13 - n_queries :]
     bias = positions[:, distance.clamp(0, 6)] + time_bias[:, time_buckets(passed, 12)].transpose(0, 1)
     leaves = (q, k, v, positions, time_bias)
-    want = pointwise_attention_reference(q, k, v, bias, allowed)
-    out = pointwise_attention(q, k, v, positions, time_bias, times, segments, block=5)
+    want = hstu_attention_reference(q, k, v, bias, allowed)
+    out = hstu_attention(q, k, v, positions, time_bias, times, segments, block=5)
     torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)
     upstream = torch.randn(out.shape, generator=gen(9))
     for ours, theirs in zip(
@@ -101,7 +101,7 @@ def test_blocks_equal_the_definition_with_gradients(n_queries: int, packed: bool
 
 def test_nothing_allowed_gives_zero() -> None:
     q, k, v = (torch.randn(1, 1, 2, 4, generator=gen(i)) for i in range(3))
-    out = pointwise_attention_reference(q, k, v, torch.zeros(1), torch.zeros(1, 1, 2, 2, dtype=torch.bool))
+    out = hstu_attention_reference(q, k, v, torch.zeros(1), torch.zeros(1, 1, 2, 2, dtype=torch.bool))
     assert torch.equal(out, torch.zeros_like(out))
 
 
@@ -120,7 +120,7 @@ def test_frequency_is_seen_where_a_softmax_would_not_see_it() -> None:
     twice = k.clone()
     twice[:, :, :4] = 3.0
     bias = torch.zeros(1, 1)
-    ratio = pointwise_attention(q, twice, v, bias) / pointwise_attention(q, k, v, bias)
+    ratio = hstu_attention(q, twice, v, bias) / hstu_attention(q, k, v, bias)
     assert float(ratio) == pytest.approx(2.0, rel=1e-4)
 
 
@@ -184,9 +184,9 @@ def test_bf16_is_near_fp32() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="n_heads is 3"):
-        Pointwise(16, 3)
+        HSTUAttention(16, 3)
     with pytest.raises(ConfigError, match="max_distance"):
-        Pointwise(16, 2, max_distance=0)
+        HSTUAttention(16, 2, max_distance=0)
     x, times = torch.randn(1, 4, 16), times_of(1, 4)
     with pytest.raises(ConfigError, match="n_time_buckets"):
         layer(n_time_buckets=0)(x, times=times)

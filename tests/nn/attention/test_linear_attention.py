@@ -105,7 +105,7 @@ def test_a_row_in_pieces_equals_the_row(decay: bool, packed: bool, pieces: tuple
         outs.append(made(x[:, start : start + n], segments=cut, state=state))
         start += n
     torch.testing.assert_close(torch.cat(outs, 1), whole, atol=1e-5, rtol=1e-4)
-    assert state.length == 22 and state.memory.dtype == torch.float32
+    assert state.length == 22 and state.recurrent_state.dtype == torch.float32
     assert n_bytes == 2 * 3 * 8 * 9 * 4 and state.n_bytes == n_bytes + (16 if packed else 0)
 
 

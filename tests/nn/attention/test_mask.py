@@ -17,7 +17,7 @@ LAYOUT = torch.tensor(
 
 
 def by_loop(mask: Mask, n_queries: int, n_keys: int) -> Tensor:
-    rows = mask.rows or 1
+    rows = mask.batch_size or 1
     allowed = torch.zeros(rows, 1, n_queries, n_keys, dtype=torch.bool)
     for b in range(rows):
         ids = None if mask.key_segments is None else mask.key_segments[b].tolist()
@@ -59,7 +59,7 @@ def test_dense_and_mod_equal_a_loop(
     mask = Mask(causal=causal, offset=offset, **parts)  # type: ignore[arg-type]
     want = by_loop(mask, n_queries, 9)
     assert torch.equal(mask.dense(n_queries, 9), want)
-    flex = create_mask(mask.mod(), mask.rows, None, n_queries, 9, device="cpu")
+    flex = create_mask(mask.mask_mod(), mask.batch_size, None, n_queries, 9, device="cpu")
     assert torch.equal(flex, want)
     assert not want.all() or (not causal and not parts)
 
@@ -71,8 +71,8 @@ def test_two_strided_layers_reach_everything() -> None:
 
 
 def test_open_rows_need_no_mask() -> None:
-    assert Mask(offset=6).is_open(1, 7) and Mask(causal=False).is_open(5, 7)
-    assert not Mask().is_open(7, 7) and not Mask(offset=6, window=3).is_open(1, 7)
+    assert Mask(offset=6).allows_all(1, 7) and Mask(causal=False).allows_all(5, 7)
+    assert not Mask().allows_all(7, 7) and not Mask(offset=6, window=3).allows_all(1, 7)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from whorl.errors import ConfigError
-from whorl.nn.attention.mla import Latent
+from whorl.nn.attention.mla import MultiHeadLatentAttention
 from whorl.nn.positions.rotary import Rotary
 
 
@@ -16,10 +16,10 @@ def gen(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> Latent:
+def layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> MultiHeadLatentAttention:
     options = {"kv_rank": 20, "q_rank": 14, "nope_dim": 8, "rope_dim": 4, "v_dim": 6, **kwargs}
     turned = Rotary(options["rope_dim"], 100.0, torch.float32) if rotary == "own" else rotary
-    made = Latent(24, 3, rotary=turned, generator=gen(), **options)  # type: ignore[arg-type]
+    made = MultiHeadLatentAttention(24, 3, rotary=turned, generator=gen(), **options)  # type: ignore[arg-type]
     torch.nn.init.normal_(made.out.weight, std=0.3, generator=gen(1))
     for norm in (made.q_a_norm, made.kv_a_norm):
         if norm is not None:
@@ -27,7 +27,7 @@ def layer(rotary: Rotary | str | None = "own", **kwargs: Any) -> Latent:
     return made
 
 
-def by_hand(made: Latent, x: torch.Tensor) -> torch.Tensor:
+def by_hand(made: MultiHeadLatentAttention, x: torch.Tensor) -> torch.Tensor:
     """One row [T, D] from the paper's equations, a head and a query at a time."""
 
     def norm(h: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:
@@ -141,16 +141,16 @@ def test_a_packed_row_equals_its_documents(form: str) -> None:
 
 
 def test_auto_absorbs_single_positions_and_expands_long_pieces() -> None:
-    made = Latent(24, 2, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, rotary=None)
-    assert not made._expand_pays(1, 4096)
+    made = MultiHeadLatentAttention(24, 2, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128, rotary=None)
+    assert not made._expanded_is_cheaper(1, 4096)
     # The two costs meet at kv_rank (nope + v) / (2 kv_rank - nope - v) = 171 queries, were the past alone seen.
-    assert not made._expand_pays(160, 1_000_000) and made._expand_pays(180, 1_000_000)
-    assert made._expand_pays(4096, 0)
+    assert not made._expanded_is_cheaper(160, 1_000_000) and made._expanded_is_cheaper(180, 1_000_000)
+    assert made._expanded_is_cheaper(4096, 0)
 
 
 def test_the_state_is_a_fifth_of_multi_head_attention() -> None:
     heads = pytest.importorskip("whorl.nn.attention.multi_head")
-    made = Latent(128, 8, kv_rank=40, nope_dim=16, rope_dim=8, v_dim=16, rotary=None)
+    made = MultiHeadLatentAttention(128, 8, kv_rank=40, nope_dim=16, rope_dim=8, v_dim=16, rotary=None)
     peer = heads.MultiHead(128, 8)
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs = (m.new_state(2, 64, dtype=dtype).n_bytes for m in (made, peer))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.nn.attention.multi_head import MultiHead
+from whorl.nn.attention.multi_head import MultiHeadAttention
 from whorl.nn.attention.short_conv import ShortConvolution, Smear
 from whorl.nn.attention.state import KeyValues
 from whorl.nn.positions.rotary import Rotary
@@ -36,8 +36,8 @@ def gen(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def layer(seed: int = 0, **options: Any) -> MultiHead:
-    made = MultiHead(D, H, generator=gen(seed), **options)
+def layer(seed: int = 0, **options: Any) -> MultiHeadAttention:
+    made = MultiHeadAttention(D, H, generator=gen(seed), **options)
     for name, p in made.named_parameters():
         if name.startswith("out") or not p.any():  # what starts at 0 would prove nothing
             nn.init.normal_(p, std=0.3, generator=gen(seed + 1))
@@ -92,7 +92,7 @@ def test_segments_may_be_named_late() -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_torchs_module_is_matched_with_gradients(causal: bool) -> None:
     theirs = nn.MultiheadAttention(D, H, batch_first=True)
-    ours = MultiHead(D, H, bias=True, out_bias=True, causal=causal)
+    ours = MultiHeadAttention(D, H, bias=True, out_bias=True, causal=causal)
     with torch.no_grad():
         nn.init.normal_(theirs.in_proj_bias)
         for i, linear in enumerate((ours.q, ours.k, ours.v)):
@@ -113,7 +113,7 @@ def test_torchs_module_is_matched_with_gradients(causal: bool) -> None:
 
 def test_cross_attention_is_torchs_and_decodes() -> None:
     theirs = nn.MultiheadAttention(D, H, kdim=12, vdim=12, batch_first=True, bias=False)
-    ours = MultiHead(D, H, context_dim=12)
+    ours = MultiHeadAttention(D, H, context_dim=12)
     with torch.no_grad():
         for linear, weight in zip(
             (ours.q, ours.k, ours.v, ours.out),
@@ -148,7 +148,7 @@ def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
     options: dict[str, Any] = {"rotary": ROTARY, "n_kv_heads": 2, "qk_norm": 1e-6, "window": window}
     first, second = layer(0, **options), layer(7, own_keys=False, **options)
     x = rows()
-    lent = first.keys_values(x)
+    lent = first.project_kv(x)
     y = first(x, keys_from=lent)
     torch.testing.assert_close(y, first(x))
     z = second(y, keys_from=lent)
@@ -161,7 +161,7 @@ def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
     def heads(t: Tensor, turn: bool, norm: nn.Module | None) -> Tensor:
         t = t.view(2, T, -1, 8)
         t = t if norm is None else norm(t)
-        return (ROTARY.turn(t, ROTARY.between(0, T, t.device)) if turn else t).transpose(1, 2)
+        return (ROTARY.rotate(t, ROTARY.tables_between(0, T, t.device)) if turn else t).transpose(1, 2)
 
     q = heads(second.q(y), True, second.q_norm)
     k, v = heads(first.k(x), True, first.k_norm), heads(first.v(x), False, None)
@@ -172,7 +172,7 @@ def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
 
     states, parts = (first.new_state(2, T), second.new_state(2, T)), []
     for piece in x.split([1, 3, 6, 1], dim=1):
-        lent = first.keys_values(piece, state=states[0])
+        lent = first.project_kv(piece, state=states[0])
         parts.append(second(first(piece, keys_from=lent), keys_from=lent, state=states[1]))
     torch.testing.assert_close(torch.cat(parts, 1), z, atol=1e-5, rtol=1e-4)
     assert states[1].n_bytes == 0 and states[0].length == states[1].length == T
@@ -197,7 +197,7 @@ def test_every_parameter_has_a_gradient(kind: str) -> None:
 
 
 def test_a_new_layer_is_silent_and_the_same_for_the_same_seed() -> None:
-    a, b = MultiHead(D, H, generator=gen(1)), MultiHead(D, H, generator=gen(1))
+    a, b = MultiHeadAttention(D, H, generator=gen(1)), MultiHeadAttention(D, H, generator=gen(1))
     assert (a(rows()) == 0).all()
     for name, weight in a.state_dict().items():
         assert torch.equal(weight, b.state_dict()[name])
@@ -238,11 +238,11 @@ def test_what_cannot_be_is_refused() -> None:
         ("own_keys is False", {"own_keys": False, "smear": True}),
     ]:
         with pytest.raises(ConfigError, match=message):
-            MultiHead(D, H, **options)  # type: ignore[arg-type]
+            MultiHeadAttention(D, H, **options)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="d_model is 30"):
-        MultiHead(30, 4)
+        MultiHeadAttention(30, 4)
     with pytest.raises(ConfigError, match="head_dim is 7"):
-        MultiHead(28, 4, rotary=Rotary(7, 10_000.0, torch.float32))(torch.randn(1, 2, 28))
+        MultiHeadAttention(28, 4, rotary=Rotary(7, 10_000.0, torch.float32))(torch.randn(1, 2, 28))
     plain, cross = layer(), layer(context_dim=12)
     calls: list[tuple[str, Any]] = [
         ("x has the shape", lambda: plain(x[..., :5])),
@@ -265,7 +265,7 @@ def test_what_cannot_be_is_refused() -> None:
     for message, call in calls:
         with pytest.raises(ConfigError, match=message):
             call()
-    assert isinstance(plain.keys_values(x), KeyValues)
+    assert isinstance(plain.project_kv(x), KeyValues)
 
 
 def test_a_bias_is_added_to_the_scores() -> None:
@@ -313,7 +313,7 @@ def test_short_pieces_and_packed_rows(pieces: list[int], width: int) -> None:
         torch.testing.assert_close(whole, torch.cat([alone, mix(x[1:])]))
         parts = [mix(a, i, state) for a, i in zip(x.split(pieces, 1), ids.split(pieces, 1), strict=True)]
         torch.testing.assert_close(torch.cat(parts, 1), whole)
-        assert state.length == T and state.n_bytes == state.past.nbytes + state.ids.nbytes
+        assert state.length == T and state.n_bytes == state.past.nbytes + state.segments.nbytes
         more = mix(rows(2, seed=6), None, state)  # goes on in the last documents
         on = torch.cat([ids, ids[:, -1:].expand(-1, 2)], 1)
         torch.testing.assert_close(more, mix(torch.cat([x, rows(2, seed=6)], 1), on)[:, T:])

@@ -12,21 +12,21 @@ from torch import Tensor
 from whorl.errors import ConfigError
 from whorl.nn.experts import (
     MixtureOfExperts,
-    Router,
+    MoERouter,
     Routing,
     apply_experts,
     apply_experts_reference,
-    expert_rates,
+    expert_lr_scales,
     freeze_routers,
     gini,
-    metrics,
-    router_names,
-    usage,
+    router_parameter_names,
+    routing_metrics,
+    routing_stats,
 )
-from whorl.nn.experts.experts import KINDS, Experts
-from whorl.nn.experts.router import place, within_groups
+from whorl.nn.experts.experts import EXPERT_ACTIVATIONS, Experts
+from whorl.nn.experts.router import assign_with_capacity, group_limited_scores
 from whorl.nn.mlp import MLP
-from whorl.train.learner.update import Treatment, Update, check
+from whorl.train.learner.update import ParamOptim, Update, check_updates
 
 METHODS = ("token_choice", "dropless", "expert_choice")
 
@@ -51,7 +51,7 @@ def route(module: MixtureOfExperts, x: Tensor) -> Routing:
 
 
 @pytest.mark.parametrize("library", [True, False])  # which one multiplies fp32 matrices
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", sorted(EXPERT_ACTIVATIONS))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fast_path_equals_its_definition_with_gradients(
     kind: str, dtype: torch.dtype, library: bool, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +138,9 @@ def test_a_dropless_layer_equals_transformers() -> None:
 
 def test_groups_sigmoid_scores_and_bias_choose_like_deepseek() -> None:
     """Against the paper's text as a loop: bias for choosing only, weights from the scores alone."""
-    router = Router(16, 8, 3, scoring="sigmoid", groups=(4, 2), bias_balance=True, scale=2.5, generator=gen())
+    router = MoERouter(
+        16, 8, 3, scoring="sigmoid", groups=(4, 2), bias_balance=True, scale=2.5, generator=gen()
+    )
     x = torch.randn(40, 16, generator=gen(1)) * 3
     assert router.balance_bias is not None
     router.balance_bias.copy_(torch.randn(8, generator=gen(2)) * 0.5)
@@ -172,10 +174,10 @@ def test_a_full_expert_sends_tokens_to_their_next_choice() -> None:
                     e = int(ranked[n, rank])
                     if want[n].sum() < 2 and want[:, e].sum() < 6:
                         want[n, e] = True
-            assert torch.equal(place(preference, 2, 6, overflow), want)  # type: ignore[arg-type]
+            assert torch.equal(assign_with_capacity(preference, 2, 6, overflow), want)  # type: ignore[arg-type]
             assert int(want.sum()) == (26 if overflow == "next" else 12), "the two ways must differ"
     # room for fewer than all: nobody is placed twice with the same expert, nothing overflows
-    tight = place(torch.rand(13, 5, generator=gen()), 2, 3)
+    tight = assign_with_capacity(torch.rand(13, 5, generator=gen()), 2, 3)
     assert int(tight.sum()) == 15 and int(tight.sum(0).max()) == 3 and int(tight.sum(1).max()) <= 2
 
 
@@ -183,8 +185,8 @@ def test_capacity_holds_and_wishes_are_recorded_before_it() -> None:
     module = layer(capacity_factor=1.0, routing="token_choice")
     x = torch.randn(32, 16, generator=gen(2)) + 2 * torch.randn(16, generator=gen(3))
     routing = route(module, x)
-    assert int(routing.counts.max()) <= math.ceil(32 * 2 / 8) < int(routing.wished.max())
-    assert int(routing.wished.sum()) == 64
+    assert int(routing.counts.max()) <= math.ceil(32 * 2 / 8) < int(routing.requested.max())
+    assert int(routing.requested.sum()) == 64
     # weights of those placed sum to one
     total = torch.zeros(32).index_add(0, routing.tokens, routing.weights)
     torch.testing.assert_close(total[total > 0], torch.ones(int((total > 0).sum())))
@@ -244,7 +246,7 @@ def test_empty_and_single_batches(method: str, shape: tuple[int, ...]) -> None:
     y.sum().backward()
     for name, p in module.named_parameters():
         assert p.grad is not None and torch.isfinite(p.grad).all(), name
-    assert all(math.isfinite(v) for v in metrics(records).values())
+    assert all(math.isfinite(v) for v in routing_metrics(records).values())
 
 
 def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
@@ -274,21 +276,21 @@ def test_the_bias_evens_out_the_loads_and_is_no_parameter() -> None:
     x = torch.randn(256, 16, generator=gen(1)) + torch.randn(16, generator=gen(2))
     before = route(module, x)
     for _ in range(300):
-        module.router.balance(route(module, x).wished, rate=0.01)
+        module.router.update_balance_bias(route(module, x).requested, rate=0.01)
     after = route(module, x)
-    assert float(gini(before.wished)) > 0.2 and float(gini(after.wished)) < 0.05
+    assert float(gini(before.requested)) > 0.2 and float(gini(after.requested)) < 0.05
     assert "router.balance_bias" in module.state_dict()
     assert "router.balance_bias" not in dict(module.named_parameters())
     with pytest.raises(ConfigError, match="keeps no bias"):
-        layer().router.balance(torch.zeros(8))
+        layer().router.update_balance_bias(torch.zeros(8))
 
 
 def test_dropouts_act_in_training_only() -> None:
     x = torch.randn(200, 16, generator=gen(1))
     torch.manual_seed(0)
     module = layer(token_dropout=0.5)
-    assert 0.3 < float(usage(route(module, x))["unserved"]) < 0.7
-    assert float(usage(route(module.eval(), x))["unserved"]) == 0
+    assert 0.3 < float(routing_stats(route(module, x))["unserved"]) < 0.7
+    assert float(routing_stats(route(module.eval(), x))["unserved"]) == 0
     module = layer(expert_dropout=0.9)  # almost all: yet top_k stay
     used = [int((route(module, x).counts > 0).sum()) for _ in range(10)]
     assert min(used) >= 2 and sum(used) < 50
@@ -299,20 +301,20 @@ def test_dropouts_act_in_training_only() -> None:
 
 def test_names_freeze_routers_and_slow_experts() -> None:
     network = torch.nn.ModuleDict({"a": layer(4), "b": layer(4, bias_balance=True)})
-    assert router_names(network) == ["a.router.weight", "b.router.weight"]
-    rates = expert_rates(network, {1: 0.1})
+    assert router_parameter_names(network) == ["a.router.weight", "b.router.weight"]
+    rates = expert_lr_scales(network, {1: 0.1})
     assert len(rates) == 2 * 2 * 4 and set(rates) <= set(dict(network.named_parameters()))
     assert rates["a.experts.up.1"] == rates["b.experts.down.1"] == 0.1 and rates["a.experts.up.2"] == 1.0
-    update = Update(lambda part: None, {n: Treatment("adamw", 1e-3 * r) for n, r in rates.items()})  # type: ignore[arg-type, return-value]
-    check(network, [update], [])
+    update = Update(lambda part: None, {n: ParamOptim("adamw", 1e-3 * r) for n, r in rates.items()})  # type: ignore[arg-type, return-value]
+    check_updates(network, [update], [])
     freeze_routers(network)
     network["a"](torch.randn(9, 16, generator=gen(1))).sum().backward()
     assert network["a"].router.weight.grad is None and network["a"].experts.up[0].grad is not None
     for bad in ({4: 1.0}, {0: -1.0}):
         with pytest.raises(ConfigError):
-            expert_rates(network, bad)
+            expert_lr_scales(network, bad)
     with pytest.raises(ConfigError, match="no experts"):
-        expert_rates(torch.nn.Linear(2, 2), {})
+        expert_lr_scales(torch.nn.Linear(2, 2), {})
 
 
 def test_frozen_experts_receive_nothing_and_change_nothing_for_others() -> None:
@@ -338,7 +340,7 @@ def test_usage_of_loads_known_by_hand() -> None:
     one = Routing(
         scores, scores, torch.tensor([0, 1, 0]), torch.ones(3), torch.tensor([2, 1, 0, 0]), torch.tensor([2, 2, 0, 0]), 2
     )  # fmt: skip
-    numbers = metrics([one])
+    numbers = routing_metrics([one])
     assert numbers["experts/0/tokens/0"] == 2 and numbers["experts/0/busiest"] == pytest.approx(2 * 4 / 3)
     assert numbers["experts/0/dropped"] == pytest.approx(0.25) and numbers["experts/0/unserved"] == 0
     assert numbers["experts/0/choice_entropy"] == pytest.approx(0.5)
@@ -347,7 +349,7 @@ def test_usage_of_loads_known_by_hand() -> None:
 
 
 def test_groups_leave_the_best_open() -> None:
-    kept = within_groups(torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.3, 0.1]]), 3, 1)
+    kept = group_limited_scores(torch.tensor([[0.9, 0.0, 0.5, 0.5, 0.3, 0.1]]), 3, 1)
     assert kept.isfinite().tolist() == [[False, False, True, True, False, False]]
 
 
@@ -386,7 +388,7 @@ def test_a_wrong_width_is_named() -> None:
 @pytest.mark.parametrize("kind", ["swiglu", "geglu", "relu2", "gelu", "gelu_tanh"])
 def test_an_expert_is_the_mlp_of_its_kind(kind: Any) -> None:
     layer = MixtureOfExperts(
-        8, 12, 1, 1, kind=kind, normalise=False, generator=torch.Generator().manual_seed(0)
+        8, 12, 1, 1, kind=kind, norm_topk_prob=False, generator=torch.Generator().manual_seed(0)
     )
     mlp = MLP(8, 12, kind)
     up, down = torch.randn(mlp.up.weight.shape), torch.randn(mlp.down.weight.shape)

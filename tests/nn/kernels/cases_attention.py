@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.nn.attention import MultiHead, attend
+from whorl.nn.attention import MultiHeadAttention, attend
 from whorl.nn.attention.mask import Mask
-from whorl.nn.kernels.attention import attention, takes
-from whorl.nn.kernels.mask_bounds import NOBODY, reach
+from whorl.nn.kernels.attention import attention, supports
+from whorl.nn.kernels.mask_bounds import PADDING_DOCUMENT, document_bounds
 
 B, H, T, D, DV = 2, 4, 37, 24, 17
 SEGMENTS = torch.tensor(
@@ -125,24 +125,24 @@ def test_large_scores_do_not_overflow_and_the_block_size_does_not_matter() -> No
 def test_bounds_are_never_too_narrow_and_sharp_for_documents_in_a_row() -> None:
     g = torch.Generator().manual_seed(0)
     ours, theirs = torch.randint(0, 4, (3, 50), generator=g), torch.randint(0, 4, (3, 70), generator=g)
-    theirs[0, 16:40] = NOBODY
-    of_queries, of_keys = reach(ours.int(), theirs.int(), (16, 8))
+    theirs[0, 16:40] = PADDING_DOCUMENT
+    of_queries, of_keys = document_bounds(ours.int(), theirs.int(), (16, 8))
     for b, i, j in (ours[:, :, None] == theirs[:, None, :]).nonzero().tolist():
         first, stop = of_queries[b, i // 16].tolist()
         assert first <= j < stop
         first, stop = of_keys[b, j // 8].tolist()
         assert first <= i < stop
     packed = torch.arange(8).repeat_interleave(16)[None].int()  # eight documents of a block each
-    keys, queries = reach(packed, packed, (16, 16))
+    keys, queries = document_bounds(packed, packed, (16, 16))
     want = torch.stack([torch.arange(0, 128, 16), torch.arange(16, 129, 16)], -1).int()[None]
     assert torch.equal(keys, want) and torch.equal(queries, want)
-    empty, _ = reach(packed[:, :16], packed[:, 16:32], (16, 16))
+    empty, _ = document_bounds(packed[:, :16], packed[:, 16:32], (16, 16))
     assert empty.tolist() == [[[0, 0]]]
 
 
 def test_the_backend_of_a_layer() -> None:
     g = torch.Generator().manual_seed(3)
-    layer = MultiHead(32, 4, n_kv_heads=2, backend="triton", generator=g)
+    layer = MultiHeadAttention(32, 4, n_kv_heads=2, backend="triton", generator=g)
     torch.nn.init.normal_(layer.out.weight, std=0.1, generator=g)
     x = torch.randn(2, 19, 32, generator=g)
     found = []
@@ -160,7 +160,7 @@ def test_the_backend_of_a_layer() -> None:
 def test_what_it_cannot_do_is_refused() -> None:
     q, k, v = drawn(Mask(), 2)
     for mask in (Mask(stride=3), Mask(causal=False, block=4)):
-        assert not takes(q, k, v, mask)
+        assert not supports(q, k, v, mask)
         with pytest.raises(ConfigError, match="no stride and no block"):
             attend(q, k, v, mask, backend="triton")
     for more in ({"softcap": 2.0}, {"sink": torch.zeros(H)}, {"bias": torch.ones(H)}):
@@ -168,4 +168,6 @@ def test_what_it_cannot_do_is_refused() -> None:
             attend(q, k, v, Mask(), backend="triton", **more)
     with pytest.raises(ConfigError, match="query_segments"):
         attend(q, k, v, Mask(query_segments=SEGMENTS[:, 1:], key_segments=SEGMENTS), backend="triton")
-    assert not takes(q, k.double(), v, Mask()) and math.isfinite(float(attention(q, k, v, Mask(), 1.0).sum()))
+    assert not supports(q, k.double(), v, Mask()) and math.isfinite(
+        float(attention(q, k, v, Mask(), 1.0).sum())
+    )

@@ -49,24 +49,24 @@ def agree(ours: Any, theirs: Any, *inputs: Tensor, atol: float = 2e-6) -> None:
 @pytest.mark.parametrize("shape", [(5, 1), (3, 2, 16), (4, 53)])
 def test_softmax(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = torch.randn(*shape, generator=gen()).mul(4).to(dtype)
-    agree(lambda x: softmax(x, widest=16), softmax_reference, x, atol=ATOL[dtype])
+    agree(lambda x: softmax(x, max_block=16), softmax_reference, x, atol=ATOL[dtype])
 
 
 @given(width=st.integers(1, 60), shift=st.floats(-300, 300), seed=st.integers(0, 99))
 @settings(max_examples=8, deadline=None)
 def test_softmax_sums_to_1_and_does_not_see_a_shift(width: int, shift: float, seed: int) -> None:
     x = torch.randn(2, width, generator=gen(seed)) * 10
-    p = softmax(x, widest=16)
+    p = softmax(x, max_block=16)
     torch.testing.assert_close(p.sum(-1), torch.ones(2))
-    torch.testing.assert_close(softmax(x + shift, widest=16), p, atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(softmax(x + shift, max_block=16), p, atol=1e-4, rtol=1e-3)
 
 
 def test_softmax_of_infinities() -> None:
     x = torch.randn(3, 40, generator=gen())
     x[0, :20] = float("-inf")  # a first block of nothing else
     x[1, 5] = float("-inf")
-    torch.testing.assert_close(softmax(x, widest=16), x.softmax(-1))
-    assert softmax(torch.full((1, 40), float("-inf")), widest=16).isnan().all()
+    torch.testing.assert_close(softmax(x, max_block=16), x.softmax(-1))
+    assert softmax(torch.full((1, 40), float("-inf")), max_block=16).isnan().all()
 
 
 GAINS: dict[str, tuple[int, ...] | None] = {"none": None, "a feature": (24,), "a head": (3, 1)}
@@ -109,13 +109,15 @@ def test_rms_norm_of_any_size(rows: int, width: int, programs: int, seed: int) -
 
 def test_rms_norm_knows_what_it_takes() -> None:
     x = torch.zeros(2, 3, 8)
-    assert norms.takes(x, None) and norms.takes(x, torch.ones(8)) and norms.takes(x, torch.ones(3, 1))
-    assert not norms.takes(x, torch.ones(2, 1, 8)) and not norms.takes(x[:0], None)
-    assert not norms.takes(torch.zeros(1, norms.WIDEST + 1), None)
+    assert (
+        norms.supports(x, None) and norms.supports(x, torch.ones(8)) and norms.supports(x, torch.ones(3, 1))
+    )
+    assert not norms.supports(x, torch.ones(2, 1, 8)) and not norms.supports(x[:0], None)
+    assert not norms.supports(torch.zeros(1, norms.MAX_WIDTH + 1), None)
 
 
 def by_kernel_step(*_: Any) -> Any:
-    return lambda *args: cross_entropy_(*args, widest=32)
+    return lambda *args: cross_entropy_(*args, max_block=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -146,7 +148,7 @@ def test_the_gradient_of_a_row_sums_to_0_and_a_masked_row_is_nothing(n: int, voc
     keep = torch.ones(n)
     keep[0] = 0.0
     logits[0, 0] = float("nan")
-    total, nll, d = cross_entropy_(logits, targets, keep, widest=16)
+    total, nll, d = cross_entropy_(logits, targets, keep, max_block=16)
     assert d is logits and float(total) == float(nll) >= 0.0
     assert not d[0].any()
     torch.testing.assert_close(d.sum(-1), torch.zeros(n), atol=1e-5, rtol=0)
@@ -155,7 +157,7 @@ def test_the_gradient_of_a_row_sums_to_0_and_a_masked_row_is_nothing(n: int, voc
 def test_cross_entropy_of_a_strided_chunk_leaves_the_rest_alone_and_of_a_wrong_target_is_nan() -> None:
     whole = torch.randn(4, 50, generator=gen())
     before, targets, keep = whole.clone(), torch.tensor([0, 39, 7, 7]), torch.ones(4)
-    total, _, d = cross_entropy_(whole[:, :40], targets, keep, widest=16)
+    total, _, d = cross_entropy_(whole[:, :40], targets, keep, max_block=16)
     want_total, _, want = logits_step(before[:, :40], targets, keep)
     torch.testing.assert_close(total, want_total)
     torch.testing.assert_close(d, want, atol=1e-6, rtol=1e-4)
@@ -173,7 +175,7 @@ def test_rotary(layout: Any, dim: int, a_row_its_own: bool) -> None:
     places = torch.randint(0, 500, (3, 13), generator=gen(4)) if a_row_its_own else torch.arange(13)
     cos, sin = rotary_tables(places, 16, layout=layout, rotary_dim=dim)
     x = torch.randn(3, 13, 5, 16, generator=gen())
-    assert turns.takes(x, cos, sin)
+    assert turns.supports(x, cos, sin)
     agree(
         lambda x: turns.rotary(x, cos, sin, layout), lambda x: apply_rotary_reference(x, cos, sin, layout), x
     )
@@ -188,7 +190,7 @@ def test_rotary_in_bf16_and_what_it_takes() -> None:
     cos, sin = rotary_tables(torch.arange(9), 16, dtype=torch.bfloat16)
     x = torch.randn(2, 9, 3, 16, generator=gen()).bfloat16()
     agree(lambda x: turns.rotary(x, cos, sin), lambda x: apply_rotary_reference(x, cos, sin), x, atol=2e-2)
-    assert not turns.takes(x[0], cos, sin) and not turns.takes(x[:, :8], cos, sin)
+    assert not turns.supports(x[0], cos, sin) and not turns.supports(x[:, :8], cos, sin)
 
 
 def test_dispatch_measures_the_same_function_and_takes_the_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +200,9 @@ def test_dispatch_measures_the_same_function_and_takes_the_faster(monkeypatch: p
     def by_kernel(kind: Any, x: Any, kernel: Any, plain: Any) -> bool:
         hash(kind)
         asked.append(kind[0])
-        return choice.wins(str(kind), kernel, plain, lambda work: 1.0 if work is kernel else 2.0)
+        return choice.is_correct_and_faster(
+            str(kind), kernel, plain, lambda work: 1.0 if work is kernel else 2.0
+        )
 
     def never(*_: Any) -> Tensor:
         raise AssertionError("the reference gave the answer")

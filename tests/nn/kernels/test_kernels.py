@@ -86,13 +86,13 @@ def test_on_a_cpu_the_backend_is_refused_and_auto_never_asks(monkeypatch: pytest
         raise AssertionError("asked on a CPU")
 
     monkeypatch.setattr(choice, "wins", never)
-    monkeypatch.setenv(choice.VARIABLE, "triton")
+    monkeypatch.setenv(choice.ENV_VAR, "triton")
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
     assert attend(q, q, q, Mask()).shape == q.shape
-    assert not choice.by_kernel("x", q, never, never)
-    monkeypatch.setenv(choice.VARIABLE, "fastest")
+    assert not choice.use_kernel("x", q, never, never)
+    monkeypatch.setenv(choice.ENV_VAR, "fastest")
     with pytest.raises(ConfigError, match="WHORL_KERNELS is 'fastest'"):
-        choice.setting()
+        choice.kernel_mode()
     with pytest.raises(ConfigError, match="Triton"):
         attend(q, q, q, Mask(), backend="triton")
 
@@ -114,12 +114,12 @@ def test_who_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
 
     def ask(kind: str) -> bool:
-        return choice.by_kernel(kind, x, list, list)
+        return choice.use_kernel(kind, x, list, list)
 
-    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.delenv(choice.ENV_VAR, raising=False)
     assert [ask("fast"), ask("slow"), ask("fast"), ask("slow")] == [True, False, True, False]
     assert len(measured) == 2  # each kind once
-    assert sorted(choice.chosen().values()) == ["torch", "triton"]
+    assert sorted(choice.kernel_choices().values()) == ["torch", "triton"]
     with torch.no_grad():  # what training chose holds; nothing new is timed
         assert ask("fast") and not ask("fast, new")
     capturing[0] = True
@@ -127,17 +127,17 @@ def test_who_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing[0] = False
     assert len(measured) == 2 and ask("fast, new")
     for asked, want in (("triton", True), ("torch", False)):
-        monkeypatch.setenv(choice.VARIABLE, asked)
+        monkeypatch.setenv(choice.ENV_VAR, asked)
         assert ask("fast") is ask("slow") is want
-    monkeypatch.setenv(choice.VARIABLE, "auto")
+    monkeypatch.setenv(choice.ENV_VAR, "auto")
     torch.use_deterministic_algorithms(True)  # a clock may not decide about bits
     try:
         assert not ask("fast")
-        monkeypatch.setenv(choice.VARIABLE, "triton")
+        monkeypatch.setenv(choice.ENV_VAR, "triton")
         assert ask("fast")
     finally:
         torch.use_deterministic_algorithms(False)
-    monkeypatch.setenv(choice.VARIABLE, "auto")
+    monkeypatch.setenv(choice.ENV_VAR, "auto")
     monkeypatch.setattr(choice, "installed", lambda: False)
     assert not ask("fast")
     assert len(measured) == 3
@@ -147,7 +147,9 @@ def test_a_kernel_has_to_be_right_then_faster() -> None:
     right, nearly, wrong = [torch.ones(3)], [torch.ones(3) * 1.001], [torch.ones(3) * 1.1]
 
     def wins(kernel: Callable[[], list[Tensor]], ours: float, theirs: float) -> bool:
-        return choice.wins("a sum", kernel, lambda: right, lambda work: ours if work is kernel else theirs)
+        return choice.is_correct_and_faster(
+            "a sum", kernel, lambda: right, lambda work: ours if work is kernel else theirs
+        )
 
     assert wins(lambda: nearly, 1.0, 1.2)
     assert not wins(lambda: nearly, 1.0, 1.02)  # a tie is no reason

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.objectives.advantages.estimators import (
-    Steps,
+    Trajectory,
     discounted_returns,
     gae,
     n_step_returns,
@@ -19,7 +19,7 @@ from whorl.objectives.advantages.estimators import (
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**31))
 
 
-def steps(shape: tuple[int, int, int], ends: float = 0.25) -> Steps:
+def steps(shape: tuple[int, int, int], ends: float = 0.25) -> Trajectory:
     """Random experience whose `next_value` is the next value wherever an episode goes on."""
     length, batch, seed = shape
     g = torch.Generator().manual_seed(seed)
@@ -29,18 +29,18 @@ def steps(shape: tuple[int, int, int], ends: float = 0.25) -> Steps:
     next_value = beyond.clone()
     next_value[:-1] = torch.where((terminated | truncated)[:-1], beyond[:-1], value[1:])
     reward = torch.randn(length, batch, generator=g, dtype=torch.float64)
-    return Steps(reward, value, next_value, terminated, truncated)
+    return Trajectory(reward, value, next_value, terminated, truncated)
 
 
-def episode(s: Steps, t: int, b: int) -> list[int]:
+def episode(s: Trajectory, t: int, b: int) -> list[int]:
     """The steps from t to the end of its episode, or of the data."""
     found = [t]
-    while not s.ended[found[-1], b] and found[-1] + 1 < s.reward.shape[0]:
+    while not s.episode_end[found[-1], b] and found[-1] + 1 < s.reward.shape[0]:
         found.append(found[-1] + 1)
     return found
 
 
-def beyond(s: Steps, t: int, b: int) -> float:
+def beyond(s: Trajectory, t: int, b: int) -> float:
     return 0.0 if s.terminated[t, b] else float(s.next_value[t, b])
 
 
@@ -67,7 +67,7 @@ def test_gae_is_the_weighted_sum_of_errors(
     shape: tuple[int, int, int], discount: float, lambda_: float
 ) -> None:
     s = steps(shape)
-    found, errors = gae(s, discount, lambda_), s.error(discount)
+    found, errors = gae(s, discount, lambda_), s.td_error(discount)
     for t in range(shape[0]):
         for b in range(shape[1]):
             want = sum(
@@ -82,7 +82,7 @@ def test_the_family(shape: tuple[int, int, int], discount: float) -> None:
     s = steps(shape)
     monte_carlo = discounted_returns(s, discount)
     assert torch.allclose(gae(s, discount, 1.0), monte_carlo - s.value)
-    assert torch.allclose(gae(s, discount, 0.0), s.error(discount))
+    assert torch.allclose(gae(s, discount, 0.0), s.td_error(discount))
     assert torch.allclose(td_lambda_returns(s, discount, 1.0), monte_carlo)
     assert torch.allclose(td_lambda_returns(s, discount, 0.0), n_step_returns(s, discount, 1))
     assert torch.allclose(n_step_returns(s, discount, shape[0]), monte_carlo)
@@ -109,7 +109,9 @@ def test_v_trace_is_equation_1_of_its_paper(
         for b in range(shape[1]):
             want, product = float(s.value[t, b]), 1.0
             for k, u in enumerate(episode(s, t, b)):
-                want += discount**k * product * min(rho, float(ratio[u, b])) * float(s.error(discount)[u, b])
+                want += (
+                    discount**k * product * min(rho, float(ratio[u, b])) * float(s.td_error(discount)[u, b])
+                )
                 product *= min(c, float(ratio[u, b]))
             assert float(found.target[t, b]) == pytest.approx(want, rel=1e-6, abs=1e-9)
 
@@ -117,8 +119,8 @@ def test_v_trace_is_equation_1_of_its_paper(
 def test_a_cut_is_bootstrapped_and_an_end_is_not() -> None:
     one = torch.ones(2, 1)
     yes, no = torch.tensor([[True], [False]]), torch.zeros(2, 1, dtype=torch.bool)
-    ended = Steps(one, 0 * one, 10 * one, yes, no)
-    cut = Steps(one, 0 * one, 10 * one, no, yes)
+    ended = Trajectory(one, 0 * one, 10 * one, yes, no)
+    cut = Trajectory(one, 0 * one, 10 * one, no, yes)
     assert discounted_returns(ended, 0.5).flatten().tolist() == [1, 6]
     assert discounted_returns(cut, 0.5).flatten().tolist() == [6, 6]
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whorl.errors import ConfigError, DataError
-from whorl.objectives.advantages.group_advantages import Baseline, Deviation, advantages
+from whorl.objectives.advantages.group_advantages import Baseline, StdEstimator, group_advantages
 
 
 def by_loops(
-    reward: list[float], group: list[int], baseline: Baseline, deviation: Deviation, eps: float
+    reward: list[float], group: list[int], baseline: Baseline, deviation: StdEstimator, eps: float
 ) -> list[float]:
     out = []
     for i, r in enumerate(reward):
@@ -50,67 +50,67 @@ def by_loops(
     eps=st.sampled_from([0.0, 1e-4]),
 )
 def test_they_are_their_definitions(
-    answers: list[tuple[int, int]], baseline: Baseline, deviation: Deviation, eps: float
+    answers: list[tuple[int, int]], baseline: Baseline, deviation: StdEstimator, eps: float
 ) -> None:
     reward, group = [x / 3 for x, _ in answers], [g for _, g in answers]
-    found = advantages(
+    found = group_advantages(
         torch.tensor(reward, dtype=torch.float64),
         torch.tensor(group),
         baseline=baseline,
-        deviation=deviation,
+        scale_rewards=deviation,
         eps=eps,
     )
     wanted = by_loops(reward, group, baseline, deviation, eps)
     assert found.advantage.tolist() == pytest.approx(wanted, abs=1e-9)
     even = [len({r for r, h in zip(reward, group, strict=True) if h == g}) == 1 for g in group]
-    assert found.all_equal.tolist() == even
-    assert found.groups == len(set(group))
-    assert found.even == len({g for g, e in zip(group, even, strict=True) if e})
+    assert found.zero_std.tolist() == even
+    assert found.n_groups == len(set(group))
+    assert found.n_zero_std == len({g for g, e in zip(group, even, strict=True) if e})
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
 @pytest.mark.parametrize("deviation", ["none", "biased", "unbiased"])
 @pytest.mark.parametrize("n", [1, 3, 7])
-def test_equal_rewards_teach_exactly_nothing(baseline: Baseline, deviation: Deviation, n: int) -> None:
+def test_equal_rewards_teach_exactly_nothing(baseline: Baseline, deviation: StdEstimator, n: int) -> None:
     # 0.1 has no exact mean of three: without care, rounding over rounding is an advantage of 1
     reward = torch.full((n,), 0.1)
-    found = advantages(
-        reward, torch.zeros(n, dtype=torch.int64), baseline=baseline, deviation=deviation, eps=0.0
+    found = group_advantages(
+        reward, torch.zeros(n, dtype=torch.int64), baseline=baseline, scale_rewards=deviation, eps=0.0
     )
-    assert not found.advantage.any() and found.even == found.groups == 1
+    assert not found.advantage.any() and found.n_zero_std == found.n_groups == 1
 
 
 def test_groups_need_not_lie_together_nor_be_of_one_size() -> None:
     reward, group = torch.tensor([1.0, 5.0, 0.0, 7.0, 0.5]), torch.tensor([9, 2, 9, 2, 9])
-    found = advantages(reward, group)
+    found = group_advantages(reward, group)
     assert found.advantage.tolist() == pytest.approx([0.5, -1.0, -0.5, 1.0, 0.0])
-    alone = advantages(reward[:1], group[:1], baseline="leave_one_out")
-    assert alone.advantage.tolist() == [0.0] and alone.even == 1
+    alone = group_advantages(reward[:1], group[:1], baseline="leave_one_out")
+    assert alone.advantage.tolist() == [0.0] and alone.n_zero_std == 1
 
 
 def test_leaving_oneself_out_is_the_group_mean_scaled() -> None:
     g = torch.Generator().manual_seed(0)
     reward, group = torch.randn(12, generator=g, dtype=torch.float64), torch.arange(12) // 4
-    mean, out = (advantages(reward, group, baseline=b).advantage for b in ("group", "leave_one_out"))  # type: ignore[arg-type]
+    mean, out = (group_advantages(reward, group, baseline=b).advantage for b in ("group", "leave_one_out"))  # type: ignore[arg-type]
     torch.testing.assert_close(out, mean * 4 / 3)
 
 
 def test_no_answers_are_no_groups() -> None:
     for baseline in ("none", "batch", "group", "leave_one_out"):
         empty = torch.zeros(0)
-        found = advantages(empty, empty.long(), baseline=baseline, deviation="unbiased")  # type: ignore[arg-type]
-        assert found.advantage.shape == (0,) and (found.groups, found.even) == (0, 0)
+        found = group_advantages(empty, empty.long(), baseline=baseline, scale_rewards="unbiased")  # type: ignore[arg-type]
+        assert found.advantage.shape == (0,) and (found.n_groups, found.n_zero_std) == (0, 0)
 
 
 @pytest.mark.parametrize("wrong", [{"baseline": "critic"}])
 def test_baselines_that_cannot_be_had_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), **wrong)
+        group_advantages(torch.zeros(2), torch.zeros(2, dtype=torch.int64), **wrong)
 
 
 def test_rewards_that_are_not_numbers_are_named() -> None:
     group = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(DataError, match="reward 1 is nan"):
-        advantages(torch.tensor([0.0, math.nan, 1.0]), group)
+        group_advantages(torch.tensor([0.0, math.nan, 1.0]), group)
     with pytest.raises(ConfigError):
-        advantages(torch.zeros(2), group)
+        group_advantages(torch.zeros(2), group)

@@ -44,10 +44,10 @@ def test_they_are_their_definitions(rule: Any, level: Any) -> None:
         wanted = {"truncate": cut, "mask": r if low <= r <= high else 0.0, "trace": cut * before}[rule]
         assert float(weight[n]) == pytest.approx(wanted)
         raw.append(r)
-    assert ratios.mean == pytest.approx(sum(raw) / 10)
-    assert (ratios.least, ratios.largest) == pytest.approx((min(raw), max(raw)))
-    assert ratios.effective == pytest.approx(sum(raw) ** 2 / (10 * sum(r * r for r in raw)))
-    assert 0 < ratios.changed <= 1
+    assert ratios.ratio_mean == pytest.approx(sum(raw) / 10)
+    assert (ratios.ratio_min, ratios.ratio_max) == pytest.approx((min(raw), max(raw)))
+    assert ratios.effective_sample_size == pytest.approx(sum(raw) ** 2 / (10 * sum(r * r for r in raw)))
+    assert 0 < ratios.clip_fraction <= 1
 
 
 def test_fresh_samples_weigh_one() -> None:
@@ -55,7 +55,12 @@ def test_fresh_samples_weigh_one() -> None:
     for rule in ("truncate", "mask", "trace"):
         weight, ratios = importance_weights(log_prob, log_prob, sequence, rule=rule)  # type: ignore[arg-type]
         assert weight.tolist() == [1.0] * 10
-        assert (ratios.mean, ratios.effective, ratios.drift, ratios.changed) == (1, 1, 0, 0)
+        assert (
+            ratios.ratio_mean,
+            ratios.effective_sample_size,
+            ratios.log_ratio_abs,
+            ratios.clip_fraction,
+        ) == (1, 1, 0, 0)
 
 
 def test_without_bounds_the_expectation_is_the_learners() -> None:
@@ -64,7 +69,7 @@ def test_without_bounds_the_expectation_is_the_learners() -> None:
     reward = torch.randn(5, generator=g)
     weight, ratios = importance_weights(pi, mu, torch.arange(5), high=float("inf"))
     torch.testing.assert_close((mu.exp() * weight * reward).sum(), (pi.exp() * reward).sum())
-    assert ratios.changed == 0
+    assert ratios.clip_fraction == 0
 
 
 def test_a_whole_answers_expectation_needs_the_product_of_its_ratios() -> None:
@@ -85,10 +90,10 @@ def test_no_infinities_and_no_tokens() -> None:
     weight, ratios = importance_weights(
         torch.zeros(2), torch.tensor([-1e4, 1e4]), torch.tensor([0, 0]), rule="mask", high=5.0
     )
-    assert bool(weight.isfinite().all()) and weight[0] == 0 and math.isfinite(ratios.largest)
+    assert bool(weight.isfinite().all()) and weight[0] == 0 and math.isfinite(ratios.ratio_max)
     empty = torch.zeros(0)
     weight, ratios = importance_weights(empty, empty, empty.long(), level="sequence")
-    assert weight.shape == (0,) and ratios.mean == 1
+    assert weight.shape == (0,) and ratios.ratio_mean == 1
 
 
 @pytest.mark.parametrize(

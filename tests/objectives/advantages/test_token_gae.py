@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.objectives.advantages.token_gae import text_gae, whitened
+from whorl.objectives.advantages.token_gae import token_gae, whiten
 
 LENGTHS = (3, 0, 5, 1)
 
@@ -37,7 +37,9 @@ def gae_by_loops(
 def test_gae_runs_over_each_text_alone(bootstrapped: bool, discount: float, decay: float) -> None:
     reward, value, sequence = drawn()
     beyond = torch.tensor([0.3, 9.0, 0.0, -1.0], dtype=torch.float64) if bootstrapped else None
-    advantage, target = text_gae(reward, value, sequence, discount=discount, lambda_=decay, beyond=beyond)
+    advantage, target = token_gae(
+        reward, value, sequence, discount=discount, lambda_=decay, bootstrap_value=beyond
+    )
     for s in range(4):
         here = sequence == s
         wanted = gae_by_loops(
@@ -53,27 +55,27 @@ def test_gae_runs_over_each_text_alone(bootstrapped: bool, discount: float, deca
 
 def test_with_a_reward_at_the_end_and_no_critic_every_token_has_it() -> None:
     reward = torch.tensor([0.0, 0.0, 1.0, 0.0, -1.0])
-    advantage, _ = text_gae(reward, torch.zeros(5), torch.tensor([0, 0, 0, 2, 2]), lambda_=1.0)
+    advantage, _ = token_gae(reward, torch.zeros(5), torch.tensor([0, 0, 0, 2, 2]), lambda_=1.0)
     assert advantage.tolist() == [1, 1, 1, -1, -1]
 
 
 def test_no_tokens_have_no_advantages() -> None:
     empty = torch.zeros(0)
     for beyond in (None, torch.ones(3)):
-        assert text_gae(empty, empty, empty.long(), beyond=beyond)[0].shape == (0,)
+        assert token_gae(empty, empty, empty.long(), bootstrap_value=beyond)[0].shape == (0,)
 
 
 def test_whitening() -> None:
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    assert whitened(x, "none").tolist() == [-2, -1, 0, 3]
-    torch.testing.assert_close(whitened(x), (x - 3) / x.std(correction=0))
-    torch.testing.assert_close(whitened(x, "unbiased"), (x - 3) / x.std())
-    assert not whitened(torch.full((3,), 0.1)).any() and whitened(torch.zeros(0)).shape == (0,)
+    assert whiten(x, "none").tolist() == [-2, -1, 0, 3]
+    torch.testing.assert_close(whiten(x), (x - 3) / x.std(correction=0))
+    torch.testing.assert_close(whiten(x, "unbiased"), (x - 3) / x.std())
+    assert not whiten(torch.full((3,), 0.1)).any() and whiten(torch.zeros(0)).shape == (0,)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
     reward, value, sequence = drawn()
     with pytest.raises(ConfigError):
-        text_gae(reward[:2], value, sequence)
+        token_gae(reward[:2], value, sequence)
     with pytest.raises(ConfigError, match="beyond"):
-        text_gae(reward, value, sequence, beyond=torch.zeros(2))
+        token_gae(reward, value, sequence, bootstrap_value=torch.zeros(2))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.support.recipes.align_steps import BEGIN, CORPUS, SUMS, code, made
 
-from whorl.align.stage.io import open_scribe
+from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError
 from whorl.models import load_model
-from whorl.recipes.stage_report import told
+from whorl.recipes.stage_report import stage_summary
 from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
 
@@ -71,12 +71,12 @@ def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
     assert load_model(found.path).params()["total"] == sizes["student"]
     curve = json.loads((found.path / "curve.json").read_text())
     assert curve[-1]["kl"] < curve[0]["kl"]
-    section = StageSection.model_validate(told(found))
+    section = StageSection.model_validate(stage_summary(found))
     assert [p.loss for p in section.points] == [record["kl"] for record in curve]
     assert next(stage_charts([section]))[1].startswith("Divergence from the teacher")
     if "distil.own=0.5" in sets:
         assert curve[0]["parity"] < 1e-4
-    open_scribe(found.path)
+    load_example_tokenizer(found.path)
 
 
 def test_a_student_of_its_own_and_what_distillation_refuses(folder: Path) -> None:

@@ -13,15 +13,21 @@ import pytest
 from safetensors.torch import load_file
 from tests.support.recipes.align_steps import BEGIN, CORPUS, LIKES, SUMS, code, likes, lines, made
 
-from whorl.align.data.dataset_files import apart, read_conversations, read_judged, read_preferences, write_set
-from whorl.align.data.formats import Conversation, Judged, Pair, Preference
-from whorl.align.preference.reward_model import judged_by
-from whorl.align.stage.io import open_scribe
+from whorl.align.data.dataset_files import (
+    read_conversations,
+    read_preferences,
+    read_unpaired,
+    split_by_prompt,
+    write_dataset,
+)
+from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
+from whorl.align.preference.reward_model import load_reward_verifier
+from whorl.align.stage.io import load_example_tokenizer
 from whorl.errors import ConfigError, DataError
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 from whorl.models import load_model
 from whorl.recipes import load_recipe
-from whorl.recipes.stage_report import told
+from whorl.recipes.stage_report import stage_summary
 from whorl.report.data import StageSection
 from whorl.report.stages import stage_charts
 from whorl.store import Artifact
@@ -79,28 +85,28 @@ def test_sets_come_back_as_they_were(tmp_path: Path) -> None:
     said = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b\u2028c"})
     talks = [Conversation(said, "x", "1"), Conversation(said)]
     texts = [Preference("p ", "p q", "p r"), Preference(said[:1], said[1:], ({**said[1], "content": "d"},))]
-    judged = [Judged("p", "q", False, "s", "2"), Judged(said[:1], said[1:], True)]
+    judged = [UnpairedPreference("p", "q", False, "s", "2"), UnpairedPreference(said[:1], said[1:], True)]
     for name, items in (("conversations", talks), ("preferences", texts), ("judged", judged)):
-        assert write_set(tmp_path, name, "train", items) == 2
+        assert write_dataset(tmp_path, name, "train", items) == 2
     assert read_conversations(tmp_path, "train") == talks
     assert read_preferences(tmp_path, "train") == texts
-    assert read_judged(tmp_path, "train") == judged
-    assert write_set(tmp_path, "judged", "test", []) == 0 and read_judged(tmp_path, "test") == []
+    assert read_unpaired(tmp_path, "train") == judged
+    assert write_dataset(tmp_path, "judged", "test", []) == 0 and read_unpaired(tmp_path, "test") == []
     (tmp_path / "judged.train.jsonl").write_text('{"prompt": "p"}\n')
     with pytest.raises(DataError, match=r"judged\.train\.jsonl, line 1"):
-        read_judged(tmp_path, "train")
+        read_unpaired(tmp_path, "train")
 
 
 def test_no_prompt_is_on_both_sides() -> None:
-    pairs = [Pair(f"{i % 20}", f"{i}") for i in range(60)]
-    sides = apart(pairs, 0.2, seed=1)
+    pairs = [PromptCompletion(f"{i % 20}", f"{i}") for i in range(60)]
+    sides = split_by_prompt(pairs, 0.2, seed=1)
     asked = {name: {pair.prompt for pair in side} for name, side in sides.items()}
     assert len(asked["test"]) == 4 and not asked["test"] & asked["train"]
     assert sorted(p.completion for side in sides.values() for p in side) == sorted(
         p.completion for p in pairs
     )
-    assert apart(pairs[::-1], 0.2, 1)["test"][0].prompt == sides["test"][0].prompt
-    assert asked["test"] != {pair.prompt for pair in apart(pairs, 0.2, seed=2)["test"]}
+    assert split_by_prompt(pairs[::-1], 0.2, 1)["test"][0].prompt == sides["test"][0].prompt
+    assert asked["test"] != {pair.prompt for pair in split_by_prompt(pairs, 0.2, seed=2)["test"]}
 
 
 def test_preferences_out_of_code(folder: Path) -> None:
@@ -153,9 +159,9 @@ def test_what_is_preferred_becomes_the_likelier(folder: Path, objective: str) ->
     assert after["margin"] > before["margin"] and after["likelier"] == 1.0
     assert "36 pairs; held out: the better one is the likelier in" in found.summary["headline"]
     load_model(found.path)
-    open_scribe(found.path)
+    load_example_tokenizer(found.path)
     assert json.loads((found.path / "curve.json").read_text())[0]["step"] == 1
-    section = StageSection.model_validate(told(found))
+    section = StageSection.model_validate(stage_summary(found))
     title, note, _ = next(stage_charts([section]))
     assert title == "prefer: loss" and note.startswith(f"The loss of {objective.upper()}, a")
 
@@ -187,9 +193,9 @@ def test_pairs_without_room_are_counted_and_none_left_is_refused(folder: Path) -
 def test_a_stage_that_was_killed_goes_on_to_the_same_bits(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from whorl.train.checkpoint.manager import Keeper
+    from whorl.train.checkpoint.manager import CheckpointManager
 
-    class Prompt(Keeper):
+    class Prompt(CheckpointManager):
         def due(self) -> bool:
             super().due()
             return True
@@ -234,8 +240,8 @@ dtype = "float32"
     assert reward.kind == "reward" and figures["accuracy"] == reward.summary["held_out"]["accuracy"] == 1.0
     assert {"calibration_error", "reliability", "length"} <= figures.keys()
     assert "right in 100.0%" in reward.summary["headline"] and "nan" not in reward.summary["headline"]
-    task = Task("t", prompt="7?")
-    yes, no = judged_by(reward.path, "float32")([task, task], ["yes", "nay"])
+    task = VerifiableTask("t", prompt="7?")
+    yes, no = load_reward_verifier(reward.path, "float32")([task, task], ["yes", "nay"])
     assert yes.reward > no.reward and yes.reason.startswith("reward ")
     solved = rlvr.summary["solved"]
     assert 0 < solved["before"]["judged"] < 1 and "the judge gives" in rlvr.summary["headline"]
@@ -250,10 +256,10 @@ def test_a_worker_carries_its_judge_through_a_pickle(folder: Path) -> None:
     found = made(REWARD, folder / "store")
     model = load_model(found["begin"].path)
     worker = RolloutWorker(
-        model.config, "float32", found["begin"].path, [Task("t", prompt="7?", verifier="unittest")], 2, 4, 16, 1.0,
-        Curriculum([0.0]), judge=found["reward"].path,
+        model.config, "float32", found["begin"].path, [VerifiableTask("t", prompt="7?", verifier="unittest")], 2, 4, 16, 1.0,
+        Curriculum([0.0]), reward_model=found["reward"].path,
     )  # fmt: skip
-    worker.begin()
+    worker.setup()
     assert worker._sandbox is None  # nothing is run where a model judges
     sent = pickle.dumps(worker)
     assert len(sent) < 10_000 and pickle.loads(sent).judge == found["reward"].path

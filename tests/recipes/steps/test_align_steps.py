@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from whorl.align.stage.io import read_pairs, read_tasks
+from whorl.align.stage.io import read_prompt_completions, read_tasks
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify import verify_all
-from whorl.recipes import Outcome, load_recipe, parse_recipe, run_recipe
-from whorl.recipes.stage_report import told
+from whorl.recipes import RunResult, load_recipe, parse_recipe, run_recipe
+from whorl.recipes.stage_report import stage_summary
 from whorl.recipes.steps.report import ReportConfig, report_data
 from whorl.sandbox import Sandbox
 from whorl.store import Store
@@ -53,7 +53,7 @@ def between_{i}(low, value, high):
 '''
 
 
-def run(store: Store, *sets: str, until: str | None = None) -> Outcome:
+def run(store: Store, *sets: str, until: str | None = None) -> RunResult:
     recipe = load_recipe("align-arithmetic", sets=(*SMALL, *sets))
     return run_recipe(recipe, store, Progress.silent(), until=until)
 
@@ -64,15 +64,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture(scope="module")
-def done(store: Store) -> Outcome:
+def done(store: Store) -> RunResult:
     return run(store)
 
 
-def log_of(outcome: Outcome) -> str:
+def log_of(outcome: RunResult) -> str:
     return (outcome.run.dir / "log.txt").read_text()
 
 
-def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: Outcome) -> None:
+def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: RunResult) -> None:
     from whorl.models import load_model
 
     chain, found = [], store.lineage(done.artifacts["rlvr"])
@@ -101,7 +101,7 @@ def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: Outcome)
     )  # untrained: 5.5
 
 
-def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: Outcome) -> None:
+def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: RunResult) -> None:
     assert (
         "solved" not in done.artifacts["sft"].summary
     )  # 96 ids have no room for a prompt and an answer of 96
@@ -114,13 +114,13 @@ def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: O
         f"held-out tasks passed: 0%, then {after['passed_greedily']:.0%}, greedily"
         in found.summary["headline"]
     )
-    section = told(found)
+    section = stage_summary(found)
     assert section["tested"] == 4 and section["passed"] is None
     assert section["passed_greedily"] == {"before": 0.0, "after": after["passed_greedily"]}
     assert "solved" not in run(store, "base.tested=0", until="base").artifacts["base"].summary
 
 
-def test_rlvr_tells_before_and_after(done: Outcome) -> None:
+def test_rlvr_tells_before_and_after(done: RunResult) -> None:
     artifact = done.artifacts["rlvr"]
     summary = artifact.summary
     assert summary["tasks"] == {"train": 32, "test": 6}
@@ -140,7 +140,7 @@ def test_rlvr_tells_before_and_after(done: Outcome) -> None:
         assert passed == pytest.approx(summary["solved"][when]["passed"])
 
 
-def test_rollouts_are_shown_while_it_learns(done: Outcome) -> None:
+def test_rollouts_are_shown_while_it_learns(done: RunResult) -> None:
     log = log_of(done)
     assert (
         "    step 1: passed " in log and "    step 2: passed " not in log
@@ -150,7 +150,7 @@ def test_rollouts_are_shown_while_it_learns(done: Outcome) -> None:
     assert len(rows) >= 2 and {row for row in rows if row} <= asked
 
 
-def test_the_second_time_all_is_looked_up(store: Store, done: Outcome) -> None:
+def test_the_second_time_all_is_looked_up(store: Store, done: RunResult) -> None:
     again = run(store)
     said = log_of(again).split("align-arithmetic: ")[-1]
     assert said.count("looked up") == 7 and "made in" not in said
@@ -159,7 +159,7 @@ def test_the_second_time_all_is_looked_up(store: Store, done: Outcome) -> None:
     }
 
 
-def test_it_ends_in_a_report_of_its_stages(store: Store, done: Outcome, tmp_path: Path) -> None:
+def test_it_ends_in_a_report_of_its_stages(store: Store, done: RunResult, tmp_path: Path) -> None:
     from whorl.cli.jobs.report import report
 
     page = done.artifacts["report"].file("report.html").read_text()
@@ -178,7 +178,7 @@ def test_it_ends_in_a_report_of_its_stages(store: Store, done: Outcome, tmp_path
     assert "sft: loss</h3>" in page and "rlvr: " not in page and '<figure class="pair"' not in page
 
 
-def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: Outcome) -> None:
+def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: RunResult) -> None:
     """An untrained model in pretraining's role is no pretraining, and a stage in it is a stage."""
     made = done.artifacts
     roles = {"model": made["sft"], "base": made["rlvr"], "tasks": made["manners"]}
@@ -186,13 +186,23 @@ def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: Outcome) -> No
         data = report_data({**roles, "model": first}, store, ReportConfig(), roles=roles)
         stages = [stage.name for stage in data.stages]
         assert stages == (["sft", "rlvr"] if first is made["sft"] else ["rlvr"])
-        assert data.training is None and "training" in data.absent and "stages" not in data.absent
+        assert (
+            data.training is None
+            and "training" in data.omitted_sections
+            and "stages" not in data.omitted_sections
+        )
         assert data.model is not None and data.model.name == "align-arithmetic/rlvr"
     half = report_data({"base": made["base"]}, store, ReportConfig(), roles=["base", "sft", "model"])
-    assert half.absent == ["scores", "samples", "plan", "corpus", "tokenizer"]  # pretraining may still come
+    assert half.omitted_sections == [
+        "scores",
+        "samples",
+        "plan",
+        "corpus",
+        "tokenizer",
+    ]  # pretraining may still come
 
 
-def test_nothing_with_room_is_said(store: Store, done: Outcome) -> None:
+def test_nothing_with_room_is_said(store: Store, done: RunResult) -> None:
     with pytest.raises(DataError, match=r"(?s)no task has room.*at most 2 ids.*raise rlvr.length"):
         run(store, "rlvr.length=14")
     with pytest.raises(DataError, match=r"(?s)no text to learn from"):
@@ -235,7 +245,7 @@ n_test = 4
 """
 
 
-def mine(folder: Path, store: Path, *sets: str) -> Outcome:
+def mine(folder: Path, store: Path, *sets: str) -> RunResult:
     recipe = parse_recipe(PYTHON.format(folder=folder), "mined.toml", sets=sets)
     return run_recipe(recipe, Store(store), Progress.silent())
 
@@ -263,7 +273,7 @@ def test_tasks_are_mined_from_python_files(code: Path, tmp_path: Path) -> None:
     assert len(kinds) == 12 and 0 < n < 12 and kinds == ["doctest"] * n + ["compiles"] * (12 - n)
     assert {task.verifier for task in found["test"]} == {"compiles"}
     assert f"{n} functions come with examples that can be run" in log_of(outcome)
-    pairs = read_pairs(artifact.path, "train")
+    pairs = read_prompt_completions(artifact.path, "train")
     assert [pair.prompt for pair in pairs] == [task.prompt for task in found["train"]]
     with Sandbox() as sandbox:
         verdicts = verify_all(found["train"], [pair.completion for pair in pairs], sandbox)

@@ -84,7 +84,7 @@ def test_the_artifact_holds_an_embedder_its_figures_and_its_curve(
     assert "recall@1" in page and "Finding the other span" in page
     embedder = Embedder.load(made.path, Tokenizer.load(made.path))
     vectors = embedder.embed([(notes / "notes" / f"{i}.txt").read_text() for i in range(3)])
-    assert vectors.shape == (3, 16) and embedder.window == 24
+    assert vectors.shape == (3, 16) and embedder.max_seq_length == 24
     metrics = [
         json.loads(line) for line in next((notes / "whole").glob("runs/*/metrics/embedder.jsonl")).open()
     ]

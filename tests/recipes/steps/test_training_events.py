@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from whorl.recipes.steps.model import _Watch
+from whorl.recipes.steps.model import _PretrainObserver
 from whorl.recipes.steps.report import _training
 from whorl.report import ReportData
 from whorl.report.render import to_html
@@ -45,7 +45,7 @@ def test_an_event_is_in_the_metrics_and_on_the_page(tmp_path: Path) -> None:
     ctx = SimpleNamespace(
         run=run, name="pretrain", progress=Progress.silent(), machine=SimpleNamespace(flops={"float32": 1.0})
     )
-    watch = _Watch(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
+    watch = _PretrainObserver(ctx, SimpleNamespace(steps=9, dtype="float32"), 1.0, None, task)  # type: ignore[arg-type]
     for step in (1, 2, 5, 9):
         watch.on_step(step, {"nll": 5.0 - step / 10, "tokens_per_second": 9.0, "flops_per_second": 0.5})
         if step == 2:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from whorl.serve.api.tools import CLOSE, OPEN, Call, Calls, read
+from whorl.serve.api.tools import CLOSE_TAG, OPEN_TAG, ParsedToolCall, ToolCallParser, parse_tool_call
 
 TOOLS: Any = [
     {
@@ -30,25 +30,25 @@ TOOLS: Any = [
 ASK: Any = {"model": "tiny", "messages": [{"role": "user", "content": "go"}], "tools": TOOLS}
 pieces = st.sampled_from(
     [
-        f'{OPEN}\n{{"name": "up", "arguments": {{"x": 1}}}}\n{CLOSE}',
-        f"{OPEN}no{CLOSE}",
+        f'{OPEN_TAG}\n{{"name": "up", "arguments": {{"x": 1}}}}\n{CLOSE_TAG}',
+        f"{OPEN_TAG}no{CLOSE_TAG}",
         "a <",
         "tool",
         " b\n",
-        OPEN,
-        CLOSE,
+        OPEN_TAG,
+        CLOSE_TAG,
         "é",
     ]
 )
 
 
 def taken(parts: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    calls = Calls()
-    text, found = "", list[Call]()
+    calls = ToolCallParser()
+    text, found = "", list[ParsedToolCall]()
     for part in parts:
-        shown, some = calls.add(part)
+        shown, some = calls.feed(part)
         text, found = text + shown, found + some
-    shown, some = calls.end()
+    shown, some = calls.finish()
     return text + shown, [(c.name, c.arguments) for c in found + some]
 
 
@@ -60,13 +60,16 @@ def test_where_the_text_is_cut_does_not_matter(text: str, data: st.DataObject) -
 
 
 def test_calls_are_taken_out_and_the_rest_is_text() -> None:
-    call = f'{OPEN}{{"name": "up", "arguments": {{"x": 1}}}}{CLOSE}'
+    call = f'{OPEN_TAG}{{"name": "up", "arguments": {{"x": 1}}}}{CLOSE_TAG}'
     assert taken([f"so: {call}\n{call}end"]) == ("so: end", [("up", '{"x":1}')] * 2)
-    assert taken([f"{OPEN}nothing{CLOSE} a <tool"]) == (f"{OPEN}nothing{CLOSE} a <tool", [])
-    assert taken([f'{OPEN}{{"name": "up"}}']) == ("", [("up", "{}")])  # it was cut off before its closing tag
-    assert taken([f'{OPEN}{{"name": "up"']) == (f'{OPEN}{{"name": "up"', [])
+    assert taken([f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool"]) == (f"{OPEN_TAG}nothing{CLOSE_TAG} a <tool", [])
+    assert taken([f'{OPEN_TAG}{{"name": "up"}}']) == (
+        "",
+        [("up", "{}")],
+    )  # it was cut off before its closing tag
+    assert taken([f'{OPEN_TAG}{{"name": "up"']) == (f'{OPEN_TAG}{{"name": "up"', [])
     for no_call in ("[]", "{}", '{"name": 3}', '{"name": ""}', "1"):
-        assert read(no_call) is None
+        assert parse_tool_call(no_call) is None
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "down"}}])

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.support.serve.live_server import api_of, running
 from typer.testing import CliRunner
 
-from whorl.cli import application
+from whorl.cli import build_app
 from whorl.errors import ConfigError
 from whorl.serve.config import ServeConfig
-from whorl.serve.middleware.auth import LOOK_SECONDS, Accounts, Bucket, KeyFile
-from whorl.serve.server import check_open_to
+from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyFile, KeyStore, TokenBucket
+from whorl.serve.server import check_auth_required
 
 
 def test_a_key_is_kept_as_a_hash_and_found_again(tmp_path: Path) -> None:
@@ -27,10 +27,10 @@ def test_a_key_is_kept_as_a_hash_and_found_again(tmp_path: Path) -> None:
     alice, bob = file.add("alice", requests_per_minute=5), file.add("bob")
     assert alice not in file.path.read_text() and alice.split("-", 2)[2] not in file.path.read_text()
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
-    accounts = Accounts(file.path)
-    found = accounts.find(alice)
+    accounts = KeyStore(file.path)
+    found = accounts.authenticate(alice)
     assert found is not None and found.key.name == "alice" and found.key.requests_per_minute == 5
-    assert accounts.find(bob) is not found
+    assert accounts.authenticate(bob) is not found
     for wrong in (
         "",
         "wk",
@@ -40,7 +40,7 @@ def test_a_key_is_kept_as_a_hash_and_found_again(tmp_path: Path) -> None:
         f"wk-{'z' * 8}-abc",
         "\udcff-a-b",
     ):
-        assert accounts.find(wrong) is None
+        assert accounts.authenticate(wrong) is None
     with pytest.raises(ConfigError, match="taken"):
         file.add("alice")
 
@@ -49,16 +49,16 @@ def test_a_revoked_key_ends_without_a_restart(tmp_path: Path) -> None:
     now = [0.0]
     file = KeyFile(tmp_path / "keys.json")
     alice, bob = file.add("alice"), file.add("bob", requests_per_minute=2)
-    accounts = Accounts(file.path, clock=lambda: now[0])
-    account = accounts.find(bob)
+    accounts = KeyStore(file.path, clock=lambda: now[0])
+    account = accounts.authenticate(bob)
     assert account is not None
-    account.requests.take(2)
+    account.requests.consume(2)
     file.revoke("alice")
-    assert accounts.find(alice) is not None  # it has not looked again yet
-    now[0] += LOOK_SECONDS
-    assert accounts.find(alice) is None
-    same = accounts.find(bob)
-    assert same is account and same.requests.wait(1) > 0  # a new file is no new minute
+    assert accounts.authenticate(alice) is not None  # it has not looked again yet
+    now[0] += RELOAD_SECONDS
+    assert accounts.authenticate(alice) is None
+    same = accounts.authenticate(bob)
+    assert same is account and same.requests.seconds_until(1) > 0  # a new file is no new minute
     with pytest.raises(ConfigError, match="no key 'alice'"):
         file.revoke("alice")
 
@@ -84,17 +84,17 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 def test_a_bucket_gives_no_more_than_its_limit(limit: int, asked: list[tuple[float, float]]) -> None:
     """Over any span no more is taken than was there at first and flowed back since, plus what the last one overdrew."""
     now, taken, most = [0.0], 0.0, 0.0
-    bucket = Bucket(limit, lambda: now[0])
+    bucket = TokenBucket(limit, lambda: now[0])
     for pause, amount in asked:
         now[0] += pause
-        wait = bucket.wait(amount)
+        wait = bucket.seconds_until(amount)
         if amount > limit:
             assert wait == float("inf")
             continue
         if wait > 0:
             now[0] += wait * 1.000001
-            assert bucket.wait(amount) <= 1e-3
-        bucket.take(amount)
+            assert bucket.seconds_until(amount) <= 1e-3
+        bucket.consume(amount)
         taken += amount
         most = limit + now[0] * limit / 60
         assert taken <= most * 1.0001 + 0.1
@@ -102,12 +102,12 @@ def test_a_bucket_gives_no_more_than_its_limit(limit: int, asked: list[tuple[flo
 
 def test_a_debt_has_to_flow_back() -> None:
     now = [0.0]
-    bucket = Bucket(60, lambda: now[0])
-    bucket.take(90)
-    assert bucket.wait(1) == pytest.approx(31)
+    bucket = TokenBucket(60, lambda: now[0])
+    bucket.consume(90)
+    assert bucket.seconds_until(1) == pytest.approx(31)
     now[0] += 31
-    assert bucket.wait(1) == 0
-    assert Bucket(None).wait(10**9) == 0
+    assert bucket.seconds_until(1) == 0
+    assert TokenBucket(None).seconds_until(10**9) == 0
 
 
 def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
         own = {"authorization": f"Bearer {key}"}
         first = httpx.post(url, json=ask, headers=own)
         assert first.status_code == 200 and first.headers["x-ratelimit-limit-requests"] == "2"
-        account = server.api.accounts.find(key)
-        assert account is not None and 49 <= account.tokens.level <= 100  # 40 read and 10 written
+        account = server.api.key_store.authenticate(key)
+        assert account is not None and 49 <= account.tokens.available <= 100  # 40 read and 10 written
         second = httpx.post(url, json=ask | {"prompt": [5] * 90}, headers=own)
         assert second.status_code == 429 and second.json()["error"]["type"] == "rate_limit_error"
         assert int(second.headers["retry-after"]) >= 1 and "x-ratelimit-remaining-tokens" in second.headers
@@ -143,27 +143,25 @@ def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
 
 
 def test_others_are_only_let_in_with_keys(tmp_path: Path) -> None:
-    check_open_to(ServeConfig())
-    check_open_to(ServeConfig(host="::1"))
-    check_open_to(ServeConfig(host="0.0.0.0"), no_auth=True)
+    check_auth_required(ServeConfig())
+    check_auth_required(ServeConfig(host="::1"))
+    check_auth_required(ServeConfig(host="0.0.0.0"), no_auth=True)
     with pytest.raises(ConfigError, match="no file of keys"):
-        check_open_to(ServeConfig(key_file=tmp_path / "keys.json"))
+        check_auth_required(ServeConfig(key_file=tmp_path / "keys.json"))
     KeyFile(tmp_path / "keys.json").add("alice")
-    check_open_to(ServeConfig(host="0.0.0.0", key_file=tmp_path / "keys.json"))
+    check_auth_required(ServeConfig(host="0.0.0.0", key_file=tmp_path / "keys.json"))
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
         with pytest.raises(ConfigError, match="can be reached by others"):
-            check_open_to(ServeConfig(host=host))
+            check_auth_required(ServeConfig(host=host))
 
 
 def test_the_verb(tmp_path: Path) -> None:
     runner, file = CliRunner(), str(tmp_path / "keys.json")
-    made = runner.invoke(
-        application(), ["keys", "add", "alice", "--file", file, "--requests-per-minute", "7"]
-    )
-    assert made.exit_code == 0 and Accounts(Path(file)).find(made.stdout.strip()) is not None
-    listed = runner.invoke(application(), ["keys", "list", "--file", file])
+    made = runner.invoke(build_app(), ["keys", "add", "alice", "--file", file, "--requests-per-minute", "7"])
+    assert made.exit_code == 0 and KeyStore(Path(file)).authenticate(made.stdout.strip()) is not None
+    listed = runner.invoke(build_app(), ["keys", "list", "--file", file])
     assert "alice" in listed.stdout and "7 requests/min" in listed.stdout
     assert made.stdout.strip() not in listed.stdout
-    assert runner.invoke(application(), ["keys", "revoke", "alice", "--file", file]).exit_code == 0
+    assert runner.invoke(build_app(), ["keys", "revoke", "alice", "--file", file]).exit_code == 0
     assert json.loads(Path(file).read_text()) == {"keys": []}
-    assert runner.invoke(application(), ["keys", "revoke", "alice", "--file", file]).exit_code == 2
+    assert runner.invoke(build_app(), ["keys", "revoke", "alice", "--file", file]).exit_code == 2

@@ -24,7 +24,7 @@ from tests.support.serve.live_server import Running, api_of, engine_of, running,
 
 from whorl.engine.request import Delta, Request, Token
 from whorl.serve.api.sse import EventStream
-from whorl.serve.worker.worker import Worker
+from whorl.serve.worker.worker import EngineWorker
 
 STREAM = {"model": "tiny", "prompt": "def ", "max_tokens": 200, "stream": True, "ignore_eos": True}
 
@@ -55,7 +55,7 @@ def gated() -> Iterator[tuple[Running, Gate]]:
 
 def drained(server: Running) -> None:
     assert server.loop is not None
-    asyncio.run_coroutine_threadsafe(server.api.worker.drained(), server.loop).result(60)
+    asyncio.run_coroutine_threadsafe(server.api.worker.wait_drained(), server.loop).result(60)
 
 
 def test_who_hangs_up_in_mid_stream_is_aborted_and_its_pages_are_free(gated: tuple[Running, Gate]) -> None:
@@ -74,7 +74,7 @@ def test_who_hangs_up_in_mid_stream_is_aborted_and_its_pages_are_free(gated: tup
     engine = server.api.worker.engine
     assert server.ask(lambda e: (e.check_integrity(), e.cache.groups[0].pool.used))[1] == 0
     assert engine.stats.finished == {"abort": 2}
-    assert b'whorl_sequences_finished_total{reason="abort"} 2.0' in server.api.metrics.text
+    assert b'whorl_sequences_finished_total{reason="abort"} 2.0' in server.api.metrics.exposition
 
 
 def test_who_hangs_up_while_it_waits_for_the_whole_is_aborted(gated: tuple[Running, Gate]) -> None:
@@ -84,7 +84,9 @@ def test_who_hangs_up_while_it_waits_for_the_whole_is_aborted(gated: tuple[Runni
     with socket.create_connection(("127.0.0.1", server.port)) as s:
         s.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         gate.let(2)
-        while not server.in_loop(lambda: any(st.first for st in server.api.worker.streams.values())):
+        while not server.in_loop(
+            lambda: any(st.first_token_time for st in server.api.worker.streams.values())
+        ):
             pass
     gate.let(1)
     drained(server)
@@ -267,7 +269,7 @@ class Broken:
 
 def test_an_engine_that_fails_tells_everybody_and_takes_nothing_new() -> None:
     async def main() -> None:
-        worker = Worker(Broken())
+        worker = EngineWorker(Broken())
         worker.start()
         streams = [worker.submit(Request(id=str(i), ids=(1,))) for i in range(3)]
         for stream in streams:
@@ -275,7 +277,7 @@ def test_an_engine_that_fails_tells_everybody_and_takes_nothing_new() -> None:
             with pytest.raises(RuntimeError, match="engine failed"):
                 while True:
                     await stream.next()
-        assert isinstance(worker.failed, ArithmeticError) and not worker.streams
+        assert isinstance(worker.error, ArithmeticError) and not worker.streams
         late = worker.submit(Request(id="late", ids=(1,)))
         with pytest.raises(RuntimeError, match="engine failed"):
             await late.admitted()
@@ -302,17 +304,17 @@ def test_a_failed_engine_is_a_failed_server() -> None:
 def test_deltas_that_nobody_took_are_one() -> None:
     async def main() -> None:
         engine = engine_of(words())
-        worker = Worker(engine)
+        worker = EngineWorker(engine)
         worker.start()
         stream = worker.submit(Request(id="a", ids=(1, 2, 3), max_tokens=50))
-        await worker.drained()
+        await worker.wait_drained()
         whole = await stream.next()
-        assert len(whole.tokens) == 50 and whole.finish == "length"
+        assert len(whole.tokens) == 50 and whole.finish_reason == "length"
         stream.close()
         left = worker.submit(Request(id="b", ids=(1, 2, 3), max_tokens=50))
         left.close()
         left.close()
-        await worker.drained()
+        await worker.wait_drained()
         await worker.call(lambda e: e.check_integrity())
         await worker.stop()
 

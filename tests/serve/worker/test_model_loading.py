@@ -13,19 +13,24 @@ import pytest
 from tests.support.serve.live_server import running, tiny, words
 from typer.testing import CliRunner
 
-from whorl.cli import application
+from whorl.cli import build_app
 from whorl.embedding.embedder import Embedder
 from whorl.engine.config import EngineConfig
 from whorl.errors import ConfigError, StoreError
 from whorl.machine.device_probe import probe
 from whorl.models import save_model
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.serve.app_state import Api
+from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
-from whorl.serve.server import listen
-from whorl.serve.worker.model_loading import Place, engine_config, open_embedder, open_writer
+from whorl.serve.server import bind_socket
+from whorl.serve.worker.model_loading import (
+    ModelLocation,
+    engine_config,
+    load_embedder,
+    load_generation_model,
+)
 
-SIZES = EngineConfig(max_sequences=4, page_size=16)
+SIZES = EngineConfig(max_num_seqs=4, block_size=16)
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +48,12 @@ def machine() -> Any:
 
 
 def test_a_folder_is_served_under_its_name(folder: Path, machine: Any) -> None:
-    place = Place(str(folder), None)
+    place = ModelLocation(str(folder), None)
     assert place.kind == "model" and place.names == ["small", str(folder)]
-    assert Place(str(folder), None, "other").names[0] == "other"
-    (served,), engine = open_writer(place, machine, SIZES, context=100, cache_bytes=1 << 20)
-    assert served.context == 100 and not served.chat.trained
-    with running(Api(ServeConfig(port=0), [served], engine)) as server:
+    assert ModelLocation(str(folder), None, "other").names[0] == "other"
+    (served,), engine = load_generation_model(place, machine, SIZES, max_model_len=100, cache_bytes=1 << 20)
+    assert served.max_model_len == 100 and not served.chat_template.is_trained
+    with running(AppState(ServeConfig(port=0), [served], engine)) as server:
         for model in ("small", str(folder)):
             asked = {"model": model, "prompt": "def ", "max_tokens": 3}
             answer = httpx.post(f"{server.url}/v1/completions", json=asked)
@@ -60,17 +65,17 @@ def test_a_folder_is_served_under_its_name(folder: Path, machine: Any) -> None:
 
 
 def test_the_cache_is_as_large_as_was_said(folder: Path, machine: Any) -> None:
-    place = Place(str(folder), None)
-    _, engine = open_writer(place, machine, SIZES, context=64, cache_bytes=1 << 30)
+    place = ModelLocation(str(folder), None)
+    _, engine = load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=1 << 30)
     assert engine.cache.groups[0].pool.n_pages == 4 * 64 // 16  # more could never be used
     each = engine.model.kv_bytes_per_token()
-    (served,), engine = open_writer(place, machine, SIZES, context=64, cache_bytes=48 * each)
-    assert engine.cache.groups[0].pool.n_pages == 3 and served.context == 48
+    (served,), engine = load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=48 * each)
+    assert engine.cache.groups[0].pool.n_pages == 3 and served.max_model_len == 48
     with pytest.raises(ConfigError, match="15 positions"):
-        open_writer(place, machine, SIZES, context=64, cache_bytes=15 * each)
+        load_generation_model(place, machine, SIZES, max_model_len=64, cache_bytes=15 * each)
     for wrong in ("=x", "a=", "a", "small=x"):
         with pytest.raises(ConfigError, match="--adapter"):
-            open_writer(place, machine, SIZES, context=64, adapters=[wrong])
+            load_generation_model(place, machine, SIZES, max_model_len=64, adapters=[wrong])
     with pytest.raises(ConfigError, match="--weights is 'int3'"):
         engine_config({"weights": "int3"})
 
@@ -80,10 +85,10 @@ def test_an_embedder_alone_embeds_and_does_not_write(tmp_path: Path, machine: An
     config = EncoderConfig(vocab_size=tokenizer.vocab_size, d_model=32, n_layers=1, n_heads=2, mlp_hidden=64)
     embedder = Embedder(Encoder(config), tokenizer)
     embedder.save(tmp_path)
-    place = Place.__new__(Place)
+    place = ModelLocation.__new__(ModelLocation)
     place.folder, place.kind, place.names = tmp_path, "embedder", ["vectors"]
-    served = open_embedder(place, machine)
-    with running(Api(ServeConfig(port=0), [served], None)) as server:
+    served = load_embedder(place, machine)
+    with running(AppState(ServeConfig(port=0), [served], None)) as server:
         texts = ["return a + b", "class Stack"]
         asked = {"model": "vectors", "input": texts}
         told = httpx.post(f"{server.url}/v1/embeddings", json=asked).json()
@@ -102,13 +107,13 @@ def test_an_embedder_alone_embeds_and_does_not_write(tmp_path: Path, machine: An
 
 def test_what_cannot_be_served(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(StoreError):
-        Place("nothing", str(tmp_path))
+        ModelLocation("nothing", str(tmp_path))
     runner = CliRunner()
-    far = runner.invoke(application(), ["serve", str(folder), "--host", "0.0.0.0"])
+    far = runner.invoke(build_app(), ["serve", str(folder), "--host", "0.0.0.0"])
     assert far.exit_code == 2 and "can be reached by others" in far.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}"):
-            listen(ServeConfig(port=port))
+            bind_socket(ServeConfig(port=port))

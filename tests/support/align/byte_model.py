@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from whorl.align.model.example import Scribe, Text
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import never
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import banned_ids
 from whorl.models import Decoder, DecoderConfig
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -23,8 +23,8 @@ def tokenizer(folder: Path | None = None) -> Tokenizer:
     return made
 
 
-def scribe() -> Scribe:
-    return Scribe(tokenizer())
+def scribe() -> ExampleTokenizer:
+    return ExampleTokenizer(tokenizer())
 
 
 def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Decoder:
@@ -42,16 +42,16 @@ def decoder(d_model: int = 32, n_layers: int = 2, seed: int = 0) -> Decoder:
     return model
 
 
-def network(**options: object) -> Network:
+def network(**options: object) -> PolicyModel:
     """That decoder, to be aligned."""
     made = scribe()
-    out = never(made, VOCAB, len(made.tokenizer.token_bytes))
-    return Network(decoder(), forbidden=out, **options)  # type: ignore[arg-type]
+    out = banned_ids(made, VOCAB, len(made.tokenizer.token_bytes))
+    return PolicyModel(decoder(), banned_ids=out, **options)  # type: ignore[arg-type]
 
 
-def sums(n: int, seed: int = 0) -> list[Text]:
+def sums(n: int, seed: int = 0) -> list[TokenizedExample]:
     """Texts `a+b=c`, of which c and the end are learnt."""
     draw = torch.Generator().manual_seed(seed)
     pairs = torch.randint(0, 50, (n, 2), generator=draw).tolist()
     writer = scribe()
-    return [writer.answered(f"{a}+{b}=", str(a + b)) for a, b in pairs]
+    return [writer.prompt_completion(f"{a}+{b}=", str(a + b)) for a, b in pairs]

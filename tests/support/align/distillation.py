@@ -8,17 +8,17 @@ import numpy as np
 import torch
 
 from whorl.align.config import DistilConfig
-from whorl.align.distillation.train import learn_from
-from whorl.align.model.example import Scribe, Text
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import never
+from whorl.align.distillation.train import train_student
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import banned_ids
 from whorl.models import DecoderConfig, LanguageModel, make_model
 from whorl.objectives.distil import divergence
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.seeds import generator
 
 TOKENIZER = Tokenizer([bytes([i]) for i in range(256)])
-SCRIBE = Scribe(TOKENIZER)
+SCRIBE = ExampleTokenizer(TOKENIZER)
 VOCAB = 264
 
 
@@ -37,14 +37,14 @@ def model_of(seed: int, width: int = 16, layers: int = 1) -> LanguageModel:
     return model
 
 
-def network_of(seed: int = 1) -> Network:
-    return Network(model_of(seed), forbidden=never(SCRIBE, VOCAB, len(TOKENIZER.token_bytes)))
+def network_of(seed: int = 1) -> PolicyModel:
+    return PolicyModel(model_of(seed), banned_ids=banned_ids(SCRIBE, VOCAB, len(TOKENIZER.token_bytes)))
 
 
-def some_texts(n: int = 24) -> list[Text]:
+def some_texts(n: int = 24) -> list[TokenizedExample]:
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdef"), rng.integers(2, 9))) for _ in range(2 * n)]
-    return [SCRIBE.answered(a, b) for a, b in zip(words[::2], words[1::2], strict=True)]
+    return [SCRIBE.prompt_completion(a, b) for a, b in zip(words[::2], words[1::2], strict=True)]
 
 
 def config_of(**options: Any) -> DistilConfig:
@@ -55,24 +55,26 @@ def config_of(**options: Any) -> DistilConfig:
 
 
 def learn(
-    network: Network, teacher: Any, texts: list[Text], config: DistilConfig, **options: Any
+    network: PolicyModel, teacher: Any, texts: list[TokenizedExample], config: DistilConfig, **options: Any
 ) -> list[Any]:
     told: list[Any] = []
-    learn_from(
-        network, teacher, texts, config, scribe=SCRIBE, pad_id=TOKENIZER.pad_id,
-        observe=lambda step, metrics: told.append(metrics), **options,
+    train_student(
+        network, teacher, texts, config, example_tokenizer=SCRIBE, pad_id=TOKENIZER.pad_id,
+        callback=lambda step, metrics: told.append(metrics), **options,
     )  # fmt: skip
     return told
 
 
-def mean_divergence(student: LanguageModel, teacher: LanguageModel, texts: list[Text], kind: Any) -> float:
+def mean_divergence(
+    student: LanguageModel, teacher: LanguageModel, texts: list[TokenizedExample], kind: Any
+) -> float:
     """The definition, text by text."""
     total, count = 0.0, 0
     with torch.no_grad():
         for text in texts:
             ids = torch.from_numpy(text.ids)[None, :-1]
             p, q = (m.logits(m(ids)).log_softmax(-1)[0] for m in (teacher, student))
-            kept = torch.from_numpy(text.mask[1:])
+            kept = torch.from_numpy(text.loss_mask[1:])
             total += float(divergence(p[kept], q[kept], kind).sum())
             count += int(kept.sum())
     return total / count

@@ -10,14 +10,14 @@ from typing import Any
 import psutil
 import pytest
 
-from whorl.train.checkpoint.manager import Keeper
+from whorl.train.checkpoint.manager import CheckpointManager
 
 
 class Killed(Exception):
     pass
 
 
-class Prompt(Keeper):
+class Prompt(CheckpointManager):
     """A keeper that waits for its writer, a thread, after each checkpoint."""
 
     def __init__(self, *given: Any, **options: Any) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 from tests.support.align.byte_model import decoder, network
 from whorl.align.config import RLConfig
 from whorl.align.data.curriculum import Curriculum
-from whorl.align.model.policy_model import frozen
+from whorl.align.model.policy_model import frozen_reference
 from whorl.align.rl.experience import Experience
 from whorl.align.rl.rollout import RolloutWorker
 from whorl.align.rl.train import train_policy
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 
 SMALL = RLConfig(
     steps=4,
-    prompts=3,
-    answers=4,
-    max_tokens=5,
-    length=24,
-    share=0.2,
-    matrices="adamw",
+    prompts_per_step=3,
+    group_size=4,
+    max_completion_tokens=5,
+    max_seq_len=24,
+    lr_scale=0.2,
+    optimizer="adamw",
     checkpoint_seconds=1e-9,
 )
 
@@ -30,8 +30,10 @@ class Killed(Exception):
     pass
 
 
-def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[Task]:
-    return [Task(id=str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)]
+def tasks(n: int = 12, verifier: str = "format([0-9].*)") -> list[VerifiableTask]:
+    return [
+        VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier=verifier, answer=str(i + 1)) for i in range(n)
+    ]
 
 
 def train(
@@ -43,15 +45,15 @@ def train(
     verifier: str = "format([0-9].*)",
     **rest: Any,
 ):  # type: ignore[no-untyped-def]
-    net = network(temperature=config.temperature, lora=config.lora, critic=config.critic)
+    net = network(temperature=config.temperature, lora=config.lora, critic=config.uses_critic)
     told: list[dict[str, float]] = []
     seen: list[Experience] = []
     given = tasks(verifier=verifier)
     worker = RolloutWorker(
-        net.model.config, "float32", folder, given, config.answers, config.max_tokens, config.length,
-        config.temperature, Curriculum([0.0] * len(given), rule=config.curriculum), config.draws_again,
-        config.ahead.in_flight,
-        threads=1 if config.ahead.workers else None,
+        net.model.config, "float32", folder, given, config.group_size, config.max_completion_tokens, config.max_seq_len,
+        config.temperature, Curriculum([0.0] * len(given), rule=config.curriculum), config.resolved_sampling_rounds,
+        config.async_rollout.update_in_flight,
+        threads=1 if config.async_rollout.workers else None,
     )  # fmt: skip
 
     def observe(step: int, metrics: dict[str, float], experience: Experience) -> None:
@@ -61,6 +63,6 @@ def train(
         if step == kill:
             raise Killed
 
-    reference = frozen(decoder(), net) if config.kl.weight else None
-    train_policy(net, worker, config, reference=reference, observe=observe, **rest)
+    reference = frozen_reference(decoder(), net) if config.kl.coef else None
+    train_policy(net, worker, config, reference=reference, callback=observe, **rest)
     return net, told, seen

@@ -19,7 +19,9 @@ def make(role: str) -> Engine:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.15)
-    sizes = EngineConfig(page_size=8, max_sequences=8, max_length=4096, cache_tokens=16384, token_budget=64)
+    sizes = EngineConfig(
+        block_size=8, max_num_seqs=8, max_model_len=4096, kv_cache_tokens=16384, max_num_batched_tokens=64
+    )
     return Engine(model.eval(), sizes)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -94,6 +94,6 @@ def logits(model: Transformer) -> torch.Tensor:
 
 
 def small(**changes: Any) -> Transformer:
-    heads = Heads(n_heads=4, n_kv_heads=2, head_dim=8)
+    heads = AttentionConfig(n_heads=4, n_kv_heads=2, head_dim=8)
     shape = {"vocab_size": 96, "d_model": 32, "n_layers": 2, "mlp_hidden": 40, "mixers": {"full": heads}}
     return Transformer(TransformerConfig(**(shape | changes)), torch.Generator().manual_seed(0))

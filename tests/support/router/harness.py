@@ -11,8 +11,8 @@ from typing import Any
 import httpx2 as httpx
 
 from tests.support.router.fake_replica import FakeReplica, running
-from whorl.router.breaker import Breaker
-from whorl.router.router import Router, make_router
+from whorl.router.breaker import CircuitBreaker
+from whorl.router.router import ReplicaRouter, make_router
 
 LONG = "a prompt that is long enough to fill more than a block of the index " * 8
 
@@ -21,7 +21,7 @@ LONG = "a prompt that is long enough to fill more than a block of the index " * 
 class World:
     """A router over fakes, all in one loop. `look` replaces waiting for the router's next look."""
 
-    router: Router
+    router: ReplicaRouter
     fakes: list[FakeReplica]
     client: httpx.AsyncClient
     look: Callable[[], Awaitable[None]]
@@ -30,7 +30,7 @@ class World:
         return await self.client.post("/v1/completions", json={"prompt": prompt, **more})
 
     def metric(self, text: str) -> float:
-        lines = self.router.tolls.exposition(self.router.fleet).decode().splitlines()
+        lines = self.router.metrics.exposition(self.router.pool).decode().splitlines()
         return sum(float(x.split()[-1]) for x in lines if x.startswith(text))
 
 
@@ -39,14 +39,14 @@ async def world(
     n: int = 2,
     *,
     extra: dict[str, str] | None = None,
-    breaker: Callable[[], Breaker] = Breaker,
+    breaker: Callable[[], CircuitBreaker] = CircuitBreaker,
     **settings: Any,
 ) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         fakes = [FakeReplica(f"r{i}/") for i in range(n)]
         urls = {f"r{i}": await stack.enter_async_context(running(f)) for i, f in enumerate(fakes)}
         router = make_router({**urls, **(extra or {})}, look_every=3600.0, **settings)
-        for replica in router.fleet.replicas.values():
+        for replica in router.pool.replicas.values():
             replica.breaker = breaker()
         url = await stack.enter_async_context(running(router.app))
         timeout = httpx.Timeout(20.0)
@@ -54,7 +54,7 @@ async def world(
         own = await stack.enter_async_context(httpx.AsyncClient())
 
         async def look() -> None:
-            await router.fleet.look(own)
+            await router.pool.check_health(own)
 
         yield World(router, fakes, client, look)
 

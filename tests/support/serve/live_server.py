@@ -14,12 +14,12 @@ import uvicorn
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.models import Decoder, DecoderConfig
-from whorl.serve.api.app import application
-from whorl.serve.app_state import Api
+from whorl.serve.api.app import create_app
+from whorl.serve.app_state import AppState
 from whorl.serve.config import ServeConfig
-from whorl.serve.server import Server, listen
-from whorl.serve.worker.model_entry import Served
-from whorl.serve.worker.model_loading import make_engine, served
+from whorl.serve.server import DrainingServer, bind_socket
+from whorl.serve.worker.model_entry import ServedModel
+from whorl.serve.worker.model_loading import make_engine, served_model
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ TEXT = "def add(a, b):\n    return a + b\n\n\nclass Stack:\n    def push(self, i
 
 
 def words(specials: tuple[str, ...] = MARKS) -> Tokenizer:
-    return Tokenizer.train([TEXT * 20], 300, specials=specials)
+    return Tokenizer.train([TEXT * 20], 300, special_tokens=specials)
 
 
 def tiny(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
@@ -53,22 +53,22 @@ def engine_of(tokenizer: Tokenizer, **sizes: Any) -> Engine:
     return make_engine(model, tokenizer, ChatTemplate(tokenizer), config)
 
 
-def api_of(engine: Any = None, specials: tuple[str, ...] = MARKS, **settings: Any) -> Api:
+def api_of(engine: Any = None, specials: tuple[str, ...] = MARKS, **settings: Any) -> AppState:
     tokenizer = words(specials)
     engine = engine if engine is not None else engine_of(tokenizer)
-    model: Served = served(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
-    return Api(ServeConfig(port=0, **settings), [model], engine)
+    model: ServedModel = served_model(["tiny", "random/tiny"], tokenizer, ChatTemplate(tokenizer), engine)
+    return AppState(ServeConfig(port=0, **settings), [model], engine)
 
 
 class Running:
     """A server that listens."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: AppState) -> None:
         self.api = api
-        self.socket = listen(api.config)
+        self.socket = bind_socket(api.config)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(uvicorn.Config(application(api), log_level="warning", lifespan="on"), api)
+        self.server = DrainingServer(uvicorn.Config(create_app(api), log_level="warning", lifespan="on"), api)
         self.began = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -107,7 +107,7 @@ class Running:
 
 
 @contextmanager
-def running(api: Api) -> Iterator[Running]:
+def running(api: AppState) -> Iterator[Running]:
     server = Running(api)
     try:
         yield server

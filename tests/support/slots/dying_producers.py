@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.slots.examples import Draws
-from whorl.slots import State
+from whorl.slots import SlotState
 
 
 def die() -> None:
@@ -53,7 +53,7 @@ class Dies(Draws):
             slot.data.label[...] = -5
             if self.when == "whole":
                 super().fill(slot, weights, rng)
-                slot.step(State.WRITING, State.READY, length=5)
+                slot.step(SlotState.WRITING, SlotState.READY, length=5)
             if self.when in ("forked", "never"):
                 child = os.fork()
                 if not child:

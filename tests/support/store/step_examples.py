@@ -15,7 +15,7 @@ def make(
     with store.build(
         kind="note", name=name, parents=parents or {}, config={"text": text}, version=1
     ) as build:
-        if build.done is None:
+        if build.existing is None:
             (build.path / "note.txt").write_text(text)
             (build.path / "deep").mkdir()
             (build.path / "deep" / "part.bin").write_bytes(bytes(1000))

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from whorl.train.checkpoint.manager import Keeper
+from whorl.train.checkpoint.manager import CheckpointManager
 
 
 def state(step: int = 1) -> dict[str, Tensor]:
@@ -39,7 +39,7 @@ def main() -> None:
         "weights/a": torch.zeros(megabytes << 18),
         "state/a/mean": torch.zeros(1000, dtype=torch.float64),
     }
-    with Keeper(folder, {"job": "keeping"}, seconds=0.0) as keeper:
+    with CheckpointManager(folder, {"job": "keeping"}, seconds=0.0) as keeper:
         found = keeper.resume()
         step = 0 if found is None else found.step
         keeper.prepare(state)

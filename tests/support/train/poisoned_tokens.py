@@ -11,9 +11,9 @@ from tests.support.train.tiny import Document, job
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.tracking.progress import Progress
-from whorl.train.checkpoint.manager import Keeper
+from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.job import Job, identity
-from whorl.train.lm.pretrain import build_model, shared_of
+from whorl.train.lm.pretrain import allocate_shared, build_model
 
 BAD = 17  # this document alone has the letter x
 
@@ -36,8 +36,8 @@ def poisoned(tokens: Path, scratch: Path, *, ids: slice | int = 120, **change: o
     """A job whose checkpoint of step 0, in `scratch`, has NaN in the embeddings of `ids`."""
     watch = {"most_skipped": 1.0, "patience": 1000}
     wanted = job(tokens, **{"steps": 48, "watch": watch, **change})
-    shared = shared_of(build_model(wanted), wanted)
+    shared = allocate_shared(build_model(wanted), wanted)
     shared.weights["embedding"][ids] = torch.nan
-    with Keeper(scratch, identity(wanted), thread=True) as keeper:
+    with CheckpointManager(scratch, identity(wanted), thread=True) as keeper:
         keeper.save(0, shared.tensors())
     return wanted

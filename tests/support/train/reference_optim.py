@@ -24,10 +24,10 @@ def adamw(
     gradient: Tensor,
     step: int,
     *,
-    rate: float,
+    lr: float,
     betas: tuple[float, float],
     eps: float,
-    decay: float = 0.0,
+    weight_decay: float = 0.0,
     eps_hat: bool = True,
 ) -> None:
     """One step, in place.  All tensors have one shape; step: 1, 2, ...; eps_hat: eps beside the uncorrected sqrt(v)."""
@@ -37,16 +37,16 @@ def adamw(
     correction1, correction2 = 1 - first**step, 1 - second**step
     eps = eps / correction2**0.5 if eps_hat else eps
     weight.copy_(
-        (1 - rate * decay) * weight - rate * (mean / correction1) / ((square / correction2).sqrt() + eps)
+        (1 - lr * weight_decay) * weight - lr * (mean / correction1) / ((square / correction2).sqrt() + eps)
     )
 
 
 def muon(
-    weight: Tensor, mean: Tensor, gradient: Tensor, *, rate: float, momentum: float, decay: float = 0.0
+    weight: Tensor, mean: Tensor, gradient: Tensor, *, lr: float, momentum: float, weight_decay: float = 0.0
 ) -> None:
     """One step for a matrix [rows, columns], in place, its direction by the singular value decomposition itself: what the
     Polar Express comes near to (singular values of 0.7 to 1.3 in place of 1)."""
     mean.copy_(momentum * mean + (1 - momentum) * gradient)
     u, _, vt = torch.linalg.svd(momentum * mean + (1 - momentum) * gradient, full_matrices=False)
     rows, columns = weight.shape
-    weight.copy_((1 - rate * decay) * weight - rate * max(1.0, rows / columns) ** 0.5 * (u @ vt))
+    weight.copy_((1 - lr * weight_decay) * weight - lr * max(1.0, rows / columns) ** 0.5 * (u @ vt))

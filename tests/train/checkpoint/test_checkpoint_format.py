@@ -16,17 +16,17 @@ from tests.support.train.checkpoint_states import same, state
 
 from whorl.errors import CheckpointError, DiskFullError
 from whorl.train.checkpoint import writer
-from whorl.train.checkpoint.format import NewerFormatError, load, newest, restore, save
-from whorl.train.checkpoint.manager import Keeper
-from whorl.train.checkpoint.staging import Area, Layout
+from whorl.train.checkpoint.format import NewerFormatError, load, load_latest, restore, save
+from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.checkpoint.staging import Layout, StagingBuffer
 
 
 def test_what_is_saved_is_loaded_and_others_can_read_it(tmp_path: Path) -> None:
     path = save(tmp_path, 7, state(), {"place": [1, {"x": 2.5}]})
     found = load(path)
-    assert found.step == 7 and found.record == {"place": [1, {"x": 2.5}]} and same(found.tensors, state())
+    assert found.step == 7 and found.metadata == {"place": [1, {"x": 2.5}]} and same(found.tensors, state())
     assert same(load_file(path / "state.safetensors"), {n: t.contiguous() for n, t in state().items()})
-    layout = Layout.of(state())
+    layout = Layout.from_tensors(state())
     assert all(
         e.offset % torch.empty(0, dtype=state()[n].dtype).element_size() == 0
         for n, e in layout.entries.items()
@@ -36,7 +36,7 @@ def test_what_is_saved_is_loaded_and_others_can_read_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("megabytes", [0, 9, 40])
 def test_more_than_a_chunk_and_an_area_that_is_used_again(tmp_path: Path, megabytes: int) -> None:
-    area = Area()
+    area = StagingBuffer()
     for step in (1, 2):
         tensors = {"weights/a": torch.full((megabytes * 262144 + step,), float(step)), **state(step)}
         found = load(save(tmp_path, step, tensors, {}), area)
@@ -55,7 +55,7 @@ def test_a_flipped_bit_anywhere_is_found_and_the_one_before_is_taken(tmp_path: P
     damaged.write_bytes(bytes(content))
     said: list[str] = []
     try:
-        found = newest(tmp_path, said.append)
+        found = load_latest(tmp_path, said.append)
     except NewerFormatError:  # the digit of the format itself
         return
     if (
@@ -72,16 +72,16 @@ def _cut(path: Path) -> None:
 
 
 def _wrong_hash(path: Path) -> None:
-    body = writer.unseal((path / "state.json").read_text())
+    body = writer.parse_index((path / "state.json").read_text())
     body["files"]["state.safetensors"]["hash"] = "md5"
-    (path / "state.json").write_text(writer.seal(body))
+    (path / "state.json").write_text(writer.dump_index(body))
 
 
 def _wrong_shape(path: Path) -> None:
-    body = writer.unseal((path / "state.json").read_text())
+    body = writer.parse_index((path / "state.json").read_text())
     body["tensors"]["weights/a"]["pieces"][0]["shape"] = body["tensors"]["weights/a"]["shape"] = [299, 257]
     body["tensors"]["weights/b"]["pieces"][0]["shape"] = [10**12]
-    (path / "state.json").write_text(writer.seal(body))
+    (path / "state.json").write_text(writer.dump_index(body))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_what_is_damaged_is_passed_over_with_its_reason(tmp_path: Path, damage: 
         save(tmp_path, step, state(step), {})
     damage(tmp_path / "step-00000002")
     said: list[str] = []
-    found = newest(tmp_path, said.append)
+    found = load_latest(tmp_path, said.append)
     assert found is not None and found.step == 1
     assert len(said) == 1 and words in said[0], said
 
@@ -112,7 +112,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
         save(tmp_path, step, state(step), {})
     index = tmp_path / "step-00000002" / "state.json"
     index.write_text(json.dumps({"body": {"format": 3, "step": 2}}))
-    for read in (lambda: newest(tmp_path), Keeper(tmp_path, {}).resume):
+    for read in (lambda: load_latest(tmp_path), CheckpointManager(tmp_path, {}).resume):
         with pytest.raises(NewerFormatError, match="checkpoint format 3") as raised:
             read()
         assert "use the version that wrote it" in str(raised.value)
@@ -121,7 +121,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
 def test_tensors_in_pieces_over_several_files_are_put_together(tmp_path: Path) -> None:
     """As ranks will write them one day: the same format, so that nothing needs to be converted then."""
     path, whole = save(tmp_path, 1, state(), {}), state()
-    body = writer.unseal((path / "state.json").read_text())
+    body = writer.parse_index((path / "state.json").read_text())
     pieces = []
     for number, (start, rows) in enumerate(((0, 120), (120, 180))):
         name = f"state-0000{number + 1}-of-00002.safetensors"
@@ -132,7 +132,7 @@ def test_tensors_in_pieces_over_several_files_are_put_together(tmp_path: Path) -
         body["files"][name] = {"bytes": len(content), "hash": writer.HASH, "chunk": 4096, "chunks": chunks}
         pieces.append({"file": name, "start": [start, 0], "shape": [rows, 257], "offset": offset})
     body["tensors"]["weights/a"]["pieces"] = pieces
-    (path / "state.json").write_text(writer.seal(body))
+    (path / "state.json").write_text(writer.dump_index(body))
     assert same(load(path).tensors, whole)
 
 
@@ -157,7 +157,7 @@ def test_restoring_converts_types_and_refuses_what_does_not_fit() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_from_a_gpu_and_back(tmp_path: Path) -> None:
     tensors = {"weights/a": torch.randn(1000, 1000, device="cuda")}
-    with Keeper(tmp_path, {}, seconds=0.0) as keeper:
+    with CheckpointManager(tmp_path, {}, seconds=0.0) as keeper:
         keeper.save(1, tensors)
         kept = tensors["weights/a"].cpu()
         tensors["weights/a"].zero_()
@@ -205,7 +205,7 @@ def test_a_full_disk_keeps_what_was_there(
     with monkeypatch.context() as patched, pytest.raises(DiskFullError, match="no space left"):
         patched.setattr(os, call, full)
         save(tmp_path, 2, state(2), {})
-    found = newest(tmp_path)
+    found = load_latest(tmp_path)
     assert found is not None and found.step == 1 and not list(tmp_path.glob("writing-*"))
 
 
@@ -217,5 +217,5 @@ def test_retention_by_count_and_by_age(tmp_path: Path) -> None:
         os.utime(tmp_path / f"step-0000000{step}", (0, 0))
     writer.prune(tmp_path, 3, 3600.0)
     assert sorted(p.name[-1] for p in tmp_path.iterdir()) == ["3", "5"]  # the newest stays, however old
-    writer.prune(tmp_path, 1, None, busy=("step-00000003",))
+    writer.prune(tmp_path, 1, None, in_use=("step-00000003",))
     assert len(list(tmp_path.iterdir())) == 2

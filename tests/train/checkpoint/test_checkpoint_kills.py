@@ -18,8 +18,8 @@ from tests.support.train.checkpoint_states import state
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import CheckpointError
-from whorl.train.checkpoint.format import newest
-from whorl.train.checkpoint.manager import Keeper
+from whorl.train.checkpoint.format import load_latest
+from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.lm.pretrain import pretrain
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
 
 def whole(folder: Path) -> int:
     """The newest step, its state looked at."""
-    found = newest(folder)
+    found = load_latest(folder)
     if found is None:
         return 0
     for name in ("weights/a", "state/a/mean"):
@@ -87,16 +87,16 @@ def _no_writer_is_left(group: int) -> None:
 
 
 def test_a_writer_that_dies_is_heard(tmp_path: Path) -> None:
-    keeper = Keeper(tmp_path, {}, seconds=0.0)
+    keeper = CheckpointManager(tmp_path, {}, seconds=0.0)
     keeper.save(1, state())
     keeper.finish()
-    assert keeper.background is not None and keeper.background.process is not None
-    keeper.background.process.kill()
-    keeper.background.process.wait()
+    assert keeper.writer is not None and keeper.writer.process is not None
+    keeper.writer.process.kill()
+    keeper.writer.process.wait()
     with pytest.raises(CheckpointError, match="the process that writes checkpoints went away"), keeper:
         keeper.save(2, state())
         keeper.save(3, state())
-    assert newest(tmp_path).step == 1  # type: ignore[union-attr]
+    assert load_latest(tmp_path).step == 1  # type: ignore[union-attr]
 
 
 FULL = """
@@ -133,7 +133,7 @@ def test_a_run_on_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(tmp_p
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "stopped" in done.stdout and "no space left" in done.stdout, done.stderr
     assert not list((tmp_path / "b").glob("writing-*"))
-    found = newest(tmp_path / "b")
+    found = load_latest(tmp_path / "b")
     assert found is not None and 4 <= found.step <= 5
     said: list[str] = []
     again = pretrain(wanted, tmp_path / "b", Notes(), say=said.append)

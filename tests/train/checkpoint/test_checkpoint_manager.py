@@ -17,11 +17,11 @@ from tests.support.train.checkpoint_states import same, state
 from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.train.checkpoint import writer
-from whorl.train.checkpoint.format import NewerFormatError, newest
-from whorl.train.checkpoint.manager import Account, Keeper
-from whorl.train.checkpoint.remote import Durable, Tiers
-from whorl.train.checkpoint.size_report import anatomy, line
-from whorl.train.lm.pretrain import pretrain, shared_of
+from whorl.train.checkpoint.format import NewerFormatError, load_latest
+from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
+from whorl.train.checkpoint.remote import CheckpointConfig, RemoteStore
+from whorl.train.checkpoint.size_report import bytes_per_parameter, format_line
+from whorl.train.lm.pretrain import allocate_shared, pretrain
 
 
 @pytest.mark.parametrize("thread", [False, True])
@@ -29,29 +29,29 @@ def test_a_checkpoint_is_of_the_moment_it_was_taken_whatever_happens_after(
     tmp_path: Path, thread: bool
 ) -> None:
     tensors = {"weights/a": torch.full((1 << 21,), 1.0), "weights/odd": torch.zeros(3)}
-    account = Account()
-    with Keeper(tmp_path, {"of": 1}, seconds=0.0, thread=thread, account=account) as keeper:
+    account = CheckpointStats()
+    with CheckpointManager(tmp_path, {"of": 1}, seconds=0.0, thread=thread, stats=account) as keeper:
         for step in range(1, 9):
             tensors["weights/a"].fill_(step)
             blocked = keeper.save(step, tensors, {"step": step})
             assert blocked >= 0
             tensors["weights/a"].fill_(-1)
-    with Keeper(tmp_path, {"of": 1}) as keeper:
+    with CheckpointManager(tmp_path, {"of": 1}) as keeper:
         found = keeper.resume()
-    assert found is not None and found.step == 8 == found.record["step"]
+    assert found is not None and found.step == 8 == found.metadata["step"]
     assert bool((found.tensors["weights/a"] == 8).all()) and found.tensors.keys() == tensors.keys()
     assert (
         account.written == 8
-        and account.bytes > 8 << 20
-        and account.blocked_seconds >= account.longest_block > 0
+        and account.last_bytes > 8 << 20
+        and account.stall_seconds >= account.max_stall_seconds > 0
     )
-    assert keeper.account.resumed == 1 and keeper.account.written == 7  # what was known when it was taken
+    assert keeper.stats.resumes == 1 and keeper.stats.written == 7  # what was known when it was taken
 
 
 def test_a_second_one_that_comes_too_soon_is_put_off_said_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = writer.write
+    really = writer.write_checkpoint
 
     def slowly(*words: Any, **more: Any) -> Path:
         time.sleep(0.5)
@@ -59,14 +59,14 @@ def test_a_second_one_that_comes_too_soon_is_put_off_said_and_counted(
 
     monkeypatch.setattr(writer, "write", slowly)
     said: list[str] = []
-    with Keeper(tmp_path, {}, seconds=0.1, thread=True, say=said.append) as keeper:
+    with CheckpointManager(tmp_path, {}, seconds=0.1, thread=True, log=said.append) as keeper:
         assert keeper.save(1, state()) < 0.4
         time.sleep(0.15)
         assert not keeper.due() and not keeper.due()
-        assert keeper.account.late == 1 and ["is late" in text for text in said] == [True]
+        assert keeper.stats.deferred == 1 and ["is late" in text for text in said] == [True]
         assert keeper.save(2, state(2)) > 0.2  # one that must be waits
-        assert keeper.account.written == 1
-    assert keeper.account.written == 2 and newest(tmp_path).step == 2  # type: ignore[union-attr]
+        assert keeper.stats.written == 1
+    assert keeper.stats.written == 2 and load_latest(tmp_path).step == 2  # type: ignore[union-attr]
 
 
 class Disk:
@@ -104,9 +104,9 @@ def test_a_kill_at_any_moment_costs_one_interval_at_most(
         "whorl.train.checkpoint.manager.time",
         SimpleNamespace(monotonic=lambda: clock.now, time=lambda: clock.now),
     )
-    keeper = Keeper(tmp_path, {}, seconds=8.0)
+    keeper = CheckpointManager(tmp_path, {}, seconds=8.0)
     disk = Disk(clock, write)
-    keeper.background = disk  # type: ignore[assignment]
+    keeper.writer = disk  # type: ignore[assignment]
     taken, lost = [clock.now], list[float]()
     for step in range(1, 1000):
         clock.now += 0.1
@@ -116,7 +116,7 @@ def test_a_kill_at_any_moment_costs_one_interval_at_most(
             taken.append(clock.now)
             keeper.save(step, state())
     assert 6.0 < max(lost) <= 8.0 + 0.1 + 1e-6
-    assert 12 <= keeper.account.written <= 25 and not keeper.account.late
+    assert 12 <= keeper.stats.written <= 25 and not keeper.stats.deferred
     keeper.close()
 
 
@@ -124,31 +124,33 @@ def test_generators_that_belong_to_nobody_go_on(tmp_path: Path) -> None:
     def draw() -> tuple[float, float, float]:
         return float(torch.rand(())), random.random(), float(np.random.rand())
 
-    with Keeper(tmp_path, {}) as keeper:
+    with CheckpointManager(tmp_path, {}) as keeper:
         keeper.save(1, state())
         first = draw()
     draw()
-    with Keeper(tmp_path, {}) as keeper:
+    with CheckpointManager(tmp_path, {}) as keeper:
         assert keeper.resume() is not None
     assert draw() == first
 
 
-def durable(url: str, **more: Any) -> Tiers:
-    return Tiers(durable=url, durable_seconds=0.0, **more)
+def durable(url: str, **more: Any) -> CheckpointConfig:
+    return CheckpointConfig(remote_url=url, remote_interval=0.0, **more)
 
 
-def run(folder: Path, tiers: Tiers, steps: range, said: list[str] | None = None, **more: Any) -> Keeper:
+def run(
+    folder: Path, tiers: CheckpointConfig, steps: range, said: list[str] | None = None, **more: Any
+) -> CheckpointManager:
     """Saves a few, letting each upload end."""
     say = said.append if said is not None else lambda _: None
-    with Keeper(folder, {"of": 1}, seconds=0.0, tiers=tiers, say=say, **more) as keeper:
+    with CheckpointManager(folder, {"of": 1}, seconds=0.0, config=tiers, log=say, **more) as keeper:
         for step in steps:
             keeper.save(step, state(step))
             keeper.finish()
             deadline = time.monotonic() + 20
             want = step - steps[0] + 1
-            while keeper.account.durable_written + keeper.account.durable_failed < want:
+            while keeper.stats.remote_written + keeper.stats.remote_failed < want:
                 assert time.monotonic() < deadline
-                keeper._hear(0.05)
+                keeper._poll_writer(0.05)
     return keeper
 
 
@@ -157,11 +159,11 @@ def test_the_durable_tier_takes_over_when_the_machine_is_gone(tmp_path: Path, sc
     url = f"file://{tmp_path}/far" if scheme == "file" else f"memory://{tmp_path.name}"
     tiers = durable(url, durable_keep=2)
     keeper = run(tmp_path / "near", tiers, range(1, 5), thread=scheme == "memory")  # memory is of one process
-    assert keeper.account.durable_written == 4 and not keeper.account.durable_failed
-    far = Durable(url, keeper.job)
-    whole, begun = far.found()
+    assert keeper.stats.remote_written == 4 and not keeper.stats.remote_failed
+    far = RemoteStore(url, keeper.job_id)
+    whole, begun = far.list_checkpoints()
     assert [f.step for f in whole] == [4, 3] and not begun
-    with Keeper(tmp_path / "other machine", {"of": 1}, tiers=tiers) as other:
+    with CheckpointManager(tmp_path / "other machine", {"of": 1}, config=tiers) as other:
         found = other.resume()
         assert found is not None and found.step == 4 and same(found.tensors, state(4))
     # a damaged one is passed over for the one before; one without its index is not there; newer local ones win
@@ -169,58 +171,61 @@ def test_the_durable_tier_takes_over_when_the_machine_is_gone(tmp_path: Path, sc
     far.fs.makedirs(f"{far.root}/step-00000009.1.aa")
     far.fs.pipe_file(f"{far.root}/step-00000009.1.aa/state.safetensors", b"x")
     said: list[str] = []
-    with Keeper(tmp_path / "third", {"of": 1}, tiers=tiers, say=said.append) as third:
+    with CheckpointManager(tmp_path / "third", {"of": 1}, config=tiers, log=said.append) as third:
         found = third.resume()
     assert found is not None and found.step == 3 and "passed over step-00000004" in said[0]
-    with Keeper(tmp_path / "near", {"of": 1}, tiers=tiers) as near:
+    with CheckpointManager(tmp_path / "near", {"of": 1}, config=tiers) as near:
         found = near.resume()
         assert found is not None and found.step == 4
     far.prune(tiers)
-    assert not far.found()[1]  # begun in 1970 and never finished
-    with Keeper(tmp_path / "another job", {"of": 2}, tiers=tiers) as another:
+    assert not far.list_checkpoints()[1]  # begun in 1970 and never finished
+    with CheckpointManager(tmp_path / "another job", {"of": 2}, config=tiers) as another:
         assert another.resume() is None  # jobs share a URL without meeting
 
 
 def test_the_durable_tier_forgets_by_age(tmp_path: Path) -> None:
-    far = Durable(f"file://{tmp_path}/far", "job")
+    far = RemoteStore(f"file://{tmp_path}/far", "job")
     for step, began in ((1, 1000), (2, 2000), (3, int(time.time()) - 7200)):
         folder = tmp_path / "far" / "job" / f"step-0000000{step}.{began}.ab"
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
-    far.prune(Tiers(durable="x", durable_keep=2, durable_keep_hours=1.0))
-    assert [f.step for f in far.found()[0]] == [3]  # too old, but the newest
+    far.prune(CheckpointConfig(remote_url="x", remote_keep=2, remote_keep_hours=1.0))
+    assert [f.step for f in far.list_checkpoints()[0]] == [3]  # too old, but the newest
 
 
 def test_a_durable_tier_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "far").write_text("a file, not a folder")
     said: list[str] = []
     keeper = run(tmp_path / "near", durable(f"file://{tmp_path}/far"), range(1, 4), said)
-    account = keeper.account
-    assert account.written == 3 and account.durable_failed == 3 and account.durable_error
+    account = keeper.stats
+    assert account.written == 3 and account.remote_failed == 3 and account.remote_error
     assert sum("cannot be written" in text and "training goes on" in text for text in said) == 1
-    assert "0 in the durable tier (3 failed, the last: " in account.line()
+    assert "0 in the durable tier (3 failed, the last: " in account.summary()
     (tmp_path / "far").unlink()
     said.clear()
-    with Keeper(tmp_path / "near", {"of": 1}, seconds=0.0, tiers=keeper.tiers, say=said.append) as again:
-        assert again.resume() is not None and again.account.durable_failed >= 2
+    with CheckpointManager(
+        tmp_path / "near", {"of": 1}, seconds=0.0, config=keeper.config, log=said.append
+    ) as again:
+        assert again.resume() is not None and again.stats.remote_failed >= 2
         again.save(4, state(4))
         again.finish()
-        again._hear(10.0)
-    assert again.account.durable_written == 1 and not again.account.durable_error
+        again._poll_writer(10.0)
+    assert again.stats.remote_written == 1 and not again.stats.remote_error
     assert (
-        any("can be written again" in text for text in said) and "and succeeded later" in again.account.line()
+        any("can be written again" in text for text in said)
+        and "and succeeded later" in again.stats.summary()
     )
 
 
 @pytest.mark.parametrize("url", ["nosuch://far", "file:///proc/nowhere"])
 def test_a_durable_tier_that_cannot_be_reached_stops_nothing(tmp_path: Path, url: str) -> None:
     tokens = make_tokens(tmp_path / "tokens")
-    account, said, notes = Account(), list[str](), Notes()
+    account, said, notes = CheckpointStats(), list[str](), Notes()
     pretrain(job(tokens), tmp_path / "s", notes, checkpoint_seconds=0.0, tiers=durable(url), account=account,
              say=said.append)  # fmt: skip
     assert notes.checkpoints == list(range(1, 13)) and account.written == 12
-    assert account.durable_failed and account.durable_error
-    assert account.line() and "failed" in account.line()
+    assert account.remote_failed and account.remote_error
+    assert account.summary() and "failed" in account.summary()
 
 
 def test_figures_after_a_kill_are_of_all_their_steps(tmp_path: Path) -> None:
@@ -244,35 +249,35 @@ def test_bytes_per_parameter_are_told_and_explained(tmp_path: Path) -> None:
 
     wanted = job(make_tokens(tmp_path / "tokens"), ema=0.9)
     model = build_model(wanted)
-    tensors = shared_of(model, wanted).tensors()
+    tensors = allocate_shared(model, wanted).tensors()
     count = model.params()["total"]
-    parts = {p["part"]: p for p in anatomy(tensors, count)}
+    parts = {p["part"]: p for p in bytes_per_parameter(tensors, count)}
     assert parts["weights"]["per_parameter"] == pytest.approx(4.0) == parts["averages"]["per_parameter"]
     total = sum(t.numel() * t.element_size() for t in tensors.values())
     assert sum(p["bytes"] for p in parts.values()) == total
     assert parts["state/momentum"]["bytes"] == sum(
         t.numel() * 4 for n, t in tensors.items() if n.endswith("/momentum")
     )
-    text = line(list(parts.values()))
+    text = format_line(list(parts.values()))
     assert text.startswith(f"{total / count:.1f} bytes a parameter: ") and "master weights" in text
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
 def test_damaged_ones_do_not_cost_the_whole_ones_that_come_after(tmp_path: Path, damaged: int) -> None:
     """Retention goes by numbers: a damaged checkpoint with a high one must not outlive what is written next."""
-    tiers = Tiers(keep=damaged)
-    with Keeper(tmp_path, {}, seconds=0.0, tiers=Tiers(keep=3)) as keeper:
+    tiers = CheckpointConfig(keep=damaged)
+    with CheckpointManager(tmp_path, {}, seconds=0.0, config=CheckpointConfig(keep=3)) as keeper:
         for step in (80, 90, 100):
             keeper.save(step, state(step))
     for path in sorted(tmp_path.glob("step-*"))[-damaged:]:
         (path / "state.safetensors").write_bytes(b"x")
-    with Keeper(tmp_path, {}, seconds=0.0, tiers=tiers) as keeper:
+    with CheckpointManager(tmp_path, {}, seconds=0.0, config=tiers) as keeper:
         found = keeper.resume()
         assert found is not None and found.step == 100 - 10 * damaged
         keeper.save(found.step + 5, state(1))
         keeper.finish()
-        assert "passed over: step-" in keeper.account.line()
-    with Keeper(tmp_path, {}) as again:
+        assert "passed over: step-" in keeper.stats.summary()
+    with CheckpointManager(tmp_path, {}) as again:
         last = again.resume()
     assert last is not None and last.step == found.step + 5
     assert len([*tmp_path.glob("damaged-*")]) == 1, "one is kept to be looked at"
@@ -283,9 +288,9 @@ def test_a_download_that_fails_does_not_hide_the_ones_before(
 ) -> None:
     tiers = durable(f"file://{tmp_path}/far")
     run(tmp_path / "near", tiers, range(1, 4))
-    really, said = Durable.fetch, list[str]()
+    really, said = RemoteStore.download, list[str]()
 
-    def fetch(self: Durable, each: Any, folder: Path) -> Path:
+    def fetch(self: RemoteStore, each: Any, folder: Path) -> Path:
         if each.step > 1:
             monkeypatch.setattr(
                 self.fs, "get_file", lambda *_: (_ for _ in ()).throw(OSError("the line is dead"))
@@ -294,8 +299,8 @@ def test_a_download_that_fails_does_not_hide_the_ones_before(
             monkeypatch.undo()
         return really(self, each, folder)
 
-    monkeypatch.setattr(Durable, "fetch", fetch)
-    with Keeper(tmp_path / "elsewhere", {"of": 1}, tiers=tiers, say=said.append) as keeper:
+    monkeypatch.setattr(RemoteStore, "fetch", fetch)
+    with CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=tiers, log=said.append) as keeper:
         found = keeper.resume()
     assert found is not None and found.step == 1 and sum("the line is dead" in text for text in said) == 2
 
@@ -306,62 +311,64 @@ def test_one_of_a_newer_format_in_the_durable_tier_is_told_and_neither_trained_o
     """As a local one: to pass over it would train its steps again beside it, and retention would remove it then."""
     tiers = durable(f"file://{tmp_path}/far")
     keeper = run(tmp_path / "near", tiers, range(1, 3))
-    far = Durable(f"file://{tmp_path}/far", keeper.job)
-    newest_one = far.found()[0][0]
+    far = RemoteStore(f"file://{tmp_path}/far", keeper.job_id)
+    newest_one = far.list_checkpoints()[0][0]
     index = {"body": {"format": 99, "step": 2}}
     far.fs.pipe_file(f"{far.root}/{newest_one.name}/state.json", json.dumps(index).encode())
     for _ in range(2):  # the second time a copy of it is on the local disk
         with (
             pytest.raises(NewerFormatError, match="checkpoint format 99") as raised,
-            Keeper(tmp_path / "elsewhere", {"of": 1}, tiers=tiers) as keeper,
+            CheckpointManager(tmp_path / "elsewhere", {"of": 1}, config=tiers) as keeper,
         ):
             keeper.resume()
         assert "use the version that wrote it" in str(raised.value)
-    assert [f.step for f in far.found()[0]] == [2, 1]
+    assert [f.step for f in far.list_checkpoints()[0]] == [2, 1]
 
 
 def test_the_last_before_the_end_is_uploaded_even_behind_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really = Durable.push
+    really = RemoteStore.upload
 
-    def slowly(self: Durable, *words: Any) -> str:
+    def slowly(self: RemoteStore, *words: Any) -> str:
         time.sleep(0.5)
         return really(self, *words)
 
-    monkeypatch.setattr(Durable, "push", slowly)
+    monkeypatch.setattr(RemoteStore, "push", slowly)
     tiers = durable(f"file://{tmp_path}/far")
-    with Keeper(tmp_path / "near", {}, seconds=0.0, tiers=tiers, thread=True) as keeper:
+    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=tiers, thread=True) as keeper:
         keeper.save(1, state(1))
-        keeper.save(2, state(2), durable=True)
-        assert not keeper.owes_upload(2) and keeper.owes_upload(3)
-    assert [f.step for f in Durable(f"file://{tmp_path}/far", keeper.job).found()[0]][:1] == [2]
+        keeper.save(2, state(2), upload=True)
+        assert not keeper.needs_upload(2) and keeper.needs_upload(3)
+    assert [f.step for f in RemoteStore(f"file://{tmp_path}/far", keeper.job_id).list_checkpoints()[0]][
+        :1
+    ] == [2]
 
 
 def test_the_time_of_the_last_upload_outlives_a_kill(tmp_path: Path) -> None:
-    tiers = Tiers(durable=f"file://{tmp_path}/far", durable_seconds=1000.0)
-    with Keeper(tmp_path / "near", {}, seconds=0.0, tiers=tiers) as keeper:
-        keeper.account.durable_at -= 600
+    tiers = CheckpointConfig(remote_url=f"file://{tmp_path}/far", remote_interval=1000.0)
+    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=tiers) as keeper:
+        keeper.stats.last_remote_time -= 600
         keeper.save(1, state(1))
-    with Keeper(tmp_path / "near", {}, seconds=0.0, tiers=tiers) as keeper:
+    with CheckpointManager(tmp_path / "near", {}, seconds=0.0, config=tiers) as keeper:
         keeper.resume()
-        keeper.account.durable_at -= 600  # 1,200 s in all: neither start alone would have come that far
+        keeper.stats.last_remote_time -= 600  # 1,200 s in all: neither start alone would have come that far
         keeper.save(2, state(2))
-        assert not keeper.owes_upload(2)
+        assert not keeper.needs_upload(2)
 
 
 def test_a_run_from_far_away_may_still_go_back(tmp_path: Path) -> None:
     """Its anchor stayed on the other machine: the state that was restored takes its place."""
-    from whorl.train.resilience.rollback import Anchors, on_this_machine
+    from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 
-    with Keeper(tmp_path, {}, seconds=0.0) as keeper:
+    with CheckpointManager(tmp_path, {}, seconds=0.0) as keeper:
         record = {"guard": {"anchor": 40, "bad": [], "astray": 0}}
-        here = on_this_machine(keeper, record, 50, state(5))
+        here = ensure_local_snapshot(keeper, record, 50, state(5))
         assert here["guard"]["anchor"] == 50 and record["guard"]["anchor"] == 40
         keeper.finish()
-        assert on_this_machine(keeper, here, 60, state(6)) is here, "it has one that is here"
+        assert ensure_local_snapshot(keeper, here, 60, state(6)) is here, "it has one that is here"
         tensors = state(0)
-        Anchors(keeper).restore(50, tensors)
+        RollbackStore(keeper).restore(50, tensors)
         assert same(tensors, state(5))
         troubled = {"guard": {"anchor": 40, "bad": ["spike"], "astray": 0}}
-        assert on_this_machine(keeper, troubled, 70, state(7))["guard"]["anchor"] is None
+        assert ensure_local_snapshot(keeper, troubled, 70, state(7))["guard"]["anchor"] is None

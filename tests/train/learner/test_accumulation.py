@@ -18,10 +18,10 @@ from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
 from tests.train.lm.test_pretrain import assert_close, train, weights
 
 from whorl.models import make_model
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.config import RoutingConfig
-from whorl.train.lm.objective import LossOf
-from whorl.train.metrics.moe_balance import Mixtures
+from whorl.train.lm.objective import LMObjective
+from whorl.train.metrics.moe_balance import MoEBalancer
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ def test_the_loss_of_the_parts_is_that_of_the_whole() -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-    routing = RoutingConfig(balance=0.5, z=0.01)
-    mixtures = Mixtures(model, routing, World(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]])
-    loss = LossOf(model, mixtures, z_loss=1e-3, compile=False)
+    routing = RoutingConfig(aux_loss_coef=0.5, z_loss_coef=0.01)
+    mixtures = MoEBalancer(model, routing, ProcessGroup(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]])
+    loss = LMObjective(model, mixtures, z_loss=1e-3, compile=False)
     ids = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(1))
     batch = {
         "tokens": ids[:, :-1],

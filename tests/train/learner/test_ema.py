@@ -8,8 +8,8 @@ import torch
 from tests.support.train.tiny import Notes, job, make_tokens
 from torch import Tensor
 
-from whorl.train.checkpoint.format import newest
-from whorl.train.learner.ema import EVERY
+from whorl.train.checkpoint.format import load_latest
+from whorl.train.learner.ema import UPDATE_INTERVAL
 from whorl.train.lm.pretrain import pretrain
 
 
@@ -35,14 +35,14 @@ def test_it_is_the_formula_is_what_is_looked_at_and_survives_a_stop(tmp_path: Pa
     averaged = pretrain(wanted, tmp_path / "a", watching)
     expected = {n: t.clone() for n, t in start(plain).items()}
     for done in (10, 20, 30):
-        b = min(0.9**EVERY, (1 + done) / (10 + done))
+        b = min(0.9**UPDATE_INTERVAL, (1 + done) / (10 + done))
         for name, average in expected.items():
             average.mul_(b).add_(raw.seen[done][name], alpha=1 - b)
             torch.testing.assert_close(watching.seen[done][name], average)
     final = dict(averaged.named_parameters())
     for name, average in expected.items():
         torch.testing.assert_close(final[name].detach(), average)
-    kept = newest(tmp_path / "a")
+    kept = load_latest(tmp_path / "a")
     assert kept is not None
     trained = {n.removeprefix("weights/"): t for n, t in kept.tensors.items() if n.startswith("weights/")}
     assert all(torch.equal(t, raw.seen[30][n]) for n, t in trained.items())  # learning itself is not touched

@@ -12,8 +12,8 @@ from torch import nn
 from whorl.errors import ConfigError
 from whorl.objectives import Loss
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import Clock, learn
-from whorl.train.learner.update import Average, Part, Treatment, Update, all_adamw
+from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.update import MicroBatch, ParamOptim, TargetNetwork, Update, all_adamw
 
 
 def networks() -> nn.ModuleDict:
@@ -25,14 +25,14 @@ def networks() -> nn.ModuleDict:
 
 
 def squared(net: nn.Module):
-    def objective(part: Part) -> Loss:
+    def objective(part: MicroBatch) -> Loss:
         error = (net(part["x"]) - part["y"]).square()
         return Loss(error.sum(), torch.tensor(float(len(error))), {"error": error.sum().detach()})
 
     return objective
 
 
-def part(rows: int = 8, seed: int = 0) -> Part:
+def part(rows: int = 8, seed: int = 0) -> MicroBatch:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 2, generator=g)
     return {"x": x, "y": x.sum(dim=1, keepdim=True)}
@@ -49,11 +49,11 @@ def test_each_update_trains_its_own_parameters_as_often_as_it_says() -> None:
     learner = Learner(nets, updates)
     history = []
 
-    def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
-        assert set(clock.take()) == {"wait", "score", "gradients", "step"}
+    def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+        assert set(clock.pop_seconds()) == {"wait", "score", "gradients", "step"}
         history.append({n: w.clone() for n, w in learner.weights.items()})
 
-    learn(learner, itertools.repeat(part()), lambda p: [[p]], last=6, after=after)
+    train_loop(learner, itertools.repeat(part()), lambda p: [[p]], last=6, on_step_end=after)
     moved = [
         {n for n in a if not torch.equal(a[n], b[n])} for a, b in itertools.pairwise(history)
     ]  # rounds 1 to 5
@@ -66,7 +66,7 @@ def test_what_is_asked_before_each_pass_is_counted_as_scoring(monkeypatch: pytes
     now = 0.0
     monkeypatch.setattr("whorl.train.learner.loop.time.perf_counter", lambda: now)
 
-    def passes(given: Part) -> Iterator[list[Part]]:
+    def passes(given: MicroBatch) -> Iterator[list[MicroBatch]]:
         nonlocal now
         for seconds in (3.0, 0.5):  # a reference's word, then another cut
             now += seconds
@@ -74,8 +74,12 @@ def test_what_is_asked_before_each_pass_is_counted_as_scoring(monkeypatch: pytes
 
     nets, spent = networks(), list[dict[str, float]]()
     learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.05, "a."))])
-    learn(
-        learner, iter([part()]), passes, last=1, after=lambda step, metrics, clock: spent.append(clock.take())
+    train_loop(
+        learner,
+        iter([part()]),
+        passes,
+        last=1,
+        on_step_end=lambda step, metrics, clock: spent.append(clock.pop_seconds()),
     )
     assert spent == [{"wait": 0.0, "score": 3.5, "gradients": 0.0, "step": 0.0}]
 
@@ -85,7 +89,7 @@ def test_adamw_is_torchs() -> None:
     learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.05, "a."), clip_norm=1e9)])
     theirs = torch.optim.Adam(other["a"].parameters(), lr=0.05)
     for seed in range(20):
-        learn(learner, iter([part(seed=seed)]), lambda p: [[p]], last=1)
+        train_loop(learner, iter([part(seed=seed)]), lambda p: [[p]], last=1)
         theirs.zero_grad()
         squared(other["a"])(part(seed=seed)).total.div(8).backward()
         theirs.step()
@@ -94,9 +98,9 @@ def test_adamw_is_torchs() -> None:
 
 def test_a_learner_of_matrices_alone_has_nothing_for_adamw() -> None:
     nets = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False)})
-    learner = Learner(nets, [Update(squared(nets["a"]), {"a.weight": Treatment("muon", 0.1)})])
+    learner = Learner(nets, [Update(squared(nets["a"]), {"a.weight": ParamOptim("muon", 0.1)})])
     before = nets["a"].weight.detach().clone()
-    learn(learner, iter([part()]), lambda p: [[p]], last=1)
+    train_loop(learner, iter([part()]), lambda p: [[p]], last=1)
     assert not torch.equal(nets["a"].weight, before)
 
 
@@ -111,7 +115,7 @@ def test_cut_into_micro_batches_the_step_is_the_same() -> None:
             dict(zip(whole, rows, strict=True))
             for rows in zip(*(t.split(cut) for t in whole.values()), strict=True)
         ]
-        learn(learner, itertools.repeat(pieces), lambda p: [p], last=10)
+        train_loop(learner, itertools.repeat(pieces), lambda p: [p], last=10)
         ends.append(nets["a"].weight.detach().clone())
     assert all(torch.allclose(ends[0], e, atol=1e-6) for e in ends)
 
@@ -119,9 +123,9 @@ def test_cut_into_micro_batches_the_step_is_the_same() -> None:
 def test_several_passes_are_averaged_by_their_counts() -> None:
     nets, seen = networks(), []
     learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 1e-9, "a."))])
-    learn(
+    train_loop(
         learner, iter([part(6)]), lambda p: [[{n: t[:2] for n, t in p.items()}], [{n: t[2:] for n, t in p.items()}]],
-        last=1, after=lambda step, metrics, clock: seen.append(metrics),
+        last=1, on_step_end=lambda step, metrics, clock: seen.append(metrics),
     )  # fmt: skip
     want = squared(nets["a"])(part(6))
     assert seen[0]["count"] == 6 and learner.rounds == 2
@@ -134,9 +138,9 @@ def test_a_target_follows_as_an_exponential_average() -> None:
     learner = Learner(
         nets,
         [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."))],
-        averages=[Average("target.", "a.", 0.75)],
+        target_networks=[TargetNetwork("target.", "a.", 0.75)],
     )
-    learn(learner, iter([part()]), lambda p: [[p]], last=1)
+    train_loop(learner, iter([part()]), lambda p: [[p]], last=1)
     assert torch.allclose(nets["target"].weight, 0.75 * first + 0.25 * nets["a"].weight)
 
 
@@ -144,13 +148,13 @@ def test_impossible_updates_are_refused() -> None:
     nets = networks()
     objective = squared(nets["a"])
     with pytest.raises(ConfigError, match="trains 'c'"):
-        Learner(nets, [Update(objective, {"c": Treatment("adamw", 0.1)})])
+        Learner(nets, [Update(objective, {"c": ParamOptim("adamw", 0.1)})])
     twice = Update(objective, all_adamw(nets, 0.1, "a."))
     with pytest.raises(ConfigError, match="trained by the updates 0 and 1"):
         Learner(nets, [twice, twice])
     with pytest.raises(ConfigError, match="every 0 rounds"):
         Learner(nets, [Update(objective, {}, every=0)])
     with pytest.raises(ConfigError, match=r"no source 'c\.weight'"):
-        Learner(nets, [twice], averages=[Average("target.", "c.", 0.9)])
+        Learner(nets, [twice], target_networks=[TargetNetwork("target.", "c.", 0.9)])
     with pytest.raises(ConfigError, match="is a target and trained"):
-        Learner(nets, [twice], averages=[Average("a.", "b.", 0.9)])
+        Learner(nets, [twice], target_networks=[TargetNetwork("a.", "b.", 0.9)])

@@ -19,14 +19,14 @@ from torch import nn
 
 from whorl.nn import Linear
 from whorl.objectives import Loss
-from whorl.parallel.process_group import World, start_replicas
-from whorl.train.checkpoint.format import newest
-from whorl.train.learner.learner import Learner, Shared
-from whorl.train.learner.loop import learn
-from whorl.train.learner.loss_scaler import LEAST, MOST, LossScaling
-from whorl.train.learner.update import Part, Update, all_adamw
-from whorl.train.lm.pretrain import build_model, learner_of, shared_of
-from whorl.train.profiling.step_timer import random_part
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
+from whorl.train.checkpoint.format import load_latest
+from whorl.train.learner.learner import Learner, SharedState
+from whorl.train.learner.loop import train_loop
+from whorl.train.learner.loss_scaler import MAX_SCALE, MIN_SCALE, LossScaler
+from whorl.train.learner.update import MicroBatch, Update, all_adamw
+from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.profiling.step_timer import random_batch
 from whorl.train.resilience import monitor as vigil
 
 
@@ -36,17 +36,19 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps(
-    tokens: Path, scaling: LossScaling | None, cut: int = 1
+    tokens: Path, scaling: LossScaler | None, cut: int = 1
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Weights and moments after a few steps in fp32, and the gradient norms."""
     wanted = job(tokens)
     model = build_model(wanted)
-    learner = learner_of(model, wanted, shared_of(model, wanted), World(), scaling=scaling)
+    learner = build_learner(
+        model, wanted, allocate_shared(model, wanted), ProcessGroup(), loss_scaler=scaling
+    )
     (update,) = learner.updates
     norms = []
     for _ in range(5):
         for _ in range(cut):
-            update.accumulate(update.objective(random_part(wanted, wanted.batch_rows // cut)))
+            update.accumulate(update.objective(random_batch(wanted, wanted.batch_size // cut)))
         norms.append(update.step(1.0)["gradient_norm"])
     return {n: t.clone() for n, t in learner.shared.tensors().items()}, norms
 
@@ -56,7 +58,7 @@ def test_in_fp32_a_power_of_two_changes_no_bit(tokens: Path, cut: int) -> None:
     """Of Muon's matrices, AdamW's vectors and the rows of tables; while the scale grows, and below 1."""
     plain, norms = steps(tokens, None, cut)
     for start in (2.0**-9, 2.0**11):
-        scaling = LossScaling(start=start, grow_every=2)
+        scaling = LossScaler(init_scale=start, growth_interval=2)
         scaled, same = steps(tokens, scaling, cut)
         assert scaling.scale == 4 * start and same == norms
         assert all(torch.equal(plain[n], scaled[n]) for n in plain)
@@ -66,26 +68,26 @@ def test_it_saves_what_fp16_would_lose() -> None:
     """A gradient of 1e-8, below all that fp16 knows."""
 
     def objective(net: nn.Module) -> Any:
-        def loss(part: Part) -> Loss:
+        def loss(part: MicroBatch) -> Loss:
             y = net(part["x"].half()).float()
             return Loss((y * 1e-8).sum(), torch.tensor(1.0))
 
         return loss
 
     moved = []
-    for scaling in (None, LossScaling(start=2.0**14)):
+    for scaling in (None, LossScaler(init_scale=2.0**14)):
         nets = nn.ModuleDict({"a": Linear(2, 1, std=1.0, generator=torch.Generator().manual_seed(0))})
         before = nets["a"].weight.detach().clone()
-        update = Update(objective(nets["a"]), all_adamw(nets, 0.1), scaling=scaling, eps=1e-12)
-        learn(Learner(nets, [update]), iter([part()]), lambda p: [[p]], last=1)
+        update = Update(objective(nets["a"]), all_adamw(nets, 0.1), loss_scaler=scaling, eps=1e-12)
+        train_loop(Learner(nets, [update]), iter([part()]), lambda p: [[p]], last=1)
         moved.append(float((nets["a"].weight.detach() - before).abs().max()))
     assert moved[0] == 0.0 and moved[1] == pytest.approx(0.1, rel=0.01)
 
 
 def test_an_overflow_is_left_out_until_the_scale_fits() -> None:
     nets = networks()
-    scaling = LossScaling(start=2.0**70, grow_every=5)
-    learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), scaling=scaling)])
+    scaling = LossScaler(init_scale=2.0**70, growth_interval=5)
+    learner = Learner(nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), loss_scaler=scaling)])
     seen: list[tuple[bool, float]] = []
     before = nets["a"].weight.detach().clone()
 
@@ -96,32 +98,34 @@ def test_an_overflow_is_left_out_until_the_scale_fits() -> None:
         before = now
         seen.append(("overflow" in metrics, metrics["loss_scale"]))
 
-    learn(learner, itertools.repeat(part()), lambda p: [[p]], last=30, after=after)
+    train_loop(learner, itertools.repeat(part()), lambda p: [[p]], last=30, on_step_end=after)
     over = [left_out for left_out, _ in seen]
     first = over.index(False)
     assert 3 < first < 12 and scaling.overflows == sum(over)
     assert [scale for _, scale in seen[: first + 1]] == [2.0 ** (70 - n) for n in range(first + 1)]
-    assert seen[-1] == (False, MOST)
+    assert seen[-1] == (False, MAX_SCALE)
     assert bool(before.isfinite().all())
 
 
 def test_limits_of_the_scale_and_whose_matter_an_overflow_is() -> None:
-    scaling = LossScaling(start=MOST, grow_every=1)
-    scaling.passed()
-    assert scaling.scale == MOST
-    assert not scaling.overflowed(math.nan, math.nan) and scaling.scale == MOST  # the guard's
-    assert scaling.overflowed(1.0, 1.0, rows_finite=False) and scaling.scale == MOST / 2
-    smallest = LossScaling({"scale": LEAST, "good": 0, "overflows": 9})
-    assert not smallest.overflowed(1.0, math.inf)  # no scale's fault any more
-    assert LossScaling(scaling.state).state == scaling.state
+    scaling = LossScaler(init_scale=MAX_SCALE, growth_interval=1)
+    scaling.on_step_end()
+    assert scaling.scale == MAX_SCALE
+    assert not scaling.check_overflow(math.nan, math.nan) and scaling.scale == MAX_SCALE  # the guard's
+    assert scaling.check_overflow(1.0, 1.0, rows_finite=False) and scaling.scale == MAX_SCALE / 2
+    smallest = LossScaler({"scale": MIN_SCALE, "good": 0, "overflows": 9})
+    assert not smallest.check_overflow(1.0, math.inf)  # no scale's fault any more
+    assert LossScaler(scaling.state).state == scaling.state
 
 
 def test_rows_of_tables_that_overflow_alone_are_seen(tokens: Path) -> None:
     wanted = job(tokens)
     model = build_model(wanted)
-    learner = learner_of(model, wanted, shared_of(model, wanted), World(), scaling=LossScaling())
+    learner = build_learner(
+        model, wanted, allocate_shared(model, wanted), ProcessGroup(), loss_scaler=LossScaler()
+    )
     (update,) = learner.updates
-    update.accumulate(update.objective(random_part(wanted, wanted.batch_rows)))
+    update.accumulate(update.objective(random_batch(wanted, wanted.batch_size)))
     table = next(iter(learner.shared.row_gradients.values()))
     table[0, 3, 0] = math.inf
     found = update.step(1.0)
@@ -131,41 +135,41 @@ def test_rows_of_tables_that_overflow_alone_are_seen(tokens: Path) -> None:
 def test_the_guard_takes_an_overflow_for_no_event() -> None:
     judge = guard()
     for _ in range(5):
-        assert judge.judge(figures())
+        assert judge.accept_step(figures())
     before = judge.state
     for _ in range(10):  # more than its patience
-        assert not judge.judge({**figures(norm=math.inf), "overflow": 1.0})
-        assert judge.event is None and not judge.must_go_back
-    judge.check()
+        assert not judge.accept_step({**figures(norm=math.inf), "overflow": 1.0})
+        assert judge.last_event is None and not judge.needs_rollback
+    judge.check_skip_limit()
     assert judge.state == before and judge.step == 15
-    assert not judge.judge(figures(loss=math.nan)) and judge.event is not None
+    assert not judge.accept_step(figures(loss=math.nan)) and judge.last_event is not None
 
 
-def _two(world: World, shared: Shared, seen: torch.Tensor) -> None:
+def _two(world: ProcessGroup, shared: SharedState, seen: torch.Tensor) -> None:
     """Replica 1 alone overflows, in its third batch: its loss is finite."""
     nets = networks()
-    scaling = LossScaling(start=2.0**40)
+    scaling = LossScaler(init_scale=2.0**40)
     learner = Learner(
-        nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), scaling=scaling)], shared, world
+        nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), loss_scaler=scaling)], shared, world
     )
 
     def after(step: int, metrics: dict[str, float], clock: object) -> None:
         seen[world.rank, step - 1, :2] = nets["a"].weight.detach()[0]
         seen[world.rank, step - 1, 2] = math.log2(scaling.scale)
-        world.exchange()
+        world.all_gather_scalars()
         assert ("overflow" in metrics) == (step == 3)
 
     records = [part(seed=10 * world.rank + step) for step in range(5)]
     if world.rank == 1:
         records[2] = {n: t * 1e9 for n, t in records[2].items()}
-    learn(learner, iter(records), lambda p: [[p]], last=5, after=after)
+    train_loop(learner, iter(records), lambda p: [[p]], last=5, on_step_end=after)
 
 
 def test_replicas_leave_out_and_halve_together() -> None:
     nets = networks()
-    shared = Shared.of(nets, all_adamw(nets, 0.1, "a."), replicas=2)
+    shared = SharedState.allocate(nets, all_adamw(nets, 0.1, "a."), replicas=2)
     seen = torch.zeros(2, 5, 3).share_memory_()
-    world = start_replicas(2, _two, shared, seen)
+    world = spawn_replicas(2, _two, shared, seen)
     try:
         _two(world, shared, seen)
     finally:
@@ -179,13 +183,13 @@ def test_a_run_that_was_stopped_among_overflows_goes_on_exactly(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a scale that fp16 cannot hold, so that the first steps overflow."""
-    monkeypatch.setattr(vigil, "LossScaling", partial(LossScaling, start=2.0**24, grow_every=10))
+    monkeypatch.setattr(vigil, "LossScaling", partial(LossScaler, init_scale=2.0**24, growth_interval=10))
     wanted, notes = job(tokens, steps=24, dtype="float16", evaluations=1), Notes()
     undisturbed = weights(train(wanted, tmp_path / "a", notes))
     assert not notes.events and 1.0 <= notes.steps[-1]["loss_scale"] <= 2.0**17
     first = train(wanted, tmp_path / "b", stop_after=4, checkpoint_seconds=0.0)
-    kept = newest(tmp_path / "b")
-    assert kept is not None and kept.record["scaling"]["overflows"] == 4
+    kept = load_latest(tmp_path / "b")
+    assert kept is not None and kept.metadata["scaling"]["overflows"] == 4
     fresh = build_model(wanted)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), fresh.parameters(), strict=True))
     again = weights(train(wanted, tmp_path / "b"))
@@ -211,10 +215,10 @@ def test_experts_in_fp16_learn_and_an_overflow_moves_none_of_them(
     mixture = shape(HEADS, experts=EXPERTS)
     wanted = job(tokens, model=mixture, steps=24, evaluations=1, dtype="float16", replicas=replicas)
     with monkeypatch.context() as high:
-        high.setattr(vigil, "LossScaling", partial(LossScaling, start=2.0**24))
+        high.setattr(vigil, "LossScaling", partial(LossScaler, init_scale=2.0**24))
         first = train(wanted, tmp_path / "over", stop_after=3, checkpoint_seconds=0.0)
-    kept, fresh = newest(tmp_path / "over"), build_model(wanted)
-    assert kept is not None and kept.record["scaling"]["overflows"] == 3
+    kept, fresh = load_latest(tmp_path / "over"), build_model(wanted)
+    assert kept is not None and kept.metadata["scaling"]["overflows"] == 3
     assert all(torch.equal(t, first.state_dict()[n]) for n, t in fresh.state_dict().items())
     notes, full = Notes(), Notes()
     last = train(wanted, tmp_path / "fp16", notes)
@@ -228,7 +232,7 @@ def test_experts_in_fp16_learn_and_an_overflow_moves_none_of_them(
 def test_muon_orthogonalises_fp16_gradients_in_fp32(tokens: Path) -> None:
     wanted = job(tokens, dtype="float16")
     model = build_model(wanted)
-    learner = learner_of(model, wanted, shared_of(model, wanted), World())
+    learner = build_learner(model, wanted, allocate_shared(model, wanted), ProcessGroup())
     assert learner.updates[0].muon.dtype == torch.float32 and model.dtype == torch.float16
-    assert learner.updates[0].update.scaling is not None
-    assert {t.rule for t in learner.updates[0].update.treatments.values()} >= {"muon"}
+    assert learner.updates[0].update.loss_scaler is not None
+    assert {t.optimizer for t in learner.updates[0].update.param_optims.values()} >= {"muon"}

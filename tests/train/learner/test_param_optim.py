@@ -14,7 +14,7 @@ from torch import nn
 
 from whorl.models import Decoder, DecoderConfig, TransformerConfig, make_model
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.models.multi_token import MultiToken
+from whorl.models.multi_token import MultiTokenPrediction
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.resnet import ResNet
@@ -22,10 +22,10 @@ from whorl.models.vision.vit import MLPMixer, ViT
 from whorl.objectives import Loss
 from whorl.train.config import OptimConfig
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.update import Treatment, Update, all_adamw
-from whorl.train.lm.objective import treatments
+from whorl.train.learner.update import ParamOptim, Update, all_adamw
+from whorl.train.lm.objective import param_optims
 from whorl.train.lm.pretrain import pretrain
-from whorl.train.optim.decay_mask import multiplied
+from whorl.train.optim.decay_mask import decayed_parameters
 
 # Written by hand from the networks' names, and not from their classes as the code does: the last part of a name, or two.
 MATRIX = re.compile(
@@ -93,7 +93,7 @@ NETWORKS: dict[str, Any] = {
     "encoder": encoder,
     "two towers": lambda: DualEncoder(vit(), encoder(None)),
     "captioner": lambda: Captioner(decoder(), vit(0)),
-    "further heads": lambda: MultiToken(32, 3, 2),
+    "further heads": lambda: MultiTokenPrediction(32, 3, 2),
     "ViT": vit,
     "Mixer": lambda: MLPMixer(
         image_size=16, patch=4, channels=1, classes=8, d_model=32, n_layers=1, token_hidden=16, mlp_hidden=64
@@ -107,13 +107,13 @@ def test_what_decays_is_what_layers_multiply_with(name: str) -> None:
     network = NETWORKS[name]()
     names = [n for n, _ in network.named_parameters()]
     expected = {n for n in names if MATRIX.search(n) and not n.endswith(TAPS)}
-    assert multiplied(network) == expected
-    assert {n for n, t in all_adamw(network, 0.1).items() if t.decay} == expected
+    assert decayed_parameters(network) == expected
+    assert {n for n, t in all_adamw(network, 0.1).items() if t.decay_scale} == expected
     for n, p in network.named_parameters():
         assert p.ndim >= 2 or n not in expected
 
 
-def still(networks: nn.Module, found: dict[str, Treatment]) -> dict[str, float]:
+def still(networks: nn.Module, found: dict[str, ParamOptim]) -> dict[str, float]:
     """What one step without any gradient leaves of each parameter: a share of 1 but for what decays."""
     for p in networks.parameters():
         torch.nn.init.constant_(p, 2.0)
@@ -128,9 +128,9 @@ def still(networks: nn.Module, found: dict[str, Treatment]) -> dict[str, float]:
 def test_a_step_without_gradients_shrinks_matrices_alone(matrices: str) -> None:
     optim = OptimConfig.model_validate({"matrices": matrices, "matrix_rate": 0.1, "adamw_rate": 0.1})
     network = transformer(experts=EXPERTS)
-    left = still(network, treatments(network, optim))  # type: ignore[arg-type]
-    rates = {"head": optim.embedding_rate, "blocks.0.mlp.router.weight": optim.scalar_rate}
-    rates["blocks.0.mlp.shared_gate.weight"] = optim.scalar_rate  # [1, d]: nothing to orthogonalise
+    left = still(network, param_optims(network, optim))  # type: ignore[arg-type]
+    rates = {"head": optim.lr_embedding, "blocks.0.mlp.router.weight": optim.lr_scalar}
+    rates["blocks.0.mlp.shared_gate.weight"] = optim.lr_scalar  # [1, d]: nothing to orthogonalise
     for name, share in left.items():
         decays = MATRIX.search(name) is not None
         assert share == pytest.approx(1 - 0.5 * rates.get(name, 0.1) if decays else 1.0, abs=1e-6), name
@@ -138,7 +138,7 @@ def test_a_step_without_gradients_shrinks_matrices_alone(matrices: str) -> None:
 
 def test_no_decay_is_told_by_one_treatment() -> None:
     nets = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
-    found = {**all_adamw(nets, 0.1, "a."), **{f"b.{n}": Treatment("adamw", 0.1) for n in ("weight", "bias")}}
+    found = {**all_adamw(nets, 0.1, "a."), **{f"b.{n}": ParamOptim("adamw", 0.1) for n in ("weight", "bias")}}
     left = still(nets, found)
     assert left == pytest.approx({"a.weight": 0.95, "a.bias": 1.0, "b.weight": 1.0, "b.bias": 1.0}, abs=1e-6)
 
@@ -156,12 +156,12 @@ def curve(wanted: Any) -> list[dict[str, float]]:
 
 
 def test_adamw_in_muons_place_learns(tokens: Path) -> None:
-    optim = OptimConfig(matrices="adamw", adamw_rate=0.004, base_width=16, weight_decay=0.01)
+    optim = OptimConfig(optimizer="adamw", lr_adamw=0.004, mup_base_width=16, weight_decay=0.01)
     seen = curve(job(tokens, optim=optim, steps=30))
     assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
     # The tiny decoder is 32 wide, twice the base: what is told is the rate as it is used.
     assert max(s["learning_rate"] for s in seen) == pytest.approx(0.002)
-    assert "muon" not in {t.rule for t in treatments(decoder(), optim).values()}
+    assert "muon" not in {t.optimizer for t in param_optims(decoder(), optim).values()}
 
 
 def test_the_fused_kernel_trains_alike_in_pretraining(tokens: Path) -> None:

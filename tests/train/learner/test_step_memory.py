@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tests.support.train.tiny import job, make_tokens
 
-from whorl.models.activation_checkpointing import Alive
-from whorl.parallel.process_group import World
-from whorl.train.lm.pretrain import build_model, learner_of, shared_of
-from whorl.train.profiling.step_timer import random_part
+from whorl.models.activation_checkpointing import LiveTensorTracker
+from whorl.parallel.process_group import ProcessGroup
+from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.profiling.step_timer import random_batch
 
 
 @pytest.fixture(scope="module")
@@ -21,17 +21,17 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_steps_use_the_same_memory_and_nothing_grows(tokens: Path) -> None:
     wanted = job(tokens)
     model = build_model(wanted)
-    (update,) = learner_of(model, wanted, shared_of(model, wanted), World()).updates
-    part = random_part(wanted, wanted.batch_rows)
+    (update,) = build_learner(model, wanted, allocate_shared(model, wanted), ProcessGroup()).updates
+    part = random_batch(wanted, wanted.batch_size)
     places, left, peaks = set(), [], []
     for number in range(8):
         update.accumulate(update.objective(part))
         if number < 2:  # both of Muon's turns, once
             update.step(1e-3)
             continue
-        with Alive() as alive:
+        with LiveTensorTracker() as alive:
             update.step(1e-3)
-        places.add(tuple(t.data_ptr() for t in update.summed.values()))
+        places.add(tuple(t.data_ptr() for t in update.reduced_gradients.values()))
         left.append(alive.bytes)
         peaks.append(alive.peak)
     assert len(places) == 1 and left == [0] * 6, "what a step makes does not outlive it"

@@ -11,9 +11,9 @@ import torch
 from tests.support.train.tiny import Notes, job, make_tokens
 from tests.train.lm.test_pretrain import assert_close, train, weights
 
-from whorl.engine import Sampling, generate
+from whorl.engine import SamplingParams, generate
 from whorl.models import Transformer, TransformerConfig, load_model, save_model
-from whorl.train.checkpoint.format import newest
+from whorl.train.checkpoint.format import load_latest
 
 HEADS = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 16}
 MIXERS: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ def test_it_learns_is_stored_and_samples(kind: str, tokens: Path, tmp_path: Path
     save_model(model, tmp_path / "model")
     again = load_model(tmp_path / "model").eval()
     assert isinstance(again, Transformer) and again.config == config
-    prompt, greedy = [5, 97, 97, 98], Sampling(temperature=0.0)
+    prompt, greedy = [5, 97, 97, 98], SamplingParams(temperature=0.0)
     written = [
         [t.id for t in generate(again, prompt, greedy, torch.Generator(), max_tokens=20, use_cache=kept)]
         for kept in (True, False)
@@ -76,7 +76,7 @@ def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path
     assert last["experts/0/dropped"] == 0 and 0 <= last["experts/1/gini"] < 0.75 and last["balance"] >= 0.99
     assert sum(last[f"experts/0/share/{e}"] for e in range(4)) == pytest.approx(1)
     train(wanted, tmp_path / "b", stop_after=4, checkpoint_seconds=0.0)
-    found = newest(tmp_path / "b")
+    found = load_latest(tmp_path / "b")
     assert found is not None and "buffers/blocks.0.mlp.router.balance_bias" in found.tensors
     continued = train(wanted, tmp_path / "b")
     assert all(torch.equal(t, continued.state_dict()[n]) for n, t in undisturbed.state_dict().items())
@@ -92,16 +92,19 @@ def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path
 
 def test_the_loss_of_parts_is_that_of_the_whole_whatever_is_masked() -> None:
     from whorl.models import make_model
-    from whorl.parallel.process_group import World
+    from whorl.parallel.process_group import ProcessGroup
     from whorl.train.config import RoutingConfig
-    from whorl.train.lm.objective import LossOf
-    from whorl.train.metrics.moe_balance import Mixtures
+    from whorl.train.lm.objective import LMObjective
+    from whorl.train.metrics.moe_balance import MoEBalancer
 
     model = make_model(shape(HEADS, experts=EXPERTS), torch.Generator().manual_seed(0))
-    mixtures = Mixtures(
-        model, RoutingConfig(balance=0.5, z=0.1), World(), [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]]
+    mixtures = MoEBalancer(
+        model,
+        RoutingConfig(aux_loss_coef=0.5, z_loss_coef=0.1),
+        ProcessGroup(),
+        [[5.0, 1.0, 2.0, 8.0], [1.0, 1.0, 7.0, 2.0]],
     )
-    loss = LossOf(model, mixtures, z_loss=1e-3, compile=False)
+    loss = LMObjective(model, mixtures, z_loss=1e-3, compile=False)
     ids = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(8, 16, dtype=torch.bool)
     mask[:2, 3:] = False  # so that the parts differ in how much of them is a target
@@ -131,10 +134,10 @@ def test_what_is_left_out_by_chance_is_drawn_anew_by_the_step(tokens: Path, tmp_
 def test_rows_of_several_documents_are_kept_apart(tokens: Path) -> None:
     """The loss of a packed row with segments is that of its documents alone, for every kind of layer."""
     from whorl.models import make_model
-    from whorl.parallel.process_group import World
+    from whorl.parallel.process_group import ProcessGroup
     from whorl.train.config import RoutingConfig
-    from whorl.train.lm.objective import LossOf
-    from whorl.train.metrics.moe_balance import Mixtures
+    from whorl.train.lm.objective import LMObjective
+    from whorl.train.metrics.moe_balance import MoEBalancer
 
     ids = torch.randint(0, 256, (1, 13), generator=torch.Generator().manual_seed(0))
     parts = [ids[:, :7], ids[:, 6:]]  # 6 targets each
@@ -143,7 +146,9 @@ def test_rows_of_several_documents_are_kept_apart(tokens: Path) -> None:
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-        loss = LossOf(model, Mixtures(model, RoutingConfig(), World()), z_loss=0.0, compile=False)
+        loss = LMObjective(
+            model, MoEBalancer(model, RoutingConfig(), ProcessGroup()), z_loss=0.0, compile=False
+        )
         alone = [
             loss({"tokens": p[:, :-1], "targets": p[:, 1:], "loss_mask": torch.ones(1, 6, dtype=torch.bool)})
             for p in parts

@@ -28,7 +28,7 @@ from whorl.train.job import Job
 from whorl.train.lm import decay_branches as branches
 from whorl.train.lm import pretrain as module
 from whorl.train.lm.pretrain import pretrain
-from whorl.train.optim.lr_schedule import factor
+from whorl.train.optim.lr_schedule import lr_scale
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +59,18 @@ def experts() -> TransformerConfig:
 def test_branches_are_the_runs_that_were_planned_for_their_budgets(tokens: Path, tmp_path: Path) -> None:
     """However often the stable run and the branch were killed on the way."""
     whole = job(tokens, steps=37, schedule={"warmup": 0.07, "decay": 0.4}, ema=0.9)
-    points = {share: branches.point(whole, share) for share in (0.3, 0.7)}
+    points = {share: branches.branch_step(whole, share) for share in (0.3, 0.7)}
     assert points == {0.3: 7, 0.7: 16}  # of 11 and 26 steps, of which 0.4 decays
     for stop in (7, 12, 37):  # at the first point, between the two, to the end
         end = train(
             whole, tmp_path / "whole", stop_after=stop, stable=points.values(), checkpoint_seconds=0.0
         )
     assert same(end, train(whole, tmp_path / "without"))  # putting aside leaves no trace
-    assert branches.keep(tmp_path / "whole", tmp_path / "model", points) == [0.3, 0.7]
+    assert branches.export_branches(tmp_path / "whole", tmp_path / "model", points) == [0.3, 0.7]
     shutil.rmtree(tmp_path / "whole")
     for share, at in points.items():
-        budget = branches.planned(whole, share)
-        start, scratch = branches.start_of(tmp_path / "model", share), tmp_path / str(share)
+        budget = branches.branch_job(whole, share)
+        start, scratch = branches.branch_state_folder(tmp_path / "model", share), tmp_path / str(share)
         for stop in (at + 2, budget.steps):
             notes = Notes()
             end = train(budget, scratch, notes, start=start, stop_after=stop, checkpoint_seconds=0.0)
@@ -86,9 +86,12 @@ def test_the_place_in_a_stream_the_loads_of_experts_and_replicas_go_on_too(
     if name == "raw text":
         more = {"raw": raw_text(tokens, tmp_path / "raw")}
     whole = job(tokens, steps=14, **more)
-    assert branches.point(whole, 0.5) == 4
+    assert branches.branch_step(whole, 0.5) == 4
     train(whole, tmp_path / "whole", stable=[4], stop_after=6)
-    budget, start = branches.planned(whole, 0.5), branches.place(tmp_path / "whole", 4) / "step-00000004"
+    budget, start = (
+        branches.branch_job(whole, 0.5),
+        branches.branch_folder(tmp_path / "whole", 4) / "step-00000004",
+    )
     assert same(train(budget, tmp_path / "branch", start=start), train(budget, tmp_path / "planned"))
 
 
@@ -98,20 +101,20 @@ def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
     steps: int, share: float, decay: float, warmup: float
 ) -> None:
     assume(warmup + decay < 1)
-    schedule = ScheduleConfig(warmup=warmup, decay=decay)
+    schedule = ScheduleConfig(warmup_ratio=warmup, decay_ratio=decay)
     whole = job(Path("none")).model_copy(update={"steps": steps, "schedule": schedule})
-    budget = branches.planned(whole, share)
+    budget = branches.branch_job(whole, share)
     try:
-        at = branches.point(whole, share)
+        at = branches.branch_step(whole, share)
     except ConfigError:
         if budget.steps == steps:  # rounded to all of them
             return
         length = decay * budget.steps
-        assert share <= branches.lowest(schedule) + 2 / steps or length < 2 or budget.steps - length < 2
+        assert share <= branches.min_fraction(schedule) + 2 / steps or length < 2 or budget.steps - length < 2
         return
     for step in range(at):
-        assert factor(step, budget.steps, budget.schedule) == factor(step, steps, schedule)
-    assert factor(at - 1, steps, schedule) == 1 > factor(at, budget.steps, budget.schedule)
+        assert lr_scale(step, budget.steps, budget.schedule) == lr_scale(step, steps, schedule)
+    assert lr_scale(at - 1, steps, schedule) == 1 > lr_scale(at, budget.steps, budget.schedule)
     assert at == pytest.approx((1 - decay) * budget.steps, abs=1.01)
     assert at <= (1 - decay) * steps + 1
 
@@ -119,16 +122,16 @@ def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
 def test_a_state_of_other_data_or_another_seed_is_refused(tokens: Path, tmp_path: Path) -> None:
     whole = job(tokens, steps=12)
     train(whole, tmp_path / "whole", stable=[3])
-    start = branches.place(tmp_path / "whole", 3) / "step-00000003"
-    other = branches.planned(job(make_tokens(tmp_path / "other", seed=1), steps=12), 0.5)
+    start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
+    other = branches.branch_job(job(make_tokens(tmp_path / "other", seed=1), steps=12), 0.5)
     with pytest.raises(CheckpointError, match="of another job: data differs"):
         train(other, tmp_path / "a", start=start)
     with pytest.raises(CheckpointError, match="of another job: seed differs"):
-        train(branches.planned(job(tokens, steps=12, seed=1), 0.5), tmp_path / "b", start=start)
+        train(branches.branch_job(job(tokens, steps=12, seed=1), 0.5), tmp_path / "b", start=start)
     damaged = start / "state.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="differs from its recorded hash"):
-        train(branches.planned(whole, 0.5), tmp_path / "c", start=start)
+        train(branches.branch_job(whole, 0.5), tmp_path / "c", start=start)
 
 
 def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
@@ -139,8 +142,8 @@ def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
         tokens, tmp_path / "whole", steps=12, watch=watch
     )  # NaN for the letter x, which no text has
     train(whole, tmp_path / "whole", stable=[3], stop_after=4)
-    start = branches.place(tmp_path / "whole", 3) / "step-00000003"
-    plain = module._share
+    start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
+    plain = module._micro_batches
 
     def spoilt(record: Any, of: Job) -> Any:
         parts = plain(record, of)
@@ -149,7 +152,7 @@ def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
 
     monkeypatch.setattr(module, "_share", spoilt)
     notes = Notes()
-    back = train(branches.planned(whole, 0.5), tmp_path / "branch", notes, start=start, stop_after=5)
+    back = train(branches.branch_job(whole, 0.5), tmp_path / "branch", notes, start=start, stop_after=5)
     assert "those of step 3" in notes.events[-1]["action"]
     kept = load(start).tensors
     assert all(torch.equal(w.nan_to_num(7), kept[f"weights/{n}"].nan_to_num(7)) for n, w in back.items())
@@ -176,12 +179,12 @@ def test_too_few_steps_and_shares_that_were_not_kept_are_told(tmp_path: Path) ->
     for steps, share, words in ((4, 0.2, "nothing to decay"), (100, 0.3, "no plateau")):
         schedule = {"warmup_steps": 0 if steps == 4 else 20}
         with pytest.raises(ConfigError, match=words):
-            branches.point(job(Path("none"), steps=steps, schedule=schedule), share)
+            branches.branch_step(job(Path("none"), steps=steps, schedule=schedule), share)
     (tmp_path / "stable" / "0.25").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"(?s)no stable state at the share 0.3.*0.25.*branches = \[0.3\]"):
-        branches.start_of(tmp_path, 0.3)
+        branches.branch_state_folder(tmp_path, 0.3)
     said: list[str] = []
-    assert branches.keep(tmp_path / "scratch", tmp_path / "out", {0.5: 7}, said.append) == []
+    assert branches.export_branches(tmp_path / "scratch", tmp_path / "out", {0.5: 7}, said.append) == []
     assert "stable state of step 7 is not here" in said[0]
 
 
@@ -210,7 +213,7 @@ def test_a_recipe_makes_a_branch_that_is_a_model_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_step, "_memory_in_use", lambda: 0)  # seconds of looking
-    monkeypatch.setattr(model_step._Watch, "_sample", lambda *_: "")
+    monkeypatch.setattr(model_step._PretrainObserver, "_sample", lambda *_: "")
     (tmp_path / "code").mkdir()
     for n in range(40):
         text = "".join(f"def f{n}_{i}(x):\n    return x + {i * n}\n\n" for i in range(60))

@@ -19,7 +19,7 @@ from tests.support.train.tiny import Notes, job, make_tokens
 
 from whorl.errors import BudgetError, CheckpointError
 from whorl.models import Decoder
-from whorl.parallel.process_group import ReplicaError, World, start_replicas
+from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
 from whorl.train.job import Job
 from whorl.train.lm.pretrain import pretrain
 
@@ -84,9 +84,9 @@ def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path,
     other = wanted.model_copy(
         update={"serial_loader": False}
     )  # a process tokenises, another number of replicas
-    assert wanted.raw is not None
+    assert wanted.stream is not None
     for stop, replicas in ((11, 1), (17, 1)):
-        change = {"raw": wanted.raw.model_copy(update={"workers": stop % 3}), "replicas": replicas}
+        change = {"raw": wanted.stream.model_copy(update={"workers": stop % 3}), "replicas": replicas}
         train(other.model_copy(update=change), tmp_path / "b", stop_after=stop, checkpoint_seconds=0.0)
     again = weights(train(wanted, tmp_path / "b"))
     assert all(torch.equal(undisturbed[n], again[n]) for n in again)
@@ -148,11 +148,11 @@ def test_nothing_survives_a_killed_run(tokens: Path, tmp_path: Path) -> None:
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def _fail(world: World) -> None:
+def _fail(world: ProcessGroup) -> None:
     raise RuntimeError("the replica's own words")
 
 
-def _die(world: World) -> None:
+def _die(world: ProcessGroup) -> None:
     import os
 
     os._exit(9)
@@ -162,10 +162,10 @@ def _die(world: World) -> None:
     ("work", "words"), [(_fail, "the replica's own words"), (_die, "died without a word")]
 )
 def test_a_replica_that_fails_is_heard(work: object, words: str) -> None:
-    world = start_replicas(2, work)  # type: ignore[arg-type]
+    world = spawn_replicas(2, work)  # type: ignore[arg-type]
     try:
         with pytest.raises(ReplicaError, match=words):
-            world.exchange(1.0)
+            world.all_gather_scalars(1.0)
     finally:
         world.close()
 

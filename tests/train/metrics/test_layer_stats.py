@@ -13,7 +13,7 @@ from whorl.models import Decoder
 from whorl.train.job import Job
 from whorl.train.lm.pretrain import pretrain
 from whorl.train.metrics import layer_stats as figures
-from whorl.train.metrics.layer_stats import group_of
+from whorl.train.metrics.layer_stats import layer_group
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,13 @@ def looks(notes: Notes) -> list[dict[str, float]]:
 
 
 def test_groups_are_read_off_the_names() -> None:
-    assert group_of("embedding") == "embedding"
-    assert group_of("memory.tables.0") == "memory"
-    assert group_of("blocks.3.attention.qkv.weight") == "blocks.3.attention"
+    assert layer_group("embedding") == "embedding"
+    assert layer_group("memory.tables.0") == "memory"
+    assert layer_group("blocks.3.attention.qkv.weight") == "blocks.3.attention"
     assert (
-        group_of("blocks.3.attention_norm.weight") == group_of("blocks.3.mlp_norm.weight") == "blocks.3.norms"
+        layer_group("blocks.3.attention_norm.weight")
+        == layer_group("blocks.3.mlp_norm.weight")
+        == "blocks.3.norms"
     )
 
 
@@ -68,7 +70,9 @@ def test_norms_are_those_of_the_weights_and_add_up_to_the_whole_gradient(
     last = notes.steps[-1]
     squares: dict[str, float] = {}
     for name, p in model.named_parameters():
-        squares[group_of(name)] = squares.get(group_of(name), 0.0) + float(p.detach().double().square().sum())
+        squares[layer_group(name)] = squares.get(layer_group(name), 0.0) + float(
+            p.detach().double().square().sum()
+        )
     for group, square in squares.items():
         assert last[f"weight_norm/{group}"] == pytest.approx(square**0.5, rel=1e-5), group
         assert 0 < last[f"update_ratio/{group}"] < 1, group
@@ -118,10 +122,10 @@ def test_a_resumed_run_looks_too(tokens: Path, tmp_path: Path, often: None) -> N
 def test_activations_are_those_of_a_forward(tokens: Path, tmp_path: Path) -> None:
     model, notes = train(job(tokens, steps=4), tmp_path)
     last = notes.steps[-1]
-    from whorl.parallel.process_group import World
-    from whorl.train.metrics.validation import HeldOut
+    from whorl.parallel.process_group import ProcessGroup
+    from whorl.train.metrics.validation import Validator
 
-    row = HeldOut(job(tokens), World()).some_ids()[:1, :32]
+    row = Validator(job(tokens), ProcessGroup()).fixed_ids()[:1, :32]
     with torch.no_grad():
         x, where = model.prepare(row)
         x = model.embedding_norm(x)

@@ -15,10 +15,10 @@ from whorl.objectives import Loss
 from whorl.tracking.seeds import generator
 from whorl.train.job import Job
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.update import Part, Update, all_adamw
+from whorl.train.learner.update import MicroBatch, Update, all_adamw
 from whorl.train.lm.pretrain import pretrain
 from whorl.train.metrics import layer_stats as figures
-from whorl.train.metrics.noise_scale import NoiseScale, estimates
+from whorl.train.metrics.noise_scale import NoiseScale, unbiased_estimates
 
 CUTS = {"2 x 16": [16, 16], "8 x 4": [4] * 8, "32 x 1": [1] * 32, "unequal": [3, 9, 20]}
 
@@ -28,9 +28,9 @@ def looked_at(rows: Tensor, cut: Sequence[int], count: int) -> tuple[float, floa
     noise = NoiseScale()
     for part in torch.split(rows, list(cut)):
         halves = (part.sum(dim=0) * count).split([3, part.shape[1] - 3])  # as several tensors
-        noise.part(halves, len(part) * count)
-    parts, tokens, weighted = noise.sums()
-    return estimates(int(parts), tokens, weighted, float(rows.mean(dim=0).square().sum()))
+        noise.add(halves, len(part) * count)
+    parts, tokens, weighted = noise.local_sums()
+    return unbiased_estimates(int(parts), tokens, weighted, float(rows.mean(dim=0).square().sum()))
 
 
 @pytest.mark.parametrize("name", [*CUTS])
@@ -77,13 +77,13 @@ class Listener:
         self.noise, self.found = NoiseScale(), list[tuple[float, float]]()
 
     def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
-        self.noise.part(gradients, count, scale)
+        self.noise.add(gradients, count, scale)
 
     def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         whole = sum(float(g.double().square().sum()) for g in gradients.values()) / clipped**2
-        parts, tokens, weighted = self.noise.sums()
-        self.found.append(estimates(int(parts), tokens, weighted, whole))
-        self.noise.forget()
+        parts, tokens, weighted = self.noise.local_sums()
+        self.found.append(unbiased_estimates(int(parts), tokens, weighted, whole))
+        self.noise.reset()
 
     def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None: ...
 
@@ -101,14 +101,14 @@ def test_linear_regression_through_the_learner(cut: list[int]) -> None:
     with torch.no_grad():
         network.weight.fill_(0.4)  # w* is 0, and a rate of next to nothing leaves the weights there
 
-    def objective(part: Part) -> Loss:
+    def objective(part: MicroBatch) -> Loss:
         off = network(part["x"])[:, 0] - part["y"]
         return Loss(off.square().sum() / 2, torch.tensor(float(len(off))), {})
 
     treatments = all_adamw(network, 1e-12)
     learner = Learner(network, [Update(objective, treatments, clip_norm=0.01)])  # clipped: it must not matter
     (update,) = learner.updates
-    update.watch = listener = Listener()
+    update.grad_hook = listener = Listener()
     for _ in range(rounds):
         x = torch.randn(16, n, generator=draw)
         y = s * torch.randn(16, generator=draw)
@@ -149,14 +149,14 @@ def test_micro_batches_and_replicas_find_the_same_and_a_single_part_none(
 
 def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> None:
     noise = NoiseScale()
-    assert noise.close(1, 10, 3.0, 0.2, 2) == {} and noise.close(2, 10, math.nan, 0.2, 2) == {}
-    first = noise.close(2, 10, 8.0, 0.5, 2)  # trace 3, square 0.2
+    assert noise.finalize(1, 10, 3.0, 0.2, 2) == {} and noise.finalize(2, 10, math.nan, 0.2, 2) == {}
+    first = noise.finalize(2, 10, 8.0, 0.5, 2)  # trace 3, square 0.2
     assert first["noise_scale/tokens"] == pytest.approx(15) and first["noise_scale/rows"] == pytest.approx(3)
-    second = noise.close(2, 10, 8.0, 0.2, 2)  # trace 6, square -0.4
+    second = noise.finalize(2, 10, 8.0, 0.2, 2)  # trace 6, square -0.4
     assert second["noise_scale/square"] == pytest.approx(-0.4) and set(second) == {
         "noise_scale/trace", "noise_scale/square"
     }  # fmt: skip
-    third = noise.close(2, 10, 13.0, 1.2, 2)  # trace 1, square 1.1
+    third = noise.finalize(2, 10, 13.0, 1.2, 2)  # trace 1, square 1.1
     trace, square = 0.9 * (0.9 * 0.3 + 0.6) + 0.1, 0.9 * (0.9 * 0.02 - 0.04) + 0.11
     assert third["noise_scale/tokens"] == pytest.approx(trace / square)
 
@@ -164,8 +164,8 @@ def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> N
 def test_a_scaled_loss_and_narrow_gradients_tell_the_same() -> None:
     rows = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0))
     plain, scaled, narrow = NoiseScale(), NoiseScale(), NoiseScale()
-    plain.part([rows], 4.0)
-    scaled.part([rows * 256], 4.0, 256.0)
-    narrow.part([rows.bfloat16()], 4.0)
-    assert scaled.sums() == pytest.approx(plain.sums())
-    assert narrow.sums() == pytest.approx(plain.sums(), rel=1e-3)
+    plain.add([rows], 4.0)
+    scaled.add([rows * 256], 4.0, 256.0)
+    narrow.add([rows.bfloat16()], 4.0)
+    assert scaled.local_sums() == pytest.approx(plain.local_sums())
+    assert narrow.local_sums() == pytest.approx(plain.local_sums(), rel=1e-3)

@@ -17,7 +17,7 @@ from whorl.errors import ConfigError
 from whorl.recipes.recipe import load_recipe
 from whorl.train.config import ScheduleConfig
 from whorl.train.lm.pretrain import pretrain
-from whorl.train.optim.lr_schedule import check, factor, warmup_stable_decay, warmup_steps
+from whorl.train.optim.lr_schedule import check_warmup, lr_scale, warmup_stable_decay, warmup_steps
 
 KINDS = ("wsd", "cosine", "linear", "constant")
 
@@ -38,19 +38,19 @@ def schedules(draw: st.DrawFn) -> ScheduleConfig:
 def test_any_schedule_rises_evenly_then_only_falls_and_ends_at_its_floor(
     c: ScheduleConfig, total: int
 ) -> None:
-    factors = [factor(step, total, c) for step in range(total)]
+    factors = [lr_scale(step, total, c) for step in range(total)]
     assert all(0 < f <= 1 for f in factors)
     warm = warmup_steps(total, c)
     top = factors.index(max(factors))
     assert factors[: top + 1] == sorted(factors[: top + 1])
     assert top <= max(0.0, math.ceil(warm))  # the peak comes when the warm-up says
-    end = [*factors[top:], factor(total, total, c)]
+    end = [*factors[top:], lr_scale(total, total, c)]
     assert end == sorted(end, reverse=True)
     assert end[-1] == pytest.approx(
-        min(1.0, (total + 1) / max(1.0, warm)) if c.kind == "constant" else c.floor
+        min(1.0, (total + 1) / max(1.0, warm)) if c.kind == "constant" else c.min_lr_ratio
     )
     # Continuous: no step is longer than the steepest slope. A cosine's is pi / 2 times a line's.
-    falling = max(1.0, c.decay * total if c.kind == "wsd" else total - warm)
+    falling = max(1.0, c.decay_ratio * total if c.kind == "wsd" else total - warm)
     slope = max(1 / max(1.0, warm), math.pi / 2 / falling)
     assert all(abs(a - b) <= slope + 1e-9 for a, b in pairwise(factors))
 
@@ -62,12 +62,12 @@ def test_the_default_is_bit_for_bit_what_it_was(total: int) -> None:
         rising = (step + 1) / max(1.0, 0.02 * total)
         falling = 0.02 + (1 - 0.02) * (total - step) / max(1.0, 0.5 * total)
         wanted = min(1.0, rising, falling)
-        assert factor(step, total, ScheduleConfig()) == wanted == warmup_stable_decay(step, total)
+        assert lr_scale(step, total, ScheduleConfig()) == wanted == warmup_stable_decay(step, total)
 
 
 def test_the_kinds_are_what_their_names_say() -> None:
     def at(step: int, kind: str, **more: float) -> float:
-        return factor(step, 1000, ScheduleConfig.model_validate({"kind": kind, **more}))
+        return lr_scale(step, 1000, ScheduleConfig.model_validate({"kind": kind, **more}))
 
     assert at(510, "linear", floor=0.0) == pytest.approx(0.5)  # halfway from 20 to 1000
     assert at(510, "cosine", floor=0.0) == pytest.approx(0.5)
@@ -104,9 +104,9 @@ def test_a_warm_up_in_steps_must_leave_room() -> None:
     with pytest.raises(
         ConfigError, match=r"warmup_steps is 51, in a run of 100 steps, of which the last 0.5 decays"
     ):
-        check(100, ScheduleConfig(warmup_steps=51))
-    check(100, ScheduleConfig(warmup_steps=50))
-    check(100, ScheduleConfig(warmup_steps=99, kind="cosine"))
+        check_warmup(100, ScheduleConfig(warmup_steps=51))
+    check_warmup(100, ScheduleConfig(warmup_steps=50))
+    check_warmup(100, ScheduleConfig(warmup_steps=99, kind="cosine"))
 
 
 def test_the_run_takes_the_schedule_and_tells_its_rates(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_run_takes_the_schedule_and_tells_its_rates(tmp_path: Path) -> None:
         notes = Notes()
         pretrain(wanted, tmp_path / kind, notes)
         rates = [m["learning_rate"] for m in notes.steps]
-        assert rates == [pytest.approx(0.02 * factor(n, 6, wanted.schedule)) for n in range(6)]
+        assert rates == [pytest.approx(0.02 * lr_scale(n, 6, wanted.schedule)) for n in range(6)]
     with pytest.raises(ConfigError, match="warmup_steps is 9"):
         pretrain(job(tokens, steps=6, schedule={"warmup_steps": 9}), tmp_path / "no", Notes())
 

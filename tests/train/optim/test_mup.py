@@ -14,8 +14,8 @@ from whorl.plan.config import PlanConfig
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.update import Part, Update
-from whorl.train.lm.objective import treatments
+from whorl.train.learner.update import MicroBatch, Update
+from whorl.train.lm.objective import param_optims
 from whorl.train.lm.pretrain import build_model
 from whorl.train.optim import mup
 
@@ -37,7 +37,7 @@ def built(shape: str, width: int) -> LanguageModel:
 def moved(shape: str, width: int, optim: OptimConfig, steps: int = 4) -> dict[str, float]:
     """Root mean square of what `steps` steps changed in the output of each linear layer and in the logits."""
     model = built(shape, width)
-    mup.start(model, optim)
+    mup.scale_head_init(model, optim)
     g = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB, (4, 33), generator=g)
     said: dict[str, torch.Tensor] = {}
@@ -50,11 +50,11 @@ def moved(shape: str, width: int, optim: OptimConfig, steps: int = 4) -> dict[st
             said["logits"] = model.logits(model(ids[:, :-1]))
         return dict(said)
 
-    def objective(part: Part):  # type: ignore[no-untyped-def]
+    def objective(part: MicroBatch):  # type: ignore[no-untyped-def]
         hidden, due = model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()
         return next_token(hidden, model.head_weight, due, torch.ones_like(due, dtype=torch.bool))
 
-    update = Update(objective, treatments(model, optim), betas=(0.8, 0.95), eps=1e-10)
+    update = Update(objective, param_optims(model, optim), betas=(0.8, 0.95), eps=1e-10)
     learner, before = Learner(model, [update]), look()
     for _ in range(steps):
         learner.updates[0].accumulate(objective({}))
@@ -92,25 +92,25 @@ def test_muon_needs_it_for_the_head_alone() -> None:
 def test_at_the_base_width_nothing_changes() -> None:
     model = built("decoder", 64)
     before = model.head_weight.clone()
-    mup.start(model, OptimConfig(base_width=64))
+    mup.scale_head_init(model, OptimConfig(mup_base_width=64))
     assert torch.equal(model.head_weight, before)
     for matrices in ("muon", "adamw"):
-        there = treatments(model, OptimConfig.model_validate({"matrices": matrices, "base_width": 64}))
-        assert there == treatments(model, OptimConfig.model_validate({"matrices": matrices}))
+        there = param_optims(model, OptimConfig.model_validate({"matrices": matrices, "base_width": 64}))
+        assert there == param_optims(model, OptimConfig.model_validate({"matrices": matrices}))
 
 
 def test_rate_times_decay_stays_and_so_do_the_rates_of_what_is_no_matrix() -> None:
-    optim = OptimConfig(matrices="adamw", base_width=64, weight_decay=0.1)
-    narrow, wide = (treatments(built("decoder", w), optim) for w in (64, 256))
-    matrix = {n for n, t in narrow.items() if t.decay}
+    optim = OptimConfig(optimizer="adamw", mup_base_width=64, weight_decay=0.1)
+    narrow, wide = (param_optims(built("decoder", w), optim) for w in (64, 256))
+    matrix = {n for n, t in narrow.items() if t.decay_scale}
     assert "head" in matrix and "embedding" not in matrix and "blocks.0.attention.temperature" not in matrix
     for name, t in narrow.items():
-        assert wide[name].rate == pytest.approx(t.rate / 4 if name in matrix else t.rate)
-        assert wide[name].rate * wide[name].decay == pytest.approx(t.rate * t.decay)
+        assert wide[name].lr == pytest.approx(t.lr / 4 if name in matrix else t.lr)
+        assert wide[name].lr * wide[name].decay_scale == pytest.approx(t.lr * t.decay_scale)
 
 
 def test_training_begins_with_a_head_that_is_smaller_as_the_width_is_greater(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    plain, scaled = (build_model(job(tmp_path, optim=OptimConfig(base_width=b))) for b in (None, 8))
+    plain, scaled = (build_model(job(tmp_path, optim=OptimConfig(mup_base_width=b))) for b in (None, 8))
     assert torch.equal(scaled.head_weight, plain.head_weight / 4)  # the tiny decoder is 32 wide
     assert all(
         torch.equal(p, q)
@@ -129,7 +129,7 @@ def test_a_tied_head_is_refused() -> None:
     }
     model = make_model(TransformerConfig.model_validate({**shape, "vocab_size": 300}), None, torch.float32)
     with pytest.raises(ConfigError, match=r"base_width is 64(.|\n)*tie_embeddings = false"):
-        treatments(model, OptimConfig(base_width=64))
+        param_optims(model, OptimConfig(mup_base_width=64))
     with pytest.raises(
         ValueError, match=r"base_width \(64\) with model\.tie_embeddings"
     ):  # when a recipe is read

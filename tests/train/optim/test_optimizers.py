@@ -8,13 +8,13 @@ from tests.support.train.reference_optim import adamw as adamw_reference
 from tests.support.train.reference_optim import muon as muon_reference
 
 from whorl.models import Decoder
-from whorl.plan.cost import shape
+from whorl.plan.cost import decoder_config
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import Update
-from whorl.train.learner.zero1 import shares, turns
-from whorl.train.lm.objective import treatments
-from whorl.train.optim.lr_schedule import FLOOR, warmup_stable_decay
-from whorl.train.optim.optimizers import AdamW, Muon, RowAdagrad, orthogonalise
+from whorl.train.learner.zero1 import partition_parameters, update_groups
+from whorl.train.lm.objective import param_optims
+from whorl.train.optim.lr_schedule import MIN_LR_RATIO, warmup_stable_decay
+from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (16, 17), (24, 48)])
@@ -23,7 +23,7 @@ def test_orthogonalise_keeps_the_directions_and_levels_the_sizes(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
-    out = orthogonalise(x.to(dtype, copy=True)).float()
+    out = orthogonalize(x.to(dtype, copy=True)).float()
     u, sizes, vt = torch.linalg.svd(x, full_matrices=False)
     after = u.mT @ out @ vt.mT  # [3, n, n]: diagonal where every direction is kept
     levels = after.diagonal(dim1=-2, dim2=-1)
@@ -47,7 +47,7 @@ def test_adamw_equals_the_reference_and_torchs(decay: float, fused: bool) -> Non
     betas, eps = (0.8, 0.95), 1e-8
     ours, plain, hatless = ({n: p.clone() for n, p in starts.items()} for _ in range(3))
     theirs = {n: torch.nn.Parameter(p.clone()) for n, p in starts.items()}
-    mine = AdamW(list(ours.items()), rates, betas=betas, eps=eps, weight_decay=decay, decay={"matrix": 1.0, "gain": 0.0},
+    mine = AdamW(list(ours.items()), rates, betas=betas, eps=eps, weight_decay=decay, decay_scale={"matrix": 1.0, "gain": 0.0},
                  fused=fused)  # fmt: skip
     groups = [{"params": [p], "lr": rates[n], "weight_decay": decays[n]} for n, p in theirs.items()]
     peer = torch.optim.AdamW(groups, betas=betas, eps=eps, foreach=False)
@@ -78,7 +78,7 @@ def test_muon_goes_where_the_reference_goes() -> None:
         for _ in range(5):
             gradient = torch.randn(size, generator=g)
             muon.step({"p": gradient}, 1.0)
-            muon_reference(plain, mean, gradient, rate=0.05, momentum=0.95, decay=0.2)
+            muon_reference(plain, mean, gradient, lr=0.05, momentum=0.95, weight_decay=0.2)
         way, exact = (ours - start).flatten(), (plain - start).flatten()
         assert float(torch.cosine_similarity(way, exact, dim=0)) > 0.97
         assert 0.85 < float(way.norm() / exact.norm()) < 1.1
@@ -88,7 +88,7 @@ def test_row_adagrad_equals_a_loop_over_rows() -> None:
     g = torch.Generator().manual_seed(0)
     table, loop = torch.zeros(10, 4), torch.zeros(10, 4)
     squares = torch.zeros(10)
-    optimiser = RowAdagrad([("t", table)], 0.1)
+    optimiser = SparseAdagrad([("t", table)], 0.1)
     for _ in range(5):
         rows = torch.randint(0, 10, (7,), generator=g)
         gradients = torch.randn(7, 4, generator=g)
@@ -127,24 +127,24 @@ def test_muon_takes_turns_with_as_much_larger_steps() -> None:
 
 
 def test_turns_are_even_and_the_same_for_any_number_of_replicas() -> None:
-    model = Decoder(shape(64, 3, 256), torch.Generator().manual_seed(0))
+    model = Decoder(decoder_config(64, 3, 256), torch.Generator().manual_seed(0))
     shapes = {n: p.shape for n, p in model.named_parameters()}
-    update = Update(lambda part: None, treatments(model, OptimConfig()), matrix_every=2)  # type: ignore[arg-type, return-value]
-    parts = turns(update, shapes)
-    assert parts[0] | parts[1] == set(update.names("muon")) and not parts[0] & parts[1]
+    update = Update(lambda part: None, param_optims(model, OptimConfig()), muon_every=2)  # type: ignore[arg-type, return-value]
+    parts = update_groups(update, shapes)
+    assert parts[0] | parts[1] == set(update.names_for("muon")) and not parts[0] & parts[1]
     weights = [sum(shapes[n].numel() for n in part) for part in parts]
     assert max(weights) < 1.4 * min(weights)
     for size in (1, 2, 3):
-        owned = shares(update, shapes, size)
+        owned = partition_parameters(update, shapes, size)
         assert sorted(n for mine in owned for n in mine) == sorted(
-            update.names("muon") + update.names("adamw")
+            update.names_for("muon") + update.names_for("adamw")
         )
 
 
 def test_the_schedule_rises_holds_and_falls() -> None:
     factors = [warmup_stable_decay(step, 1000, 0.02, 0.5) for step in range(1000)]
     assert factors[0] == pytest.approx(1 / 20) and factors[20] == factors[499] == 1.0
-    assert factors[-1] == pytest.approx(FLOOR + (1 - FLOOR) / 500) and factors == sorted(
+    assert factors[-1] == pytest.approx(MIN_LR_RATIO + (1 - MIN_LR_RATIO) / 500) and factors == sorted(
         factors[:20]
     ) + sorted(factors[20:], reverse=True)
     assert warmup_stable_decay(0, 1) > 0

@@ -14,9 +14,9 @@ from tests.train.lm.test_pretrain import train, weights
 from whorl.errors import ConfigError
 from whorl.models import load_model, save_model
 from whorl.recipes.steps.model import PretrainConfig
-from whorl.train.learner.update import Treatment
-from whorl.train.lm.precision import rounding_of
-from whorl.train.lm.pretrain import build_model, shared_of
+from whorl.train.learner.update import ParamOptim
+from whorl.train.lm.precision import make_rounding
+from whorl.train.lm.pretrain import allocate_shared, build_model
 from whorl.train.optim.optimizers import Muon
 from whorl.train.optim.stochastic_rounding import Rounding, stochastic_bf16
 
@@ -84,7 +84,7 @@ def test_chance_comes_from_seed_step_and_name_alone() -> None:
 def test_the_blocks_matrices_take_two_bytes_and_the_rest_four(tokens: Path) -> None:
     wanted = job(tokens, rounding="stochastic")
     model = build_model(wanted)
-    shared = shared_of(model, wanted)
+    shared = allocate_shared(model, wanted)
     narrow = {n for n, t in shared.weights.items() if t.dtype == torch.bfloat16}
     assert narrow == {
         n for n, p in model.named_parameters() if n.startswith("blocks.") and p.ndim == 2 and min(p.shape) > 1
@@ -140,9 +140,9 @@ def test_experts_too(tokens: Path, tmp_path: Path) -> None:
 
 def test_impossible_settings_are_refused(tokens: Path) -> None:
     with pytest.raises(ConfigError, match="no parameter is trained by Muon"):
-        rounding_of("stochastic", 0, {"a": Treatment("adamw", 0.1)})
-    assert rounding_of(None, 0, {}) is None
+        make_rounding("stochastic", 0, {"a": ParamOptim("adamw", 0.1)})
+    assert make_rounding(None, 0, {}) is None
     with pytest.raises(ValidationError, match="nearest"):
-        PretrainConfig(rounding="up")  # type: ignore[arg-type]
+        PretrainConfig(bf16_weights="up")  # type: ignore[arg-type]
     with pytest.raises(ValidationError, match="bfloat16"):
         job(tokens, dtype="float61")

@@ -17,23 +17,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from whorl.models import TransformerConfig
 from whorl.train.lm.pretrain import build_model, pretrain
-from whorl.train.profiling.inductor import kind_of_kernel, part_of_lines
-from whorl.train.profiling.profiler import Profile, profile, utilisation_by_class
+from whorl.train.profiling.inductor import classify_kernel, part_of_traces
+from whorl.train.profiling.profiler import Profile, mfu_by_class, profile
 from whorl.train.profiling.trace import (
     ATTENTION,
     COPIES,
     FRAMEWORK,
     LOOKUPS,
+    MATMULS,
     POINTWISE,
-    PRODUCTS,
     RANGE,
     REDUCTIONS,
     STEP,
     WAITING,
-    Kernel,
-    cost_of,
-    kind_of,
-    read,
+    KernelInfo,
+    classify_op,
+    estimate_cost,
+    read_trace,
 )
 
 
@@ -70,8 +70,8 @@ def test_a_trace_is_read_by_part_and_class() -> None:
         event(RANGE + "attention | fused:1", 600, 20, cat="user_annotation"),
         event("aten::mm", 2000, 500),  # in no step
     ]
-    known = {RANGE + "attention | fused:1": Kernel("attention", REDUCTIONS, 64.0, 16.0)}
-    found = read(events, known)
+    known = {RANGE + "attention | fused:1": KernelInfo("attention", REDUCTIONS, 64.0, 16.0)}
+    found = read_trace(events, known)
     assert found.steps == 1 and found.seconds == pytest.approx(900e-6)
     assert sum(found.parts.values()) == pytest.approx(900e-6)  # every microsecond once
     assert sum(cost.seconds for cost in found.classes.values()) == pytest.approx(900e-6)
@@ -79,9 +79,9 @@ def test_a_trace_is_read_by_part_and_class() -> None:
     assert found.parts["MLP, experts", True] == pytest.approx(100e-6)
     assert found.parts["gradients summed", False] == pytest.approx(10e-6)
     assert found.parts["attention", False] == pytest.approx(20e-6)
-    assert found.classes[PRODUCTS].seconds == pytest.approx(40e-6)
-    assert found.classes[PRODUCTS].flops == 2 * 4 * 8 * 2
-    assert found.classes[PRODUCTS].bytes == 4 * (32 + 16 + 8)
+    assert found.classes[MATMULS].seconds == pytest.approx(40e-6)
+    assert found.classes[MATMULS].flops == 2 * 4 * 8 * 2
+    assert found.classes[MATMULS].bytes == 4 * (32 + 16 + 8)
     assert found.classes[POINTWISE].seconds == pytest.approx(40e-6)
     assert found.classes[REDUCTIONS].bytes == 64.0
     assert found.classes[WAITING].seconds == pytest.approx(50e-6)
@@ -106,33 +106,33 @@ def test_a_gpus_kernels_are_ascribed_to_what_launched_them() -> None:
         event("aten::mm", 51, 10, tid=2, External_id=6),
         event("gemm", 70, 28, tid=7, cat="kernel", External_id=6),
     ]
-    found = read(events)
+    found = read_trace(events)
     assert found.on_device
     assert found.parts["attention", False] == pytest.approx(25e-6)
     assert found.parts["attention", True] == pytest.approx(28e-6)
-    assert found.classes[PRODUCTS].seconds == pytest.approx(53e-6)
+    assert found.classes[MATMULS].seconds == pytest.approx(53e-6)
 
 
 def test_operators_have_their_class() -> None:
     for name, part, kind in (
-        ("aten::mm", "attention", PRODUCTS), ("aten::bmm", "attention", ATTENTION), ("aten::bmm", "optimiser", PRODUCTS),
+        ("aten::mm", "attention", MATMULS), ("aten::bmm", "attention", ATTENTION), ("aten::bmm", "optimiser", MATMULS),
         ("aten::_softmax", "attention", ATTENTION), ("aten::_softmax", "head, loss", REDUCTIONS),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "other", ATTENTION), ("aten::copy_", "other", COPIES),
         ("aten::index_select", "embed", LOOKUPS), ("aten::mul", "other", POINTWISE), ("aten::view", "other", None),
         ("torch::autograd::AccumulateGrad", "other", None), ("Optimizer", "other", None),
     ):  # fmt: skip
-        assert kind_of(name, part) == kind, name
-    assert kind_of("aten::square", "other", alone=False) is None  # whatever it calls is counted
+        assert classify_op(name, part) == kind, name
+    assert classify_op("aten::square", "other", is_leaf=False) is None  # whatever it calls is counted
 
 
 @pytest.mark.parametrize(
     ("work", "kind"),
     [
-        (lambda a, b: a @ b, PRODUCTS),
-        (lambda a, b: torch.addmm(b[0], a, b), PRODUCTS),
-        (lambda a, b: torch.bmm(a.view(4, 8, -1), b.expand(4, -1, -1)), PRODUCTS),
-        (lambda a, b: torch.nn.functional.linear(a, b.t()), PRODUCTS),
-        (lambda a, b: torch.baddbmm(torch.zeros(4, 8, 48), a.view(4, 8, -1), b.expand(4, -1, -1)), PRODUCTS),
+        (lambda a, b: a @ b, MATMULS),
+        (lambda a, b: torch.addmm(b[0], a, b), MATMULS),
+        (lambda a, b: torch.bmm(a.view(4, 8, -1), b.expand(4, -1, -1)), MATMULS),
+        (lambda a, b: torch.nn.functional.linear(a, b.t()), MATMULS),
+        (lambda a, b: torch.baddbmm(torch.zeros(4, 8, 48), a.view(4, 8, -1), b.expand(4, -1, -1)), MATMULS),
     ],
 )
 def test_flops_from_shapes_are_those_that_torch_counts(work: Any, kind: str) -> None:
@@ -144,7 +144,7 @@ def test_flops_from_shapes_are_those_that_torch_counts(work: Any, kind: str) -> 
         record_function(RANGE + STEP),
     ):
         work(a, b)
-    found = read(_events(profiler))
+    found = read_trace(_events(profiler))
     assert found.classes[kind].flops == counter.get_total_flops()
     assert found.classes[kind].bytes >= 4 * (a.numel() + b.numel())
 
@@ -160,13 +160,16 @@ def _events(profiler: Any) -> list[dict[str, Any]]:
 
 def test_bytes_of_the_rest() -> None:
     f = "float"
-    assert cost_of("aten::add", [[8, 4], [8, 4], []], [f, f, "Scalar"]) == (32, 3 * 128)
-    assert cost_of("aten::copy_", [[8], [8], []], [f, "c10::BFloat16", ""]) == (0, 8 * 4 + 8 * 2)
-    assert cost_of("aten::_foreach_copy_", [[[8], [4]], [[8], [4]]], ["TensorList", "TensorList"]) == (12, 96)
-    assert cost_of("aten::embedding", [[1000, 16], [3]], [f, "long int"]) == (0, 3 * (8 + 2 * 16 * 4))
-    assert cost_of("aten::gather", [[64, 1000], [], [64, 1]], [f, "Scalar", "long int"]) == (0, 64 * 16)
-    assert cost_of("aten::index", [[64, 16], []], [f, ""]) == (0, 64 * (8 + 2 * 16 * 4))
-    assert cost_of("aten::add", [], []) == (0, 0)
+    assert estimate_cost("aten::add", [[8, 4], [8, 4], []], [f, f, "Scalar"]) == (32, 3 * 128)
+    assert estimate_cost("aten::copy_", [[8], [8], []], [f, "c10::BFloat16", ""]) == (0, 8 * 4 + 8 * 2)
+    assert estimate_cost("aten::_foreach_copy_", [[[8], [4]], [[8], [4]]], ["TensorList", "TensorList"]) == (
+        12,
+        96,
+    )
+    assert estimate_cost("aten::embedding", [[1000, 16], [3]], [f, "long int"]) == (0, 3 * (8 + 2 * 16 * 4))
+    assert estimate_cost("aten::gather", [[64, 1000], [], [64, 1]], [f, "Scalar", "long int"]) == (0, 64 * 16)
+    assert estimate_cost("aten::index", [[64, 16], []], [f, ""]) == (0, 64 * (8 + 2 * 16 * 4))
+    assert estimate_cost("aten::add", [], []) == (0, 0)
 
 
 def test_the_parts_of_a_step_add_up_and_each_is_there(eager: Profile) -> None:
@@ -186,14 +189,14 @@ def test_the_parts_of_a_step_add_up_and_each_is_there(eager: Profile) -> None:
 def test_the_products_of_a_step_are_those_of_the_model(tokens: Path, eager: Profile) -> None:
     wanted = job(tokens)
     model = build_model(wanted)
-    ids = torch.zeros(wanted.batch_rows, wanted.length, dtype=torch.int64)
+    ids = torch.zeros(wanted.batch_size, wanted.seq_len, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model.logits(model(ids))
-    found = eager.classes[PRODUCTS].flops + eager.classes[ATTENTION].flops
+    found = eager.classes[MATMULS].flops + eager.classes[ATTENTION].flops
     muon = found - 3 * counter.get_total_flops()  # three times a forward; the rest is orthogonalisation
     assert 0 < muon < found / 2
-    assert 0 < utilisation_by_class(eager)[PRODUCTS] < 2
-    assert 0 < eager.utilisation < 1
+    assert 0 < mfu_by_class(eager)[MATMULS] < 2
+    assert 0 < eager.mfu < 1
 
 
 def test_perfetto_can_open_the_trace_and_its_figures_are_json(eager: Profile) -> None:
@@ -203,7 +206,7 @@ def test_perfetto_can_open_the_trace_and_its_figures_are_json(eager: Profile) ->
     assert {RANGE + STEP, RANGE + "attention", RANGE + "optimiser"} <= names
     assert sum(e.get("name") == RANGE + STEP for e in events) == 3
     figures = json.loads(json.dumps(eager.to_json()))
-    assert figures["classes"][PRODUCTS]["bound_seconds"] == eager.bound(PRODUCTS)
+    assert figures["classes"][MATMULS]["bound_seconds"] == eager.roofline_seconds(MATMULS)
     assert figures["parts"]["attention"]["backward"] > 0
 
 
@@ -237,7 +240,7 @@ def test_compiled_code_is_looked_into(tokens: Path, tmp_path: Path) -> None:
     with gzip.open(found.trace) as file:
         assert any("cpp_fused" in e.get("name", "") for e in json.load(file)["traceEvents"])
     plain = profile(small.model_copy(update={"compile": False}), tmp_path / "u.json.gz", steps=2)
-    for kind in (PRODUCTS, ATTENTION):  # the same arithmetic either way
+    for kind in (MATMULS, ATTENTION):  # the same arithmetic either way
         assert found.classes[kind].flops == pytest.approx(plain.classes[kind].flops, rel=0.02)
 
 
@@ -248,16 +251,16 @@ def test_kernels_are_placed_by_the_lines_they_come_from() -> None:
     attention = trace("train/lm/objective.py", "models/decoder.py", "nn/attention/causal.py", "nn/linear.py")
     mlp = trace("models/decoder.py", "nn/mlp.py", "nn/linear.py")
     assert (
-        part_of_lines([attention]) == "attention" and part_of_lines([mlp, mlp, attention]) == "MLP, experts"
+        part_of_traces([attention]) == "attention" and part_of_traces([mlp, mlp, attention]) == "MLP, experts"
     )
-    assert part_of_lines([trace("models/decoder.py", "nn/norm.py")]) == "norms, residuals"
-    assert part_of_lines([trace("train/lm/objective.py", "objectives/next_token.py")]) == "head, loss"
-    assert part_of_lines([]) == "other"
-    assert kind_of_kernel("extern_kernels.bmm", "attention") == ATTENTION
-    assert kind_of_kernel("extern_kernels.mm", "attention") == PRODUCTS
-    assert kind_of_kernel("cpp_fused_clone_transpose_view_3", "attention") == COPIES
-    assert kind_of_kernel("cpp_fused_add_mean_mul_pow_rsqrt_0", "norms, residuals") == REDUCTIONS
-    assert kind_of_kernel("cpp_fused__unsafe_view_pow_relu_5", "MLP, experts") == POINTWISE
+    assert part_of_traces([trace("models/decoder.py", "nn/norm.py")]) == "norms, residuals"
+    assert part_of_traces([trace("train/lm/objective.py", "objectives/next_token.py")]) == "head, loss"
+    assert part_of_traces([]) == "other"
+    assert classify_kernel("extern_kernels.bmm", "attention") == ATTENTION
+    assert classify_kernel("extern_kernels.mm", "attention") == MATMULS
+    assert classify_kernel("cpp_fused_clone_transpose_view_3", "attention") == COPIES
+    assert classify_kernel("cpp_fused_add_mean_mul_pow_rsqrt_0", "norms, residuals") == REDUCTIONS
+    assert classify_kernel("cpp_fused__unsafe_view_pow_relu_5", "MLP, experts") == POINTWISE
 
 
 def test_a_profile_leaves_nothing_behind(tokens: Path, tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import torch
 from tests.support.train.tiny import Notes, job, make_tokens
 from tests.train.lm.test_pretrain import train
 
-from whorl.parallel.process_group import ReplicaError, World, start_replicas
-from whorl.train.lm.objective import LossOf
-from whorl.train.resilience.heartbeat import Pulse, answer_with_stacks, stacks_file
-from whorl.train.resilience.oom_advice import MemoryFullError, explained, is_out_of_memory
+from whorl.parallel.process_group import ProcessGroup, ReplicaError, spawn_replicas
+from whorl.train.lm.objective import LMObjective
+from whorl.train.resilience.heartbeat import Heartbeat, register_stack_dump, stacks_file
+from whorl.train.resilience.oom_advice import OutOfMemoryError, is_out_of_memory, suggest
 
 
 @pytest.fixture(scope="module")
@@ -34,24 +34,24 @@ def wait_for(what: Any, seconds: float = 20.0) -> None:
     assert what()
 
 
-def _stuck_here(world: World, folder: Path) -> None:
-    kept = answer_with_stacks(folder, world.rank)
-    world.exchange()
-    world.exchange()
+def _stuck_here(world: ProcessGroup, folder: Path) -> None:
+    kept = register_stack_dump(folder, world.rank)
+    world.all_gather_scalars()
+    world.all_gather_scalars()
     assert kept is not None
 
 
 def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path: Path) -> None:
     said: list[str] = []
-    world = start_replicas(2, _stuck_here, tmp_path)
+    world = spawn_replicas(2, _stuck_here, tmp_path)
     try:
-        world.exchange()
-        pulse = Pulse(
+        world.all_gather_scalars()
+        pulse = Heartbeat(
             tmp_path,
             9,
             replicas=world.children,
             phase=lambda: "gradients",
-            say=said.append,
+            log=said.append,
             stall_seconds=0.2,
         )
         with pulse:
@@ -67,19 +67,19 @@ def test_a_stall_writes_the_stacks_of_every_replica_and_its_end_is_told(tmp_path
             wait_for(lambda: json.loads((tmp_path / "heartbeat.json").read_text())["state"] == "stalled")
             pulse.beat(3)
             wait_for(lambda: len(said) == 2)
-            assert "it goes on: step 3" in said[1] and len(pulse.stalls) == 1
-        world.exchange()
+            assert "it goes on: step 3" in said[1] and len(pulse.stall_messages) == 1
+        world.all_gather_scalars()
     finally:
         world.close()
 
 
 def test_what_is_a_stall_depends_on_the_usual_step(tmp_path: Path) -> None:
-    pulse = Pulse(tmp_path, 9, stall_seconds=120.0, first_seconds=600.0)
-    assert pulse.limit() == 600.0
-    pulse.lengths.extend([0.1] * 5)
-    assert pulse.limit() == 120.0
-    pulse.lengths.extend([60.0] * 20)
-    assert pulse.limit() == 1200.0
+    pulse = Heartbeat(tmp_path, 9, stall_seconds=120.0, first_step_seconds=600.0)
+    assert pulse.stall_limit() == 600.0
+    pulse.step_seconds.extend([0.1] * 5)
+    assert pulse.stall_limit() == 120.0
+    pulse.step_seconds.extend([60.0] * 20)
+    assert pulse.stall_limit() == 1200.0
 
 
 def test_training_keeps_a_heartbeat_and_reads_that_of_a_process_that_vanished(
@@ -110,7 +110,7 @@ OUT_OF_MEMORY = [
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda e: type(e).__name__)
 def test_every_way_of_saying_it_is_understood(tokens: Path, error: BaseException) -> None:
     assert is_out_of_memory(error)
-    words = str(explained(error, job(tokens, replicas=2)))
+    words = str(suggest(error, job(tokens, replicas=2)))
     assert "pretrain.micro_rows=2 (now 4" in words and "plan.batch_rows=4 (now 8" in words
     assert "plan.length=16 (now 32" in words and "plan.replicas=1" in words
 
@@ -121,7 +121,7 @@ def test_other_errors_are_left_alone(tokens: Path, tmp_path: Path, monkeypatch: 
     def broken(*_: object) -> None:
         raise RuntimeError("a shape")
 
-    monkeypatch.setattr(LossOf, "__call__", broken)
+    monkeypatch.setattr(LMObjective, "__call__", broken)
     with pytest.raises(RuntimeError, match="a shape"):
         train(job(tokens), tmp_path)
 
@@ -132,10 +132,10 @@ def test_torchs_own_allocator_is_understood_in_training(
     def greedy(*_: object) -> None:
         torch.empty(1 << 60)
 
-    monkeypatch.setattr(LossOf, "__call__", greedy)
-    with pytest.raises(MemoryFullError, match=r"pretrain\.micro_rows=4 \(now 8"):
+    monkeypatch.setattr(LMObjective, "__call__", greedy)
+    with pytest.raises(OutOfMemoryError, match=r"pretrain\.micro_rows=4 \(now 8"):
         train(job(tokens), tmp_path)
-    with pytest.raises(MemoryFullError) as raised:
+    with pytest.raises(OutOfMemoryError) as raised:
         train(job(tokens, batch_rows=1), tmp_path / "one")
     assert "micro_rows" not in str(raised.value) and "plan.length=16" in str(raised.value), (
         "what is left to change"
@@ -150,7 +150,7 @@ def test_a_replica_that_the_system_killed_is_taken_for_want_of_memory(tokens: Pa
                 assert child.pid is not None
                 os.kill(child.pid, signal.SIGKILL)
 
-    with pytest.raises(MemoryFullError, match=r"killed by SIGKILL(.|\n)*plan\.batch_rows=4"):
+    with pytest.raises(OutOfMemoryError, match=r"killed by SIGKILL(.|\n)*plan\.batch_rows=4"):
         train(job(tokens, replicas=2, steps=400), tmp_path, Killer())
 
 

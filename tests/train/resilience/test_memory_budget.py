@@ -12,13 +12,17 @@ from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
 
 from whorl.errors import BudgetError, ConfigError
 from whorl.machine import memory
-from whorl.machine.memory import Memory, memory_of
-from whorl.models.activation_checkpointing import measure
+from whorl.machine.memory import Memory, device_memory
+from whorl.models.activation_checkpointing import measure_activation_memory
 from whorl.recipes.steps.model import PretrainConfig
 from whorl.train.job import Job, identity
 from whorl.train.lm.pretrain import build_model, pretrain
-from whorl.train.resilience.memory_budget import micro_rows, remade_blocks, within_budget
-from whorl.train.resilience.oom_advice import explained
+from whorl.train.resilience.memory_budget import (
+    apply_activation_checkpointing,
+    blocks_to_checkpoint,
+    resolve_micro_batch_size,
+)
+from whorl.train.resilience.oom_advice import suggest
 
 MIXTURE = shape(HEADS, experts={**EXPERTS, "token_dropout": 0.2})
 
@@ -29,7 +33,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def least(wanted: Job) -> int:
-    return measure(build_model(wanted), wanted.length).of(micro_rows(wanted)).least
+    return (
+        measure_activation_memory(build_model(wanted), wanted.seq_len)
+        .at_rows(resolve_micro_batch_size(wanted))
+        .min_peak
+    )
 
 
 def weights(wanted: Job, scratch: Path) -> dict[str, torch.Tensor]:
@@ -54,7 +62,7 @@ def test_training_within_a_budget_ends_with_the_same_weights(
 ) -> None:
     free = job(tokens, steps=6, **CHANGES[change])
     tight = free.model_copy(update={"activation_budget": f"{least(free)}B"})
-    assert build_model(tight).remade > 0 == build_model(free).remade
+    assert build_model(tight).checkpointed_blocks > 0 == build_model(free).checkpointed_blocks
     a, b = weights(free, tmp_path / "free"), weights(tight, tmp_path / "tight")
     assert all(torch.equal(a[n], b[n]) for n in a)
 
@@ -65,12 +73,14 @@ def test_a_run_may_go_on_with_another_budget(tokens: Path) -> None:
 
 def test_more_budget_remakes_less_and_the_budget_is_of_all_replicas(tokens: Path) -> None:
     wanted = job(tokens)
-    seen = measure(build_model(wanted), wanted.length)
-    low, high = seen.of(8).least, seen.of(8).peak(0)
-    counts = [remade_blocks(seen, budget, 8) for budget in range(low, high + 1, (high - low) // 20)]
-    assert counts == sorted(counts, reverse=True) and counts[0] > 0 and remade_blocks(seen, high, 8) == 0
-    half = wanted.model_copy(update={"replicas": 2, "activation_budget": f"{2 * seen.of(4).least}B"})
-    assert within_budget(build_model(wanted), half).remade > 0
+    seen = measure_activation_memory(build_model(wanted), wanted.seq_len)
+    low, high = seen.at_rows(8).min_peak, seen.at_rows(8).peak(0)
+    counts = [blocks_to_checkpoint(seen, budget, 8) for budget in range(low, high + 1, (high - low) // 20)]
+    assert (
+        counts == sorted(counts, reverse=True) and counts[0] > 0 and blocks_to_checkpoint(seen, high, 8) == 0
+    )
+    half = wanted.model_copy(update={"replicas": 2, "activation_budget": f"{2 * seen.at_rows(4).min_peak}B"})
+    assert apply_activation_checkpointing(build_model(wanted), half).checkpointed_blocks > 0
 
 
 def test_a_budget_that_cannot_be_met_names_the_least_that_can_and_what_else_to_set(tokens: Path) -> None:
@@ -82,7 +92,7 @@ def test_a_budget_that_cannot_be_met_names_the_least_that_can_and_what_else_to_s
     assert "pretrain.activation_budget" in words and "(now 8 rows a forward" in words
     said = words.split("--set pretrain.activation_budget=")[1].split("MB")[0]
     met = build_model(wanted.model_copy(update={"activation_budget": f"{said}MB"}))
-    assert met.remade > 0, "what is typed suffices"
+    assert met.checkpointed_blocks > 0, "what is typed suffices"
     rows = int(words.split("--set pretrain.micro_rows=")[1].split(" ")[0])
     build_model(wanted.model_copy(update={"activation_budget": f"{need // 2}B", "micro_rows": rows}))
     with pytest.raises(BudgetError) as raised:
@@ -91,9 +101,9 @@ def test_a_budget_that_cannot_be_met_names_the_least_that_can_and_what_else_to_s
 
 
 def test_out_of_memory_names_the_budget(tokens: Path) -> None:
-    assert "pretrain.activation_budget=25% (now none" in str(explained(MemoryError(), job(tokens)))
+    assert "pretrain.activation_budget=25% (now none" in str(suggest(MemoryError(), job(tokens)))
     tight = job(tokens, activation_budget="2GB")
-    assert "pretrain.activation_budget=1000000000B (now 2000000000B)" in str(explained(MemoryError(), tight))
+    assert "pretrain.activation_budget=1000000000B (now 2000000000B)" in str(suggest(MemoryError(), tight))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +114,7 @@ def test_out_of_memory_names_the_budget(tokens: Path) -> None:
 def test_memory_as_people_type_it(text: str | int, spelt: str, of_a_gigabyte: int) -> None:
     found = PretrainConfig(activation_budget=text).activation_budget  # type: ignore[arg-type]
     assert found == spelt and PretrainConfig(activation_budget=spelt).activation_budget == spelt
-    assert Memory.parse(spelt).of(10**9) == of_a_gigabyte
+    assert Memory.parse(spelt).resolve(10**9) == of_a_gigabyte
 
 
 @pytest.mark.parametrize("text", ["", "2 apples", "0GB", "101%", "0%", "-1GB", "GB", "nan", "0.5B", True, 0])
@@ -119,6 +129,6 @@ def test_what_is_no_memory_is_refused_when_it_is_read(text: object) -> None:
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "max").write_text("1000000\n")
     monkeypatch.setattr(memory, "LIMIT", tmp_path / "max")
-    assert memory_of("cpu") == 1_000_000
+    assert device_memory("cpu") == 1_000_000
     (tmp_path / "max").write_text("max\n")
-    assert memory_of("cpu") > 1_000_000
+    assert device_memory("cpu") > 1_000_000

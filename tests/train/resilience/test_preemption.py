@@ -20,10 +20,10 @@ from tests.train.lm.test_pretrain import raw_text, train, weights
 from whorl.train.checkpoint import format as checkpoint
 from whorl.train.checkpoint import manager as keeper
 from whorl.train.job import Job
-from whorl.train.learner.learner import _Taken
-from whorl.train.lm.objective import LossOf
-from whorl.train.metrics.validation import HeldOut
-from whorl.train.resilience.preemption import StoppedError
+from whorl.train.learner.learner import UpdateState
+from whorl.train.lm.objective import LMObjective
+from whorl.train.metrics.validation import Validator
+from whorl.train.resilience.preemption import PreemptedError
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def on_call(
 
 MOMENTS = {
     "a batch is waited for": ("whorl.tokens.loader.TokenProducer", "fill", 7, False),
-    "forward": (LossOf, "__call__", 7, False),
+    "forward": (LMObjective, "__call__", 7, False),
     "backward": (torch.Tensor, "backward", 7, True),
-    "the update": (_Taken, "step", 7, True),
-    "a look at held-out text": (HeldOut, "__call__", 1, False),
+    "the update": (UpdateState, "step", 7, True),
+    "a look at held-out text": (Validator, "__call__", 1, False),
     "a record in the log": (Notes, "on_step", 7, False),
     "a checkpoint": (keeper, "stage", 4, False),
-    "a copy put aside": (keeper.Keeper, "put_aside", 3, True),
+    "a copy put aside": (keeper.CheckpointManager, "put_aside", 3, True),
 }
 
 
@@ -78,12 +78,12 @@ def test_sigterm_at_any_moment_keeps_what_was_learnt(
     undisturbed = weights(train(wanted, tmp_path / "a"))
     before = signal.getsignal(signal.SIGTERM)
     seconds = 0.0 if moment == "a checkpoint" else 1e9
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(StoppedError) as raised:
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(PreemptedError) as raised:
         on_call(patched, owner, name, number, late=late)
         train(wanted, tmp_path / "b", checkpoint_seconds=seconds)
     assert raised.value.exit_code == 143 and "run the same command again" in str(raised.value)
     assert signal.getsignal(signal.SIGTERM) is before
-    found = checkpoint.newest(tmp_path / "b")
+    found = checkpoint.load_latest(tmp_path / "b")
     assert found is not None and 0 < found.step < 12
     assert f"after step {found.step} of 12; a checkpoint of step {found.step} is written" in str(raised.value)
     said: list[str] = []
@@ -98,9 +98,9 @@ def test_sigterm_in_the_very_last_step_is_not_swallowed(tokens: Path, tmp_path: 
             if step == 12:
                 signal.raise_signal(signal.SIGTERM)
 
-    with pytest.raises(StoppedError, match="step 12 of 12"):
+    with pytest.raises(PreemptedError, match="step 12 of 12"):
         train(job(tokens), tmp_path / "b", Last())
-    found = checkpoint.newest(tmp_path / "b")
+    found = checkpoint.load_latest(tmp_path / "b")
     assert found is not None and found.step == 12
     whole, rest = Notes(), Notes()
     train(job(tokens), tmp_path / "a", whole)
@@ -170,7 +170,7 @@ def test_the_whole_group_is_told_in_a_step_or_a_look_of_a_minute(
     assert took < 20, f"{took:.1f} s"
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    found = checkpoint.newest(scratch)
+    found = checkpoint.load_latest(scratch)
     assert found is not None and found.step == (25 if slow == "step" else 30)
     wanted = Job.model_validate(job(tokens, replicas=2, steps=60, evaluations=6))
     whole, again = weights(train(wanted, tmp_path / "whole")), weights(train(wanted, scratch))

@@ -19,21 +19,21 @@ from tests.train.lm.test_pretrain import raw_text, train
 
 from whorl.errors import DataError
 from whorl.models import Decoder
-from whorl.parallel.process_group import World, start_replicas
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.tokens.loader import open_batches
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.train.config import WatchConfig
+from whorl.train.config import SpikeGuardConfig
 from whorl.train.job import Job
-from whorl.train.learner.learner import Learner, Shared
-from whorl.train.learner.loop import learn
+from whorl.train.learner.learner import Learner, SharedState
+from whorl.train.learner.loop import train_loop
 from whorl.train.learner.update import DivergedError, Update, all_adamw
 from whorl.train.lm import pretrain as module
-from whorl.train.resilience.spike_guard import Guard
+from whorl.train.resilience.spike_guard import SpikeGuard
 
 
-def guard(state: dict[str, Any] | None = None, first: int = 0, **settings: Any) -> Guard:
-    config = WatchConfig(**{"window": 32, "patience": 3, **settings})
-    return Guard(config, chance=math.log(300), steps=1000, first=first, state=state)
+def guard(state: dict[str, Any] | None = None, first: int = 0, **settings: Any) -> SpikeGuard:
+    config = SpikeGuardConfig(**{"window": 32, "patience": 3, **settings})
+    return SpikeGuard(config, uniform_loss=math.log(300), steps=1000, first=first, state=state)
 
 
 def figures(loss: float = 2.0, norm: float = 0.5, count: float = 8.0) -> dict[str, float]:
@@ -46,39 +46,42 @@ def ripple(step: int) -> dict[str, float]:
 
 def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_ripples_are_not() -> None:
     judge = guard()
-    assert all(judge.judge(ripple(step)) for step in range(40))
-    assert judge.judge(figures(2.5, 0.9)), "a hard batch is no spike"
-    assert not judge.judge(figures(5.0)) and "loss is 5" in judge.events[-1]["words"]
-    assert not judge.judge(figures(norm=20.0)) and "norm of the gradient is 20" in judge.events[-1]["words"]
+    assert all(judge.accept_step(ripple(step)) for step in range(40))
+    assert judge.accept_step(figures(2.5, 0.9)), "a hard batch is no spike"
+    assert not judge.accept_step(figures(5.0)) and "loss is 5" in judge.events[-1]["words"]
+    assert (
+        not judge.accept_step(figures(norm=20.0))
+        and "norm of the gradient is 20" in judge.events[-1]["words"]
+    )
     assert [e["step"] for e in judge.events] == [42, 43] and judge.skipped == 2
-    assert all(guard(spike=0.0).judge(f) for f in (*map(ripple, range(40)), figures(1e9, 1e9)))
+    assert all(guard(spike=0.0).accept_step(f) for f in (*map(ripple, range(40)), figures(1e9, 1e9)))
 
 
 def test_a_loss_that_rose_above_guessing_must_come_back() -> None:
     judge = guard(spike=0.0)
     for nll in (5.7, 6.0, 8.0, 9.0, 5.6, 5.9, 5.0, 5.7):  # up, and back below
-        judge.judge(figures(nll))
-    assert judge.astray == 0
+        judge.accept_step(figures(nll))
+    assert judge.diverged_steps == 0
     for nll in (7.0, *[5.703] * 63):  # up, then dead: what guessing costs, for ever
-        assert not judge.must_go_back
-        judge.judge(figures(nll))
-    assert judge.must_go_back
+        assert not judge.needs_rollback
+        judge.accept_step(figures(nll))
+    assert judge.needs_rollback
     with pytest.raises(DivergedError, match=r"64 steps ago the loss rose far above the 5\.70 nats"):
-        judge.go_back()
+        judge.roll_back()
     slow = guard(spike=0.0)
-    assert all(slow.judge(figures(9.0 - step / 100)) for step in range(200)) and not slow.astray, (
-        "begins high"
-    )
+    assert (
+        all(slow.accept_step(figures(9.0 - step / 100)) for step in range(200)) and not slow.diverged_steps
+    ), "begins high"
 
 
 def test_spikes_seen_before_do_not_hide_the_next_and_a_level_that_stays_is_no_spike_for_ever() -> None:
     judge = guard(patience=100)
     for step in range(32):
-        judge.judge(ripple(step))
-    assert [judge.judge(figures(50.0 if step % 4 == 0 else 2.0)) for step in range(32)] == [
+        judge.accept_step(ripple(step))
+    assert [judge.accept_step(figures(50.0 if step % 4 == 0 else 2.0)) for step in range(32)] == [
         step % 4 != 0 for step in range(32)
     ]
-    kept = [judge.judge(figures(6.0)) for _ in range(40)]
+    kept = [judge.accept_step(figures(6.0)) for _ in range(40)]
     assert not kept[0] and kept[-1]
 
 
@@ -87,7 +90,7 @@ def test_spikes_seen_before_do_not_hide_the_next_and_a_level_that_stays_is_no_sp
 )
 def test_what_is_not_finite_or_empty_is_refused_from_the_first_step_on(bad: dict[str, float]) -> None:
     judge = guard()
-    assert not judge.judge(bad) and judge.judge(figures())
+    assert not judge.accept_step(bad) and judge.accept_step(figures())
     json.dumps(judge.state, allow_nan=False)
 
 
@@ -95,36 +98,36 @@ def test_the_state_holds_all_that_later_judgements_depend_on() -> None:
     rng = np.random.default_rng(0)
     seen = [figures(*rng.lognormal(0, 0.4, 2) * rng.choice([1, 1, 1, 9], 2)) for _ in range(300)]
     whole = guard(patience=1000)
-    answers = [whole.judge(f) for f in seen]
+    answers = [whole.accept_step(f) for f in seen]
     parts = guard(patience=1000)
     again = []
     for number, one in enumerate(seen):
         parts = guard(json.loads(json.dumps(parts.state)), first=number, patience=1000)
-        again.append(parts.judge(one))
+        again.append(parts.accept_step(one))
     assert answers == again and 3 < answers.count(False) < 100 and whole.state == parts.state
 
 
 def test_limits_end_in_an_error_that_says_what_to_change() -> None:
     judge = guard(patience=2, rewinds=1)
-    judge.anchor = 7
+    judge.snapshot_step = 7
     for _ in range(2):
-        judge.judge(figures(math.nan))
-    assert judge.must_go_back and judge.go_back() == 7 and not judge.must_go_back
+        judge.accept_step(figures(math.nan))
+    assert judge.needs_rollback and judge.roll_back() == 7 and not judge.needs_rollback
     for _ in range(2):
-        judge.judge(figures(math.nan))
+        judge.accept_step(figures(math.nan))
     with pytest.raises(DivergedError, match=r"2 steps in a row went wrong(.|\n)*optim\.matrix_rate"):
-        judge.go_back()
+        judge.roll_back()
     judge = guard(patience=2)
     for step in range(9):
-        judge.judge(figures(math.nan))
-        judge.judge(ripple(step))
+        judge.accept_step(figures(math.nan))
+        judge.accept_step(ripple(step))
     with pytest.raises(DivergedError, match=r"9 of 18 batches had to be skipped(.|\n)*at most 5%"):
-        judge.check()
+        judge.check_skip_limit()
     judge = guard()
     for _ in range(3):
-        judge.judge(figures(count=0.0))
+        judge.accept_step(figures(count=0.0))
     with pytest.raises(DataError, match="3 batches in a row have no token to predict"):
-        judge.go_back()
+        judge.roll_back()
 
 
 def test_nan_in_data_ends_a_learner_without_a_guard_before_any_weight_moves() -> None:
@@ -134,35 +137,38 @@ def test_nan_in_data_ends_a_learner_without_a_guard_before_any_weight_moves() ->
     bad = part()
     bad["x"][3, 1] = math.nan  # type: ignore[index]
     with pytest.raises(DivergedError, match=r"the loss is nan(.|\n)*look for NaN in the data"):
-        learn(learner, iter([bad]), lambda p: [[p]], last=1)
+        train_loop(learner, iter([bad]), lambda p: [[p]], last=1)
     assert all(torch.equal(before[n], p) for n, p in nets.named_parameters())
 
 
-def _two(world: World, shared: Shared, seen: torch.Tensor) -> None:
+def _two(world: ProcessGroup, shared: SharedState, seen: torch.Tensor) -> None:
     """Replica 1 alone has NaN, in its third batch."""
     nets = networks()
-    judge = Guard(WatchConfig(), chance=1e9, steps=100)
+    judge = SpikeGuard(SpikeGuardConfig(), uniform_loss=1e9, steps=100)
     learner = Learner(
-        nets, [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), judge=judge.judge)], shared, world
+        nets,
+        [Update(squared(nets["a"]), all_adamw(nets, 0.1, "a."), accept_step=judge.accept_step)],
+        shared,
+        world,
     )
 
     def after(step: int, metrics: dict[str, float], clock: object) -> None:
         seen[world.rank, step - 1] = nets["a"].weight.detach()
-        world.exchange()
+        world.all_gather_scalars()
         assert ("skipped" in metrics) == (step == 3)
 
     records = [part(seed=10 * world.rank + step) for step in range(5)]
     if world.rank == 1:
         records[2]["y"][0] = math.nan  # type: ignore[index]
-    learn(learner, iter(records), lambda p: [[p]], last=5, after=after)
+    train_loop(learner, iter(records), lambda p: [[p]], last=5, on_step_end=after)
 
 
 def test_nan_on_one_replica_is_skipped_by_both() -> None:
     nets = networks()
     treatments = all_adamw(nets, 0.1, "a.")
-    shared = Shared.of(nets, treatments, replicas=2)
+    shared = SharedState.allocate(nets, treatments, replicas=2)
     seen = torch.zeros(2, 5, 1, 2).share_memory_()
-    world = start_replicas(2, _two, shared, seen)
+    world = spawn_replicas(2, _two, shared, seen)
     try:
         _two(world, shared, seen)
     finally:
@@ -185,7 +191,7 @@ def same(a: Decoder, b: Decoder) -> bool:
 def batches_with_x(tokens: Path, wanted: Job) -> list[int]:
     """Numbers of the batches that have the letter x, by reading them."""
     with open_batches(
-        tokens, "train", length=wanted.length, batch_rows=wanted.batch_rows, serial=True
+        tokens, "train", seq_len=wanted.seq_len, batch_size=wanted.batch_size, serial=True
     ) as batches:
         return [n for n in range(wanted.steps) if (next(batches).data.tokens == ord("x")).any()]
 
@@ -207,17 +213,17 @@ def test_batches_with_nan_are_skipped_and_their_documents_named(tokens: Path, tm
 
 
 def test_exactly_the_documents_of_a_batch_are_named(tokens: Path) -> None:
-    from whorl.train.resilience.provenance import documents_of
+    from whorl.train.resilience.provenance import documents_in_batch
 
     wanted = job(tokens)
     texts = {
         f"id-{n}": Tokenizer.load(tokens).encode_document(text).tolist()
         for n, text in enumerate(texts_of(tokens), start=5)
     }
-    with open_batches(tokens, "train", length=32, batch_rows=8, serial=True) as batches:
+    with open_batches(tokens, "train", seq_len=32, batch_size=8, serial=True) as batches:
         for number in range(4):
             data = next(batches).data
-            found = documents_of(wanted, number, None)
+            found = documents_in_batch(wanted, number, None)
             named = {d["id"] for d in found["documents"]}
             assert found["n_documents"] == len(named) <= 20
             met = set()
@@ -275,7 +281,7 @@ def test_going_back_restores_the_weights_of_the_last_good_copy(tmp_path: Path) -
     watch = {"patience": 2, "good_every": 3, "rewinds": 1, "most_skipped": 1.0}
     wanted = job(tokens, steps=9, watch=watch)
     calls = itertools.count()
-    plain = module._share
+    plain = module._micro_batches
 
     def spoilt(record: Any, of: Job) -> Any:
         parts = plain(record, of)
@@ -319,7 +325,7 @@ def test_a_skipped_step_moves_nothing_not_even_a_routers_bias(
 def test_a_batch_without_a_target_is_skipped(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, calls = module._share, itertools.count()
+    plain, calls = module._micro_batches, itertools.count()
 
     def masked(record: Any, of: Job) -> Any:
         parts = plain(record, of)
@@ -369,10 +375,10 @@ def test_the_objective_of_a_skipped_step_is_not_in_the_curve(tokens: Path, tmp_p
 
 def test_an_overflow_in_the_first_step_leaves_the_level_that_training_began_at() -> None:
     """Some networks begin above guessing; fp16's first step often overflows, and its loss is finite all the same."""
-    guard = Guard(WatchConfig(), chance=5.0, steps=1000)
-    assert not guard.judge(
+    guard = SpikeGuard(SpikeGuardConfig(), uniform_loss=5.0, steps=1000)
+    assert not guard.accept_step(
         {"loss": 20.0, "nll": 20.0, "gradient_norm": math.inf, "count": 8.0, "overflow": 1.0}
     )
     for _ in range(200):
-        assert guard.judge({"loss": 20.0, "nll": 20.0, "gradient_norm": 1.0, "count": 8.0})
-    assert not guard.must_go_back
+        assert guard.accept_step({"loss": 20.0, "nll": 20.0, "gradient_norm": 1.0, "count": 8.0})
+    assert not guard.needs_rollback

@@ -1,19 +1,19 @@
 """What alignment learns from: conversations, preferences, judged answers and tasks; read, mined or generated."""
 
-from whorl.align.data.formats import Conversation, Judged, Pair, Preference
-from whorl.align.data.quarantine import Quarantine, Quarantined
-from whorl.align.data.read import conversations, judged, pairs, preferences, tasks
+from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
+from whorl.align.data.quarantine import Quarantine, RejectedRecord
+from whorl.align.data.read import conversations, pairs, preferences, tasks, unpaired
 
 __all__ = [
     "Conversation",
-    "Judged",
-    "Pair",
     "Preference",
+    "PromptCompletion",
     "Quarantine",
-    "Quarantined",
+    "RejectedRecord",
+    "UnpairedPreference",
     "conversations",
-    "judged",
     "pairs",
     "preferences",
     "tasks",
+    "unpaired",
 ]

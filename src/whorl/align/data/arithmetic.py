@@ -30,18 +30,18 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.align.data.formats import Conversation, Pair
+from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.errors import ConfigError, DataError, one_of
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 
-ANSWER = "#### "  # what stands before the answer on the last line
+ANSWER_PREFIX = "#### "  # what stands before the answer on the last line
 SLOTS = 12  # draws a problem: its level, and for up to 4 terms the numbers, the operators, the order
 ATTEMPTS = 2000
 _STEP = re.compile(r"(-?\d+)([+-])(\d+|\(-\d+\))=(-?\d+)")
 
 
 @dataclass(frozen=True)
-class Level:
+class ArithmeticLevel:
     """operators: any of "+-*"; digits: of each term, from 2 to 4 terms; brackets: whether they may stand anywhere."""
 
     operators: str
@@ -50,22 +50,22 @@ class Level:
 
 
 LEVELS = (
-    Level("+", (1, 1)),
-    Level("+", (2, 2)),
-    Level("-", (2, 2)),
-    Level("+-", (3, 3)),
-    Level("*", (2, 1)),
-    Level("+-", (2, 2, 2)),
-    Level("+-*", (2, 1, 1)),
-    Level("+-*", (2, 2, 1), brackets=True),
-    Level("*", (2, 2)),
-    Level("+-*", (2, 1, 2, 1), brackets=True),
-    Level("+-", (5, 5)),
+    ArithmeticLevel("+", (1, 1)),
+    ArithmeticLevel("+", (2, 2)),
+    ArithmeticLevel("-", (2, 2)),
+    ArithmeticLevel("+-", (3, 3)),
+    ArithmeticLevel("*", (2, 1)),
+    ArithmeticLevel("+-", (2, 2, 2)),
+    ArithmeticLevel("+-*", (2, 1, 1)),
+    ArithmeticLevel("+-*", (2, 2, 1), brackets=True),
+    ArithmeticLevel("*", (2, 2)),
+    ArithmeticLevel("+-*", (2, 1, 2, 1), brackets=True),
+    ArithmeticLevel("+-", (5, 5)),
 )
 
 
 @dataclass(frozen=True)
-class Problem:
+class ArithmeticProblem:
     """expression, as Python reads it; its value; steps as "a+b=c", from the inside out; level: index into LEVELS."""
 
     id: str
@@ -93,9 +93,9 @@ class Arithmetic:
 
     seed: int = 0
     weights: Mapping[int, float] = field(default_factory=lambda: {1: 1.0})
-    working: bool = True
-    columns: bool = False
-    held_out_share: float = 0.1
+    show_steps: bool = True
+    digit_by_digit: bool = False
+    held_out_fraction: float = 0.1
 
     def __post_init__(self) -> None:
         for level, weight in self.weights.items():
@@ -108,21 +108,21 @@ class Arithmetic:
                 raise ConfigError(f"weights: level {level} has {weight}", expected="0 or more")
         if not sum(self.weights.values()) > 0:
             raise ConfigError("weights: no level has one above 0", expected="at least one")
-        if not 0 <= self.held_out_share < 1:
-            raise ConfigError(f"held_out_share is {self.held_out_share}", expected="0 up to below 1")
+        if not 0 <= self.held_out_fraction < 1:
+            raise ConfigError(f"held_out_share is {self.held_out_fraction}", expected="0 up to below 1")
 
-    def problems(self, start: int, n: int, *, held_out: bool = False) -> list[Problem]:
+    def problems(self, start: int, n: int, *, held_out: bool = False) -> list[ArithmeticProblem]:
         """Problems start, ..., start + n - 1, of the training or of the held-out ones.
 
         Raises:
             DataError: the levels have (nearly) no problem on that side.
         """
-        found: dict[int, Problem] = {}
+        found: dict[int, ArithmeticProblem] = {}
         left = np.arange(start, start + n, dtype=np.uint64)
         for attempt in range(ATTEMPTS):
             if not len(left):
                 return [found[i] for i in range(start, start + n)]
-            rows = draws(self.seed, left, attempt, SLOTS)
+            rows = hash_draws(self.seed, left, attempt, SLOTS)
             levels = self._levels(rows[:, 0])
             again = []
             for index, level, row in zip(left.tolist(), levels.tolist(), rows.tolist(), strict=True):
@@ -134,17 +134,17 @@ class Arithmetic:
             left = np.array(again, dtype=np.uint64)
         raise DataError(
             f"no {'held-out' if held_out else 'training'} problem came up in {ATTEMPTS} draws at levels "
-            f"{sorted(self.weights)}, of which {self.held_out_share:.0%} are held out",
+            f"{sorted(self.weights)}, of which {self.held_out_fraction:.0%} are held out",
             expected="levels with more problems, or another share",
         )
 
-    def distinct(self, n: int, *, held_out: bool = True) -> list[Problem]:
+    def distinct(self, n: int, *, held_out: bool = True) -> list[ArithmeticProblem]:
         """The first n that differ, so that none counts twice in a test.
 
         Raises:
             DataError: there are not as many.
         """
-        found: dict[str, Problem] = {}
+        found: dict[str, ArithmeticProblem] = {}
         start = 0
         while len(found) < n:
             before, size = len(found), max(4 * n, 256)
@@ -158,35 +158,39 @@ class Arithmetic:
                 )
         return list(found.values())[:n]
 
-    def prompt(self, problem: Problem) -> str:
+    def prompt(self, problem: ArithmeticProblem) -> str:
         """What is asked, as a text to be continued."""
-        return f"{problem.expression}\n" if self.working else f"{problem.expression}="
+        return f"{problem.expression}\n" if self.show_steps else f"{problem.expression}="
 
-    def solution(self, problem: Problem) -> str:
+    def solution(self, problem: ArithmeticProblem) -> str:
         """The right continuation."""
-        return worked(problem, columns=self.columns) if self.working else str(problem.answer)
+        return (
+            written_solution(problem, digit_by_digit=self.digit_by_digit)
+            if self.show_steps
+            else str(problem.answer)
+        )
 
-    def task(self, problem: Problem, *, chat: bool = False) -> Task:
+    def task(self, problem: ArithmeticProblem, *, chat: bool = False) -> VerifiableTask:
         """As something to be verified: the number on the last line, or without working the exact text."""
-        return Task(
+        return VerifiableTask(
             id=problem.id,
             prompt="" if chat else self.prompt(problem),
-            messages=self._asked(problem) if chat else (),
-            verifier="numeric" if self.working else "exact",
+            messages=self._question(problem) if chat else (),
+            verifier="numeric" if self.show_steps else "exact",
             answer=str(problem.answer),
             difficulty=float(problem.level),
         )
 
-    def pair(self, problem: Problem) -> Pair:
+    def prompt_completion(self, problem: ArithmeticProblem) -> PromptCompletion:
         """As something to be learnt by a model that continues text."""
-        return Pair(self.prompt(problem), self.solution(problem), "arithmetic", problem.id)
+        return PromptCompletion(self.prompt(problem), self.solution(problem), "arithmetic", problem.id)
 
-    def conversation(self, problem: Problem) -> Conversation:
+    def conversation(self, problem: ArithmeticProblem) -> Conversation:
         """As something to be learnt by a model that answers."""
         answer = {"role": "assistant", "content": self.solution(problem)}
-        return Conversation((*self._asked(problem), answer), "arithmetic", problem.id)
+        return Conversation((*self._question(problem), answer), "arithmetic", problem.id)
 
-    def _asked(self, problem: Problem) -> tuple[dict[str, str], ...]:
+    def _question(self, problem: ArithmeticProblem) -> tuple[dict[str, str], ...]:
         return ({"role": "user", "content": f"What is {problem.expression}?"},)
 
     def _levels(self, drawn: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -198,16 +202,16 @@ class Arithmetic:
 
     def _is_held_out(self, key: str) -> bool:
         digest = blake2b(key.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") < self.held_out_share * 2**64
+        return int.from_bytes(digest, "big") < self.held_out_fraction * 2**64
 
 
-def worked(problem: Problem, *, columns: bool = False) -> str:
+def written_solution(problem: ArithmeticProblem, *, digit_by_digit: bool = False) -> str:
     """The solution written out; its last line is the answer."""
-    steps = tuple(map(in_columns, problem.steps)) if columns else problem.steps
-    return "\n".join((*steps, f"{ANSWER}{problem.answer}"))
+    steps = tuple(map(digit_steps, problem.steps)) if digit_by_digit else problem.steps
+    return "\n".join((*steps, f"{ANSWER_PREFIX}{problem.answer}"))
 
 
-def in_columns(step: str) -> str:
+def digit_steps(step: str) -> str:
     """A step "a+b=c" or "a-b=c" digit by digit: "a+b:" then what is added or taken away in each column, ";c".
 
     Signs are settled first, as at school: -25+7 is 25-7 with a minus before it. Products stay as they are.
@@ -236,17 +240,17 @@ def in_columns(step: str) -> str:
     return f"{step.rsplit('=', 1)[0]}:{','.join(columns)};{value}"
 
 
-def draws(seed: int, indices: NDArray[np.uint64], attempt: int, slots: int) -> NDArray[np.uint64]:
+def hash_draws(seed: int, indices: NDArray[np.uint64], attempt: int, n_draws: int) -> NDArray[np.uint64]:
     """[len(indices), slots] hashes of (seed, index, attempt, slot), each as good as drawn from all of uint64."""
     with np.errstate(over="ignore"):
-        state = _mix(np.array([seed % 2**64], dtype=np.uint64))
-        state = _mix(state ^ _mix(indices + np.uint64(1)))
-        state = _mix(state + np.uint64(attempt))
-        steps = np.arange(1, slots + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return _mix(state[:, None] + steps)
+        state = _splitmix64(np.array([seed % 2**64], dtype=np.uint64))
+        state = _splitmix64(state ^ _splitmix64(indices + np.uint64(1)))
+        state = _splitmix64(state + np.uint64(attempt))
+        steps = np.arange(1, n_draws + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return _splitmix64(state[:, None] + steps)
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """splitmix64's last steps: a one-to-one map of uint64 in which every bit in moves every bit out."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -255,14 +259,14 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 # A part of an expression: its text, how tightly it binds (* 2, + and - 1, a number 3), its value, the key of what it is
 # whichever way round it is written, and the steps that lead to its value.
-_Part = tuple[str, int, int, str, tuple[str, ...]]
+_Term = tuple[str, int, int, str, tuple[str, ...]]
 
 
-def _problem(name: str, number: int, row: Sequence[int]) -> tuple[Problem, str]:
+def _problem(name: str, number: int, row: Sequence[int]) -> tuple[ArithmeticProblem, str]:
     """A problem of a level out of one row of draws, and its key."""
     level = LEVELS[number]
     terms = len(level.digits)
-    parts: list[_Part] = []
+    parts: list[_Term] = []
     for drawn, digits in zip(row[1:5], level.digits, strict=False):
         low = 10 ** (digits - 1)
         value = low + drawn % (9 * low)  # the remainder's bias is below 1e-13 of a share
@@ -272,12 +276,12 @@ def _problem(name: str, number: int, row: Sequence[int]) -> tuple[Problem, str]:
     while operators:
         first = operators.index("*") if "*" in operators else 0
         at = next(order) % len(operators) if level.brackets else first
-        parts[at : at + 2] = [_joined(parts[at], operators.pop(at), parts[at + 1])]
+        parts[at : at + 2] = [_combine(parts[at], operators.pop(at), parts[at + 1])]
     text, _, answer, key, steps = parts[0]
-    return Problem(name, text, answer, steps, number), key
+    return ArithmeticProblem(name, text, answer, steps, number), key
 
 
-def _joined(left: _Part, operator: str, right: _Part) -> _Part:
+def _combine(left: _Term, operator: str, right: _Term) -> _Term:
     binds = 2 if operator == "*" else 1
     a, b = left[2], right[2]
     value = a * b if operator == "*" else a + b if operator == "+" else a - b

@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 
 from whorl.errors import ConfigError, DataError, one_of
 
-Rule = Literal["uniform", "filter", "variance", "easy_first"]
+CurriculumRule = Literal["uniform", "filter", "variance", "easy_first"]
 G = TypeVar("G")
-FORGOTTEN = 1 / 16  # of a try: what has faded below it is gone, so that "always right" can be true again
+MIN_COUNT = 1 / 16  # of a try: what has faded below it is gone, so that "always right" can be true again
 
 
 class Curriculum:
@@ -60,49 +60,49 @@ class Curriculum:
         self,
         difficulty: Sequence[float],
         *,
-        rule: Rule = "variance",
-        move_on: float = 0.75,
-        memory: float = 0.7,
-        floor: float = 0.02,
+        rule: CurriculumRule = "variance",
+        advance_rate: float = 0.75,
+        decay: float = 0.7,
+        min_weight: float = 0.02,
     ) -> None:
         self.difficulty = np.asarray(difficulty, dtype=np.float64)
         if self.difficulty.ndim != 1 or not len(self.difficulty) or not np.isfinite(self.difficulty).all():
             raise ConfigError("difficulty must be one finite number a task", expected="at least one task")
-        if rule not in get_args(Rule):
-            raise ConfigError(f"rule is {rule!r}", expected=one_of(rule, get_args(Rule)))
-        for name, value in (("memory", memory), ("floor", floor), ("move_on", move_on)):
+        if rule not in get_args(CurriculumRule):
+            raise ConfigError(f"rule is {rule!r}", expected=one_of(rule, get_args(CurriculumRule)))
+        for name, value in (("memory", decay), ("floor", min_weight), ("move_on", advance_rate)):
             if not 0 < value <= 1:
                 raise ConfigError(f"{name} is {value}", expected="above 0, up to 1")
-        self.rule, self.move_on, self.memory, self.floor = rule, move_on, memory, floor
+        self.rule, self.advance_rate, self.decay, self.min_weight = rule, advance_rate, decay, min_weight
         self.passed = np.zeros(len(self.difficulty))
         self.failed = np.zeros(len(self.difficulty))
-        self._steps = np.unique(self.difficulty)
-        self.reach = 1 if rule == "easy_first" else len(self._steps)
+        self._levels = np.unique(self.difficulty)
+        self.n_open_levels = 1 if rule == "easy_first" else len(self._levels)
 
     def __len__(self) -> int:
         return len(self.difficulty)
 
-    def rates(self) -> NDArray[np.float64]:
+    def pass_rates(self) -> NDArray[np.float64]:
         """[n] pass rate of each task, by the tries remembered and one more that was half passed."""
         return (self.passed + 0.5) / (self.passed + self.failed + 1.0)
 
-    def open(self) -> NDArray[np.bool_]:
+    def is_open(self) -> NDArray[np.bool_]:
         """[n] whether a task may be drawn: it is no harder than the bound."""
-        allowed: NDArray[np.bool_] = self.difficulty <= self._steps[self.reach - 1]
+        allowed: NDArray[np.bool_] = self.difficulty <= self._levels[self.n_open_levels - 1]
         return allowed
 
     def weights(self) -> NDArray[np.float64]:
         """[n] in [0, 1]: 0 for tasks that are not open, at least `floor` for the others."""
-        p = self.rates()
+        p = self.pass_rates()
         if self.rule == "uniform":
             weight = np.ones(len(p))
         elif self.rule == "filter":
             weight = ((self.passed > 0) == (self.failed > 0)).astype(np.float64)  # both, or not seen yet
         else:
             weight = 4 * p * (1 - p)
-        return np.where(self.open(), np.maximum(weight, self.floor), 0.0)
+        return np.where(self.is_open(), np.maximum(weight, self.min_weight), 0.0)
 
-    def shares(self) -> NDArray[np.float64]:
+    def probabilities(self) -> NDArray[np.float64]:
         """[n] `weights`, summing to 1."""
         weight = self.weights()
         shares: NDArray[np.float64] = weight / weight.sum()
@@ -124,28 +124,31 @@ class Curriculum:
             chosen += candidates[order].tolist()
         return chosen
 
-    def record(self, task: int, rate: float, tried: int = 8) -> None:
+    def update(self, task: int, pass_rate: float, n_attempts: int = 8) -> None:
         """A group of `tried` answers to a task, of which the share `rate` passed.
 
         Raises:
             ValueError: there is no such task, or the numbers cannot be.
         """
-        if not 0 <= task < len(self) or not 0 <= rate <= 1 or tried < 0:
-            raise ValueError(f"task {task} of {len(self)}: passed at {rate} of {tried} tries")
-        for counts, new in ((self.passed, rate * tried), (self.failed, (1 - rate) * tried)):
-            faded = self.memory * counts[task]
-            counts[task] = new + (faded if faded >= FORGOTTEN else 0.0)
-        self._move_on()
+        if not 0 <= task < len(self) or not 0 <= pass_rate <= 1 or n_attempts < 0:
+            raise ValueError(f"task {task} of {len(self)}: passed at {pass_rate} of {n_attempts} tries")
+        for counts, new in (
+            (self.passed, pass_rate * n_attempts),
+            (self.failed, (1 - pass_rate) * n_attempts),
+        ):
+            faded = self.decay * counts[task]
+            counts[task] = new + (faded if faded >= MIN_COUNT else 0.0)
+        self._advance()
 
-    def _move_on(self) -> None:
-        while self.reach < len(self._steps):
-            hardest = self.difficulty == self._steps[self.reach - 1]
+    def _advance(self) -> None:
+        while self.n_open_levels < len(self._levels):
+            hardest = self.difficulty == self._levels[self.n_open_levels - 1]
             passed, tried = self.passed[hardest], (self.passed + self.failed)[hardest]
             # One lucky task says nothing of its level: half of the level's tasks, or eight, must have been tried.
             enough = (tried > 0).sum() >= min(8, math.ceil(len(tried) / 2))
-            if not enough or passed.sum() < self.move_on * tried.sum():
+            if not enough or passed.sum() < self.advance_rate * tried.sum():
                 return
-            self.reach += 1
+            self.n_open_levels += 1
 
     def copy(self) -> Curriculum:
         """Another that begins as this one is."""
@@ -158,7 +161,7 @@ class Curriculum:
         return {
             "passed": self.passed.tolist(),
             "failed": self.failed.tolist(),
-            "reach": self.reach,
+            "reach": self.n_open_levels,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -183,9 +186,9 @@ class Curriculum:
                 do="go on with the tasks that the run began with",
             )
         sound = all((counts >= 0).all() and np.isfinite(counts).all() for counts in (passed, failed))
-        if not sound or not 1 <= reach <= len(self._steps):
+        if not sound or not 1 <= reach <= len(self._levels):
             raise DataError("the curriculum's state has counts that cannot be", do="take another checkpoint")
-        self.passed, self.failed, self.reach = passed, failed, reach
+        self.passed, self.failed, self.n_open_levels = passed, failed, reach
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,8 @@ class Resampled(Generic[G]):
     """kept: groups that teach; aside: those that do not, in the order they came; and how many of these were all right,
     all wrong, or all the same in between."""
 
-    kept: list[G]
-    aside: list[G]
+    informative: list[G]
+    uninformative: list[G]
     all_passed: int
     all_failed: int
     all_equal: int
@@ -207,11 +210,11 @@ def informative(rewards: Sequence[float]) -> bool:
 
 def resample(
     curriculum: Curriculum,
-    roll: Callable[[list[int]], Sequence[tuple[G, Sequence[float]]]],
-    wanted: int,
+    rollout: Callable[[list[int]], Sequence[tuple[G, Sequence[float]]]],
+    n_groups: int,
     rng: np.random.Generator,
     *,
-    most_rounds: int = 4,
+    max_rounds: int = 4,
 ) -> Resampled[G]:
     """Roll out groups until `wanted` of them teach, or the rounds are used up; every group is recorded.
 
@@ -222,13 +225,13 @@ def resample(
     kept: list[G] = []
     aside: list[G] = []
     counts = {"passed": 0, "failed": 0, "equal": 0}
-    for _ in range(most_rounds):
-        if len(kept) >= wanted:
+    for _ in range(max_rounds):
+        if len(kept) >= n_groups:
             break
-        tasks = curriculum.draw(wanted - len(kept), rng)
-        for task, (group, rewards) in zip(tasks, roll(tasks), strict=True):
+        tasks = curriculum.draw(n_groups - len(kept), rng)
+        for task, (group, rewards) in zip(tasks, rollout(tasks), strict=True):
             mean = sum(rewards) / max(len(rewards), 1)
-            curriculum.record(task, min(max(mean, 0.0), 1.0), len(rewards))
+            curriculum.update(task, min(max(mean, 0.0), 1.0), len(rewards))
             if informative(rewards):
                 kept.append(group)
             else:

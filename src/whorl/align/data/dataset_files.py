@@ -24,18 +24,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whorl.align.data.code.functions import rank
-from whorl.align.data.formats import Conversation, Judged, Messages, Pair, Preference, Turns
+from whorl.align.data.code.functions import stable_hash
+from whorl.align.data.formats import (
+    Conversation,
+    Messages,
+    Preference,
+    PromptCompletion,
+    TextOrMessages,
+    UnpairedPreference,
+)
 from whorl.errors import DataError
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 from whorl.store.address import file_sha256
 
-Item = Conversation | Pair | Preference | Judged | Task
-SomeItem = TypeVar("SomeItem", bound=Item)
+Item = Conversation | PromptCompletion | Preference | UnpairedPreference | VerifiableTask
+ItemT = TypeVar("SomeItem", bound=Item)
 T = TypeVar("T")
 
 
-def write_set(folder: Path, name: str, split: str, items: Iterable[Item]) -> int:
+def write_dataset(folder: Path, name: str, split: str, items: Iterable[Item]) -> int:
     """JSON lines of items, in `folder/name.split.jsonl`; -> how many. Of none there is no file."""
     given = ({k: v for k, v in asdict(item).items() if v not in ("", ())} for item in items)
     lines = [json.dumps(record) + "\n" for record in given]
@@ -46,21 +53,28 @@ def write_set(folder: Path, name: str, split: str, items: Iterable[Item]) -> int
 
 def read_conversations(folder: Path, split: str) -> list[Conversation]:
     """Those of `write_set`; none where there is no file. Raises DataError: a line is damaged."""
-    return _read(folder / f"conversations.{split}.jsonl", lambda r: Conversation(**r | _turns(r, "messages")))
+    return _read(
+        folder / f"conversations.{split}.jsonl", lambda r: Conversation(**r | _restore_tuples(r, "messages"))
+    )
 
 
 def read_preferences(folder: Path, split: str) -> list[Preference]:
     """As `read_conversations`."""
     sides = ("prompt", "chosen", "rejected")
-    return _read(folder / f"preferences.{split}.jsonl", lambda r: Preference(**r | _turns(r, *sides)))
+    return _read(
+        folder / f"preferences.{split}.jsonl", lambda r: Preference(**r | _restore_tuples(r, *sides))
+    )
 
 
-def read_judged(folder: Path, split: str) -> list[Judged]:
+def read_unpaired(folder: Path, split: str) -> list[UnpairedPreference]:
     """As `read_conversations`."""
-    return _read(folder / f"judged.{split}.jsonl", lambda r: Judged(**r | _turns(r, "prompt", "answer")))
+    return _read(
+        folder / f"judged.{split}.jsonl",
+        lambda r: UnpairedPreference(**r | _restore_tuples(r, "prompt", "answer")),
+    )
 
 
-def _turns(record: Mapping[str, Any], *names: str) -> dict[str, Turns]:
+def _restore_tuples(record: Mapping[str, Any], *names: str) -> dict[str, TextOrMessages]:
     """Fields that are texts, or messages: which JSON makes a list of."""
     return {name: record[name] if isinstance(record[name], str) else tuple(record[name]) for name in names}
 
@@ -79,7 +93,7 @@ def _read(path: Path, make: Callable[[dict[str, Any]], T]) -> list[T]:
     return found
 
 
-def prompt_of(item: Item) -> str:
+def prompt_text(item: Item) -> str:
     """What is asked in it, as a text to compare: of a conversation all before the assistant's first word."""
     if isinstance(item, Conversation):
         first = next(
@@ -87,7 +101,7 @@ def prompt_of(item: Item) -> str:
             len(item.messages),
         )
         return _as_text(item.messages[:first])
-    if isinstance(item, Task):
+    if isinstance(item, VerifiableTask):
         return item.prompt or _as_text(item.messages)
     return item.prompt if isinstance(item.prompt, str) else _as_text(item.prompt)
 
@@ -96,21 +110,21 @@ def _as_text(messages: Messages) -> str:
     return json.dumps([[message["role"], message.get("content", "")] for message in messages])
 
 
-def apart(items: Sequence[SomeItem], share: float, seed: int) -> dict[str, list[SomeItem]]:
+def split_by_prompt(items: Sequence[ItemT], test_fraction: float, seed: int) -> dict[str, list[ItemT]]:
     """{"train": ..., "test": ...}, both in an order of the seed's; `share` of the prompts are held out, one at least where
     there are two."""
-    by_prompt: dict[str, list[SomeItem]] = {}
+    by_prompt: dict[str, list[ItemT]] = {}
     for item in items:
-        by_prompt.setdefault(prompt_of(item), []).append(item)
-    prompts = sorted(by_prompt, key=lambda prompt: (rank(seed, prompt), prompt))
-    held = max(1, round(share * len(prompts))) if share and len(prompts) > 1 else 0
+        by_prompt.setdefault(prompt_text(item), []).append(item)
+    prompts = sorted(by_prompt, key=lambda prompt: (stable_hash(seed, prompt), prompt))
+    held = max(1, round(test_fraction * len(prompts))) if test_fraction and len(prompts) > 1 else 0
     return {
         "train": [item for prompt in prompts[held:] for item in by_prompt[prompt]],
         "test": [item for prompt in prompts[:held] for item in by_prompt[prompt]],
     }
 
 
-def content_of(path: Path) -> str:
+def content_hash(path: Path) -> str:
     """A hash of a file, or of all files of a folder with their names: what stands there decides what is learnt.
 
     Raises:

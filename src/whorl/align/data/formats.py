@@ -26,11 +26,13 @@ from typing import Any
 
 from whorl.align.data.quarantine import BadRecordError
 from whorl.errors import DataError
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 
 Message = Mapping[str, Any]
 Messages = tuple[Message, ...]
-Turns = str | Messages  # a text to be continued and what continues it, or a conversation and what answers it
+TextOrMessages = (
+    str | Messages
+)  # a text to be continued and what continues it, or a conversation and what answers it
 
 ROLES = {
     "system": "system", "developer": "developer",
@@ -38,7 +40,7 @@ ROLES = {
     "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-LAST_SPEAKER = "\n\nAssistant:"
+ASSISTANT_MARKER = "\n\nAssistant:"
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Pair:
+class PromptCompletion:
     """A text and what continues it."""
 
     prompt: str
@@ -68,9 +70,9 @@ class Preference:
         DataError: the answers are the same, or texts and messages are mixed.
     """
 
-    prompt: Turns
-    chosen: Turns
-    rejected: Turns
+    prompt: TextOrMessages
+    chosen: TextOrMessages
+    rejected: TextOrMessages
     source: str = ""
     id: str = ""
 
@@ -86,12 +88,12 @@ class Preference:
 
 
 @dataclass(frozen=True)
-class Judged:
+class UnpairedPreference:
     """An answer to a prompt, and whether it is good. Both are texts, or both are messages."""
 
-    prompt: Turns
-    answer: Turns
-    good: bool
+    prompt: TextOrMessages
+    completion: TextOrMessages
+    label: bool
     source: str = ""
     id: str = ""
 
@@ -108,49 +110,51 @@ def to_conversation(record: Mapping[str, Any]) -> Conversation:
         asked = _text(record, "instruction")
         given = record.get("input") or ""
         if not isinstance(given, str):
-            raise BadRecordError("bad_field", "input", f"is {_kind(given)}, not a text")
+            raise BadRecordError("bad_field", "input", f"is {_type_name(given)}, not a text")
         answer = _text(record, "output")
-        found = _said("user", f"{asked}\n\n{given}" if given.strip() else asked) + _said("assistant", answer)
+        found = _one_message("user", f"{asked}\n\n{given}" if given.strip() else asked) + _one_message(
+            "assistant", answer
+        )
     elif _has(record, "prompt"):
         found = _as_messages(record, "prompt", "user") + _as_messages(record, "completion", "assistant")
     else:
-        raise _unknown(record, "messages; conversations; instruction and output; prompt and completion")
+        raise _unknown_shape(record, "messages; conversations; instruction and output; prompt and completion")
     if not any(m["role"] == "assistant" for m in found):
         raise BadRecordError("no_answer", "", f"{len(found)} messages, none the assistant's")
-    return Conversation(found, *_named(record))
+    return Conversation(found, *_source_and_id(record))
 
 
-def to_pair(record: Mapping[str, Any]) -> Pair:
+def to_prompt_completion(record: Mapping[str, Any]) -> PromptCompletion:
     """A record with the texts `prompt` and `completion`; the prompt may be empty. Raises BadRecordError."""
     if not _has(record, "completion"):
-        raise _unknown(record, "prompt and completion, as texts")
+        raise _unknown_shape(record, "prompt and completion, as texts")
     prompt = record.get("prompt") or ""
     if not isinstance(prompt, str):
-        raise BadRecordError("bad_field", "prompt", f"is {_kind(prompt)}, not a text")
-    return Pair(prompt, _text(record, "completion"), *_named(record))
+        raise BadRecordError("bad_field", "prompt", f"is {_type_name(prompt)}, not a text")
+    return PromptCompletion(prompt, _text(record, "completion"), *_source_and_id(record))
 
 
 def to_preference(record: Mapping[str, Any]) -> Preference:
     """A record with `chosen` and `rejected`, and `prompt` if it is not part of them. Raises BadRecordError."""
     if not (_has(record, "chosen") and _has(record, "rejected")):
-        raise _unknown(record, "prompt, chosen and rejected")
+        raise _unknown_shape(record, "prompt, chosen and rejected")
     texts = all(isinstance(record[k], str) for k in ("chosen", "rejected"))
-    prompt: Turns
-    chosen: Turns
-    rejected: Turns
+    prompt: TextOrMessages
+    chosen: TextOrMessages
+    rejected: TextOrMessages
     if texts and isinstance(record.get("prompt", ""), str | None):
         chosen, rejected = _text(record, "chosen"), _text(record, "rejected")
-        _differ(chosen, rejected)
+        _check_different(chosen, rejected)
         if _has(record, "prompt"):
             prompt = _text(record, "prompt")
             if chosen.startswith(prompt) and rejected.startswith(prompt):
                 chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         else:
-            prompt = _common(chosen, rejected)
+            prompt = _common_prompt(chosen, rejected)
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     else:
         sides = [_as_messages(record, k, "assistant") for k in ("chosen", "rejected")]
-        _differ(*sides)
+        _check_different(*sides)
         shared = 0
         while shared < min(map(len, sides)) and sides[0][shared] == sides[1][shared]:
             shared += 1
@@ -174,24 +178,24 @@ def to_preference(record: Mapping[str, Any]) -> Preference:
             raise BadRecordError("empty", name, "adds nothing to the prompt")
     if not prompt:
         raise BadRecordError("no_prompt", "", "no prompt, and the two answers share no beginning")
-    return Preference(prompt, chosen, rejected, *_named(record))
+    return Preference(prompt, chosen, rejected, *_source_and_id(record))
 
 
-def to_judged(record: Mapping[str, Any]) -> Judged:
+def to_unpaired_preference(record: Mapping[str, Any]) -> UnpairedPreference:
     """A record with `prompt`, `completion` and `label` (true for a good answer). Raises BadRecordError."""
     if not (_has(record, "completion") and _has(record, "label")):
-        raise _unknown(record, "prompt, completion and label")
+        raise _unknown_shape(record, "prompt, completion and label")
     label = record["label"]
     if label not in (True, False):
         raise BadRecordError("bad_field", "label", f"is {label!r}, neither true nor false")
-    prompt, answer = _both(record, "completion")
-    return Judged(prompt, answer, bool(label), *_named(record))
+    prompt, answer = _prompt_and_answer(record, "completion")
+    return UnpairedPreference(prompt, answer, bool(label), *_source_and_id(record))
 
 
-def to_task(record: Mapping[str, Any]) -> Task:
+def to_task(record: Mapping[str, Any]) -> VerifiableTask:
     """A record with `prompt` (text or messages) or `messages`, `verifier`, `answer`, `difficulty`. Raises BadRecordError."""
     if not (_has(record, "prompt") or _has(record, "messages")):
-        raise _unknown(record, "prompt or messages, verifier, answer")
+        raise _unknown_shape(record, "prompt or messages, verifier, answer")
     field = "prompt" if _has(record, "prompt") else "messages"
     if field == "prompt" and _has(record, "messages"):
         raise BadRecordError("bad_field", "messages", "stands beside a prompt")
@@ -201,31 +205,31 @@ def to_task(record: Mapping[str, Any]) -> Task:
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
     if not isinstance(answer, str):
-        raise BadRecordError("bad_field", "answer", f"is {_kind(answer)}, not a text")
+        raise BadRecordError("bad_field", "answer", f"is {_type_name(answer)}, not a text")
     _encodable(answer, "answer")
     difficulty = record.get("difficulty") or 0.0
     if not isinstance(difficulty, int | float):
-        raise BadRecordError("bad_field", "difficulty", f"is {_kind(difficulty)}, not a number")
+        raise BadRecordError("bad_field", "difficulty", f"is {_type_name(difficulty)}, not a number")
     verifier = _text(record, "verifier")
-    return Task(_named(record)[1], text, messages, verifier, answer, float(difficulty))
+    return VerifiableTask(_source_and_id(record)[1], text, messages, verifier, answer, float(difficulty))
 
 
 def _has(record: Mapping[str, Any], field: str) -> bool:
     return record.get(field) is not None  # a column of Parquet holds null where a record has no such field
 
 
-def _kind(value: object) -> str:
+def _type_name(value: object) -> str:
     return {"NoneType": "missing", "str": "a text", "list": "a list", "dict": "an object"}.get(
         type(value).__name__, f"a {type(value).__name__}"
     )
 
 
-def _unknown(record: Mapping[str, Any], expected: str) -> BadRecordError:
+def _unknown_shape(record: Mapping[str, Any], expected: str) -> BadRecordError:
     fields = ", ".join(str(k)[:40] for k in list(record)[:10]) or "none"
     return BadRecordError("unknown_shape", "", f"fields: {fields}; expected {expected}")
 
 
-def _named(record: Mapping[str, Any]) -> tuple[str, str]:
+def _source_and_id(record: Mapping[str, Any]) -> tuple[str, str]:
     source, name = record.get("source"), record.get("id")
     return ("" if source is None else str(source)), ("" if name is None else str(name))
 
@@ -241,13 +245,13 @@ def _encodable(text: str, field: str) -> str:
 def _text(record: Mapping[str, Any], field: str) -> str:
     value = record.get(field)
     if not isinstance(value, str):
-        raise BadRecordError("bad_field", field, f"is {_kind(value)}, not a text")
+        raise BadRecordError("bad_field", field, f"is {_type_name(value)}, not a text")
     if not value.strip():
         raise BadRecordError("empty", field, "nothing but white space")
     return _encodable(value, field)
 
 
-def _said(role: str, content: str) -> Messages:
+def _one_message(role: str, content: str) -> Messages:
     return ({"role": role, "content": content},)
 
 
@@ -258,10 +262,10 @@ def _as_messages(record: Mapping[str, Any], field: str, role: str) -> Messages:
         value = [value]
     if isinstance(value, Sequence) and not isinstance(value, str):
         return _messages(value, field)
-    return _said(role, _text(record, field))
+    return _one_message(role, _text(record, field))
 
 
-def _both(record: Mapping[str, Any], answer: str) -> tuple[Turns, Turns]:
+def _prompt_and_answer(record: Mapping[str, Any], answer: str) -> tuple[TextOrMessages, TextOrMessages]:
     if isinstance(record.get("prompt"), str) and isinstance(record[answer], str):
         return _text(record, "prompt"), _text(record, answer)
     return _as_messages(record, "prompt", "user"), _as_messages(record, answer, "assistant")
@@ -270,7 +274,7 @@ def _both(record: Mapping[str, Any], answer: str) -> tuple[Turns, Turns]:
 def _messages(value: object, field: str) -> Messages:
     """(role, content) or (from, value); the keys are those of the first, null fields are left out."""
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise BadRecordError("bad_field", field, f"is {_kind(value)}, not a list of messages")
+        raise BadRecordError("bad_field", field, f"is {_type_name(value)}, not a list of messages")
     if not value:
         raise BadRecordError("empty", field, "no message")
     return tuple(_message(m, f"{field}[{i}]") for i, m in enumerate(value))
@@ -278,7 +282,7 @@ def _messages(value: object, field: str) -> Messages:
 
 def _message(value: object, field: str) -> Message:
     if not isinstance(value, Mapping):
-        raise BadRecordError("bad_field", field, f"is {_kind(value)}, not a message")
+        raise BadRecordError("bad_field", field, f"is {_type_name(value)}, not a message")
     by, says = ("role", "content") if _has(value, "role") else ("from", "value")
     role = value.get(by)
     if not isinstance(role, str) or role.lower() not in ROLES:
@@ -290,7 +294,7 @@ def _message(value: object, field: str) -> Message:
     if content is None and rest.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise BadRecordError("bad_field", f"{field}.{says}", f"is {_kind(content)}, not a text")
+        raise BadRecordError("bad_field", f"{field}.{says}", f"is {_type_name(content)}, not a text")
     spoken = ROLES[role.lower()]
     # A tool may return nothing; a person or a model who says nothing is a fault of the data.
     if not content.strip() and spoken in ("user", "assistant") and not rest.get("tool_calls"):
@@ -298,18 +302,18 @@ def _message(value: object, field: str) -> Message:
     return {"role": spoken, "content": _encodable(content, f"{field}.{says}"), **rest}
 
 
-def _differ(chosen: Turns, rejected: Turns) -> None:
+def _check_different(chosen: TextOrMessages, rejected: TextOrMessages) -> None:
     if chosen == rejected:
         raise BadRecordError("identical", "rejected", "the same as chosen")
 
 
-def _common(chosen: str, rejected: str) -> str:
+def _common_prompt(chosen: str, rejected: str) -> str:
     """The prompt that two texts share (see the top of this file)."""
     alike = (i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b)
     shared = chosen[: next(alike, min(len(chosen), len(rejected)))]
-    named = shared.rfind(LAST_SPEAKER)
+    named = shared.rfind(ASSISTANT_MARKER)
     if named >= 0:
-        return shared[: named + len(LAST_SPEAKER)]
+        return shared[: named + len(ASSISTANT_MARKER)]
     ends = [
         i for i, c in enumerate(shared) if c.isspace()
     ]  # the space goes with the answer, as tokens have it

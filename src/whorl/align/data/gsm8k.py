@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from whorl.align.data.formats import Conversation, Pair
+from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.align.data.quarantine import BadRecordError, Quarantine
 from whorl.align.data.read import records
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 FINAL = re.compile(r"\n#### *(-?)\$?(\d[\d,]*(?:\.\d+)?|\.\d+) *\Z")
@@ -38,9 +38,9 @@ class WordProblem:
     answer: str
     steps: int
 
-    def task(self, *, chat: bool = True) -> Task:
+    def task(self, *, chat: bool = True) -> VerifiableTask:
         """Its difficulty is the number of steps."""
-        return Task(
+        return VerifiableTask(
             id=self.id,
             prompt="" if chat else self._text(),
             messages=({"role": "user", "content": self.question},) if chat else (),
@@ -54,9 +54,9 @@ class WordProblem:
         asked = {"role": "user", "content": self.question}
         return Conversation((asked, {"role": "assistant", "content": self.solution}), SOURCE, self.id)
 
-    def pair(self) -> Pair:
+    def prompt_completion(self) -> PromptCompletion:
         """For a model that continues text."""
-        return Pair(self._text(), self.solution, SOURCE, self.id)
+        return PromptCompletion(self._text(), self.solution, SOURCE, self.id)
 
     def _text(self) -> str:
         return f"Question: {self.question}\nAnswer:\n"
@@ -86,7 +86,9 @@ def gsm8k(path: Path, quarantine: Quarantine, *, calculator: bool = False) -> It
             quarantine.accepted += 1
             yield problem
     if not good:
-        raise quarantine.refuse_all(path, "lines with a question, and an answer that ends in '#### number'")
+        raise quarantine.no_records_error(
+            path, "lines with a question, and an answer that ends in '#### number'"
+        )
 
 
 def _problem(name: str, question: object, answer: object, calculator: bool) -> WordProblem:

@@ -50,7 +50,7 @@ class BadRecordError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Quarantined:
+class RejectedRecord:
     """A record set aside. line: of JSONL, or the row of Parquet and Arrow; from 1."""
 
     file: str
@@ -74,18 +74,18 @@ class Quarantine:
     records: the first `keep`; counts: reason -> how many; accepted: how many records were good.
     """
 
-    def __init__(self, path: Path | None = None, *, keep: int = 1000) -> None:
-        self.path, self.keep = path, keep
-        self.records: list[Quarantined] = []
+    def __init__(self, path: Path | None = None, *, max_kept: int = 1000) -> None:
+        self.path, self.max_kept = path, max_kept
+        self.rejected: list[RejectedRecord] = []
         self.counts: Counter[str] = Counter()
         self.accepted = 0
 
     def add(self, file: Path | str, line: int, error: BadRecordError) -> None:
         """Set one record aside."""
-        record = Quarantined(str(file), line, error.reason, error.field, error.detail[:500])
+        record = RejectedRecord(str(file), line, error.reason, error.field, error.detail[:500])
         self.counts[error.reason] += 1
-        if len(self.records) < self.keep:
-            self.records.append(record)
+        if len(self.rejected) < self.max_kept:
+            self.rejected.append(record)
         if self.path is not None:
             with self.path.open("a", encoding="ascii") as stream:  # bad records are few: opened for each
                 stream.write(json.dumps(asdict(record)) + "\n")
@@ -93,17 +93,17 @@ class Quarantine:
     def __len__(self) -> int:
         return self.counts.total()
 
-    def __iter__(self) -> Iterator[Quarantined]:
-        return iter(self.records)
+    def __iter__(self) -> Iterator[RejectedRecord]:
+        return iter(self.rejected)
 
     def summary(self) -> dict[str, int]:
         """Reason -> count, the most frequent first, with "accepted" at the head."""
         return {"accepted": self.accepted, **dict(self.counts.most_common())}
 
-    def refuse_all(self, path: Path, expected: str) -> DataError:
+    def no_records_error(self, path: Path, expected: str) -> DataError:
         """What to raise where not one record of `path` was good."""
         counts = ", ".join(f"{reason} {n}" for reason, n in self.counts.most_common())
-        first = next((r for r in self.records if r.file.startswith(str(path))), None)
+        first = next((r for r in self.rejected if r.file.startswith(str(path))), None)
         return DataError(
             f"{path} holds not one record that can be used: {counts or 'it is empty'}",
             expected=expected,

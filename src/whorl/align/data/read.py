@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from whorl.align.data import formats
-from whorl.align.data.formats import Conversation, Judged, Pair, Preference
+from whorl.align.data.formats import Conversation, Preference, PromptCompletion, UnpairedPreference
 from whorl.align.data.quarantine import BadRecordError, Quarantine
 from whorl.errors import DataError, one_of
-from whorl.evals.verify.task import Task
+from whorl.evals.verify.task import VerifiableTask
 
 LINES, COMPRESSED = (".jsonl", ".ndjson", ".json"), {".gz": "gzip", ".zst": "zstd"}
 LONGEST_LINE = 32 << 20
@@ -36,27 +36,27 @@ Record = tuple[Path, int, Mapping[str, Any] | BadRecordError]
 
 def conversations(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Conversation]:
     """Conversations in order; `split` is read where a folder has several. Raises DataError: no record is good."""
-    return _shaped(path, quarantine, split, formats.to_conversation)
+    return _converted(path, quarantine, split, formats.to_conversation)
 
 
-def pairs(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Pair]:
+def pairs(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[PromptCompletion]:
     """Texts and what continues them; else as `conversations`."""
-    return _shaped(path, quarantine, split, formats.to_pair)
+    return _converted(path, quarantine, split, formats.to_prompt_completion)
 
 
 def preferences(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Preference]:
     """Pairs of answers; else as `conversations`."""
-    return _shaped(path, quarantine, split, formats.to_preference)
+    return _converted(path, quarantine, split, formats.to_preference)
 
 
-def judged(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Judged]:
+def unpaired(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[UnpairedPreference]:
     """Answers with a label; else as `conversations`."""
-    return _shaped(path, quarantine, split, formats.to_judged)
+    return _converted(path, quarantine, split, formats.to_unpaired_preference)
 
 
-def tasks(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[Task]:
+def tasks(path: Path, quarantine: Quarantine, *, split: str = "train") -> Iterator[VerifiableTask]:
     """Tasks; one without an id is called after its file and line. Else as `conversations`."""
-    return _shaped(path, quarantine, split, formats.to_task)
+    return _converted(path, quarantine, split, formats.to_task)
 
 
 def records(path: Path, *, split: str = "train", longest: int = LONGEST_LINE) -> Iterator[Record]:
@@ -67,14 +67,14 @@ def records(path: Path, *, split: str = "train", longest: int = LONGEST_LINE) ->
     """
     for file in _files(path, split):
         if file.suffix == ".parquet":
-            yield from _columns(file, _parquet)
+            yield from _columnar_records(file, _parquet)
         elif file.suffix == ".arrow":
-            yield from _columns(file, _arrow)
+            yield from _columnar_records(file, _arrow)
         else:
             yield from _json_lines(file, longest)
 
 
-def _shaped(
+def _converted(
     path: Path, quarantine: Quarantine, split: str, shape: Callable[[Mapping[str, Any]], T]
 ) -> Iterator[T]:
     good = 0
@@ -93,7 +93,7 @@ def _shaped(
             quarantine.accepted += 1
             yield item
     if not good:
-        raise quarantine.refuse_all(path, "records of the shapes that align/data/formats.py names")
+        raise quarantine.no_records_error(path, "records of the shapes that align/data/formats.py names")
 
 
 def _files(path: Path, split: str) -> list[Path]:
@@ -199,7 +199,7 @@ def _object(value: Any) -> Mapping[str, Any] | BadRecordError:
     return value
 
 
-def _columns(path: Path, batches: Callable[[Path], Iterator[Any]]) -> Iterator[Record]:
+def _columnar_records(path: Path, batches: Callable[[Path], Iterator[Any]]) -> Iterator[Record]:
     """A record a row. Rows are decoded one by one, so that bytes that are no text cost one row and not the batch."""
     import pyarrow as pa
 

@@ -26,7 +26,7 @@ from whorl.models import LanguageModel, make_model
 from whorl.models.decoder import DecoderConfig
 from whorl.models.pruning.prune import prune
 from whorl.models.serialization import ModelConfig
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 
 
 def make_student(
@@ -34,7 +34,7 @@ def make_student(
     config: StudentConfig,
     *,
     generator: torch.Generator | None = None,
-    rows: Sequence[Tensor] = (),
+    calibration_ids: Sequence[Tensor] = (),
 ) -> LanguageModel:
     """A student of `teacher`, on its device; the teacher stays as it is.
 
@@ -45,27 +45,27 @@ def make_student(
     Raises:
         ConfigError: more layers than there are, a shape that cannot be scaled or cut, nothing to prune by.
     """
-    if config.width is not None:
-        shape = narrower(teacher.config, config.width)
-        if config.layers is not None:
-            shape = with_layers(shape, evenly(shape.n_layers, config.layers))
+    if config.width_multiplier is not None:
+        shape = scale_width(teacher.config, config.width_multiplier)
+        if config.n_layers is not None:
+            shape = select_layers_config(shape, uniform_layers(shape.n_layers, config.n_layers))
         return make_model(shape, generator, teacher.dtype).to(teacher.embedding.device)
-    student = teacher if config.layers is None else shallower(teacher, config.layers)
-    fewer = {"heads": config.heads, "kv_heads": config.kv_heads, "mlp_hidden": config.mlp_hidden}
+    student = teacher if config.n_layers is None else select_layers(teacher, config.n_layers)
+    fewer = {"heads": config.n_heads, "kv_heads": config.n_kv_heads, "mlp_hidden": config.mlp_hidden}
     if any(fewer.values()):
-        if not rows:
+        if not calibration_ids:
             raise ConfigError(
                 "a student is to be pruned, and there are no rows of ids to measure with",
                 expected="some of the texts that it will learn from",
             )
-        rows = [ids.to(teacher.embedding.device) for ids in rows]
-        student = prune(student, rows, **fewer)  # type: ignore[arg-type]
+        calibration_ids = [ids.to(teacher.embedding.device) for ids in calibration_ids]
+        student = prune(student, calibration_ids, **fewer)  # type: ignore[arg-type]
     if student is teacher:
         raise ConfigError("the student is its teacher", expected="width, layers, heads or mlp_hidden")
     return student
 
 
-def evenly(n: int, k: int) -> list[int]:
+def uniform_layers(n: int, k: int) -> list[int]:
     """k of n layers, the first and the last among them.
 
     Raises:
@@ -76,12 +76,12 @@ def evenly(n: int, k: int) -> list[int]:
     return [0] if k == 1 else [round(i * (n - 1) / (k - 1)) for i in range(k)]
 
 
-def shallower(teacher: LanguageModel, layers: int) -> LanguageModel:
+def select_layers(teacher: LanguageModel, layers: int) -> LanguageModel:
     """A model of `layers` of the teacher's own."""
-    if teacher.scheme is not None:
+    if teacher.quantization is not None:
         raise ConfigError("the teacher is quantised", expected="one in full precision to take layers from")
-    chosen = evenly(len(teacher.blocks), layers)
-    student = make_model(with_layers(teacher.config, chosen), None, teacher.dtype)
+    chosen = uniform_layers(len(teacher.blocks), layers)
+    student = make_model(select_layers_config(teacher.config, chosen), None, teacher.dtype)
     student.to(teacher.embedding.device)
     new = {old: number for number, old in enumerate(chosen)}
     state: dict[str, Tensor] = {}
@@ -96,13 +96,13 @@ def shallower(teacher: LanguageModel, layers: int) -> LanguageModel:
     return student.train(teacher.training)
 
 
-def with_layers(config: ModelConfig, chosen: Sequence[int]) -> ModelConfig:
+def select_layers_config(config: ModelConfig, chosen: Sequence[int]) -> ModelConfig:
     """The shape of those layers alone."""
     changes: dict[str, Any] = {"n_layers": len(chosen)}
     if isinstance(config, TransformerConfig):
-        if config.share_keys > 1:
+        if config.kv_sharing_factor > 1:
             raise ConfigError(
-                f"layers lend keys to others (share_keys is {config.share_keys})",
+                f"layers lend keys to others (share_keys is {config.kv_sharing_factor})",
                 expected="a teacher whose layers can go one by one", do="choose a width",
             )  # fmt: skip
         names = config.layer_names()
@@ -111,10 +111,10 @@ def with_layers(config: ModelConfig, chosen: Sequence[int]) -> ModelConfig:
         if config.experts is not None:
             dense = tuple(i for i, n in enumerate(chosen) if not config.has_experts(n))
             changes["experts"] = config.experts.model_copy(update={"dense_layers": dense})
-    return _changed(config, changes)
+    return _revalidated(config, changes)
 
 
-def narrower(config: ModelConfig, share: float) -> ModelConfig:
+def scale_width(config: ModelConfig, multiplier: float) -> ModelConfig:
     """The same shape at a share of its width: residual stream, heads and channels; heads stay as wide as they are.
 
     Raises:
@@ -122,18 +122,18 @@ def narrower(config: ModelConfig, share: float) -> ModelConfig:
     """
 
     def heads(n: int, kv: int) -> dict[str, int]:
-        fewer, groups = max(1, round(n * share)), max(1, round(kv * share))
+        fewer, groups = max(1, round(n * multiplier)), max(1, round(kv * multiplier))
         return {"n_heads": fewer, "n_kv_heads": max(g for g in range(1, groups + 1) if fewer % g == 0)}
 
     def even(n: int) -> int:
-        return max(8, round(n * share / 8) * 8)
+        return max(8, round(n * multiplier / 8) * 8)
 
     changes: dict[str, Any] = {"d_model": even(config.d_model), "mlp_hidden": even(config.mlp_hidden)}
     if isinstance(config, DecoderConfig):
-        return _changed(config, changes | heads(config.n_heads, config.n_kv_heads))
+        return _revalidated(config, changes | heads(config.n_heads, config.n_kv_heads))
     mixers: dict[str, Any] = {}
     for name, mixer in config.mixers.items():
-        if not isinstance(mixer, Heads):
+        if not isinstance(mixer, AttentionConfig):
             raise ConfigError(
                 f"mixers: nobody knows how to make {name!r} ({mixer.kind}) narrower",
                 expected="attention with heads", do="give the student a configuration of its own",
@@ -143,9 +143,9 @@ def narrower(config: ModelConfig, share: float) -> ModelConfig:
         e = config.experts
         shared = even(e.shared_hidden) if e.shared_hidden else 0
         changes["experts"] = e.model_copy(update={"hidden": even(e.hidden), "shared_hidden": shared})
-    return _changed(config, changes | {"mixers": mixers})
+    return _revalidated(config, changes | {"mixers": mixers})
 
 
-def _changed(config: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
+def _revalidated(config: ModelConfig, changes: dict[str, Any]) -> ModelConfig:
     """Checked again as a whole."""
     return type(config).model_validate(config.model_copy(update=changes).model_dump())

@@ -34,21 +34,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from whorl.align.config import DistilConfig
-from whorl.align.model.batch import lay
-from whorl.align.model.example import Scribe, Text, joined
-from whorl.align.model.sampling import answer, policy_sampling, rollout_engine
+from whorl.align.model.batch import pad
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.errors import ConfigError, DataError
 from whorl.models import LanguageModel
 from whorl.objectives import Loss
-from whorl.objectives.distil import distil, distil_whole
+from whorl.objectives.distil import distil_full_vocab, distil_top_k
 from whorl.store.address import file_sha256
-from whorl.tokens.hf_tokenizer import ForeignTokenizer
+from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
-from whorl.train.learner.update import Part
+from whorl.train.learner.update import MicroBatch
 
-FORM, TENSORS, MANIFEST = 1, "told.safetensors", "told.json"
-SCORED = 1 << 13  # positions of a forward
-LOGITS = 1 << 22  # numbers of logits at once
+FORMAT_VERSION, TENSORS, MANIFEST = 1, "told.safetensors", "told.json"
+FORWARD_POSITIONS = 1 << 13  # positions of a forward
+MAX_LOGITS = 1 << 22  # numbers of logits at once
 
 
 class Teacher(Protocol):
@@ -58,10 +58,10 @@ class Teacher(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def words(self) -> str: ...
+    def vocab_fingerprint(self) -> str: ...
 
     def loss(
-        self, part: Part, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
+        self, batch: MicroBatch, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
         """hidden: [N, d_model] of the student at the N targets of `part` that count; head: its own."""
         ...
@@ -71,7 +71,7 @@ class Teacher(Protocol):
         ...
 
 
-def fingerprint_of(tokenizer: Tokenizer | ForeignTokenizer) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer | HFTokenizer) -> str:
     """Of the bytes of every id and of what ends a text: the same for two tokenizers whose ids mean the same."""
     digest = hashlib.blake2b(digest_size=16)
     for token in tokenizer.token_bytes:
@@ -80,9 +80,9 @@ def fingerprint_of(tokenizer: Tokenizer | ForeignTokenizer) -> str:
     return digest.hexdigest()
 
 
-def same_words(
-    teacher: Tokenizer | ForeignTokenizer,
-    student: Tokenizer | ForeignTokenizer,
+def check_same_vocabulary(
+    teacher: Tokenizer | HFTokenizer,
+    student: Tokenizer | HFTokenizer,
     *,
     names: tuple[str, str] = ("the teacher", "the student"),
 ) -> str:
@@ -91,8 +91,8 @@ def same_words(
     Raises:
         ConfigError: they have two; both are named, with the first id that they tell apart.
     """
-    found = fingerprint_of(teacher)
-    if found == fingerprint_of(student):
+    found = tokenizer_fingerprint(teacher)
+    if found == tokenizer_fingerprint(student):
         return found
     a, b = teacher.token_bytes, student.token_bytes
     first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -110,89 +110,89 @@ def same_words(
     )
 
 
-class Beside:
+class LiveTeacher:
     """A model that is asked in every step; it learns nothing.  words: fingerprint of its vocabulary, "" if unknown."""
 
-    def __init__(self, model: LanguageModel, words: str = "") -> None:
-        self.model, self.words = model.eval().requires_grad_(False), words
+    def __init__(self, model: LanguageModel, vocab_fingerprint: str = "") -> None:
+        self.model, self.vocab_fingerprint = model.eval().requires_grad_(False), vocab_fingerprint
         self.vocab_size = int(model.config.vocab_size)
 
     def loss(
-        self, part: Part, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
+        self, batch: MicroBatch, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
         """Over the whole vocabulary."""
-        segments = part.get("segment_ids")
+        segments = batch.get("segment_ids")
         with torch.no_grad():
-            said = self.model(part["tokens"], None if segments is None else part["positions"], segments)
-        return distil_whole(
-            hidden, head, said[part["loss_mask"]], self.model.head_weight, hidden.new_ones(len(hidden)),
+            said = self.model(batch["tokens"], None if segments is None else batch["positions"], segments)
+        return distil_full_vocab(
+            hidden, head, said[batch["loss_mask"]], self.model.head_weight, hidden.new_ones(len(hidden)),
             softcap=softcap, teacher_softcap=self.model.logit_softcap,
             kind=config.divergence, beta=config.beta, temperature=config.temperature,
         )  # fmt: skip
 
     def identity(self) -> str:
         """A hash of its weights."""
-        return _hash_of(p.detach() for p in self.model.parameters())
+        return _hash_tensors(p.detach() for p in self.model.parameters())
 
 
 @dataclass(frozen=True)
-class Told:
+class CachedTeacher:
     """What a teacher said of given texts (see the top of this file).  start: [texts + 1], of each text's rows of M."""
 
-    texts: tuple[Text, ...]
-    tops: Tensor
+    examples: tuple[TokenizedExample, ...]
+    top_ids: Tensor
     log_probs: Tensor
-    start: Tensor
+    row_offsets: Tensor
     vocab_size: int
-    words: str
+    vocab_fingerprint: str
     temperature: float
-    teacher: str
+    teacher_name: str
 
     def loss(
-        self, part: Part, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
+        self, batch: MicroBatch, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
         """Over the K ids and one outcome for all others.  `part` carries `told`: which row of M, for each target."""
-        rows = part["told"][part["loss_mask"]].cpu()  # all that was said stays on the host; these N go over
-        log_probs, tops = self.log_probs[rows].to(hidden.device), self.tops[rows].to(hidden.device).long()
-        return distil(
+        rows = batch["told"][batch["loss_mask"]].cpu()  # all that was said stays on the host; these N go over
+        log_probs, tops = self.log_probs[rows].to(hidden.device), self.top_ids[rows].to(hidden.device).long()
+        return distil_top_k(
             hidden, head, log_probs, tops, hidden.new_ones(len(hidden)), softcap,
             kind=config.divergence, beta=config.beta, temperature=config.temperature,
         )  # fmt: skip
 
     def identity(self) -> str:
         """A hash of what it said."""
-        return _hash_of((self.tops, self.log_probs))
+        return _hash_tensors((self.top_ids, self.log_probs))
 
-    def rows_of(self, part: Part, numbers: Tensor) -> Tensor:
+    def target_rows(self, batch: MicroBatch, numbers: Tensor) -> Tensor:
         """[B, T], which row of M says something of each target that counts, of a part of texts numbered `numbers`."""
-        mask = part["loss_mask"]
-        which = part["sequence"][mask]  # row by row, a text's targets stand side by side
+        mask = batch["loss_mask"]
+        which = batch["sequence"][mask]  # row by row, a text's targets stand side by side
         new = torch.ones(len(which), dtype=torch.bool)
         new[1:] = which[1:] != which[:-1]
         places = torch.arange(len(which))
         nth = places - torch.where(new, places, 0).cummax(0).values
         found = torch.full(mask.shape, -1)
-        found[mask] = self.start[numbers[which]] + nth
+        found[mask] = self.row_offsets[numbers[which]] + nth
         return found
 
     def save(self, folder: Path) -> Path:
         """Writes both files into `folder`, each aside and renamed, the manifest last."""
         folder.mkdir(parents=True, exist_ok=True)
-        lengths = [len(text) for text in self.texts]
+        lengths = [len(text) for text in self.examples]
         tensors = {
-            "ids": torch.from_numpy(np.concatenate([text.ids for text in self.texts])),
-            "mask": torch.from_numpy(np.concatenate([text.mask for text in self.texts])),
+            "ids": torch.from_numpy(np.concatenate([text.ids for text in self.examples])),
+            "mask": torch.from_numpy(np.concatenate([text.loss_mask for text in self.examples])),
             "first": torch.tensor([0, *np.cumsum(lengths).tolist()]),
-            "tops": self.tops.int().contiguous(),
+            "tops": self.top_ids.int().contiguous(),
             "log_probs": self.log_probs.float().contiguous(),
         }
         aside = folder / f".{TENSORS}"
         save_file(tensors, aside)
         aside.rename(folder / TENSORS)
         manifest = {
-            "form": FORM, "texts": len(self.texts), "targets": len(self.tops), "top": int(self.tops.shape[1]),
-            "temperature": self.temperature, "vocab_size": self.vocab_size, "words": self.words,
-            "teacher": self.teacher, "sha256": file_sha256(folder / TENSORS),
+            "form": FORMAT_VERSION, "texts": len(self.examples), "targets": len(self.top_ids), "top": int(self.top_ids.shape[1]),
+            "temperature": self.temperature, "vocab_size": self.vocab_size, "words": self.vocab_fingerprint,
+            "teacher": self.teacher_name, "sha256": file_sha256(folder / TENSORS),
         }  # fmt: skip
         aside = folder / f".{MANIFEST}"
         aside.write_text(json.dumps(manifest, indent=2) + "\n")
@@ -200,7 +200,7 @@ class Told:
         return folder
 
     @classmethod
-    def load(cls, folder: Path) -> Told:
+    def load(cls, folder: Path) -> CachedTeacher:
         """What `save` wrote.
 
         Raises:
@@ -208,8 +208,8 @@ class Told:
         """
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
-            if manifest["form"] != FORM:
-                raise _unreadable(folder / MANIFEST, f"form is {manifest['form']!r}", f"{FORM}")
+            if manifest["form"] != FORMAT_VERSION:
+                raise _unreadable(folder / MANIFEST, f"form is {manifest['form']!r}", f"{FORMAT_VERSION}")
             if file_sha256(folder / TENSORS) != manifest["sha256"]:
                 raise _unreadable(folder / TENSORS, "it is not the file that the manifest was made of", "")
             found = load_file(folder / TENSORS)
@@ -219,42 +219,42 @@ class Told:
             if tuple(tops.shape) != shape or tuple(log_probs.shape) != shape:
                 raise _unreadable(folder / TENSORS, f"tops is {list(tops.shape)}", f"{list(shape)}")
             texts = tuple(
-                Text(ids[a:b], mask[a:b])
+                TokenizedExample(ids[a:b], mask[a:b])
                 for a, b in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)
             )
             rest = {name: manifest[name] for name in ("vocab_size", "words", "temperature", "teacher")}
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise _unreadable(folder, f"{type(error).__name__}: {error}", "what `Told.save` wrote") from error
-        return cls(texts, tops, log_probs, _starts(texts), **rest)
+        return cls(texts, tops, log_probs, _row_offsets(texts), **rest)
 
 
 def _unreadable(path: Path, what: str, expected: str) -> DataError:
     return DataError(f"{path}: {what}", expected=expected, do="let the teacher say it again")
 
 
-def _hash_of(tensors: Iterable[Tensor]) -> str:
+def _hash_tensors(tensors: Iterable[Tensor]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _starts(texts: Sequence[Text]) -> Tensor:
-    return torch.tensor([0, *np.cumsum([int(text.mask.sum()) for text in texts]).tolist()])
+def _row_offsets(texts: Sequence[TokenizedExample]) -> Tensor:
+    return torch.tensor([0, *np.cumsum([int(text.loss_mask.sum()) for text in texts]).tolist()])
 
 
 @torch.no_grad()
-def tell(
+def cache_teacher_logits(
     model: LanguageModel,
-    texts: Sequence[Text],
+    examples: Sequence[TokenizedExample],
     *,
     pad_id: int,
-    top: int = 32,
+    top_k: int = 32,
     temperature: float = 1.0,
-    words: str = "",
-    teacher: str = "",
-    advance: Callable[[int], None] = lambda _: None,
-) -> Told:
+    vocab_fingerprint: str = "",
+    teacher_name: str = "",
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> CachedTeacher:
     """One pass of a teacher over `texts`: its `top` likeliest ids wherever one is to be learnt.
 
     Args:
@@ -264,47 +264,53 @@ def tell(
     Raises:
         DataError: there is nothing to say anything about.
     """
-    start = _starts(texts)
+    start = _row_offsets(examples)
     if not int(start[-1]):
         raise DataError("the texts have no id that is to be learnt", expected="one at least")
     vocab = int(model.config.vocab_size)
-    top = min(top, vocab)
-    tops = torch.zeros(int(start[-1]), top, dtype=torch.int32)
-    log_probs = torch.zeros(int(start[-1]), top)
-    told = Told(tuple(texts), tops, log_probs, start, vocab, words, temperature, teacher)
-    order = sorted(range(len(texts)), key=lambda n: len(texts[n]))
+    top_k = min(top_k, vocab)
+    tops = torch.zeros(int(start[-1]), top_k, dtype=torch.int32)
+    log_probs = torch.zeros(int(start[-1]), top_k)
+    told = CachedTeacher(
+        tuple(examples), tops, log_probs, start, vocab, vocab_fingerprint, temperature, teacher_name
+    )
+    order = sorted(range(len(examples)), key=lambda n: len(examples[n]))
     model.eval()
     while order:
-        longest = len(texts[order[min(len(order), 64) - 1]])
-        now, order = order[: (n := max(1, min(64, SCORED // longest)))], order[n:]
-        part = lay([texts[n] for n in now], pad_id)
-        rows = told.rows_of(part, torch.tensor(now))[part["loss_mask"]]
+        longest = len(examples[order[min(len(order), 64) - 1]])
+        now, order = order[: (n := max(1, min(64, FORWARD_POSITIONS // longest)))], order[n:]
+        part = pad([examples[n] for n in now], pad_id)
+        rows = told.target_rows(part, torch.tensor(now))[part["loss_mask"]]
         device = model.embedding.device
         hidden = model(part["tokens"].to(device))[part["loss_mask"].to(device)]
-        size = max(1, LOGITS // vocab)
+        size = max(1, MAX_LOGITS // vocab)
         for at, some in zip(torch.split(rows, size), torch.split(hidden, size), strict=True):
-            found = (model.logits(some) / temperature).log_softmax(-1).topk(top)
+            found = (model.logits(some) / temperature).log_softmax(-1).topk(top_k)
             log_probs[at], tops[at] = found.values.cpu(), found.indices.int().cpu()
-        advance(len(now))
+        on_progress(len(now))
     return told
 
 
-def teacher_texts(
+def sample_teacher_completions(
     model: LanguageModel,
-    scribe: Scribe,
+    example_tokenizer: ExampleTokenizer,
     prompts: Sequence[Sequence[int]],
     *,
     length: int,
     max_tokens: int,
     temperature: float = 1.0,
     seed: int = 0,
-) -> tuple[list[Text], int]:
+) -> tuple[list[TokenizedExample], int]:
     """Its own answers to `prompts` as texts to learn from, and how many it did not end: these are left out.
 
     (Sequence-level distillation: Kim and Rush 2016, arXiv:1606.07947, by samples in place of the likeliest.)
     """
-    engine = rollout_engine(model.eval().requires_grad_(False), scribe, sequences=64, max_length=length)
+    engine = rollout_engine(
+        model.eval().requires_grad_(False), example_tokenizer, sequences=64, max_length=length
+    )
     sampling = policy_sampling(temperature)
-    found = answer(engine, prompts, sampling, max_tokens=max_tokens, ends=scribe.ends, seed=seed)
-    kept = [joined(p, one.ids) for p, one in zip(prompts, found, strict=True) if one.finished]
+    found = sample_completions(
+        engine, prompts, sampling, max_tokens=max_tokens, stop_ids=example_tokenizer.stop_ids, seed=seed
+    )
+    kept = [concat(p, one.ids) for p, one in zip(prompts, found, strict=True) if one.finished]
     return kept, len(found) - len(kept)

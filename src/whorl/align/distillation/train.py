@@ -30,34 +30,40 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import DistilConfig
-from whorl.align.distillation.teacher import Teacher, Told, fingerprint_of
-from whorl.align.model.batch import by_length, cut, lay, pack
-from whorl.align.model.example import Scribe, Text, joined
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import answer, never, policy_sampling, rollout_engine
-from whorl.align.stage.trainer import Observer, Once, fingerprint, micro_rows, run_stage
+from whorl.align.distillation.teacher import CachedTeacher, Teacher, tokenizer_fingerprint
+from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
+from whorl.align.stage.trainer import (
+    Precomputed,
+    StepCallback,
+    dataset_fingerprint,
+    micro_batch_rows,
+    run_stage,
+)
 from whorl.errors import ConfigError, DataError
 from whorl.objectives import Loss
 from whorl.objectives.log_probs import token_log_probs
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import derive, numpy_rng
 from whorl.train.config import RoutingConfig
-from whorl.train.learner.update import Part
-from whorl.train.metrics.moe_balance import Mixtures
+from whorl.train.learner.update import MicroBatch
+from whorl.train.metrics.moe_balance import MoEBalancer
 
 
-def learn_from(
-    network: Network,
+def train_student(
+    network: PolicyModel,
     teacher: Teacher,
-    texts: Sequence[Text],
+    examples: Sequence[TokenizedExample],
     config: DistilConfig,
     *,
-    scribe: Scribe,
+    example_tokenizer: ExampleTokenizer,
     pad_id: int,
-    observe: Observer = lambda step, metrics: None,
-    scratch: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Network:
+    callback: StepCallback = lambda step, metrics: None,
+    checkpoint_dir: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> PolicyModel:
     """Trains `network` on what `teacher` says, from the newest checkpoint if there is one.
 
     Args:
@@ -72,55 +78,59 @@ def learn_from(
         ConfigError: another vocabulary, a `Told` that is to judge what it has not seen, or of another temperature.
         DataError: nothing to learn from; a text that is too long. DivergedError: what is not finite.
     """
-    check_teacher(network, teacher, config, scribe)
-    batches = _Batches(network, teacher, texts, config, scribe, pad_id)
-    mixtures = Mixtures(network.model, RoutingConfig(), World())
-    objective = _Objective(network, teacher, config, mixtures, batches.forbidden)
+    check_teacher(network, teacher, config, example_tokenizer)
+    batches = _DistillationBatches(network, teacher, examples, config, example_tokenizer, pad_id)
+    mixtures = MoEBalancer(network.model, RoutingConfig(), ProcessGroup())
+    objective = _DistillationObjective(network, teacher, config, mixtures, batches.banned_mask)
     identity = {
         "stage": "distil",
         "config": config.model_dump(mode="json", exclude={"checkpoint_seconds"}),
-        "texts": fingerprint(texts),
+        "texts": dataset_fingerprint(examples),
         "teacher": teacher.identity(),
     }
 
-    def parts(first: int, _: Once) -> Iterator[list[Part]]:
-        for record in batches.after(first):
-            objective.fresh, batches.newest = record.fresh, record
-            pieces: list[Part] = list(cut(record.part, micro_rows(config, record.part)))
-            record.figures["positions"] = float(sum(piece["tokens"].numel() for piece in pieces))
+    def parts(first: int, _: Precomputed) -> Iterator[list[MicroBatch]]:
+        for record in batches.batches_from(first):
+            objective.fresh, batches.latest = record.fresh, record
+            pieces: list[MicroBatch] = list(
+                micro_batches(record.batch, micro_batch_rows(config, record.batch))
+            )
+            record.metrics["positions"] = float(sum(piece["tokens"].numel() for piece in pieces))
             yield pieces
 
     def told(step: int, metrics: dict[str, float]) -> None:
-        mixtures.end_step()
-        observe(step, {**metrics, **batches.newest.figures, **objective.take()})
+        mixtures.on_step_end()
+        callback(step, {**metrics, **batches.latest.metrics, **objective.pop_metrics()})
 
     run_stage(
         network, config, objective, parts, identity=identity, steps=batches.steps,
-        positions=config.batch_texts * -(-config.length // 8) * 8,  # rows are rounded up so (`rows.lay`)
-        observe=told, may_save=lambda step: step % config.refresh == 0 or not batches.own, scratch=scratch, say=say,
+        positions=config.batch_size * -(-config.seq_len // 8) * 8,  # rows are rounded up so (`rows.lay`)
+        callback=told, may_save=lambda step: step % config.sync_every == 0 or not batches.n_on_policy, checkpoint_dir=checkpoint_dir, log=log,
     )  # fmt: skip
     return network.eval()
 
 
-def check_teacher(network: Network, teacher: Teacher, config: DistilConfig, scribe: Scribe) -> None:
+def check_teacher(
+    network: PolicyModel, teacher: Teacher, config: DistilConfig, example_tokenizer: ExampleTokenizer
+) -> None:
     """That they speak of the same ids, and that this teacher can say what is asked.
 
     Raises:
         ConfigError: it is not so.
     """
-    own, mine = network.model.config.vocab_size, fingerprint_of(scribe.tokenizer)
-    if teacher.vocab_size != own or (teacher.words and teacher.words != mine):
+    own, mine = network.model.config.vocab_size, tokenizer_fingerprint(example_tokenizer.tokenizer)
+    if teacher.vocab_size != own or (teacher.vocab_fingerprint and teacher.vocab_fingerprint != mine):
         raise ConfigError(
-            f"the teacher's vocabulary ({teacher.vocab_size:,} ids, {teacher.words or 'unknown'}) is not the student's "
+            f"the teacher's vocabulary ({teacher.vocab_size:,} ids, {teacher.vocab_fingerprint or 'unknown'}) is not the student's "
             f"({own:,} ids, {mine})",
             expected="one vocabulary",
             do="distil from a teacher of the same tokenizer, or fine-tune on its texts",
         )
-    if not isinstance(teacher, Told):
+    if not isinstance(teacher, CachedTeacher):
         return
-    if config.own:
+    if config.on_policy_fraction:
         raise ConfigError(
-            f"own is {config.own:g}, and the teacher is not there: what it said is of given texts alone",
+            f"own is {config.on_policy_fraction:g}, and the teacher is not there: what it said is of given texts alone",
             expected="a model beside, for what the student writes", do="set own to 0, or load the teacher",
         )  # fmt: skip
     if teacher.temperature != config.temperature:
@@ -131,37 +141,42 @@ def check_teacher(network: Network, teacher: Teacher, config: DistilConfig, scri
 
 
 @dataclass
-class _Record:
+class _StepBatch:
     """What a step learns from. fresh: its own answers are of the very weights that are about to learn."""
 
-    part: dict[str, Tensor]
+    batch: dict[str, Tensor]
     fresh: bool
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-class _Objective:
+class _DistillationObjective:
     """The divergence of a micro-batch, and parity beside it."""
 
     def __init__(
-        self, network: Network, teacher: Teacher, config: DistilConfig, mixtures: Mixtures, forbidden: Tensor
+        self,
+        network: PolicyModel,
+        teacher: Teacher,
+        config: DistilConfig,
+        mixtures: MoEBalancer,
+        forbidden: Tensor,
     ) -> None:
         self.network, self.teacher, self.config = network, teacher, config
-        self.mixtures, self.forbidden = mixtures, forbidden
-        self.fresh, self.parity = False, 0.0
+        self.moe_balancer, self.banned_mask = mixtures, forbidden
+        self.fresh, self.logprob_diff_max = False, 0.0
 
-    def __call__(self, part: Part) -> Loss:
+    def __call__(self, part: MicroBatch) -> Loss:
         model, mask = self.network.model, part["loss_mask"]
         segments = part.get("segment_ids")
-        records: list[Any] | None = [] if self.mixtures else None
+        records: list[Any] | None = [] if self.moe_balancer else None
         positions = None if segments is None else part["positions"]
         hidden = model(part["tokens"], positions, segments, records=records)[mask]
         if self.fresh:
-            self._look(part, hidden.detach())
+            self._compare_log_probs(part, hidden.detach())
         loss = self.teacher.loss(part, hidden, model.head_weight, model.logit_softcap, self.config)
-        return loss if records is None else self.mixtures.loss(loss, records, mask)
+        return loss if records is None else self.moe_balancer.add_aux_losses(loss, records, mask)
 
     @torch.no_grad()
-    def _look(self, part: Part, hidden: Tensor) -> None:
+    def _compare_log_probs(self, part: MicroBatch, hidden: Tensor) -> None:
         mask = part["loss_mask"]
         sampled = part["sampled"][mask] > 0
         if not sampled.any():
@@ -169,27 +184,27 @@ class _Objective:
         log_prob, _ = token_log_probs(
             hidden[sampled], self.network.model.head_weight, part["targets"][mask][sampled],
             temperature=self.network.temperature, softcap=self.network.model.logit_softcap,
-            forbidden=self.forbidden,
+            banned_mask=self.banned_mask,
         )  # fmt: skip
         apart = (log_prob - part["behaviour_log_prob"][mask][sampled]).abs().max()
-        self.parity = max(self.parity, float(apart) if apart.isfinite() else float("inf"))
+        self.logprob_diff_max = max(self.logprob_diff_max, float(apart) if apart.isfinite() else float("inf"))
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """What was seen since the last call."""
-        parity, self.parity = self.parity, 0.0
+        parity, self.logprob_diff_max = self.logprob_diff_max, 0.0
         return {"parity": parity} if self.fresh else {}
 
 
-class _Batches:
+class _DistillationBatches:
     """The record of each step, by its number: every epoch in an order of its own, the first of a step to be answered."""
 
     def __init__(
         self,
-        network: Network,
+        network: PolicyModel,
         teacher: Teacher,
-        texts: Sequence[Text],
+        texts: Sequence[TokenizedExample],
         config: DistilConfig,
-        scribe: Scribe,
+        scribe: ExampleTokenizer,
         pad_id: int,
     ) -> None:
         self.network, self.teacher, self.texts, self.config = network, teacher, texts, config
@@ -197,83 +212,91 @@ class _Batches:
         if not texts:
             raise DataError("there is no text to learn from", expected="one at least")
         for n, text in enumerate(texts):
-            if len(text) > config.length + 1:
+            if len(text) > config.seq_len + 1:
                 raise DataError(
-                    f"text {n} has {len(text):,} ids, and a row has room for {config.length + 1:,}",
+                    f"text {n} has {len(text):,} ids, and a row has room for {config.seq_len + 1:,}",
                     expected="shorter texts", do="leave it out (`Room`), or make length larger",
                 )  # fmt: skip
-        if isinstance(teacher, Told) and fingerprint(teacher.texts) != fingerprint(texts):
+        if isinstance(teacher, CachedTeacher) and dataset_fingerprint(
+            teacher.examples
+        ) != dataset_fingerprint(texts):
             raise DataError(
                 "the teacher said nothing of these texts", expected="the texts of its folder, in their order"
             )
-        self.size = min(config.batch_texts, len(texts))
-        self.own = round(config.own * self.size)
-        self.steps = max(1, math.ceil(config.epochs * len(texts) / self.size))
+        self.batch_size = min(config.batch_size, len(texts))
+        self.n_on_policy = round(config.on_policy_fraction * self.batch_size)
+        self.steps = max(1, math.ceil(config.epochs * len(texts) / self.batch_size))
         vocab = int(network.model.config.vocab_size)
-        forbidden = never(scribe, vocab, len(scribe.tokenizer.token_bytes))
+        forbidden = banned_ids(scribe, vocab, len(scribe.tokenizer.token_bytes))
         out = torch.zeros(vocab, dtype=torch.bool)
         out[forbidden] = True
-        self.forbidden = out.to(network.device)
-        self.newest = _Record({}, False)
-        if self.own:
-            self.engine = rollout_engine(network.copied(), scribe, sequences=64, max_length=config.length + 1)
+        self.banned_mask = out.to(network.device)
+        self.latest = _StepBatch({}, False)
+        if self.n_on_policy:
+            self.engine = rollout_engine(
+                network.eval_copy(), scribe, sequences=64, max_length=config.seq_len + 1
+            )
 
-    def after(self, first: int) -> Iterator[_Record]:
+    def batches_from(self, first: int) -> Iterator[_StepBatch]:
         """Records from number `first` on, which with answers of its own is a multiple of `refresh`."""
         config = self.config
-        waiting: list[tuple[Text, np.ndarray[Any, Any], bool]] = []
+        waiting: list[tuple[TokenizedExample, np.ndarray[Any, Any], bool]] = []
         for step in range(first, self.steps):
-            numbers = self._numbers(step)
-            fresh = bool(self.own) and step % config.refresh == 0
+            numbers = self._step_indices(step)
+            fresh = bool(self.n_on_policy) and step % config.sync_every == 0
             if fresh:
-                upto = range(step, min(step + config.refresh, self.steps))
-                waiting = self._answers([n for s in upto for n in self._numbers(s)[: self.own]], step)
-            mine, waiting = waiting[: self.own], waiting[self.own :]
-            given = [self.texts[n] for n in numbers[self.own :]]
+                upto = range(step, min(step + config.sync_every, self.steps))
+                waiting = self._sample_on_policy(
+                    [n for s in upto for n in self._step_indices(s)[: self.n_on_policy]], step
+                )
+            mine, waiting = waiting[: self.n_on_policy], waiting[self.n_on_policy :]
+            given = [self.texts[n] for n in numbers[self.n_on_policy :]]
             texts = [text for text, _, _ in mine] + given
             nothing = [np.zeros(len(text), np.float32) for text in given]
             streams = {}
             if mine:
                 streams["behaviour_log_prob"] = [p for _, p, _ in mine] + nothing
-                streams["sampled"] = [text.mask.astype(np.float32) for text, _, _ in mine] + nothing
+                streams["sampled"] = [text.loss_mask.astype(np.float32) for text, _, _ in mine] + nothing
             laid = (
-                pack(texts, config.length, self.pad_id, streams)
+                pack(texts, config.seq_len, self.pad_id, streams)
                 if config.packing
-                else by_length(lay(texts, self.pad_id, streams))
+                else sort_by_length(pad(texts, self.pad_id, streams))
             )
-            if isinstance(self.teacher, Told):
-                laid["told"] = self.teacher.rows_of(laid, torch.tensor(numbers))
-            record = _Record(laid, fresh)
+            if isinstance(self.teacher, CachedTeacher):
+                laid["told"] = self.teacher.target_rows(laid, torch.tensor(numbers))
+            record = _StepBatch(laid, fresh)
             if mine:
-                lengths = [int(text.mask.sum()) for text, _, _ in mine]
-                record.figures |= {
+                lengths = [int(text.loss_mask.sum()) for text, _, _ in mine]
+                record.metrics |= {
                     "sampled": float(sum(lengths)),
                     "own_length": sum(lengths) / len(mine),
                     "cut_off": sum(not ended for _, _, ended in mine) / len(mine),
                 }
             yield record
 
-    def _answers(self, numbers: Sequence[int], step: int) -> list[tuple[Text, np.ndarray[Any, Any], bool]]:
+    def _sample_on_policy(
+        self, numbers: Sequence[int], step: int
+    ) -> list[tuple[TokenizedExample, np.ndarray[Any, Any], bool]]:
         """Texts of the student's own after the prompts of these, with the log-probability of each id as drawn."""
-        self.engine.update_weights(self.network.policy(), step + 1)
+        self.engine.update_weights(self.network.merged_weights(), step + 1)
         prompts = [self.texts[n].ids[: self.texts[n].prompt_length].tolist() for n in numbers]
-        found = answer(
-            self.engine, prompts, policy_sampling(self.network.temperature), max_tokens=self.config.max_tokens,
-            ends=self.scribe.ends, seed=derive(self.config.seed, "distil", "own", step),
+        found = sample_completions(
+            self.engine, prompts, policy_sampling(self.network.temperature), max_tokens=self.config.max_completion_tokens,
+            stop_ids=self.scribe.stop_ids, seed=derive(self.config.seed, "distil", "own", step),
         )  # fmt: skip
         made = []
         for prompt, one in zip(prompts, found, strict=True):
             log_probs = np.array([0.0] * len(prompt) + one.log_probs, np.float32)
-            made.append((joined(prompt, one.ids), log_probs, one.finished))
+            made.append((concat(prompt, one.ids), log_probs, one.finished))
         return made
 
-    def _numbers(self, step: int) -> list[int]:
-        places = range(step * self.size, (step + 1) * self.size)
-        return [int(self._order(place // len(self.texts))[place % len(self.texts)]) for place in places]
+    def _step_indices(self, step: int) -> list[int]:
+        places = range(step * self.batch_size, (step + 1) * self.batch_size)
+        return [int(self._epoch_order(place // len(self.texts))[place % len(self.texts)]) for place in places]
 
-    def _order(self, epoch: int) -> Any:
+    def _epoch_order(self, epoch: int) -> Any:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
             rng = numpy_rng(self.config.seed, "distil", "order", epoch)
-            self._places = rng.permutation(len(self.texts))
-        return self._places
+            self._permutation = rng.permutation(len(self.texts))
+        return self._permutation

@@ -23,47 +23,57 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whorl.align.model.example import Text
+from whorl.align.model.example import TokenizedExample
 from whorl.errors import ConfigError
-from whorl.tokens.packing import best_fit
-from whorl.train.learner.update import Part
+from whorl.tokens.packing import best_fit_decreasing
+from whorl.train.learner.update import MicroBatch
 
-Stream = Sequence[NDArray[np.float32]]
+TokenStream = Sequence[NDArray[np.float32]]
 
 
-def lay(
-    texts: Sequence[Text], pad_id: int, streams: Mapping[str, Stream] | None = None, multiple: int = 8
+def pad(
+    examples: Sequence[TokenizedExample],
+    pad_id: int,
+    streams: Mapping[str, TokenStream] | None = None,
+    multiple: int = 8,
 ) -> dict[str, Tensor]:
     """One text a row, [B, T] with T a multiple of `multiple`."""
-    longest = max(len(text) for text in texts) - 1
+    longest = max(len(text) for text in examples) - 1
     length = max(1, -(-longest // multiple) * multiple)
-    part = _write(texts, [[n] for n in range(len(texts))], length, pad_id, streams or {})
+    part = _fill_rows(examples, [[n] for n in range(len(examples))], length, pad_id, streams or {})
     del part["segment_ids"], part["positions"]
     return part
 
 
 def pack(
-    texts: Sequence[Text], length: int, pad_id: int, streams: Mapping[str, Stream] | None = None
+    examples: Sequence[TokenizedExample],
+    seq_len: int,
+    pad_id: int,
+    streams: Mapping[str, TokenStream] | None = None,
 ) -> dict[str, Tensor]:
     """Several texts a row of `length` inputs.
 
     Raises:
         ConfigError: a text is longer.
     """
-    sizes = [len(text) - 1 for text in texts]
-    if max(sizes) > length:
-        raise ConfigError(f"a text of {max(sizes) + 1:,} ids for rows of {length:,}", expected="shorter ones")
-    order = sorted(range(len(texts)), key=lambda n: -sizes[n])
-    rows = [[order[i] for i in row] for row in best_fit([max(1, sizes[n]) for n in order], length)]
-    return _write(texts, rows, length, pad_id, streams or {})
+    sizes = [len(text) - 1 for text in examples]
+    if max(sizes) > seq_len:
+        raise ConfigError(
+            f"a text of {max(sizes) + 1:,} ids for rows of {seq_len:,}", expected="shorter ones"
+        )
+    order = sorted(range(len(examples)), key=lambda n: -sizes[n])
+    rows = [
+        [order[i] for i in row] for row in best_fit_decreasing([max(1, sizes[n]) for n in order], seq_len)
+    ]
+    return _fill_rows(examples, rows, seq_len, pad_id, streams or {})
 
 
-def _write(
-    texts: Sequence[Text],
+def _fill_rows(
+    texts: Sequence[TokenizedExample],
     rows: Sequence[Sequence[int]],
     length: int,
     pad_id: int,
-    streams: Mapping[str, Stream],
+    streams: Mapping[str, TokenStream],
 ) -> dict[str, Tensor]:
     shape = (len(rows), length)
     tokens, targets = np.full(shape, pad_id, np.int64), np.full(shape, pad_id, np.int64)
@@ -77,7 +87,7 @@ def _write(
             stop = at + len(text) - 1
             tokens[r, at:stop] = text.ids[:-1]
             targets[r, at:stop] = text.ids[1:]
-            mask[r, at:stop] = text.mask[1:]
+            mask[r, at:stop] = text.loss_mask[1:]
             sequence[r, at:stop] = number
             segments[r, at:stop] = segment
             positions[r, at:stop] = np.arange(stop - at)
@@ -91,25 +101,25 @@ def _write(
     return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
-def cut(part: Part, rows: int) -> Iterator[dict[str, Tensor]]:
+def micro_batches(batch: MicroBatch, batch_size: int) -> Iterator[dict[str, Tensor]]:
     """Micro-batches of so many rows, the last of what is left; padding that all rows of one end in is cut off."""
-    for i in range(0, len(part["tokens"]), rows):
-        piece = {name: t[i : i + rows] for name, t in part.items()}
+    for i in range(0, len(batch["tokens"]), batch_size):
+        piece = {name: t[i : i + batch_size] for name, t in batch.items()}
         used = (piece["sequence"] >= 0).any(0).nonzero()
         stop = min(piece["tokens"].shape[1], -(-(int(used.max()) + 1) // 8) * 8) if len(used) else 1
         yield {name: t[:, :stop] for name, t in piece.items()}
 
 
-def by_length(part: Part) -> dict[str, Tensor]:
+def sort_by_length(batch: MicroBatch) -> dict[str, Tensor]:
     """The same rows from the shortest to the longest, so that `cut` finds padding to cut off."""
-    order = torch.argsort((part["sequence"] >= 0).sum(1), stable=True)
-    return {name: t[order] for name, t in part.items()}
+    order = torch.argsort((batch["sequence"] >= 0).sum(1), stable=True)
+    return {name: t[order] for name, t in batch.items()}
 
 
-def by_group(part: Part) -> dict[str, Tensor]:
+def sort_by_group(batch: MicroBatch) -> dict[str, Tensor]:
     """The same rows, those of a `group` one behind another, groups in the order of their longest rows: what a group has in
     common is read once where its rows lie together (`families.py`)."""
-    group, length = part["group"][:, 0], (part["sequence"] >= 0).sum(1)
+    group, length = batch["group"][:, 0], (batch["sequence"] >= 0).sum(1)
     longest = torch.zeros(int(group.max()) + 1, dtype=length.dtype).scatter_reduce(0, group, length, "amax")
     order = torch.argsort(longest[group] * len(longest) + group, stable=True)
-    return {name: t[order] for name, t in part.items()}
+    return {name: t[order] for name, t in batch.items()}

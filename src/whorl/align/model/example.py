@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from whorl.errors import DataError
 from whorl.tokens.chat import ChatTemplate
-from whorl.tokens.hf_tokenizer import ForeignTokenizer
+from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -31,16 +31,16 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Text:
+class TokenizedExample:
     """One sequence. ids: [n] int64; mask: [n] bool, False at 0, since nothing comes before it."""
 
     ids: NDArray[np.int64]
-    mask: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_]
 
     def __post_init__(self) -> None:
-        if len(self.ids) != len(self.mask) or not len(self.ids) or self.mask[0]:
+        if len(self.ids) != len(self.loss_mask) or not len(self.ids) or self.loss_mask[0]:
             raise DataError(
-                f"a text of {len(self.ids)} ids with a mask of {len(self.mask)}",
+                f"a text of {len(self.ids)} ids with a mask of {len(self.loss_mask)}",
                 expected="as many of both, one at least, and the first id not to be learnt",
             )
 
@@ -50,10 +50,10 @@ class Text:
     @property
     def prompt_length(self) -> int:
         """Ids before the first that is learnt; all of them, if none is."""
-        return int(self.mask.argmax()) if self.mask.any() else len(self.ids)
+        return int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self.ids)
 
 
-class Scribe:
+class ExampleTokenizer:
     """Makes texts for one tokenizer, and the prompts that are sampled after.
 
     Args:
@@ -63,11 +63,11 @@ class Scribe:
     ends: ids that end an answer; control: ids that are never to be sampled.
     """
 
-    def __init__(self, tokenizer: Tokenizer | ForeignTokenizer, chat: ChatTemplate | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | HFTokenizer, chat: ChatTemplate | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat = chat or ChatTemplate(tokenizer)
-        self.ends = frozenset(tokenizer.end_ids) | frozenset(self.chat.stop_ids)
-        self.control = tuple(tokenizer.control_ids)
+        self.stop_ids = frozenset(tokenizer.end_ids) | frozenset(self.chat.stop_ids)
+        self.control_ids = tuple(tokenizer.control_ids)
         if not tokenizer.end_ids:
             raise DataError(
                 "the tokenizer has no token that ends a text",
@@ -82,12 +82,12 @@ class Scribe:
             DataError: the template cannot write it.
         """
         if not isinstance(prompt, str):
-            return self.chat.prompt(prompt)
+            return self.chat.encode_prompt(prompt)
         if isinstance(self.tokenizer, Tokenizer):
             return [self.tokenizer.bos_id, *map(int, self.tokenizer.encode(prompt))]
-        return self.tokenizer.whole(prompt)
+        return self.tokenizer.encode_prompt(prompt)
 
-    def answered(self, prompt: str | Sequence[Message], answer: str) -> Text:
+    def prompt_completion(self, prompt: str | Sequence[Message], answer: str) -> TokenizedExample:
         """A prompt with the answer that is to be learnt, its end included.
 
         Raises:
@@ -95,13 +95,13 @@ class Scribe:
         """
         if not isinstance(prompt, str):
             said = (
-                answer if self.chat.trained else answer.strip()
+                answer if self.chat.is_trained else answer.strip()
             )  # a transcript has its own white space around
             return self.conversation([*prompt, {"role": "assistant", "content": said}])
         before = self.prompt(prompt)
-        return joined(before, [*map(int, self.tokenizer.encode(answer)), self.tokenizer.end_ids[0]])
+        return concat(before, [*map(int, self.tokenizer.encode(answer)), self.tokenizer.end_ids[0]])
 
-    def conversation(self, messages: Sequence[Message]) -> Text:
+    def conversation(self, messages: Sequence[Message]) -> TokenizedExample:
         """A conversation, of which every turn of the assistant is learnt.
 
         A transcript has no id that ends a turn: after an assistant's last word the text ends, and that is learnt too.
@@ -109,66 +109,66 @@ class Scribe:
         Raises:
             DataError: the template cannot write it, or does not only append.
         """
-        ids, mask = self.chat.training(messages)
-        if not self.chat.trained and messages and messages[-1].get("role") == "assistant":
+        ids, mask = self.chat.encode_with_mask(messages)
+        if not self.chat.is_trained and messages and messages[-1].get("role") == "assistant":
             ids, mask = [*ids, self.tokenizer.end_ids[0]], [*mask, True]
         if mask and mask[0]:
             mask[0] = False
-        return Text(np.array(ids, np.int64), np.array(mask, np.bool_))
+        return TokenizedExample(np.array(ids, np.int64), np.array(mask, np.bool_))
 
-    def words(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """What an answer of these ids says: up to the id that ends it, with a mark for bytes that are no text."""
         said = []
         for i in ids:
-            if i in self.ends:
+            if i in self.stop_ids:
                 break
             said.append(i)
         return self.tokenizer.decode(said).decode("utf-8", "replace")
 
 
-def joined(prompt: Sequence[int], answer: Sequence[int]) -> Text:
+def concat(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
     """A text of which `answer` is learnt: for ids that were sampled, these ids."""
     mask = np.zeros(len(prompt) + len(answer), np.bool_)
     mask[len(prompt) :] = True
-    return Text(np.array([*prompt, *answer], np.int64), mask)
+    return TokenizedExample(np.array([*prompt, *answer], np.int64), mask)
 
 
 @dataclass
-class Room:
+class LengthFilter:
     """Takes texts in that have room in `length` ids and something to learn; counts the others by their reason."""
 
-    length: int
-    refused: dict[str, int] = field(default_factory=dict)
+    max_length: int
+    rejected: dict[str, int] = field(default_factory=dict)
 
-    def take(self, things: Iterable[T], make: Callable[[T], Text]) -> list[Text]:
+    def tokenize(self, items: Iterable[T], encode: Callable[[T], TokenizedExample]) -> list[TokenizedExample]:
         """What `make` makes of each; of those that it cannot make (DataError), too."""
         found = []
-        for thing in things:
+        for thing in items:
             try:
-                text = make(thing)
+                text = encode(thing)
             except DataError as error:
-                self.refuse(error)
+                self.reject(error)
                 continue
-            if self.admits(text):
+            if self.accepts(text):
                 found.append(text)
         return found
 
-    def admits(self, *texts: Text) -> bool:
+    def accepts(self, *texts: TokenizedExample) -> bool:
         """Whether all of them are taken in; if not, the reason is counted once, for they belong together."""
-        if max(len(text) for text in texts) > self.length:
-            self.refuse(f"longer than {self.length:,} ids")
-        elif not all(text.mask.any() for text in texts):
-            self.refuse("nothing to learn in it")
+        if max(len(text) for text in texts) > self.max_length:
+            self.reject(f"longer than {self.max_length:,} ids")
+        elif not all(text.loss_mask.any() for text in texts):
+            self.reject("nothing to learn in it")
         else:
             return True
         return False
 
-    def refuse(self, reason: str | DataError) -> None:
+    def reject(self, reason: str | DataError) -> None:
         """Counts something that is left out."""
         reason = str(reason).splitlines()[0]
-        self.refused[reason] = self.refused.get(reason, 0) + 1
+        self.rejected[reason] = self.rejected.get(reason, 0) + 1
 
     @property
-    def line(self) -> str:
+    def summary(self) -> str:
         """In words, or nothing."""
-        return "; ".join(f"{n:,} left out: {reason}" for reason, n in sorted(self.refused.items()))
+        return "; ".join(f"{n:,} left out: {reason}" for reason, n in sorted(self.rejected.items()))

@@ -16,20 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from whorl.align.model.example import Scribe
+from whorl.align.model.example import ExampleTokenizer
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
 from whorl.engine.request import Request
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import ConfigError
 from whorl.models import LanguageModel
 from whorl.tracking.seeds import derive
 
-PAGE = 8  # positions
+BLOCK_SIZE = 8  # positions
 
 
 @dataclass
-class Answer:
+class Completion:
     """ids: what was sampled, the end included; log_probs: of each, as drawn; versions: of the weights that drew it.
 
     finished: whether it ended by itself; else the limit cut it off.
@@ -41,48 +41,53 @@ class Answer:
     finished: bool = False
 
 
-def policy_sampling(temperature: float) -> Sampling:
+def policy_sampling(temperature: float) -> SamplingParams:
     """Sampling of the whole distribution: what a policy is trained on must be what it acted with, with nothing cut off."""
     if temperature <= 0:
         raise ConfigError(
             f"temperature is {temperature:g}", expected="above 0: a policy explores", do="take 1"
         )
-    return Sampling(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
+    return SamplingParams(temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def rollout_engine(
-    model: LanguageModel, scribe: Scribe, *, sequences: int, max_length: int, **options: Any
+    model: LanguageModel,
+    example_tokenizer: ExampleTokenizer,
+    *,
+    sequences: int,
+    max_length: int,
+    **options: Any,
 ) -> Engine:
     """An engine for throughput: prompts are read in as fast as they can be, and small pages let answers share them.
 
     Nothing in it goes by the clock, so its answers have the same bits whoever else it answered before.
     """
     vocab = model.config.vocab_size
-    words = len(scribe.tokenizer.token_bytes)
-    most = -(-max_length // PAGE) * PAGE
+    words = len(example_tokenizer.tokenizer.token_bytes)
+    most = -(-max_length // BLOCK_SIZE) * BLOCK_SIZE
     config = EngineConfig(
-        max_sequences=sequences, max_length=max_length, cache_tokens=sequences * most, page_size=PAGE,
-        token_budget=max(2048, 2 * sequences), stretch=math.inf, **options,
+        max_num_seqs=sequences, max_model_len=max_length, kv_cache_tokens=sequences * most, block_size=BLOCK_SIZE,
+        max_num_batched_tokens=max(2048, 2 * sequences), max_decode_slowdown=math.inf, **options,
     )  # fmt: skip
-    return Engine(model, config, forbidden=never(scribe, vocab, words))
+    return Engine(model, config, banned_ids=banned_ids(example_tokenizer, vocab, words))
 
 
-def never(scribe: Scribe, vocab: int, words: int) -> list[int]:
+def banned_ids(example_tokenizer: ExampleTokenizer, vocab_size: int, n_tokens: int) -> list[int]:
     """Ids that are not sampled: control ids, and rows of the matrix that no token stands behind."""
-    return sorted({*scribe.control, *range(words, vocab)} - scribe.ends)
+    return sorted({*example_tokenizer.control_ids, *range(n_tokens, vocab_size)} - example_tokenizer.stop_ids)
 
 
-def answer(
+def sample_completions(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     max_tokens: int,
-    ends: frozenset[int],
+    stop_ids: frozenset[int],
     seed: int,
-    first: int = 0,
-    advance: Callable[[int], None] = lambda _: None,
-) -> list[Answer]:
+    first_index: int = 0,
+    on_finished: Callable[[int], None] = lambda _: None,
+) -> list[Completion]:
     """Answers to `prompts`, in their order.
 
     Args:
@@ -92,12 +97,12 @@ def answer(
     Raises:
         ConfigError: a prompt has no room; its place is named.
     """
-    found = [Answer() for _ in prompts]
+    found = [Completion() for _ in prompts]
 
     for n, ids in enumerate(prompts):
-        if len(ids) >= engine.longest:
+        if len(ids) >= engine.max_positions:
             raise ConfigError(
-                f"prompt {n} has {len(ids):,} ids and there is room for {engine.longest:,}",
+                f"prompt {n} has {len(ids):,} ids and there is room for {engine.max_positions:,}",
                 expected="shorter prompts", do="leave it out, or make max_length larger",
             )  # fmt: skip
 
@@ -106,11 +111,11 @@ def answer(
             own = (
                 sampling
                 if sampling.temperature == 0
-                else sampling.model_copy(update={"seed": derive(seed, first + n)})
+                else sampling.model_copy(update={"seed": derive(seed, first_index + n)})
             )
-            most = min(max_tokens, engine.longest - len(prompts[n]))
+            most = min(max_tokens, engine.max_positions - len(prompts[n]))
             engine.add(
-                Request(id=str(n), ids=tuple(prompts[n]), sampling=own, max_tokens=most, stop_ids=ends)
+                Request(id=str(n), ids=tuple(prompts[n]), sampling=own, max_tokens=most, stop_ids=stop_ids)
             )
 
     def step() -> None:
@@ -121,11 +126,11 @@ def answer(
                 one.ids.append(token.id)
                 one.log_probs.append(token.log_prob)
                 one.versions.append(token.version)
-            if delta.finish is not None:
-                one.finished = delta.finish == "stop"
+            if delta.finish_reason is not None:
+                one.finished = delta.finish_reason == "stop"
                 ended += 1
         if ended:
-            advance(ended)
+            on_finished(ended)
 
     leading: dict[tuple[int, ...], int] = {}
     for n, ids in enumerate(prompts):

@@ -31,33 +31,40 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import PreferenceConfig
-from whorl.align.model.example import Text
-from whorl.align.model.policy_model import Network
-from whorl.align.preference.pairs import Choice, Opinion, Units, summed
-from whorl.align.stage.trainer import Observer, Once, fingerprint, replicas_for, run_stage, take_part
+from whorl.align.model.example import TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.preference.pairs import PairBatches, PreferencePair, UnpairedExample, sequence_log_probs
+from whorl.align.stage.trainer import (
+    Precomputed,
+    StepCallback,
+    choose_replicas,
+    dataset_fingerprint,
+    run_stage,
+    train_replica,
+)
 from whorl.errors import DataError
 from whorl.objectives import Loss
-from whorl.objectives.preference import Pairs, dpo, ipo, kto, kto_divergence, orpo, simpo
-from whorl.parallel.process_group import World
+from whorl.objectives.preference import PairLogProbs, dpo, ipo, kto, kto_kl, orpo, simpo
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
-from whorl.train.learner.learner import Shared
-from whorl.train.learner.update import Part
+from whorl.train.learner.learner import SharedState
+from whorl.train.learner.update import MicroBatch
 
-BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
-WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
+DEFAULT_BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0, "orpo": 0.1}
+NEEDS_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 
 
-def prefer(
-    network: Network,
-    items: Sequence[Choice] | Sequence[Opinion],
+def train_preferences(
+    network: PolicyModel,
+    items: Sequence[PreferencePair] | Sequence[UnpairedExample],
     config: PreferenceConfig,
     *,
     pad_id: int,
-    reference: Network | None = None,
-    observe: Observer = lambda step, metrics: None,
-    scratch: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Network:
+    reference: PolicyModel | None = None,
+    callback: StepCallback = lambda step, metrics: None,
+    checkpoint_dir: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> PolicyModel:
     """Trains `network` on preferences, from the newest checkpoint if there is one.
 
     Args:
@@ -71,74 +78,88 @@ def prefer(
     Raises:
         DataError: nothing to learn from, or answers without a partner where pairs are needed.
     """
-    data, world = _Data(items, config, pad_id), World()
+    data, world = _PreferenceBatches(items, config, pad_id), ProcessGroup()
 
     def tell(step: int, metrics: dict[str, float]) -> None:
-        observe(step, told(metrics))
+        callback(step, normalize_metrics(metrics))
 
     run_stage(
         network,
         config,
-        objective_of(config, network),
-        lambda first, kept: data.after(first, network, kept, world),
+        preference_objective(config, network),
+        lambda first, kept: data.batches_from(first, network, kept, world),
         identity=data.identity,
-        steps=data.units.steps,
-        positions=data.units.positions,
-        once=lambda: data.words(reference or network),
-        observe=tell,
-        scratch=scratch,
-        say=say,
-        replicas=replicas_for(
-            network, config.replicas, positions=data.units.steps * data.units.positions,
-            length=config.length, most=data.units.batch,
+        steps=data.pair_batches.steps,
+        positions=data.pair_batches.positions,
+        precompute=lambda: data.reference_log_probs(reference or network),
+        callback=tell,
+        checkpoint_dir=checkpoint_dir,
+        log=log,
+        replicas=choose_replicas(
+            network, config.replicas, positions=data.pair_batches.steps * data.pair_batches.positions,
+            length=config.seq_len, max_replicas=data.pair_batches.batch_size,
         ),
-        replica=partial(_replica, network, data),
+        replica=partial(_replica_main, network, data),
         world=world,
     )  # fmt: skip
     return network
 
 
-def _replica(network: Network, data: _Data, world: World, first: int, shared: Shared, kept: Once) -> None:
+def _replica_main(
+    network: PolicyModel,
+    data: _PreferenceBatches,
+    world: ProcessGroup,
+    first: int,
+    shared: SharedState,
+    kept: Precomputed,
+) -> None:
     """What the replicas beside the first do: the same, and nobody watches."""
-    take_part(
-        world, network, data.config, objective_of(data.config, network), data.after(first, network, kept, world),
-        shared, positions=data.units.positions, first=first, steps=data.units.steps,
+    train_replica(
+        world, network, data.config, preference_objective(data.config, network), data.batches_from(first, network, kept, world),
+        shared, positions=data.pair_batches.positions, first=first, steps=data.pair_batches.steps,
     )  # fmt: skip
 
 
 @torch.no_grad()
-def measure(
-    network: Network,
-    items: Sequence[Choice] | Sequence[Opinion],
+def evaluate_preferences(
+    network: PolicyModel,
+    items: Sequence[PreferencePair] | Sequence[UnpairedExample],
     config: PreferenceConfig,
     *,
     pad_id: int,
-    reference: Network,
+    reference: PolicyModel,
 ) -> dict[str, float]:
     """What `prefer` would tell of these items, all at once, without learning: for pairs that are held out.
 
     Raises:
         DataError: as `prefer`.
     """
-    data = _Data(items, config, pad_id)
-    objective = objective_of(config, network)
+    data = _PreferenceBatches(items, config, pad_id)
+    objective = preference_objective(config, network)
     losses = [
-        objective(network.here(part))
-        for part in data.step(list(range(data.units.n)), network, data.words(reference), World())
+        objective(network.to_device(part))
+        for part in data.step_batches(
+            list(range(data.pair_batches.n_units)),
+            network,
+            data.reference_log_probs(reference),
+            ProcessGroup(),
+        )
     ]
     count = sum(float(loss.count) for loss in losses)
     names = losses[0].metrics
     means = {name: sum(float(loss.metrics[name]) for loss in losses) / count for name in names}
-    return told({"loss": sum(float(loss.total) for loss in losses) / count, **means, "count": count})
+    return normalize_metrics(
+        {"loss": sum(float(loss.total) for loss in losses) / count, **means, "count": count}
+    )
 
 
-def objective_of(config: PreferenceConfig, network: Network) -> Callable[[Part], Loss]:
+def preference_objective(config: PreferenceConfig, network: PolicyModel) -> Callable[[MicroBatch], Loss]:
     """The loss of a micro-batch; see `Units.parts` for its fields, and `_Data.step` for those of its texts."""
     name = config.objective
-    beta = BETA[name] if config.beta is None else config.beta
+    beta = DEFAULT_BETA[name] if config.beta is None else config.beta
 
-    def objective(part: Part) -> Loss:
-        judged = network.judge(part)
+    def objective(part: MicroBatch) -> Loss:
+        judged = network.log_probs(part)
         length = part["length"]
         log_prob = judged.log_prob.new_zeros(len(length)).index_add(
             0, judged.sequence, judged.log_prob
@@ -148,12 +169,12 @@ def objective_of(config: PreferenceConfig, network: Network) -> Callable[[Part],
             good = part["good"]
             loss = kto(
                 log_prob, part["reference_log_prob"], good, part["divergence"],
-                beta=beta, good_weight=config.weights[0], bad_weight=config.weights[1],
+                beta=beta, desirable_weight=config.weights[0], undesirable_weight=config.weights[1],
             )  # fmt: skip
             seen = {"chosen_log_prob": each[good].sum(), "rejected_log_prob": each[~good].sum()}
             return Loss(loss.total, loss.count, {**loss.metrics, **seen})
         reference = part.get("reference_log_prob")
-        pairs = Pairs(
+        pairs = PairLogProbs(
             log_prob[0::2],
             log_prob[1::2],
             None if reference is None else reference[0::2],
@@ -162,9 +183,9 @@ def objective_of(config: PreferenceConfig, network: Network) -> Callable[[Part],
             length[1::2],
         )
         if name == "dpo":
-            loss = dpo(pairs, beta=beta, smoothing=config.smoothing)
+            loss = dpo(pairs, beta=beta, label_smoothing=config.label_smoothing)
         elif name == "ipo":
-            loss = ipo(pairs, beta=beta, per_token=config.per_token)
+            loss = ipo(pairs, beta=beta, length_normalized=config.length_normalized)
         elif name == "simpo":
             loss = simpo(pairs, beta=beta, gamma=config.gamma)
         else:
@@ -175,7 +196,7 @@ def objective_of(config: PreferenceConfig, network: Network) -> Callable[[Part],
     return objective
 
 
-def told(metrics: dict[str, float]) -> dict[str, float]:
+def normalize_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Metrics under the same names for all objectives: KTO's rewards are means over the answers of their own kind."""
     if "good_reward" not in metrics:
         return metrics
@@ -188,11 +209,14 @@ def told(metrics: dict[str, float]) -> dict[str, float]:
     return found
 
 
-class _Data:
+class _PreferenceBatches:
     """Texts, what a reference says of them, and the micro-batches of each step."""
 
     def __init__(
-        self, items: Sequence[Choice] | Sequence[Opinion], config: PreferenceConfig, pad_id: int
+        self,
+        items: Sequence[PreferencePair] | Sequence[UnpairedExample],
+        config: PreferenceConfig,
+        pad_id: int,
     ) -> None:
         if not items:
             raise DataError(
@@ -201,69 +225,73 @@ class _Data:
                 do="see what was left out, and why",
             )
         self.config, self.pad_id = config, pad_id
-        self.texts: list[Text] = []
+        self.texts: list[TokenizedExample] = []
         good: list[bool] = []
         for item in items:
-            if isinstance(item, Choice):
+            if isinstance(item, PreferencePair):
                 self.texts += [item.chosen, item.rejected]
                 good += [True, False]
             elif config.objective == "kto":
-                self.texts.append(item.text)
-                good.append(item.good)
+                self.texts.append(item.example)
+                good.append(item.label)
             else:
                 raise DataError(
                     f"{config.objective} learns from pairs, and there are single answers",
                     expected="chosen and rejected", do="take kto, or pair the answers",
                 )  # fmt: skip
-        self.good = torch.tensor(good)
-        self.crossed = crossed(self.texts, config) if config.objective == "kto" else []
+        self.labels = torch.tensor(good)
+        self.mismatched = mismatched_examples(self.texts, config) if config.objective == "kto" else []
         each = 1 if config.objective == "kto" else 2
-        self.units = Units(self.texts, each, config, pad_id, "prefer")
+        self.pair_batches = PairBatches(self.texts, each, config, pad_id, "prefer")
         self.identity = {
             "stage": "prefer",
             "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
-            "texts": fingerprint(self.texts),
-            "good": hashlib.blake2b(self.good.numpy().tobytes(), digest_size=16).hexdigest(),
+            "texts": dataset_fingerprint(self.texts),
+            "good": hashlib.blake2b(self.labels.numpy().tobytes(), digest_size=16).hexdigest(),
         }
 
-    def words(self, reference: Network) -> dict[str, Tensor]:
+    def reference_log_probs(self, reference: PolicyModel) -> dict[str, Tensor]:
         """What the reference says, if one is asked: of every text, and for KTO of every prompt with a stranger's answer."""
-        if self.config.objective not in WITH_REFERENCE:
+        if self.config.objective not in NEEDS_REFERENCE:
             return {}
-        found = {"reference_log_prob": summed(reference, self.texts, self.pad_id)}
-        if self.crossed:
-            found["crossed_log_prob"] = summed(reference, self.crossed, self.pad_id)
+        found = {"reference_log_prob": sequence_log_probs(reference, self.texts, self.pad_id)}
+        if self.mismatched:
+            found["crossed_log_prob"] = sequence_log_probs(reference, self.mismatched, self.pad_id)
         return found
 
-    def after(
-        self, first: int, network: Network, kept: Once, world: World
+    def batches_from(
+        self, first: int, network: PolicyModel, kept: Precomputed, world: ProcessGroup
     ) -> Iterator[list[dict[str, Tensor]]]:
         """The micro-batches of step `first` and of all after it."""
-        for number in range(first, self.units.steps):
-            yield self.step(self.units.of(number), network, kept, world)
+        for number in range(first, self.pair_batches.steps):
+            yield self.step_batches(self.pair_batches.step_units(number), network, kept, world)
 
-    def step(
-        self, units: Sequence[int], network: Network, kept: Once, world: World
+    def step_batches(
+        self, units: Sequence[int], network: PolicyModel, kept: Precomputed, world: ProcessGroup
     ) -> list[dict[str, Tensor]]:
         """Those of some units that fall to this replica, with reference_log_prob [S]; for KTO also good [S] and divergence
         [] of all units, by the weights as they are now."""
-        mine = self.units.share(units, world)
+        mine = self.pair_batches.shard(units, world)
         streams = {name: kept[name] for name in ("reference_log_prob",) if name in kept}
         if self.config.objective != "kto":
-            return list(self.units.parts(mine, streams))
-        parts = list(self.units.parts(mine, {**streams, "good": self.good}))
+            return list(self.pair_batches.micro_batches(mine, streams))
+        parts = list(self.pair_batches.micro_batches(mine, {**streams, "good": self.labels}))
         divergence = torch.zeros(())
-        if self.crossed:
-            own = summed(network, [self.crossed[unit] for unit in mine], self.pad_id)
-            now = [x for each in world.exchange(*own.tolist()) for x in each]
+        if self.mismatched:
+            own = sequence_log_probs(network, [self.mismatched[unit] for unit in mine], self.pad_id)
+            now = [x for each in world.all_gather_scalars(*own.tolist()) for x in each]
             all_units = [
-                u for rank in range(world.size) for u in self.units.share(units, World(rank, world.size))
+                u
+                for rank in range(world.size)
+                for u in self.pair_batches.shard(units, ProcessGroup(rank, world.size))
             ]
-            divergence = kto_divergence(torch.tensor(now), kept["crossed_log_prob"][torch.tensor(all_units)])
+            divergence = kto_kl(torch.tensor(now), kept["crossed_log_prob"][torch.tensor(all_units)])
         return [{**part, "divergence": divergence} for part in parts]
 
 
-def crossed(texts: Sequence[Text], config: PreferenceConfig) -> list[Text]:
+def mismatched_examples(
+    texts: Sequence[TokenizedExample], config: PreferenceConfig
+) -> list[TokenizedExample]:
     """The prompt of each text with the answer of one that has another prompt, cut to the room; none, if all are alike.
 
     The texts are put into a random circle, and each takes the answer of the next one in it whose prompt is another.
@@ -272,7 +300,7 @@ def crossed(texts: Sequence[Text], config: PreferenceConfig) -> list[Text]:
     prompts = [text.ids[: text.prompt_length].tobytes() for text in texts]
     if len(set(prompts)) < 2:
         return []
-    found = dict[int, Text]()
+    found = dict[int, TokenizedExample]()
     follows = stranger = order[
         0
     ]  # the next one in the circle, and the next one whose prompt is not the next one's
@@ -282,9 +310,9 @@ def crossed(texts: Sequence[Text], config: PreferenceConfig) -> list[Text]:
     ]:  # twice around: the first time nothing follows the last ones
         giver = texts[stranger if prompts[n] == prompts[follows] else follows]
         own, start = texts[n].prompt_length, giver.prompt_length
-        stop = start + max(1, config.length - own)
+        stop = start + max(1, config.seq_len - own)
         ids = np.concatenate([texts[n].ids[:own], giver.ids[start:stop]])
-        found[n] = Text(ids, np.concatenate([np.zeros(own, np.bool_), giver.mask[start:stop]]))
+        found[n] = TokenizedExample(ids, np.concatenate([np.zeros(own, np.bool_), giver.mask[start:stop]]))
         if prompts[n] != prompts[follows]:
             stranger = follows
         follows = n

@@ -35,28 +35,35 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whorl.align.config import LoRAConfig, RewardConfig
-from whorl.align.model.batch import by_length, cut, lay
-from whorl.align.model.example import Scribe, Text
-from whorl.align.model.policy_model import SCORED, Network
-from whorl.align.preference.pairs import Choice, Units
-from whorl.align.stage.io import CARRIED, open_scribe
-from whorl.align.stage.trainer import Observer, Once, fingerprint, replicas_for, run_stage, take_part
+from whorl.align.model.batch import micro_batches, pad, sort_by_length
+from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+from whorl.align.model.policy_model import SCORE_POSITIONS, PolicyModel
+from whorl.align.preference.pairs import PairBatches, PreferencePair
+from whorl.align.stage.io import COPIED_FILES, load_example_tokenizer
+from whorl.align.stage.trainer import (
+    Precomputed,
+    StepCallback,
+    choose_replicas,
+    dataset_fingerprint,
+    run_stage,
+    train_replica,
+)
 from whorl.errors import CheckpointError, DataError
-from whorl.evals.verify.task import Task, Verdict
+from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import LanguageModel, load_model, save_model
 from whorl.objectives import Loss
 from whorl.objectives.reward import bradley_terry
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig
-from whorl.train.learner.learner import Shared
-from whorl.train.learner.update import Part, Treatment
+from whorl.train.learner.learner import SharedState
+from whorl.train.learner.update import MicroBatch, ParamOptim
 
-RECORD, WEIGHTS = "reward.json", "reward.safetensors"
-SCORED_TEXTS = 4096
+METADATA_FILE, WEIGHTS_FILE = "reward.json", "reward.safetensors"
+MAX_SCORED_EXAMPLES = 4096
 
 
-class RewardModel(Network):
+class RewardModel(PolicyModel):
     """See the top of this file.
 
     Args:
@@ -75,31 +82,31 @@ class RewardModel(Network):
         if model.head is not None:
             model.head.requires_grad_(False)
 
-    def treatments(self, optim: OptimConfig) -> dict[str, Treatment]:
+    def treatments(self, optim: OptimConfig) -> dict[str, ParamOptim]:
         """All but the head over the vocabulary, which no reward asks."""
-        return {name: t for name, t in super().treatments(optim).items() if name != "model.head"}
+        return {name: t for name, t in super().param_optims(optim).items() if name != "model.head"}
 
-    def rewards(self, part: Part) -> Tensor:
+    def rewards(self, batch: MicroBatch) -> Tensor:
         """[S] fp32, with gradients: of the S texts of a part, each with one target that counts (`readable`)."""
-        mask = part["loss_mask"]
-        read = self.value(self.hidden(part)[mask].float()).squeeze(-1)
-        rewards: Tensor = torch.zeros_like(read).index_add(0, part["sequence"][mask], read)
+        mask = batch["loss_mask"]
+        read = self.value(self.hidden(batch)[mask].float()).squeeze(-1)
+        rewards: Tensor = torch.zeros_like(read).index_add(0, batch["sequence"][mask], read)
         return rewards
 
     @torch.no_grad()
-    def score_texts(self, texts: Sequence[Text]) -> Tensor:
+    def score_examples(self, examples: Sequence[TokenizedExample]) -> Tensor:
         """[S] rewards of S texts, on the host, whatever is marked in them; for best of n, reports, judging rollouts."""
-        found = torch.zeros(len(texts))
-        for i in range(0, len(texts), SCORED_TEXTS):
-            some = texts[i : i + SCORED_TEXTS]
-            part = by_length(lay([readable(text) for text in some], 0))
-            for piece in cut(part, max(1, SCORED // part["tokens"].shape[1])):
+        found = torch.zeros(len(examples))
+        for i in range(0, len(examples), MAX_SCORED_EXAMPLES):
+            some = examples[i : i + MAX_SCORED_EXAMPLES]
+            part = sort_by_length(pad([append_read_token(text) for text in some], 0))
+            for piece in micro_batches(part, max(1, SCORE_POSITIONS // part["tokens"].shape[1])):
                 number = piece["sequence"][:, 0]
                 own = {**piece, "sequence": torch.arange(len(number))[:, None].expand_as(piece["sequence"])}
-                found[i + number] = self.rewards(self.here(own)).cpu()
+                found[i + number] = self.rewards(self.to_device(own)).cpu()
         return found
 
-    def best_of(self, groups: Sequence[Sequence[Text]]) -> list[int]:
+    def best_indices(self, groups: Sequence[Sequence[TokenizedExample]]) -> list[int]:
         """Of each group of texts, the place of the one with the highest reward; of several, the first.
 
         Raises:
@@ -107,26 +114,26 @@ class RewardModel(Network):
         """
         if not all(groups):
             raise DataError("a group has no texts", expected="one at least to choose the best of")
-        scored = self.score_texts([text for group in groups for text in group])
+        scored = self.score_examples([text for group in groups for text in group])
         return [int(part.argmax()) for part in torch.split(scored, [len(group) for group in groups])]
 
 
-def readable(text: Text) -> Text:
+def append_read_token(example: TokenizedExample) -> TokenizedExample:
     """The text with one more id, which nobody reads, as the only target: its position is that of the last id."""
-    mask = np.zeros(len(text) + 1, np.bool_)
+    mask = np.zeros(len(example) + 1, np.bool_)
     mask[-1] = True
-    return Text(np.append(text.ids, text.ids[-1]), mask)
+    return TokenizedExample(np.append(example.ids, example.ids[-1]), mask)
 
 
-def train_reward(
+def train_reward_model(
     model: RewardModel,
-    pairs: Sequence[Choice],
+    pairs: Sequence[PreferencePair],
     config: RewardConfig,
     *,
     pad_id: int,
-    observe: Observer = lambda step, metrics: None,
-    scratch: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    callback: StepCallback = lambda step, metrics: None,
+    checkpoint_dir: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> RewardModel:
     """Trains on pairs, from the newest checkpoint if there is one.
 
@@ -144,60 +151,69 @@ def train_reward(
             "there is no pair to learn from", expected="one at least", do="see what was left out, and why"
         )
     texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
-    units = Units([readable(text) for text in texts], 2, config, pad_id, "reward")
-    world = World()
+    units = PairBatches([append_read_token(text) for text in texts], 2, config, pad_id, "reward")
+    world = ProcessGroup()
     run_stage(
         model,
         config,
-        objective_of(config, model),
+        reward_objective(config, model),
         lambda first, _: _batches(units, first, world),
         identity={
             "stage": "reward",
             "config": config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"}),
-            "texts": fingerprint(texts),
+            "texts": dataset_fingerprint(texts),
         },
         steps=units.steps,
         positions=units.positions,
-        observe=observe,
-        scratch=scratch,
-        say=say,
-        replicas=replicas_for(
-            model, config.replicas, positions=units.steps * units.positions, length=config.length, most=units.batch
+        callback=callback,
+        checkpoint_dir=checkpoint_dir,
+        log=log,
+        replicas=choose_replicas(
+            model, config.replicas, positions=units.steps * units.positions, length=config.seq_len, max_replicas=units.batch_size
         ),
-        replica=partial(_replica, model, config, units),
+        replica=partial(_replica_main, model, config, units),
         world=world,
     )  # fmt: skip
     return model
 
 
-def _batches(units: Units, first: int, world: World) -> Iterator[list[dict[str, Tensor]]]:
+def _batches(units: PairBatches, first: int, world: ProcessGroup) -> Iterator[list[dict[str, Tensor]]]:
     """This replica's micro-batches of step `first` and of all after it."""
     for number in range(first, units.steps):
-        yield list(units.parts(units.share(units.of(number), world), {}))
+        yield list(units.micro_batches(units.shard(units.step_units(number), world), {}))
 
 
-def _replica(
-    model: RewardModel, config: RewardConfig, units: Units, world: World, first: int, shared: Shared, _: Once
+def _replica_main(
+    model: RewardModel,
+    config: RewardConfig,
+    units: PairBatches,
+    world: ProcessGroup,
+    first: int,
+    shared: SharedState,
+    _: Precomputed,
 ) -> None:
     """What the replicas beside the first do: the same, and nobody watches."""
-    take_part(
-        world, model, config, objective_of(config, model), _batches(units, first, world), shared,
+    train_replica(
+        world, model, config, reward_objective(config, model), _batches(units, first, world), shared,
         positions=units.positions, first=first, steps=units.steps,
     )  # fmt: skip
 
 
-def objective_of(config: RewardConfig, model: RewardModel) -> Callable[[Part], Loss]:
+def reward_objective(config: RewardConfig, model: RewardModel) -> Callable[[MicroBatch], Loss]:
     """The loss of a micro-batch of pairs."""
 
-    def objective(part: Part) -> Loss:
+    def objective(part: MicroBatch) -> Loss:
         rewards = model.rewards(part)
-        return bradley_terry(rewards[0::2], rewards[1::2], centring=config.centring)
+        return bradley_terry(rewards[0::2], rewards[1::2], center_rewards_coef=config.center_rewards_coef)
 
     return objective
 
 
-def reward_all(
-    model: RewardModel, scribe: Scribe, tasks: Sequence[Task], completions: Sequence[str]
+def score_completions(
+    model: RewardModel,
+    example_tokenizer: ExampleTokenizer,
+    tasks: Sequence[VerifiableTask],
+    completions: Sequence[str],
 ) -> list[Verdict]:
     """What a reward model says of answers to tasks, in the form of the verifiers (`evals/verify`): a reward for learning.
 
@@ -209,12 +225,12 @@ def reward_all(
     """
     if len(tasks) != len(completions):
         raise DataError(f"{len(completions):,} answers to {len(tasks):,} tasks", expected="as many of both")
-    texts: dict[int, Text] = {}
+    texts: dict[int, TokenizedExample] = {}
     found = [Verdict(0.0, False, "")] * len(tasks)
-    longest = model.model.longest
+    longest = model.model.max_positions
     for n, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
         try:
-            text = scribe.answered(task.prompt or task.messages, completion)
+            text = example_tokenizer.prompt_completion(task.prompt or task.messages, completion)
         except DataError as error:
             found[n] = Verdict(0.0, False, f"verifier: {str(error).splitlines()[0]}", failed=True)
             continue
@@ -222,14 +238,14 @@ def reward_all(
             found[n] = Verdict(0.0, False, f"verifier: longer than {longest:,} ids", failed=True)
         else:
             texts[n] = text
-    for n, r in zip(texts, model.score_texts(list(texts.values())).tolist(), strict=True):
+    for n, r in zip(texts, model.score_examples(list(texts.values())).tolist(), strict=True):
         found[n] = Verdict(float(torch.sigmoid(torch.tensor(r))), r > 0, f"reward {r:.3f}")
     return found
 
 
-def judged_by(
+def load_reward_verifier(
     folder: Path, dtype: str, device: str = "cpu"
-) -> Callable[[Sequence[Task], Sequence[str]], list[Verdict]]:
+) -> Callable[[Sequence[VerifiableTask], Sequence[str]], list[Verdict]]:
     """A reward model as a judge: `reward_all` of the one in `folder`, computing in `dtype` on `device`.
 
     It reads words, in its own tokenizer; so it may judge a policy that has another.
@@ -237,18 +253,18 @@ def judged_by(
     Raises:
         CheckpointError: there is no reward model.
     """
-    model, _ = load_reward(folder, getattr(torch, dtype), device)
-    scribe = open_scribe(folder)
-    return lambda tasks, completions: reward_all(model, scribe, tasks, completions)
+    model, _ = load_reward_model(folder, getattr(torch, dtype), device)
+    scribe = load_example_tokenizer(folder)
+    return lambda tasks, completions: score_completions(model, scribe, tasks, completions)
 
 
-def save_reward(
+def save_reward_model(
     model: RewardModel,
     folder: Path,
     *,
     config: RewardConfig,
     trained_on: Mapping[str, Any],
-    figures: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
     base: Path | None = None,
 ) -> None:
     """Writes a reward model into an empty folder.
@@ -258,22 +274,22 @@ def save_reward(
         trained_on: what its pairs were, as JSON: their source, how many, what was left out.
         figures: of `reward_report.py`.
     """
-    save_model(model.copied(), folder)
+    save_model(model.eval_copy(), folder)
     if base is not None:
-        for name in CARRIED:
+        for name in COPIED_FILES:
             if (base / name).is_file() and not (folder / name).exists():
                 shutil.copyfile(base / name, folder / name)
-    save_file({"value.weight": model.value.weight.detach().cpu().clone()}, folder / WEIGHTS)
+    save_file({"value.weight": model.value.weight.detach().cpu().clone()}, folder / WEIGHTS_FILE)
     record = {
         "kind": "reward",
         "trained_on": dict(trained_on),
         "config": config.model_dump(mode="json"),
-        "figures": dict(figures or {}),
+        "figures": dict(metrics or {}),
     }
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / METADATA_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def load_reward(
+def load_reward_model(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[RewardModel, dict[str, Any]]:
     """(the reward model of `folder`, to be asked, on `device`; its record).
@@ -282,19 +298,19 @@ def load_reward(
         CheckpointError: a file is missing or damaged, or the read-out does not fit the trunk.
     """
     try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        weights = load_file(folder / WEIGHTS)
+        record = json.loads((folder / METADATA_FILE).read_text(encoding="utf-8"))
+        weights = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"no reward model could be read from {folder}: {error}",
-            expected=f"a model's files, {RECORD} and {WEIGHTS}",
+            expected=f"a model's files, {METADATA_FILE} and {WEIGHTS_FILE}",
             do="name a folder that `save_reward` wrote",
         ) from error
     model = RewardModel(load_model(folder, dtype, device))
     given = weights.get("value.weight")
     if given is None or given.shape != model.value.weight.shape:
         raise CheckpointError(
-            f"{folder / WEIGHTS}: tensor 'value.weight' is {None if given is None else list(given.shape)}",
+            f"{folder / WEIGHTS_FILE}: tensor 'value.weight' is {None if given is None else list(given.shape)}",
             expected=f"{list(model.value.weight.shape)}, as wide as the model",
         )
     with torch.no_grad():

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.align.preference.pairs import Choice
+from whorl.align.preference.pairs import PreferencePair
 from whorl.align.preference.reward_model import RewardModel
 from whorl.errors import DataError
 from whorl.objectives.reward import Calibration, pair_calibration
@@ -39,14 +39,14 @@ class LengthBias:
     of pairs of different lengths where the longer one was chosen; model: where the model prefers it.
     """
 
-    reward: float
-    margin: float
-    longer_chosen: float
+    reward_correlation: float
+    margin_correlation: float
+    accuracy_longer_chosen: float
     n_longer: int
-    shorter_chosen: float
+    accuracy_shorter_chosen: float
     n_shorter: int
-    data: float
-    model: float
+    data_longer_fraction: float
+    model_longer_fraction: float
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class RewardReport:
     accuracy: float
     margin: float
     calibration: Calibration
-    length: LengthBias
+    length_bias: LengthBias
 
-    def figures(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """All of it as JSON."""
         curve = self.calibration
         names = ("edges", "said", "seen", "count")
@@ -67,41 +67,44 @@ class RewardReport:
             "pairs": self.pairs,
             "accuracy": self.accuracy,
             "margin": self.margin,
-            "calibration_error": curve.error,
-            "calibration_most": curve.most,
+            "calibration_error": curve.expected_error,
+            "calibration_most": curve.max_error,
             "reliability": {name: [round(x, 6) for x in getattr(curve, name).tolist()] for name in names},
-            "length": {name: None if x != x else x for name, x in vars(self.length).items()},
+            "length": {name: None if x != x else x for name, x in vars(self.length_bias).items()},
         }
 
     def table(self) -> str:
         """Lines for people: the figures, the reliability curve, the length bias."""
-        curve, bias = self.calibration, self.length
+        curve, bias = self.calibration, self.length_bias
         lines = [
             f"{self.pairs:,} pairs, accuracy {self.accuracy:.1%}, margin {self.margin:.3f}, "
-            f"calibration error {curve.error:.3f} (largest {curve.most:.3f})",
+            f"calibration error {curve.expected_error:.3f} (largest {curve.max_error:.3f})",
             "  certainty      said    seen    pairs",
         ]
         for i, n in enumerate(curve.count.tolist()):
             if n:
                 between = f"{float(curve.edges[i]):.0%} to {float(curve.edges[i + 1]):.0%}"
                 lines.append(
-                    f"  {between:12} {float(curve.said[i]):6.1%}  {float(curve.seen[i]):6.1%}  {n:7,.0f}"
+                    f"  {between:12} {float(curve.predicted[i]):6.1%}  {float(curve.observed[i]):6.1%}  {n:7,.0f}"
                 )
         differ = bias.n_longer + bias.n_shorter
         lines.append(
-            f"  length: correlation with reward {_told(bias.reward, '+.2f')}, of the differences in a pair "
-            f"{_told(bias.margin, '+.2f')}" + ("" if differ else "; no pair has answers of different length")
+            f"  length: correlation with reward {_format_or_dash(bias.reward_correlation, '+.2f')}, of the differences in a pair "
+            f"{_format_or_dash(bias.margin_correlation, '+.2f')}"
+            + ("" if differ else "; no pair has answers of different length")
         )
         if differ:
             lines += [
-                f"  right where the longer one was chosen {_told(bias.longer_chosen, '.1%')} of {bias.n_longer:,}, where "
-                f"the shorter one was {_told(bias.shorter_chosen, '.1%')} of {bias.n_shorter:,}",
-                f"  the longer one is preferred by the data in {bias.data:.1%}, by the model in {bias.model:.1%}",
+                f"  right where the longer one was chosen {_format_or_dash(bias.accuracy_longer_chosen, '.1%')} of {bias.n_longer:,}, where "
+                f"the shorter one was {_format_or_dash(bias.accuracy_shorter_chosen, '.1%')} of {bias.n_shorter:,}",
+                f"  the longer one is preferred by the data in {bias.data_longer_fraction:.1%}, by the model in {bias.model_longer_fraction:.1%}",
             ]
         return "\n".join(lines)
 
 
-def report(model: RewardModel, pairs: Sequence[Choice], *, bins: int = 10) -> RewardReport:
+def evaluate_reward_model(
+    model: RewardModel, pairs: Sequence[PreferencePair], *, bins: int = 10
+) -> RewardReport:
     """Of a model on pairs that it did not learn from.
 
     Raises:
@@ -109,12 +112,12 @@ def report(model: RewardModel, pairs: Sequence[Choice], *, bins: int = 10) -> Re
     """
     if not pairs:
         raise DataError("there is no pair to report on", expected="one at least", do="hold some back")
-    scored = model.score_texts([text for pair in pairs for text in (pair.chosen, pair.rejected)])
-    lengths = [[int(t.mask.sum()) for t in (pair.chosen, pair.rejected)] for pair in pairs]
-    return report_of(scored.view(-1, 2), torch.tensor(lengths), bins=bins)
+    scored = model.score_examples([text for pair in pairs for text in (pair.chosen, pair.rejected)])
+    lengths = [[int(t.loss_mask.sum()) for t in (pair.chosen, pair.rejected)] for pair in pairs]
+    return make_reward_report(scored.view(-1, 2), torch.tensor(lengths), bins=bins)
 
 
-def report_of(rewards: Tensor, lengths: Tensor, *, bins: int = 10) -> RewardReport:
+def make_reward_report(rewards: Tensor, lengths: Tensor, *, bins: int = 10) -> RewardReport:
     """rewards, lengths: [P, 2], chosen and rejected."""
     margin, apart = rewards[:, 0] - rewards[:, 1], lengths[:, 0] - lengths[:, 1]
     right = torch.where(margin == 0, 0.5, (margin > 0).double())
@@ -122,14 +125,14 @@ def report_of(rewards: Tensor, lengths: Tensor, *, bins: int = 10) -> RewardRepo
     prefers = torch.cat([right[longer], 1 - right[shorter]])  # the longer one
     differ = int(longer.sum() + shorter.sum())
     bias = LengthBias(
-        reward=correlation(rewards.flatten(), lengths.flatten()),
-        margin=correlation(margin, apart),
-        longer_chosen=_mean(right[longer]),
+        reward_correlation=correlation(rewards.flatten(), lengths.flatten()),
+        margin_correlation=correlation(margin, apart),
+        accuracy_longer_chosen=_mean(right[longer]),
         n_longer=int(longer.sum()),
-        shorter_chosen=_mean(right[shorter]),
+        accuracy_shorter_chosen=_mean(right[shorter]),
         n_shorter=int(shorter.sum()),
-        data=int(longer.sum()) / differ if differ else float("nan"),
-        model=_mean(prefers),
+        data_longer_fraction=int(longer.sum()) / differ if differ else float("nan"),
+        model_longer_fraction=_mean(prefers),
     )
     curve = pair_calibration(margin, bins=bins)
     return RewardReport(len(margin), float(right.mean()), float(margin.double().mean()), curve, bias)
@@ -142,7 +145,7 @@ def correlation(a: Tensor, b: Tensor) -> float:
     return float(a @ b) / scale if scale > 0 else float("nan")
 
 
-def _told(value: float, form: str) -> str:
+def _format_or_dash(value: float, form: str) -> str:
     """A dash where there is nothing to say."""
     return "-" if value != value else format(value, form)
 

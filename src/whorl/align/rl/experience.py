@@ -30,21 +30,21 @@ class Experience:
     sampled; task: [R]; redrawn, broken: counts.
     """
 
-    part: dict[str, Tensor]
+    batch: dict[str, Tensor]
     reward: Tensor
     passed: Tensor
     finished: Tensor
     length: Tensor
     task: Tensor
-    redrawn: int
-    broken: int
+    resampled_groups: int
+    failed_verifications: int
 
     @property
     def rows(self) -> int:
         return len(self.reward)
 
 
-def read(slot: Slot[Rollouts]) -> Experience:
+def read_rollouts(slot: Slot[Rollouts]) -> Experience:
     """What a slot holds; the columns that no row uses are cut off."""
     views = slot.tensors()
     length, prompt = views["length"].clone(), views["prompt"]
@@ -75,10 +75,10 @@ def read(slot: Slot[Rollouts]) -> Experience:
     )
 
 
-def figures(experience: Experience, answers: int) -> dict[str, float]:
+def rollout_metrics(experience: Experience, group_size: int) -> dict[str, float]:
     """What a record says about how the policy does."""
     reward, passed = experience.reward, experience.passed
-    length, groups = experience.length.float(), experience.reward.view(-1, answers)
+    length, groups = experience.length.float(), experience.reward.view(-1, group_size)
     wrong = ~passed
 
     def mean(of: Tensor, where: Tensor) -> float:
@@ -87,10 +87,10 @@ def figures(experience: Experience, answers: int) -> dict[str, float]:
     return {
         "reward": float(reward.mean()),
         "passed": float(passed.float().mean()),
-        "solved": float(passed.view(-1, answers).any(1).float().mean()),
+        "solved": float(passed.view(-1, group_size).any(1).float().mean()),
         "groups_alike": float((groups == groups[:, :1]).all(1).sum()),
-        "groups_redrawn": float(experience.redrawn),
-        "verifier_failed": float(experience.broken),
+        "groups_redrawn": float(experience.resampled_groups),
+        "verifier_failed": float(experience.failed_verifications),
         "cut_off": float((~experience.finished).float().mean()),
         "empty": float((experience.length <= 1).sum()),
         "length": float(length.mean()),

@@ -22,71 +22,75 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import RLConfig
-from whorl.align.model.policy_model import Network
-from whorl.align.stage.trainer import replicas_for
-from whorl.parallel.process_group import World
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.stage.trainer import choose_replicas
+from whorl.parallel.process_group import ProcessGroup
 
 
-def replicas_of(config: RLConfig, network: Network, length: int, *, judged: bool = False) -> int:
+def choose_rl_replicas(
+    config: RLConfig, network: PolicyModel, length: int, *, uses_reward_model: bool = False
+) -> int:
     """How many replicas a stage takes: what is asked for, no more than there are tasks; or, by default, one a thread where
     that pays, or as many fewer as take the same turns.
 
     length: ids of a row; judged: by a reward model, of which each replica would have its own. Always one where workers
     sample ahead, or the model is not on the CPU.
     """
-    if config.ahead.workers:
+    if config.async_rollout.workers:
         return 1
-    rows = config.prompts * config.answers
-    most = min(config.prompts, rows // config.minibatches)
-    if judged and config.replicas is None:
+    rows = config.prompts_per_step * config.group_size
+    most = min(config.prompts_per_step, rows // config.minibatches)
+    if uses_reward_model and config.replicas is None:
         return 1
-    n = replicas_for(
-        network, config.replicas, positions=rows * length * config.steps, length=length, most=most
+    n = choose_replicas(
+        network, config.replicas, positions=rows * length * config.steps, length=length, max_replicas=most
     )
-    return n if config.replicas is not None else -(-config.prompts // -(-config.prompts // n))
+    return (
+        n if config.replicas is not None else -(-config.prompts_per_step // -(-config.prompts_per_step // n))
+    )
 
 
 @dataclass
-class Peers:
+class ReplicaGroup:
     """One replica's place among all; `columns`: shared memory by name, [R, ...] each, that `gather` goes through."""
 
-    world: World = field(default_factory=World)
-    columns: dict[str, Tensor] = field(default_factory=dict)
+    process_group: ProcessGroup = field(default_factory=ProcessGroup)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is nobody to share with."""
-        return self.world.size == 1
+        return self.process_group.size == 1
 
-    def share(self, n: int) -> range:
+    def shard(self, n: int) -> range:
         """Which of n tasks are this replica's: a stretch as long as the others', or shorter by one."""
-        size, rank = self.world.size, self.world.rank
+        size, rank = self.process_group.size, self.process_group.rank
         return range(n * rank // size, n * (rank + 1) // size)
 
-    def every(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def shard_rows(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This replica's rows of sorted ones: each takes every size-th group, so that all have short and long ones."""
         group = rows["group"][:, 0]
         number = torch.cat([group.new_zeros(1), (group[1:] != group[:-1]).long()]).cumsum(0)
-        if int(number.max()) + 1 < self.world.size:  # too few to go round
+        if int(number.max()) + 1 < self.process_group.size:  # too few to go round
             number = torch.arange(len(number))
-        mine = number % self.world.size == self.world.rank
+        mine = number % self.process_group.size == self.process_group.rank
         return {name: t[mine] for name, t in rows.items()}
 
-    def told(self, values: Sequence[float]) -> list[float]:
+    def all_gather_list(self, values: Sequence[float]) -> list[float]:
         """What all replicas have to say of their shares, one behind the other."""
-        return [value for each in self.world.exchange(*values) for value in each]
+        return [value for each in self.process_group.all_gather_scalars(*values) for value in each]
 
-    def gather(self, into: Mapping[str, Tensor], rows: Tensor) -> None:
+    def all_gather_rows(self, into: Mapping[str, Tensor], rows: Tensor) -> None:
         """Fills tensors [R, ...] with every replica's rows; `rows` [n] are the numbers of this one's.
 
         A column is written anew only after a step, at which all have met: so nobody reads what is being overwritten.
         """
         places = {
-            name: self.columns[name] if tensor.dim() == 1 else self.columns[name][:, : tensor.shape[1]]
+            name: self.buffers[name] if tensor.dim() == 1 else self.buffers[name][:, : tensor.shape[1]]
             for name, tensor in into.items()
         }
         for name, tensor in into.items():
             places[name][rows] = tensor[rows]
-        self.world.exchange()
+        self.process_group.all_gather_scalars()
         for name, tensor in into.items():
             tensor.copy_(places[name])

@@ -30,20 +30,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from whorl.align.config import AheadConfig
+from whorl.align.config import AsyncRolloutConfig
 from whorl.align.data.curriculum import Curriculum, resample
-from whorl.align.model.example import Scribe
-from whorl.align.model.sampling import Answer, answer, policy_sampling, rollout_engine
-from whorl.align.preference.reward_model import judged_by
-from whorl.align.rl.replicas import Peers
+from whorl.align.model.example import ExampleTokenizer
+from whorl.align.model.sampling import Completion, policy_sampling, rollout_engine, sample_completions
+from whorl.align.preference.reward_model import load_reward_verifier
+from whorl.align.rl.replicas import ReplicaGroup
 from whorl.errors import ConfigError, DataError
 from whorl.evals.verify import verify_all
-from whorl.evals.verify.task import Task, Verdict
+from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import ModelConfig, make_model
 from whorl.sandbox import Sandbox
-from whorl.slots import Slot, Spec, Weights
-from whorl.tokens.chat import open_chat
-from whorl.tokens.hf_tokenizer import open_tokenizer
+from whorl.slots import BoardReader, Slot, Spec
+from whorl.tokens.chat import load_chat_template
+from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.tracking.seeds import derive
 
 NEEDS_SANDBOX = frozenset({"doctest", "unittest"})
@@ -60,31 +60,31 @@ class Rollouts:
     ids: Annotated[NDArray[np.int64], "R", "T"]
     behaviour_log_prob: Annotated[NDArray[np.float32], "R", "T"]
     version: Annotated[NDArray[np.int64], "R", "T"]
-    prompt: Annotated[NDArray[np.int64], "R"]
+    prompt_length: Annotated[NDArray[np.int64], "R"]
     length: Annotated[NDArray[np.int64], "R"]
     reward: Annotated[NDArray[np.float32], "R"]
     passed: Annotated[NDArray[np.bool_], "R"]
     finished: Annotated[NDArray[np.bool_], "R"]
     task: Annotated[NDArray[np.int64], "R"]
-    redrawn: Annotated[NDArray[np.int64], 1]
-    broken: Annotated[NDArray[np.int64], 1]
+    resampled_groups: Annotated[NDArray[np.int64], 1]
+    failed_verifications: Annotated[NDArray[np.int64], 1]
 
 
 @dataclass(frozen=True)
-class Group:
+class RolloutGroup:
     """The answers to one task, and what the verifiers said of each."""
 
     task: int
-    answers: list[Answer]
+    completions: list[Completion]
     verdicts: list[Verdict]
 
 
-def rollout_spec(groups: int, answers: int, length: int) -> Spec[Rollouts]:
+def rollout_spec(groups: int, group_size: int, length: int) -> Spec[Rollouts]:
     """Of records of `groups` tasks with `answers` answers each, in rows of `length` ids."""
-    return Spec.from_dataclass(Rollouts, R=groups * answers, T=length)
+    return Spec.from_dataclass(Rollouts, R=groups * group_size, T=length)
 
 
-def shared_columns(rows: int, length: int) -> dict[str, Tensor]:
+def shared_rollout_buffers(rows: int, length: int) -> dict[str, Tensor]:
     """What replicas gather a record through (`peers.py`): its fields with a row an answer, and what is asked of weights."""
     fields = {
         name: torch.from_numpy(np.zeros(field.shape, field.dtype))
@@ -111,20 +111,20 @@ class RolloutWorker:
         device: of the engine, and of the judge (`placed` says which).
     """
 
-    model: ModelConfig
+    model_config: ModelConfig
     dtype: str
-    tokenizer: Path
-    tasks: Sequence[Task]
-    answers: int
-    max_tokens: int
-    length: int
+    tokenizer_path: Path
+    tasks: Sequence[VerifiableTask]
+    group_size: int
+    max_completion_tokens: int
+    max_seq_len: int
     temperature: float
     curriculum: Curriculum
-    redraws: int = 0
-    in_flight: bool = False
+    dynamic_sampling_rounds: int = 0
+    update_in_flight: bool = False
     threads: int | None = None
     engine_options: dict[str, Any] = field(default_factory=dict)
-    judge: Path | None = None
+    reward_model: Path | None = None
     device: str = "cpu"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,34 +134,44 @@ class RolloutWorker:
         self.__dict__.update(state)
         self.curriculum = self.curriculum.copy()  # arrays that came through Ray's object store are read-only
 
-    def join(self, peers: Peers) -> None:
+    def join_group(self, group: ReplicaGroup) -> None:
         """From now on it answers its share of each record's tasks, and has the other answers from its peers."""
-        self._peers = peers
+        self._peers = group
 
     @property
-    def peers(self) -> Peers:
+    def replica_group(self) -> ReplicaGroup:
         """Those it shares records with: by default nobody."""
-        return getattr(self, "_peers", None) or Peers()
+        return getattr(self, "_peers", None) or ReplicaGroup()
 
-    def begin(self, rows: int = 64) -> None:
+    def setup(self, rows: int = 64) -> None:
         """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        network = make_model(self.model, torch.Generator(), getattr(torch, self.dtype))
+        network = make_model(self.model_config, torch.Generator(), getattr(torch, self.dtype))
         network.requires_grad_(False).eval().to(self.device)
-        tokenizer = open_tokenizer(self.tokenizer)
-        self._scribe = Scribe(tokenizer, open_chat(self.tokenizer, tokenizer))
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        self._example_tokenizer = ExampleTokenizer(
+            tokenizer, load_chat_template(self.tokenizer_path, tokenizer)
+        )
         self._engine = rollout_engine(
-            network, self._scribe, sequences=min(128, rows), max_length=self.length, **self.engine_options
+            network,
+            self._example_tokenizer,
+            sequences=min(128, rows),
+            max_length=self.max_seq_len,
+            **self.engine_options,
         )
         self._engine.version = -1  # that of nobody: the first look at the board loads
         self._prompts: dict[int, list[int]] = {}
-        self._judge = None if self.judge is None else judged_by(self.judge, self.dtype, self.device)
+        self._reward_verifier = (
+            None
+            if self.reward_model is None
+            else load_reward_verifier(self.reward_model, self.dtype, self.device)
+        )
         self._sandbox: Sandbox | None = None
-        if self._judge is None and any(
+        if self._reward_verifier is None and any(
             name in task.verifier for task in self.tasks for name in NEEDS_SANDBOX
         ):
-            self._sandbox = Sandbox() if self.peers.alone else Sandbox(workers=1)  # a core each
+            self._sandbox = Sandbox() if self.replica_group.is_single else Sandbox(workers=1)  # a core each
 
     def close(self) -> None:
         """Ends the sandbox."""
@@ -169,80 +179,88 @@ class RolloutWorker:
             self._sandbox.close()  # type: ignore[union-attr]
             self._sandbox = None
 
-    def fill(self, slot: Slot[Rollouts], weights: Weights, rng: np.random.Generator) -> int:
+    def fill(self, slot: Slot[Rollouts], weights: BoardReader, rng: np.random.Generator) -> int:
         """Writes one record; returns how many ids were sampled."""
         if not hasattr(self, "_engine"):
-            most = -(-(len(slot.data.reward) // self.answers) // self.peers.world.size)
-            self.begin(most * self.answers)
-        data, k = slot.data, self.answers
+            most = -(-(len(slot.data.reward) // self.group_size) // self.replica_group.process_group.size)
+            self.setup(most * self.group_size)
+        data, k = slot.data, self.group_size
         groups = len(data.reward) // k
-        self._engine.catch_up(weights.board)
-        self._engine.follow(weights.board if self.in_flight else None)
+        self._engine.sync_weights(weights.board)
+        self._engine.follow_board(weights.board if self.update_in_flight else None)
         attempts = count()
 
-        def roll(tasks: Sequence[int]) -> list[tuple[Group, list[float]]]:
-            made = self._groups(tasks, derive(slot.seed, "answers", next(attempts)))
+        def roll(tasks: Sequence[int]) -> list[tuple[RolloutGroup, list[float]]]:
+            made = self._sample_groups(tasks, derive(slot.seed, "answers", next(attempts)))
             return [(group, [v.reward for v in group.verdicts]) for group in made]
 
-        found = resample(self.curriculum, roll, groups, rng, most_rounds=1 + self.redraws)
-        again = found.aside[: groups - len(found.kept)]  # there was nothing better
-        kept = found.kept + again
-        data.redrawn[0] = len(found.aside) - len(again)
+        found = resample(self.curriculum, roll, groups, rng, max_rounds=1 + self.dynamic_sampling_rounds)
+        again = found.uninformative[: groups - len(found.informative)]  # there was nothing better
+        kept = found.informative + again
+        data.resampled_groups[0] = len(found.uninformative) - len(again)
         sampled, oldest, mine = 0, 1 << 62, list[int]()
         for g, group in enumerate(kept):
-            if not group.answers:  # a peer's
+            if not group.completions:  # a peer's
                 continue
             mine += range(g * k, (g + 1) * k)
             prompt = self._prompt(group.task)
-            for i, (one, verdict) in enumerate(zip(group.answers, group.verdicts, strict=True)):
+            for i, (one, verdict) in enumerate(zip(group.completions, group.verdicts, strict=True)):
                 row, start, stop = g * k + i, len(prompt), len(prompt) + len(one.ids)
                 data.ids[row, :start], data.ids[row, start:stop] = prompt, one.ids
                 data.behaviour_log_prob[row, start:stop] = np.array(one.log_probs, np.float32)
                 data.version[row, start:stop] = one.versions
-                data.prompt[row], data.length[row], data.task[row] = start, stop, group.task
+                data.prompt_length[row], data.length[row], data.task[row] = start, stop, group.task
                 data.reward[row] = np.float32(verdict.reward)
                 data.passed[row], data.finished[row] = verdict.passed, one.finished
                 sampled += len(one.ids)
                 oldest = min(oldest, *one.versions) if one.versions else oldest
-        data.broken[0] = sum(v.failed for group in kept for v in group.verdicts)
+        data.failed_verifications[0] = sum(v.failed for group in kept for v in group.verdicts)
         weights.version = oldest if sampled else self._engine.version
-        if not self.peers.alone:
+        if not self.replica_group.is_single:
             views = slot.tensors()
             shared = {name: view for name, view in views.items() if len(view) == len(data.reward)}
-            self.peers.gather(shared, torch.tensor(mine, dtype=torch.int64))
+            self.replica_group.all_gather_rows(shared, torch.tensor(mine, dtype=torch.int64))
         return sampled
 
-    def _groups(self, drawn: Sequence[int], seed: int) -> list[Group]:
+    def _sample_groups(self, drawn: Sequence[int], seed: int) -> list[RolloutGroup]:
         """Of the tasks drawn; those that peers answered without their answers."""
-        k, share = self.answers, self.peers.share(len(drawn))
+        k, share = self.group_size, self.replica_group.shard(len(drawn))
         mine = [drawn[g] for g in share]
         prompts = [self._prompt(task) for task in mine for _ in range(k)]
-        found = answer(
+        found = sample_completions(
             self._engine, prompts, policy_sampling(self.temperature),
-            max_tokens=self.max_tokens, ends=self._scribe.ends, seed=seed, first=share.start * k,
+            max_tokens=self.max_completion_tokens, stop_ids=self._example_tokenizer.stop_ids, seed=seed, first_index=share.start * k,
         )  # fmt: skip
         tasks = [self.tasks[task] for task in mine for _ in range(k)]
-        said = [self._scribe.words(one.ids) for one in found]
-        verdicts = verify_all(tasks, said, self._sandbox) if self._judge is None else self._judge(tasks, said)
-        own = [Group(t, found[i * k : i * k + k], verdicts[i * k : i * k + k]) for i, t in enumerate(mine)]
-        if self.peers.alone:
+        said = [self._example_tokenizer.decode(one.ids) for one in found]
+        verdicts = (
+            verify_all(tasks, said, self._sandbox)
+            if self._reward_verifier is None
+            else self._reward_verifier(tasks, said)
+        )
+        own = [
+            RolloutGroup(t, found[i * k : i * k + k], verdicts[i * k : i * k + k]) for i, t in enumerate(mine)
+        ]
+        if self.replica_group.is_single:
             return own
-        told = self.peers.told([x for v in verdicts for x in (v.reward, float(v.failed))])
+        told = self.replica_group.all_gather_list([x for v in verdicts for x in (v.reward, float(v.failed))])
         heard = [
             Verdict(reward, False, failed=bool(f)) for reward, f in zip(told[::2], told[1::2], strict=True)
         ]
-        groups = [Group(task, [], heard[g * k : g * k + k]) for g, task in enumerate(drawn)]
+        groups = [RolloutGroup(task, [], heard[g * k : g * k + k]) for g, task in enumerate(drawn)]
         groups[share.start : share.stop] = own
         return groups
 
     def _prompt(self, task: int) -> list[int]:
         if task not in self._prompts:
             one = self.tasks[task]
-            self._prompts[task] = self._scribe.prompt(one.prompt or one.messages)
+            self._prompts[task] = self._example_tokenizer.prompt(one.prompt or one.messages)
         return self._prompts[task]
 
 
-def placed(worker: RolloutWorker, ahead: AheadConfig, learner: torch.device) -> list[RolloutWorker]:
+def assign_devices(
+    worker: RolloutWorker, ahead: AsyncRolloutConfig, learner: torch.device
+) -> list[RolloutWorker]:
     """The workers of a run, each with its device: in lock-step, where each waits for the other anyway, the learner's; ahead
     of it what `ahead.device` says. A process of its own is a fresh interpreter (`slots/producers.py`), as CUDA wants it.
 
@@ -256,7 +274,7 @@ def placed(worker: RolloutWorker, ahead: AheadConfig, learner: torch.device) -> 
         worker.device = str(learner)
         return [worker]
     devices, gpus = ["cpu"], torch.cuda.device_count()
-    if ahead.place == "ray":
+    if ahead.backend == "ray":
         devices = ["cuda"] if ahead.device == "cuda" else ["cpu"]
     elif ahead.device == "cuda" or (ahead.device == "auto" and learner.type == "cuda"):
         others = [f"cuda:{n}" for n in range(gpus) if learner.type != "cuda" or n != (learner.index or 0)]
@@ -269,15 +287,15 @@ def placed(worker: RolloutWorker, ahead: AheadConfig, learner: torch.device) -> 
     return [replace(worker, device=devices[n % len(devices)]) for n in range(ahead.workers)]
 
 
-def with_room(
-    scribe: Scribe, tasks: Sequence[Task], length: int, max_tokens: int
-) -> tuple[list[Task], dict[str, int]]:
+def filter_by_length(
+    example_tokenizer: ExampleTokenizer, tasks: Sequence[VerifiableTask], length: int, max_tokens: int
+) -> tuple[list[VerifiableTask], dict[str, int]]:
     """(tasks whose prompt leaves room for an answer, reasons of the others with their count)."""
-    found: list[Task] = []
+    found: list[VerifiableTask] = []
     left: dict[str, int] = {}
     for task in tasks:
         try:
-            n = len(scribe.prompt(task.prompt or task.messages))
+            n = len(example_tokenizer.prompt(task.prompt or task.messages))
         except DataError as error:
             reason = str(error).splitlines()[0]
             left[reason] = left.get(reason, 0) + 1

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from whorl.align.model.example import Scribe
+from whorl.align.model.example import ExampleTokenizer
 from whorl.align.rl.experience import Experience
-from whorl.evals.verify.task import Task, Verdict
+from whorl.evals.verify.task import Verdict, VerifiableTask
 
 WIDTH = 62
 
 
 @dataclass(frozen=True)
-class Sample:
+class CompletionSample:
     """An answer: what was asked, what was said, and what the verifier said of it."""
 
     prompt: str
@@ -28,42 +28,46 @@ class Sample:
     reason: str = ""
 
 
-def samples(
-    given: Sequence[Task], said: Sequence[str], verdicts: Sequence[Verdict], n: int = 8
+def make_samples(
+    tasks: Sequence[VerifiableTask], completions: Sequence[str], verdicts: Sequence[Verdict], n: int = 8
 ) -> list[dict[str, object]]:
     """The first `n`, as JSON."""
     found = [
-        Sample(_asked(task), words, verdict.reward, verdict.passed, verdict.reason)
-        for task, words, verdict in zip(given, said, verdicts, strict=False)
+        CompletionSample(_prompt_text(task), words, verdict.reward, verdict.passed, verdict.reason)
+        for task, words, verdict in zip(tasks, completions, verdicts, strict=False)
     ]
     return [asdict(sample) for sample in found[:n]]
 
 
 def rollout_table(
-    scribe: Scribe, tasks: Sequence[Task], experience: Experience, answers: int, rows: int = 3
+    example_tokenizer: ExampleTokenizer,
+    tasks: Sequence[VerifiableTask],
+    experience: Experience,
+    group_size: int,
+    rows: int = 3,
 ) -> str:
     """Lines for the screen: of `rows` tasks the best and the worst answer, with rewards and lengths."""
-    reward = experience.reward.view(-1, answers)
+    reward = experience.reward.view(-1, group_size)
     spread = (reward.max(1).values - reward.min(1).values).sort(descending=True, stable=True).indices
     lines = []
     for g in spread[:rows].tolist():
-        asked = _line(_asked(tasks[int(experience.task[g * answers])]), 24)
+        asked = _one_line(_prompt_text(tasks[int(experience.task[g * group_size])]), 24)
         order = reward[g].argsort(descending=True, stable=True).tolist()
         for k in dict.fromkeys((order[0], order[-1])):
-            row = g * answers + k
-            mask = experience.part["loss_mask"][row]
-            words = scribe.words(experience.part["targets"][row][mask].tolist())
+            row = g * group_size + k
+            mask = experience.batch["loss_mask"][row]
+            words = example_tokenizer.decode(experience.batch["targets"][row][mask].tolist())
             mark = "+" if experience.passed[row] else "-"
-            lines.append(f"    {mark} {float(reward[g, k]):5.2f}  {asked:24}  {_line(words, WIDTH)}")
+            lines.append(f"    {mark} {float(reward[g, k]):5.2f}  {asked:24}  {_one_line(words, WIDTH)}")
             asked = ""
     return "\n".join(lines)
 
 
-def _asked(task: Task) -> str:
+def _prompt_text(task: VerifiableTask) -> str:
     return task.prompt or str(task.messages[-1].get("content", ""))
 
 
-def _line(text: str, width: int) -> str:
+def _one_line(text: str, width: int) -> str:
     """On one line, its end kept where it is too long: that is where answers are."""
     flat = text.strip().replace("\n", " / ")
     return flat if len(flat) <= width else "..." + flat[3 - width :]

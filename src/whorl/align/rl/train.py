@@ -31,40 +31,46 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import RLConfig
-from whorl.align.model.batch import by_group, cut
-from whorl.align.model.policy_model import Network
-from whorl.align.rl.advantages import Signals, advantages, objective_of, preset_of
-from whorl.align.rl.experience import Experience, figures, read
-from whorl.align.rl.replicas import Peers, replicas_of
-from whorl.align.rl.rollout import Rollouts, RolloutWorker, placed, rollout_spec, shared_columns
-from whorl.align.stage.trainer import learner_of, memory_of, micro_rows
-from whorl.parallel.process_group import World, start_replicas
-from whorl.slots import Board, Drain, ProducerProcess, SerialProducer, Slot, SlotRing
+from whorl.align.model.batch import micro_batches, sort_by_group
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.rl.advantages import RLState, check_method, compute_advantages, policy_objective
+from whorl.align.rl.experience import Experience, read_rollouts, rollout_metrics
+from whorl.align.rl.replicas import ReplicaGroup, choose_rl_replicas
+from whorl.align.rl.rollout import (
+    Rollouts,
+    RolloutWorker,
+    assign_devices,
+    rollout_spec,
+    shared_rollout_buffers,
+)
+from whorl.align.stage.trainer import make_learner, make_shared_state, micro_batch_rows
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
+from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import generator
 from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import Keeper
-from whorl.train.learner.learner import Shared
-from whorl.train.learner.loop import Clock, learn
-from whorl.train.learner.update import Part
-from whorl.train.optim.lr_schedule import factor
+from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.learner.learner import SharedState
+from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.update import MicroBatch
+from whorl.train.optim.lr_schedule import lr_scale
 
-Observer = Callable[[int, dict[str, float], Experience], None]
+RolloutCallback = Callable[[int, dict[str, float], Experience], None]
 
 
-class Stop(Exception):
+class StopTraining(Exception):
     """Raised by an observer to end training early, with what there is."""
 
 
 def train_policy(
-    network: Network,
+    network: PolicyModel,
     worker: RolloutWorker,
     config: RLConfig,
     *,
-    reference: Network | None = None,
-    observe: Observer = lambda step, metrics, experience: None,
-    scratch: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Network:
+    reference: PolicyModel | None = None,
+    callback: RolloutCallback = lambda step, metrics, experience: None,
+    checkpoint_dir: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> PolicyModel:
     """Trains `network` on what `worker` samples, from the newest checkpoint if there is one.
 
     Args:
@@ -81,7 +87,7 @@ def train_policy(
 
     A long stage on several cores starts replicas (`peers.py`): a script that calls this wants `if __name__ == "__main__":`.
     """
-    preset_of(config, network, reference)
+    check_method(config, network, reference)
     identity = {
         "stage": "rl",
         "config": config.model_dump(
@@ -90,126 +96,135 @@ def train_policy(
         "tasks": len(worker.tasks),
     }
     keeper = (
-        Keeper(scratch, identity, seconds=config.checkpoint_seconds, say=say) if scratch is not None else None
+        CheckpointManager(checkpoint_dir, identity, seconds=config.checkpoint_seconds, log=log)
+        if checkpoint_dir is not None
+        else None
     )
     found = keeper.resume() if keeper is not None else None
     first, rounds, seconds = 0, 0, 0.0
-    signals = Signals(config)
+    signals = RLState(config)
     if found is not None:
-        first, rounds, seconds = found.step, found.record["rounds"], found.record["seconds"]
-        worker.curriculum.load_state_dict(found.record["curriculum"])
-        signals.load_state_dict(found.record["signals"])
-        say(f"continues at step {first:,} of {config.steps:,}")
-    positions, threads = config.prompts * config.answers * worker.length, torch.get_num_threads()
-    replicas = replicas_of(config, network, worker.length, judged=worker.judge is not None)
-    shared = memory_of(network, config, positions=positions, replicas=replicas)
+        first, rounds, seconds = found.step, found.metadata["rounds"], found.metadata["seconds"]
+        worker.curriculum.load_state_dict(found.metadata["curriculum"])
+        signals.load_state_dict(found.metadata["signals"])
+        log(f"continues at step {first:,} of {config.steps:,}")
+    positions, threads = (
+        config.prompts_per_step * config.group_size * worker.max_seq_len,
+        torch.get_num_threads(),
+    )
+    replicas = choose_rl_replicas(
+        config, network, worker.max_seq_len, uses_reward_model=worker.reward_model is not None
+    )
+    shared = make_shared_state(network, config, positions=positions, replicas=replicas)
     if found is not None:
         restore(shared.tensors(), found.tensors)
-    start = Start(first, rounds, seconds, signals)
-    peers = Peers()
+    start = ResumePoint(first, rounds, seconds, signals)
+    peers = ReplicaGroup()
     if replicas > 1:
-        peers = Peers(columns=shared_columns(config.prompts * config.answers, worker.length))
+        peers = ReplicaGroup(
+            buffers=shared_rollout_buffers(config.prompts_per_step * config.group_size, worker.max_seq_len)
+        )
         each = max(1, threads // replicas)
-        say(f"{replicas} replicas sample and learn, {each} {'thread' if each == 1 else 'threads'} each")
-        given = (peers.columns, each, network, worker, config, reference, shared, start)
-        peers.world = start_replicas(replicas, _replica, *given)
+        log(f"{replicas} replicas sample and learn, {each} {'thread' if each == 1 else 'threads'} each")
+        given = (peers.buffers, each, network, worker, config, reference, shared, start)
+        peers.process_group = spawn_replicas(replicas, _replica_main, *given)
         torch.set_num_threads(each)
     try:
-        _train(peers, network, worker, config, reference, shared, start, observe, keeper, say)
+        _train_replica(peers, network, worker, config, reference, shared, start, callback, keeper, log)
     finally:
         worker.close()
-        worker.join(Peers())
-        peers.world.close()
+        worker.join_group(ReplicaGroup())
+        peers.process_group.close()
         torch.set_num_threads(threads)
     return network.eval()
 
 
 @dataclass
-class Start:
+class ResumePoint:
     """Where a run begins, or goes on: records and updates that were, seconds that they took, what goes on beside weights."""
 
     step: int
-    rounds: int
+    updates: int
     seconds: float
-    signals: Signals
+    state: RLState
 
 
-def _replica(world: World, columns: dict[str, Tensor], threads: int, *given: Any) -> None:
+def _replica_main(world: ProcessGroup, columns: dict[str, Tensor], threads: int, *given: Any) -> None:
     """What the replicas beside the first do: the same, and nobody watches."""
     torch.set_num_threads(threads)
     worker: RolloutWorker = given[1]
     try:
-        _train(Peers(world, columns), *given)
+        _train_replica(ReplicaGroup(world, columns), *given)
     finally:
         worker.close()
 
 
-def _train(
-    peers: Peers,
-    network: Network,
+def _train_replica(
+    replicas: ReplicaGroup,
+    network: PolicyModel,
     worker: RolloutWorker,
     config: RLConfig,
-    reference: Network | None,
-    shared: Shared,
-    start: Start,
-    observe: Observer = lambda step, metrics, experience: None,
-    keeper: Keeper | None = None,
+    reference: PolicyModel | None,
+    shared: SharedState,
+    start: ResumePoint,
+    observe: RolloutCallback = lambda step, metrics, experience: None,
+    keeper: CheckpointManager | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
     """One replica's part of `train_policy`; alone, all of it."""
-    worker.join(peers)
-    first, signals, rows = start.step, start.signals, config.prompts * config.answers
-    learner = learner_of(
+    worker.join_group(replicas)
+    first, signals, rows = start.step, start.state, config.prompts_per_step * config.group_size
+    learner = make_learner(
         network,
-        objective_of(config, network, signals),
+        policy_objective(config, network, signals),
         config,
-        positions=rows * worker.length,
-        steps_done=start.rounds,
+        positions=rows * worker.max_seq_len,
+        steps_done=start.updates,
         shared=shared,
-        world=peers.world,
+        world=replicas.process_group,
     )
     # In lock-step the worker records into it. Workers ahead have copies of their own, and this one is of the records that
     # were read: what a checkpoint keeps, and what a worker that is started again begins with. It knows less than the copy
     # that died: nothing of the groups that others took the place of, nor of the records that were on their way.
     curriculum = worker.curriculum
-    board = Board.of(network.policy())
-    board.publish(network.policy(), first)
-    ahead = config.ahead
+    board = Board.from_tensors(network.merged_weights())
+    board.publish(network.merged_weights(), first)
+    ahead = config.async_rollout
     n = max(1, ahead.workers)
     # Where no record may be older than the weights there is nothing to be asked for ahead: one slot keeps them in order.
-    each = 1 + ahead.records if ahead.workers and ahead.max_lag else 1
-    spec = rollout_spec(config.prompts, config.answers, worker.length)
+    each = 1 + ahead.prefetch if ahead.workers and ahead.max_policy_lag else 1
+    spec = rollout_spec(config.prompts_per_step, config.group_size, worker.max_seq_len)
     ring: SlotRing[Rollouts] = SlotRing(spec, n * each)
-    kind = _kind(config, say)
-    workers = enumerate(placed(worker, ahead, network.device))
+    kind = _producer_class(config, say)
+    workers = enumerate(assign_devices(worker, ahead, network.device))
     producers = [kind(ring, one, seed=config.seed, number=number, board=board) for number, one in workers]
-    draining = Drain(
+    draining = FIFOReader(
         ring, producers, start=first, order="ready" if ahead.workers else "sequence",
-        board=board, max_lag=ahead.max_lag if ahead.workers else None,
+        board=board, max_lag=ahead.max_policy_lag if ahead.workers else None,
     )  # fmt: skip
     began, newest = time.monotonic() - start.seconds, list[Experience]()
 
-    def passes(slot: Slot[Rollouts]) -> Iterator[list[Part]]:
-        experience = read(slot)
+    def passes(slot: Slot[Rollouts]) -> Iterator[list[MicroBatch]]:
+        experience = read_rollouts(slot)
         newest[:] = [experience]
-        if config.ahead.workers:
-            tried = experience.task.view(-1, config.answers)[:, 0].tolist()
+        if config.async_rollout.workers:
+            tried = experience.task.view(-1, config.group_size)[:, 0].tolist()
             for task, passed in zip(
-                tried, experience.reward.view(-1, config.answers).mean(1).clamp(0, 1).tolist(), strict=True
+                tried, experience.reward.view(-1, config.group_size).mean(1).clamp(0, 1).tolist(), strict=True
             ):
-                curriculum.record(task, passed, config.answers)
-        return passes_over(
-            config, network, reference, signals, experience, slot.sequence, board.version, peers
+                curriculum.update(task, passed, config.group_size)
+        return rollout_minibatches(
+            config, network, reference, signals, experience, slot.sequence, board.version, replicas
         )
 
-    def after(step: int, metrics: dict[str, float], clock: Clock) -> None:
-        spent = {f"seconds_{name}": s for name, s in clock.take().items()}
-        seen = signals.take()
-        if not peers.alone:  # each has seen its own rows
-            largest = max(peers.told([seen.get("parity", -1.0)]))
+    def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+        spent = {f"seconds_{name}": s for name, s in clock.pop_seconds().items()}
+        seen = signals.pop_metrics()
+        if not replicas.is_single:  # each has seen its own rows
+            largest = max(replicas.all_gather_list([seen.get("parity", -1.0)]))
             seen |= {"parity": largest} if largest >= 0 else {}
-        told = {**figures(newest[0], config.answers), **metrics, **seen, **spent}
-        told |= {name: value for name, value in draining.take().words().items() if ahead.workers}
+        told = {**rollout_metrics(newest[0], config.group_size), **metrics, **seen, **spent}
+        told |= {name: value for name, value in draining.pop_stats().metrics().items() if ahead.workers}
         told["seconds"] = time.monotonic() - began
         if keeper is not None and step < config.steps and keeper.due():
             record = {
@@ -220,49 +235,49 @@ def _train(
             }
             keeper.save(step, learner.shared.tensors(), record)
         observe(step, told, newest[0])
-        if peers.world.rank or config.max_steps_seconds is None:
+        if replicas.process_group.rank or config.max_train_seconds is None:
             return  # one clock decides; the others hear of it when their links close
-        if told["seconds"] > config.max_steps_seconds:
+        if told["seconds"] > config.max_train_seconds:
             say(f"ends after {step:,} of {config.steps:,} steps: the time is up")
-            raise Stop
+            raise StopTraining
 
     network.train()
-    with keeper or nullcontext(), draining as records, suppress(Stop):
-        learn(
+    with keeper or nullcontext(), draining as records, suppress(StopTraining):
+        train_loop(
             learner,
             records,
             passes,
             first=first,
             last=config.steps,
-            factor=lambda step: factor(step, config.steps, config.schedule),
-            publish=lambda step: board.publish(network.policy(), step),
-            after=after,
+            lr_scale=lambda step: lr_scale(step, config.steps, config.schedule),
+            sync_weights=lambda step: board.publish(network.merged_weights(), step),
+            on_step_end=after,
         )
 
 
-def _kind(config: RLConfig, say: Callable[[str], None]) -> Any:
+def _producer_class(config: RLConfig, say: Callable[[str], None]) -> Any:
     """What runs the workers."""
-    if not config.ahead.workers:
+    if not config.async_rollout.workers:
         return SerialProducer
-    if config.ahead.place == "process":
-        return partial(ProducerProcess, restarts=config.restarts, say=say)
-    from whorl.slots.ray import RayProducer, start
+    if config.async_rollout.backend == "process":
+        return partial(ProducerProcess, restarts=config.max_worker_restarts, log=say)
+    from whorl.slots.ray import RayProducer, init_ray
 
-    start()
-    options = {"num_gpus": 1} if config.ahead.device == "cuda" else None
-    return partial(RayProducer, restarts=config.restarts, say=say, options=options)
+    init_ray()
+    options = {"num_gpus": 1} if config.async_rollout.device == "cuda" else None
+    return partial(RayProducer, restarts=config.max_worker_restarts, log=say, options=options)
 
 
-def passes_over(
+def rollout_minibatches(
     config: RLConfig,
-    network: Network,
-    reference: Network | None,
-    signals: Signals,
+    network: PolicyModel,
+    reference: PolicyModel | None,
+    state: RLState,
     experience: Experience,
-    number: int,
+    record_index: int,
     version: int,
-    peers: Peers,
-) -> Iterator[list[Part]]:
+    replicas: ReplicaGroup,
+) -> Iterator[list[MicroBatch]]:
     """From a record to minibatches, each a list of micro-batches whose gradients are summed before a step.
 
     Args:
@@ -270,38 +285,40 @@ def passes_over(
         version: of the weights that are about to learn.
         peers: with whom the rows of each minibatch are shared.
     """
-    part = experience.part
-    groups = torch.arange(experience.rows) // config.answers
+    part = experience.batch
+    groups = torch.arange(experience.rows) // config.group_size
     part["group"] = groups[:, None].expand_as(part["tokens"])
     stale = bool((part["version"][part["loss_mask"]] != version).any())
-    if network.value is not None or stale or config.epochs * config.minibatches > 1:
-        scored = _scored(network, part, peers, "")
+    if network.value is not None or stale or config.update_epochs * config.minibatches > 1:
+        scored = _score_sharded(network, part, replicas, "")
         part["proximal_log_prob"] = scored["log_prob"]
-        signals.compare(part, scored["log_prob"], version)
+        state.compare_log_probs(part, scored["log_prob"], version)
         if "value" in scored:
             part["old_value"] = scored["value"]
     else:  # one step: the log-probability that learns is the one before it
-        signals.expect(version)
+        state.expect_version(version)
     if reference is not None:
-        part["reference_log_prob"] = _scored(reference, part, peers, "reference_")["log_prob"]
-    part |= advantages(config, experience, signals)
-    rng = generator(config.seed, "minibatches", number)
-    for _ in range(config.epochs):
+        part["reference_log_prob"] = _score_sharded(reference, part, replicas, "reference_")["log_prob"]
+    part |= compute_advantages(config, experience, state)
+    rng = generator(config.seed, "minibatches", record_index)
+    for _ in range(config.update_epochs):
         order = torch.randperm(experience.rows, generator=rng)
         for chosen in order.tensor_split(config.minibatches):
-            rows = peers.every(by_group({name: t[chosen] for name, t in part.items()}))
-            yield list(cut(rows, micro_rows(config, rows)))
+            rows = replicas.shard_rows(sort_by_group({name: t[chosen] for name, t in part.items()}))
+            yield list(micro_batches(rows, micro_batch_rows(config, rows)))
 
 
-def _scored(network: Network, part: Part, peers: Peers, called: str) -> dict[str, Tensor]:
+def _score_sharded(
+    network: PolicyModel, part: MicroBatch, replicas: ReplicaGroup, prefix: str
+) -> dict[str, Tensor]:
     """`network.score`, each replica of its rows."""
-    if peers.alone:
+    if replicas.is_single:
         return network.score(part)
     n = len(part["tokens"])
-    mine = (part["group"][:, 0] % peers.world.size == peers.world.rank).nonzero()[:, 0]
+    mine = (part["group"][:, 0] % replicas.process_group.size == replicas.process_group.rank).nonzero()[:, 0]
     own = network.score({name: t[mine] for name, t in part.items()})
     found = {name: torch.zeros(n, *t.shape[1:]) for name, t in own.items()}
     for name, t in own.items():
         found[name][mine] = t
-    peers.gather({called + name: t for name, t in found.items()}, mine)
+    replicas.all_gather_rows({prefix + name: t for name, t in found.items()}, mine)
     return found

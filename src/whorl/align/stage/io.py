@@ -14,23 +14,23 @@ from pathlib import Path
 import torch
 
 from whorl.align.config import StageConfig
-from whorl.align.data.formats import Pair
+from whorl.align.data.formats import PromptCompletion
 from whorl.align.data.quarantine import Quarantine
 from whorl.align.data.read import pairs, tasks
-from whorl.align.model.example import Scribe
-from whorl.align.model.policy_model import Network
-from whorl.align.model.sampling import answer, never, rollout_engine
-from whorl.engine.sampling_params import Sampling
+from whorl.align.model.example import ExampleTokenizer
+from whorl.align.model.policy_model import PolicyModel
+from whorl.align.model.sampling import banned_ids, rollout_engine, sample_completions
+from whorl.engine.sampling_params import SamplingParams
 from whorl.evals.verify import verify_all
-from whorl.evals.verify.task import Task, Verdict
+from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.machine.device_probe import Machine
 from whorl.models import LanguageModel, load_model, save_model
-from whorl.models.lora import load_lora, merge, save_lora
+from whorl.models.lora import load_lora, merge_lora, save_lora
 from whorl.sandbox import Sandbox
-from whorl.tokens.chat import open_chat
-from whorl.tokens.hf_tokenizer import open_tokenizer
+from whorl.tokens.chat import load_chat_template
+from whorl.tokens.hf_tokenizer import load_tokenizer
 
-CARRIED = (
+COPIED_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -41,13 +41,13 @@ CARRIED = (
 ADAPTER = "adapter"
 
 
-def open_scribe(folder: Path) -> Scribe:
+def load_example_tokenizer(folder: Path) -> ExampleTokenizer:
     """The scribe of a model's tokenizer and chat template."""
-    tokenizer = open_tokenizer(folder)
-    return Scribe(tokenizer, open_chat(folder, tokenizer))
+    tokenizer = load_tokenizer(folder)
+    return ExampleTokenizer(tokenizer, load_chat_template(folder, tokenizer))
 
 
-def open_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
+def load_stage_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageModel:
     """The model of a folder, to be trained: on the machine's device, computing in what is fastest there (or in what
     `config` says). What a stage adds to it (an adapter, a critic, moments, an engine that samples) lies there too.
 
@@ -56,57 +56,57 @@ def open_model(folder: Path, config: StageConfig, machine: Machine) -> LanguageM
     dtype = machine.torch_dtype if config.dtype is None else getattr(torch, config.dtype)
     model = load_model(folder, dtype, machine.device, to_train=True)
     if (folder / ADAPTER).is_dir():
-        merge(model, load_lora(folder / ADAPTER, model))
+        merge_lora(model, load_lora(folder / ADAPTER, model))
     return model
 
 
-def network_of(
+def make_policy_model(
     model: LanguageModel,
-    scribe: Scribe,
+    example_tokenizer: ExampleTokenizer,
     config: StageConfig,
     *,
-    room: int,
+    context_hint: int,
     temperature: float = 1.0,
     critic: bool = False,
-) -> Network:
+) -> PolicyModel:
     """A model as a stage trains it: judged over what can be sampled, its rows read as an engine of `room` positions does."""
-    model.room = room
-    out = never(scribe, model.config.vocab_size, len(scribe.tokenizer.token_bytes))
-    return Network(
-        model, temperature=temperature, forbidden=out, lora=config.lora, critic=critic, seed=config.seed
+    model.context_hint = context_hint
+    out = banned_ids(example_tokenizer, model.config.vocab_size, len(example_tokenizer.tokenizer.token_bytes))
+    return PolicyModel(
+        model, temperature=temperature, banned_ids=out, lora=config.lora, critic=critic, seed=config.seed
     )
 
 
-def save_stage(network: Network, before: Path, out: Path) -> None:
+def save_stage_model(network: PolicyModel, base: Path, out: Path) -> None:
     """Writes the folder of the model that came out; an adapter merged, or beside the model that it is for."""
     lora = network.lora
     network.requires_grad_(False)
     if lora is not None and lora.merge:
-        merge(network.model, network.adapter())
+        merge_lora(network.model, network.adapter())
     save_model(network.model, out)
     if lora is not None and not lora.merge:
-        save_lora(network.adapter(), out / ADAPTER, base=before.name)
-    for name in CARRIED:
-        if (before / name).is_file() and not (out / name).exists():
-            shutil.copyfile(before / name, out / name)
+        save_lora(network.adapter(), out / ADAPTER, base=base.name)
+    for name in COPIED_FILES:
+        if (base / name).is_file() and not (out / name).exists():
+            shutil.copyfile(base / name, out / name)
 
 
-def read_tasks(folder: Path, split: str) -> list[Task]:
+def read_tasks(folder: Path, split: str) -> list[VerifiableTask]:
     """Those that a step wrote (`sets.py`); none where there is no file."""
     path = folder / f"tasks.{split}.jsonl"
     return list(tasks(path, Quarantine())) if path.is_file() else []
 
 
-def read_pairs(folder: Path, split: str) -> list[Pair]:
+def read_prompt_completions(folder: Path, split: str) -> list[PromptCompletion]:
     """As `read_tasks`."""
     path = folder / f"pairs.{split}.jsonl"
     return list(pairs(path, Quarantine())) if path.is_file() else []
 
 
-def solve(
-    network: Network,
-    scribe: Scribe,
-    given: Sequence[Task],
+def evaluate_tasks(
+    network: PolicyModel,
+    example_tokenizer: ExampleTokenizer,
+    eval_tasks: Sequence[VerifiableTask],
     *,
     max_tokens: int,
     length: int,
@@ -119,13 +119,17 @@ def solve(
 
     temperature: None takes the likeliest tokens.
     """
-    engine = rollout_engine(network.copied(), scribe, sequences=64, max_length=length)
-    prompts = [scribe.prompt(task.prompt or task.messages) for task in given for _ in range(samples)]
+    engine = rollout_engine(network.eval_copy(), example_tokenizer, sequences=64, max_length=length)
+    prompts = [
+        example_tokenizer.prompt(task.prompt or task.messages) for task in eval_tasks for _ in range(samples)
+    ]
     sampling = (
-        Sampling(temperature=0)
+        SamplingParams(temperature=0)
         if temperature is None
-        else Sampling(temperature=temperature, top_p=1.0, top_k=0)
+        else SamplingParams(temperature=temperature, top_p=1.0, top_k=0)
     )
-    found = answer(engine, prompts, sampling, max_tokens=max_tokens, ends=scribe.ends, seed=seed)
-    said = [scribe.words(one.ids) for one in found]
-    return said, verify_all([task for task in given for _ in range(samples)], said, sandbox)
+    found = sample_completions(
+        engine, prompts, sampling, max_tokens=max_tokens, stop_ids=example_tokenizer.stop_ids, seed=seed
+    )
+    said = [example_tokenizer.decode(one.ids) for one in found]
+    return said, verify_all([task for task in eval_tasks for _ in range(samples)], said, sandbox)

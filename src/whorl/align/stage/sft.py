@@ -31,40 +31,40 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import SFTConfig
-from whorl.align.model.batch import by_length, cut, lay, pack
-from whorl.align.model.example import Text
-from whorl.align.model.policy_model import Network
+from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
+from whorl.align.model.example import TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
 from whorl.align.stage.trainer import (
-    Observer,
-    Once,
-    fingerprint,
-    micro_rows,
-    replicas_for,
+    Precomputed,
+    StepCallback,
+    choose_replicas,
+    dataset_fingerprint,
+    micro_batch_rows,
     run_stage,
-    take_part,
+    train_replica,
 )
 from whorl.errors import ConfigError, DataError
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.loader import open_batches
 from whorl.tracking.seeds import numpy_rng
 from whorl.train.config import RoutingConfig
-from whorl.train.learner.learner import Shared
-from whorl.train.learner.update import Part
-from whorl.train.lm.objective import LossOf
-from whorl.train.metrics.moe_balance import Mixtures
+from whorl.train.learner.learner import SharedState
+from whorl.train.learner.update import MicroBatch
+from whorl.train.lm.objective import LMObjective
+from whorl.train.metrics.moe_balance import MoEBalancer
 
 
 def fine_tune(
-    network: Network,
-    texts: Sequence[Text],
+    network: PolicyModel,
+    examples: Sequence[TokenizedExample],
     config: SFTConfig,
     *,
     pad_id: int,
-    replay: Path | None = None,
-    observe: Observer = lambda step, metrics: None,
-    scratch: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> Network:
+    replay_data: Path | None = None,
+    callback: StepCallback = lambda step, metrics: None,
+    checkpoint_dir: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
+) -> PolicyModel:
     """Trains `network` on `texts`, from the newest checkpoint if there is one.
 
     Args:
@@ -76,113 +76,130 @@ def fine_tune(
     Raises:
         DataError: nothing to learn from; replay is asked for, and there is no token set.
     """
-    if not texts:
+    if not examples:
         raise DataError(
             "there is no text to learn from", expected="one at least", do="see what was left out, and why"
         )
-    if config.replay and replay is None:
+    if config.replay_fraction and replay_data is None:
         raise DataError(
-            f"replay is {config.replay:g}, and there are no tokens of pretraining",
+            f"replay is {config.replay_fraction:g}, and there are no tokens of pretraining",
             expected="the token set as a parent", do="name it, or set replay to 0",
         )  # fmt: skip
-    batches = _Batches(texts, config, pad_id, replay)
+    batches = _SFTBatches(examples, config, pad_id, replay_data)
     settings = config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"})
-    identity = {"stage": "sft", "config": settings, "texts": fingerprint(texts)}
-    world = World()
-    mixtures, objective = _objective(network, world)
+    identity = {"stage": "sft", "config": settings, "texts": dataset_fingerprint(examples)}
+    world = ProcessGroup()
+    mixtures, objective = _sft_objective(network, world)
 
     def told(step: int, metrics: dict[str, float]) -> None:
-        mixtures.end_step()
-        observe(step, {**metrics, "epoch": step / batches.steps * config.epochs})
+        mixtures.on_step_end()
+        callback(step, {**metrics, "epoch": step / batches.steps * config.epochs})
 
-    replicas = replicas_for(
-        network, config.replicas, positions=batches.steps * batches.positions, length=config.length, most=batches.own
+    replicas = choose_replicas(
+        network, config.replicas, positions=batches.steps * batches.positions, length=config.seq_len, max_replicas=batches.n_own
     )  # fmt: skip
     run_stage(
-        network, config, objective, lambda first, _: batches.parts(first, world),
-        identity=identity, steps=batches.steps, positions=batches.positions, observe=told, scratch=scratch, say=say,
-        replicas=replicas, replica=partial(_replica, network, batches), world=world,
+        network, config, objective, lambda first, _: batches.micro_batches(first, world),
+        identity=identity, steps=batches.steps, positions=batches.positions, callback=told, checkpoint_dir=checkpoint_dir, log=log,
+        replicas=replicas, replica=partial(_replica_main, network, batches), world=world,
     )  # fmt: skip
     return network.eval()
 
 
-def _objective(network: Network, world: World) -> tuple[Mixtures, LossOf]:
+def _sft_objective(network: PolicyModel, world: ProcessGroup) -> tuple[MoEBalancer, LMObjective]:
     """What is learnt, and the books of experts beside it."""
-    mixtures = Mixtures(network.model, RoutingConfig(), world)
-    return mixtures, LossOf(network.model, mixtures, z_loss=0.0, compile=False)
+    mixtures = MoEBalancer(network.model, RoutingConfig(), world)
+    return mixtures, LMObjective(network.model, mixtures, z_loss=0.0, compile=False)
 
 
-def _replica(network: Network, batches: _Batches, world: World, first: int, shared: Shared, _: Once) -> None:
+def _replica_main(
+    network: PolicyModel,
+    batches: _SFTBatches,
+    world: ProcessGroup,
+    first: int,
+    shared: SharedState,
+    _: Precomputed,
+) -> None:
     """What the replicas beside the first do: the same, and nobody watches."""
-    mixtures, objective = _objective(network, world)
-    take_part(
-        world, network, batches.config, objective, batches.parts(first, world), shared,
-        positions=batches.positions, first=first, steps=batches.steps, after=lambda *_: mixtures.end_step(),
+    mixtures, objective = _sft_objective(network, world)
+    train_replica(
+        world, network, batches.config, objective, batches.micro_batches(first, world), shared,
+        positions=batches.positions, first=first, steps=batches.steps, on_step_end=lambda *_: mixtures.on_step_end(),
     )  # fmt: skip
 
 
-class _Batches:
+class _SFTBatches:
     """The rows of each step, by its number: every epoch in an order of its own."""
 
-    def __init__(self, texts: Sequence[Text], config: SFTConfig, pad_id: int, replay: Path | None) -> None:
-        self.config, self.replay = config, replay
-        self.part: dict[str, Tensor] = (
-            pack(texts, config.length, pad_id) if config.packing else lay(texts, pad_id)
+    def __init__(
+        self, texts: Sequence[TokenizedExample], config: SFTConfig, pad_id: int, replay: Path | None
+    ) -> None:
+        self.config, self.replay_data = config, replay
+        self.batch: dict[str, Tensor] = (
+            pack(texts, config.seq_len, pad_id) if config.packing else pad(texts, pad_id)
         )
-        self.rows = len(self.part["tokens"])
-        self.replayed = 0
-        if config.replay:
-            if config.batch_rows < 2:
+        self.n_rows = len(self.batch["tokens"])
+        self.n_replay = 0
+        if config.replay_fraction:
+            if config.batch_size < 2:
                 raise ConfigError(
-                    f"replay is {config.replay:g} and batch_rows {config.batch_rows}",
+                    f"replay is {config.replay_fraction:g} and batch_rows {config.batch_size}",
                     expected="2 rows a step at least: one of each kind",
                 )
-            self.replayed = min(max(1, round(config.batch_rows * config.replay)), config.batch_rows - 1)
-        self.own = min(config.batch_rows - self.replayed, self.rows)
-        self.steps = max(1, math.ceil(config.epochs * self.rows / self.own))
-        width = self.part["tokens"].shape[1]
-        self.positions = self.own * width + self.replayed * config.length  # of a step, at most
+            self.n_replay = min(
+                max(1, round(config.batch_size * config.replay_fraction)), config.batch_size - 1
+            )
+        self.n_own = min(config.batch_size - self.n_replay, self.n_rows)
+        self.steps = max(1, math.ceil(config.epochs * self.n_rows / self.n_own))
+        width = self.batch["tokens"].shape[1]
+        self.positions = self.n_own * width + self.n_replay * config.seq_len  # of a step, at most
 
-    def parts(self, first: int, world: World) -> Iterator[list[Part]]:
+    def micro_batches(self, first: int, world: ProcessGroup) -> Iterator[list[MicroBatch]]:
         """The micro-batches of the steps from number `first` on: of each batch every `world.size`-th row."""
-        for rows in self.after(first):
+        for rows in self.batches_from(first):
             mine = [
                 {name: t[world.rank :: world.size] for name, t in part.items()} if world.size > 1 else part
                 for part in rows
             ]
             yield [
-                p for part in mine if len(part["tokens"]) for p in cut(part, micro_rows(self.config, part))
+                p
+                for part in mine
+                if len(part["tokens"])
+                for p in micro_batches(part, micro_batch_rows(self.config, part))
             ]
 
-    def after(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
+    def batches_from(self, first: int) -> Iterator[list[dict[str, Tensor]]]:
         """The batches from number `first` on: each is one part, or two with that of pretraining."""
         replay: Any = None
-        if self.replayed and self.replay is not None:
+        if self.n_replay and self.replay_data is not None:
             replay = iter(
                 open_batches(
-                    self.replay, "train", length=self.config.length, batch_rows=self.replayed,
-                    seed=self.config.seed, start=first, serial=True, rank=0, world=1,
+                    self.replay_data, "train", seq_len=self.config.seq_len, batch_size=self.n_replay,
+                    seed=self.config.seed, start=first, serial=True, rank=0, world_size=1,
                 )
             )  # fmt: skip
         for step in range(first, self.steps):
-            places = np.arange(step * self.own, (step + 1) * self.own)
+            places = np.arange(step * self.n_own, (step + 1) * self.n_own)
             numbers = [
-                self._order(epoch)[place] for epoch, place in zip(*divmod(places, self.rows), strict=True)
+                self._epoch_order(epoch)[place]
+                for epoch, place in zip(*divmod(places, self.n_rows), strict=True)
             ]
-            rows = {name: t[torch.tensor(numbers)] for name, t in self.part.items()}
-            found = [rows if self.config.packing else by_length(rows)]
+            rows = {name: t[torch.tensor(numbers)] for name, t in self.batch.items()}
+            found = [rows if self.config.packing else sort_by_length(rows)]
             if replay is not None:
-                found.append(_tokens(next(replay).tensors()))
+                found.append(_pretraining_batch(next(replay).tensors()))
             yield found
 
-    def _order(self, epoch: Any) -> Any:
+    def _epoch_order(self, epoch: Any) -> Any:
         if getattr(self, "_epoch", None) != epoch:
             self._epoch = epoch
-            self._places = numpy_rng(self.config.seed, "sft", "order", int(epoch)).permutation(self.rows)
-        return self._places
+            self._permutation = numpy_rng(self.config.seed, "sft", "order", int(epoch)).permutation(
+                self.n_rows
+            )
+        return self._permutation
 
 
-def _tokens(views: dict[str, Tensor]) -> dict[str, Tensor]:
+def _pretraining_batch(views: dict[str, Tensor]) -> dict[str, Tensor]:
     """A batch of pretraining as a part of this room's: with the names that `cut` looks at."""
     names = ("tokens", "targets", "loss_mask", "segment_ids", "positions")
     part = {name: views[name].clone() for name in names}

@@ -25,50 +25,56 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import StageConfig
-from whorl.align.model.example import Text
-from whorl.align.model.policy_model import Network
+from whorl.align.model.example import TokenizedExample
+from whorl.align.model.policy_model import PolicyModel
 from whorl.objectives import Loss
-from whorl.parallel.process_group import World, start_replicas
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import Keeper
-from whorl.train.learner.learner import Learner, Shared
-from whorl.train.learner.loop import Clock, learn
-from whorl.train.learner.loss_scaler import LossScaling
-from whorl.train.learner.update import Part, Update
-from whorl.train.lm.precision import orthogonalisation
-from whorl.train.optim.lr_schedule import factor
+from whorl.train.checkpoint.manager import CheckpointManager
+from whorl.train.learner.learner import Learner, SharedState
+from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.loss_scaler import LossScaler
+from whorl.train.learner.update import MicroBatch, Update
+from whorl.train.lm.precision import muon_dtype
+from whorl.train.optim.lr_schedule import lr_scale
 
-Observer = Callable[[int, dict[str, float]], None]
-ONCE = "once/"
-Once = Mapping[str, Tensor]
-WORTH = 1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
-SMALL = 5e7  # parameters: above, operations are long enough to be split, and engines of their own cost memory
+StepCallback = Callable[[int, dict[str, float]], None]
+PRECOMPUTED_PREFIX = "once/"
+Precomputed = Mapping[str, Tensor]
+MIN_REPLICA_FLOPS = (
+    1e13  # operations of a whole stage, about half a minute: below, starting processes does not pay
+)
+MAX_REPLICA_PARAMS = (
+    5e7  # parameters: above, operations are long enough to be split, and engines of their own cost memory
+)
 
 
-def replicas_for(network: Network, asked: int | None, *, positions: float, length: int, most: int) -> int:
+def choose_replicas(
+    network: PolicyModel, requested: int | None, *, positions: float, length: int, max_replicas: int
+) -> int:
     """How many replicas a stage takes: what is asked for, or by default one a thread where that pays; `most` at most.
 
     positions: that the whole stage learns from, in rows of `length`. Always one where the model is not on the CPU.
     """
     if network.device.type != "cpu":
         return 1
-    if asked is not None:
-        return min(asked, most)
-    small = sum(p.numel() for p in network.model.parameters()) <= SMALL
-    if not small or network.model.flops_per_token(length) * positions < WORTH:
+    if requested is not None:
+        return min(requested, max_replicas)
+    small = sum(p.numel() for p in network.model.parameters()) <= MAX_REPLICA_PARAMS
+    if not small or network.model.flops_per_token(length) * positions < MIN_REPLICA_FLOPS:
         return 1
-    return max(1, min(torch.get_num_threads(), most))
+    return max(1, min(torch.get_num_threads(), max_replicas))
 
 
-def learner_of(
-    network: Network,
-    objective: Callable[[Part], Loss],
+def make_learner(
+    network: PolicyModel,
+    objective: Callable[[MicroBatch], Loss],
     config: StageConfig,
     *,
     positions: int,
     steps_done: int = 0,
-    shared: Shared | None = None,
-    world: World | None = None,
+    shared: SharedState | None = None,
+    world: ProcessGroup | None = None,
 ) -> Learner:
     """One update of all that `network` trains, by pretraining's optimisers at a share of their rates.
 
@@ -76,58 +82,60 @@ def learner_of(
     positions: of a step, at most: how often a table may be looked into; shared, world: of replicas.
     """
     optim = config.optim()
-    treatments = network.treatments(optim)
+    treatments = network.param_optims(optim)
     update = Update(
-        lambda part: objective(network.here(part)),
+        lambda part: objective(network.to_device(part)),
         treatments,
         clip_norm=optim.clip_norm,
         momentum=optim.momentum,
-        matrix_every=optim.matrix_every,
+        muon_every=optim.muon_every,
         betas=(0.8, 0.95),
         eps=1e-10,
-        scaling=LossScaling() if network.model.dtype == torch.float16 else None,
+        loss_scaler=LossScaler() if network.model.dtype == torch.float16 else None,
     )
-    kind = orthogonalisation(network.model.dtype)
-    shared = shared or memory_of(network, config, positions=positions)
+    kind = muon_dtype(network.model.dtype)
+    shared = shared or make_shared_state(network, config, positions=positions)
     return Learner(network, [update], shared, world, dtype=kind, steps_done=steps_done)
 
 
-def memory_of(network: Network, config: StageConfig, *, positions: int, replicas: int = 1) -> Shared:
+def make_shared_state(
+    network: PolicyModel, config: StageConfig, *, positions: int, replicas: int = 1
+) -> SharedState:
     """Weights, gradients and moments of a stage's learner, of any number of replicas."""
-    treatments = network.treatments(config.optim())
-    return Shared.of(network, treatments, replicas, rows=positions, together=replicas == 1)
+    treatments = network.param_optims(config.optim())
+    return SharedState.allocate(network, treatments, replicas, max_rows=positions, contiguous=replicas == 1)
 
 
-def micro_rows(config: StageConfig, part: Part) -> int:
+def micro_batch_rows(config: StageConfig, batch: MicroBatch) -> int:
     """Rows of a forward with gradients."""
-    return max(1, config.micro_tokens // part["tokens"].shape[1])
+    return max(1, config.micro_batch_tokens // batch["tokens"].shape[1])
 
 
-def fingerprint(texts: Sequence[Text]) -> str:
+def dataset_fingerprint(examples: Sequence[TokenizedExample]) -> str:
     """Of ids and masks, in their order."""
     digest = hashlib.blake2b(digest_size=16)
-    for text in texts:
-        digest.update(text.ids.tobytes() + text.mask.tobytes() + b"|")
+    for text in examples:
+        digest.update(text.ids.tobytes() + text.loss_mask.tobytes() + b"|")
     return digest.hexdigest()
 
 
 def run_stage(
-    network: Network,
+    network: PolicyModel,
     config: StageConfig,
-    objective: Callable[[Part], Loss],
-    batches: Callable[[int, Once], Iterator[Sequence[Part]]],
+    objective: Callable[[MicroBatch], Loss],
+    batches: Callable[[int, Precomputed], Iterator[Sequence[MicroBatch]]],
     *,
     identity: Mapping[str, Any],
     steps: int,
     positions: int,
-    once: Callable[[], dict[str, Tensor]] = dict,
-    observe: Observer = lambda step, metrics: None,
+    precompute: Callable[[], dict[str, Tensor]] = dict,
+    callback: StepCallback = lambda step, metrics: None,
     may_save: Callable[[int], bool] = lambda step: True,
-    scratch: Path | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    checkpoint_dir: Path | None = None,
+    log: Callable[[str], None] = lambda text: None,
     replicas: int = 1,
     replica: Callable[..., None] | None = None,
-    world: World | None = None,
+    world: ProcessGroup | None = None,
 ) -> None:
     """Trains `network` for `steps` steps, from the newest checkpoint if there is one.
 
@@ -147,37 +155,47 @@ def run_stage(
         CheckpointError: the checkpoint is of another job. ReplicaError: another replica failed.
     """
     seconds = config.checkpoint_seconds
-    keeper = Keeper(scratch, dict(identity), seconds=seconds, say=say) if scratch is not None else None
+    keeper = (
+        CheckpointManager(checkpoint_dir, dict(identity), seconds=seconds, log=log)
+        if checkpoint_dir is not None
+        else None
+    )
     found = keeper.resume() if keeper is not None else None
     first = found.step if found is not None else 0
     if found is None:
         network.eval()
-        kept = once()
+        kept = precompute()
     else:
-        kept = {n[len(ONCE) :]: t.clone() for n, t in found.tensors.items() if n.startswith(ONCE)}
-    shared = memory_of(network, config, positions=positions, replicas=replicas)
+        kept = {
+            n[len(PRECOMPUTED_PREFIX) :]: t.clone()
+            for n, t in found.tensors.items()
+            if n.startswith(PRECOMPUTED_PREFIX)
+        }
+    shared = make_shared_state(network, config, positions=positions, replicas=replicas)
     if found is not None:
-        restore(shared.tensors(), {n: t for n, t in found.tensors.items() if not n.startswith(ONCE)})
-        say(f"continues at step {first:,} of {steps:,}")
+        restore(
+            shared.tensors(), {n: t for n, t in found.tensors.items() if not n.startswith(PRECOMPUTED_PREFIX)}
+        )
+        log(f"continues at step {first:,} of {steps:,}")
 
-    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
-        spent = {f"seconds_{name}": s for name, s in clock.take().items()}
-        observe(done, {**metrics, **spent})
+    def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+        spent = {f"seconds_{name}": s for name, s in clock.pop_seconds().items()}
+        callback(done, {**metrics, **spent})
         if keeper is not None and done < steps and may_save(done) and keeper.due():
-            keeper.save(done, {**shared.tensors(), **{ONCE + n: t for n, t in kept.items()}})
+            keeper.save(done, {**shared.tensors(), **{PRECOMPUTED_PREFIX + n: t for n, t in kept.items()}})
 
-    threads, world = torch.get_num_threads(), world or World()
+    threads, world = torch.get_num_threads(), world or ProcessGroup()
     if replicas > 1 and replica is not None:
         each = max(1, threads // replicas)
-        say(f"{replicas} replicas learn, {each} {'thread' if each == 1 else 'threads'} each")
-        started = start_replicas(replicas, _others, replica, each, first, shared, kept)
-        world.size, world.links, world.children = started.size, started.links, started.children
+        log(f"{replicas} replicas learn, {each} {'thread' if each == 1 else 'threads'} each")
+        started = spawn_replicas(replicas, _replica_main, replica, each, first, shared, kept)
+        world.size, world.pipes, world.children = started.size, started.pipes, started.children
         torch.set_num_threads(each)
     try:
         with keeper or nullcontext():
-            take_part(
+            train_replica(
                 world, network, config, objective, batches(first, kept), shared,
-                positions=positions, first=first, steps=steps, after=after,
+                positions=positions, first=first, steps=steps, on_step_end=after,
             )  # fmt: skip
     finally:
         world.close()
@@ -185,35 +203,35 @@ def run_stage(
     network.eval()
 
 
-def _others(world: World, replica: Callable[..., None], threads: int, *given: Any) -> None:
+def _replica_main(world: ProcessGroup, replica: Callable[..., None], threads: int, *given: Any) -> None:
     torch.set_num_threads(threads)
     replica(world, *given)
 
 
-def take_part(
-    world: World,
-    network: Network,
+def train_replica(
+    world: ProcessGroup,
+    network: PolicyModel,
     config: StageConfig,
-    objective: Callable[[Part], Loss],
-    batches: Iterator[Sequence[Part]],
-    shared: Shared,
+    objective: Callable[[MicroBatch], Loss],
+    batches: Iterator[Sequence[MicroBatch]],
+    shared: SharedState,
     *,
     positions: int,
     first: int,
     steps: int,
-    after: Callable[[int, dict[str, float], Clock], None] = lambda step, metrics, clock: None,
+    on_step_end: Callable[[int, dict[str, float], Stopwatch], None] = lambda step, metrics, clock: None,
 ) -> None:
     """The steps from `first` on, by this replica; alone, all of them. Arguments as in `run_stage`."""
-    learner = learner_of(
+    learner = make_learner(
         network, objective, config, positions=positions, steps_done=first, shared=shared, world=world
     )
     network.train()
-    learn(
+    train_loop(
         learner,
         batches,
         lambda parts: [parts],
         first=first,
         last=steps,
-        factor=lambda step: factor(step, steps, config.schedule),
-        after=after,
+        lr_scale=lambda step: lr_scale(step, steps, config.schedule),
+        on_step_end=on_step_end,
     )

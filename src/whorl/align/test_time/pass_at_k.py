@@ -40,14 +40,14 @@ class Estimate:
     high: float
 
 
-def any_of(right: NDArray[np.bool_], n: int) -> NDArray[np.float64]:
+def pass_at_k(correct: NDArray[np.bool_], n: int) -> NDArray[np.float64]:
     """[tasks] chance that one of n is right, of right [tasks, N]. Raises ConfigError: n is not in 1 to N."""
-    total = _checked(right.shape[1], n)
-    wrong = total - right.sum(1)
+    total = _check_n(correct.shape[1], n)
+    wrong = total - correct.sum(1)
     return np.array([1.0 - comb(int(w), n) / comb(total, n) for w in wrong])
 
 
-def best_of(right: NDArray[np.bool_], scores: NDArray[np.float64], n: int) -> NDArray[np.float64]:
+def best_of_n(correct: NDArray[np.bool_], scores: NDArray[np.float64], n: int) -> NDArray[np.float64]:
     """[tasks] chance that the best of n by its score is right; among equal scores it is drawn.
 
     Args:
@@ -56,15 +56,15 @@ def best_of(right: NDArray[np.bool_], scores: NDArray[np.float64], n: int) -> ND
     Raises:
         ConfigError: n is not in 1 to N; a score is not a number.
     """
-    total = _checked(right.shape[1], n)
-    if right.shape != scores.shape or np.isnan(scores).any():
+    total = _check_n(correct.shape[1], n)
+    if correct.shape != scores.shape or np.isnan(scores).any():
         raise ConfigError(
             f"scores {list(scores.shape)}, {int(np.isnan(scores).sum())} of them NaN",
-            expected=f"a number for each of {list(right.shape)} samples",
+            expected=f"a number for each of {list(correct.shape)} samples",
         )
     weights = np.array([comb(i, n - 1) / comb(total, n) for i in range(total)])  # of rank i from 0
     found = []
-    for good, score in zip(right, scores, strict=True):
+    for good, score in zip(correct, scores, strict=True):
         order = np.argsort(score, kind="stable")
         _, first, alike = np.unique(score[order], return_index=True, return_counts=True)
         tied = np.add.reduceat(good[order].astype(float), first) / alike
@@ -72,9 +72,9 @@ def best_of(right: NDArray[np.bool_], scores: NDArray[np.float64], n: int) -> ND
     return np.array(found)
 
 
-def majority_of(
-    right: NDArray[np.bool_],
-    said: Sequence[Sequence[str]],
+def majority_at_k(
+    correct: NDArray[np.bool_],
+    sampled_answers: Sequence[Sequence[str]],
     ns: Sequence[int],
     rng: np.random.Generator,
     subsets: int = SUBSETS,
@@ -88,14 +88,14 @@ def majority_of(
     Raises:
         ConfigError: an n is not in 1 to N.
     """
-    total = right.shape[1]
+    total = correct.shape[1]
     for n in ns:
-        _checked(total, n)
+        _check_n(total, n)
     found: dict[int, list[float]] = {n: [] for n in ns}
     turned = (
         np.arange(total)[:, None] + np.arange(total)
     ) % total  # each order from each of its places: fair for n = 1
-    for good, answers in zip(right, said, strict=True):
+    for good, answers in zip(correct, sampled_answers, strict=True):
         names = sorted({a for a in answers if a})
         place = {name: k for k, name in enumerate(names)}
         ballots = np.zeros((total, len(names)))
@@ -141,7 +141,7 @@ def estimate(values: NDArray[np.float64], draws: int = 1) -> Estimate:
     return Estimate(mean, max(0.0, min(mean, middle - half)), min(1.0, max(mean, middle + half)))
 
 
-def _checked(total: int, n: int) -> int:
+def _check_n(total: int, n: int) -> int:
     if not 1 <= n <= total:
         raise ConfigError(f"n is {n}", expected=f"1 to {total}, as many samples as a task has")
     return total

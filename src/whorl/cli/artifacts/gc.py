@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import StoreOption, size
+from whorl.cli.options import StoreOption, format_size
 
 
 def gc(
@@ -28,8 +28,8 @@ def gc(
 
     found = Store(store).gc(dry_run=not yes, recent_seconds=recent * 3600)
     for garbage in found:
-        print(f"{size(garbage.size):>9}  {garbage.label}")
-    total = size(sum(garbage.size for garbage in found))
+        print(f"{format_size(garbage.size):>9}  {garbage.label}")
+    total = format_size(sum(garbage.size for garbage in found))
     if not found:
         print("nothing to remove")
     elif yes:

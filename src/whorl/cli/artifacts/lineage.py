@@ -30,10 +30,10 @@ def lineage(
     if as_json:
         print(json.dumps(tree, indent=1, ensure_ascii=False))
     else:
-        print("\n".join(tree_lines(tree)))
+        print("\n".join(format_tree(tree)))
 
 
-def tree_lines(tree: dict[str, Any]) -> list[str]:
+def format_tree(tree: dict[str, Any]) -> list[str]:
     """The tree as text. What stands above already is not unfolded again: lineages share their roots."""
     lines: list[str] = []
     unfolded: set[str] = set()

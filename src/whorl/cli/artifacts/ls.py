@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import StoreOption, size, when
+from whorl.cli.options import StoreOption, format_size, format_time
 
 
 def ls(
@@ -34,6 +34,6 @@ def ls(
         names = ", ".join(named.get(artifact.address, [f"({artifact.name}, superseded)"]))
         figures = artifact.summary.get("headline", "")
         print(
-            f"{artifact.address[:8]}  {artifact.kind:<10} {size(artifact.manifest.size):>9}  "
-            f"{when(artifact.created)}  {names}  {figures}".rstrip()
+            f"{artifact.address[:8]}  {artifact.kind:<10} {format_size(artifact.manifest.size):>9}  "
+            f"{format_time(artifact.created)}  {names}  {figures}".rstrip()
         )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from whorl.cli.options import RefArgument, StoreOption, size, when
+from whorl.cli.options import RefArgument, StoreOption, format_size, format_time
 
 
 def show(
@@ -24,7 +24,7 @@ def show(
         whorl show 3f2a --json
     """
     from whorl.store import Store
-    from whorl.tracking.progress import duration
+    from whorl.tracking.progress import format_duration
 
     opened = Store(store)
     found = opened.open(artifact)
@@ -34,7 +34,7 @@ def show(
     print(f"{found.name}  ({found.kind})")
     print(f"address  {found.address}")
     maker = f"{found.step} version {found.version}"
-    print(f"made     {when(found.created)} in {duration(found.seconds)}, by {maker}")
+    print(f"made     {format_time(found.created)} in {format_duration(found.seconds)}, by {maker}")
     print(f"folder   {found.path}")
     for role, address in found.parents.items():
         parent = opened.find(address)
@@ -46,6 +46,6 @@ def show(
     for key, value in found.summary.items():
         text = json.dumps(value)
         print(f"  {key} = {text if len(text) <= 200 else text[:200] + ' ...'}")
-    print(f"files ({size(found.manifest.size)})")
+    print(f"files ({format_size(found.manifest.size)})")
     for name, entry in found.files.items():
-        print(f"  {size(entry['size']):>9}  {entry['sha256'][:12]}  {name}")
+        print(f"  {format_size(entry['size']):>9}  {entry['sha256'][:12]}  {name}")

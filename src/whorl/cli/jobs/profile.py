@@ -69,10 +69,10 @@ def profile(
 
         print(json.dumps(found.to_json(), indent=1))
     else:
-        print(table(found))
+        print(profile_table(found))
 
 
-def table(found: Profile) -> str:
+def profile_table(found: Profile) -> str:
     """The profile as text."""
     from whorl.train.profiling.trace import CLASSES
 
@@ -83,9 +83,9 @@ def table(found: Profile) -> str:
     peaks = ", ".join(f"{kind} {speed / 1e9:,.0f} GFLOP/s" for kind, speed in found.peak_flops.items())
     lines = [
         "",
-        f"A step takes {_ms(found.step_seconds)} ms ({how}, {found.dtype}; {who}{found.threads} thread"
+        f"A step takes {_format_ms(found.step_seconds)} ms ({how}, {found.dtype}; {who}{found.threads} thread"
         f"{'s' * (found.threads > 1)}): {found.tokens_per_second:,.0f} tokens/s.",
-        f"The model's products: {found.flops_per_second / 1e9:,.0f} GFLOP/s, {found.utilisation:.0%} of the "
+        f"The model's products: {found.flops_per_second / 1e9:,.0f} GFLOP/s, {found.mfu:.0%} of the "
         f"{found.machine_flops / 1e9:,.0f} measured just now.",
         f"Peaks of {'one replica' if found.replicas > 1 else 'this machine'} just now: {peaks}; copies "
         f"{found.bandwidth / 1e9:,.1f} GB/s.",
@@ -93,7 +93,7 @@ def table(found: Profile) -> str:
     if found.compiled:
         lines.append(f"Compiling took {found.compile_seconds:.1f} s, once, and is not in the figures below.")
     lines += [
-        f"Traced, a step took {_ms(found.traced_seconds)} ms ({slower:+.0%}); the tables are of traced steps"
+        f"Traced, a step took {_format_ms(found.traced_seconds)} ms ({slower:+.0%}); the tables are of traced steps"
         + (", in the GPU's time." if found.on_device else "."),
         "",
         f"{'part of a step':<20}{'forward':>12}{'backward':>12}{'share':>9}",
@@ -101,8 +101,8 @@ def table(found: Profile) -> str:
     for part, both in found.parts.items():
         total = both["forward"] + both["backward"]
         if total:
-            back = f"{_ms(both['backward']):>9} ms" if both["backward"] else ""
-            lines.append(f"{part:<20}{_ms(both['forward']):>9} ms{back:>12}{total / share:>9.1%}")
+            back = f"{_format_ms(both['backward']):>9} ms" if both["backward"] else ""
+            lines.append(f"{part:<20}{_format_ms(both['forward']):>9} ms{back:>12}{total / share:>9.1%}")
     lines += [
         "",
         f"{'operators':<20}{'time':>12}{'share':>9}{'calls':>7}{'GFLOP':>9}{'MB':>9}{'FLOP/B':>8}{'bound':>12}{'reached':>9}",
@@ -111,11 +111,11 @@ def table(found: Profile) -> str:
         cost = found.classes.get(kind)
         if cost is None or not cost.seconds:
             continue
-        line = f"{kind:<20}{_ms(cost.seconds):>9} ms{cost.seconds / share:>9.1%}{cost.calls:>7.0f}"
+        line = f"{kind:<20}{_format_ms(cost.seconds):>9} ms{cost.seconds / share:>9.1%}{cost.calls:>7.0f}"
         if cost.bytes:
-            bound = found.bound(kind)
+            bound = found.roofline_seconds(kind)
             line += f"{cost.flops / 1e9:>9.2f}{cost.bytes / 1e6:>9.1f}{cost.flops / cost.bytes:>8.1f}"
-            line += f"{_ms(bound):>9} ms{bound / cost.seconds:>9.0%}"
+            line += f"{_format_ms(bound):>9} ms{bound / cost.seconds:>9.0%}"
         lines.append(line)
     return "\n".join(
         [
@@ -129,6 +129,6 @@ def table(found: Profile) -> str:
     )
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     milliseconds = 1e3 * seconds
     return f"{milliseconds:.{0 if milliseconds >= 1000 else 1 if milliseconds >= 10 else 2}f}"

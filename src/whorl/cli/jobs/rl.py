@@ -36,7 +36,7 @@ def train(
 
         whorl rl train ppo Pendulum-v1 --steps 300000
     """
-    from whorl.agents import make
+    from whorl.agents import make_env
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
     from whorl.recipes.steps.agents import AgentsConfig
     from whorl.store import Store
@@ -44,21 +44,21 @@ def train(
 
     config = AgentsConfig(
         algorithm=algorithm, environment=environment, steps=steps, seeds=seeds, episodes=episodes,
-        settings=dict(map(_setting, changes or ())),
+        settings=dict(map(_parse_setting, changes or ())),
     )  # fmt: skip
     config.agent(0)  # what cannot be is told before a store is made
-    make(environment, 1).close()
+    make_env(environment, 1).close()
     name = re.sub(r"[^A-Za-z0-9_-]+", "-", f"{algorithm}-{environment}")
     recipe = Recipe("rl", "agents", {name: RecipeStep(name, step_kinds()["agents"], {}, config)})
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[name]
     if "curve.html" in artifact.files:
-        progress.say(f"curve: {artifact.file('curve.html')}")
+        progress.log(f"curve: {artifact.file('curve.html')}")
     else:
-        progress.say("no episode ended: there is no curve to draw")
+        progress.log("no episode ended: there is no curve to draw")
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def _parse_setting(text: str) -> tuple[str, Any]:
     """ "field=value" as typed; values as in TOML, else text."""
     import tomllib
 
@@ -80,7 +80,7 @@ def environments() -> None:
 
         whorl rl environments
     """
-    from whorl.agents import BATCHED
+    from whorl.agents import TENSOR_ENVIRONMENTS
 
-    for name, kind in BATCHED.items():
+    for name, kind in TENSOR_ENVIRONMENTS.items():
         print(f"{name:<16} {(kind.__doc__ or '').strip().splitlines()[0]}")

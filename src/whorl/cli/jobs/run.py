@@ -64,21 +64,24 @@ def run(
     from whorl.recipes import load_recipe, run_recipe
     from whorl.store import Store
     from whorl.tracking.dashboard import Dashboard
-    from whorl.tracking.progress import Progress, duration
-    from whorl.tracking.sinks import Sink, parse_log
+    from whorl.tracking.progress import Progress, format_duration
+    from whorl.tracking.sinks import Sink, parse_loggers
 
     loaded = load_recipe(recipe, sets=sets or (), budget=budget, deterministic=deterministic)
     progress = Progress()
-    sinks: list[Sink] = parse_log(log or (), loaded.log)
-    if Dashboard.wanted(progress, live):
+    sinks: list[Sink] = parse_loggers(log or (), loaded.log)
+    if Dashboard.enabled(progress, live):
         sinks.append(Dashboard(progress))
     outcome = run_recipe(loaded, Store(store), progress, until=until, sinks=sinks)
     place = f" --store {store}" if store else ""
-    lines = [f"done in {duration(outcome.seconds)}", *closing([*outcome.artifacts.values()], place)]
-    progress.say("\n".join(lines))
+    lines = [
+        f"done in {format_duration(outcome.seconds)}",
+        *closing_lines([*outcome.artifacts.values()], place),
+    ]
+    progress.log("\n".join(lines))
 
 
-def closing(artifacts: Sequence[Artifact], place: str) -> list[str]:
+def closing_lines(artifacts: Sequence[Artifact], store_option: str) -> list[str]:
     """Where the pages and models of a run lie, and what to type next: for the last model, which is what the run was for.
 
     place: the option that names the store, or nothing.
@@ -94,5 +97,5 @@ def closing(artifacts: Sequence[Artifact], place: str) -> list[str]:
             lines.append(f"model:  {artifact.path}")
             models.append(artifact)
     if models:
-        lines.append(f"next:   {next_commands(models[-1])[0]}{place}")
-    return lines or [f"next:   whorl show {artifacts[-1].name}{place}"]
+        lines.append(f"next:   {next_commands(models[-1])[0]}{store_option}")
+    return lines or [f"next:   whorl show {artifacts[-1].name}{store_option}"]

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from whorl.embedding.embedder import Vectors
 
 Source = dict[str, str | int]  # {"file": path} or {"line": number}
-TOGETHER = (
+READ_BATCH = (
     1024  # texts that are read before they are embedded: what a stream waits for, and what memory holds
 )
-SHOWN = 100  # characters of a line that is found
+MAX_LINE_CHARS = 100  # characters of a line that is found
 
 
 def embed(
@@ -68,15 +68,15 @@ def embed(
     machine = probe()
     machine.apply()
     embedder = Embedder.load(found.path, Tokenizer.load(found.path), machine.device)
-    texts = _Texts(files or [])
+    texts = _TextReader(files or [])
     sources: list[str] = []
     rows: list[Vectors] = []
-    while group := list(islice(texts, TOGETHER)):
+    while group := list(islice(texts, READ_BATCH)):
         vectors = embedder.embed([text for _, text in group], batch)
         if query is None:
-            _write([source for source, _ in group], vectors)
+            _print_vectors([source for source, _ in group], vectors)
         else:
-            sources += [_named(source, text) for source, text in group]
+            sources += [_display_name(source, text) for source, text in group]
             rows.append(vectors)
     if texts.skipped:
         print(f"{texts.skipped:,} of {texts.seen:,} texts passed over", file=sys.stderr)
@@ -87,7 +87,7 @@ def embed(
             print(f"{cosine:6.3f}  {sources[row]}")
 
 
-def _write(sources: Sequence[Source], vectors: Vectors) -> None:
+def _print_vectors(sources: Sequence[Source], vectors: Vectors) -> None:
     """A JSON object a line, with as many digits as an fp32 number has."""
     import orjson
 
@@ -96,25 +96,25 @@ def _write(sources: Sequence[Source], vectors: Vectors) -> None:
         sys.stdout.write(line.decode() + "\n")
 
 
-def _named(source: Source, text: bytes) -> str:
+def _display_name(source: Source, text: bytes) -> str:
     """What a text is called in an answer: its file, or the line itself."""
     if "file" in source:
         return str(source["file"])
     shown = text.decode("utf-8", "replace").strip()
-    return f"{source['line']}: {shown[:SHOWN]}" + ("..." if len(shown) > SHOWN else "")
+    return f"{source['line']}: {shown[:MAX_LINE_CHARS]}" + ("..." if len(shown) > MAX_LINE_CHARS else "")
 
 
-class _Texts:
+class _TextReader:
     """(where from, bytes) of each file or line that holds anything; the others are named, and counted in `skipped`."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files, self.seen, self.skipped = files, 0, 0
-        self._iterator = self._each()
+        self._iterator = self._nonempty()
 
     def __iter__(self) -> Iterator[tuple[Source, bytes]]:
         return self._iterator
 
-    def _each(self) -> Iterator[tuple[Source, bytes]]:
+    def _nonempty(self) -> Iterator[tuple[Source, bytes]]:
         for source, text, wrong in self._files() if self.files else self._lines():
             self.seen += 1
             if not wrong and not text.strip():

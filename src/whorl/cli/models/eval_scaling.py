@@ -13,8 +13,8 @@ import typer
 from whorl.cli.options import RefArgument, StoreOption
 
 if TYPE_CHECKING:
-    from whorl.align.test_time.scaling import Scaling, Scorer
-    from whorl.evals.verify import Task
+    from whorl.align.test_time.scaling import ScalingResult, Scorer
+    from whorl.evals.verify import VerifiableTask
     from whorl.models import LanguageModel
 
 NEEDS_SANDBOX = ("doctest", "unittest")
@@ -37,8 +37,10 @@ def eval_scaling(
     chat: Annotated[
         bool | None, typer.Option("--chat/--text", help="As a conversation; default: if it was taught any.")
     ] = None,
-    marker: Annotated[str, typer.Option(help="What stands before an answer.")] = "#### ",
-    again: Annotated[str, typer.Option(help="What replaces an end that comes too early.")] = "Wait, ",
+    answer_marker: Annotated[str, typer.Option(help="What stands before an answer.")] = "#### ",
+    continuation_text: Annotated[
+        str, typer.Option(help="What replaces an end that comes too early.")
+    ] = "Wait, ",
     reward: Annotated[
         str | None, typer.Option(metavar="ARTIFACT", help="A reward model, for the best of n by its word.")
     ] = None,
@@ -68,10 +70,10 @@ def eval_scaling(
     """
     import torch
 
-    from whorl.align.model.example import Scribe
+    from whorl.align.model.example import ExampleTokenizer
     from whorl.align.model.sampling import rollout_engine
     from whorl.align.test_time.scaling import CURVES, ScalingConfig, measure_scaling
-    from whorl.cli.models.scaling_page import page, write
+    from whorl.cli.models.scaling_page import scaling_page, write_atomically
     from whorl.engine import load_for_sampling
     from whorl.errors import ConfigError
     from whorl.evals.verify import verify_all
@@ -79,8 +81,8 @@ def eval_scaling(
     from whorl.models import load_model
     from whorl.sandbox import Sandbox
     from whorl.store import Store
-    from whorl.tokens.chat import open_chat
-    from whorl.tokens.hf_tokenizer import open_tokenizer
+    from whorl.tokens.chat import load_chat_template
+    from whorl.tokens.hf_tokenizer import load_tokenizer
     from whorl.tracking.progress import Progress
 
     found = Store(store).open(artifact)
@@ -90,31 +92,31 @@ def eval_scaling(
         )
     try:
         config = ScalingConfig(
-            samples=samples, max_tokens=max_tokens, temperature=temperature, budgets=_budgets(budgets),
-            marker=marker, again=again, seed=seed,
+            n_samples=samples, max_completion_tokens=max_tokens, temperature=temperature, thinking_budgets=_parse_budgets(budgets),
+            answer_marker=answer_marker, continuation_text=continuation_text, seed=seed,
         )  # fmt: skip
     except ValueError as error:
-        raise ConfigError(f"these settings do not fit: {_first(error)}") from error
+        raise ConfigError(f"these settings do not fit: {_first_message(error)}") from error
     found.check()
-    tokenizer = open_tokenizer(found.path)
-    scribe = Scribe(tokenizer, open_chat(found.path, tokenizer))
-    chosen = _tasks(tasks, n, level, data, scribe.chat.trained if chat is None else chat, seed)
+    tokenizer = load_tokenizer(found.path)
+    scribe = ExampleTokenizer(tokenizer, load_chat_template(found.path, tokenizer))
+    chosen = _load_tasks(tasks, n, level, data, scribe.chat.is_trained if chat is None else chat, seed)
     machine = probe()
     machine.apply()
     if dtype is None:
-        model = load_for_sampling(found.path, machine, rows=64)
+        model = load_for_sampling(found.path, machine, batch_size=64)
     else:
         model = load_model(found.path, getattr(torch, dtype), machine.device).eval()
     longest = max(len(scribe.prompt(task.prompt or task.messages)) for task in chosen)
-    room = longest + config.longest + len(tokenizer.encode("\n" + marker)) + 1
-    if model.longest is not None and room > model.longest:
+    room = longest + config.max_new_tokens + len(tokenizer.encode("\n" + answer_marker)) + 1
+    if model.max_positions is not None and room > model.max_positions:
         raise ConfigError(
             f"the longest prompt has {longest:,} ids, and with its answer it needs {room:,}",
-            expected=f"at most {model.longest:,}, the longest row of {found.name}",
+            expected=f"at most {model.max_positions:,}, the longest row of {found.name}",
             do="lower --max-tokens, or take shorter tasks",
         )
     engine = rollout_engine(model, scribe, sequences=64, max_length=room)
-    scorers = {} if reward is None else {f"best of n by {reward}": _scorer(reward, store, model)}
+    scorers = {} if reward is None else {f"best of n by {reward}": _reward_scorer(reward, store, model)}
     sandbox = Sandbox() if any(name in t.verifier for t in chosen for name in NEEDS_SANDBOX) else None
     progress = Progress()
     try:
@@ -123,7 +125,7 @@ def eval_scaling(
             scaling = measure_scaling(
                 engine, scribe, chosen, config, lambda some, texts: verify_all(some, texts, sandbox),
                 scorers=scorers,
-                advance=lambda k: bar.update(done=bar.done + k, total=max(bar.total or 0, bar.done + k)),
+                on_finished=lambda k: bar.update(done=bar.done + k, total=max(bar.total or 0, bar.done + k)),
             )  # fmt: skip
     finally:
         if sandbox is not None:
@@ -134,10 +136,10 @@ def eval_scaling(
             f"  {'budget' if name in ('stopped', 'continued') else 'n':>8} {'ids':>9}  {'right':>7}  95 % interval"
         )
         for p in points:
-            print(f"  {p.at:8,} {p.tokens:9,.1f}  {p.accuracy:7.1%}  {p.low:.1%} to {p.high:.1%}")
-    about = _about(scaling, tasks, found.name)
+            print(f"  {p.compute:8,} {p.tokens:9,.1f}  {p.accuracy:7.1%}  {p.low:.1%} to {p.high:.1%}")
+    about = _summary_lines(scaling, tasks, found.name)
     print("\n" + "\n".join(about))
-    write(page(scaling, found.name, about), out)
+    write_atomically(scaling_page(scaling, found.name, about), out)
     if figures is not None:
         told = {
             "model": found.address,
@@ -146,48 +148,48 @@ def eval_scaling(
             "config": config.model_dump(mode="json"),
             **asdict(scaling),
         }
-        write(json.dumps(told, indent=1) + "\n", figures)
+        write_atomically(json.dumps(told, indent=1) + "\n", figures)
     print(f"wrote {out}: open it in a browser")
 
 
-def _scorer(reward: str, store: str | None, model: LanguageModel) -> Scorer:
+def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scorer:
     """What the reward model called `reward` says of texts of `model`."""
-    from whorl.align.preference.reward_model import load_reward
+    from whorl.align.preference.reward_model import load_reward_model
     from whorl.errors import ConfigError
     from whorl.store import Store
 
     found = Store(store).open(reward)
     found.check()
-    judge, _ = load_reward(found.path, device=str(model.embedding.device))
+    judge, _ = load_reward_model(found.path, device=str(model.embedding.device))
     rows, own = judge.model.config.vocab_size, model.config.vocab_size
     if rows != own:
         raise ConfigError(
             f"--reward {found.name} has {rows:,} ids, and the model has {own:,}",
             expected="a reward model of the same tokenizer",
         )
-    return lambda texts: judge.score_texts(texts).tolist()
+    return lambda texts: judge.score_examples(texts).tolist()
 
 
-def _about(scaling: Scaling, tasks: str, name: str) -> list[str]:
+def _summary_lines(scaling: ScalingResult, tasks: str, name: str) -> list[str]:
     """What was measured, in sentences."""
     from whorl.align.test_time.scaling import CURVES
 
     best, point = scaling.best()
     said = [
-        f"{scaling.tasks:,} tasks ({tasks}), {scaling.samples} samples each.",
-        f"Best without a verifier: {CURVES.get(best, best)} at {point.at:,}, {point.accuracy:.1%} right "
+        f"{scaling.n_tasks:,} tasks ({tasks}), {scaling.samples} samples each.",
+        f"Best without a verifier: {CURVES.get(best, best)} at {point.compute:,}, {point.accuracy:.1%} right "
         f"({point.low:.1%} to {point.high:.1%}) for {point.tokens:,.0f} ids an answer.",
     ]
-    if scaling.cut_off:
-        said.append(f"{scaling.cut_off:.1%} of the samples were cut off by max_tokens.")
-    if scaling.failed:
+    if scaling.truncated_fraction:
+        said.append(f"{scaling.truncated_fraction:.1%} of the samples were cut off by max_tokens.")
+    if scaling.n_failed:
         said.append(
-            f"{scaling.failed:,} verifications failed, and count as wrong. The first said {scaling.why}"
+            f"{scaling.n_failed:,} verifications failed, and count as wrong. The first said {scaling.first_failure}"
         )
     return said
 
 
-def _budgets(text: str) -> tuple[int, ...]:
+def _parse_budgets(text: str) -> tuple[int, ...]:
     from whorl.errors import ConfigError
 
     try:
@@ -196,12 +198,12 @@ def _budgets(text: str) -> tuple[int, ...]:
         raise ConfigError(f"--budgets is {text!r}", expected="numbers with commas: 16,32,64") from None
 
 
-def _first(error: Any) -> str:
+def _first_message(error: Any) -> str:
     """The first complaint of a validation, or any other error's words."""
     return str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
 
 
-def _tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int) -> list[Task]:
+def _load_tasks(name: str, n: int, level: int, data: Path, chat: bool, seed: int) -> list[VerifiableTask]:
     from whorl.align.data.arithmetic import Arithmetic
     from whorl.align.data.gsm8k import gsm8k
     from whorl.align.data.quarantine import Quarantine

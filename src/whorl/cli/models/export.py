@@ -47,7 +47,7 @@ def export(
         VISION_FAMILIES,
         export_model,
         export_vision,
-        fitting_family,
+        find_family,
         import_vision,
     )
     from whorl.store import Store
@@ -90,6 +90,6 @@ def export(
         for note in notes:
             print(f"note: {note.message}", file=sys.stderr)
     else:
-        to = fitting_family(model.config) if to == "hf" else to
+        to = find_family(model.config) if to == "hf" else to
         export_model(model, target, to, dtype=weights, source=found.path)
     print(f"{to}: {target}")

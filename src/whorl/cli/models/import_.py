@@ -29,18 +29,18 @@ def import_(
         whorl import ./llama --name llama
     """
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
-    from whorl.recipes.steps.import_model import ImportConfig, step_for
+    from whorl.recipes.steps.import_model import ImportConfig, import_step_for
     from whorl.store import Store
     from whorl.tracking.progress import Progress
 
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", name or Path(folder).resolve().name).strip("-_") or "model"
     place_of = Path(folder).expanduser().absolute()
     config = ImportConfig(folder=str(place_of), ignore=ignore or [])
-    kind = step_kinds()[step_for(place_of)]
+    kind = step_kinds()[import_step_for(place_of)]
     recipe = Recipe("imported", "a model of others", {label: RecipeStep(label, kind, {}, config)})
     progress = Progress()
     artifact = run_recipe(recipe, Store(store), progress).artifacts[label]
     place = f" --store {store}" if store else ""
     following = [f'whorl sample {artifact.name} "..."{place}'] if artifact.kind == "model" else []
     following.append(f"whorl export {artifact.name} FOLDER{place}")
-    progress.say(f"model:  {artifact.path}\nnext:   " + "\n        ".join(following))
+    progress.log(f"model:  {artifact.path}\nnext:   " + "\n        ".join(following))

@@ -24,7 +24,7 @@ def quantise(
         int, typer.Option(min=0, help="Rows of training text to round by (GPTQ); 0 rounds to the nearest.")
     ] = 0,
     head: Annotated[bool, typer.Option("--head", help="The output matrix too, in int8.")] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="N-gram tables too, in int8.")] = False,
+    ngram: Annotated[bool, typer.Option("--memory", help="N-gram tables too, in int8.")] = False,
     tokens: Annotated[
         str | None,
         typer.Option(metavar="ARTIFACT", help="Token set to calibrate with; else the one it was trained on."),
@@ -47,7 +47,7 @@ def quantise(
     from pydantic import ValidationError
 
     from whorl.errors import ConfigError
-    from whorl.models.quantization.weights import Scheme
+    from whorl.models.quantization.weights import QuantizationConfig
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
     from whorl.recipes.steps.quantize import QuantiseConfig
     from whorl.store import Store
@@ -67,10 +67,10 @@ def quantise(
         "dynamic": dynamic,
         "rounding": rounding,
         "head": head,
-        "memory": memory,
+        "memory": ngram,
     }
     try:
-        made = Scheme.model_validate(fields)
+        made = QuantizationConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         flag = (
@@ -107,6 +107,6 @@ def quantise(
         {label: RecipeStep(label, step_kinds()["quantise"], {role: role for role in given}, config)},
     )
     progress = Progress()
-    artifact_made = run_recipe(recipe, opened, progress, given=given).artifacts[label]
+    artifact_made = run_recipe(recipe, opened, progress, existing=given).artifacts[label]
     place = f" --store {store}" if store else ""
-    progress.say(f'model:  {artifact_made.path}\nnext:   whorl sample {artifact_made.name} "..."{place}')
+    progress.log(f'model:  {artifact_made.path}\nnext:   whorl sample {artifact_made.name} "..."{place}')

@@ -42,13 +42,13 @@ def sample(
     """
     import torch
 
-    from whorl.engine import Sampling, generate, load_for_sampling
-    from whorl.engine.sampling.stop_strings import StopTexts
+    from whorl.engine import SamplingParams, generate, load_for_sampling
+    from whorl.engine.sampling.stop_strings import StopStringChecker
     from whorl.errors import ConfigError
     from whorl.machine.device_probe import probe
     from whorl.store import Store
     from whorl.tokens.healing import heal
-    from whorl.tokens.hf_tokenizer import ForeignTokenizer, open_tokenizer
+    from whorl.tokens.hf_tokenizer import HFTokenizer, load_tokenizer
     from whorl.tracking.seeds import generator
 
     found = Store(store).open(artifact)
@@ -60,18 +60,18 @@ def sample(
     machine = probe()
     torch.set_num_threads(1)  # one token's operations are too small to split over cores
     model = load_for_sampling(found.path, machine)
-    tokenizer = open_tokenizer(found.path)
+    tokenizer = load_tokenizer(found.path)
     text = _text(prompt)
-    if isinstance(tokenizer, ForeignTokenizer):
-        healed, words = tokenizer.prompt(text), tokenizer.token_bytes
+    if isinstance(tokenizer, HFTokenizer):
+        healed, words = tokenizer.heal_prompt(text), tokenizer.token_bytes
     else:
         healed, words = heal(tokenizer, text), tokenizer.token_bytes[: tokenizer.n_ordinary]
-    if model.longest is not None:
-        room = model.longest - len(healed.ids) + 1  # the last token is written, not read
+    if model.max_positions is not None:
+        room = model.max_positions - len(healed.ids) + 1  # the last token is written, not read
         if room < 1:
             raise ConfigError(
                 f"the prompt is {len(healed.ids)} tokens long",
-                expected=f"at most {model.longest}, the longest row of {found.name}",
+                expected=f"at most {model.max_positions}, the longest row of {found.name}",
                 do="give less text before",
             )
         max_tokens = min(max_tokens, room)
@@ -82,29 +82,33 @@ def sample(
     stream = generate(
         model,
         healed.ids,
-        Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
+        SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k),
         generator(seed, "sample"),
         max_tokens=max_tokens,
-        forbidden=(*silent, *unspoken),
-        required=healed.required,
+        banned_ids=(*silent, *unspoken),
+        forced_prefix=healed.forced_prefix,
         token_bytes=words[:rows],
         use_cache=cache,
     )
     # In bytes, since what is to be written anew may begin inside a character, whose beginning the decoder keeps.
     given = text.encode()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    fits = given.endswith(healed.required)  # not if the tokenizer normalises text
+    fits = given.endswith(healed.forced_prefix)  # not if the tokenizer normalises text
     sys.stdout.write(
-        decoder.decode(given.removesuffix(healed.required) if fits else tokenizer.decode(healed.ids))
+        decoder.decode(given.removesuffix(healed.forced_prefix) if fits else tokenizer.decode(healed.ids))
     )
-    stops, began, count = StopTexts([text.encode() for text in stop or [] if text]), time.perf_counter(), 0
+    stops, began, count = (
+        StopStringChecker([text.encode() for text in stop or [] if text]),
+        time.perf_counter(),
+        0,
+    )
     for token in stream:
         count += 1
         if token.id in tokenizer.end_ids:
             break
         sys.stdout.write(decoder.decode(stops.add(tokenizer.decode([token.id]))))
         sys.stdout.flush()
-        if stops.met is not None:
+        if stops.matched is not None:
             break
     sys.stdout.write(decoder.decode(stops.flush()))
     seconds = time.perf_counter() - began

@@ -13,13 +13,13 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from whorl.align.test_time.scaling import CURVES, Point, Scaling
+from whorl.align.test_time.scaling import CURVES, ScalingPoint, ScalingResult
 from whorl.report.charts import Series, line_chart
 
 COLOURS = ("#0f6a73", "#b4471b", "#6a4fa3", "#2e7d32", "#8a6d00", "#1565c0", "#ad1457")
 
 
-def page(scaling: Scaling, title: str, about: Sequence[str]) -> str:
+def scaling_page(scaling: ScalingResult, title: str, about: Sequence[str]) -> str:
     """One self-contained HTML page.
 
     Args:
@@ -47,7 +47,7 @@ def page(scaling: Scaling, title: str, about: Sequence[str]) -> str:
  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
 <title>Test-time scaling of {escape(title)}</title><style>{style}</style></head><body>
 <header><h1>Test-time scaling of {escape(title)}</h1></header><main>{words}
-{chart(scaling)}
+{scaling_chart(scaling)}
 <p class="note keys">{keys}</p>
 <p class="note">Across: ids sampled for one answer, in doublings (8 is 256 ids). Up: share of the tasks answered right.
 Dashed: 95 % intervals over tasks.</p>
@@ -57,7 +57,7 @@ Dashed: 95 % intervals over tasks.</p>
 """
 
 
-def chart(scaling: Scaling) -> str:
+def scaling_chart(scaling: ScalingResult) -> str:
     """The picture itself, as SVG in both widths."""
     series = []
     for k, points in enumerate(scaling.curves.values()):
@@ -65,7 +65,7 @@ def chart(scaling: Scaling) -> str:
         x = [math.log2(max(1.0, p.tokens)) for p in ordered]
         for bound in ("low", "high"):
             series.append(
-                Series("", x, [getattr(p, bound) for p in ordered], f"b{k % len(COLOURS)}", told=False)
+                Series("", x, [getattr(p, bound) for p in ordered], f"b{k % len(COLOURS)}", has_tooltip=False)
             )
     for k, (name, points) in enumerate(scaling.curves.items()):
         ordered = sorted(points, key=lambda p: p.tokens)
@@ -81,7 +81,7 @@ def chart(scaling: Scaling) -> str:
     )  # fmt: skip
 
 
-def write(text: str, out: Path) -> None:
+def write_atomically(text: str, out: Path) -> None:
     """Writes the page aside and renames it, so that a browser that reloads never sees half of it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = out.with_name(f".{out.name}.{os.getpid()}")
@@ -92,8 +92,8 @@ def write(text: str, out: Path) -> None:
         aside.unlink(missing_ok=True)
 
 
-def _row(name: str, point: Point) -> str:
+def _row(name: str, point: ScalingPoint) -> str:
     return (
-        f'<tr><td>{escape(CURVES.get(name, name))}</td><td class="n">{point.at:,}</td><td class="n">{point.tokens:,.0f}</td>'
+        f'<tr><td>{escape(CURVES.get(name, name))}</td><td class="n">{point.compute:,}</td><td class="n">{point.tokens:,.0f}</td>'
         f'<td class="n">{point.accuracy:.1%}</td><td class="n">{point.low:.1%} to {point.high:.1%}</td></tr>'
     )

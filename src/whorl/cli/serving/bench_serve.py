@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from whorl.loadtest.runs import Load
-    from whorl.loadtest.summary import Summary
+    from whorl.loadtest.runs import LoadResult
+    from whorl.loadtest.summary import LoadSummary
     from whorl.loadtest.workload import LoadConfig, Prompt
 
 
@@ -35,13 +35,13 @@ def bench_serve(
         str | None, typer.Option(metavar="FILE", help="Prompts: one a line, or JSON lines (GSM8K, ShareGPT).")
     ] = None,
     text: Annotated[str | None, typer.Option(metavar="FILE", help="Text that prompts are cut from.")] = None,
-    lengths: Annotated[
+    length_pairs: Annotated[
         str | None, typer.Option(metavar="FILE", help="Pairs of prompt and output lengths, one a line.")
     ] = None,
-    input_: Annotated[
+    input_length: Annotated[
         str, typer.Option("--input", metavar="LENGTHS", help="128, uniform:16,512 or lognormal:128,0.6,2048.")
     ] = "lognormal:128,0.6,2048",
-    output: Annotated[
+    output_length: Annotated[
         str, typer.Option(metavar="LENGTHS", help="As --input: tokens to be written.")
     ] = "lognormal:64,0.6,1024",
     prefix: Annotated[
@@ -58,7 +58,7 @@ def bench_serve(
     ] = None,
     key: Annotated[str | None, typer.Option(envvar="WHORL_API_KEY", help="API key.")] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
-    same: Annotated[bool, typer.Option("--same", help="The same prompts in every load.")] = False,
+    same_prompts: Annotated[bool, typer.Option("--same", help="The same prompts in every load.")] = False,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before, that do not count.")] = 2,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
     slo_ttft: Annotated[float | None, typer.Option(help="Promised seconds to the first token.")] = None,
@@ -92,48 +92,48 @@ def bench_serve(
     from pathlib import Path
 
     from whorl.errors import ConfigError
-    from whorl.loadtest.runs import Trial, lines, run_now
-    from whorl.loadtest.runs import save as save_lines
-    from whorl.loadtest.summary import Promise
+    from whorl.loadtest.runs import LoadTest, run_load_test_sync, to_jsonl
+    from whorl.loadtest.runs import save_jsonl as save_lines
+    from whorl.loadtest.summary import LatencySLO
     from whorl.tracking.progress import Progress
 
-    if prompts is not None and (text or lengths or prefix):
+    if prompts is not None and (text or length_pairs or prefix):
         raise ConfigError(
             "--prompts was given with --text, --lengths or --prefix",
             expected="prompts of their own, or synthetic ones",
         )
-    more = _object(extra) | ({"ignore_eos": True} if ignore_eos else {})
-    promised = Promise(slo_ttft, slo_tpot) if slo_ttft is not None or slo_tpot is not None else None
-    loads = _loads(
+    more = _parse_extra(extra) | ({"ignore_eos": True} if ignore_eos else {})
+    promised = LatencySLO(slo_ttft, slo_tpot) if slo_ttft is not None or slo_tpot is not None else None
+    loads = _build_loads(
         rate, rates, concurrency, requests=requests, burstiness=burstiness, seed=seed,
-        lengths=lengths, input_=input_, output=output, prefix=prefix,
+        lengths=length_pairs, input_=input_length, output=output_length, prefix=prefix,
     )  # fmt: skip
-    test = Trial(
-        _address(url), _texts(prompts, text), loads, model=model, endpoint="chat" if chat else "completions",
-        extra=tuple(more.items()), limit=timeout, key=key, warm_up=warm_up, fresh=not same, promise=promised,
+    test = LoadTest(
+        _base_url(url), _prompt_source(prompts, text), loads, model=model, endpoint="chat" if chat else "completions",
+        extra_fields=tuple(more.items()), timeout_seconds=timeout, api_key=key, warmup_requests=warm_up, new_prompts_per_load=not same_prompts, slo=promised,
         cost_per_hour=cost_per_hour,
     )  # fmt: skip
     with Progress(sys.stderr).task("Asking", len(loads) * requests, "requests") as task:
-        found = run_now(test, done=lambda record: task.advance())
+        found = run_load_test_sync(test, done=lambda record: task.advance())
     if save is not None:
         save_lines(found, Path(save))
     if page is not None:
         _write_page(found, Path(page), url)
     if as_json:
-        for line in lines(found):
+        for line in to_jsonl(found):
             if json.loads(line)["kind"] == "load":
                 print(line)
     else:
-        _show(found)
+        _print_tables(found)
     if all(load.summary.finished == 0 for load in found):
         raise ConfigError(
             f"no request was answered: {dict(found[0].summary.errors)}",
             expected="answers",
-            do=f"the server said: {next((r.said for r in found[0].records if r.said), 'nothing')}",
+            do=f"the server said: {next((r.error_message for r in found[0].records if r.error_message), 'nothing')}",
         )
 
 
-def _loads(
+def _build_loads(
     rate: float | None, rates: str | None, concurrency: str | None, *, requests: int, burstiness: float, seed: int,
     lengths: str | None, input_: str, output: str, prefix: str | None,
 ) -> list[LoadConfig]:  # fmt: skip
@@ -143,7 +143,7 @@ def _loads(
     from pydantic import ValidationError
 
     from whorl.errors import ConfigError
-    from whorl.loadtest.workload import LoadConfig, parse_lengths, read_pairs
+    from whorl.loadtest.workload import LoadConfig, parse_lengths, read_length_pairs
 
     if sum(x is not None for x in (rate, rates, concurrency)) > 1:
         raise ConfigError("several of --rate, --rates and --concurrency", expected="one of them")
@@ -157,11 +157,11 @@ def _loads(
                 {"rate": float(part)} for part in (rates or str(rate if rate is not None else 1)).split(",")
             ]
         shared = {"prefix_tokens": int(tokens), "prefixes": int(kinds or 1)}
-        pairs = read_pairs(Path(lengths)) if lengths is not None else ()
+        pairs = read_length_pairs(Path(lengths)) if lengths is not None else ()
         ins, outs = parse_lengths(input_, "--input"), parse_lengths(output, "--output")
         return [
             LoadConfig(
-                requests=requests, burstiness=burstiness, seed=seed, pairs=pairs, prompt_lengths=ins,
+                requests=requests, burstiness=burstiness, seed=seed, length_pairs=pairs, prompt_lengths=ins,
                 output_lengths=outs, **shared, **point,
             )
             for point in points
@@ -176,7 +176,7 @@ def _loads(
         ) from error
 
 
-def _address(url: str) -> str:
+def _base_url(url: str) -> str:
     """The server's address without /v1."""
     from whorl.errors import ConfigError
 
@@ -185,7 +185,7 @@ def _address(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _texts(prompts: str | None, text: str | None) -> str | Sequence[tuple[Prompt, int | None]]:
+def _prompt_source(prompts: str | None, text: str | None) -> str | Sequence[tuple[Prompt, int | None]]:
     """Prompts, or a text that they are cut from: the one given, else that of Python's own help."""
     from pathlib import Path
 
@@ -207,7 +207,7 @@ def _texts(prompts: str | None, text: str | None) -> str | Sequence[tuple[Prompt
     return found
 
 
-def _object(extra: str | None) -> dict[str, Any]:
+def _parse_extra(extra: str | None) -> dict[str, Any]:
     """The fields of --extra."""
     import json
 
@@ -222,16 +222,16 @@ def _object(extra: str | None) -> dict[str, Any]:
     return found
 
 
-def _write_page(loads: Sequence[Load], file: Path, url: str) -> None:
+def _write_page(loads: Sequence[LoadResult], file: Path, url: str) -> None:
     import json
     import time
 
-    from whorl.loadtest.runs import lines
-    from whorl.report.load_test import load_page
+    from whorl.loadtest.runs import to_jsonl
+    from whorl.report.load_test import load_test_page
 
-    entries = [json.loads(line) for line in lines(loads)]
+    entries = [json.loads(line) for line in to_jsonl(loads)]
     total = sum(load.summary.requests for load in loads)
-    html = load_page(
+    html = load_test_page(
         entries,
         "Load test",
         f"{total:,} requests to {url}, in {len(loads)} loads.",
@@ -241,29 +241,29 @@ def _write_page(loads: Sequence[Load], file: Path, url: str) -> None:
     file.write_text(html, encoding="utf-8")
 
 
-def _show(loads: Sequence[Load]) -> None:
+def _print_tables(loads: Sequence[LoadResult]) -> None:
     """Tables in the terminal: one of latencies for each load, and one of all loads."""
     from rich.console import Console
 
-    from whorl.loadtest.summary import lagging
+    from whorl.loadtest.summary import client_lagging
 
     console = Console()
     if not console.is_terminal:
         console.width = 120
     for load in loads:
-        console.print(latencies(load.name, load.summary))
+        console.print(latency_table(load.name, load.summary))
         if load.summary.errors:
-            said = next((r.said for r in load.records if r.error is not None), "")
+            said = next((r.error_message for r in load.records if r.error is not None), "")
             console.print(f"errors: {load.summary.errors}  {said}", style="red", markup=False)
-        if lagging(load.summary):
+        if client_lagging(load.summary):
             console.print(
                 "this client was late itself (see lag): its machine is busy, or it is too slow for this load",
                 style="yellow",
             )
-    console.print(curve([load.summary for load in loads], [load.name for load in loads]))
+    console.print(rate_table([load.summary for load in loads], [load.name for load in loads]))
 
 
-def latencies(name: str, summary: Summary) -> Table:
+def latency_table(name: str, summary: LoadSummary) -> Table:
     """A load's latencies in milliseconds."""
     from rich import box
     from rich.table import Table
@@ -277,12 +277,12 @@ def latencies(name: str, summary: Summary) -> Table:
         ("whole answer", summary.e2e), ("lag of this client", summary.lag),
     ):  # fmt: skip
         if found is not None:
-            values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.most)
+            values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.maximum)
             table.add_row(words, *(f"{1e3 * value:,.1f}" for value in values))
     return table
 
 
-def curve(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+def rate_table(summaries: Sequence[LoadSummary], names: Sequence[str]) -> Table:
     """All loads, one a row."""
     from rich import box
     from rich.table import Table
@@ -306,7 +306,7 @@ def curve(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
         ]
         row += [f"{s.input_rate:,.0f}", f"{s.output_rate:,.0f}"]
         if good:
-            row += [f"{s.goodput or 0:.2f}", f"{s.good or 0:.0%}"]
+            row += [f"{s.goodput or 0:.2f}", f"{s.slo_attainment or 0:.0%}"]
         if cost:
             row += ["-" if value is None else f"{value:,.4g}" for value in (s.output_cost, s.total_cost)]
         table.add_row(*row)

@@ -42,7 +42,7 @@ def list(file: File = DEFAULT) -> None:
 
         whorl keys list --file keys.json
     """
-    from whorl.cli.options import when
+    from whorl.cli.options import format_time
     from whorl.serve.middleware.auth import KeyFile
 
     for key in KeyFile(file).read():
@@ -51,7 +51,7 @@ def list(file: File = DEFAULT) -> None:
             for limit, what in ((key.requests_per_minute, "requests"), (key.tokens_per_minute, "tokens"))
             if limit is not None
         ]
-        print(f"{key.id}  {when(key.created)}  {key.name}  {', '.join(limits) or 'no limit'}")
+        print(f"{key.id}  {format_time(key.created)}  {key.name}  {', '.join(limits) or 'no limit'}")
 
 
 def revoke(

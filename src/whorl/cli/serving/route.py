@@ -18,7 +18,7 @@ def route(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8080,
     slo_ttft: Annotated[float | None, typer.Option(min=0, help="Promised seconds to the first byte.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(min=0, help="Promised seconds between events.")] = None,
-    sequences: Annotated[
+    max_num_seqs: Annotated[
         int, typer.Option(min=1, help="Requests that a server runs at once (for advice).")
     ] = 32,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for what runs, once told to stop.")] = 30.0,
@@ -44,9 +44,9 @@ def route(
     from whorl.errors import ConfigError
 
     try:
-        from whorl.router.autoscaling_advice import Objectives
-        from whorl.router.discovery import followed
-        from whorl.router.metrics import Promise
+        from whorl.router.autoscaling_advice import AutoscalingConfig
+        from whorl.router.discovery import dns_discovery
+        from whorl.router.metrics import SLO
         from whorl.router.router import make_router, serve_router
     except ImportError as error:
         raise ConfigError(
@@ -63,10 +63,10 @@ def route(
         raise ConfigError(f"{wrong[0]!r} is no server's address", expected="as http://10.0.0.7:8000")
     router = make_router(
         {url.split("://")[1].rstrip("/"): url for url in urls or ()},
-        promise=Promise(slo_ttft, slo_tpot),
-        objectives=Objectives(sequences=sequences),
+        promise=SLO(slo_ttft, slo_tpot),
+        objectives=AutoscalingConfig(max_num_seqs=max_num_seqs),
         admin_key_sha256=admin_key_sha256,
     )
     if discover is not None:
-        router.around = followed(router.fleet, discover)
+        router.outer_context = dns_discovery(router.pool, discover)
     serve_router(router, host, port, drain)

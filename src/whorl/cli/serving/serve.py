@@ -30,14 +30,14 @@ def serve(
     embedder: Annotated[
         str | None, typer.Option(metavar="ARTIFACT", help="An embedder to be served beside the model.")
     ] = None,
-    context: Annotated[
+    max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens of prompt and answer together; else the model's own.")
     ] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Answers that are written at once.")] = 32,
-    token_budget: Annotated[
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Answers that are written at once.")] = 32,
+    max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens a step; smaller keeps answers flowing while prompts come in.")
     ] = 512,
-    cache_memory: Annotated[
+    kv_cache_memory: Annotated[
         float | None,
         typer.Option(metavar="GB", min=0.001, help="Of the cache; else a quarter of what is free."),
     ] = None,
@@ -45,12 +45,14 @@ def serve(
     slo_ttft: Annotated[float, typer.Option(help="Promised seconds to the first token (/metrics).")] = 0.5,
     slo_tpot: Annotated[float, typer.Option(help="Promised seconds a token after it.")] = 0.1,
     drain: Annotated[float, typer.Option(min=0, help="Seconds for what runs, once told to stop.")] = 30.0,
-    weights: Annotated[
+    weight_dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, int8 or int4: how a CPU keeps them; else as loaded."),
     ] = None,
-    cache: Annotated[str, typer.Option(help="model or int8: the type of keys and values.")] = "model",
-    lookup: Annotated[
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="model or int8: the type of keys and values.")
+    ] = "model",
+    prompt_lookup: Annotated[
         bool,
         typer.Option(help="Guess tokens from the text itself (never changes one; helps where text repeats)."),
     ] = False,
@@ -101,7 +103,7 @@ def serve(
         whorl serve /models/pretrain --manifest kubernetes | kubectl apply -f -
     """
     try:
-        from whorl.serve.server import check_open_to, listen
+        from whorl.serve.server import bind_socket, check_auth_required
     except ImportError as error:
         from whorl.errors import ConfigError
 
@@ -111,21 +113,26 @@ def serve(
             do="pip install 'whorl[serve]'",
         ) from error
     if manifest is not None:
-        from whorl.router.manifests import Manifest, manifest_of
+        from whorl.router.manifests import DeploymentSpec, manifest_for_command
 
         own = ("--manifest", "--replicas", "--max-sequences", "--drain", "--host", "--port")
-        what = Manifest(
-            model=model, replicas=replicas, sequences=max_sequences, drain_seconds=max(1, int(drain))
+        what = DeploymentSpec(
+            model=model, replicas=replicas, max_num_seqs=max_num_seqs, drain_seconds=max(1, int(drain))
         )
-        print(manifest_of(manifest, what, sys.argv[1:], own), end="")
+        print(manifest_for_command(manifest, what, sys.argv[1:], own), end="")
         return
-    from whorl.engine.speculative import Lookup
+    from whorl.engine.speculative import PromptLookup
     from whorl.machine.device_probe import probe
-    from whorl.serve.app_state import Api
+    from whorl.serve.app_state import AppState
     from whorl.serve.config import ServeConfig
-    from whorl.serve.server import serve as run
-    from whorl.serve.worker.model_entry import Served, ServedEmbedder
-    from whorl.serve.worker.model_loading import Place, engine_config, open_embedder, open_writer
+    from whorl.serve.server import run_server as run
+    from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
+    from whorl.serve.worker.model_loading import (
+        ModelLocation,
+        engine_config,
+        load_embedder,
+        load_generation_model,
+    )
 
     config = ServeConfig(
         host=host,
@@ -136,47 +143,47 @@ def serve(
         max_queue=max_queue,
         drain_seconds=drain,
     )
-    check_open_to(config, no_auth)
+    check_auth_required(config, no_auth)
     if replicas > 1:
-        from whorl.router.metrics import Promise
-        from whorl.router.replica_processes import serve_replicas, without
+        from whorl.router.metrics import SLO
+        from whorl.router.replica_processes import drop_options, serve_replicas
 
-        same = without(sys.argv[1:], ("--replicas", "--host", "--port"))
+        same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
         print(f"{replicas} replicas behind http://{host}:{port}", file=sys.stderr, flush=True)
-        command, promise = [sys.executable, "-m", "whorl.cli", *same], Promise(slo_ttft, slo_tpot)
+        command, promise = [sys.executable, "-m", "whorl.cli", *same], SLO(slo_ttft, slo_tpot)
         serve_replicas(command, replicas, host, port, grace=drain + 10, promise=promise)
         return
-    listening = listen(config)  # before the model is read: a port that is taken is known at once
+    listening = bind_socket(config)  # before the model is read: a port that is taken is known at once
     machine = probe(dtype=dtype, threads=threads)
     machine.apply()
-    place = Place(model, store, name)
-    models: list[Served | ServedEmbedder] = []
+    place = ModelLocation(model, store, name)
+    models: list[ServedModel | ServedEmbedder] = []
     engine = None
     if place.kind == "model":
         sizes = engine_config(
             {
-                "max_sequences": max_sequences, "token_budget": token_budget, "seed": seed, "slo_tpot": slo_tpot,
-                "weights": weights, "cache": cache,
+                "max_sequences": max_num_seqs, "token_budget": max_num_batched_tokens, "seed": seed, "slo_tpot": slo_tpot,
+                "weights": weight_dtype, "cache": kv_cache_dtype,
             }
         )  # fmt: skip
-        memory = None if cache_memory is None else int(cache_memory * 1e9)
-        writers, engine = open_writer(
-            place, machine, sizes, context=context, cache_bytes=memory, adapters=adapter or (),
-            proposer=Lookup() if lookup else None,
+        memory = None if kv_cache_memory is None else int(kv_cache_memory * 1e9)
+        writers, engine = load_generation_model(
+            place, machine, sizes, max_model_len=max_model_len, cache_bytes=memory, adapters=adapter or (),
+            proposer=PromptLookup() if prompt_lookup else None,
         )  # fmt: skip
         models += writers
     else:
-        models.append(open_embedder(place, machine))
+        models.append(load_embedder(place, machine))
     if embedder is not None:
-        models.append(open_embedder(Place(embedder, store), machine))
+        models.append(load_embedder(ModelLocation(embedder, store), machine))
 
     def ready(url: str) -> None:
         first = models[0]
-        print(f"serving {first.name}: context {first.context:,} tokens", file=sys.stderr)
-        if isinstance(first, Served) and not first.chat.trained:
+        print(f"serving {first.name}: context {first.max_model_len:,} tokens", file=sys.stderr)
+        if isinstance(first, ServedModel) and not first.chat_template.is_trained:
             print("nobody taught it to chat: the page lets it complete text", file=sys.stderr)
         print(f"page    {url}/", file=sys.stderr)
         print(f"engine  {url}/engine", file=sys.stderr)
         print(f"API     {url}/v1", file=sys.stderr, flush=True)
 
-    run(Api(config, models, engine), listening, ready)
+    run(AppState(config, models, engine), listening, ready)

@@ -16,23 +16,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from whorl.engine.cache.block_pool import NOWHERE, BlockPool
+from whorl.engine.cache.block_pool import EVICTED, BlockPool
 from whorl.engine.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class Group:
+class KVCacheGroup:
     """Layers that forget alike. window: positions that a query sees, itself included; None for all."""
 
     window: int | None
     pool: BlockPool
 
-    def first_seen(self, position: int) -> int:
+    def first_visible_page(self, position: int) -> int:
         """The first page that `position` or a later one may look into."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.pool.page_size
 
 
-class Cache:
+class KVCacheManager:
     """The books of all groups.
 
     Args:
@@ -45,50 +45,57 @@ class Cache:
 
     def __init__(
         self,
-        groups: list[Group],
-        max_sequences: int,
-        max_length: int,
-        chunk: int,
-        share: bool = True,
-        share_outputs: bool = True,
+        groups: list[KVCacheGroup],
+        max_num_seqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+        cache_outputs: bool = True,
     ) -> None:
-        self.groups, self.share, self.share_outputs, self.chunk = groups, share, share_outputs, chunk
+        self.groups, self.enable_prefix_caching, self.cache_outputs, self.max_num_batched_tokens = (
+            groups,
+            enable_prefix_caching,
+            cache_outputs,
+            max_num_batched_tokens,
+        )
         self.page_size = groups[0].pool.page_size
-        per_sequence = -(-max_length // self.page_size)
+        per_sequence = -(-max_model_len // self.page_size)
         # Row `slot` is the sequence's list of pages, ready to be handed to a kernel.
-        self.tables = [np.zeros((max_sequences, per_sequence), np.int32) for _ in groups]
-        self.windowed = any(group.window is not None for group in groups)
-        self.found = self.asked = 0  # positions of prompts that were found, and that were looked for
+        self.page_tables = [np.zeros((max_num_seqs, per_sequence), np.int32) for _ in groups]
+        self.has_windows = any(group.window is not None for group in groups)
+        self.hit_tokens = self.queried_tokens = (
+            0  # positions of prompts that were found, and that were looked for
+        )
 
-    def admit(self, sequence: Sequence) -> int:
+    def acquire_prefix(self, sequence: Sequence) -> int:
         """Holds the pages of the longest beginning that is known: -> positions found, 0 or whole pages."""
-        sequence.pages, sequence.sealed = [[] for _ in self.groups], 0
-        found = self._known(sequence) if self.share else 0
+        sequence.pages, sequence.n_committed_pages = [[] for _ in self.groups], 0
+        found = self._longest_cached_prefix(sequence) if self.enable_prefix_caching else 0
         scores = sequence.request.prompt_log_probs and not sequence.n_output
         if scores and found * self.page_size > len(sequence.prompt_log_probs):
             found = 0  # what is not computed is not scored
         for group, pages in zip(self.groups, sequence.pages, strict=True):
-            first = group.first_seen(found * self.page_size)
-            pages += [NOWHERE] * first
-            names = sequence.hashes[first:found]
-            pages += [page for name in names if (page := group.pool.where(name)) is not None]
-            group.pool.hold(pages[first:])
-        sequence.sealed = found
-        sequence.computed = found * self.page_size
-        return sequence.computed
+            first = group.first_visible_page(found * self.page_size)
+            pages += [EVICTED] * first
+            names = sequence.page_hashes[first:found]
+            pages += [page for name in names if (page := group.pool.page_of(name)) is not None]
+            group.pool.acquire(pages[first:])
+        sequence.n_committed_pages = found
+        sequence.n_computed = found * self.page_size
+        return sequence.n_computed
 
-    def _known(self, sequence: Sequence) -> int:
+    def _longest_cached_prefix(self, sequence: Sequence) -> int:
         """Pages of the longest beginning that every group knows enough of."""
-        names = sequence.name_pages(self.page_size)[: (len(sequence.ids) - 1) // self.page_size]
+        names = sequence.compute_page_hashes(self.page_size)[: (len(sequence.ids) - 1) // self.page_size]
         most = len(names)
         for group in self.groups:
             if group.window is None:
-                most = min(most, len(group.pool.find(names[:most])))
+                most = min(most, len(group.pool.lookup(names[:most])))
         while most:
             missing = 0
             for group in self.groups:
-                for page in range(group.first_seen(most * self.page_size), most):
-                    if group.pool.where(names[page]) is None:
+                for page in range(group.first_visible_page(most * self.page_size), most):
+                    if group.pool.page_of(names[page]) is None:
                         missing = page + 1
             if not missing:
                 break
@@ -96,53 +103,55 @@ class Cache:
             most = min(most, missing) - 1
         return most
 
-    def missing(self, sequence: Sequence, stop: int) -> list[int]:
+    def pages_needed(self, sequence: Sequence, stop: int) -> list[int]:
         """Pages of each group that the positions up to `stop` lack."""
         need = -(-stop // self.page_size)
         return [max(0, need - len(pages)) for pages in sequence.pages]
 
-    def grow(self, sequence: Sequence, stop: int) -> bool:
+    def allocate_slots(self, sequence: Sequence, stop: int) -> bool:
         """Takes the pages that the positions up to `stop` lack, or none at all; False if there are too few."""
-        lacking = self.missing(sequence, stop)
+        lacking = self.pages_needed(sequence, stop)
         if not any(lacking):
             return True
-        if any(n > g.pool.available for n, g in zip(lacking, self.groups, strict=True)):
+        if any(n > g.pool.n_available for n, g in zip(lacking, self.groups, strict=True)):
             return False
-        for table, group, pages, n in zip(self.tables, self.groups, sequence.pages, lacking, strict=True):
-            taken = group.pool.take(n) or []
+        for table, group, pages, n in zip(
+            self.page_tables, self.groups, sequence.pages, lacking, strict=True
+        ):
+            taken = group.pool.allocate(n) or []
             table[sequence.slot, len(pages) : len(pages) + n] = taken
             pages += taken
         return True
 
-    def enter(self, sequence: Sequence) -> None:
+    def bind(self, sequence: Sequence) -> None:
         """Writes the pages of a sequence that has just been given a slot into the tables."""
-        for table, pages in zip(self.tables, sequence.pages, strict=True):
+        for table, pages in zip(self.page_tables, sequence.pages, strict=True):
             table[sequence.slot, : len(pages)] = [max(page, 0) for page in pages]
 
-    def settle(self, sequence: Sequence) -> None:
+    def commit_full_pages(self, sequence: Sequence) -> None:
         """After a step: full pages become known, pages behind every window are given back."""
-        full = sequence.computed // self.page_size
-        if not self.share_outputs:
+        full = sequence.n_computed // self.page_size
+        if not self.cache_outputs:
             full = min(full, sequence.n_prompt // self.page_size)
-        if self.share and full > sequence.sealed:
-            names = sequence.name_pages(self.page_size)
+        if self.enable_prefix_caching and full > sequence.n_committed_pages:
+            names = sequence.compute_page_hashes(self.page_size)
             for group, pages in zip(self.groups, sequence.pages, strict=True):
-                for page in range(sequence.sealed, full):
-                    if pages[page] != NOWHERE:
-                        group.pool.seal(pages[page], names[page])
-            sequence.sealed = full
-        self.leave_behind(sequence)
+                for page in range(sequence.n_committed_pages, full):
+                    if pages[page] != EVICTED:
+                        group.pool.mark_full(pages[page], names[page])
+            sequence.n_committed_pages = full
+        self.free_out_of_window(sequence)
 
-    def leave_behind(self, sequence: Sequence) -> None:
+    def free_out_of_window(self, sequence: Sequence) -> None:
         """Gives back the pages that no later position of a window sees."""
         for group, pages in zip(self.groups, sequence.pages, strict=True):
             if group.window is None:
                 continue
-            page = group.first_seen(sequence.computed) - 1
+            page = group.first_visible_page(sequence.n_computed) - 1
             left = []
-            while page >= 0 and pages[page] != NOWHERE:
+            while page >= 0 and pages[page] != EVICTED:
                 left.append(pages[page])
-                pages[page] = NOWHERE
+                pages[page] = EVICTED
                 page -= 1
             group.pool.release(left[::-1])
 
@@ -150,34 +159,38 @@ class Cache:
         """Gives back all pages."""
         for group, pages in zip(self.groups, sequence.pages, strict=True):
             group.pool.release(pages)
-        sequence.pages, sequence.sealed = [[] for _ in self.groups], 0
+        sequence.pages, sequence.n_committed_pages = [[] for _ in self.groups], 0
 
     def fits(self, length: int) -> bool:
         """Whether a text of `length` positions could be held, were it alone."""
         for group in self.groups:
             # A window's pages are given back after a step: before, they stand beside those of the step itself.
-            held = length if group.window is None else min(length, group.window + self.chunk + self.page_size)
+            held = (
+                length
+                if group.window is None
+                else min(length, group.window + self.max_num_batched_tokens + self.page_size)
+            )
             if -(-held // self.page_size) > group.pool.n_pages:
                 return False
         return True
 
-    def forget_all(self) -> None:
+    def invalidate_all(self) -> None:
         """No beginning is to be found again."""
         for group in self.groups:
-            group.pool.forget_all()
+            group.pool.invalidate_all()
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises RuntimeError when books and sequences disagree (`BlockPool.check_integrity`)."""
         holders = list(sequences)
         for number, group in enumerate(self.groups):
             group.pool.check_integrity(s.pages[number] for s in holders if s.pages)
-        for number, table in enumerate(self.tables):
+        for number, table in enumerate(self.page_tables):
             for s in holders:
                 if s.slot < 0 or not s.pages:
                     continue
                 pages = s.pages[number]
                 written = table[s.slot, : len(pages)].tolist()
-                if any(p not in (NOWHERE, w) for p, w in zip(pages, written, strict=True)):
+                if any(p not in (EVICTED, w) for p, w in zip(pages, written, strict=True)):
                     raise RuntimeError(f"the page table of request {s.request.id!r} is not its list of pages")
-                if s.status.value == "running" and len(pages) * self.page_size < s.computed:
+                if s.status.value == "running" and len(pages) * self.page_size < s.n_computed:
                     raise RuntimeError(f"request {s.request.id!r} has fewer pages than positions")

@@ -25,11 +25,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.engine.cache.pages import HeadPages, Piece
-from whorl.nn.quantized_linear import quantise_rows
+from whorl.engine.cache.pages import AttentionGroup, KVPages
+from whorl.nn.quantized_linear import quantize_rows
 
 
-class Int8(NamedTuple):
+class Int8KV(NamedTuple):
     """codes: [..., d] int8; scale: [...] fp32."""
 
     codes: Tensor
@@ -40,15 +40,15 @@ class Int8(NamedTuple):
         return self.codes.nbytes + self.scale.nbytes
 
 
-def compress(t: Tensor) -> Int8:
+def quantize_kv(t: Tensor) -> Int8KV:
     """Keys or values [..., d], each position of each head by its own largest number."""
-    codes, scale = quantise_rows(t)
-    return Int8(codes, scale.squeeze(-1))
+    codes, scale = quantize_rows(t)
+    return Int8KV(codes, scale.squeeze(-1))
 
 
-def restore(kept: Int8, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_kv(quantized: Int8KV, dtype: torch.dtype = torch.float32) -> Tensor:
     """[..., d] as `dtype`."""
-    return (kept.codes.float() * kept.scale[..., None]).to(dtype)
+    return (quantized.codes.float() * quantized.scale[..., None]).to(dtype)
 
 
 def bytes_per_token(n_layers: int, n_kv_heads: int, head_dim: int) -> int:
@@ -56,16 +56,18 @@ def bytes_per_token(n_layers: int, n_kv_heads: int, head_dim: int) -> int:
     return 2 * n_layers * n_kv_heads * (head_dim + 4)
 
 
-def attend_reference(q: Tensor, k: Int8, v: Int8, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def attend_reference(
+    q: Tensor, k: Int8KV, v: Int8KV, bias: Tensor | None = None, scale: float = 1.0
+) -> Tensor:
     """The definition: keys and values written out, then plain attention in fp32 -> [B, H, T, d] in the type of q."""
     group = q.shape[1] // k.codes.shape[1]
-    keys, values = (restore(t).repeat_interleave(group, dim=1) for t in (k, v))
+    keys, values = (dequantize_kv(t).repeat_interleave(group, dim=1) for t in (k, v))
     scores = scale * (q.float() @ keys.transpose(-1, -2))
     weights = (scores if bias is None else scores + bias).softmax(-1)
     return (weights @ values).to(q.dtype)
 
 
-def attend(q: Tensor, k: Int8, v: Int8, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
+def attend(q: Tensor, k: Int8KV, v: Int8KV, bias: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """`attend_reference` with the scales behind the products; codes are cast to the type of q, which has room for them."""
     batch, heads, length, d = q.shape
     n_kv = k.codes.shape[1]
@@ -79,7 +81,7 @@ def attend(q: Tensor, k: Int8, v: Int8, bias: Tensor | None = None, scale: float
     return mixed.view(batch, heads, length, v.codes.shape[-1])
 
 
-class Int8Pages(HeadPages):
+class Int8KVPages(KVPages):
     """Keys and values of one layer in int8, their scales beside them; arguments as of `HeadPages`.
 
     dtype is that of the newest keys before they are smeared, which are kept as they are.
@@ -93,10 +95,10 @@ class Int8Pages(HeadPages):
         head_dim: int,
         dtype: torch.dtype,
         device: str,
-        raw: bool,
+        keep_raw_keys: bool,
     ) -> None:
         super().__init__(n_pages, n_kv_heads, page_size, head_dim, torch.int8, device, False)
-        self.raw = torch.zeros(self.k.shape, dtype=dtype, device=device) if raw else None
+        self.raw = torch.zeros(self.k.shape, dtype=dtype, device=device) if keep_raw_keys else None
         self.k_scale, self.v_scale = (torch.zeros(*self.k.shape[:3], 1, device=device) for _ in "kv")
 
     @property
@@ -104,13 +106,13 @@ class Int8Pages(HeadPages):
         return [*super().tensors, self.k_scale, self.v_scale]
 
     def put(self, k: Tensor, v: Tensor) -> None:
-        p = self._places()
+        p = self._require_page_index()
         for codes, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
-            kept = compress(new[0].transpose(0, 1))  # [N, KV, d]
-            codes[p.page, :, p.place] = kept.codes
-            scales[p.page, :, p.place] = kept.scale[..., None]
+            kept = quantize_kv(new[0].transpose(0, 1))  # [N, KV, d]
+            codes[p.page, :, p.page_offset] = kept.codes
+            scales[p.page, :, p.page_offset] = kept.scale[..., None]
 
-    def _read(self, piece: Piece, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _read(self, piece: AttentionGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         pairs = (self.k, self.k_scale), (self.v, self.v_scale)
-        k, v = ((self._gathered(t, piece) * self._gathered(s, piece)).to(dtype) for t, s in pairs)
+        k, v = ((self._gather(t, piece) * self._gather(s, piece)).to(dtype) for t, s in pairs)
         return k, v

@@ -29,18 +29,18 @@ _FRAME = struct.Struct("<QB")  # length of what follows, whether a descriptor co
 class Channel:
     """Objects, and a descriptor beside each if need be, over one end of a socket pair."""
 
-    def __init__(self, end: socket.socket) -> None:
-        self.end = end
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
 
     def send(self, message: Any, fd: int | None = None) -> None:
         """Waits until the socket has taken all of it; the descriptor stays the caller's."""
         data = pickle.dumps(message)
         head = _FRAME.pack(len(data), fd is not None)
         if fd is None:
-            self.end.sendall(head + data)
+            self.sock.sendall(head + data)
         else:
-            sent = socket.send_fds(self.end, [head], [fd])
-            self.end.sendall(head[sent:] + data)
+            sent = socket.send_fds(self.sock, [head], [fd])
+            self.sock.sendall(head[sent:] + data)
 
     def receive(self) -> tuple[Any, int | None]:
         """The next object, and the descriptor that came with it, now the caller's.
@@ -49,23 +49,23 @@ class Channel:
             EOFError: the other end is gone.
         """
         try:
-            head, fds, _, _ = socket.recv_fds(self.end, _FRAME.size, 1)
-            head += self._exactly(_FRAME.size - len(head)) if head else b""
+            head, fds, _, _ = socket.recv_fds(self.sock, _FRAME.size, 1)
+            head += self._recv_exactly(_FRAME.size - len(head)) if head else b""
             if not head:
                 raise EOFError
-            message = pickle.loads(self._exactly(_FRAME.unpack(head)[0]))
+            message = pickle.loads(self._recv_exactly(_FRAME.unpack(head)[0]))
         except ConnectionError:
             raise EOFError from None
         return message, fds[0] if fds else None
 
-    def ready(self, seconds: float | None) -> bool:
+    def poll(self, seconds: float | None) -> bool:
         """Whether something is there to be received, waiting at most so long (None: until there is)."""
-        return bool(select.select([self.end], [], [], seconds)[0])
+        return bool(select.select([self.sock], [], [], seconds)[0])
 
-    def _exactly(self, n: int) -> bytes:
+    def _recv_exactly(self, n: int) -> bytes:
         parts = []
         while n:
-            part = self.end.recv(min(n, 1 << 20))
+            part = self.sock.recv(min(n, 1 << 20))
             if not part:
                 raise EOFError
             parts.append(part)
@@ -90,7 +90,7 @@ class WorkerProcess:
                 [
                     sys.executable,
                     "-c",
-                    _CHILD,
+                    _CHILD_SCRIPT,
                     str(theirs.fileno()),
                     ",".join(map(str, cores)),
                     *entry.split(":"),
@@ -104,7 +104,7 @@ class WorkerProcess:
         self._sender = threading.Thread(target=self._send, name=f"whorl-{name}", daemon=True)
         self._sender.start()
 
-    def tell(self, message: Any, fd: int | None = None) -> None:
+    def post(self, message: Any, fd: int | None = None) -> None:
         """The descriptor is closed once it is sent, or cannot be."""
         self._outgoing.put((message, fd))
 
@@ -121,7 +121,7 @@ class WorkerProcess:
                 if fd is not None:
                     os.close(fd)
 
-    def how(self) -> str:
+    def exit_description(self) -> str:
         """In words, how it ended; it is ended by force if it closed its socket and stays."""
         code = self._wait()
         by = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -130,10 +130,10 @@ class WorkerProcess:
     def close(self) -> None:
         """Returns when process and thread are gone."""
         with suppress(OSError):
-            self.channel.end.shutdown(socket.SHUT_RDWR)  # also wakes a send that waits
+            self.channel.sock.shutdown(socket.SHUT_RDWR)  # also wakes a send that waits
         self._outgoing.put(None)
         self._sender.join()
-        self.channel.end.close()
+        self.channel.sock.close()
         self._wait()
 
     def _wait(self) -> int:
@@ -145,7 +145,7 @@ class WorkerProcess:
 
 
 # argv: the socket's descriptor, cores ("" for any), module, function. A terminal's Ctrl-C is the owner's to answer.
-_CHILD = """
+_CHILD_SCRIPT = """
 import importlib, os, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 if sys.argv[2] and hasattr(os, "sched_setaffinity"):

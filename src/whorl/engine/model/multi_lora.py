@@ -35,61 +35,61 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError, one_of
 from whorl.models.language_model import LanguageModel
-from whorl.models.lora import LoRA, adaptable, check
+from whorl.models.lora import LoRA, check_lora, target_modules
 
-PADDING = 2.0  # rows of a padded product for each row that is real, at most
+MAX_PADDING_RATIO = 2.0  # rows of a padded product for each row that is real, at most
 
 
-class Plan:
+class LoRAMapping:
     """Where the positions of each adapter lie.  numbers: [N], 0 for none.
 
     chosen: adapters that occur, ascending; rows: [M] positions that have one, by adapter; counts: of each adapter;
     way: "all" (one adapter, every position), "padded" or "segments".
     """
 
-    def __init__(self, numbers: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self.n = len(numbers)
-        given = torch.tensor(numbers, dtype=torch.long)
+    def __init__(self, adapter_indices: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.n_positions = len(adapter_indices)
+        given = torch.tensor(adapter_indices, dtype=torch.long)
         order = given.argsort(stable=True)
         order = order[given[order] > 0]
         kinds, counts = torch.unique(given[order], return_counts=True)
-        self.chosen: tuple[int, ...] = tuple(kinds.tolist())
+        self.active_indices: tuple[int, ...] = tuple(kinds.tolist())
         self.counts: list[int] = counts.tolist()
-        self.rows = order.to(device)
+        self.adapted_rows = order.to(device)
         longest = max(self.counts, default=0)
-        if len(self.chosen) == 1 and longest == self.n:
-            self.way = "all"
-        elif len(self.chosen) * longest <= PADDING * len(order):
-            self.way = "padded"
+        if len(self.active_indices) == 1 and longest == self.n_positions:
+            self.strategy = "all"
+        elif len(self.active_indices) * longest <= MAX_PADDING_RATIO * len(order):
+            self.strategy = "padded"
             # [K, longest]: place of each adapter's positions in a padded block, and which places are real
             within = torch.arange(longest)[None, :] < counts[:, None]
-            self.places = within.flatten().nonzero()[:, 0].to(device)
+            self.valid_slots = within.flatten().nonzero()[:, 0].to(device)
             table = torch.zeros(within.shape, dtype=torch.long)
             table[within] = order
-            self.table = table.to(device)
+            self.padded_rows = table.to(device)
         else:
-            self.way = "segments"
+            self.strategy = "segments"
 
 
-def added(x: Tensor, a: Tensor, b: Tensor, plan: Plan) -> Tensor:
+def lora_delta(x: Tensor, a: Tensor, b: Tensor, mapping: LoRAMapping) -> Tensor:
     """What adapters add, for the positions `plan.rows`.
 
     x: [N, in]; a: [K, R, in], b: [K, out, R] of `plan.chosen` -> [M, out] ("all": [N, out], in order).
     """
-    if plan.way == "all":
+    if mapping.strategy == "all":
         return (x @ a[0].t()) @ b[0].t()
-    if plan.way == "padded":
-        low = torch.bmm(x[plan.table], a.transpose(1, 2))  # [K, longest, R]
-        return torch.bmm(low, b.transpose(1, 2)).flatten(0, 1)[plan.places]
-    parts = torch.split(x[plan.rows], plan.counts)
+    if mapping.strategy == "padded":
+        low = torch.bmm(x[mapping.padded_rows], a.transpose(1, 2))  # [K, longest, R]
+        return torch.bmm(low, b.transpose(1, 2)).flatten(0, 1)[mapping.valid_slots]
+    parts = torch.split(x[mapping.adapted_rows], mapping.counts)
     return torch.cat([(part @ a[k].t()) @ b[k].t() for k, part in enumerate(parts)])
 
 
-def reference(x: Tensor, a: Tensor, b: Tensor, numbers: Sequence[int]) -> Tensor:
+def lora_delta_reference(x: Tensor, a: Tensor, b: Tensor, adapter_indices: Sequence[int]) -> Tensor:
     """The definition: [N, in] -> [N, out], 0 where there is no adapter; a, b: of all, adapter k at k - 1."""
     rows = [
         b[k - 1] @ (a[k - 1] @ row) if k else row.new_zeros(b.shape[1])
-        for k, row in zip(numbers, x, strict=True)
+        for k, row in zip(adapter_indices, x, strict=True)
     ]
     return torch.stack(rows)
 
@@ -103,21 +103,23 @@ class Adapters:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self._layers = adaptable(model)
-        self._numbers: dict[str, int] = {}
+        self._layers = target_modules(model)
+        self._indices: dict[str, int] = {}
         self._loaded: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
-        self._keys: dict[str, str] = {}
-        self._added = 0
-        self.in_use: Callable[[], Collection[str | None]] = tuple  # names that requests on their way have
-        self._picked: tuple[tuple[int, ...], dict[str, tuple[Tensor, Tensor]]] = (), {}
+        self._cache_keys: dict[str, str] = {}
+        self._n_added = 0
+        self.names_in_use: Callable[[], Collection[str | None]] = (
+            tuple  # names that requests on their way have
+        )
+        self._stacked_factors: tuple[tuple[int, ...], dict[str, tuple[Tensor, Tensor]]] = (), {}
 
     def __contains__(self, name: object) -> bool:
-        return name in self._numbers
+        return name in self._indices
 
     @property
     def names(self) -> list[str]:
         """Of those that are loaded."""
-        return list(self._numbers)
+        return list(self._indices)
 
     @property
     def n_bytes(self) -> int:
@@ -130,18 +132,18 @@ class Adapters:
         Raises:
             ConfigError: the name is taken or empty; the adapter does not fit the model (the tensor is named).
         """
-        if not name or name in self._numbers:
+        if not name or name in self._indices:
             raise ConfigError(f"the adapter's name is {name!r}", expected="one that is not in use")
-        check(lora, self.model, name)
+        check_lora(lora, self.model, name)
         number = next(n for n in range(1, len(self._loaded) + 2) if n not in self._loaded)
         device, dtype = self.model.embedding.device, self.model.dtype
         self._loaded[number] = {
             layer: (part.a.to(device, dtype), (part.b.float() * part.scale).to(device, dtype))
-            for layer, part in lora.parts.items()
+            for layer, part in lora.factors.items()
         }
-        self._added += 1
-        self._numbers[name], self._keys[name] = number, f"{name}#{self._added}"
-        self._picked = (), {}
+        self._n_added += 1
+        self._indices[name], self._cache_keys[name] = number, f"{name}#{self._n_added}"
+        self._stacked_factors = (), {}
         return number
 
     def remove(self, name: str) -> None:
@@ -150,13 +152,13 @@ class Adapters:
         Raises:
             ConfigError: there is none of that name, or a request on its way has it.
         """
-        if name in self.in_use():
+        if name in self.names_in_use():
             raise ConfigError(f"adapter {name!r} is in use", expected="one that no request on its way has")
-        del self._loaded[self.number(name)]
-        del self._numbers[name], self._keys[name]
-        self._picked = (), {}
+        del self._loaded[self.index_of(name)]
+        del self._indices[name], self._cache_keys[name]
+        self._stacked_factors = (), {}
 
-    def number(self, name: str | None) -> int:
+    def index_of(self, name: str | None) -> int:
         """0 for None.
 
         Raises:
@@ -164,87 +166,87 @@ class Adapters:
         """
         if name is None:
             return 0
-        if name not in self._numbers:
-            known = one_of(name, self.names) if self._numbers else "none is loaded"
+        if name not in self._indices:
+            known = one_of(name, self.names) if self._indices else "none is loaded"
             raise ConfigError(f"adapter {name!r} is not loaded", expected=known)
-        return self._numbers[name]
+        return self._indices[name]
 
-    def key(self, name: str | None) -> str:
+    def cache_key(self, name: str | None) -> str:
         """A word for this adapter that no other ever has, under whatever name: what caches are told apart by."""
-        return "" if name is None else self._keys[name]
+        return "" if name is None else self._cache_keys[name]
 
-    def numbers(self, names: Iterable[str | None]) -> list[int] | None:
+    def indices_of(self, names: Iterable[str | None]) -> list[int] | None:
         """Of rows with these adapters: the number of each, or None where no row has any."""
         named = list(names)
-        return [self.number(name) for name in named] if any(named) else None
+        return [self.index_of(name) for name in named] if any(named) else None
 
-    def over(self, numbers: Sequence[int], starts: Sequence[int]) -> list[int]:
+    def expand_to_positions(self, adapter_indices: Sequence[int], starts: Sequence[int]) -> list[int]:
         """From rows to positions.  starts: borders of the rows, one more than there are."""
         lengths = [stop - start for start, stop in pairwise(starts)]
-        return [n for number, length in zip(numbers, lengths, strict=True) for n in [number] * length]
+        return [n for number, length in zip(adapter_indices, lengths, strict=True) for n in [number] * length]
 
     @contextmanager
-    def active(self, numbers: Sequence[int]) -> Iterator[None]:
+    def active(self, adapter_indices: Sequence[int]) -> Iterator[None]:
         """Within it, position n of what the layers are given is changed by adapter numbers[n] (0: by none).
 
         Raises:
             ConfigError: a number that is not loaded; by a layer that is given another number of positions.
         """
-        if not any(numbers):
+        if not any(adapter_indices):
             yield
             return
-        plan = Plan(numbers, self.model.embedding.device)
-        for number in plan.chosen:
+        plan = LoRAMapping(adapter_indices, self.model.embedding.device)
+        for number in plan.active_indices:
             if number not in self._loaded:
                 raise ConfigError(
                     f"adapter {number} is not loaded", expected=f"one of {sorted(self._loaded)}"
                 )
         hooks = []
         try:
-            for layer, (a, b) in self._pick(plan.chosen).items():
-                hooks.append(self._layers[layer].register_forward_hook(_Adder(plan, a, b, layer)))
+            for layer, (a, b) in self._stack_factors(plan.active_indices).items():
+                hooks.append(self._layers[layer].register_forward_hook(_MultiLoRAHook(plan, a, b, layer)))
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _pick(self, chosen: tuple[int, ...]) -> dict[str, tuple[Tensor, Tensor]]:
+    def _stack_factors(self, active_indices: tuple[int, ...]) -> dict[str, tuple[Tensor, Tensor]]:
         """Layer -> A [K, R, in] and B [K, out, R] of these adapters; kept, since the next step has mostly the same ones."""
-        if self._picked[0] != chosen:
+        if self._stacked_factors[0] != active_indices:
             found: dict[str, tuple[Tensor, Tensor]] = {}
             for layer in self._layers:
-                pairs = [self._loaded[number].get(layer) for number in chosen]
+                pairs = [self._loaded[number].get(layer) for number in active_indices]
                 there = [pair for pair in pairs if pair is not None]
                 if not there:
                     continue
                 rank = max(len(a) for a, _ in there)
                 d_in, d_out = there[0][0].shape[1], there[0][1].shape[0]
-                a = there[0][0].new_zeros(len(chosen), rank, d_in)
-                b = there[0][0].new_zeros(len(chosen), d_out, rank)
+                a = there[0][0].new_zeros(len(active_indices), rank, d_in)
+                b = there[0][0].new_zeros(len(active_indices), d_out, rank)
                 for k, pair in enumerate(pairs):
                     if pair is not None:
                         a[k, : len(pair[0])], b[k, :, : len(pair[0])] = pair
                 found[layer] = a, b
-            self._picked = chosen, found
-        return self._picked[1]
+            self._stacked_factors = active_indices, found
+        return self._stacked_factors[1]
 
 
-class _Adder:
+class _MultiLoRAHook:
     """The hook of one layer in one step."""
 
-    def __init__(self, plan: Plan, a: Tensor, b: Tensor, name: str) -> None:
-        self.plan, self.a, self.b, self.name = plan, a, b, name
+    def __init__(self, mapping: LoRAMapping, a: Tensor, b: Tensor, name: str) -> None:
+        self.mapping, self.a, self.b, self.name = mapping, a, b, name
 
     def __call__(self, _layer: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
         x: Tensor = given[0]
         flat = x.reshape(-1, x.shape[-1])
-        if len(flat) != self.plan.n:
+        if len(flat) != self.mapping.n_positions:
             raise ConfigError(
-                f"{self.name} is given {len(flat)} positions, and adapters are named for {self.plan.n}",
+                f"{self.name} is given {len(flat)} positions, and adapters are named for {self.mapping.n_positions}",
                 expected="the same number",
             )
-        more = added(flat, self.a, self.b, self.plan).to(output.dtype)
-        if self.plan.way == "all":
+        more = lora_delta(flat, self.a, self.b, self.mapping).to(output.dtype)
+        if self.mapping.strategy == "all":
             return output + more.view(output.shape)
         whole = output.reshape(-1, output.shape[-1])
-        return whole.index_add(0, self.plan.rows, more).view(output.shape)
+        return whole.index_add(0, self.mapping.adapted_rows, more).view(output.shape)

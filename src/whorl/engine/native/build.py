@@ -27,9 +27,18 @@ import warnings
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-COMMON = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w", "-pthread", "-fno-math-errno", "-fno-trapping-math")
-FLAGS = (("-march=native",), ("-mcpu=native",), ())  # in turn, until one compiles
-LONGEST_SECONDS = 300.0
+COMMON_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+)
+ARCH_FLAGS = (("-march=native",), ("-mcpu=native",), ())  # in turn, until one compiles
+COMPILE_TIMEOUT_SECONDS = 300.0
 
 
 class BuildError(Exception):
@@ -42,7 +51,7 @@ def library() -> ctypes.CDLL | None:
     if os.environ.get("WHORL_NATIVE") == "0":
         return None
     try:
-        return load(cache_folder())
+        return load_library(cache_folder())
     except BuildError as error:
         warnings.warn(f"decoding by torch: {error}", RuntimeWarning, stacklevel=2)
         return None
@@ -53,7 +62,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whorl" / "native"
 
 
-def load(folder: Path) -> ctypes.CDLL:
+def load_library(folder: Path) -> ctypes.CDLL:
     """The library from `folder`, put there if it is missing.
 
     Raises:
@@ -68,7 +77,7 @@ def load(folder: Path) -> ctypes.CDLL:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # released when closed, or by the owner's death
                 if not target.exists():
                     compile_into(compiler, target)
-        return declared(ctypes.CDLL(str(target)))
+        return declare_signatures(ctypes.CDLL(str(target)))
     except OSError as error:
         raise BuildError(f"{target}: {error}") from error
 
@@ -91,12 +100,12 @@ def fingerprint(compiler: str) -> str:
     """Of all that a compiled library depends on."""
     sources = sorted(p for p in FOLDER.iterdir() if p.suffix in (".h", ".cpp"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, cpu(), platform.machine(), repr((COMMON, FLAGS))]
+    parts = [version, cpu_description(), platform.machine(), repr((COMMON_FLAGS, ARCH_FLAGS))]
     parts += [f"{p.name}\n{p.read_text()}" for p in sources]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def cpu() -> str:
+def cpu_description() -> str:
     """What `-march=native` depends on: the CPU's name and its instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -113,13 +122,13 @@ def compile_into(compiler: str, target: Path) -> None:
         BuildError: the compiler does not come to an end with any of the flags.
     """
     told = ""
-    for flags in FLAGS:
+    for flags in ARCH_FLAGS:
         descriptor, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
         os.close(descriptor)
-        command = [compiler, *COMMON, *flags, str(FOLDER / "native.cpp"), "-o", name]
+        command = [compiler, *COMMON_FLAGS, *flags, str(FOLDER / "native.cpp"), "-o", name]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
+                command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_SECONDS, check=False
             )
             if done.returncode == 0:
                 Path(name).replace(target)
@@ -132,7 +141,7 @@ def compile_into(compiler: str, target: Path) -> None:
     raise BuildError(f"{compiler} cannot build the native step: {told}")
 
 
-def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of its functions' arguments."""
     p, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     for name, result, arguments in (

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
 
-Kind = Literal["float32", "bfloat16", "int8", "int4"]
-KINDS: dict[str, int] = {name: n for n, name in enumerate(get_args(Kind))}
+WeightKind = Literal["float32", "bfloat16", "int8", "int4"]
+KINDS: dict[str, int] = {name: n for n, name in enumerate(get_args(WeightKind))}
 ACTIVATIONS = {
     name: n for n, name in enumerate(("relu2", "gelu", "gelu_tanh", "quick_gelu", "swiglu", "geglu"), 1)
 }
-ORDERS = 4  # of n-gram memories
-LINE = 64  # bytes: where every matrix begins
+MAX_NGRAM_ORDERS = 4  # of n-gram memories
+MATRIX_ALIGNMENT = 64  # bytes: where every matrix begins
 
 Fields = list[tuple[str, Any]]
 
@@ -67,9 +67,9 @@ class Model(Structure):
         ("head", Matrix),
         ("layers", c_void_p),
         *((name, c_int64) for name in ("parallel", "n_orders")),
-        ("orders", c_int64 * ORDERS),
+        ("orders", c_int64 * MAX_NGRAM_ORDERS),
         ("buckets", c_int64),
-        ("tables", c_void_p * ORDERS),
+        ("tables", c_void_p * MAX_NGRAM_ORDERS),
     ]
 
 
@@ -89,12 +89,12 @@ class Batch(Structure):
     ]
 
 
-MIRRORED = (Matrix, Norm, Layer, Model, LayerCache, Batch)  # in the order of `whorl_sizeof`
+ABI_STRUCTURES = (Matrix, Norm, Layer, Model, LayerCache, Batch)  # in the order of `whorl_sizeof`
 
 
 def check_sizes(library: ctypes.CDLL) -> None:
     """Raises RuntimeError when a structure here is not the one that was compiled."""
-    for n, mirrored in enumerate(MIRRORED):
+    for n, mirrored in enumerate(ABI_STRUCTURES):
         theirs = library.whorl_sizeof(n)
         if theirs != ctypes.sizeof(mirrored):
             raise RuntimeError(
@@ -102,7 +102,7 @@ def check_sizes(library: ctypes.CDLL) -> None:
             )
 
 
-def matrix(kind: str, group: int | None, n: int, k: int, gated: bool = False) -> Matrix:
+def make_matrix(kind: str, group: int | None, n: int, k: int, gated: bool = False) -> Matrix:
     """An empty matrix [n, k]. group: of k that share a scale; None for all of k.
 
     Raises:
@@ -126,7 +126,7 @@ class Arena:
         for one in matrices:
             parts = (c_int64 * 3)()
             library.whorl_packed_bytes(ctypes.byref(one), parts)
-            sizes.append([-(-n // LINE) * LINE for n in parts])
+            sizes.append([-(-n // MATRIX_ALIGNMENT) * MATRIX_ALIGNMENT for n in parts])
         self.n_bytes = sum(map(sum, sizes))
         large = 1 << 21
         self._memory: Tensor = torch.empty(self.n_bytes + large, dtype=torch.uint8)

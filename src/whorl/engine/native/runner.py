@@ -22,63 +22,65 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.engine.cache.pages import Batch
-from whorl.engine.model.runner import Runner
-from whorl.engine.native.step import NativeStep, supports
+from whorl.engine.cache.pages import InputBatch
+from whorl.engine.model.runner import ModelRunner
+from whorl.engine.native.step import NativeStep, unsupported_reason
 from whorl.errors import ConfigError
 from whorl.machine.device_probe import usable_cores
 from whorl.models import LanguageModel
 from whorl.nn.linear import Linear
 
-ROWS = (1, 8)  # of the steps that are timed
+TIMED_BATCH_SIZES = (1, 8)  # of the steps that are timed
 ROUNDS = 3
 
 
-class NativeRunner(Runner):
+class NativeRunner(ModelRunner):
     """A `Runner` over the same cache; arguments beyond its own are those of `NativeStep`."""
 
     def __init__(
         self,
         *args: Any,
-        kind: str | None = None,
-        group: int | None = None,
+        weight_dtype: str | None = None,
+        weight_group_size: int | None = None,
         threads: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.step = NativeStep(self.model, self.page_size, kind, group, threads, self.capacity)
-        self.native = True
+        self.native_step = NativeStep(
+            self.model, self.page_size, weight_dtype, weight_group_size, threads, self.max_model_len
+        )
+        self.use_native = True
         self._linears = [m for m in self.model.modules() if isinstance(m, Linear)]
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: InputBatch) -> Tensor:
         """As `Runner`. A row's bits depend on no other row anyway: `invariant` costs nothing here."""
-        if self._by_torch(batch):
+        if self._needs_torch(batch):
             return super().run(batch)
-        return self.step.run(batch, self.layers, self.group_of)  # type: ignore[arg-type]
+        return self.native_step.run(batch, self.layers, self.group_of)  # type: ignore[arg-type]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        return super().logits(hidden) if self._by_torch() else self.step.logits(hidden)
+        return super().logits(hidden) if self._needs_torch() else self.native_step.logits(hidden)
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch) -> Tensor:
-        if self._by_torch(batch):
+    def hidden(self, batch: InputBatch) -> Tensor:
+        if self._needs_torch(batch):
             return super().hidden(batch)
         hidden = torch.empty(len(batch.ids), self.model.config.d_model)
-        none = Batch(**{**vars(batch), "wanted": batch.wanted[:0]})
-        self.step.run(none, self.layers, self.group_of, hidden)  # type: ignore[arg-type]
+        none = InputBatch(**{**vars(batch), "wanted": batch.logit_indices[:0]})
+        self.native_step.run(none, self.layers, self.group_of, hidden)  # type: ignore[arg-type]
         return hidden
 
     def refresh(self) -> None:
         super().refresh()
-        self.step.refresh()
+        self.native_step.refresh()
 
-    def _by_torch(self, batch: Batch | None = None) -> bool:
-        if not self.native or (batch is not None and batch.adapters is not None):
+    def _needs_torch(self, batch: InputBatch | None = None) -> bool:
+        if not self.use_native or (batch is not None and batch.adapter_indices is not None):
             return True
         return any(
-            m.product is not None or m._forward_hooks
+            m.matmul is not None or m._forward_hooks
             for m in self._linears  # fp8's, and somebody's who looks on
         )
 
@@ -86,32 +88,34 @@ class NativeRunner(Runner):
 def make_runner(
     model: LanguageModel,
     *args: Any,
-    kind: str | None = None,
-    group: int | None = None,
+    weight_dtype: str | None = None,
+    weight_group_size: int | None = None,
     **kwargs: Any,
-) -> Runner:
+) -> ModelRunner:
     """The faster runner for `model` here; arguments as of `Runner` and `NativeStep`.
 
     Raises:
         ConfigError: `kind` is given, and the native step, which alone has kinds, cannot run.
     """
     wish = os.environ.get("WHORL_NATIVE", "")
-    reason = "WHORL_NATIVE=0" if wish == "0" else supports(model)
+    reason = "WHORL_NATIVE=0" if wish == "0" else unsupported_reason(model)
     if kwargs.get("dtype") == torch.int8:
         reason = reason or "its cache is of bfloat16 or float32, and int8 was asked for"
     if reason is not None:
-        if kind is not None:
+        if weight_dtype is not None:
             raise ConfigError(
-                f"weights are asked for in {kind}: {reason}", expected="a model of the native step"
+                f"weights are asked for in {weight_dtype}: {reason}", expected="a model of the native step"
             )
-        return Runner(model, *args, **kwargs)
-    runner = NativeRunner(model, *args, kind=kind, group=group, **kwargs)
+        return ModelRunner(model, *args, **kwargs)
+    runner = NativeRunner(
+        model, *args, weight_dtype=weight_dtype, weight_group_size=weight_group_size, **kwargs
+    )
     if wish != "1":
-        fastest(runner, forced=kind is not None)
+        autotune(runner, native_only=weight_dtype is not None)
     return runner
 
 
-def fastest(runner: NativeRunner, forced: bool = False) -> dict[str, float]:
+def autotune(runner: NativeRunner, native_only: bool = False) -> dict[str, float]:
     """Sets the way and the number of threads that were fastest; -> seconds of each (a geometric mean over `ROWS`).
 
     The cache must be empty: its first pages are written to.
@@ -121,10 +125,10 @@ def fastest(runner: NativeRunner, forced: bool = False) -> dict[str, float]:
     """
     seconds: dict[str, float] = {}
 
-    def measure(name: str, run: Callable[[Batch], Tensor]) -> None:
+    def measure(name: str, run: Callable[[InputBatch], Tensor]) -> None:
         means = []
-        for rows in ROWS:
-            batch = _trial(runner, rows)
+        for rows in TIMED_BATCH_SIZES:
+            batch = _timing_batch(runner, rows)
             run(batch)
             times = []
             for _ in range(ROUNDS):
@@ -136,22 +140,22 @@ def fastest(runner: NativeRunner, forced: bool = False) -> dict[str, float]:
 
     threads = sorted({1, max(1, usable_cores())})
     for n in threads:
-        runner.step.threads = n
+        runner.native_step.threads = n
         measure(f"native, {n} threads", runner.run)
-    runner.step.threads = min(threads, key=lambda n: seconds[f"native, {n} threads"])
-    if not forced:
-        runner.native = False
+    runner.native_step.threads = min(threads, key=lambda n: seconds[f"native, {n} threads"])
+    if not native_only:
+        runner.use_native = False
         measure("torch", runner.run)
-        runner.native = min(seconds, key=lambda name: seconds[name]) != "torch"
+        runner.use_native = min(seconds, key=lambda name: seconds[name]) != "torch"
     return seconds
 
 
-def _trial(runner: Runner, rows: int) -> Batch:
+def _timing_batch(runner: ModelRunner, batch_size: int) -> InputBatch:
     """A decoding step of rows at their first position, each in a page of its own as far as there are pages."""
     n_pages = min(len(layer.tensors[0]) for layer in runner.layers)  # type: ignore[union-attr]
-    pages = (np.arange(rows, dtype=np.int32) % n_pages)[:, None]
-    before = torch.full((rows, runner.reach), -1) if runner.reach else None
-    return Batch(
-        torch.arange(rows) % runner.model.config.vocab_size, torch.zeros(rows, dtype=torch.long), list(range(rows + 1)),
-        [1] * rows, list(range(rows)), [pages for _ in runner.windows], torch.arange(rows), rows, before,
+    pages = (np.arange(batch_size, dtype=np.int32) % n_pages)[:, None]
+    before = torch.full((batch_size, runner.ngram_context), -1) if runner.ngram_context else None
+    return InputBatch(
+        torch.arange(batch_size) % runner.model.config.vocab_size, torch.zeros(batch_size, dtype=torch.long), list(range(batch_size + 1)),
+        [1] * batch_size, list(range(batch_size)), [pages for _ in runner.windows], torch.arange(batch_size), batch_size, before,
     )  # fmt: skip

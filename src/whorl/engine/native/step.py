@@ -22,23 +22,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whorl.engine.cache.pages import Batch, HeadPages
+from whorl.engine.cache.pages import InputBatch, KVPages
 from whorl.engine.native import build, layout
-from whorl.engine.native.weights import Weights, unsupported
+from whorl.engine.native.weights import PackedWeights, unsupported_model_reason
 from whorl.errors import ConfigError
 from whorl.models import Decoder, LanguageModel
 
-ANSWERS = {
+ERROR_MESSAGES = {
     1: "a token id outside of the vocabulary",
     2: "a row whose page table does not hold its positions",
     3: "no memory",
 }
-SHORTEST_TABLE = 1024  # positions of the first rotary tables
+MIN_ROTARY_POSITIONS = 1024  # positions of the first rotary tables
 
 
-def supports(model: LanguageModel) -> str | None:
+def unsupported_reason(model: LanguageModel) -> str | None:
     """Why the native step cannot run `model` here; None if it can."""
-    return unsupported(model) or ("there is no native library" if build.library() is None else None)
+    return unsupported_model_reason(model) or (
+        "there is no native library" if build.library() is None else None
+    )
 
 
 class NativeStep:
@@ -60,29 +62,35 @@ class NativeStep:
         self,
         model: LanguageModel,
         page_size: int,
-        kind: str | None = None,
-        group: int | None = None,
+        weight_dtype: str | None = None,
+        weight_group_size: int | None = None,
         threads: int | None = None,
-        room: int = 0,
+        max_positions: int = 0,
     ) -> None:
-        reason, library = supports(model), build.library()
+        reason, library = unsupported_reason(model), build.library()
         if reason is not None or library is None:
             raise ConfigError(f"the native step cannot run this model: {reason}", do="WHORL_NATIVE=0")
         layout.check_sizes(library)
-        self.kind = kind or str(model.dtype).removeprefix("torch.")
-        if self.kind == "int4" and group is None:
-            group = 32
+        self.weight_dtype = weight_dtype or str(model.dtype).removeprefix("torch.")
+        if self.weight_dtype == "int4" and weight_group_size is None:
+            weight_group_size = 32
         self.library, self.threads = library, threads or torch.get_num_threads()
-        self.weights = Weights(library, model, self.kind, group, page_size, self.threads, room)
-        self.vocab = model.config.vocab_size
-        self.reaches = isinstance(model, Decoder) and bool(model.config.ngram_orders)
+        self.weights = PackedWeights(
+            library, model, self.weight_dtype, weight_group_size, page_size, self.threads, max_positions
+        )
+        self.vocab_size = model.config.vocab_size
+        self.uses_ngrams = isinstance(model, Decoder) and bool(model.config.ngram_orders)
         self._caches = (layout.LayerCache * len(self.weights.layers))()
-        self._known: Sequence[Any] | None = None
-        self._turned = 0
-        self._tables: list[Tensor] = []
+        self._bound_layers: Sequence[Any] | None = None
+        self._rotary_length = 0
+        self._rotary_tables: list[Tensor] = []
         self._step = library.whorl_open()
         weakref.finalize(self, library.whorl_close, self._step)
-        self._turn_upto(SHORTEST_TABLE if model.longest is None else min(SHORTEST_TABLE, model.longest))
+        self._extend_rotary(
+            MIN_ROTARY_POSITIONS
+            if model.max_positions is None
+            else min(MIN_ROTARY_POSITIONS, model.max_positions)
+        )
 
     @property
     def n_bytes(self) -> int:
@@ -95,8 +103,8 @@ class NativeStep:
 
     def run(
         self,
-        batch: Batch,
-        layers: Sequence[HeadPages],
+        batch: InputBatch,
+        layers: Sequence[KVPages],
         group_of: Sequence[int],
         hidden: Tensor | None = None,
     ) -> Tensor:
@@ -109,20 +117,22 @@ class NativeStep:
         Raises:
             ConfigError: an id or a page that there is not; nothing has been written then.
         """
-        if self._known is not layers:
-            self._take(layers)
+        if self._bound_layers is not layers:
+            self._bind_cache(layers)
         longest = max(batch.lengths)
-        if longest > self._turned:
-            self._turn_upto(longest)
+        if longest > self._rotary_length:
+            self._extend_rotary(longest)
         # Held in names: what a structure points to must outlive the call.
         pages = [np.ascontiguousarray(table, dtype=np.int32) for table in batch.pages]
         where = [table.ctypes.data for table in pages]
         for cache, group in zip(self._caches, group_of, strict=True):
             cache.pages, cache.pages_stride = where[group], pages[group].shape[1]
         starts, lengths = np.array(batch.starts, np.int32), np.array(batch.lengths, np.int32)
-        ids, wanted = batch.ids.contiguous(), batch.wanted.contiguous()
-        before = batch.before.contiguous() if self.reaches and batch.before is not None else None
-        logits = torch.empty(len(wanted), self.vocab)
+        ids, wanted = batch.ids.contiguous(), batch.logit_indices.contiguous()
+        before = (
+            batch.previous_ids.contiguous() if self.uses_ngrams and batch.previous_ids is not None else None
+        )
+        logits = torch.empty(len(wanted), self.vocab_size)
         given = layout.Batch(
             len(ids), len(lengths), len(wanted), int(layers[0].k.dtype == torch.bfloat16),
             ids.data_ptr(), starts.ctypes.data, lengths.ctypes.data, wanted.data_ptr(),
@@ -138,14 +148,14 @@ class NativeStep:
         )
         if answer:
             raise ConfigError(
-                f"the native step was given {ANSWERS[answer]}", expected="a batch of this engine"
+                f"the native step was given {ERROR_MESSAGES[answer]}", expected="a batch of this engine"
             )
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[W, d_model] -> [W, vocab] fp32, by the packed head."""
         x = hidden.float().contiguous()
-        logits = torch.empty(len(x), self.vocab)
+        logits = torch.empty(len(x), self.vocab_size)
         struct = self.weights.struct
         head, cap = ctypes.addressof(struct) + layout.Model.head.offset, struct.logit_softcap
         self.library.whorl_product(
@@ -153,7 +163,7 @@ class NativeStep:
         )
         return logits
 
-    def _take(self, layers: Sequence[HeadPages]) -> None:
+    def _bind_cache(self, layers: Sequence[KVPages]) -> None:
         """Remembers where the cache's tensors are."""
         kinds = {t.dtype for layer in layers for t in layer.tensors}
         if len(kinds) != 1 or not kinds <= {torch.float32, torch.bfloat16}:
@@ -164,20 +174,20 @@ class NativeStep:
             if layer.k.stride() != layer.v.stride() or layer.k.stride(3) != 1:
                 raise ConfigError("keys and values lie differently", expected="[n_pages, KV, page_size, d]")
             cache.k, cache.v = layer.k.data_ptr(), layer.v.data_ptr()
-            cache.raw = None if layer.raw is None else layer.raw.data_ptr()
+            cache.raw = None if layer.raw_keys is None else layer.raw_keys.data_ptr()
             cache.page, cache.head, cache.position = layer.k.stride()[:3]
             cache.n_pages = len(layer.k)
             for tensor in layer.tensors:
                 self.library.whorl_large_pages(tensor.data_ptr(), tensor.nbytes)
-        self._known = layers
+        self._bound_layers = layers
 
-    def _turn_upto(self, stop: int) -> None:
+    def _extend_rotary(self, stop: int) -> None:
         """Rotary tables in fp32 (of the values that the model's own have) of at least `stop` positions."""
-        self._tables = []
+        self._rotary_tables = []
         for rotary, layers in self.weights.rotaries.values():
-            cos, sin = (t.float().contiguous() for t in rotary.upto(stop, torch.device("cpu")))
-            self._tables += [cos, sin]
+            cos, sin = (t.float().contiguous() for t in rotary.tables_upto(stop, torch.device("cpu")))
+            self._rotary_tables += [cos, sin]
             stop = len(cos)
             for layer in layers:
                 layer.cos, layer.sin = cos.data_ptr(), sin.data_ptr()
-        self._turned = stop
+        self._rotary_length = stop

@@ -19,31 +19,31 @@ from torch import Tensor, nn
 
 from whorl.engine.native import layout
 from whorl.models import Decoder, LanguageModel, Transformer
-from whorl.models.transformer_config import Heads
+from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.linear import Linear
-from whorl.nn.ngram import NGramMemory
+from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.norm import EPS, LayerNorm, RMSNorm
 from whorl.nn.positions.rotary import Rotary
 
-RMS, LAYER = 1, 2  # of NormKind in model.h
-WIDEST_HEAD, FURTHEST_NGRAM = 1024, 32  # sizes of arrays in step.h
+RMS_NORM, LAYER_NORM = 1, 2  # of NormKind in model.h
+MAX_HEAD_DIM, MAX_NGRAM_ORDER = 1024, 32  # sizes of arrays in step.h
 
-Source = Callable[[], Tensor | None]
+TensorGetter = Callable[[], Tensor | None]
 
 
-def unsupported(model: LanguageModel) -> str | None:
+def unsupported_model_reason(model: LanguageModel) -> str | None:
     """Why the native step cannot run this model; None if it can."""
     if model.embedding.device.type != "cpu":
         return f"the model is on {model.embedding.device.type}"
-    if any(isinstance(m, Linear) and m.product is not None for m in model.modules()):
+    if any(isinstance(m, Linear) and m.matmul is not None for m in model.modules()):
         return "its products are replaced (fp8)"
     if isinstance(model, Decoder):
         c = model.config
-        if model.memory is not None and not isinstance(model.memory, NGramMemory):
+        if model.memory is not None and not isinstance(model.memory, NGramEmbedding):
             return "its n-gram memory is kept in few bits"
-        if len(c.ngram_orders) > layout.ORDERS or max(c.ngram_orders, default=0) > FURTHEST_NGRAM:
+        if len(c.ngram_orders) > layout.MAX_NGRAM_ORDERS or max(c.ngram_orders, default=0) > MAX_NGRAM_ORDER:
             return f"n-grams of orders {c.ngram_orders}"
-        return f"head_dim is {c.head_dim}" if c.head_dim > WIDEST_HEAD else None
+        return f"head_dim is {c.head_dim}" if c.head_dim > MAX_HEAD_DIM else None
     if not isinstance(model, Transformer):
         return f"a {type(model).__name__} is no dense decoder"
     t = model.config
@@ -51,20 +51,20 @@ def unsupported(model: LanguageModel) -> str | None:
         return "a mixture of experts"
     if t.post_norm:
         return "norms behind the sums (post_norm)"
-    if t.share_keys > 1:
+    if t.kv_sharing_factor > 1:
         return "keys shared between layers (share_keys)"
     for mixer in t.layer_mixers():
-        if not isinstance(mixer, Heads):
+        if not isinstance(mixer, AttentionConfig):
             return f"a {mixer.kind} layer"
         for name in ("stride", "block", "alibi"):
             if getattr(mixer, name):
                 return f"attention with {name}"
-        if mixer.head_dim > WIDEST_HEAD:
+        if mixer.head_dim > MAX_HEAD_DIM:
             return f"head_dim is {mixer.head_dim}"
     return None
 
 
-class Weights:
+class PackedWeights:
     """`model` packed; see the top of this file.
 
     Args:
@@ -77,17 +77,22 @@ class Weights:
         self,
         library: ctypes.CDLL,
         model: LanguageModel,
-        kind: str,
-        group: int | None,
+        weight_dtype: str,
+        group_size: int | None,
         page_size: int,
         threads: int,
-        room: int = 0,
+        max_positions: int = 0,
     ) -> None:
-        self.room = room
-        self.library, self.model, self.kind, self.group = library, model, kind, group
+        self.max_positions = max_positions
+        self.library, self.model, self.weight_dtype, self.group_size = (
+            library,
+            model,
+            weight_dtype,
+            group_size,
+        )
         self.page_size, self.threads = page_size, threads
-        self._vectors: list[tuple[Tensor, Source]] = []
-        self._matrices: list[tuple[layout.Matrix, Source]] = []
+        self._vectors: list[tuple[Tensor, TensorGetter]] = []
+        self._matrices: list[tuple[layout.Matrix, TensorGetter]] = []
         self.rotaries: dict[int, tuple[Rotary, list[layout.Layer]]] = {}
         self._blocks: list[Any] = list(model.blocks)
         self.layers = (layout.Layer * len(self._blocks))()
@@ -98,7 +103,7 @@ class Weights:
                     self._decoder_layer(block, layer)
                 else:
                     self._transformer_layer(block, layer)
-            self._whole()
+            self._set_model_fields()
             self.arena = layout.Arena(library, [m for m, _ in self._matrices])
             self.refresh()
 
@@ -114,11 +119,11 @@ class Weights:
                 assert value is not None
                 dense = value.float().contiguous()
                 self.library.whorl_pack(ctypes.byref(matrix), dense.data_ptr(), self.threads)
-            self._tables()
+            self._set_table_pointers()
 
     # -- the parts -----------------------------------------------------------------------------------------------------
 
-    def _vector(self, source: Source) -> int | None:
+    def _vector(self, source: TensorGetter) -> int | None:
         """The address of a copy of what `source` gives, which `refresh` renews."""
         value = source()
         if value is None:
@@ -128,13 +133,13 @@ class Weights:
         return kept.data_ptr()
 
     def _set_matrix(
-        self, to: layout.Matrix, source: Source, bias: Source = lambda: None, gated: bool = False
+        self, to: layout.Matrix, source: TensorGetter, bias: TensorGetter = lambda: None, gated: bool = False
     ) -> layout.Matrix:
         """Makes `to` (a part of a structure) the matrix that `source` gives, [n, k]."""
         value = source()
         assert value is not None
         n, k = value.shape
-        made = layout.matrix(self.kind, self.group, n, k, gated)
+        made = layout.make_matrix(self.weight_dtype, self.group_size, n, k, gated)
         ctypes.memmove(ctypes.byref(to), ctypes.byref(made), ctypes.sizeof(made))
         to.bias = self._vector(bias)
         self._matrices.append((to, source))
@@ -145,12 +150,12 @@ class Weights:
         if isinstance(module, RMSNorm):
             offset = module.offset
             return layout.Norm(
-                self._vector(lambda: (module.weight + offset).repeat(heads)), None, module.eps, RMS
+                self._vector(lambda: (module.weight + offset).repeat(heads)), None, module.eps, RMS_NORM
             )
         if isinstance(module, LayerNorm):
             bias = module.bias
             gain = self._vector(lambda: module.weight)
-            return layout.Norm(gain, self._vector(lambda: bias), module.eps, LAYER)
+            return layout.Norm(gain, self._vector(lambda: bias), module.eps, LAYER_NORM)
         return layout.Norm()
 
     def _transformer_layer(self, block: Any, layer: layout.Layer) -> None:
@@ -158,7 +163,7 @@ class Weights:
         layer.mixer_norm, layer.mixer_after = self._norm(block.mixer_norm), self._norm(block.mixer_after)
         layer.mlp_norm, layer.mlp_after = self._norm(block.mlp_norm), self._norm(block.mlp_after)
         parts = a.q, a.k, a.v
-        biases: Source = lambda: None if a.q.bias is None else torch.cat([p.bias for p in parts])  # noqa: E731
+        biases: TensorGetter = lambda: None if a.q.bias is None else torch.cat([p.bias for p in parts])  # noqa: E731
         self._set_matrix(layer.qkv, lambda: torch.cat([p.weight for p in parts]), biases)
         self._set_matrix(layer.out, lambda: a.out.weight, lambda: a.out.bias)
         self._mlp(mlp, layer)
@@ -182,10 +187,13 @@ class Weights:
         # Its temperature is the gain of the queries' norm, and takes the place of a scale.
         layer.heads = layout.Heads(a.n_heads, a.n_kv_heads, a.head_dim, self.page_size, 0, 1.0, 0.0, None)
         gain = self._vector(lambda: a.temperature.expand(-1, a.head_dim))
-        layer.q_norm, layer.k_norm = layout.Norm(gain, None, EPS, RMS), layout.Norm(None, None, EPS, RMS)
+        layer.q_norm, layer.k_norm = (
+            layout.Norm(gain, None, EPS, RMS_NORM),
+            layout.Norm(None, None, EPS, RMS_NORM),
+        )
         layer.smear = self._vector(lambda: None if a.smear is None else torch.sigmoid(a.smear))
         assert isinstance(self.model, Decoder)
-        self._rotary(self.model.rotary_of(self.room), layer)
+        self._rotary(self.model.rotary_for(self.max_positions), layer)
 
     def _mlp(self, mlp: Any, layer: layout.Layer) -> None:
         layer.activation = layout.ACTIVATIONS[mlp.kind]
@@ -197,7 +205,7 @@ class Weights:
         layer.rotary_dim, layer.interleaved = rotary.rotary_dim, int(rotary.layout == "interleaved")
         self.rotaries.setdefault(id(rotary), (rotary, []))[1].append(layer)
 
-    def _whole(self) -> None:
+    def _set_model_fields(self) -> None:
         """What is there once in a model."""
         model, c, to = self.model, self.model.config, self.struct
         to.vocab, to.d_model, to.n_layers = c.vocab_size, c.d_model, len(self._blocks)
@@ -214,13 +222,17 @@ class Weights:
             to.parallel = int(c.parallel)
         self._set_matrix(to.head, lambda: model.head_weight)
 
-    def _tables(self) -> None:
+    def _set_table_pointers(self) -> None:
         """Where the tables of ids and positions are now."""
         model, to = self.model, self.struct
-        self._held = [t for t in (model.embedding, getattr(model, "positions", None)) if t is not None]
+        self._table_tensors = [
+            t for t in (model.embedding, getattr(model, "positions", None)) if t is not None
+        ]
         if isinstance(model, Decoder) and model.memory is not None:
-            self._held += list(model.memory.tables)
-        held = self._held = [t.detach().float().contiguous() for t in self._held]  # no copy of what is fp32
+            self._table_tensors += list(model.memory.tables)
+        held = self._table_tensors = [
+            t.detach().float().contiguous() for t in self._table_tensors
+        ]  # no copy of what is fp32
         to.embedding = held[0].data_ptr()
         if isinstance(model, Decoder):
             to.tables[: to.n_orders] = [t.data_ptr() for t in held[1:]]

@@ -19,10 +19,10 @@ from typing import Any, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-Mask = NDArray[Any]
+TokenMask = NDArray[Any]
 
 
-class Matcher(Protocol):
+class LogitConstraint(Protocol):
     """What an output may be: a state that moves with the output's ids."""
 
     @property
@@ -40,11 +40,11 @@ class Matcher(Protocol):
         """Why it can neither go on nor end as it should; None while it can."""
         ...
 
-    def mask(self) -> Mask | None:
+    def mask(self) -> TokenMask | None:
         """Ids that may come next: [V] bool, or packed in int32 (see `Row.allowed`); None if all may, from here on."""
         ...
 
-    def advance(self, number: int) -> None:
+    def advance(self, token_id: int) -> None:
         """Takes in one id that the mask allows."""
         ...
 
@@ -57,7 +57,7 @@ class Matcher(Protocol):
         ...
 
 
-class Vocabulary:
+class SortedVocabulary:
     """Token bytes in order.
 
     Args:
@@ -65,44 +65,50 @@ class Vocabulary:
         size: V of the logits, if there are more ids than have bytes.
     """
 
-    def __init__(self, token_bytes: Sequence[bytes], size: int | None = None) -> None:
+    def __init__(self, token_bytes: Sequence[bytes], vocab_size: int | None = None) -> None:
         self.token_bytes = token_bytes
-        self.size = max(size or 0, len(token_bytes))
+        self.vocab_size = max(vocab_size or 0, len(token_bytes))
         order = sorted((text, number) for number, text in enumerate(token_bytes) if text)
-        self.texts = [text for text, _ in order]
-        self.ids = np.array([number for _, number in order], np.int64)
-        self.longest = max(map(len, self.texts), default=0)
+        self.sorted_bytes = [text for text, _ in order]
+        self.sorted_ids = np.array([number for _, number in order], np.int64)
+        self.max_token_bytes = max(map(len, self.sorted_bytes), default=0)
 
-    def beginning_with(self, text: bytes) -> NDArray[np.int64]:
+    def ids_with_prefix(self, prefix: bytes) -> NDArray[np.int64]:
         """Ids of the tokens that begin with `text`, itself among them: [n]."""
-        start = bisect_left(self.texts, text)
-        stem = text.rstrip(b"\xff")  # the texts behind them begin with the next larger stem
-        end = bisect_left(self.texts, stem[:-1] + bytes([stem[-1] + 1])) if stem else len(self.texts)
-        return self.ids[start:end]
+        start = bisect_left(self.sorted_bytes, prefix)
+        stem = prefix.rstrip(b"\xff")  # the texts behind them begin with the next larger stem
+        end = (
+            bisect_left(self.sorted_bytes, stem[:-1] + bytes([stem[-1] + 1]))
+            if stem
+            else len(self.sorted_bytes)
+        )
+        return self.sorted_ids[start:end]
 
-    def beginnings_of(self, text: bytes) -> NDArray[np.int64]:
+    def ids_of_proper_prefixes(self, text: bytes) -> NDArray[np.int64]:
         """Ids of the tokens that `text` begins with, but is longer than: [n]."""
         found = []
-        for length in range(1, min(self.longest + 1, len(text))):
-            start = bisect_left(self.texts, text[:length])
+        for length in range(1, min(self.max_token_bytes + 1, len(text))):
+            start = bisect_left(self.sorted_bytes, text[:length])
             while (
-                start < len(self.texts) and self.texts[start] == text[:length]
+                start < len(self.sorted_bytes) and self.sorted_bytes[start] == text[:length]
             ):  # several ids may share a text
-                found.append(self.ids[start])
+                found.append(self.sorted_ids[start])
                 start += 1
         return np.array(found, np.int64)
 
-    def same_as(self, text: bytes) -> NDArray[np.int64]:
+    def ids_of(self, text: bytes) -> NDArray[np.int64]:
         """Ids of the tokens that are `text`."""
-        return self.ids[bisect_left(self.texts, text) : bisect_left(self.texts, text + b"\0")]
+        return self.sorted_ids[
+            bisect_left(self.sorted_bytes, text) : bisect_left(self.sorted_bytes, text + b"\0")
+        ]
 
-    def spelled(self, text: bytes) -> list[int]:
+    def encode_greedy(self, text: bytes) -> list[int]:
         """Ids whose tokens write `text`, each the longest that fits; it ends before a byte that no token begins with."""
         found: list[int] = []
         while text:
-            ids = self.same_as(text) if len(text) <= self.longest else self.ids[:0]
+            ids = self.ids_of(text) if len(text) <= self.max_token_bytes else self.sorted_ids[:0]
             if not len(ids):
-                ids = self.beginnings_of(text)[-1:]
+                ids = self.ids_of_proper_prefixes(text)[-1:]
             if not len(ids):
                 break
             found.append(int(ids[-1]))
@@ -110,21 +116,21 @@ class Vocabulary:
         return found
 
 
-class Required:
+class ForcedPrefix:
     """The output begins with `text`; behind it everything is allowed.
 
     Args:
         exact: a token ends where `text` does.
     """
 
-    def __init__(self, vocabulary: Vocabulary, text: bytes, exact: bool = False) -> None:
-        self.vocabulary, self.text, self.exact = vocabulary, text, exact
-        self.written = [0]  # bytes of it, after each id
-        self._known: tuple[int, Mask | None] = -1, None  # bytes written, and the mask there
+    def __init__(self, vocabulary: SortedVocabulary, prefix: bytes, exact: bool = False) -> None:
+        self.vocabulary, self.prefix, self.exact = vocabulary, prefix, exact
+        self.n_matched = [0]  # bytes of it, after each id
+        self._cached_mask: tuple[int, TokenMask | None] = -1, None  # bytes written, and the mask there
 
     @property
     def can_end(self) -> bool:
-        return self.written[-1] >= len(self.text)
+        return self.n_matched[-1] >= len(self.prefix)
 
     @property
     def ended(self) -> bool:
@@ -133,41 +139,41 @@ class Required:
     @property
     def failed(self) -> str | None:
         mask = self.mask()
-        rest = self.text[self.written[-1] :]
+        rest = self.prefix[self.n_matched[-1] :]
         return None if mask is None or mask.any() else f"no token begins {rest[:20]!r}"
 
-    def mask(self) -> Mask | None:
+    def mask(self) -> TokenMask | None:
         if self.can_end:
             return None
-        if self._known[0] != self.written[-1]:
-            rest, v = self.text[self.written[-1] :], self.vocabulary
-            allowed = np.zeros(v.size, np.bool_)
-            allowed[v.beginnings_of(rest)] = True
-            allowed[v.same_as(rest) if self.exact else v.beginning_with(rest)] = True
-            self._known = self.written[-1], allowed
-        return self._known[1]
+        if self._cached_mask[0] != self.n_matched[-1]:
+            rest, v = self.prefix[self.n_matched[-1] :], self.vocabulary
+            allowed = np.zeros(v.vocab_size, np.bool_)
+            allowed[v.ids_of_proper_prefixes(rest)] = True
+            allowed[v.ids_of(rest) if self.exact else v.ids_with_prefix(rest)] = True
+            self._cached_mask = self.n_matched[-1], allowed
+        return self._cached_mask[1]
 
-    def advance(self, number: int) -> None:
+    def advance(self, token_id: int) -> None:
         known = self.vocabulary.token_bytes
-        length = len(known[number]) if number < len(known) else 0
-        self.written.append(min(self.written[-1] + length, len(self.text)))
+        length = len(known[token_id]) if token_id < len(known) else 0
+        self.n_matched.append(min(self.n_matched[-1] + length, len(self.prefix)))
 
     def rollback(self, count: int) -> None:
         if count:
-            del self.written[-count:]
+            del self.n_matched[-count:]
 
-    def copy(self) -> Required:
-        twin = Required(self.vocabulary, self.text, self.exact)
-        twin.written = list(self.written)
+    def copy(self) -> ForcedPrefix:
+        twin = ForcedPrefix(self.vocabulary, self.prefix, self.exact)
+        twin.n_matched = list(self.n_matched)
         return twin
 
 
-class Then:
+class Sequenced:
     """`first`, and when it is through, `second`. `first` must allow no token that goes beyond it (`exact`)."""
 
-    def __init__(self, first: Required, second: Matcher) -> None:
+    def __init__(self, first: ForcedPrefix, second: LogitConstraint) -> None:
         self.first, self.second = first, second
-        self.taken = 0  # ids that went to the second
+        self.n_second = 0  # ids that went to the second
 
     @property
     def can_end(self) -> bool:
@@ -181,23 +187,23 @@ class Then:
     def failed(self) -> str | None:
         return self.second.failed if self.first.can_end else self.first.failed
 
-    def mask(self) -> Mask | None:
+    def mask(self) -> TokenMask | None:
         return self.second.mask() if self.first.can_end else self.first.mask()
 
-    def advance(self, number: int) -> None:
+    def advance(self, token_id: int) -> None:
         if self.first.can_end:
-            self.second.advance(number)
-            self.taken += 1
+            self.second.advance(token_id)
+            self.n_second += 1
         else:
-            self.first.advance(number)
+            self.first.advance(token_id)
 
     def rollback(self, count: int) -> None:
-        back = min(count, self.taken)
+        back = min(count, self.n_second)
         self.second.rollback(back)
-        self.taken -= back
+        self.n_second -= back
         self.first.rollback(count - back)
 
-    def copy(self) -> Then:
-        twin = Then(self.first.copy(), self.second.copy())
-        twin.taken = self.taken
+    def copy(self) -> Sequenced:
+        twin = Sequenced(self.first.copy(), self.second.copy())
+        twin.n_second = self.n_second
         return twin

@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 
 from whorl.engine.request import Grammar
-from whorl.engine.sampling.forced_prefix import Mask, Vocabulary
+from whorl.engine.sampling.forced_prefix import SortedVocabulary, TokenMask
 from whorl.errors import ConfigError, DataError
 
 JSON_DEFAULTS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n]{0,16}"}
-KEPT = 64  # compiled grammars
+MAX_CACHED_GRAMMARS = 64  # compiled grammars
 
 
 class GrammarCompiler:
@@ -50,7 +50,9 @@ class GrammarCompiler:
         ConfigError: llguidance is not installed; no end id, or one outside of the vocabulary.
     """
 
-    def __init__(self, token_bytes: Sequence[bytes], end_ids: Iterable[int], size: int | None = None) -> None:
+    def __init__(
+        self, token_bytes: Sequence[bytes], end_ids: Iterable[int], vocab_size: int | None = None
+    ) -> None:
         try:
             import llguidance
         except ImportError as error:
@@ -59,18 +61,20 @@ class GrammarCompiler:
                 do="pip install 'whorl[serve]'",
             ) from error
         self.end_ids = tuple(sorted(set(end_ids)))
-        size = max(size or 0, len(token_bytes))
-        if not self.end_ids or self.end_ids[0] < 0 or self.end_ids[-1] >= size:
+        vocab_size = max(vocab_size or 0, len(token_bytes))
+        if not self.end_ids or self.end_ids[0] < 0 or self.end_ids[-1] >= vocab_size:
             raise ConfigError(
-                f"the end ids are {list(self.end_ids)}", expected=f"one at least, of 0 to {size - 1}"
+                f"the end ids are {list(self.end_ids)}", expected=f"one at least, of 0 to {vocab_size - 1}"
             )
-        texts = [*token_bytes, *[b""] * (size - len(token_bytes))]
+        texts = [*token_bytes, *[b""] * (vocab_size - len(token_bytes))]
         for number in self.end_ids:
             texts[number] = b""
-        self.vocabulary = Vocabulary(texts)
+        self.vocabulary = SortedVocabulary(texts)
         self._library: Any = llguidance
         self._tokenizer = llguidance.LLTokenizer(
-            _wrapped(llguidance, self.vocabulary, self.end_ids), n_vocab=size, eos_token=list(self.end_ids)
+            _wrap_tokenizer(llguidance, self.vocabulary, self.end_ids),
+            n_vocab=vocab_size,
+            eos_token=list(self.end_ids),
         )
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
 
@@ -83,7 +87,7 @@ class GrammarCompiler:
         """
         found = self._compiled.pop(grammar, None)
         if found is None:
-            what, text = _told(self._library.LLMatcher, grammar)
+            what, text = _to_library_grammar(self._library.LLMatcher, grammar)
             limits = self._library.LLParserLimits(verbose_errors=False)
             found = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
             if found.is_error():
@@ -94,7 +98,7 @@ class GrammarCompiler:
             if GrammarMatcher(self, found.deep_copy()).failed is not None:
                 raise ConfigError(f"{what} allows no output that the vocabulary could write")
         self._compiled[grammar] = found
-        if len(self._compiled) > KEPT:
+        if len(self._compiled) > MAX_CACHED_GRAMMARS:
             self._compiled.popitem(last=False)
         return GrammarMatcher(self, found.deep_copy())
 
@@ -102,19 +106,19 @@ class GrammarCompiler:
 class GrammarMatcher:
     """A place in a sentence of a grammar; a `Matcher`. Made by `GrammarCompiler.compile`."""
 
-    def __init__(self, compiler: GrammarCompiler, state: Any, ends: int = 0) -> None:
+    def __init__(self, compiler: GrammarCompiler, state: Any, n_end_ids: int = 0) -> None:
         self.compiler, self._state = compiler, state
-        self._ends = ends  # end ids taken in: the library does not count them
+        self._n_end_ids = n_end_ids  # end ids taken in: the library does not count them
         self._failed: str | None = None
-        self._mask: Mask | None = None  # of this place, once it was asked for
+        self._mask: TokenMask | None = None  # of this place, once it was asked for
 
     @property
     def can_end(self) -> bool:
-        return bool(self._ends or self._state.is_accepting())
+        return bool(self._n_end_ids or self._state.is_accepting())
 
     @property
     def ended(self) -> bool:
-        return bool(self._ends or self._state.is_stopped() or self.failed is not None)
+        return bool(self._n_end_ids or self._state.is_stopped() or self.failed is not None)
 
     @property
     def failed(self) -> str | None:
@@ -122,63 +126,63 @@ class GrammarMatcher:
         self.mask()
         return self._failed
 
-    def mask(self) -> Mask:
+    def mask(self) -> TokenMask:
         """Ids that may come next, [V] bool or packed in int32: the end ids among them where the output may end, and only
         they where it must, or has failed.
         """
         if self._mask is None:
-            if not self._ends and not self._state.is_stopped():
-                self._mask = self._open()
+            if not self._n_end_ids and not self._state.is_stopped():
+                self._mask = self._continuation_mask()
                 self._failed = self._state.get_error().strip() or None
                 if self._failed is None and not self._mask.any():
                     self._failed = "no token of the vocabulary fits"
             if self._mask is None or self._failed is not None:
-                self._mask = np.zeros(self.compiler.vocabulary.size, np.bool_)
+                self._mask = np.zeros(self.compiler.vocabulary.vocab_size, np.bool_)
                 self._mask[list(self.compiler.end_ids)] = True
         return self._mask
 
-    def _open(self) -> Mask:
+    def _continuation_mask(self) -> TokenMask:
         """The mask where the sentence may go on."""
         forced = self._state.compute_ff_bytes()
         if not forced:
             return np.frombuffer(self._state.compute_bitmask(), np.int32)
         vocabulary = self.compiler.vocabulary
-        allowed = np.zeros(vocabulary.size, np.bool_)
-        allowed[vocabulary.beginnings_of(forced)] = True
-        further = vocabulary.beginning_with(forced).tolist()
+        allowed = np.zeros(vocabulary.vocab_size, np.bool_)
+        allowed[vocabulary.ids_of_proper_prefixes(forced)] = True
+        further = vocabulary.ids_with_prefix(forced).tolist()
         allowed[[number for number in further if self._state.validate_tokens([number])]] = True
         return allowed
 
-    def advance(self, number: int) -> None:
+    def advance(self, token_id: int) -> None:
         """Takes in one id.
 
         Raises:
             DataError: it is not allowed here; the state is as before.
         """
-        if number in self.compiler.end_ids:
+        if token_id in self.compiler.end_ids:
             allowed = self.can_end
-            self._ends += allowed
+            self._n_end_ids += allowed
         else:
-            allowed = not self._ends and bool(self._state.validate_tokens([number]))
+            allowed = not self._n_end_ids and bool(self._state.validate_tokens([token_id]))
             if allowed:
-                self._state.consume_token(number)
+                self._state.consume_token(token_id)
         if not allowed:
-            raise DataError(f"the grammar does not allow the id {number} here")
+            raise DataError(f"the grammar does not allow the id {token_id} here")
         self._mask = None
 
     def rollback(self, count: int) -> None:
         """Takes back the last `count` ids. A sentence that has failed stays so."""
-        ends = min(count, self._ends)
-        self._ends -= ends
+        ends = min(count, self._n_end_ids)
+        self._n_end_ids -= ends
         if count > ends:
             self._state.rollback(count - ends)
         self._mask = None
 
     def copy(self) -> GrammarMatcher:
-        return GrammarMatcher(self.compiler, self._state.deep_copy(), self._ends)
+        return GrammarMatcher(self.compiler, self._state.deep_copy(), self._n_end_ids)
 
 
-def _told(library: Any, grammar: Grammar) -> tuple[str, str]:
+def _to_library_grammar(library: Any, grammar: Grammar) -> tuple[str, str]:
     """(its name for messages, the library's own form of it)."""
     if grammar.regex is not None:
         return "the regular expression", library.grammar_from_regex(grammar.regex)
@@ -193,7 +197,7 @@ def _told(library: Any, grammar: Grammar) -> tuple[str, str]:
     return "the JSON schema", library.grammar_from_json_schema(json.dumps(schema), defaults=JSON_DEFAULTS)
 
 
-def _wrapped(library: Any, vocabulary: Vocabulary, end_ids: Sequence[int]) -> Any:
+def _wrap_tokenizer(library: Any, vocabulary: SortedVocabulary, end_ids: Sequence[int]) -> Any:
     """The tokenizer in the library's form: silent ids are special ones, each by a name of its own."""
     texts = [text or f"<|{number}|>".encode() for number, text in enumerate(vocabulary.token_bytes)]
 
@@ -207,6 +211,6 @@ def _wrapped(library: Any, vocabulary: Vocabulary, end_ids: Sequence[int]) -> An
 
         def __call__(self, text: str | bytes) -> list[int]:
             """Any tokens that write `text`: asked for where bytes are forced, and then not used."""
-            return vocabulary.spelled(text.encode() if isinstance(text, str) else text)
+            return vocabulary.encode_greedy(text.encode() if isinstance(text, str) else text)
 
     return Wrapped()

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling_params import SamplingParams
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Penalties = tuple[Ids, Floats, Floats]
-Lift = Callable[[Any], Any]
+ToBackend = Callable[[Any], Any]
 
 
-class Seen:
+class TokenCounts:
     """Which ids a prompt holds, and how often each is in the output so far."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -38,7 +38,7 @@ class Seen:
         self.counts = np.zeros(size, np.int32)
         self.output: list[int] = []
 
-    def follow(self, output: Sequence[int]) -> None:
+    def update(self, output: Sequence[int]) -> None:
         """Counts `output`, all of it; only what is different from the last time costs anything."""
         same = min(len(output), len(self.output))
         if list(output[:same]) != self.output[:same]:
@@ -55,7 +55,7 @@ class Seen:
             self.counts[number] -= 1
         self.output[same:] = new
 
-    def penalties(self, sampling: Sampling) -> Penalties:
+    def penalties(self, sampling: SamplingParams) -> Penalties:
         """(ids [n] that are penalised, each once; what their logit is divided by [n]; what is taken off [n])."""
         said = self.counts > 0
         ids = np.flatnonzero(said | self.in_prompt if sampling.repetition_penalty != 1 else said)
@@ -64,20 +64,24 @@ class Seen:
         return ids, np.full(len(ids), sampling.repetition_penalty, np.float32), off.astype(np.float32)
 
 
-def add_biases(logits: Any, biases: Sequence[tuple[int, int, float]], lift: Lift = np.asarray) -> None:
+def apply_logit_bias(
+    logits: Any, biases: Sequence[tuple[int, int, float]], to_backend: ToBackend = np.asarray
+) -> None:
     """Adds to logits [W, V], in place: biases (row, id, what is added), each (row, id) once.
 
     lift: where logits are a tensor, makes one beside it of an array.
     """
     rows, ids, values = (np.array(part) for part in zip(*biases, strict=True))
-    logits[lift(rows), lift(ids)] += lift(values.astype(np.float32))
+    logits[to_backend(rows), to_backend(ids)] += to_backend(values.astype(np.float32))
 
 
-def penalise(logits: Any, penalties: Sequence[tuple[int, Penalties]], lift: Lift = np.asarray) -> None:
+def apply_penalties(
+    logits: Any, penalties: Sequence[tuple[int, Penalties]], to_backend: ToBackend = np.asarray
+) -> None:
     """Penalises logits [W, V], in place: (row, what `Seen.penalties` says of it), each row once."""
     rows = np.concatenate([np.full(len(found[0]), row) for row, found in penalties])
     ids, divisor, off = (np.concatenate(part) for part in zip(*(f for _, f in penalties), strict=True))
-    at = lift(rows), lift(ids)
-    z, divisor = logits[at], lift(divisor)
+    at = to_backend(rows), to_backend(ids)
+    z, divisor = logits[at], to_backend(divisor)
     # -inf stays -inf: its positive part is 0
-    logits[at] = z.clip(0, None) / divisor + z.clip(None, 0) * divisor - lift(off)
+    logits[at] = z.clip(0, None) / divisor + z.clip(None, 0) * divisor - to_backend(off)

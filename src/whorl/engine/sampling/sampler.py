@@ -26,22 +26,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from whorl.engine.request import Token
-from whorl.engine.sampling.cpu_sampler import Draws, invert, normalised, reach_of, temperature_of
-from whorl.engine.sampling.penalties import Seen, add_biases, penalise
-from whorl.engine.sampling_params import Sampling
+from whorl.engine.sampling.cpu_sampler import (
+    CPUSampler,
+    clamped_temperature,
+    normalize,
+    sample_inverse_cdf,
+    top_p_bound,
+)
+from whorl.engine.sampling.penalties import TokenCounts, apply_logit_bias, apply_penalties
+from whorl.engine.sampling_params import SamplingParams
 from whorl.errors import DataError
 
-__all__ = ["DeadRowsError", "Row", "Sampler", "Sampling", "distribution", "uniforms"]
+__all__ = ["NoValidTokenError", "Sampler", "SamplerRow", "SamplingParams", "distribution", "uniforms"]
 
 Array = NDArray[Any]
 Floats = NDArray[np.float32]
-WHOLE = (1 << 64) - 1
-STEP = np.uint64(0x9E3779B97F4A7C15)
-ZERO, NEVER = np.float32(0), np.float32(-np.inf)
-STREAM = 0xD1B54A32D192ED03
+UINT64_MASK = (1 << 64) - 1
+GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+ZERO, NEG_INF = np.float32(0), np.float32(-np.inf)
+STREAM_MULTIPLIER = 0xD1B54A32D192ED03
 
 
-class DeadRowsError(DataError):
+class NoValidTokenError(DataError):
     """Rows that nothing can be drawn from: logits that are not finite, or a mask that allows nothing. The others are fine.
 
     rows: their numbers in the batch.
@@ -51,7 +57,7 @@ class DeadRowsError(DataError):
 
 
 @dataclass
-class Row:
+class SamplerRow:
     """One sequence as the sampler sees it, at one place of its output.
 
     seed, drawn: what the next draw is a hash of: the request's seed and the number of tokens drawn so far.
@@ -61,32 +67,37 @@ class Row:
     seen: counts that are kept from step to step with the sequence; without, they are made anew each time.
     """
 
-    sampling: Sampling
+    sampling: SamplingParams
     seed: int = 0
-    drawn: int = 0
+    n_drawn: int = 0
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
-    allowed: Array | None = None
+    allowed_mask: Array | None = None
     top_log_probs: int = 0
-    seen: Seen | None = None
+    token_counts: TokenCounts | None = None
 
 
 def uniforms(seeds: Sequence[int], counters: Sequence[int], stream: int = 0) -> NDArray[np.float64]:
     """One number in [0, 1) for each (seed, counter): [n]. Any integers; another stream is as good as another seed."""
-    start = np.array([(seed + stream * STREAM) & WHOLE for seed in seeds], np.uint64)
-    state = _mix(start) + np.array([counter & WHOLE for counter in counters], np.uint64) * STEP
-    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    start = np.array([(seed + stream * STREAM_MULTIPLIER) & UINT64_MASK for seed in seeds], np.uint64)
+    state = (
+        _splitmix64(start)
+        + np.array([counter & UINT64_MASK for counter in counters], np.uint64) * GOLDEN_GAMMA
+    )
+    return (_splitmix64(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """SplitMix64's number after `state`: a bijection of 64 bits that changes all of them."""
-    x = state + STEP
+    x = state + GOLDEN_GAMMA
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def distribution(logits: Tensor, rows: Sequence[Row], forbidden: Sequence[int] | Array = ()) -> Tensor:
+def distribution(
+    logits: Tensor, rows: Sequence[SamplerRow], banned_ids: Sequence[int] | Array = ()
+) -> Tensor:
     """What each row is sampled from: the definition.
 
     Args:
@@ -101,43 +112,43 @@ def distribution(logits: Tensor, rows: Sequence[Row], forbidden: Sequence[int] |
 
     settings = [row.sampling for row in rows]
     z = logits.clone()
-    _treat(z, rows, forbidden, lambda array: torch.as_tensor(array, device=z.device))
-    temperature = column([temperature_of(s) for s in settings]).float()
+    _apply_logit_processors(z, rows, banned_ids, lambda array: torch.as_tensor(array, device=z.device))
+    temperature = column([clamped_temperature(s) for s in settings]).float()
     weights = ((z - z.amax(dim=-1, keepdim=True)) / temperature).exp().double()  # the likeliest weighs 1
     # Of equal ones the smaller id is the likelier
     weights, ids = weights.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(z.shape[1], device=z.device)
     weights *= rank < column([s.top_k or z.shape[1] for s in settings])
     before = weights.cumsum(dim=-1) - weights
-    weights *= before < column([reach_of(s) for s in settings]) * weights.sum(dim=-1, keepdim=True)
+    weights *= before < column([top_p_bound(s) for s in settings]) * weights.sum(dim=-1, keepdim=True)
     weights *= weights >= column([s.min_p for s in settings]).float()
     weights *= (rank == 0) | (column([s.temperature for s in settings]) > 0)
     weights /= weights.sum(dim=-1, keepdim=True)
     return torch.zeros_like(logits).scatter(-1, ids, weights.float())
 
 
-def _treat(z: Any, rows: Sequence[Row], forbidden: Any, lift: Any) -> None:
+def _apply_logit_processors(z: Any, rows: Sequence[SamplerRow], banned_ids: Any, to_backend: Any) -> None:
     """Masks, biases and penalties, on logits z [W, V] in place: an array, or a tensor and its `lift` (`penalties.py`)."""
     size = z.shape[1]
-    if len(forbidden):
-        z[:, lift(np.asarray(forbidden, np.int64))] = -torch.inf
+    if len(banned_ids):
+        z[:, to_backend(np.asarray(banned_ids, np.int64))] = -torch.inf
     for number, row in enumerate(rows):
-        if row.allowed is not None:
-            z[number] += lift(np.where(_unpacked(row.allowed, size), ZERO, NEVER))
+        if row.allowed_mask is not None:
+            z[number] += to_backend(np.where(_unpack_mask(row.allowed_mask, size), ZERO, NEG_INF))
     biases = [(n, i, bias) for n, row in enumerate(rows) for i, bias in row.sampling.logit_bias.items()]
     if biases:
-        add_biases(z, biases, lift)
+        apply_logit_bias(z, biases, to_backend)
     penalties = []
     for number, row in enumerate(rows):
-        if row.sampling.penalised:
-            seen = row.seen or Seen(row.prompt)
-            seen.follow(row.output)  # and then at once: rows of one sequence share it
+        if row.sampling.has_penalties:
+            seen = row.token_counts or TokenCounts(row.prompt)
+            seen.update(row.output)  # and then at once: rows of one sequence share it
             penalties.append((number, seen.penalties(row.sampling)))
     if penalties:
-        penalise(z, penalties, lift)
+        apply_penalties(z, penalties, to_backend)
 
 
-def _unpacked(allowed: Array, size: int) -> NDArray[np.bool_]:
+def _unpack_mask(allowed: Array, size: int) -> NDArray[np.bool_]:
     """[V] bool of a mask in either form."""
     if allowed.dtype != np.bool_:
         allowed = np.unpackbits(allowed.view(np.uint8), count=size, bitorder="little").view(np.bool_)
@@ -155,12 +166,12 @@ class Sampler:
     """
 
     def __init__(
-        self, vocab_size: int, forbidden: Sequence[int] = (), device: str | torch.device = "cpu"
+        self, vocab_size: int, banned_ids: Sequence[int] = (), device: str | torch.device = "cpu"
     ) -> None:
         self.vocab_size, self.device = vocab_size, torch.device(device)
-        self._draws = Draws(vocab_size, np.unique(np.asarray(list(forbidden), np.int64)))
+        self._cpu_sampler = CPUSampler(vocab_size, np.unique(np.asarray(list(banned_ids), np.int64)))
 
-    def __call__(self, logits: Tensor, rows: Sequence[Row]) -> list[Token]:
+    def __call__(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Token]:
         """logits: [W, V] fp32, left as they are -> the next token of each of W rows; its `version` is the caller's to fill.
 
         Raises:
@@ -168,104 +179,113 @@ class Sampler:
         """
         if not rows:
             return []
-        draw = self._on_cpu if self.device.type == "cpu" else self._by_definition
+        draw = self._sample_cpu if self.device.type == "cpu" else self._sample_reference
         ids, log_probs, raw, log_sums = draw(logits.detach(), rows)
         told = zip(ids.tolist(), log_probs.tolist(), raw.tolist(), strict=True)
         best = [
-            self._alternatives(logits[n].detach().cpu().numpy() - log_sums[n], row.top_log_probs)
+            self._top_log_probs(logits[n].detach().cpu().numpy() - log_sums[n], row.top_log_probs)
             if row.top_log_probs
             else ()
             for n, row in enumerate(rows)
         ]
         return [Token(*one, alternatives) for one, alternatives in zip(told, best, strict=True)]
 
-    def living(self, logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
+    def sample_or_none(self, logits: Tensor, rows: Sequence[SamplerRow]) -> list[Token | None]:
         """The same, with None for a row that nothing can be drawn from: the others shall not suffer from it."""
         try:
             return list(self(logits, rows))
-        except DeadRowsError as error:
+        except NoValidTokenError as error:
             alive = [n for n in range(len(rows)) if n not in error.rows]
             tokens = iter(self(logits[alive], [rows[n] for n in alive]))
             return [None if n in error.rows else next(tokens) for n in range(len(rows))]
 
-    def distribution(self, logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    def distribution(self, logits: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
         """`distribution` of these rows [W, V] fp32, computed as the draws are.
 
         Raises:
             DeadRowsError: nothing can be drawn from some row.
         """
         if self.device.type != "cpu" or not rows:
-            return distribution(logits, rows, self._draws.forbidden)
-        z, best, highest = self._treated(logits.detach().numpy(), rows)
+            return distribution(logits, rows, self._cpu_sampler.banned_ids)
+        z, best, highest = self._process_logits(logits.detach().numpy(), rows)
         out = np.zeros(z.shape, np.float32)
         out[np.arange(len(rows)), best] = 1
-        sampled = _sampled(rows)
+        sampled = _non_greedy_rows(rows)
         if len(sampled):
-            out[sampled] = normalised(self._weights(z, highest, rows, sampled))[:, : self.vocab_size]
+            out[sampled] = normalize(self._weights(z, highest, rows, sampled))[:, : self.vocab_size]
         return torch.from_numpy(out)
 
-    def _on_cpu(self, logits: Tensor, rows: Sequence[Row]) -> tuple[Array, Array, Array, Array]:
+    def _sample_cpu(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Array, Array, Array, Array]:
         """(ids, log-probabilities, raw ones, log-sums of the raw logits), each [W]."""
         told = logits.numpy()
-        z, ids, highest = self._treated(told, rows)
-        log_sums, log_probs, sampled = self._draws.log_sums(told), np.zeros(len(rows)), _sampled(rows)
+        z, ids, highest = self._process_logits(told, rows)
+        log_sums, log_probs, sampled = (
+            self._cpu_sampler.logsumexp(told),
+            np.zeros(len(rows)),
+            _non_greedy_rows(rows),
+        )
         if len(sampled):
             weights = self._weights(z, highest, rows, sampled)
-            ids[sampled], shares = invert(weights, _uniforms_of([rows[n] for n in sampled]))
+            ids[sampled], shares = sample_inverse_cdf(weights, _row_uniforms([rows[n] for n in sampled]))
             log_probs[sampled] = np.log(shares)
         return ids, log_probs, told[np.arange(len(rows)), ids] - log_sums, log_sums
 
-    def _weights(self, z: Floats, highest: Floats, rows: Sequence[Row], sampled: Array) -> Floats:
+    def _weights(self, z: Floats, max_logits: Floats, rows: Sequence[SamplerRow], sampled: Array) -> Floats:
         """`Draws.weights` of some of the rows."""
         mine = z if len(sampled) == len(rows) else z[sampled]
-        return self._draws.weights(mine, highest[sampled], [rows[n].sampling for n in sampled])
+        return self._cpu_sampler.weights(mine, max_logits[sampled], [rows[n].sampling for n in sampled])
 
-    def _by_definition(self, logits: Tensor, rows: Sequence[Row]) -> tuple[Array, Array, Array, Array]:
+    def _sample_reference(
+        self, logits: Tensor, rows: Sequence[SamplerRow]
+    ) -> tuple[Array, Array, Array, Array]:
         """The same of logits anywhere."""
-        probabilities = distribution(logits, rows, self._draws.forbidden)
+        probabilities = distribution(logits, rows, self._cpu_sampler.banned_ids)
         log_sums = logits.logsumexp(dim=-1)
         reached = probabilities.double().cumsum(dim=-1)
-        _check((reached[:, -1] + log_sums).cpu().numpy())
-        u = torch.from_numpy(_uniforms_of(rows)).to(reached.device)[:, None]
+        _check_finite((reached[:, -1] + log_sums).cpu().numpy())
+        u = torch.from_numpy(_row_uniforms(rows)).to(reached.device)[:, None]
         ids = torch.searchsorted(reached, u * reached[:, -1:], right=True)
         parts = (ids, probabilities.gather(-1, ids).log(), logits.gather(-1, ids) - log_sums[:, None])
         found = [part[:, 0].cpu().numpy() for part in parts]
         return found[0], found[1], found[2], log_sums.cpu().numpy()
 
-    def _treated(self, logits: Floats, rows: Sequence[Row]) -> tuple[Floats, Array, Array]:
+    def _process_logits(self, logits: Floats, rows: Sequence[SamplerRow]) -> tuple[Floats, Array, Array]:
         """(logits after masks, biases and penalties [W, V], their likeliest id [W], its logit [W])."""
         z = logits
-        if any(row.allowed is not None or row.sampling.logit_bias or row.sampling.penalised for row in rows):
+        if any(
+            row.allowed_mask is not None or row.sampling.logit_bias or row.sampling.has_penalties
+            for row in rows
+        ):
             z = logits.copy()
-            _treat(z, rows, (), np.asarray)
-        best = self._draws.best(z)
+            _apply_logit_processors(z, rows, (), np.asarray)
+        best = self._cpu_sampler.argmax(z)
         highest = z[np.arange(len(rows)), best]
-        _check(highest)
+        _check_finite(highest)
         return z, best, highest
 
-    def _alternatives(self, raw: Floats, n: int) -> tuple[tuple[int, float], ...]:
+    def _top_log_probs(self, raw: Floats, n: int) -> tuple[tuple[int, float], ...]:
         """raw: [V] log-probabilities -> the `n` likeliest ids of those that may be drawn at all, likeliest first."""
-        n = min(n, self.vocab_size - len(self._draws.forbidden))
-        raw = np.where(self._draws.is_forbidden, -np.inf, raw)
+        n = min(n, self.vocab_size - len(self._cpu_sampler.banned_ids))
+        raw = np.where(self._cpu_sampler.is_banned, -np.inf, raw)
         ids = np.flatnonzero(raw >= np.partition(raw, -n)[-n])
         ids = ids[np.argsort(-raw[ids], kind="stable")[:n]]
         return tuple(zip(ids.tolist(), raw[ids].tolist(), strict=True))
 
 
-def _sampled(rows: Sequence[Row]) -> Array:
+def _non_greedy_rows(rows: Sequence[SamplerRow]) -> Array:
     """Numbers of the rows that are not greedy."""
     return np.flatnonzero([row.sampling.temperature > 0 for row in rows])
 
 
-def _uniforms_of(rows: Sequence[Row]) -> NDArray[np.float64]:
-    return uniforms([row.seed for row in rows], [row.drawn for row in rows])
+def _row_uniforms(rows: Sequence[SamplerRow]) -> NDArray[np.float64]:
+    return uniforms([row.seed for row in rows], [row.n_drawn for row in rows])
 
 
-def _check(values: Array) -> None:
+def _check_finite(values: Array) -> None:
     """values: [W], finite where a row can be drawn from."""
     dead = tuple(np.flatnonzero(~np.isfinite(values)).tolist())
     if dead:
-        error = DeadRowsError(
+        error = NoValidTokenError(
             f"nothing can be drawn from row {', '.join(map(str, dead))} of the batch",
             expected="finite logits, and at least one id that is neither forbidden nor masked",
         )

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class StopTexts:
+class StopStringChecker:
     """Holds back what may begin a stop text.
 
     met: the stop text that ended the stream, or None; left_out: that text, and what followed it in the same piece.
@@ -22,32 +22,32 @@ class StopTexts:
         texts: none empty (an empty one would end everything; `Request` refuses it).
     """
 
-    def __init__(self, texts: Sequence[bytes]) -> None:
-        self.texts = tuple(dict.fromkeys(texts))
-        self.held = b""
-        self.met: bytes | None = None
-        self.left_out = b""
+    def __init__(self, stop_strings: Sequence[bytes]) -> None:
+        self.stop_strings = tuple(dict.fromkeys(stop_strings))
+        self.pending = b""
+        self.matched: bytes | None = None
+        self.excluded = b""
 
     def add(self, piece: bytes) -> bytes:
         """The bytes that may be shown now that `piece` has come; nothing after a stop text was met."""
-        if not self.texts:
+        if not self.stop_strings:
             return piece
-        if self.met is not None:
-            self.left_out += piece
+        if self.matched is not None:
+            self.excluded += piece
             return b""
-        text = self.held + piece
-        found = [(at + len(stop), at, stop) for stop in self.texts if (at := text.find(stop)) >= 0]
+        text = self.pending + piece
+        found = [(at + len(stop), at, stop) for stop in self.stop_strings if (at := text.find(stop)) >= 0]
         if found:
-            _, at, self.met = min(found)
-            self.held, self.left_out = b"", text[at:]
+            _, at, self.matched = min(found)
+            self.pending, self.excluded = b"", text[at:]
             return text[:at]
-        shown = len(text) - max(_overlap(text, stop) for stop in self.texts)
-        self.held = text[shown:]
+        shown = len(text) - max(_overlap(text, stop) for stop in self.stop_strings)
+        self.pending = text[shown:]
         return text[:shown]
 
     def flush(self) -> bytes:
         """What was held back, now that nothing more comes."""
-        held, self.held = self.held, b""
+        held, self.pending = self.pending, b""
         return held
 
 

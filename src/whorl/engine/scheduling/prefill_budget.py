@@ -23,12 +23,12 @@ import math
 from collections import deque
 from statistics import median
 
-FIRST = 8  # positions, before anything is known
-LOOK = 16  # steps that read in, before one that does not
-KEPT = 7  # measurements
+INITIAL_PREFILL_TOKENS = 8  # positions, before anything is known
+MAX_CONSECUTIVE_MIXED_STEPS = 16  # steps that read in, before one that does not
+MEDIAN_WINDOW = 7  # measurements
 
 
-class Pace:
+class PrefillBudget:
     """Learns from `took`, answers `prefill_budget`.
 
     Args:
@@ -36,38 +36,44 @@ class Pace:
         slo_tpot: seconds per output token that were promised, or None.
     """
 
-    def __init__(self, stretch: float = 1.8, slo_tpot: float | None = None) -> None:
-        self.stretch, self.slo_tpot = stretch, slo_tpot
-        self._decode: dict[
+    def __init__(self, max_decode_slowdown: float = 1.8, slo_tpot: float | None = None) -> None:
+        self.max_decode_slowdown, self.slo_tpot = max_decode_slowdown, slo_tpot
+        self._decode_samples: dict[
             int, deque[float]
         ] = {}  # seconds of steps that only decoded, by rows up to a power of 2
-        self._each: deque[float] = deque(maxlen=KEPT)  # seconds of a position that was read in
-        self._mixed = 0  # steps of both kinds since one that only decoded
+        self._seconds_per_prefill_token: deque[float] = deque(
+            maxlen=MEDIAN_WINDOW
+        )  # seconds of a position that was read in
+        self._n_mixed_steps = 0  # steps of both kinds since one that only decoded
 
-    def took(self, n_decode: int, n_prefill: int, seconds: float) -> None:
+    def record_step(self, n_decode: int, n_prefill: int, seconds: float) -> None:
         """A step of so many decoding rows and positions of prompts is over."""
         if n_prefill:
-            self._mixed += n_decode > 0
-            self._each.append(max(0.1 * seconds, seconds - (self._alone(n_decode) or 0.0)) / n_prefill)
+            self._n_mixed_steps += n_decode > 0
+            self._seconds_per_prefill_token.append(
+                max(0.1 * seconds, seconds - (self._decode_seconds(n_decode) or 0.0)) / n_prefill
+            )
         elif n_decode:
-            self._mixed = 0
-            self._decode.setdefault((n_decode - 1).bit_length(), deque(maxlen=KEPT)).append(seconds)
+            self._n_mixed_steps = 0
+            self._decode_samples.setdefault((n_decode - 1).bit_length(), deque(maxlen=MEDIAN_WINDOW)).append(
+                seconds
+            )
 
-    def prefill_budget(self, n_decode: int, most: int) -> int:
+    def max_prefill_tokens(self, n_decode: int, limit: int) -> int:
         """Positions of prompts that the next step may read in beside `n_decode` decoding rows, `most` at most."""
-        if not n_decode or self.stretch == math.inf:
-            return most
-        if self._mixed >= LOOK:
+        if not n_decode or self.max_decode_slowdown == math.inf:
+            return limit
+        if self._n_mixed_steps >= MAX_CONSECUTIVE_MIXED_STEPS:
             return 0
-        alone = self._alone(n_decode)
-        if alone is None or not self._each:
-            return min(most, FIRST)
-        spare = max(alone * (self.stretch - 1), (self.slo_tpot or 0.0) - alone)
-        return min(most, max(1, int(spare / median(self._each))))
+        alone = self._decode_seconds(n_decode)
+        if alone is None or not self._seconds_per_prefill_token:
+            return min(limit, INITIAL_PREFILL_TOKENS)
+        spare = max(alone * (self.max_decode_slowdown - 1), (self.slo_tpot or 0.0) - alone)
+        return min(limit, max(1, int(spare / median(self._seconds_per_prefill_token))))
 
-    def _alone(self, n_decode: int) -> float | None:
+    def _decode_seconds(self, n_decode: int) -> float | None:
         """Seconds of a step that decodes so many rows alone, by the nearest size that was seen."""
-        if not n_decode or not self._decode:
+        if not n_decode or not self._decode_samples:
             return None
         size = (n_decode - 1).bit_length()
-        return median(self._decode[min(self._decode, key=lambda known: abs(known - size))])
+        return median(self._decode_samples[min(self._decode_samples, key=lambda known: abs(known - size))])

@@ -21,9 +21,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from whorl.engine.cache.cache_manager import Cache
-from whorl.engine.scheduling.prefill_budget import Pace
-from whorl.engine.sequence import Sequence, Status
+from whorl.engine.cache.cache_manager import KVCacheManager
+from whorl.engine.scheduling.prefill_budget import PrefillBudget
+from whorl.engine.sequence import Sequence, SequenceStatus
 
 OUTPUT_WEIGHT = 2.0  # a token written costs so many tokens read (the paper's weights)
 
@@ -59,165 +59,171 @@ class Scheduler:
 
     def __init__(
         self,
-        cache: Cache,
-        max_sequences: int,
-        token_budget: int,
-        pace: Pace,
-        by_page: bool = False,
-        swap: Callable[[Sequence], None] | None = None,
-        restore: Callable[[Sequence], None] | None = None,
+        cache: KVCacheManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefill_budget: PrefillBudget,
+        page_aligned_prefill: bool = False,
+        swap_out: Callable[[Sequence], None] | None = None,
+        swap_in: Callable[[Sequence], None] | None = None,
     ) -> None:
-        self.cache, self.max_sequences, self.token_budget, self.pace = (
+        self.cache, self.max_num_seqs, self.max_num_batched_tokens, self.prefill_budget = (
             cache,
-            max_sequences,
-            token_budget,
-            pace,
+            max_num_seqs,
+            max_num_batched_tokens,
+            prefill_budget,
         )
-        self.by_page, self.swap, self.restore = by_page, swap, restore
+        self.page_aligned_prefill, self.swap_out, self.swap_in = page_aligned_prefill, swap_out, swap_in
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.served: dict[str, float] = defaultdict(float)  # of each active client
-        self.preemptions = 0
-        self._slots = list(range(max_sequences - 1, -1, -1))
+        self.virtual_counters: dict[str, float] = defaultdict(float)  # of each active client
+        self.n_preemptions = 0
+        self._slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         """One more that waits."""
         client = sequence.request.client
         active = {s.request.client for s in (*self.waiting, *self.running)}
         if client not in active:
-            self.served = defaultdict(float, {c: self.served[c] for c in active})
-            self.served[client] = min(self.served.values(), default=0.0)
+            self.virtual_counters = defaultdict(float, {c: self.virtual_counters[c] for c in active})
+            self.virtual_counters[client] = min(self.virtual_counters.values(), default=0.0)
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """One less, whatever it was doing; its pages and its slot are given back."""
-        if sequence.status is Status.RUNNING:
+        if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
-            self._leave(sequence)
+            self._free(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.swapped = None
-        sequence.status = Status.FINISHED
+        sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> Schedule:
         """The next step; empty when nothing waits or runs."""
         out = Schedule()
-        budget = self.token_budget
-        queue = sorted(self.running, key=self._rank)
+        budget = self.max_num_batched_tokens
+        queue = sorted(self.running, key=self._sort_key)
         self.running = list(queue)
         decoding = [s for s in queue if s.decoding]
         for sequence in decoding:
-            if sequence.status is not Status.RUNNING or budget < 1:
+            if sequence.status is not SequenceStatus.RUNNING or budget < 1:
                 continue
             n = min(1 + len(sequence.drafts), budget)
-            if not self._make_room(sequence, sequence.computed + n, out):
+            if not self._allocate_or_preempt(sequence, sequence.n_computed + n, out):
                 continue
             del sequence.drafts[n - 1 :]
             out.rows.append((sequence, n))
             budget -= n
         # Making room for a later one may have preempted an earlier entry of this step.
-        out.rows = [(s, n) for s, n in out.rows if s.status is Status.RUNNING]
+        out.rows = [(s, n) for s, n in out.rows if s.status is SequenceStatus.RUNNING]
         out.decode_tokens = out.tokens
-        budget = min(budget, self.pace.prefill_budget(len(out.rows), self.token_budget))
+        budget = min(
+            budget, self.prefill_budget.max_prefill_tokens(len(out.rows), self.max_num_batched_tokens)
+        )
         for sequence in queue:
-            if not sequence.decoding and sequence.status is Status.RUNNING:
-                budget -= self._read(sequence, budget, out)
-        self._admit(budget, out)
+            if not sequence.decoding and sequence.status is SequenceStatus.RUNNING:
+                budget -= self._schedule_prefill(sequence, budget, out)
+        self._schedule_waiting(budget, out)
         for sequence, n in out.rows:
-            self.served[sequence.request.client] += n * (OUTPUT_WEIGHT if sequence.n_output else 1.0)
+            self.virtual_counters[sequence.request.client] += n * (
+                OUTPUT_WEIGHT if sequence.n_output else 1.0
+            )
         return out
 
-    def _read(self, sequence: Sequence, budget: int, out: Schedule) -> int:
+    def _schedule_prefill(self, sequence: Sequence, budget: int, out: Schedule) -> int:
         """Gives `sequence` positions of what it has to read in: -> how many."""
-        n = min(sequence.to_read, budget)
-        if self.by_page:
-            piece = min(sequence.to_read, self.cache.page_size - sequence.computed % self.cache.page_size)
+        n = min(sequence.n_uncomputed, budget)
+        if self.page_aligned_prefill:
+            piece = min(
+                sequence.n_uncomputed, self.cache.page_size - sequence.n_computed % self.cache.page_size
+            )
             n = piece if piece <= max(n, 0) or not out.rows else 0
         if n < 1:
             return 0
-        if not self.cache.grow(sequence, sequence.computed + n):
-            room = self._room(sequence)
+        if not self.cache.allocate_slots(sequence, sequence.n_computed + n):
+            room = self._allocatable_positions(sequence)
             n = min(n, room)
-            if n < 1 or not self.cache.grow(sequence, sequence.computed + n):
+            if n < 1 or not self.cache.allocate_slots(sequence, sequence.n_computed + n):
                 if out.rows:
                     return 0  # others get on, and will give pages back
-                n = min(sequence.to_read, budget)
-                if not self._make_room(sequence, sequence.computed + n, out):
+                n = min(sequence.n_uncomputed, budget)
+                if not self._allocate_or_preempt(sequence, sequence.n_computed + n, out):
                     return 0
         out.rows.append((sequence, n))
         return n
 
-    def _room(self, sequence: Sequence) -> int:
+    def _allocatable_positions(self, sequence: Sequence) -> int:
         """Positions that `sequence` could enter with the pages that are free now."""
         held = min(len(pages) for pages in sequence.pages)
-        free = min(group.pool.available for group in self.cache.groups)
-        return (held + free) * self.cache.page_size - sequence.computed
+        free = min(group.pool.n_available for group in self.cache.groups)
+        return (held + free) * self.cache.page_size - sequence.n_computed
 
-    def _admit(self, budget: int, out: Schedule) -> None:
+    def _schedule_waiting(self, budget: int, out: Schedule) -> None:
         """Lets in those that wait, as far as the budget, the slots and the pages go."""
         if not self.waiting or budget < 1:
             return
-        for sequence in sorted(self.waiting, key=self._rank):
+        for sequence in sorted(self.waiting, key=self._sort_key):
             if budget < 1 or not self._slots:
                 return
             if sequence.swapped is not None:
-                if not self._return(sequence):
+                if not self._resume_swapped(sequence):
                     return
                 if sequence.decoding:  # it decodes from the next step on
                     continue
             else:
-                self.cache.admit(sequence)
-                n = min(sequence.to_read, budget)
-                stop = sequence.computed + n
+                self.cache.acquire_prefix(sequence)
+                n = min(sequence.n_uncomputed, budget)
+                stop = sequence.n_computed + n
                 # Besides its own, a page for each that runs: or whoever enters would drive out those who are further.
                 spare = len(self.running) if self.running else 0
-                lacking = self.cache.missing(sequence, stop)
+                lacking = self.cache.pages_needed(sequence, stop)
                 pools = [group.pool for group in self.cache.groups]
-                if any(k + spare > p.available for k, p in zip(lacking, pools, strict=True)):
+                if any(k + spare > p.n_available for k, p in zip(lacking, pools, strict=True)):
                     self.cache.release(sequence)
-                    sequence.computed = 0
+                    sequence.n_computed = 0
                     if not self.running and not out.rows:
                         raise RuntimeError(
                             f"request {sequence.request.id!r} does not fit into an empty cache"
                         )
                     return
-                self._enter(sequence)
-                if not sequence.preempted:
-                    sequence.cached = sequence.computed
-                    self.cache.found += sequence.computed
-                    self.cache.asked += sequence.n_prompt
-            budget -= self._read(sequence, budget, out)
+                self._start_running(sequence)
+                if not sequence.n_preemptions:
+                    sequence.cached_tokens = sequence.n_computed
+                    self.cache.hit_tokens += sequence.n_computed
+                    self.cache.queried_tokens += sequence.n_prompt
+            budget -= self._schedule_prefill(sequence, budget, out)
 
-    def _return(self, sequence: Sequence) -> bool:
+    def _resume_swapped(self, sequence: Sequence) -> bool:
         """Gives a swapped-out sequence pages and a slot again, and its contents back."""
-        assert self.restore is not None
+        assert self.swap_in is not None
         sequence.pages = [[] for _ in self.cache.groups]
-        need = -(-(sequence.computed + 1) // self.cache.page_size)
-        if any(need + len(self.running) > g.pool.available for g in self.cache.groups):
+        need = -(-(sequence.n_computed + 1) // self.cache.page_size)
+        if any(need + len(self.running) > g.pool.n_available for g in self.cache.groups):
             return False
-        self._enter(sequence)
-        self.cache.grow(sequence, sequence.computed + 1)
-        self.restore(sequence)
+        self._start_running(sequence)
+        self.cache.allocate_slots(sequence, sequence.n_computed + 1)
+        self.swap_in(sequence)
         # What had been left behind a window came back empty, and must not be taken for what it was.
-        self.cache.leave_behind(sequence)
+        self.cache.free_out_of_window(sequence)
         return True
 
-    def _enter(self, sequence: Sequence) -> None:
+    def _start_running(self, sequence: Sequence) -> None:
         sequence.slot = self._slots.pop()
-        sequence.status = Status.RUNNING
+        sequence.status = SequenceStatus.RUNNING
         self.waiting.remove(sequence)
         self.running.append(sequence)
-        self.cache.enter(sequence)
+        self.cache.bind(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         self.cache.release(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1
 
-    def _make_room(self, sequence: Sequence, stop: int, out: Schedule) -> bool:
+    def _allocate_or_preempt(self, sequence: Sequence, stop: int, out: Schedule) -> bool:
         """Pages for `sequence` up to `stop`, others being preempted if need be; False if it went itself."""
-        while not self.cache.grow(sequence, stop):
-            last = max(self.running, key=self._rank)
+        while not self.cache.allocate_slots(sequence, stop):
+            last = max(self.running, key=self._sort_key)
             self.preempt(last, out)
             if last is sequence:
                 return False
@@ -226,34 +232,38 @@ class Scheduler:
     def preempt(self, sequence: Sequence, out: Schedule | None = None) -> None:
         """Takes pages and slot from one that runs; it waits again."""
         self.running.remove(sequence)
-        if self.swap is not None and sequence.computed:
-            self.swap(sequence)
-        self._leave(sequence)
+        if self.swap_out is not None and sequence.n_computed:
+            self.swap_out(sequence)
+        self._free(sequence)
         if sequence.swapped is None:
-            sequence.computed = 0
+            sequence.n_computed = 0
         sequence.drafts.clear()
-        sequence.status = Status.WAITING
-        sequence.preempted += 1
-        self.preemptions += 1
+        sequence.status = SequenceStatus.WAITING
+        sequence.n_preemptions += 1
+        self.n_preemptions += 1
         self.waiting.append(sequence)
         if out is not None:
             out.preempted.append(sequence)
 
-    def _rank(self, sequence: Sequence) -> tuple[int, float, int]:
+    def _sort_key(self, sequence: Sequence) -> tuple[int, float, int]:
         r = sequence.request
         # Those who run keep their place among themselves: fairness decides who enters, not who is thrown out.
-        fair = 0.0 if sequence.status is Status.RUNNING or sequence.preempted else self.served[r.client]
-        return r.priority, fair, sequence.arrival
+        fair = (
+            0.0
+            if sequence.status is SequenceStatus.RUNNING or sequence.n_preemptions
+            else self.virtual_counters[r.client]
+        )
+        return r.priority, fair, sequence.arrival_index
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises RuntimeError when a sequence is in no queue or in two, or a slot is held twice or by nobody."""
         waiting, running = set(map(id, self.waiting)), set(map(id, self.running))
-        alive = [s for s in sequences if s.status is not Status.FINISHED]
+        alive = [s for s in sequences if s.status is not SequenceStatus.FINISHED]
         if waiting & running or len(waiting) != len(self.waiting) or len(running) != len(self.running):
             raise RuntimeError("a sequence is in two queues")
         if {id(s) for s in alive} != waiting | running:
             raise RuntimeError("a sequence that is not finished is in no queue, or one in a queue is unknown")
         slots = sorted([s.slot for s in self.running] + self._slots)
-        if slots != list(range(self.max_sequences)):
+        if slots != list(range(self.max_num_seqs)):
             raise RuntimeError(f"slots are lost or held twice: {slots}")
         self.cache.check_integrity(alive)

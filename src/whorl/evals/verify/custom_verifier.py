@@ -24,13 +24,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from whorl.evals.verify.task import Task, Verdict
-from whorl.sandbox.frames import receive, receive_before, send
+from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.sandbox.frames import receive, receive_with_deadline, send
 
-SECONDS = 10.0
+CALL_SECONDS = 10.0
 START_SECONDS = 120.0  # to import what the function needs
 _PR_SET_PDEATHSIG = 1
-_START = """
+_BOOTSTRAP = """
 import sys
 sys.path[:0] = sys.argv[2:]
 from whorl.evals.verify.custom import serve
@@ -39,7 +39,9 @@ serve(int(sys.argv[1]))
 
 
 def verify_custom(
-    calls: Sequence[tuple[str, Task, str]], seconds: float = SECONDS, start_seconds: float = START_SECONDS
+    calls: Sequence[tuple[str, VerifiableTask, str]],
+    seconds: float = CALL_SECONDS,
+    start_seconds: float = START_SECONDS,
 ) -> list[Verdict]:
     """Verdicts of functions.
 
@@ -53,10 +55,10 @@ def verify_custom(
     try:
         for path, task, completion in calls:
             if process is None:
-                process = _start()
-            verdict = _ask(process, {"load": path}, start_seconds)
+                process = _start_process()
+            verdict = _call_with_timeout(process, {"load": path}, start_seconds)
             if verdict is not None and verdict.passed:
-                verdict = _ask(
+                verdict = _call_with_timeout(
                     process, {"path": path, "task": asdict(task), "completion": completion}, seconds
                 )
             if verdict is None:
@@ -66,23 +68,23 @@ def verify_custom(
                     f"timeout: {path} took longer than {seconds:g} s, or ended its process",
                     failed=True,
                 )
-                _end(process)
+                _kill_process(process)
                 process = None
             verdicts.append(verdict)
     finally:
         if process is not None:
-            _end(process)
+            _kill_process(process)
     return verdicts
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start_process() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-c", _START, str(os.getpid()), *(p or "." for p in sys.path)],
+        [sys.executable, "-c", _BOOTSTRAP, str(os.getpid()), *(p or "." for p in sys.path)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0,
     )  # fmt: skip
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_process(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):
@@ -90,15 +92,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
 
 
-def _ask(process: subprocess.Popen[bytes], value: dict[str, Any], seconds: float) -> Verdict | None:
+def _call_with_timeout(
+    process: subprocess.Popen[bytes], value: dict[str, Any], seconds: float
+) -> Verdict | None:
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         send(process.stdin.fileno(), value)
-    said = receive_before(process.stdout.fileno(), time.monotonic() + seconds)
+    said = receive_with_deadline(process.stdout.fileno(), time.monotonic() + seconds)
     return None if said is None else Verdict(**said)
 
 
-def serve(parent: int) -> None:
+def run_verifier_process(parent: int) -> None:
     """What the process does until nobody asks any more, or the process `parent` is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -113,10 +117,10 @@ def serve(parent: int) -> None:
             return
         try:
             if "load" in asked:
-                function(asked["load"])
+                import_function(asked["load"])
                 verdict = Verdict(1.0, True)
             else:
-                verdict = _call(asked)
+                verdict = _run_verifier(asked)
             value = {
                 "reward": float(verdict.reward),
                 "passed": bool(verdict.passed),
@@ -133,7 +137,7 @@ def serve(parent: int) -> None:
         send(answers, value)
 
 
-def function(path: str) -> Any:
+def import_function(path: str) -> Any:
     """What a dotted path names. Raises ValueError, ImportError, AttributeError."""
     module, colon, name = path.partition(":")
     if not colon:
@@ -141,9 +145,11 @@ def function(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _call(asked: dict[str, Any]) -> Verdict:
+def _run_verifier(asked: dict[str, Any]) -> Verdict:
     task = asked["task"]
-    said = function(asked["path"])(Task(**{**task, "messages": tuple(task["messages"])}), asked["completion"])
+    said = import_function(asked["path"])(
+        VerifiableTask(**{**task, "messages": tuple(task["messages"])}), asked["completion"]
+    )
     if isinstance(said, Verdict):
         return said
     reward = float(said)

@@ -19,21 +19,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from whorl.errors import DataError
-from whorl.evals.verify.task import Task, Verdict
-from whorl.sandbox import Outcome, Printed, Program
+from whorl.evals.verify.task import Verdict, VerifiableTask
+from whorl.sandbox import ExampleOutput, Program, ProgramResult
 
 _FENCE = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class InSandbox:
+class SandboxVerifier:
     """A verifier that runs a program: what to run, and what to make of what came of it."""
 
-    build: Callable[[Task, str], Program]
-    judge: Callable[[Outcome, Task, str], Verdict]
+    build_program: Callable[[VerifiableTask, str], Program]
+    grade: Callable[[ProgramResult, VerifiableTask, str], Verdict]
 
 
-def source(task: Task, completion: str) -> str:
+def program_source(task: VerifiableTask, completion: str) -> str:
     """The program that a completion makes."""
     if task.prompt:
         return task.prompt + completion
@@ -41,7 +41,7 @@ def source(task: Task, completion: str) -> str:
     return fenced[-1] if fenced else completion
 
 
-def compiles(task: Task, completion: str) -> Verdict:
+def compiles(task: VerifiableTask, completion: str) -> Verdict:
     """The program parses as Python, and the compiler takes it (no `return` outside of a function).
 
     And what was written does something: in the function or class that the prompt ends in, if it ends in one, a value is
@@ -53,23 +53,23 @@ def compiles(task: Task, completion: str) -> Verdict:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a stranger's escapes and comparisons
-            whole = source(task, completion)
+            whole = program_source(task, completion)
             compile(whole, "completion", "exec", dont_inherit=True)
-            if not _does_something(task.prompt, ast.parse(whole)):
+            if not _has_effect(task.prompt, ast.parse(whole)):
                 return Verdict(0.0, False, "empty: nothing is done in what was begun")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return Verdict(0.0, False, f"syntax: {error}"[:200])
     return Verdict(1.0, True, "passed")
 
 
-_OPENS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_DOES = (
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_EFFECTS = (
     *(ast.Return, ast.Raise, ast.Assert, ast.Delete, ast.Import, ast.ImportFrom, ast.ClassDef),
     *(ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr, ast.Call, ast.Await, ast.Yield, ast.YieldFrom),
 )
 
 
-def _does_something(prompt: str, whole: ast.Module) -> bool:
+def _has_effect(prompt: str, whole: ast.Module) -> bool:
     """Whether anything is done in `whole` behind the end of `prompt`, in what that ends in."""
     end = prompt.count("\n") + 1, len(prompt.rpartition("\n")[2].encode())  # line, byte: as nodes have them
 
@@ -79,7 +79,7 @@ def _does_something(prompt: str, whole: ast.Module) -> bool:
             node = waiting.pop()
             if isinstance(node, ast.Raise) and "NotImplementedError" in ast.unparse(node):
                 continue
-            done = isinstance(node, _DOES) and not (isinstance(node, ast.Return) and node.value is None)
+            done = isinstance(node, _EFFECTS) and not (isinstance(node, ast.Return) and node.value is None)
             if done and before == ((node.end_lineno or 0, node.end_col_offset or 0) <= end):  # type: ignore[attr-defined]
                 return True
             waiting += ast.iter_child_nodes(node)
@@ -89,13 +89,13 @@ def _does_something(prompt: str, whole: ast.Module) -> bool:
     while begun := [s for s in place.body if (s.lineno, s.col_offset) < end]:
         inner = begun[-1]
         # A method that was whole in the prompt may be followed by another; at the top the last function is meant.
-        if not isinstance(inner, _OPENS) or (place is not whole and does(inner.body, before=True)):
+        if not isinstance(inner, _DEFINITIONS) or (place is not whole and does(inner.body, before=True)):
             break
         place = inner
     return does(place.body)
 
 
-def examples(task: Task, completion: str) -> list[doctest.Example]:
+def doctest_examples(task: VerifiableTask, completion: str) -> list[doctest.Example]:
     """The task's examples: of its answer, or of the docstrings of its prompt.
 
     Raises:
@@ -118,7 +118,7 @@ def examples(task: Task, completion: str) -> list[doctest.Example]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(source(task, completion))
+            tree = ast.parse(program_source(task, completion))
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
         return []  # the program will not run either
     for node in ast.walk(tree):
@@ -129,29 +129,30 @@ def examples(task: Task, completion: str) -> list[doctest.Example]:
     return found
 
 
-def _examples_program(task: Task, completion: str) -> Program:
+def _examples_program(task: VerifiableTask, completion: str) -> Program:
     return Program(
-        source(task, completion), examples=tuple(e.source for e in examples(task, completion)) or ("None",)
+        program_source(task, completion),
+        examples=tuple(e.source for e in doctest_examples(task, completion)) or ("None",),
     )
 
 
-def _examples_verdict(outcome: Outcome, task: Task, completion: str) -> Verdict:
+def _examples_verdict(outcome: ProgramResult, task: VerifiableTask, completion: str) -> Verdict:
     if not outcome.ok:
         return Verdict(0.0, False, outcome.reason)
-    wanted = examples(task, completion)
+    wanted = doctest_examples(task, completion)
     if not wanted:
         raise DataError(
             f"task {task.id!r} has no example", expected="an example in its answer or its prompt's docstrings"
         )
-    if len(wanted) != len(outcome.printed):
+    if len(wanted) != len(outcome.example_outputs):
         return Verdict(0.0, False, "failed: not all examples ran")
-    for want, printed in zip(wanted, outcome.printed, strict=True):
-        if not _as_wanted(want, printed):
+    for want, printed in zip(wanted, outcome.example_outputs, strict=True):
+        if not _output_matches(want, printed):
             return Verdict(0.0, False, f"failed: {want.source.strip()}"[:200])
     return Verdict(1.0, True, "passed")
 
 
-def _as_wanted(want: doctest.Example, printed: Printed) -> bool:
+def _output_matches(want: doctest.Example, printed: ExampleOutput) -> bool:
     """Whether an example printed, or raised, what it was to; by the rules and options of doctest."""
     flags = 0
     for flag, on in want.options.items():
@@ -162,23 +163,23 @@ def _as_wanted(want: doctest.Example, printed: Printed) -> bool:
     if want.exc_msg is None:
         return False
     if flags & doctest.IGNORE_EXCEPTION_DETAIL:
-        return _kind(want.exc_msg) == _kind(printed.exception)
+        return _exception_name(want.exc_msg) == _exception_name(printed.exception)
     return check(want.exc_msg, printed.exception + "\n", flags)
 
 
-def _kind(message: str) -> str:
+def _exception_name(message: str) -> str:
     return message.split(":")[0].strip().rpartition(".")[2]
 
 
-def _tests_program(task: Task, completion: str) -> Program:
+def _tests_program(task: VerifiableTask, completion: str) -> Program:
     if not task.answer.strip():
         raise DataError(f"task {task.id!r} has no tests", expected="their source in the task's answer")
-    return Program(source(task, completion), tests=task.answer)
+    return Program(program_source(task, completion), tests=task.answer)
 
 
-def _tests_verdict(outcome: Outcome, task: Task, completion: str) -> Verdict:
+def _tests_verdict(outcome: ProgramResult, task: VerifiableTask, completion: str) -> Verdict:
     return Verdict(float(outcome.ok), outcome.ok, outcome.reason)
 
 
-doctested = InSandbox(_examples_program, _examples_verdict)
-unittested = InSandbox(_tests_program, _tests_verdict)
+doctest_verifier = SandboxVerifier(_examples_program, _examples_verdict)
+unittest_verifier = SandboxVerifier(_tests_program, _tests_verdict)

@@ -26,27 +26,27 @@ from whorl.errors import ConfigError, DataError, one_of
 from whorl.evals.verify import program_verifiers as programs
 from whorl.evals.verify import text_verifiers as answers
 from whorl.evals.verify.custom_verifier import verify_custom
-from whorl.evals.verify.program_verifiers import InSandbox
-from whorl.evals.verify.task import Task, Verdict
+from whorl.evals.verify.program_verifiers import SandboxVerifier
+from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox import Program, Sandbox
 
-Verifier = Callable[[Task, str], Verdict] | InSandbox
+Verifier = Callable[[VerifiableTask, str], Verdict] | SandboxVerifier
 VERIFIERS: dict[str, Verifier] = {
     "exact": answers.exact,
     "numeric": answers.numeric,
-    "format": answers.form,
+    "format": answers.format_match,
     "compiles": programs.compiles,
-    "doctest": programs.doctested,
-    "unittest": programs.unittested,
+    "doctest": programs.doctest_verifier,
+    "unittest": programs.unittest_verifier,
 }
-_PART = re.compile(
+_VERIFIER_PATTERN = re.compile(
     r"(?:(?P<weight>\d+(?:\.\d*)?|\.\d+)\s*\*?\s+)?(?P<name>\w+(?::[\w.]+:\w+)?)(?:\((?P<answer>.*)\))?",
     re.DOTALL,
 )
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedVerifier:
     """One verifier of a task: weight, name, and what it compares with (None: the task's answer)."""
 
     weight: float
@@ -55,7 +55,7 @@ class Part:
 
 
 @cache
-def parts(verifier: str) -> tuple[Part, ...]:
+def parse_verifiers(verifier: str) -> tuple[WeightedVerifier, ...]:
     """The verifiers that a task's `verifier` names, with their weights.
 
     Raises:
@@ -63,7 +63,7 @@ def parts(verifier: str) -> tuple[Part, ...]:
     """
     found = []
     for text in re.split(r"\s\+\s(?![^()]*\))", verifier.strip()):
-        match = _PART.fullmatch(text.strip())
+        match = _VERIFIER_PATTERN.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
                 f"verifier {text!r} cannot be read", expected="0.1 format(<answer>) + 0.9 numeric, say"
@@ -74,12 +74,12 @@ def parts(verifier: str) -> tuple[Part, ...]:
                 f"no verifier is called {name!r}",
                 expected=one_of(name, [*VERIFIERS, "custom:module:function"]),
             )
-        found.append(Part(float(match["weight"] or 1.0), name, match["answer"]))
+        found.append(WeightedVerifier(float(match["weight"] or 1.0), name, match["answer"]))
     return tuple(found)
 
 
 def verify_all(
-    tasks: Sequence[Task], completions: Sequence[str], sandbox: Sandbox | None = None
+    tasks: Sequence[VerifiableTask], completions: Sequence[str], sandbox: Sandbox | None = None
 ) -> list[Verdict]:
     """A verdict for each completion of the task at its place.
 
@@ -94,44 +94,44 @@ def verify_all(
         raise DataError(
             f"{len(tasks)} tasks with {len(completions)} completions", expected="one completion for each task"
         )
-    jobs = [(at, part) for at, task in enumerate(tasks) for part in parts(task.verifier)]
+    jobs = [(at, part) for at, task in enumerate(tasks) for part in parse_verifiers(task.verifier)]
     for at, part in jobs:
-        if sandbox is None and isinstance(VERIFIERS.get(part.name), InSandbox):
+        if sandbox is None and isinstance(VERIFIERS.get(part.name), SandboxVerifier):
             raise ConfigError(
                 f"task {tasks[at].id!r}: {part.name} runs programs",
                 expected="a sandbox",
                 do="pass sandbox=Sandbox()",
             )
     verdicts: list[Verdict | None] = [None] * len(jobs)
-    to_run: list[tuple[int, InSandbox, Task, str, Program]] = []
-    to_call: list[tuple[int, tuple[str, Task, str]]] = []
+    to_run: list[tuple[int, SandboxVerifier, VerifiableTask, str, Program]] = []
+    to_call: list[tuple[int, tuple[str, VerifiableTask, str]]] = []
     for job, (at, part) in enumerate(jobs):
         task = tasks[at] if part.answer is None else replace(tasks[at], answer=part.answer)
         verifier, text = VERIFIERS.get(part.name), completions[at]
         if verifier is None:
             to_call.append((job, (part.name.removeprefix("custom:"), task, text)))
-        elif isinstance(verifier, InSandbox):
-            program = _program(verifier, task, text)
+        elif isinstance(verifier, SandboxVerifier):
+            program = _build_program(verifier, task, text)
             if isinstance(program, Verdict):
                 verdicts[job] = program
             else:
                 to_run.append((job, verifier, task, text, program))
         else:
-            verdicts[job] = _guarded(verifier, task, text)
+            verdicts[job] = _verify_safely(verifier, task, text)
     if to_run and sandbox is not None:
         outcomes = sandbox.run_all([program for *_, program in to_run])
         for (job, runs, task, text, _), outcome in zip(to_run, outcomes, strict=True):
-            verdicts[job] = _guarded(partial(runs.judge, outcome), task, text)
+            verdicts[job] = _verify_safely(partial(runs.grade, outcome), task, text)
     for (job, _), verdict in zip(to_call, verify_custom([call for _, call in to_call]), strict=True):
         verdicts[job] = verdict
-    by_task: list[list[tuple[Part, Verdict]]] = [[] for _ in tasks]
+    by_task: list[list[tuple[WeightedVerifier, Verdict]]] = [[] for _ in tasks]
     for (at, part), judged in zip(jobs, verdicts, strict=True):
         assert judged is not None
         by_task[at].append((part, judged))
-    return [_together(found) for found in by_task]
+    return [_combine(found) for found in by_task]
 
 
-def tally(verdicts: Sequence[Verdict]) -> dict[str, float]:
+def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     """Metrics of a batch: mean reward, share passed, and how often each kind of reason was given ("reason/timeout")."""
     n = max(len(verdicts), 1)
     kinds = Counter(v.reason.split(":")[0] or "passed" for v in verdicts)
@@ -139,26 +139,28 @@ def tally(verdicts: Sequence[Verdict]) -> dict[str, float]:
     return shares | {f"reason/{kind}": float(count) for kind, count in sorted(kinds.items())}
 
 
-def _program(verifier: InSandbox, task: Task, text: str) -> Program | Verdict:
+def _build_program(verifier: SandboxVerifier, task: VerifiableTask, text: str) -> Program | Verdict:
     try:
-        return verifier.build(task, text)
+        return verifier.build_program(task, text)
     except Exception as error:
-        return _raised(error)
+        return _error_verdict(error)
 
 
-def _guarded(verifier: Callable[[Task, str], Verdict], task: Task, text: str) -> Verdict:
+def _verify_safely(
+    verifier: Callable[[VerifiableTask, str], Verdict], task: VerifiableTask, text: str
+) -> Verdict:
     try:
         return verifier(task, text)
     except Exception as error:  # one broken task does not end a training
-        return _raised(error)
+        return _error_verdict(error)
 
 
-def _raised(error: Exception) -> Verdict:
+def _error_verdict(error: Exception) -> Verdict:
     return Verdict(0.0, False, f"raised: {type(error).__name__}: {error}".splitlines()[0][:300], failed=True)
 
 
-def _together(found: Sequence[tuple[Part, Verdict]]) -> Verdict:
-    found = [(part, _finite(verdict)) for part, verdict in found]
+def _combine(found: Sequence[tuple[WeightedVerifier, Verdict]]) -> Verdict:
+    found = [(part, _finite_verdict(verdict)) for part, verdict in found]
     if len(found) == 1:
         part, verdict = found[0]
         return replace(verdict, reward=part.weight * verdict.reward)
@@ -168,7 +170,7 @@ def _together(found: Sequence[tuple[Part, Verdict]]) -> Verdict:
     return Verdict(reward, not wrong, wrong[0] if wrong else "passed", found[0][1].failed)
 
 
-def _finite(verdict: Verdict) -> Verdict:
+def _finite_verdict(verdict: Verdict) -> Verdict:
     if math.isfinite(verdict.reward):
         return verdict
     return Verdict(0.0, False, f"raised: a reward of {verdict.reward}", failed=True)

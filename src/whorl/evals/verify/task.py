@@ -10,7 +10,7 @@ from whorl.errors import DataError
 
 
 @dataclass(frozen=True)
-class Task:
+class VerifiableTask:
     """Something to be answered, and how the answer is judged.
 
     Attributes:

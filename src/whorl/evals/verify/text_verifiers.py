@@ -20,7 +20,7 @@ from fractions import Fraction
 import regex
 
 from whorl.errors import DataError
-from whorl.evals.verify.task import Task, Verdict
+from whorl.evals.verify.task import Verdict, VerifiableTask
 
 PATTERN_SECONDS = 1.0
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,400})(?:\.\d{1,400})?|\.\d{1,400}"
@@ -32,7 +32,7 @@ _FRAC = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def said(text: str) -> str:
+def extract_answer(text: str) -> str:
     """The part of a completion that is its answer; see the top of this file."""
     tagged: list[str] = _ANSWER.findall(text)
     return (tagged[-1] if tagged else text.rpartition("####")[2]).strip()
@@ -56,27 +56,27 @@ def last_number(text: str) -> Fraction | None:
     return -value if found["sign"] in ("-", "\u2212") else value
 
 
-def exact(task: Task, completion: str) -> Verdict:
+def exact(task: VerifiableTask, completion: str) -> Verdict:
     """The answer is the expected text, but for white space around it."""
-    return _verdict(said(completion) == said(task.answer), "another answer")
+    return _verdict(extract_answer(completion) == extract_answer(task.answer), "another answer")
 
 
-def numeric(task: Task, completion: str) -> Verdict:
+def numeric(task: VerifiableTask, completion: str) -> Verdict:
     """The last number of the answer equals the last number of what is expected.
 
     Raises:
         DataError: what is expected has no number.
     """
-    expected = last_number(said(task.answer))
+    expected = last_number(extract_answer(task.answer))
     if expected is None:
         raise DataError(
             f"task {task.id!r}: answer {task.answer!r} has no number", expected="a number to compare with"
         )
-    got = last_number(said(completion))
+    got = last_number(extract_answer(completion))
     return _verdict(got == expected, "another number" if got is not None else "no number")
 
 
-def form(task: Task, completion: str) -> Verdict:
+def format_match(task: VerifiableTask, completion: str) -> Verdict:
     """The completion has a form: `task.answer` is a pattern for all of it, or tags ("<think><answer>").
 
     Tags are to stand in this order, each opened and closed once, none empty, with nothing but white space around them.

@@ -10,7 +10,7 @@ says how a tensor of theirs becomes one of ours, `weights.py` moves them, `famil
 `convert.py` puts them together for language models, `vision.py` for ViT and CLIP (`vit.py`, `clip.py`).
 """
 
-from whorl.models.exchange.convert import FAMILIES, export_model, fitting_family, import_model, read_config
+from whorl.models.exchange.convert import FAMILIES, export_model, find_family, import_model, read_config
 from whorl.models.exchange.families.vision import (
     VISION_FAMILIES,
     export_vision,
@@ -25,7 +25,7 @@ __all__ = [
     "Shards",
     "export_model",
     "export_vision",
-    "fitting_family",
+    "find_family",
     "import_model",
     "import_vision",
     "read_config",

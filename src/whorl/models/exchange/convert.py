@@ -26,49 +26,54 @@ from whorl.models.exchange.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from whorl.models.exchange.families.gemma import GEMMA2, GEMMA3
 from whorl.models.exchange.families.gpt2 import GPT2
 from whorl.models.exchange.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
-from whorl.models.exchange.family import NOT_POSSIBLE, Family, differences, not_possible
-from whorl.models.exchange.fields import Fields, impossible, model_type
-from whorl.models.exchange.rules import Rule, same
+from whorl.models.exchange.family import (
+    UNSUPPORTED_PREFIX,
+    ModelFamily,
+    config_differences,
+    unsupported_by_family,
+)
+from whorl.models.exchange.fields import ConfigReader, invalid_config_error, model_type
+from whorl.models.exchange.rules import ConversionRule, unchanged
 from whorl.models.exchange.safetensors_io import SHARD_BYTES, Shards, read_json
 from whorl.models.exchange.weights import (
     Shape,
-    matrices,
-    pull,
-    refuse,
-    types_of,
-    unread,
-    wanted,
+    expected_shapes,
+    export_dtypes,
+    load_tensors,
+    matmul_weights,
+    reject_unexpected,
+    unmatched_tensors,
     write_folder,
 )
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import TransformerConfig
 
-TEXT_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+SPECIAL_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def _read_own(fields: Fields) -> TransformerConfig:
+def _read_whorl(fields: ConfigReader) -> TransformerConfig:
     return TransformerConfig.model_validate(fields.get("transformer", dict))
 
 
-def _own_rules(config: TransformerConfig) -> list[Rule]:
-    return [same(name, name) for name in _without_memory(config, torch.float32).state_dict()]
+def _whorl_rules(config: TransformerConfig) -> list[ConversionRule]:
+    return [unchanged(name, name) for name in _meta_model(config, torch.float32).state_dict()]
 
 
 # Our own shape of the same files: every `Transformer` can be written so, whatever its mixers.
-OWN = Family(
+WHORL_FAMILY = ModelFamily(
     "whorl",
     "Transformer",
-    _read_own,
+    _read_whorl,
     lambda config: {"transformer": config.model_dump(mode="json")},
-    _own_rules,
+    _whorl_rules,
     prefix="",
     head="head",
     embedding="embedding",
 )
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ModelFamily] = {
     family.model_type: family
     for family in (
-        GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK, OWN,
+        GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK, WHORL_FAMILY,
     )
 }  # fmt: skip
 
@@ -83,12 +88,12 @@ def read_config(data: dict[str, Any], where: str, ignore: Collection[str] = ()) 
         ConfigError: a field that is missing, wrong, or would change the result and is not supported.
     """
     family = FAMILIES[model_type(data, where, FAMILIES)]
-    fields = Fields(data, where)
+    fields = ConfigReader(data, where)
     try:
         config = family.read(fields)
     except ValidationError as error:
-        raise impossible(error, where, family.model_type) from error
-    fields.finish(ignore)
+        raise invalid_config_error(error, where, family.model_type) from error
+    fields.reject_unread(ignore)
     return config
 
 
@@ -116,16 +121,16 @@ def import_model(
     config = read_config(data, str(where), ignore)
     family = FAMILIES[data["model_type"]]
     try:
-        model = _without_memory(config, dtype)
+        model = _meta_model(config, dtype)
     except ConfigError as error:  # a part of the network finds its numbers impossible
         raise ConfigError(f"{where}: {error.what}", expected=error.expected) from error
     shards = Shards(folder)
     own = model.state_dict()
     rules = family.rules(config)
-    names = _named(shards, family)
-    _check(shards, names, wanted(rules, own), family, config)
-    low = set() if to_train else matrices(model) | {"embedding", "positions", "head"}
-    state = pull(shards, names, rules, own, low, dtype, device)
+    names = _file_names(shards, family)
+    _check(shards, names, expected_shapes(rules, own), family, config)
+    low = set() if to_train else matmul_weights(model) | {"embedding", "positions", "head"}
+    state = load_tensors(shards, names, rules, own, low, dtype, device)
     if any(name not in own for name, _ in model.named_buffers()):
         model = Transformer(config, dtype=dtype)  # buffers that are not stored must be made
     model.load_state_dict(state, assign=True)
@@ -153,21 +158,21 @@ def export_model(
         ConfigError: the family cannot express this model (the field is named), or `folder` is not empty.
     """
     chosen = FAMILIES[model_type({"model_type": family}, "export_model", FAMILIES)]
-    fields = _fields_of(model.config, chosen)
+    fields = _config_fields(model.config, chosen)
     rules, own = chosen.rules(model.config), model.state_dict()
-    if left := set(own) - {name for rule in rules for name in rule.ours}:
-        raise not_possible(f"it has the tensor {sorted(left)[0]!r}", f"the tensors of {family}")
-    types = types_of(own, dtype)
+    if left := set(own) - {name for rule in rules for name in rule.names}:
+        raise unsupported_by_family(f"it has the tensor {sorted(left)[0]!r}", f"the tensors of {family}")
+    types = export_dtypes(own, dtype)
     fields["dtype"] = str(types["embedding"]).removeprefix("torch.")
     for name in ("generation_config.json", "config.json") if source is not None else ():
         assert source is not None
         if (source / name).is_file():
             given = read_json(source / name)
-            fields |= {field: given[field] for field in TEXT_IDS if field in given}
+            fields |= {field: given[field] for field in SPECIAL_ID_FIELDS if field in given}
     write_folder(folder, fields, rules, own, types, source=source, shard_bytes=shard_bytes)
 
 
-def fitting_family(config: TransformerConfig) -> str:
+def find_family(config: TransformerConfig) -> str:
     """The first family that can express a model, our own left out.
 
     Raises:
@@ -175,12 +180,12 @@ def fitting_family(config: TransformerConfig) -> str:
     """
     reasons = []
     for name, family in FAMILIES.items():
-        if family is not OWN:
+        if family is not WHORL_FAMILY:
             try:
-                _fields_of(config, family)
+                _config_fields(config, family)
                 return name
             except ConfigError as error:
-                reasons.append(f"{name}: {error.what.removeprefix(NOT_POSSIBLE)}")
+                reasons.append(f"{name}: {error.what.removeprefix(UNSUPPORTED_PREFIX)}")
     raise ConfigError(
         "no family of others can express this model\n    " + "\n    ".join(reasons),
         expected="a shape that one of them has",
@@ -188,7 +193,7 @@ def fitting_family(config: TransformerConfig) -> str:
     )
 
 
-def _fields_of(config: TransformerConfig, family: Family) -> dict[str, Any]:
+def _config_fields(config: TransformerConfig, family: ModelFamily) -> dict[str, Any]:
     """What its config.json says; raises ConfigError where the family has no word for something."""
     fields = {
         "architectures": [family.architecture],
@@ -196,17 +201,17 @@ def _fields_of(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **family.write(config),
     }
     back = read_config(fields, f"the {family.model_type} written of this model")
-    if found := differences(config, back):
-        raise not_possible(found[0], f"what {family.model_type} can say")
+    if found := config_differences(config, back):
+        raise unsupported_by_family(found[0], f"what {family.model_type} can say")
     return fields
 
 
-def _without_memory(config: TransformerConfig, dtype: torch.dtype) -> Transformer:
+def _meta_model(config: TransformerConfig, dtype: torch.dtype) -> Transformer:
     with torch.device("meta"):
         return Transformer(config, dtype=dtype)
 
 
-def _named(shards: Shards, family: Family) -> dict[str, str]:
+def _file_names(shards: Shards, family: ModelFamily) -> dict[str, str]:
     """Name in the family's table -> name in the file. Some files leave the prefix out."""
     found = shards.names()
     bare = not any(name.startswith(family.prefix) for name in found)
@@ -217,11 +222,13 @@ def _check(
     shards: Shards,
     names: dict[str, str],
     shapes: dict[str, Shape],
-    family: Family,
+    family: ModelFamily,
     config: TransformerConfig,
 ) -> None:
     """Raises CheckpointError unless the files hold just the wanted tensors."""
-    extra = [n for n in unread(shards, names, shapes) if not re.fullmatch(family.no_weights, n)]
+    extra = [
+        n for n in unmatched_tensors(shards, names, shapes) if not re.fullmatch(family.ignored_tensors, n)
+    ]
     further = [
         n for n in extra if (layer := re.match(r".*?layers\.(\d+)\.", n)) and int(layer[1]) >= config.n_layers
     ]
@@ -240,4 +247,4 @@ def _check(
                 do="set tie_word_embeddings to false if the head is a matrix of its own",
             )
         extra.remove(family.head)
-    refuse(shards, names, extra, family.model_type, len(shapes))
+    reject_unexpected(shards, names, extra, family.model_type, len(shapes))

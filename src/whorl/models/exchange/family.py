@@ -15,14 +15,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from whorl.errors import ConfigError
-from whorl.models.exchange.fields import Fields, read_rope, write_rope
-from whorl.models.exchange.rules import Rule, behind, same
-from whorl.models.transformer_config import Heads, Rope, TransformerConfig
+from whorl.models.exchange.fields import ConfigReader, read_rope, write_rope
+from whorl.models.exchange.rules import ConversionRule, concatenated, unchanged
+from whorl.models.transformer_config import AttentionConfig, Rope, TransformerConfig
 from whorl.nn.mlp import GATED, Activation
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """One family of models.
 
     model_type, architecture: what their `config.json` calls it; prefix: of the names of all tensors but the head (some files
@@ -31,23 +31,23 @@ class Family:
 
     model_type: str
     architecture: str
-    read: Callable[[Fields], TransformerConfig]
+    read: Callable[[ConfigReader], TransformerConfig]
     write: Callable[[TransformerConfig], dict[str, Any]]
-    rules: Callable[[TransformerConfig], list[Rule]]
+    rules: Callable[[TransformerConfig], list[ConversionRule]]
     prefix: str = "model."
     head: str = "lm_head.weight"
     embedding: str = "model.embed_tokens.weight"
-    no_weights: str = r".*\.rotary_emb\.inv_freq"
+    ignored_tensors: str = r".*\.rotary_emb\.inv_freq"
 
 
-def differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
+def config_differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
     """Where two configurations mean different networks, as "field is x, not y".
 
     Names of mixers do not matter, and the width of perceptrons does not where all layers have experts in their place.
     """
     found = []
     for n, (x, y) in enumerate(zip(a.layer_mixers(), b.layer_mixers(), strict=False)):
-        found += [f"mixer of layer {n}: {d}" for d in _unequal(_spelt_out(x), _spelt_out(y))]
+        found += [f"mixer of layer {n}: {d}" for d in _dict_differences(_canonical(x), _canonical(y))]
     out: Any = {
         "mixers": True,
         "pattern": True,
@@ -55,14 +55,14 @@ def differences(a: TransformerConfig, b: TransformerConfig) -> list[str]:
     }  # of training alone
     if all(c.has_experts(n) for c in (a, b) for n in range(c.n_layers)):
         out["mlp_hidden"] = True
-    return _unequal(a.model_dump(exclude=out), b.model_dump(exclude=out)) + found
+    return _dict_differences(a.model_dump(exclude=out), b.model_dump(exclude=out)) + found
 
 
-def _spelt_out(mixer: Any) -> dict[str, Any]:
+def _canonical(mixer: Any) -> dict[str, Any]:
     """A mixer's fields: bounds that a scaling leaves to its kind filled in, a share that is the whole left out."""
     fields: dict[str, Any] = mixer.model_dump()
     rope = getattr(mixer, "rope", None)
-    if isinstance(mixer, Heads) and rope is not None and rope.rotary_dim == mixer.head_dim:
+    if isinstance(mixer, AttentionConfig) and rope is not None and rope.rotary_dim == mixer.head_dim:
         fields["rope"]["rotary_dim"] = None
     if rope is not None and rope.scaling is not None and rope.scaling.kind in ("yarn", "llama3"):
         low, high = rope.scaling.ramp
@@ -70,12 +70,12 @@ def _spelt_out(mixer: Any) -> dict[str, Any]:
     return fields
 
 
-def _unequal(a: dict[str, Any], b: dict[str, Any], path: str = "") -> list[str]:
+def _dict_differences(a: dict[str, Any], b: dict[str, Any], path: str = "") -> list[str]:
     found = []
     for key in sorted(a.keys() | b.keys()):
         x, y = a.get(key), b.get(key)
         if isinstance(x, dict) and isinstance(y, dict):
-            found += _unequal(x, y, f"{path}{key}.")
+            found += _dict_differences(x, y, f"{path}{key}.")
         elif x != y:
             found.append(f"{path}{key} is {x!r}, not {y!r}")
     return found
@@ -89,7 +89,7 @@ def shortest_pattern(names: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def heads_of(config: TransformerConfig) -> list[Heads]:
+def require_attention(config: TransformerConfig) -> list[AttentionConfig]:
     """The mixers of all layers, which must be attention with heads.
 
     Raises:
@@ -97,27 +97,27 @@ def heads_of(config: TransformerConfig) -> list[Heads]:
     """
     heads = []
     for n, mixer in enumerate(config.layer_mixers()):
-        if not isinstance(mixer, Heads):
-            raise not_possible(f"the mixer of layer {n} is {mixer.kind!r}", "'heads'")
+        if not isinstance(mixer, AttentionConfig):
+            raise unsupported_by_family(f"the mixer of layer {n} is {mixer.kind!r}", "'heads'")
         heads.append(mixer)
     return heads
 
 
-NOT_POSSIBLE = "this model cannot be written as that family: "
+UNSUPPORTED_PREFIX = "this model cannot be written as that family: "
 
 
-def not_possible(what: str, expected: str) -> ConfigError:
+def unsupported_by_family(what: str, expected: str) -> ConfigError:
     """The error of a model that a family cannot express."""
     return ConfigError(
-        NOT_POSSIBLE + what,
+        UNSUPPORTED_PREFIX + what,
         expected=expected,
         do="export it as 'whorl', which every model can be written as",
     )
 
 
-def read_heads(
-    fields: Fields, *, kv_heads: int | None, head_dim: int | None, base: float, **others: Any
-) -> Heads:
+def read_attention(
+    fields: ConfigReader, *, kv_heads: int | None, head_dim: int | None, base: float, **others: Any
+) -> AttentionConfig:
     """The attention of a Llama-like file. kv_heads, head_dim, base: what an absent field means (None: from others).
 
     Raises:
@@ -131,18 +131,18 @@ def read_heads(
         dim = width // fields.divides("num_attention_heads", n_heads, "hidden_size", width)
     if dim % 2:
         given = fields.data.get("head_dim") is not None
-        raise fields.wrong("head_dim" if given else "hidden_size", f"heads of an even width, not {dim}")
+        raise fields.error("head_dim" if given else "hidden_size", f"heads of an even width, not {dim}")
     base, scaling, share, _ = read_rope(fields, base)
     if share != 1.0:
-        raise fields.wrong("partial_rotary_factor", "1.0", share)
+        raise fields.error("partial_rotary_factor", "1.0", share)
     rope = Rope(base=base, scaling=scaling)
     n_kv_heads = fields.get("num_key_value_heads", int, kv_heads or n_heads, above=0)
     fields.divides("num_key_value_heads", n_kv_heads, "num_attention_heads", n_heads)
-    return Heads(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=dim, rope=rope, **others)
+    return AttentionConfig(n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=dim, rope=rope, **others)
 
 
 def read_shape(
-    fields: Fields,
+    fields: ConfigReader,
     *,
     act: dict[str, Activation],
     eps: float = 1e-6,
@@ -164,7 +164,7 @@ def read_shape(
     }
 
 
-def layered(full: Heads, sliding: Heads, slides: Sequence[bool]) -> dict[str, Any]:
+def sliding_mixers(full: AttentionConfig, sliding: AttentionConfig, slides: Sequence[bool]) -> dict[str, Any]:
     """`mixers` and `pattern` of layers of which some slide."""
     names = ["sliding" if s else "full" for s in slides]
     mixers = {"full": full, "sliding": sliding}
@@ -177,11 +177,13 @@ def write_shape(config: TransformerConfig) -> dict[str, Any]:
     Raises:
         ConfigError: positions are not rotary, or some features do not turn.
     """
-    first = heads_of(config)[0]
+    first = require_attention(config)[0]
     if first.rope is None:
-        raise not_possible("the mixer of layer 0 has no rope", "rotary positions")
+        raise unsupported_by_family("the mixer of layer 0 has no rope", "rotary positions")
     if first.rope.rotary_dim not in (None, first.head_dim):
-        raise not_possible(f"rope.rotary_dim of layer 0 is {first.rope.rotary_dim}", "all of head_dim")
+        raise unsupported_by_family(
+            f"rope.rotary_dim of layer 0 is {first.rope.rotary_dim}", "all of head_dim"
+        )
     return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.d_model,
@@ -199,49 +201,56 @@ def write_shape(config: TransformerConfig) -> dict[str, Any]:
 
 def write_windows(config: TransformerConfig) -> dict[str, Any]:
     """`sliding_window` and `layer_types`."""
-    windows = [h.window for h in heads_of(config)]
+    windows = [h.window for h in require_attention(config)]
     return {
         "sliding_window": next((w for w in windows if w is not None), None),
         "layer_types": ["full_attention" if w is None else "sliding_attention" for w in windows],
     }
 
 
-def outer_rules(config: TransformerConfig) -> list[Rule]:
+def embedding_and_head_rules(config: TransformerConfig) -> list[ConversionRule]:
     """Embedding, final norm and head, by Llama's names."""
-    rules = [same("model.embed_tokens.weight", "embedding"), same("model.norm.weight", "final_norm.weight")]
-    return rules if config.tie_embeddings else [*rules, same("lm_head.weight", "head")]
+    rules = [
+        unchanged("model.embed_tokens.weight", "embedding"),
+        unchanged("model.norm.weight", "final_norm.weight"),
+    ]
+    return rules if config.tie_embeddings else [*rules, unchanged("lm_head.weight", "head")]
 
 
-def attention_rules(theirs: str, ours: str, heads: Heads) -> list[Rule]:
+def attention_rules(hf_prefix: str, prefix: str, heads: AttentionConfig) -> list[ConversionRule]:
     """Queries, keys, values and output of one layer; both prefixes end in a dot."""
     parts = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out"}
-    rules = [same(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in parts.items()]
+    rules = [unchanged(f"{hf_prefix}{a}.weight", f"{prefix}{b}.weight") for a, b in parts.items()]
     for a, b in parts.items():
         if heads.out_bias if b == "out" else heads.bias:
-            rules.append(same(f"{theirs}{a}.bias", f"{ours}{b}.bias"))
+            rules.append(unchanged(f"{hf_prefix}{a}.bias", f"{prefix}{b}.bias"))
     if heads.qk_norm:
-        rules += [same(f"{theirs}{n}.weight", f"{ours}{n}.weight") for n in ("q_norm", "k_norm")]
+        rules += [unchanged(f"{hf_prefix}{n}.weight", f"{prefix}{n}.weight") for n in ("q_norm", "k_norm")]
     return rules
 
 
-def mlp_rules(theirs: str, ours: str, config: TransformerConfig, bias: bool | None = None) -> list[Rule]:
+def mlp_rules(
+    hf_prefix: str, prefix: str, config: TransformerConfig, bias: bool | None = None
+) -> list[ConversionRule]:
     """A gated perceptron: gate and up behind each other in ours; both prefixes end in a dot.
 
     Raises:
         ConfigError: the perceptron has no gate.
     """
     if config.mlp not in GATED:
-        raise not_possible(f"mlp is {config.mlp!r}", " or ".join(GATED))
+        raise unsupported_by_family(f"mlp is {config.mlp!r}", " or ".join(GATED))
     rules = []
     for kind in ["weight", "bias"] if (config.mlp_bias if bias is None else bias) else ["weight"]:
-        rules.append(behind((f"{theirs}gate_proj.{kind}", f"{theirs}up_proj.{kind}"), f"{ours}up.{kind}"))
-        rules.append(same(f"{theirs}down_proj.{kind}", f"{ours}down.{kind}"))
+        rules.append(
+            concatenated((f"{hf_prefix}gate_proj.{kind}", f"{hf_prefix}up_proj.{kind}"), f"{prefix}up.{kind}")
+        )
+        rules.append(unchanged(f"{hf_prefix}down_proj.{kind}", f"{prefix}down.{kind}"))
     return rules
 
 
-def prenorm_rules(theirs: str, ours: str) -> list[Rule]:
+def prenorm_rules(hf_prefix: str, prefix: str) -> list[ConversionRule]:
     """Llama's two norms of one layer; both prefixes end in a dot."""
     return [
-        same(f"{theirs}input_layernorm.weight", f"{ours}mixer_norm.weight"),
-        same(f"{theirs}post_attention_layernorm.weight", f"{ours}mlp_norm.weight"),
+        unchanged(f"{hf_prefix}input_layernorm.weight", f"{prefix}mixer_norm.weight"),
+        unchanged(f"{hf_prefix}post_attention_layernorm.weight", f"{prefix}mlp_norm.weight"),
     ]

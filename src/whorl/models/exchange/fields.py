@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from whorl.errors import ConfigError, one_of
-from whorl.nn.positions.rotary import Scaling
+from whorl.nn.positions.rotary import RopeScaling
 
 T = TypeVar("T")
 
 # Fields that do not change what the network computes: other programs' bookkeeping, training only, or about text.
-HARMLESS = frozenset(
+IGNORED_FIELDS = frozenset(
     [
         *(
             "_name_or_path",
@@ -67,7 +67,7 @@ HARMLESS = frozenset(
 )
 
 
-class Fields:
+class ConfigReader:
     """A configuration of others, read field by field.
 
     Args:
@@ -75,7 +75,7 @@ class Fields:
     """
 
     def __init__(self, data: dict[str, Any], where: str) -> None:
-        self.data, self.where = data, where
+        self.data, self.source = data, where
         self._read: set[str] = {"model_type"}
 
     def get(
@@ -95,7 +95,7 @@ class Fields:
         if value is not None:
             return value
         if default is None:
-            raise self.wrong(name, self._name(kind))
+            raise self.error(name, self._name(kind))
         return default
 
     def optional(
@@ -111,11 +111,11 @@ class Fields:
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise self.wrong(name, self._name(kind))
+            raise self.error(name, self._name(kind))
         if isinstance(value, float) and not math.isfinite(value):
-            raise self.wrong(name, "a finite number")
+            raise self.error(name, "a finite number")
         if above is not None and isinstance(value, int | float) and not value > above:
-            raise self.wrong(name, f"{self._name(kind)} above {above:g}")
+            raise self.error(name, f"{self._name(kind)} above {above:g}")
         return value
 
     def divides(self, name: str, value: int, of: str, whole: int) -> int:
@@ -126,42 +126,42 @@ class Fields:
         """
         if whole % value:
             meant = "" if self.data.get(name) is not None else f"; absent, it means {value}"
-            raise self.wrong(name, f"a divisor of {of} ({whole}){meant}")
+            raise self.error(name, f"a divisor of {of} ({whole}){meant}")
         return value
 
-    def choose(self, name: str, ways: dict[str, T], default: str | None = None) -> T:
+    def choose(self, name: str, options: dict[str, T], default: str | None = None) -> T:
         """What a field's value stands for.
 
         Raises:
             ConfigError: a value that is not among `ways`.
         """
         value = self.get(name, str, default)
-        if value not in ways:
-            raise self.wrong(name, one_of(value, list(ways)))
-        return ways[value]
+        if value not in options:
+            raise self.error(name, one_of(value, list(options)))
+        return options[value]
 
     def must_be(self, name: str, *allowed: Any) -> None:
         """Refuses a field that has any value but these (absent is fine)."""
         self._read.add(name)
         value = self.data.get(name)
         if value is not None and value not in allowed:
-            raise self.wrong(name, " or ".join(repr(a) for a in allowed) or "no such field")
+            raise self.error(name, " or ".join(repr(a) for a in allowed) or "no such field")
 
-    def skip(self, *names: str) -> None:
+    def mark_read(self, *names: str) -> None:
         """Fields that say nothing new in this family."""
         self._read.update(names)
 
-    def finish(self, ignore: Collection[str] | None = ()) -> None:
+    def reject_unread(self, ignore: Collection[str] | None = ()) -> None:
         """Refuses what nobody has asked for. ignore: what the caller vouches for; None where nobody can.
 
         Raises:
             ConfigError: such a field is there, and not empty.
         """
-        for name in sorted(set(self.data) - self._read - HARMLESS - set(ignore or ())):
+        for name in sorted(set(self.data) - self._read - IGNORED_FIELDS - set(ignore or ())):
             if self.data[name] in (None, False, [], {}, ""):
                 continue
             raise ConfigError(
-                f"{self.where}: field {name!r} is {self.data[name]!r}, which this exchange does not know",
+                f"{self.source}: field {name!r} is {self.data[name]!r}, which this exchange does not know",
                 expected="fields that it reads, or that make no difference",
                 do=""
                 if ignore is None
@@ -169,11 +169,11 @@ class Fields:
                 f"or --ignore {name} to `whorl import`",
             )
 
-    def wrong(self, name: str, expected: str, found_within: Any = None) -> ConfigError:
+    def error(self, name: str, expected: str, found_within: Any = None) -> ConfigError:
         """The error about a field. found_within: its value, where it stands in an object of this one."""
         value = self.data.get(name, found_within)
         found = f"is {value!r}" if value is not None else "is missing"
-        return ConfigError(f"{self.where}: field {name!r} {found}", expected=expected)
+        return ConfigError(f"{self.source}: field {name!r} {found}", expected=expected)
 
     @staticmethod
     def _name(kind: type | tuple[type, ...]) -> str:
@@ -198,7 +198,9 @@ def model_type(data: dict[str, Any], where: str, known: Collection[str]) -> str:
     )
 
 
-def read_rope(fields: Fields, default_base: float) -> tuple[float, Scaling | None, float, dict[str, Any]]:
+def read_rope(
+    fields: ConfigReader, default_base: float
+) -> tuple[float, RopeScaling | None, float, dict[str, Any]]:
     """Base, scaling, share of the features that turn, and the parameters themselves, from either way to write them.
 
     Today's files have `rope_parameters` {rope_type, rope_theta, ...}; older ones `rope_theta` and `rope_scaling` {type or
@@ -212,7 +214,7 @@ def read_rope(fields: Fields, default_base: float) -> tuple[float, Scaling | Non
     for name in sorted((now or {}).keys() & (old or {}).keys()):
         if now is not None and old is not None and now[name] != old[name]:
             raise ConfigError(
-                f"{fields.where}: field 'rope_scaling' has {name} = {old[name]!r}, and 'rope_parameters' {now[name]!r}",
+                f"{fields.source}: field 'rope_scaling' has {name} = {old[name]!r}, and 'rope_parameters' {now[name]!r}",
                 expected="the same in both, or one of the two alone",
             )
     given = {**(old or {}), **(now or {})}
@@ -233,52 +235,52 @@ _ROPE_NAMES = {
 
 
 def parse_rope(
-    given: dict[str, Any], name: str, fields: Fields
-) -> tuple[float, Scaling | None, float, dict[str, Any]]:
+    params: dict[str, Any], name: str, fields: ConfigReader
+) -> tuple[float, RopeScaling | None, float, dict[str, Any]]:
     """As `read_rope`, from one object of parameters."""
-    inner = Fields(given, f"{fields.where}: {name}")
+    inner = ConfigReader(params, f"{fields.source}: {name}")
     kind = inner.optional("rope_type", str) or inner.optional("type", str) or "default"
-    inner.skip("rope_type", "type")
+    inner.mark_read("rope_type", "type")
     base = inner.get("rope_theta", float, above=1)
     share = inner.get("partial_rotary_factor", float, 1.0, above=0)
     if kind != "default" and kind not in _ROPE_NAMES:
         raise ConfigError(
-            f"{inner.where}: field 'rope_type' is {kind!r}", expected=one_of(kind, ["default", *_ROPE_NAMES])
+            f"{inner.source}: field 'rope_type' is {kind!r}", expected=one_of(kind, ["default", *_ROPE_NAMES])
         )
     if kind == "default":
-        inner.skip("factor")
-    inner.skip(*_ROPE_NAMES.get(kind, ()))
-    inner.finish(None)
+        inner.mark_read("factor")
+    inner.mark_read(*_ROPE_NAMES.get(kind, ()))
+    inner.reject_unread(None)
     if kind == "default":
-        return base, None, share, given
+        return base, None, share, params
     factor = inner.get("factor", float)
     if factor < 1:
-        raise inner.wrong("factor", "at least 1")
+        raise inner.error("factor", "at least 1")
     if kind == "linear":
-        return base, Scaling("linear", factor), share, given
+        return base, RopeScaling("linear", factor), share, params
     length = inner.optional("original_max_position_embeddings", int, above=0)
     length = length or fields.optional("max_position_embeddings", int, above=0)
     if length is None:
-        raise inner.wrong("original_max_position_embeddings", "the longest row of training")
+        raise inner.error("original_max_position_embeddings", "the longest row of training")
     if kind == "llama3":
         ramp = _ramp(inner, "low_freq_factor", "high_freq_factor", (None, None))
-        return base, Scaling("llama3", factor, length, *ramp), share, given
+        return base, RopeScaling("llama3", factor, length, *ramp), share, params
     ramp = _ramp(inner, "beta_slow", "beta_fast", (1.0, 32.0))
-    gain, truncate = _yarn_gain(inner, factor), inner.get("truncate", bool, True)
-    return base, Scaling("yarn", factor, length, *ramp, gain, truncate), share, given
+    gain, truncate = _yarn_attention_factor(inner, factor), inner.get("truncate", bool, True)
+    return base, RopeScaling("yarn", factor, length, *ramp, gain, truncate), share, params
 
 
 def _ramp(
-    inner: Fields, low: str, high: str, default: tuple[float | None, float | None]
+    inner: ConfigReader, low: str, high: str, default: tuple[float | None, float | None]
 ) -> tuple[float, float]:
     """The bounds between which waves are stretched more and more, from the fields of these names."""
     least, most = inner.get(low, float, default[0], above=0), inner.get(high, float, default[1])
     if not least < most:
-        raise inner.wrong(high, f"above {low} ({least:g})")
+        raise inner.error(high, f"above {low} ({least:g})")
     return least, most
 
 
-def _yarn_gain(inner: Fields, factor: float) -> float | None:
+def _yarn_attention_factor(inner: ConfigReader, factor: float) -> float | None:
     """What cos and sin are multiplied by, where it is not YaRN's own choice (DeepSeek's two `mscale`s)."""
     given = inner.optional("attention_factor", float, above=0)
     above, below = inner.optional("mscale", float), inner.optional("mscale_all_dim", float)
@@ -292,7 +294,7 @@ def yarn_mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def write_rope(base: float, scaling: Scaling | None) -> dict[str, Any]:
+def write_rope(base: float, scaling: RopeScaling | None) -> dict[str, Any]:
     """`rope_parameters` of today's files.
 
     Raises:
@@ -312,10 +314,10 @@ def write_rope(base: float, scaling: Scaling | None) -> dict[str, Any]:
     if scaling.kind == "llama3":
         return out | {"low_freq_factor": low, "high_freq_factor": high}
     out |= {"beta_slow": low, "beta_fast": high, "truncate": scaling.truncate}
-    return out if scaling.attention is None else out | {"attention_factor": scaling.attention}
+    return out if scaling.attention_factor is None else out | {"attention_factor": scaling.attention_factor}
 
 
-def window_pattern(fields: Fields, n_layers: int, default: Iterable[bool]) -> list[bool]:
+def window_pattern(fields: ConfigReader, n_layers: int, default: Iterable[bool]) -> list[bool]:
     """Which layers slide, from `layer_types`.
 
     Raises:
@@ -325,15 +327,15 @@ def window_pattern(fields: Fields, n_layers: int, default: Iterable[bool]) -> li
     if kinds is None:
         return list(default)
     if len(kinds) != n_layers:
-        raise fields.wrong("layer_types", f"{n_layers} entries, one a layer")
+        raise fields.error("layer_types", f"{n_layers} entries, one a layer")
     known = ["full_attention", "sliding_attention"]
     for kind in kinds:
         if kind not in known:
-            raise fields.wrong("layer_types", f"entries {one_of(str(kind), known)}")
+            raise fields.error("layer_types", f"entries {one_of(str(kind), known)}")
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def impossible(error: ValidationError, where: str, family: str) -> ConfigError:
+def invalid_config_error(error: ValidationError, where: str, family: str) -> ConfigError:
     """The error of a shape that is refused; the field is named as ours, since theirs are checked as they are read."""
     first = error.errors()[0]
     name = ".".join([error.title, *map(str, first["loc"])])

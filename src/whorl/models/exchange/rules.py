@@ -18,63 +18,65 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Way = Callable[[list[Tensor]], list[Tensor]]
+TensorsFn = Callable[[list[Tensor]], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Rule:
+class ConversionRule:
     """theirs -> ours by `pull`, ours -> theirs by `push`; both map as many tensors as there are names."""
 
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
-    pull: Way
-    push: Way
+    hf_names: tuple[str, ...]
+    names: tuple[str, ...]
+    from_hf: TensorsFn
+    to_hf: TensorsFn
 
 
-def _as_is(tensors: list[Tensor]) -> list[Tensor]:
+def _identity(tensors: list[Tensor]) -> list[Tensor]:
     return tensors
 
 
-def same(theirs: str, ours: str) -> Rule:
+def unchanged(hf_name: str, name: str) -> ConversionRule:
     """One tensor, unchanged."""
-    return Rule((theirs,), (ours,), _as_is, _as_is)
+    return ConversionRule((hf_name,), (name,), _identity, _identity)
 
 
-def transposed(theirs: str, ours: str) -> Rule:
+def transposed(hf_name: str, name: str) -> ConversionRule:
     """One matrix, [d_in, d_out] at theirs."""
 
     def turn(tensors: list[Tensor]) -> list[Tensor]:
         return [tensors[0].t()]
 
-    return Rule((theirs,), (ours,), turn, turn)
+    return ConversionRule((hf_name,), (name,), turn, turn)
 
 
-def behind(theirs: tuple[str, ...], ours: str) -> Rule:
+def concatenated(hf_names: tuple[str, ...], name: str) -> ConversionRule:
     """Equal parts of theirs behind each other (dimension 0) in one of ours."""
-    return Rule(
-        theirs,
-        (ours,),
+    return ConversionRule(
+        hf_names,
+        (name,),
         lambda tensors: [torch.cat(tensors, dim=0)],
-        lambda tensors: list(tensors[0].chunk(len(theirs), dim=0)),
+        lambda tensors: list(tensors[0].chunk(len(hf_names), dim=0)),
     )
 
 
-def cut(theirs: str, ours: tuple[str, ...], transpose: bool = False) -> Rule:
+def split(hf_name: str, names: tuple[str, ...], transpose: bool = False) -> ConversionRule:
     """One of theirs holds equal parts of ours behind each other; transposed, matrices [d_in, d_out] beside each other."""
 
     def pull(tensors: list[Tensor]) -> list[Tensor]:
         whole = tensors[0].t() if transpose else tensors[0]
-        return list(whole.chunk(len(ours), dim=0))
+        return list(whole.chunk(len(names), dim=0))
 
     def push(tensors: list[Tensor]) -> list[Tensor]:
         whole = torch.cat(tensors, dim=0)
         return [whole.t() if transpose else whole]
 
-    return Rule((theirs,), ours, pull, push)
+    return ConversionRule((hf_name,), names, pull, push)
 
 
 def converted(
-    theirs: str, ours: str, pull: Callable[[Tensor], Tensor], push: Callable[[Tensor], Tensor]
-) -> Rule:
+    hf_name: str, name: str, from_hf: Callable[[Tensor], Tensor], to_hf: Callable[[Tensor], Tensor]
+) -> ConversionRule:
     """One tensor through a function and its inverse."""
-    return Rule((theirs,), (ours,), lambda tensors: [pull(tensors[0])], lambda tensors: [push(tensors[0])])
+    return ConversionRule(
+        (hf_name,), (name,), lambda tensors: [from_hf(tensors[0])], lambda tensors: [to_hf(tensors[0])]
+    )

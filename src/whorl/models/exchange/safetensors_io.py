@@ -195,7 +195,7 @@ def write_shards(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def carry(source: Path, folder: Path, files: Iterable[str] = TOKENIZER_FILES) -> list[str]:
+def copy_files(source: Path, folder: Path, files: Iterable[str] = TOKENIZER_FILES) -> list[str]:
     """Copies those of `files` that `source` holds into `folder`; their names."""
     found = [name for name in files if (source / name).is_file()]
     for name in found:
@@ -203,7 +203,7 @@ def carry(source: Path, folder: Path, files: Iterable[str] = TOKENIZER_FILES) ->
     return found
 
 
-class Aside:
+class AtomicFolder:
     """`with Aside(folder) as draft:` a folder to write into, which becomes `folder` when all went well.
 
     Raises:
@@ -216,17 +216,17 @@ class Aside:
                 f"{folder} is not empty", expected="a new folder", do="name another, or remove it first"
             )
         self.folder = folder
-        self.draft = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+        self.temp = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
 
     def __enter__(self) -> Path:
-        shutil.rmtree(self.draft, ignore_errors=True)
-        self.draft.mkdir(parents=True)
-        return self.draft
+        shutil.rmtree(self.temp, ignore_errors=True)
+        self.temp.mkdir(parents=True)
+        return self.temp
 
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         if kind is None:
             if self.folder.exists():
                 self.folder.rmdir()
-            self.draft.rename(self.folder)
+            self.temp.rename(self.folder)
         else:
-            shutil.rmtree(self.draft, ignore_errors=True)
+            shutil.rmtree(self.temp, ignore_errors=True)

@@ -18,24 +18,30 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import CheckpointError
-from whorl.models.exchange.rules import Rule
-from whorl.models.exchange.safetensors_io import TOKENIZER_FILES, Aside, Shards, carry, write_shards
+from whorl.models.exchange.rules import ConversionRule
+from whorl.models.exchange.safetensors_io import (
+    TOKENIZER_FILES,
+    AtomicFolder,
+    Shards,
+    copy_files,
+    write_shards,
+)
 from whorl.nn.experts import Experts
 from whorl.nn.linear import Linear
 
 Shape = tuple[int, ...]
 
 
-def wanted(rules: Iterable[Rule], own: Mapping[str, Tensor]) -> dict[str, Shape]:
+def expected_shapes(rules: Iterable[ConversionRule], state_dict: Mapping[str, Tensor]) -> dict[str, Shape]:
     """Their tensors' names and shapes: our shapes pushed through the rules, without data."""
     found = {}
     for rule in rules:
-        pushed = rule.push([torch.empty(own[name].shape, device="meta") for name in rule.ours])
-        found.update({name: tuple(t.shape) for name, t in zip(rule.theirs, pushed, strict=True)})
+        pushed = rule.to_hf([torch.empty(state_dict[name].shape, device="meta") for name in rule.names])
+        found.update({name: tuple(t.shape) for name, t in zip(rule.hf_names, pushed, strict=True)})
     return found
 
 
-def matrices(model: nn.Module) -> set[str]:
+def matmul_weights(model: nn.Module) -> set[str]:
     """Names of the weights (and biases) that are cast to the compute type wherever they are used."""
     return {
         f"{path}.{name}"
@@ -45,7 +51,7 @@ def matrices(model: nn.Module) -> set[str]:
     }
 
 
-def unread(shards: Shards, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[str]:
+def unmatched_tensors(shards: Shards, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> list[str]:
     """The tensors that nobody asked for, by the names of the rules.
 
     Args:
@@ -71,7 +77,9 @@ def unread(shards: Shards, names: Mapping[str, str], shapes: Mapping[str, Shape]
     return sorted(names.keys() - shapes.keys())
 
 
-def refuse(shards: Shards, names: Mapping[str, str], extra: Sequence[str], kind: str, n_known: int) -> None:
+def reject_unexpected(
+    shards: Shards, names: Mapping[str, str], extra: Sequence[str], kind: str, n_known: int
+) -> None:
     """Raises CheckpointError if there is any tensor in `extra`. kind: the `model_type`; n_known: tensors it has."""
     if extra:
         raise CheckpointError(
@@ -81,12 +89,12 @@ def refuse(shards: Shards, names: Mapping[str, str], extra: Sequence[str], kind:
         )
 
 
-def pull(
+def load_tensors(
     shards: Shards,
     names: Mapping[str, str],
-    rules: Iterable[Rule],
-    own: Mapping[str, Tensor],
-    low: Collection[str],
+    rules: Iterable[ConversionRule],
+    state_dict: Mapping[str, Tensor],
+    low_precision: Collection[str],
     dtype: torch.dtype,
     device: str,
 ) -> dict[str, Tensor]:
@@ -97,14 +105,14 @@ def pull(
     """
     state: dict[str, Tensor] = {}
     for rule in rules:
-        given = rule.pull([shards.tensor(names[name]) for name in rule.theirs])
-        for name, tensor in zip(rule.ours, given, strict=True):
-            tensor = tensor.to(device, dtype if name in low else own[name].dtype)
+        given = rule.from_hf([shards.tensor(names[name]) for name in rule.hf_names])
+        for name, tensor in zip(rule.names, given, strict=True):
+            tensor = tensor.to(device, dtype if name in low_precision else state_dict[name].dtype)
             state[name] = tensor.clone(memory_format=torch.contiguous_format)
     return state
 
 
-def types_of(own: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+def export_dtypes(state_dict: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, torch.dtype]:
     """The type in which each tensor is written: `dtype`, if it is given and the tensor holds fractions, or its own.
 
     The bias that balances experts keeps its own: it is added to scores that differ by little, and others keep it so too.
@@ -113,15 +121,15 @@ def types_of(own: Mapping[str, Tensor], dtype: torch.dtype | None) -> dict[str, 
     def kept(name: str, tensor: Tensor) -> bool:
         return dtype is None or not tensor.is_floating_point() or name.rpartition(".")[2] == "balance_bias"
 
-    return {name: t.dtype if dtype is None or kept(name, t) else dtype for name, t in own.items()}
+    return {name: t.dtype if dtype is None or kept(name, t) else dtype for name, t in state_dict.items()}
 
 
 def write_folder(
     folder: Path,
     fields: dict[str, Any],
-    rules: Sequence[Rule],
-    own: Mapping[str, Tensor],
-    types: Mapping[str, torch.dtype],
+    rules: Sequence[ConversionRule],
+    state_dict: Mapping[str, Tensor],
+    dtypes: Mapping[str, torch.dtype],
     *,
     source: Path | None,
     files: Iterable[str] = TOKENIZER_FILES,
@@ -135,24 +143,24 @@ def write_folder(
     Raises:
         ConfigError: `folder` is not empty.
     """
-    rule_of = {name: (rule, n) for rule in rules for n, name in enumerate(rule.theirs)}
-    shapes = wanted(rules, own)
+    rule_of = {name: (rule, n) for rule in rules for n, name in enumerate(rule.hf_names)}
+    shapes = expected_shapes(rules, state_dict)
     sizes = {}
     for name, (rule, n) in rule_of.items():
-        ours = rule.ours[min(n, len(rule.ours) - 1)]
-        sizes[name] = torch.Size(shapes[name]).numel() * types[ours].itemsize
+        ours = rule.names[min(n, len(rule.names) - 1)]
+        sizes[name] = torch.Size(shapes[name]).numel() * dtypes[ours].itemsize
 
     def make(names: Sequence[str]) -> dict[str, Tensor]:
         made = {}
         for name in names:
             rule, n = rule_of[name]
-            tensor = rule.push([own[o].detach().to("cpu", types[o]) for o in rule.ours])[n]
+            tensor = rule.to_hf([state_dict[o].detach().to("cpu", dtypes[o]) for o in rule.names])[n]
             made[name] = tensor.clone(memory_format=torch.contiguous_format)
         return made
 
-    with Aside(folder) as draft:
+    with AtomicFolder(folder) as draft:
         if source is not None:
-            carry(source, draft, files)
+            copy_files(source, draft, files)
         write_shards(draft, sizes, make, shard_bytes)
         text = json.dumps(fields, indent=2, sort_keys=True) + "\n"
         (draft / "config.json").write_text(text, encoding="utf-8")

@@ -23,7 +23,7 @@ from whorl.models.language_model import LanguageModel
 from whorl.nn.linear import Linear
 
 
-class _Enough(Exception):
+class _StopForward(Exception):
     """The block that was asked for is done."""
 
 
@@ -32,7 +32,7 @@ def second_moments(
     model: LanguageModel,
     rows: Iterable[Tensor],
     names: Collection[str],
-    until: nn.Module | None = None,
+    stop_after: nn.Module | None = None,
 ) -> dict[str, Tensor]:
     """H of the inputs of each `Linear` in `names`, over `rows`.
 
@@ -62,19 +62,19 @@ def second_moments(
         if not isinstance(module, Linear):
             raise ConfigError(f"{name} is a {type(module).__name__}", expected="a Linear of the model")
         hooks.append(module.register_forward_pre_hook(watch(name)))
-    if until is not None:
+    if stop_after is not None:
 
         def stop(*_: Any) -> None:
-            raise _Enough
+            raise _StopForward
 
-        hooks.append(until.register_forward_hook(stop))
+        hooks.append(stop_after.register_forward_hook(stop))
     seen = 0
     try:
         for ids in rows:
             seen += ids.numel()
             try:
                 model(ids.to(model.embedding.device))
-            except _Enough:
+            except _StopForward:
                 continue
     finally:
         for hook in hooks:

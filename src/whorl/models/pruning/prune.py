@@ -36,14 +36,14 @@ from whorl.models.decoder import Decoder
 from whorl.models.language_model import LanguageModel
 from whorl.models.pruning.activation_moments import second_moments
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads
+from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.mlp import GATED
 
-Measure = Literal["surgeon", "activation", "magnitude", "random"]
+PruneCriterion = Literal["surgeon", "activation", "magnitude", "random"]
 DAMPING = 0.01  # of the mean of H's diagonal
 
 
-class Surgeon:
+class OptimalBrainSurgeon:
     """A matrix whose input columns are taken out in groups.  weight: [out, in]; moments: [in, in] fp64."""
 
     def __init__(self, weight: Tensor, moments: Tensor, damping: float = DAMPING) -> None:
@@ -75,7 +75,7 @@ class Surgeon:
 
 
 @dataclass(frozen=True)
-class Kept:
+class PrunedLayer:
     """Of one layer: query heads, key heads and channels that stay, ascending; the matrices behind them, refitted or cut."""
 
     heads: Tensor
@@ -92,7 +92,7 @@ def prune(
     heads: int | None = None,
     kv_heads: int | None = None,
     mlp_hidden: int | None = None,
-    measure: Measure = "surgeon",
+    criterion: PruneCriterion = "surgeon",
     generator: torch.Generator | None = None,
 ) -> LanguageModel:
     """A model of the same class with fewer heads or channels in every layer; `model` stays as it is.
@@ -106,15 +106,18 @@ def prune(
     Raises:
         ConfigError: a number that is impossible, or a layer that cannot be cut so (mixtures, slopes by head, lent keys).
     """
-    if measure not in get_args(Measure):
-        raise ConfigError(f"measure is {measure!r}", expected=one_of(measure, get_args(Measure)))
-    if model.scheme is not None:
+    if criterion not in get_args(PruneCriterion):
+        raise ConfigError(f"measure is {criterion!r}", expected=one_of(criterion, get_args(PruneCriterion)))
+    if model.quantization is not None:
         raise ConfigError("the model is quantised", expected="one in full precision: prune first")
-    shapes = [_shape_of(model, n) for n in range(len(model.blocks))]
+    shapes = [_layer_shape(model, n) for n in range(len(model.blocks))]
     target = _target(model, shapes, heads, kv_heads, mlp_hidden)
-    names = [name for n in range(len(model.blocks)) for name in _names(model, n) if name]
+    names = [name for n in range(len(model.blocks)) for name in _prunable_weights(model, n) if name]
     moments = second_moments(model, rows, names)
-    kept = [_choose(model, n, shape, target, moments, measure, generator) for n, shape in enumerate(shapes)]
+    kept = [
+        _select_units(model, n, shape, target, moments, criterion, generator)
+        for n, shape in enumerate(shapes)
+    ]
     config = _config(model, target)
     with torch.device("meta"):
         small = type(model)(config, dtype=model.dtype)
@@ -123,28 +126,28 @@ def prune(
     state = {name: t.detach() for name, t in model.state_dict().items()}
     for n, one in enumerate(kept):
         if one is not None:
-            _cut(model, n, shapes[n], one, state)
+            _slice_layer(model, n, shapes[n], one, state)
     small.load_state_dict({name: t.clone().contiguous() for name, t in state.items()}, assign=True)
     return small.to(model.embedding.device).train(model.training).requires_grad_(True)
 
 
 @torch.inference_mode()
 def teacher_log_probs(
-    model: LanguageModel, ids: Tensor, top: int | None = None, segments: Tensor | None = None
+    model: LanguageModel, ids: Tensor, top_k: int | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """What a teacher says after each position.  ids: [B, T] -> (log-probabilities [B, T, K] fp32, their ids [B, T, K]).
 
     top: K, the likeliest, best first; None for the whole vocabulary, in its order.
     """
     found = model.logits(model(ids, segments=segments)).log_softmax(-1)
-    if top is None:
+    if top_k is None:
         return found, torch.arange(found.shape[-1], device=found.device).expand_as(found)
-    values, indices = found.topk(min(top, found.shape[-1]), dim=-1)
+    values, indices = found.topk(min(top_k, found.shape[-1]), dim=-1)
     return values, indices
 
 
 @dataclass(frozen=True)
-class _Shape:
+class _LayerShape:
     """Of one layer; n_heads 0: no heads that could go."""
 
     n_heads: int
@@ -153,26 +156,26 @@ class _Shape:
     mlp_hidden: int
 
 
-def _shape_of(model: LanguageModel, n: int) -> _Shape:
+def _layer_shape(model: LanguageModel, n: int) -> _LayerShape:
     c = model.config
     if isinstance(model, Decoder):
-        return _Shape(c.n_heads, c.n_kv_heads, c.head_dim, c.mlp_hidden)
+        return _LayerShape(c.n_heads, c.n_kv_heads, c.head_dim, c.mlp_hidden)
     if not isinstance(model, Transformer):
         raise ConfigError(f"a {type(model).__name__} cannot be pruned", expected="a Decoder or a Transformer")
     mixer = c.layer_mixers()[n]
     hidden = 0 if c.has_experts(n) else c.mlp_hidden
-    if not isinstance(mixer, Heads):
-        return _Shape(0, 0, 0, hidden)
-    return _Shape(mixer.n_heads, mixer.n_kv_heads, mixer.head_dim, hidden)
+    if not isinstance(mixer, AttentionConfig):
+        return _LayerShape(0, 0, 0, hidden)
+    return _LayerShape(mixer.n_heads, mixer.n_kv_heads, mixer.head_dim, hidden)
 
 
 def _target(
     model: LanguageModel,
-    shapes: list[_Shape],
+    shapes: list[_LayerShape],
     heads: int | None,
     kv_heads: int | None,
     mlp_hidden: int | None,
-) -> _Shape:
+) -> _LayerShape:
     """What each layer keeps; 0 where all stay."""
     with_heads = [s for s in shapes if s.n_heads]
     if heads is not None or kv_heads is not None:
@@ -196,24 +199,24 @@ def _target(
                 expected=f"a multiple of kv_heads ({kv_heads}), at most {kv_heads * each}",
             )
         if isinstance(model, Transformer):
-            named = [m for m in model.config.layer_mixers() if isinstance(m, Heads)]
+            named = [m for m in model.config.layer_mixers() if isinstance(m, AttentionConfig)]
             if any(m.alibi for m in named):
                 raise ConfigError(
                     "heads are to go, with alibi", expected="no slopes that depend on their number"
                 )
-            if model.config.share_keys > 1 and kv_heads != first.n_kv_heads:
+            if model.config.kv_sharing_factor > 1 and kv_heads != first.n_kv_heads:
                 raise ConfigError("kv_heads are to go, and layers lend them", expected="share_keys = 1")
     if mlp_hidden is not None:
         if not all(s.mlp_hidden for s in shapes):
             raise ConfigError("mlp_hidden is to shrink, in a mixture of experts", expected="plain MLPs")
         if not 1 <= mlp_hidden <= shapes[0].mlp_hidden:
             raise ConfigError(f"mlp_hidden is {mlp_hidden}", expected=f"1 to {shapes[0].mlp_hidden}")
-    return _Shape(heads or 0, kv_heads or 0, 0, mlp_hidden or 0)
+    return _LayerShape(heads or 0, kv_heads or 0, 0, mlp_hidden or 0)
 
 
-def _names(model: LanguageModel, n: int) -> tuple[str, str]:
+def _prunable_weights(model: LanguageModel, n: int) -> tuple[str, str]:
     """Of the matrices behind heads and channels; "" where there is none that could be cut."""
-    shape = _shape_of(model, n)
+    shape = _layer_shape(model, n)
     mixer = "attention" if isinstance(model, Decoder) else "mixer"
     return (
         f"blocks.{n}.{mixer}.out" if shape.n_heads else "",
@@ -221,23 +224,23 @@ def _names(model: LanguageModel, n: int) -> tuple[str, str]:
     )
 
 
-def _choose(
+def _select_units(
     model: LanguageModel,
     n: int,
-    shape: _Shape,
-    target: _Shape,
+    shape: _LayerShape,
+    target: _LayerShape,
     moments: dict[str, Tensor],
-    measure: Measure,
+    measure: PruneCriterion,
     generator: torch.Generator | None,
-) -> Kept:
+) -> PrunedLayer:
     """Which heads and channels of layer `n` stay."""
-    out_name, down_name = _names(model, n)
+    out_name, down_name = _prunable_weights(model, n)
     nothing = torch.zeros(0, dtype=torch.long)
     heads = kv_heads = channels = nothing
     out = down = torch.zeros(0, 0)
     if out_name:
         weight: Any = model.get_submodule(out_name).weight
-        cutter = _Cutter(weight, moments[out_name], measure, generator)
+        cutter = _Slicer(weight, moments[out_name], measure, generator)
         each, n_kv = shape.n_heads // shape.n_kv_heads, shape.n_kv_heads
         columns = torch.arange(shape.n_heads * shape.head_dim)
         kv_heads = cutter.keep(columns.view(n_kv, -1), target.n_kv_heads or n_kv)
@@ -250,19 +253,19 @@ def _choose(
         out = cutter.weight[:, columns.view(shape.n_heads, -1)[heads].flatten()].to(weight.dtype)
     if down_name:
         weight = model.get_submodule(down_name).weight
-        cutter = _Cutter(weight, moments[down_name], measure, generator)
+        cutter = _Slicer(weight, moments[down_name], measure, generator)
         channels = cutter.keep(torch.arange(shape.mlp_hidden)[:, None], target.mlp_hidden or shape.mlp_hidden)
         down = cutter.weight[:, channels].to(weight.dtype)
-    return Kept(heads, kv_heads, channels, out, down)
+    return PrunedLayer(heads, kv_heads, channels, out, down)
 
 
-class _Cutter:
+class _Slicer:
     """Takes groups of columns out of one matrix, by a measure."""
 
     def __init__(
-        self, weight: Tensor, moments: Tensor, measure: Measure, generator: torch.Generator | None
+        self, weight: Tensor, moments: Tensor, measure: PruneCriterion, generator: torch.Generator | None
     ) -> None:
-        self.surgeon = Surgeon(weight, moments) if measure == "surgeon" else None
+        self.surgeon = OptimalBrainSurgeon(weight, moments) if measure == "surgeon" else None
         self.plain, self.moments = weight.detach(), moments
         self.measure, self.generator = measure, generator
 
@@ -290,21 +293,24 @@ class _Cutter:
         return score.topk(n).indices.sort().values.cpu()
 
 
-def _config(model: LanguageModel, target: _Shape) -> Any:
+def _config(model: LanguageModel, target: _LayerShape) -> Any:
     """The configuration with what stays."""
     changes: dict[str, Any] = {"mlp_hidden": target.mlp_hidden} if target.mlp_hidden else {}
     fewer = {"n_heads": target.n_heads, "n_kv_heads": target.n_kv_heads} if target.n_heads else {}
     if isinstance(model, Transformer) and fewer:
         mixers = model.config.mixers
         changes["mixers"] = {
-            name: m.model_copy(update=fewer) if isinstance(m, Heads) else m for name, m in mixers.items()
+            name: m.model_copy(update=fewer) if isinstance(m, AttentionConfig) else m
+            for name, m in mixers.items()
         }
     else:
         changes |= fewer
     return type(model.config).model_validate(model.config.model_copy(update=changes).model_dump())
 
 
-def _cut(model: LanguageModel, n: int, shape: _Shape, kept: Kept, state: dict[str, Tensor]) -> None:
+def _slice_layer(
+    model: LanguageModel, n: int, shape: _LayerShape, kept: PrunedLayer, state: dict[str, Tensor]
+) -> None:
     """Replaces the tensors of layer `n` in `state`."""
     prefix = f"blocks.{n}."
 

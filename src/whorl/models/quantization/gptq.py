@@ -36,31 +36,37 @@ from torch import Tensor
 from whorl.errors import ConfigError
 from whorl.models.language_model import LanguageModel
 from whorl.models.pruning.activation_moments import second_moments
-from whorl.models.quantization.weights import Scheme, head_layer, matrices_of, put, put_head
+from whorl.models.quantization.weights import (
+    QuantizationConfig,
+    head_as_linear,
+    quantizable_layers,
+    replace_module,
+    set_head_layer,
+)
 from whorl.nn.linear import Linear
-from whorl.nn.ngram import NGramMemory
+from whorl.nn.ngram import NGramEmbedding
 from whorl.nn.quantized_linear import (
-    HIGHEST,
-    LOWEST,
-    Format,
-    QuantisedLinear,
-    QuantisedMemory,
+    CODE_MAX,
+    CODE_MIN,
+    QuantizedLinear,
+    QuantizedNGramEmbedding,
+    WeightFormat,
     check_group,
+    compute_scales,
     encode,
-    grouped,
-    scales_of,
+    split_groups,
 )
 
 DAMPING = 0.01  # of the mean of H's diagonal
 BLOCK = 128  # columns whose updates of later ones are put off
-FACTORS = tuple(1 - 0.05 * n for n in range(9))  # of the scale with which nothing is cut off
+SCALE_FACTORS = tuple(1 - 0.05 * n for n in range(9))  # of the scale with which nothing is cut off
 
 
-def quantise_model(
+def quantize_model(
     model: LanguageModel,
-    scheme: Scheme,
-    rows: Sequence[Tensor] = (),
-    advance: Callable[[int], None] = lambda _: None,
+    scheme: QuantizationConfig,
+    calibration_batches: Sequence[Tensor] = (),
+    on_layers_done: Callable[[int], None] = lambda _: None,
 ) -> LanguageModel:
     """Puts the matrices of `model` into few bits, in place; it can be run then, not trained.
 
@@ -74,67 +80,77 @@ def quantise_model(
     Raises:
         ConfigError: it is quantised already; a group that does not divide a matrix; no text; a weight that is not finite.
     """
-    if model.scheme is not None:
-        raise ConfigError(f"the model is quantised already: {model.scheme}", expected="one in full precision")
-    names = matrices_of(model)
+    if model.quantization is not None:
+        raise ConfigError(
+            f"the model is quantised already: {model.quantization}", expected="one in full precision"
+        )
+    names = quantizable_layers(model)
     for name in names:  # before any work
         weight = cast(Linear, model.get_submodule(name)).weight
-        check_group(weight.shape[1], scheme.group, scheme.format, f"{name}.weight")
+        check_group(weight.shape[1], scheme.group_size, scheme.format, f"{name}.weight")
         if not weight.isfinite().all():
             raise ConfigError(f"{name}.weight holds numbers that are not finite", expected="a trained model")
     calibrated = scheme.rounding == "calibrated"
     if calibrated and scheme.format == "fp8":
         raise ConfigError("rounding 'calibrated' with fp8", expected="int8 or int4, whose codes lie evenly")
-    if calibrated and not rows:
+    if calibrated and not calibration_batches:
         raise ConfigError(
             "rounding 'calibrated', and no text is given", expected="rows of ids to calibrate with"
         )
     for number, block in enumerate(model.blocks):
         mine = [name for name in names if name.startswith(f"blocks.{number}.")]
-        moments = second_moments(model, rows, mine, until=block) if calibrated and mine else {}
+        moments = (
+            second_moments(model, calibration_batches, mine, stop_after=block) if calibrated and mine else {}
+        )
         for name in mine:
             layer = cast(Linear, model.get_submodule(name))
             scales = codes = None
             if calibrated:
-                scales = best_scales(layer.weight, moments[name].diagonal(), scheme.format, scheme.group)
+                scales = best_scales(layer.weight, moments[name].diagonal(), scheme.format, scheme.group_size)
                 codes = gptq(layer.weight, moments[name], scales, scheme.format)
-            quantised = QuantisedLinear.of(
-                layer, scheme.format, scheme.group, dynamic=scheme.dynamic, codes=codes, scales=scales
+            quantised = QuantizedLinear.from_linear(
+                layer, scheme.format, scheme.group_size, dynamic=scheme.dynamic, codes=codes, scales=scales
             )
-            put(model, name, quantised)
-            advance(1)
+            replace_module(model, name, quantised)
+            on_layers_done(1)
     if scheme.head:
-        put_head(model, QuantisedLinear.of(head_layer(model), "int8"))
+        set_head_layer(model, QuantizedLinear.from_linear(head_as_linear(model), "int8"))
     memory = getattr(model, "memory", None)
-    if scheme.memory and isinstance(memory, NGramMemory):
-        model.memory = QuantisedMemory.of(memory)
-    model.scheme = scheme
+    if scheme.ngram and isinstance(memory, NGramEmbedding):
+        model.memory = QuantizedNGramEmbedding.from_embedding(memory)
+    model.quantization = scheme
     return model.requires_grad_(False).eval()
 
 
-def best_scales(weight: Tensor, importance: Tensor, kind: Format, group: int | None = None) -> Tensor:
+def best_scales(
+    weight: Tensor, importance: Tensor, weight_format: WeightFormat, group_size: int | None = None
+) -> Tensor:
     """Scales [out, groups] under which rounding to the nearest costs least; importance: [in], H's diagonal."""
-    widest = scales_of(weight, kind, group)
+    widest = compute_scales(weight, weight_format, group_size)
     weight, best = weight.detach().float(), widest
     least = torch.full_like(widest, float("inf"))
     share = importance.float().view(1, widest.shape[1], -1)
-    for factor in FACTORS:
+    for factor in SCALE_FACTORS:
         scales = widest * factor
-        back = grouped(encode(weight, scales, kind).float(), scales.shape[1]) * scales[:, :, None]
-        cost = ((grouped(weight, scales.shape[1]) - back).square() * share).sum(2)
+        back = (
+            split_groups(encode(weight, scales, weight_format).float(), scales.shape[1]) * scales[:, :, None]
+        )
+        cost = ((split_groups(weight, scales.shape[1]) - back).square() * share).sum(2)
         best, least = torch.where(cost < least, scales, best), torch.minimum(cost, least)
     return best
 
 
 @torch.no_grad()
-def gptq(weight: Tensor, moments: Tensor, scales: Tensor, kind: Format, damping: float = DAMPING) -> Tensor:
+def gptq(
+    weight: Tensor, hessian: Tensor, scales: Tensor, weight_format: WeightFormat, damping: float = DAMPING
+) -> Tensor:
     """Codes [out, in] int8 by GPTQ (see the top of this file).
 
     weight: [out, in]; moments: [in, in] fp64; scales: [out, groups]; damping: share of the mean of the diagonal.
     """
-    low, high = LOWEST[kind], HIGHEST[kind]
-    order = moments.diagonal().argsort(descending=True, stable=True)
-    h = moments[order][:, order].clone()
+    low, high = CODE_MIN[weight_format], CODE_MAX[weight_format]
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    h = hessian[order][:, order].clone()
     h.diagonal().add_(damping * h.diagonal().mean().clamp(min=1e-12))
     # inv(H) = U^T U, U upper: from H's own Cholesky factor, of which a well-made inverse follows
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))

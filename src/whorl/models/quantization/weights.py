@@ -24,28 +24,28 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whorl.errors import CheckpointError, ConfigError
-from whorl.nn.attention import Latent
+from whorl.nn.attention import MultiHeadLatentAttention
 from whorl.nn.linear import Linear
 from whorl.nn.mamba import Mamba
-from whorl.nn.ngram import NGramMemory
-from whorl.nn.quantized_linear import Format, QuantisedLinear, QuantisedMemory
+from whorl.nn.ngram import NGramEmbedding
+from whorl.nn.quantized_linear import QuantizedLinear, QuantizedNGramEmbedding, WeightFormat
 from whorl.nn.recurrent import Recurrent
 
 if TYPE_CHECKING:
     from whorl.models.language_model import LanguageModel
 
-FIELD = "quantisation"  # of config.json
-HEAD = "head_product"
-LEAST_EXTENT = 16
+CONFIG_KEY = "quantisation"  # of config.json
+HEAD_NAME = "head_product"
+MIN_EXTENT = 16
 
 
-class Scheme(BaseModel):
+class QuantizationConfig(BaseModel):
     """In which bits a model's matrices are kept."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format: Format = "int8"
-    group: int | None = Field(
+    format: WeightFormat = "int8"
+    group_size: int | None = Field(
         default=None, ge=2, description="columns that share a scale; default: a row's all"
     )
     dynamic: bool = Field(default=False, description="activations are rounded too, row by row")
@@ -53,26 +53,26 @@ class Scheme(BaseModel):
         default="nearest", pattern="^(nearest|calibrated)$", description="how the codes were found"
     )
     head: bool = Field(default=False, description="the output matrix too: int8, a scale for each row")
-    memory: bool = Field(default=False, description="n-gram tables too: int8, a scale for each row")
+    ngram: bool = Field(default=False, description="n-gram tables too: int8, a scale for each row")
 
     @model_validator(mode="after")
-    def _possible(self) -> Scheme:
-        if self.dynamic and (self.group is not None or self.format == "int4"):
+    def _validate(self) -> QuantizationConfig:
+        if self.dynamic and (self.group_size is not None or self.format == "int4"):
             raise ValueError("dynamic needs one scale a row: int8 or fp8, without a group")
-        if self.group is not None and self.group % 2:
-            raise ValueError(f"group ({self.group}) must be even")
+        if self.group_size is not None and self.group_size % 2:
+            raise ValueError(f"group ({self.group_size}) must be even")
         return self
 
     def __str__(self) -> str:
         parts = [self.format, *(["dynamic"] if self.dynamic else [])]
-        parts += [f"groups of {self.group}"] if self.group else []
+        parts += [f"groups of {self.group_size}"] if self.group_size else []
         parts += [self.rounding] if self.rounding != "nearest" else []
         return ", ".join(parts)
 
 
-def read_apart(model: nn.Module) -> set[str]:
+def layers_read_directly(model: nn.Module) -> set[str]:
     """Names of the layers whose weight is read otherwise than through `Linear.forward`."""
-    inside = {Latent: ("kv_b",), Mamba: ("delta",), Recurrent: ("inward", "recurrent")}
+    inside = {MultiHeadLatentAttention: ("kv_b",), Mamba: ("delta",), Recurrent: ("inward", "recurrent")}
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -82,24 +82,24 @@ def read_apart(model: nn.Module) -> set[str]:
     }
 
 
-def matrices_of(model: nn.Module) -> list[str]:
+def quantizable_layers(model: nn.Module) -> list[str]:
     """Names of the layers of the blocks whose matrices may be kept in few bits (see the top of this file)."""
-    apart = read_apart(model)
+    apart = layers_read_directly(model)
     return [
         name
         for name, module in model.named_modules()
         if isinstance(module, Linear) and name.startswith("blocks.") and name not in apart
-        and min(module.weight.shape) >= LEAST_EXTENT
+        and min(module.weight.shape) >= MIN_EXTENT
     ]  # fmt: skip
 
 
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Puts a module in the place of the one called `name`."""
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, module)
 
 
-def head_layer(model: LanguageModel) -> Linear:
+def head_as_linear(model: LanguageModel) -> Linear:
     """The output matrix as a layer."""
     with torch.device("meta"):
         layer = Linear(*reversed(model.head_weight.shape), std=0.0)
@@ -107,29 +107,29 @@ def head_layer(model: LanguageModel) -> Linear:
     return layer
 
 
-def put_head(model: LanguageModel, layer: QuantisedLinear) -> None:
+def set_head_layer(model: LanguageModel, layer: QuantizedLinear) -> None:
     """Lets `layer` make the logits; an output matrix of the model's own is given up."""
     model.head = None
-    setattr(model, HEAD, layer)
+    setattr(model, HEAD_NAME, layer)
 
 
-def save_quantised(model: LanguageModel, folder: Path) -> None:
+def save_quantized(model: LanguageModel, folder: Path) -> None:
     """Writes `config.json` and `model.safetensors`; the rest of the weights as they are (fp32 unless they were cast)."""
-    scheme = model.scheme
-    assert isinstance(scheme, Scheme)
+    scheme = model.quantization
+    assert isinstance(scheme, QuantizationConfig)
     config = model.config.model_dump(mode="json")
     if type(model).__name__ == "Transformer":
         config = {"architectures": ["Transformer"], "model_type": "whorl", "transformer": config}
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**config, FIELD: scheme.model_dump(mode="json")}, indent=2)
+    text = json.dumps({**config, CONFIG_KEY: scheme.model_dump(mode="json")}, indent=2)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     state = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def load_quantised(
+def load_quantized(
     folder: Path,
-    scheme_data: Any,
+    config_data: Any,
     make: Callable[[], LanguageModel],
     dtype: torch.dtype,
     device: str,
@@ -145,7 +145,7 @@ def load_quantised(
     """
     where = folder / "model.safetensors"
     try:
-        scheme = Scheme.model_validate(scheme_data)
+        scheme = QuantizationConfig.model_validate(config_data)
         found: Mapping[str, Tensor] = load_file(where, device=device)
     except (OSError, ValueError, SafetensorError, ValidationError) as error:
         raise CheckpointError(
@@ -157,9 +157,11 @@ def load_quantised(
     if any(name not in model.state_dict() for name, _ in model.named_buffers()):
         model = make()  # buffers that are not stored must be made
     with torch.device("meta"):
-        _shape_like(model, scheme, [n.removesuffix(".codes") for n in found if n.endswith(".codes")], where)
-    wanted = {name: (tuple(t.shape), _kind(t)) for name, t in model.state_dict().items()}
-    given = {name: (tuple(t.shape), _kind(t)) for name, t in found.items()}
+        _install_quantized_layers(
+            model, scheme, [n.removesuffix(".codes") for n in found if n.endswith(".codes")], where
+        )
+    wanted = {name: (tuple(t.shape), _dtype_class(t)) for name, t in model.state_dict().items()}
+    given = {name: (tuple(t.shape), _dtype_class(t)) for name, t in found.items()}
     if wanted != given:
         name = min(n for n in wanted.keys() | given.keys() if wanted.get(n) != given.get(n))
         raise CheckpointError(
@@ -171,24 +173,26 @@ def load_quantised(
     for p in model.parameters():
         p.requires_grad_(False)
     for layer in model.modules():
-        if isinstance(layer, Linear) and not isinstance(layer, QuantisedLinear):
+        if isinstance(layer, Linear) and not isinstance(layer, QuantizedLinear):
             layer.weight.data = layer.weight.data.to(dtype)
     if model.head is not None:
         model.head.data = model.head.data.to(dtype)
     return model.to(device).eval()
 
 
-def _kind(t: Tensor) -> str:
+def _dtype_class(t: Tensor) -> str:
     """Floating point is floating point: the type in which it is kept may be chosen."""
     return "float" if t.dtype in (torch.float32, torch.bfloat16, torch.float16) else str(t.dtype)
 
 
-def _shape_like(model: LanguageModel, scheme: Scheme, names: list[str], where: Path) -> None:
+def _install_quantized_layers(
+    model: LanguageModel, scheme: QuantizationConfig, names: list[str], where: Path
+) -> None:
     """Empty quantised layers in the places that a file names."""
     for name in names:
-        if name == HEAD:
+        if name == HEAD_NAME:
             vocab, d = model.head_weight.shape
-            put_head(model, QuantisedLinear(d, vocab, "int8"))
+            set_head_layer(model, QuantizedLinear(d, vocab, "int8"))
             continue
         try:
             layer = model.get_submodule(name)
@@ -202,14 +206,16 @@ def _shape_like(model: LanguageModel, scheme: Scheme, names: list[str], where: P
         d_out, d_in = layer.weight.shape
         bias = layer.bias is not None
         try:
-            put(
+            replace_module(
                 model,
                 name,
-                QuantisedLinear(d_in, d_out, scheme.format, scheme.group, dynamic=scheme.dynamic, bias=bias),
+                QuantizedLinear(
+                    d_in, d_out, scheme.format, scheme.group_size, dynamic=scheme.dynamic, bias=bias
+                ),
             )
         except ConfigError as error:
             raise CheckpointError(f"{where}: {name}: {error.what}", expected=error.expected) from error
     memory = getattr(model, "memory", None)
-    if scheme.memory and isinstance(memory, NGramMemory):
-        model.memory = QuantisedMemory(memory.orders, memory.buckets, memory.tables[0].shape[1])
-    model.scheme = scheme
+    if scheme.ngram and isinstance(memory, NGramEmbedding):
+        model.memory = QuantizedNGramEmbedding(memory.orders, memory.buckets, memory.tables[0].shape[1])
+    model.quantization = scheme

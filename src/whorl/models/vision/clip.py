@@ -31,25 +31,25 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.cost import Costed
+from whorl.models.cost import ProfiledModule
 from whorl.models.encoder import Encoder
 from whorl.models.vision.resnet import ResNet
 from whorl.models.vision.vit import MLPMixer, ViT
 from whorl.nn.linear import Linear
 
-FIRST_SCALE, LARGEST_SCALE = 1 / 0.07, 100.0
+INIT_LOGIT_SCALE, MAX_LOGIT_SCALE = 1 / 0.07, 100.0
 
 
-def bounded(raw: Tensor, largest: float) -> Tensor:
+def straight_through_clamp(raw: Tensor, max_value: float) -> Tensor:
     """min(raw, largest), through which a gradient that would lower raw still passes.  raw: any shape."""
-    value = raw + (raw.clamp(max=largest) - raw).detach()
+    value = raw + (raw.clamp(max=max_value) - raw).detach()
     if value.requires_grad:
-        over = raw.detach() > largest
+        over = raw.detach() > max_value
         value.register_hook(lambda g: g.masked_fill(over & (g < 0), 0.0))  # type: ignore[no-untyped-call]
     return value
 
 
-class DualEncoder(Costed):
+class DualEncoder(ProfiledModule):
     """A picture tower and a text tower with one space of unit vectors (see the top of this file).
 
     Args:
@@ -68,22 +68,22 @@ class DualEncoder(Costed):
         image: ViT | ResNet | MLPMixer,
         text: Encoder,
         generator: torch.Generator | None = None,
-        largest_scale: float = LARGEST_SCALE,
+        max_logit_scale: float = MAX_LOGIT_SCALE,
     ) -> None:
         super().__init__()
         if image.head is None:
             raise ConfigError("classes of the image tower is 0", expected="the width of the common space")
-        self.image, self.text, self.largest_scale = image, text, largest_scale
+        self.image, self.text, self.max_logit_scale = image, text, max_logit_scale
         d_joint, d_image = image.head.weight.shape
         nn.init.normal_(image.head.weight, std=d_image**-0.5, generator=generator)
         d_text = text.config.d_model
         self.projection = Linear(d_text, d_joint, std=d_text**-0.5, generator=generator)
-        self.log_scale = nn.Parameter(torch.tensor(math.log(FIRST_SCALE)))
+        self.log_scale = nn.Parameter(torch.tensor(math.log(INIT_LOGIT_SCALE)))
 
     @property
     def scale(self) -> Tensor:
         """[] the inverse temperature, at most `largest_scale`."""
-        return bounded(self.log_scale, math.log(self.largest_scale)).exp()
+        return straight_through_clamp(self.log_scale, math.log(self.max_logit_scale)).exp()
 
     def embed_images(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, d_joint] unit vectors, fp32."""

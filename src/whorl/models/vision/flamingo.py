@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError
-from whorl.models.cost import CostedText
+from whorl.models.cost import ProfiledTextModule
 from whorl.models.decoder import Decoder, DecoderState
 from whorl.models.vision.vit import ViT
-from whorl.nn.attention import MultiHead
+from whorl.nn.attention import MultiHeadAttention
 from whorl.nn.mlp import MLP, Activation
 from whorl.nn.norm import LayerNorm
 
@@ -56,7 +56,9 @@ class GatedCrossAttention(nn.Module):
             LayerNorm(d_context),
             LayerNorm(d),
         )
-        self.attention = MultiHead(d, n_heads, causal=False, context_dim=d_context, generator=generator)
+        self.attention = MultiHeadAttention(
+            d, n_heads, causal=False, context_dim=d_context, generator=generator
+        )
         self.mlp = MLP(d, mlp_hidden, mlp, generator)
         for last in (self.attention.out, self.mlp.down):  # not 0: see the top of this file
             nn.init.normal_(last.weight, std=0.6 * last.weight.shape[1] ** -0.5, generator=generator)
@@ -70,7 +72,7 @@ class GatedCrossAttention(nn.Module):
         return out
 
 
-class Captioner(CostedText):
+class Captioner(ProfiledTextModule):
     """A frozen decoder that sees pictures through a frozen ViT (see the top of this file).
 
     What is to be trained are the parameters whose names begin with "bridges.".
@@ -91,27 +93,27 @@ class Captioner(CostedText):
         *,
         n_heads: int | None = None,
         mlp_hidden: int | None = None,
-        every: int = 1,
+        cross_attn_every: int = 1,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         c = decoder.config
         n_heads = c.n_heads if n_heads is None else n_heads
-        if every < 1:
-            raise ConfigError(f"every is {every}", expected="at least 1")
+        if cross_attn_every < 1:
+            raise ConfigError(f"every is {cross_attn_every}", expected="at least 1")
         if n_heads < 1 or c.d_model % n_heads:
             raise ConfigError(f"n_heads is {n_heads}", expected=f"a divisor of d_model, {c.d_model}")
-        self.decoder, self.image, self.every = (
+        self.decoder, self.image, self.cross_attn_every = (
             decoder.requires_grad_(False),
             image.requires_grad_(False),
-            every,
+            cross_attn_every,
         )
         d_image = image.positions.shape[1]
         self.bridges = nn.ModuleList(
             GatedCrossAttention(
                 c.d_model, n_heads, mlp_hidden or c.mlp_hidden, d_image, c.mlp, generator=generator
             )
-            for _ in range(0, c.n_layers, every)
+            for _ in range(0, c.n_layers, cross_attn_every)
         )
 
     def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -131,7 +133,7 @@ class Captioner(CostedText):
         return self.decoder.kv_bytes_per_token()
 
     @torch.no_grad()
-    def look(self, images: Tensor) -> Tensor:
+    def encode_images(self, images: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, N, d_image]. The tower is frozen, so this can be done once for each picture, and kept."""
         return self.image.tokens(images)
 
@@ -150,13 +152,13 @@ class Captioner(CostedText):
         h = d.embedding_norm(embedded).to(d.dtype)
         context = context.to(d.dtype)
         for number, block in enumerate(d.blocks):
-            if number % self.every == 0:
-                h = self.bridges[number // self.every](h, context)
+            if number % self.cross_attn_every == 0:
+                h = self.bridges[number // self.cross_attn_every](h, context)
             h = block(h, rotary, None, None if state is None else state.layers[number])
         return cast(Tensor, d.final_norm(h))
 
     @torch.no_grad()
-    def captions(self, images: Tensor, begin: int, end: int, limit: int) -> list[list[int]]:
+    def generate(self, images: Tensor, bos_id: int, eos_id: int, max_tokens: int) -> list[list[int]]:
         """The likeliest next token, again and again.
 
         Args:
@@ -165,11 +167,11 @@ class Captioner(CostedText):
         Returns:
             The ids of each caption, without `begin` and `end`.
         """
-        context, state = self.look(images), self.decoder.new_state(len(images), limit + 1)
-        newest = torch.full((len(images), 1), begin, device=images.device)
+        context, state = self.encode_images(images), self.decoder.new_state(len(images), max_tokens + 1)
+        newest = torch.full((len(images), 1), bos_id, device=images.device)
         rows = []
-        for _ in range(limit):
+        for _ in range(max_tokens):
             newest = self.decoder.logits(self(newest, context, state)).argmax(dim=-1)  # [B, 1]
             rows.append(newest)
         found = torch.cat(rows, dim=1).tolist() if rows else [[] for _ in images]
-        return [row[: row.index(end)] if end in row else row for row in found]
+        return [row[: row.index(eos_id)] if eos_id in row else row for row in found]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.cost import Costed
-from whorl.models.vision.vit import at_least_one, check_images, counted, linear_flops
+from whorl.models.cost import ProfiledModule
+from whorl.models.vision.vit import check_images, check_positive, count_params, linear_flops
 from whorl.nn.convolution import Conv2d
 from whorl.nn.linear import Linear
 from whorl.nn.norm import BatchNorm
@@ -59,12 +59,12 @@ class BasicBlock(nn.Module):
 
     def flops(self, size: int) -> float:
         """For an input of side `size`."""
-        after = self.convolution1.size_after(size)
+        after = self.convolution1.output_size(size)
         shortcut = 0.0 if self.shortcut is None else self.shortcut.flops(size)
         return self.convolution1.flops(size) + self.convolution2.flops(after) + shortcut
 
 
-class ResNet(Costed):
+class ResNet(ProfiledModule):
     """A residual network of basic blocks (see the top of this file).
 
     Args:
@@ -91,7 +91,7 @@ class ResNet(Costed):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        at_least_one(channels=channels, classes=classes)
+        check_positive(channels=channels, classes=classes)
         if not widths or len(widths) != len(depths) or min(*widths, *depths) < 1:
             raise ConfigError(
                 f"widths are {list(widths)} and depths {list(depths)}",
@@ -141,17 +141,17 @@ class ResNet(Costed):
 
     def params(self) -> dict[str, int]:
         """Parameters: total; stem; blocks; head; norm, the one that stands outside of the blocks."""
-        return {"embedding": 0} | counted(
+        return {"embedding": 0} | count_params(
             self, stem=self.stem, blocks=self.blocks, norm=self.norm, head=self.head
         )
 
     def flops(self, image_size: int) -> float:
         """Forward operations of the products for one image of that side."""
-        total, size = self.stem.flops(image_size), self.stem.size_after(image_size)
+        total, size = self.stem.flops(image_size), self.stem.output_size(image_size)
         if self.large:
             size = (size - 1) // 2 + 1
         for block in self.blocks:
             assert isinstance(block, BasicBlock)
             total += block.flops(size)
-            size = block.convolution1.size_after(size)
+            size = block.convolution1.output_size(size)
         return total + linear_flops(self.head)

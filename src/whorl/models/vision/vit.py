@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from whorl.errors import ConfigError
-from whorl.models.cost import Costed
-from whorl.models.encoder import Block
+from whorl.models.cost import ProfiledModule
+from whorl.models.encoder import EncoderBlock
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
 from whorl.nn.norm import LayerNorm
@@ -64,7 +64,7 @@ class ViTConfig(BaseModel):
     head_bias: bool = True
 
     @model_validator(mode="after")
-    def _possible(self) -> ViTConfig:
+    def _validate(self) -> ViTConfig:
         if self.d_model % self.n_heads:
             raise ValueError(f"n_heads is {self.n_heads}, which does not divide d_model, {self.d_model}")
         if self.image_size % self.patch:
@@ -72,7 +72,7 @@ class ViTConfig(BaseModel):
         return self
 
 
-class ViT(Costed):
+class ViT(ProfiledModule):
     """A vision transformer (see the top of this file).
 
     Args:
@@ -136,7 +136,7 @@ class ViT(Costed):
         self.first_norm = LayerNorm(d_model, eps) if first_norm else None
         self.blocks = nn.ModuleList(
             [
-                Block(d_model, n_heads, hidden, mlp, eps=eps, backend=backend, generator=generator)
+                EncoderBlock(d_model, n_heads, hidden, mlp, eps=eps, backend=backend, generator=generator)
                 for _ in range(n_layers)
             ]
         )
@@ -194,7 +194,7 @@ class ViT(Costed):
         """Parameters: total; embedding (of patches, with the class token); positions; blocks; norm (or both); head."""
         norms = nn.ModuleList([norm for norm in (self.first_norm, self.norm) if norm is not None])
         head = nn.Identity() if self.head is None else self.head
-        found = counted(self, embedding=self.embedding, blocks=self.blocks, norm=norms, head=head)
+        found = count_params(self, embedding=self.embedding, blocks=self.blocks, norm=norms, head=head)
         found["embedding"] += 0 if self.class_token is None else self.class_token.numel()
         return {**found, "positions": self.positions.numel()}
 
@@ -206,7 +206,7 @@ class ViT(Costed):
         total = n_patches * linear_flops(self.embedding.linear)
         total += 0.0 if self.head is None else linear_flops(self.head)
         for block in self.blocks:
-            assert isinstance(block, Block)
+            assert isinstance(block, EncoderBlock)
             a, m = block.attention, block.mlp
             per_token = [linear_flops(w) for w in (a.q, a.k, a.v, a.out, m.up, m.down)]
             total += n_tokens * sum(per_token)
@@ -231,7 +231,7 @@ class MixerBlock(nn.Module):
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
 
-class MLPMixer(Costed):
+class MLPMixer(ProfiledModule):
     """Patches mixed by perceptrons alone (see the top of this file).
 
     Args:
@@ -259,8 +259,8 @@ class MLPMixer(Costed):
         super().__init__()
         token_hidden = d_model // 2 if token_hidden is None else token_hidden
         hidden = 4 * d_model if mlp_hidden is None else mlp_hidden
-        at_least_one(channels=channels, classes=classes, d_model=d_model, n_layers=n_layers)
-        at_least_one(token_hidden=token_hidden, mlp_hidden=hidden)
+        check_positive(channels=channels, classes=classes, d_model=d_model, n_layers=n_layers)
+        check_positive(token_hidden=token_hidden, mlp_hidden=hidden)
         self.image_size, self.channels = image_size, channels
         self.n_tokens = patch_grid(image_size, image_size, patch)[0] ** 2
         self.embedding = PatchEmbedding(channels, patch, d_model, generator=generator)
@@ -290,7 +290,9 @@ class MLPMixer(Costed):
 
     def params(self) -> dict[str, int]:
         """Parameters: total; embedding; blocks; norm; head."""
-        return counted(self, embedding=self.embedding, blocks=self.blocks, norm=self.norm, head=self.head)
+        return count_params(
+            self, embedding=self.embedding, blocks=self.blocks, norm=self.norm, head=self.head
+        )
 
     def flops(self, image_size: int) -> float:
         """Forward operations of the products for one image, which must be of the model's size."""
@@ -317,7 +319,7 @@ def linear_flops(linear: Linear | None) -> float:
     return 2.0 * linear.weight.numel()
 
 
-def counted(model: nn.Module, **parts: nn.Module) -> dict[str, int]:
+def count_params(model: nn.Module, **parts: nn.Module) -> dict[str, int]:
     def count(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters())
 
@@ -325,7 +327,7 @@ def counted(model: nn.Module, **parts: nn.Module) -> dict[str, int]:
     return {"total": total, "active": total, **{name: count(part) for name, part in parts.items()}}
 
 
-def at_least_one(**values: int) -> None:
+def check_positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise ConfigError(f"{name} is {value}", expected="at least 1")

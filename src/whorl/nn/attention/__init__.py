@@ -10,30 +10,30 @@ mask.py, backends.py, state.py, short.py   who sees whom; how it is computed; wh
 
 from whorl.nn.attention.backends import BACKENDS, attend
 from whorl.nn.attention.causal import Attention, LayerState, causal_attention, causal_attention_reference
-from whorl.nn.attention.hstu import Pointwise, PointwiseState
+from whorl.nn.attention.hstu import HSTUAttention, HSTUState
 from whorl.nn.attention.linear import LinearAttention, LinearState
 from whorl.nn.attention.mask import Mask
-from whorl.nn.attention.mla import Latent, LatentState
-from whorl.nn.attention.multi_head import MultiHead
-from whorl.nn.attention.short_conv import ShortConvolution, ShortState, Smear
+from whorl.nn.attention.mla import LatentState, MultiHeadLatentAttention
+from whorl.nn.attention.multi_head import MultiHeadAttention
+from whorl.nn.attention.short_conv import ShortConvolution, ShortConvState, Smear
 from whorl.nn.attention.state import KeyValues, KeyValueState
 
 __all__ = [
     "BACKENDS",
     "Attention",
+    "HSTUAttention",
+    "HSTUState",
     "KeyValueState",
     "KeyValues",
-    "Latent",
     "LatentState",
     "LayerState",
     "LinearAttention",
     "LinearState",
     "Mask",
-    "MultiHead",
-    "Pointwise",
-    "PointwiseState",
+    "MultiHeadAttention",
+    "MultiHeadLatentAttention",
+    "ShortConvState",
     "ShortConvolution",
-    "ShortState",
     "Smear",
     "attend",
     "causal_attention",

@@ -44,7 +44,7 @@ from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels import dispatch
 
 BACKENDS = ("auto", "reference", "sdpa", "flex", "blocked", "triton")
-BLOCKED_UPTO = 2048  # positions: the blocked path keeps all probabilities for its backward
+MAX_BLOCKED_LENGTH = 2048  # positions: the blocked path keeps all probabilities for its backward
 
 
 def attend(
@@ -77,7 +77,7 @@ def attend(
         raise ConfigError(f"backend is {backend!r}", expected=one_of(backend, BACKENDS))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if backend == "auto":
-        backend = _choice(q, k, mask, bias, softcap, sink)
+        backend = _select_backend(q, k, mask, bias, softcap, sink)
         if backend == "sdpa" and bias is None and q.is_cuda and not torch.compiler.is_compiling():
             return dispatch.attention(q, k, v, mask, scale, lambda q, k, v: _sdpa(q, k, v, mask, scale, None))
     if backend == "triton":
@@ -112,21 +112,24 @@ def attend(
     return _reference(q, k, v, mask, scale, bias, softcap, sink)
 
 
-def _choice(
+def _select_backend(
     q: Tensor, k: Tensor, mask: Mask, bias: Tensor | None, softcap: float | None, sink: Tensor | None
 ) -> str:
     """The fastest that was measured to be: flex, which no GPU has shown yet, has to be asked for."""
     if softcap is not None or sink is not None:
         return "reference"
     short = (
-        q.shape[2] > 1 and k.shape[2] <= BLOCKED_UPTO and q.device.type == "cpu" and torch.is_grad_enabled()
+        q.shape[2] > 1
+        and k.shape[2] <= MAX_BLOCKED_LENGTH
+        and q.device.type == "cpu"
+        and torch.is_grad_enabled()
     )
     return "blocked" if short and bias is None and _can_be_blocked(q, k, mask) else "sdpa"
 
 
 def _can_be_blocked(q: Tensor, k: Tensor, mask: Mask) -> bool:
     last = mask.offset == k.shape[2] - q.shape[2]  # the queries are the newest of the positions
-    return last and mask.causal and replace(mask, query_segments=None, key_segments=None).only_causal
+    return last and mask.causal and replace(mask, query_segments=None, key_segments=None).is_causal_only
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
@@ -188,14 +191,14 @@ def _reference(
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, bias: Tensor | None) -> Tensor:
     heads, kv_heads, (n_queries, n_keys) = q.shape[1], k.shape[1], (q.shape[2], k.shape[2])
     fused = functools.partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=heads != kv_heads)
-    if bias is None and mask.is_open(n_queries, n_keys):
+    if bias is None and mask.allows_all(n_queries, n_keys):
         if (
             n_queries == 1 and heads != kv_heads
         ):  # the heads of a group as queries: keys are read once, not repeated
             y = F.scaled_dot_product_attention(q.reshape(*k.shape[:2], -1, q.shape[-1]), k, v, scale=scale)
             return y.reshape(*q.shape[:3], v.shape[-1])
         return fused(q, k, v)
-    if bias is None and mask.only_causal and mask.offset == 0 and n_queries == n_keys:
+    if bias is None and mask.is_causal_only and mask.offset == 0 and n_queries == n_keys:
         return fused(q, k, v, is_causal=True)
     allowed = mask.dense(n_queries, n_keys, q.device)
     empty = ~allowed.any(dim=-1, keepdim=True)  # [B, 1, Tq, 1]
@@ -220,7 +223,7 @@ def _flex(
 
     n_queries, n_keys = q.shape[2], k.shape[2]
     mask.check(n_queries, n_keys)
-    blocks = create_block_mask(mask.mod(), mask.rows, None, n_queries, n_keys, device=q.device)
+    blocks = create_block_mask(mask.mask_mod(), mask.batch_size, None, n_queries, n_keys, device=q.device)
     added = bias if bias is None or bias.dim() == 1 else bias.expand(*q.shape[:3], n_keys)
 
     def modified(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -232,7 +235,7 @@ def _flex(
             score = score + added[row, head, query, key]
         return score
 
-    y, log_sum = _flex_function(q.is_cuda)(
+    y, log_sum = _flex_attention(q.is_cuda)(
         q,
         k,
         v,
@@ -248,7 +251,7 @@ def _flex(
 
 
 @functools.cache
-def _flex_function(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+def _flex_attention(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """(q, k, v, ...) -> (y, log of the softmax's denominator [B, H, Tq])."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 

@@ -117,16 +117,16 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
         before = k.shape[2] - q.shape[2]
         ours = None if segments is None else segments[:, before:]
         seen = Mask(query_segments=ours, key_segments=segments, offset=before)
-        return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _fused_by_torch(q, k, v, segments))
+        return dispatch.attention(q, k, v, seen, 1.0, lambda q, k, v: _sdpa(q, k, v, segments))
     if q.is_cuda:
-        return _fused_by_torch(q, k, v, segments)
+        return _sdpa(q, k, v, segments)
     batch, heads, length, _ = q.shape
     flat = (t.reshape(batch * heads, *t.shape[2:]) for t in (q, k, v))
     out: Tensor = _BlockedAttention.apply(*flat, segments, heads)  # type: ignore[no-untyped-call]
     return out.view(batch, heads, length, v.shape[-1])
 
 
-def _fused_by_torch(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
     """torch's attention: without documents it needs no mask, with them a dense one."""
     length, n_keys = q.shape[2], k.shape[2]
     if segments is None and length == n_keys:
@@ -192,7 +192,7 @@ class Attention(nn.Module):
         heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
         q, k, v = self.qkv(x).view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
         if self.smear is not None:
-            k = self._smeared(k, segments, state)
+            k = self._smear_keys(k, segments, state)
         # The temperature is applied in fp32 inside the norm's cast back.
         q = apply_rotary(rms_norm(q, self.temperature), *rotary)
         k = apply_rotary(rms_norm(k), *rotary)
@@ -202,14 +202,16 @@ class Attention(nn.Module):
                 k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
             y = causal_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), segments)
         elif isinstance(state, PagedState):
-            state.put(k.transpose(1, 2), v.transpose(1, 2))
+            state.write(k.transpose(1, 2), v.transpose(1, 2))
             y = state.attend(q.transpose(1, 2), Mask(), 1.0)
         else:
-            y = self._attend_kept(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state)
+            y = self._attend_cached(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), state)
         out: Tensor = self.out(y.transpose(1, 2).reshape(batch, length, -1))
         return out
 
-    def _smeared(self, k: Tensor, segments: Tensor | None, state: LayerState | PagedState | None) -> Tensor:
+    def _smear_keys(
+        self, k: Tensor, segments: Tensor | None, state: LayerState | PagedState | None
+    ) -> Tensor:
         """k: [B, T, n_kv_heads, head_dim] -> the same, each mixed with its predecessor in the same segment."""
         assert self.smear is not None
         share = torch.sigmoid(self.smear).to(k.dtype)  # [n_kv_heads, 1]
@@ -226,7 +228,7 @@ class Attention(nn.Module):
             mixed = torch.where(same[:, :, None, None], mixed, k)
         return mixed
 
-    def _attend_kept(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Tensor:
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Tensor:
         """New positions attend to the state and to each other.  q: [B, H, T, d]; k, v: [B, KV, T, d]."""
         batch, heads, length, d = q.shape
         stop = state.length + length

@@ -48,7 +48,7 @@ def time_buckets(seconds: Tensor, n_buckets: int) -> Tensor:
     return torch.bucketize(seconds.float(), bounds, right=True)
 
 
-def pointwise_attention_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Tensor:
+def hstu_attention_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Tensor:
     """The definition: SiLU(q k^T + bias) / n over allowed keys, in fp32, times v.
 
     q: [B, H, Tq, dk] (any scale is already in it); k: [B, H, Tk, dk]; v: [B, H, Tk, dv]; bias: [B, H, Tq, Tk];
@@ -58,7 +58,7 @@ def pointwise_attention_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor,
     return (weights / allowed.sum(-1, keepdim=True).clamp(min=1) @ v.float()).to(q.dtype)
 
 
-def pointwise_attention(
+def hstu_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -100,7 +100,7 @@ def pointwise_attention(
 
 
 @dataclass
-class PointwiseState:
+class HSTUState:
     """k: [B, H, capacity, dk]; v: [B, H, capacity, dv]; `length` of them filled. times: [B, capacity] if the first piece
     brought them; segments: [B, capacity] once one was named."""
 
@@ -128,7 +128,7 @@ class PointwiseState:
         self.times[:, start : start + times.shape[1]] = times
 
 
-class Pointwise(nn.Module):
+class HSTUAttention(nn.Module):
     """A `Mixer` of HSTU.  x: [B, T, d_model] -> [B, T, d_model]; a residual and a norm of x are its block's.
 
     Args:
@@ -176,12 +176,12 @@ class Pointwise(nn.Module):
 
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
-    ) -> PointwiseState:
+    ) -> HSTUState:
         k, v = (
             torch.zeros(batch, self.n_heads, capacity, d, dtype=dtype, device=device)
             for d in (self.head_dim, self.v_dim)
         )
-        return PointwiseState(k, v)
+        return HSTUState(k, v)
 
     def forward(
         self,
@@ -189,7 +189,7 @@ class Pointwise(nn.Module):
         *,
         positions: Tensor | None = None,
         segments: Tensor | None = None,
-        state: PointwiseState | None = None,
+        state: HSTUState | None = None,
         times: Tensor | None = None,
     ) -> Tensor:
         """As `Mixer` says. Distances are counted in a row's order, so positions are of no account.
@@ -219,7 +219,7 @@ class Pointwise(nn.Module):
             if start:  # else the new ones are all there is, and carry gradients
                 k, v = state.k[:, :, :stop].to(x.dtype), state.v[:, :, :stop].to(x.dtype)
             times, segments = (None if t is None else t[:, :stop] for t in (state.times, state.segments))
-        y = pointwise_attention(q * self.scale, k, v, self.position_bias, self.time_bias, times, segments)
+        y = hstu_attention(q * self.scale, k, v, self.position_bias, self.time_bias, times, segments)
         y = y.transpose(1, 2).reshape(batch, length, v_width)
         y = F.layer_norm(y.float(), (v_width,), eps=self.eps).to(x.dtype)
         out: Tensor = self.out(y * gate)

@@ -69,9 +69,9 @@ def linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    memory: Tensor,
+    state: Tensor,
     log_decay: Tensor | None = None,
-    runs: Tensor | None = None,
+    document_ids: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The same outputs in time linear in T.  -> ([B, H, T, dv] fp32, the memory behind the last position).
@@ -83,17 +83,19 @@ def linear_attention(
     length = q.shape[2]
     whole = length - length % chunk
     parts = []
-    before = None if runs is None else torch.zeros_like(runs[:, 0])  # the run that the memory belongs to
+    before = (
+        None if document_ids is None else torch.zeros_like(document_ids[:, 0])
+    )  # the run that the memory belongs to
     for start, stop, size in ((0, whole, chunk), (whole, length, length - whole)):
         if start == stop:
             continue
         q_, k_, v_ = (t[:, :, start:stop] for t in (q, k, v))
-        runs_ = None if runs is None else runs[:, start:stop]
-        y, memory = _chunks(q_, k_, v_, memory, log_decay, runs_, before, size)
+        runs_ = None if document_ids is None else document_ids[:, start:stop]
+        y, state = _chunks(q_, k_, v_, state, log_decay, runs_, before, size)
         before = None if runs_ is None else runs_[:, -1]
         parts.append(y)
     y = torch.cat(parts, dim=2)
-    return y[..., :-1] / (y[..., -1:] + EPS), memory
+    return y[..., :-1] / (y[..., -1:] + EPS), state
 
 
 def _chunks(
@@ -142,14 +144,14 @@ def _chunks(
 
 
 def linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, memory: Tensor, log_decay: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One position.  q, k: [B, H, d]; v: [B, H, dv] -> ([B, H, dv] fp32, the new memory)."""
     if log_decay is not None:
-        memory = memory * log_decay.float().exp()[:, None, None]
-    memory = memory + k.float()[..., :, None] * F.pad(v.float(), (0, 1), value=1.0)[..., None, :]
-    y = (q.float()[..., None, :] @ memory).squeeze(-2)
-    return y[..., :-1] / (y[..., -1:] + EPS), memory
+        state = state * log_decay.float().exp()[:, None, None]
+    state = state + k.float()[..., :, None] * F.pad(v.float(), (0, 1), value=1.0)[..., None, :]
+    y = (q.float()[..., None, :] @ state).squeeze(-2)
+    return y[..., :-1] / (y[..., -1:] + EPS), state
 
 
 @dataclass
@@ -157,13 +159,13 @@ class LinearState:
     """memory: [B, H, head_dim, head_dim + 1] fp32, of one size whatever the length; segment: [B] of the newest position,
     once one was named."""
 
-    memory: Tensor
+    recurrent_state: Tensor
     length: int = 0
     segment: Tensor | None = None
 
     @property
     def n_bytes(self) -> int:
-        return self.memory.nbytes + (0 if self.segment is None else self.segment.nbytes)
+        return self.recurrent_state.nbytes + (0 if self.segment is None else self.segment.nbytes)
 
 
 class LinearAttention(nn.Module):
@@ -236,9 +238,9 @@ class LinearAttention(nn.Module):
         if state is None:
             memory = torch.zeros(batch, self.n_heads, self.head_dim, self.head_dim + 1, device=x.device)
         else:
-            check_state(batch, length, len(state.memory), state.length)
-            memory = state.memory
-        runs = None if segments is None else self._runs(segments, state)
+            check_state(batch, length, len(state.recurrent_state), state.length)
+            memory = state.recurrent_state
+        runs = None if segments is None else self._document_ids(segments, state)
         if state is not None and length == 1:
             if runs is not None:
                 memory = memory * (runs[:, :, None, None] == 0)
@@ -247,14 +249,14 @@ class LinearAttention(nn.Module):
         else:
             y, memory = linear_attention(q, k, v, memory, log_decay, runs, self.chunk)
         if state is not None:
-            state.memory = memory.detach()
+            state.recurrent_state = memory.detach()
             state.length += length
             state.segment = state.segment if segments is None else segments[:, -1].clone()
         out: Tensor = self.out(y.to(x.dtype).transpose(1, 2).reshape(batch, length, -1))
         return out
 
     @staticmethod
-    def _runs(segments: Tensor, state: LinearState | None) -> Tensor:
+    def _document_ids(segments: Tensor, state: LinearState | None) -> Tensor:
         """segments: [B, T] -> [B, T] how many borders lie between the state and each position."""
         if state is None or not state.length:
             first = segments[:, :1]

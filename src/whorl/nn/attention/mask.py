@@ -30,7 +30,7 @@ from torch import Tensor
 
 from whorl.errors import ConfigError
 
-Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key) indices -> bool
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key) indices -> bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Mask:
             raise ConfigError("layout does not fit", expected="a bool [blocks, blocks], together with block")
 
     @property
-    def rows(self) -> int | None:
+    def batch_size(self) -> int | None:
         """B of the parts that differ between rows; None when there is none."""
         for tensor in (self.key_segments, self.key_allowed):
             if tensor is not None:
@@ -94,14 +94,14 @@ class Mask:
         return None
 
     @property
-    def only_causal(self) -> bool:
+    def is_causal_only(self) -> bool:
         """Whether nothing but `causal` limits the queries."""
         parts = (self.window, self.stride, self.block, self.key_segments, self.key_allowed)
         return all(part is None for part in parts)
 
-    def is_open(self, n_queries: int, n_keys: int) -> bool:
+    def allows_all(self, n_queries: int, n_keys: int) -> bool:
         """Whether every query may attend to every key: true of the newest position of a causal row."""
-        return self.only_causal and (not self.causal or (n_queries == 1 and self.offset >= n_keys - 1))
+        return self.is_causal_only and (not self.causal or (n_queries == 1 and self.offset >= n_keys - 1))
 
     def dense(self, n_queries: int, n_keys: int, device: torch.device | str = "cpu") -> Tensor:
         """[B or 1, 1, n_queries, n_keys] bool.
@@ -110,15 +110,15 @@ class Mask:
             ConfigError: segments or padding of another length.
         """
         self.check(n_queries, n_keys)
-        row = torch.arange(self.rows or 1, device=device)[:, None, None, None]
+        row = torch.arange(self.batch_size or 1, device=device)[:, None, None, None]
         query = torch.arange(n_queries, device=device)[:, None]
         key = torch.arange(n_keys, device=device)
-        allowed = self.mod()(row, torch.zeros_like(row), query, key)
-        return allowed.expand(self.rows or 1, 1, n_queries, n_keys)
+        allowed = self.mask_mod()(row, torch.zeros_like(row), query, key)
+        return allowed.expand(self.batch_size or 1, 1, n_queries, n_keys)
 
-    def mod(self) -> Mod:
+    def mask_mod(self) -> MaskMod:
         """The rule as a function of (row, head, query, key) index tensors, a `mask_mod` of `flex_attention`."""
-        document = None if self.key_segments is None else _within(self.key_segments)  # [B, Tk]
+        document = None if self.key_segments is None else _position_in_document(self.key_segments)  # [B, Tk]
 
         def allows(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             del head  # the same for all
@@ -147,9 +147,9 @@ class Mask:
             tensor = getattr(self, name)
             if tensor is None:
                 continue
-            if tensor.shape[1] != want or tensor.shape[0] != self.rows:
+            if tensor.shape[1] != want or tensor.shape[0] != self.batch_size:
                 raise ConfigError(
-                    f"{name} has the shape {list(tensor.shape)}", expected=f"[{self.rows}, {want}]"
+                    f"{name} has the shape {list(tensor.shape)}", expected=f"[{self.batch_size}, {want}]"
                 )
         if self.block is not None and self.key_segments is not None and self.offset + n_queries > n_keys:
             raise ConfigError(
@@ -164,7 +164,7 @@ class Mask:
                 )
 
 
-def _within(segments: Tensor) -> Tensor:
+def _position_in_document(segments: Tensor) -> Tensor:
     """segments: [B, T] -> [B, T] positions counted from the start of each document."""
     at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     starts = torch.ones_like(segments, dtype=torch.bool)

@@ -52,16 +52,16 @@ class LatentState:
     """rows: [B, capacity, kv_rank + rope_dim], `length` of them filled: the normed latent, then the turned shared key, in
     one tensor because together they are the absorbed form's keys. segments: [B, capacity] once one was named."""
 
-    rows: Tensor
+    cache: Tensor
     segments: Tensor | None = None
     length: int = 0
 
     @property
     def n_bytes(self) -> int:
-        return self.rows.nbytes + (0 if self.segments is None else self.segments.nbytes)
+        return self.cache.nbytes + (0 if self.segments is None else self.segments.nbytes)
 
 
-class Latent(nn.Module):
+class MultiHeadLatentAttention(nn.Module):
     """A `Mixer` that caches a latent.  x: [B, T, d_model] -> [B, T, d_model].
 
     Args:
@@ -154,36 +154,37 @@ class Latent(nn.Module):
             ConfigError: the state is full.
         """
         if isinstance(state, PagedLatent):
-            return self._paged(x, positions, state)
+            return self._forward_paged(x, positions, state)
         length = x.shape[1]
         start = 0 if state is None else state.length
         if state is not None:
-            check_state(len(x), length, len(state.rows), start, state.rows.shape[1])
+            check_state(len(x), length, len(state.cache), start, state.cache.shape[1])
         query, new = self._project(x, positions, start)
         rows, documents = new, segments  # of all positions so far
         if state is not None:
-            stop, capacity = start + length, state.rows.shape[1]
+            stop, capacity = start + length, state.cache.shape[1]
             state.segments = extend_segments(state.segments, segments, start, length, capacity)
-            state.rows[:, start:stop] = new.detach()
+            state.cache[:, start:stop] = new.detach()
             state.length = stop
             documents = None if state.segments is None else state.segments[:, :stop]
             segments = None if documents is None else documents[:, start:]
             if start:  # else the new ones are all there is, and carry gradients
-                rows = state.rows[:, :stop].to(x.dtype)
+                rows = state.cache[:, :stop].to(x.dtype)
         mask = Mask(query_segments=segments, key_segments=documents, offset=start)
-        expand = self._expand_pays(length, start) if self.form == "auto" else self.form == "expanded"
+        expand = self._expanded_is_cheaper(length, start) if self.form == "auto" else self.form == "expanded"
         y = (self._expanded if expand else self._absorbed)(query, rows, mask)  # [B, T, H, v_dim]
         out: Tensor = self.out(y.flatten(2))
         return out
 
-    def _paged(self, x: Tensor, positions: Tensor | None, state: PagedLatent) -> Tensor:
+    def _forward_paged(self, x: Tensor, positions: Tensor | None, state: PagedLatent) -> Tensor:
         """The forward of rows one behind another, whose past is in pages.  x: [1, N, d_model]."""
         query, new = self._project(x, positions, 0)
-        state.put(new)
+        state.write(new)
         y = query.new_empty(*query.shape[:3], self.v_dim)
-        for where, rows, mask in state.pieces():
+        for where, rows, mask in state.attention_groups():
             expand = self.form == "expanded" or (
-                self.form == "auto" and self._expand_pays(where.shape[1], rows.shape[1] - where.shape[1])
+                self.form == "auto"
+                and self._expanded_is_cheaper(where.shape[1], rows.shape[1] - where.shape[1])
             )
             y[0, where] = (self._expanded if expand else self._absorbed)(query[0, where], rows, mask)
         out: Tensor = self.out(y.flatten(2))
@@ -201,13 +202,17 @@ class Latent(nn.Module):
         latent, shared = self.kv_a(x).split([self.kv_rank, self.rope_dim], dim=-1)
         if self.rotary is not None:
             rotary, stop = self.rotary, start + length
-            tables = rotary.between(start, stop, x.device) if positions is None else rotary.at(positions)
+            tables = (
+                rotary.tables_between(start, stop, x.device)
+                if positions is None
+                else rotary.tables_at(positions)
+            )
             plain, turning = q.split([self.nope_dim, self.rope_dim], dim=-1)
-            q = torch.cat([plain, rotary.turn(turning, tables).to(x.dtype)], dim=-1)
-            shared = rotary.turn(shared[:, :, None], tables)[:, :, 0].to(x.dtype)
+            q = torch.cat([plain, rotary.rotate(turning, tables).to(x.dtype)], dim=-1)
+            shared = rotary.rotate(shared[:, :, None], tables)[:, :, 0].to(x.dtype)
         return q, torch.cat([self.kv_a_norm(latent), shared], dim=-1)
 
-    def _expand_pays(self, length: int, start: int) -> bool:
+    def _expanded_is_cheaper(self, length: int, start: int) -> bool:
         """Whether `length` queries behind `start` positions of the past cost fewer products expanded than absorbed."""
         if not start:
             return (
@@ -243,7 +248,7 @@ class Latent(nn.Module):
         # The cache on the left: a product that wants it transposed copies all of it first (bf16, on a CPU).
         scores = (rows @ folded.transpose(1, 2)).transpose(1, 2)  # [B, H T, S]
         scores = scores.float().reshape(batch, heads, length, n_keys) * self.scale
-        if not mask.is_open(length, n_keys):
+        if not mask.allows_all(length, n_keys):
             scores = scores.masked_fill(~mask.dense(length, n_keys, q.device), float("-inf"))
         p = scores.softmax(dim=-1).to(q.dtype).reshape(batch, heads * length, n_keys)
         summed = (p @ rows[..., : self.kv_rank]).view(batch, heads, length, self.kv_rank)

@@ -40,7 +40,7 @@ from whorl.nn.positions.absolute import alibi_slopes
 from whorl.nn.positions.rotary import Rotary
 
 
-class MultiHead(nn.Module):
+class MultiHeadAttention(nn.Module):
     """x: [B, T, d_model] -> [B, T, d_model].  Weights: `q`, `k`, `v`, `out`; `out` starts at 0.
 
     Args:
@@ -92,7 +92,7 @@ class MultiHead(nn.Module):
         context_dim: int | None = None,
         backend: str = "auto",
         generator: torch.Generator | None = None,
-        own_keys: bool = True,
+        has_kv_proj: bool = True,
     ) -> None:
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
@@ -124,25 +124,25 @@ class MultiHead(nn.Module):
                         f"{name} and context_dim are both given",
                         expected="one of them: positions of x and of another sequence have no distance",
                     )
-        if not own_keys and (smear or context_dim is not None):
+        if not has_kv_proj and (smear or context_dim is not None):
             raise ConfigError(
                 "own_keys is False, with smear or context_dim",
                 expected="a layer that makes keys, to use those",
             )
         self.d_model, self.n_heads, self.n_kv_heads, self.head_dim = d_model, n_heads, n_kv_heads, head_dim
         self.rotary, self.scale, self.softcap = rotary, scale, softcap
-        self.backend, self.own_keys, self.context_dim = backend, own_keys, context_dim
+        self.backend, self.has_kv_proj, self.context_dim = backend, has_kv_proj, context_dim
         self.mask = Mask(causal=causal and context_dim is None, window=window, stride=stride, block=block)
         source = d_model if context_dim is None else context_dim
         width, kv_width, std = n_heads * head_dim, n_kv_heads * head_dim, 0.6 * source**-0.5
         self.q = Linear(d_model, width, std=0.6 * d_model**-0.5, bias=bias, generator=generator)
-        self.k = Linear(source, kv_width, std=std, bias=bias, generator=generator) if own_keys else None
-        self.v = Linear(source, kv_width, std=std, bias=bias, generator=generator) if own_keys else None
+        self.k = Linear(source, kv_width, std=std, bias=bias, generator=generator) if has_kv_proj else None
+        self.v = Linear(source, kv_width, std=std, bias=bias, generator=generator) if has_kv_proj else None
         self.out = Linear(width, d_model, std=0.0, bias=out_bias)
         normed = qk_norm is not None
         eps = qk_norm or 0.0
         self.q_norm = RMSNorm(head_dim, eps, norm_offset) if normed else None
-        self.k_norm = RMSNorm(head_dim, eps, norm_offset) if normed and own_keys else None
+        self.k_norm = RMSNorm(head_dim, eps, norm_offset) if normed and has_kv_proj else None
         self.sink = nn.Parameter(torch.zeros(n_heads)) if sink else None
         self.smear = Smear(n_kv_heads) if smear else None
         slopes = alibi_slopes(n_heads) if alibi else None
@@ -160,7 +160,7 @@ class MultiHead(nn.Module):
         context: Tensor | None = None,
         context_allowed: Tensor | None = None,
         context_segments: Tensor | None = None,
-        keys_from: KeyValues | PagedState | tuple[Tensor, Tensor] | None = None,
+        shared_kv: KeyValues | PagedState | tuple[Tensor, Tensor] | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
         """x: [B, T, d_model] -> [B, T, d_model].
@@ -182,26 +182,26 @@ class MultiHead(nn.Module):
         batch, length = self._check(x)
         if bias is not None and self.slopes is not None:
             raise ConfigError("bias is given to a layer with alibi", expected="one bias")
-        if isinstance(state, PagedState) or isinstance(keys_from, PagedState):
-            return self._paged(
-                x, positions, self.keys_values(x, positions, state=state) if keys_from is None else keys_from
+        if isinstance(state, PagedState) or isinstance(shared_kv, PagedState):
+            return self._forward_paged(
+                x, positions, self.project_kv(x, positions, state=state) if shared_kv is None else shared_kv
             )
         if self.context_dim is not None:
-            keys = self._of_context(batch, length, state, context, context_allowed, context_segments)
+            keys = self._context_kv(batch, length, state, context, context_allowed, context_segments)
         elif context is not None or context_allowed is not None or context_segments is not None:
             raise ConfigError(
                 "context is given, and context_dim is not", expected="a layer made with context_dim"
             )
-        elif keys_from is not None:
-            keys = KeyValues(*keys_from)
-            self._check_lent(keys, batch, length)
-            if state is not None and not self.own_keys:
+        elif shared_kv is not None:
+            keys = KeyValues(*shared_kv)
+            self._check_shared_kv(keys, batch, length)
+            if state is not None and not self.has_kv_proj:
                 state.check(batch, length)
                 state.length += (
                     length  # it counts, so that the layers of a model agree; the keys are the lender's
                 )
         else:
-            keys = self.keys_values(x, positions, segments, state, key_allowed=key_allowed)  # type: ignore[assignment]
+            keys = self.project_kv(x, positions, segments, state, key_allowed=key_allowed)  # type: ignore[assignment]
         offset = 0 if self.context_dim is not None else keys.k.shape[2] - length
         q = self._queries(x, positions, keys.start + offset)
         mask = self._mask(keys, segments, offset, length)
@@ -222,9 +222,9 @@ class MultiHead(nn.Module):
     def _queries(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
         """[B, T, n_heads, head_dim], normed and turned."""
         q = self.q(x).view(*x.shape[:2], self.n_heads, self.head_dim)
-        return self._turned(q if self.q_norm is None else self.q_norm(q), positions, start)
+        return self._rotate(q if self.q_norm is None else self.q_norm(q), positions, start)
 
-    def _paged(self, x: Tensor, positions: Tensor | None, keys: object) -> Tensor:
+    def _forward_paged(self, x: Tensor, positions: Tensor | None, keys: object) -> Tensor:
         """The rest of the forward for rows one behind another, whose past is in pages.  x: [1, N, d_model]."""
         assert isinstance(keys, PagedState)
         q = self._queries(x, positions, 0).transpose(1, 2)
@@ -232,7 +232,7 @@ class MultiHead(nn.Module):
         out: Tensor = self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
         return out
 
-    def keys_values(
+    def project_kv(
         self,
         x: Tensor,
         positions: Tensor | None = None,
@@ -254,7 +254,7 @@ class MultiHead(nn.Module):
                 f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
             )
         start = 0
-        short = state if isinstance(state, PagedState) or state is None else state.short
+        short = state if isinstance(state, PagedState) or state is None else state.smear_state
         if isinstance(state, KeyValueState):
             if key_allowed is not None:
                 raise ConfigError(
@@ -262,7 +262,7 @@ class MultiHead(nn.Module):
                     expected="segments: padding as a document of its own, which no other sees",
                 )
             state.check(batch, length)
-            segments = state.named(segments, batch, length)
+            segments = state.resolve_segments(segments, batch, length)
             start = state.length
         k = self.k(x).view(batch, length, self.n_kv_heads, self.head_dim)
         v = self.v(x).view(batch, length, self.n_kv_heads, self.head_dim).transpose(1, 2)
@@ -270,11 +270,11 @@ class MultiHead(nn.Module):
             k = self.smear(k, segments, short)
         if self.k_norm is not None:
             k = self.k_norm(k)
-        k = self._turned(k, positions, start).transpose(1, 2)
+        k = self._rotate(k, positions, start).transpose(1, 2)
         if state is None:
             return KeyValues(k, v, segments, key_allowed)
         if isinstance(state, PagedState):
-            state.put(k, v)
+            state.write(k, v)
             return state
         return state.extend(k, v, segments)
 
@@ -299,7 +299,7 @@ class MultiHead(nn.Module):
             if value < 1:
                 raise ConfigError(f"{name} is {value}", expected="at least 1")
         room = capacity
-        if self.context_dim is not None or not self.own_keys:
+        if self.context_dim is not None or not self.has_kv_proj:
             room = 0
         elif self.mask.window is not None and self.mask.block is None and self.mask.causal:
             room = min(capacity, self.mask.window - 1)
@@ -309,17 +309,19 @@ class MultiHead(nn.Module):
         short = None
         if self.smear is not None:
             short = self.smear.new_state(batch, self.head_dim, dtype=dtype, device=device)
-        return KeyValueState(k, v, capacity, short=short)
+        return KeyValueState(k, v, capacity, smear_state=short)
 
-    def _turned(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
+    def _rotate(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
         """x: [B, T, heads, head_dim], by its positions, or those from `start` on -> the same shape and type."""
         if self.rotary is None:
             return x
         stop = start + x.shape[1]
         tables = (
-            self.rotary.between(start, stop, x.device) if positions is None else self.rotary.at(positions)
+            self.rotary.tables_between(start, stop, x.device)
+            if positions is None
+            else self.rotary.tables_at(positions)
         )
-        return self.rotary.turn(x, tables).to(x.dtype)
+        return self.rotary.rotate(x, tables).to(x.dtype)
 
     def _mask(self, keys: KeyValues, segments: Tensor | None, offset: int, length: int) -> Mask:
         """The layer's mask, with what is known of these queries and keys."""
@@ -343,7 +345,7 @@ class MultiHead(nn.Module):
             self.mask, query_segments=ours, key_segments=theirs, key_allowed=keys.allowed, offset=offset
         )
 
-    def _of_context(
+    def _context_kv(
         self,
         batch: int,
         length: int,
@@ -381,7 +383,7 @@ class MultiHead(nn.Module):
             raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
         return x.shape[0], x.shape[1]
 
-    def _check_lent(self, keys: KeyValues, batch: int, length: int) -> None:
+    def _check_shared_kv(self, keys: KeyValues, batch: int, length: int) -> None:
         have = keys.k.shape
         want = (batch, self.n_kv_heads, self.head_dim)
         if len(have) != 4 or (have[0], have[1], have[3]) != want or have[2] < length:

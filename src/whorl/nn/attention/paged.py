@@ -24,7 +24,7 @@ class PagedState(ABC):
         """k: [1, N, KV, d] raw keys, which are kept -> the one before each in its row (itself, where none is before it)."""
 
     @abstractmethod
-    def put(self, k: Tensor, v: Tensor) -> None:
+    def write(self, k: Tensor, v: Tensor) -> None:
         """k, v: [1, KV, N, d], ready to be attended to."""
 
     @abstractmethod
@@ -45,9 +45,9 @@ class PagedLatent(ABC):
     """The same for a layer whose cache is a latent (`latent.py`)."""
 
     @abstractmethod
-    def put(self, rows: Tensor) -> None:
+    def write(self, rows: Tensor) -> None:
         """rows: [1, N, kv_rank + rope_dim]."""
 
     @abstractmethod
-    def pieces(self) -> list[tuple[Tensor, Tensor, Mask]]:
+    def attention_groups(self) -> list[tuple[Tensor, Tensor, Mask]]:
         """Groups of rows with one number of positions each: (where [B, T] among the N, cache [B, S, ...], mask)."""

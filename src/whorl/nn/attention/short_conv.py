@@ -25,14 +25,14 @@ from whorl.nn.attention.paged import PagedState
 
 
 @dataclass
-class ShortState:
+class ShortConvState:
     """The newest n positions of each row.
 
     past: [B, n, ...] features, newest last, of which min(length, n) are real; ids: [B, n] their segments.
     """
 
     past: Tensor
-    ids: Tensor
+    segments: Tensor
     length: int = 0
 
     @classmethod
@@ -44,7 +44,7 @@ class ShortState:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-    ) -> ShortState:
+    ) -> ShortConvState:
         """Of `batch` rows, n positions, each [*features]."""
         past = torch.zeros(batch, n, *features, dtype=dtype, device=device)
         return cls(past, torch.zeros(batch, n, dtype=torch.long, device=device))
@@ -52,11 +52,11 @@ class ShortState:
     @property
     def n_bytes(self) -> int:
         """Bytes of the kept positions and segments."""
-        return self.past.nbytes + self.ids.nbytes
+        return self.past.nbytes + self.segments.nbytes
 
 
 def predecessors(
-    x: Tensor, n: int, segments: Tensor | None = None, state: ShortState | None = None
+    x: Tensor, n: int, segments: Tensor | None = None, state: ShortConvState | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """What stands 1, 2, ... n positions before each position.
 
@@ -81,8 +81,8 @@ def predecessors(
         held = min(state.length, n)
         past = state.past.to(x.dtype)
         if segments is None:
-            segments = state.ids[:, -1:].expand(-1, length)
-        ids = torch.cat([state.ids, segments], dim=1)
+            segments = state.segments[:, -1:].expand(-1, length)
+        ids = torch.cat([state.segments, segments], dim=1)
     full = torch.cat([past, x], dim=1)  # [B, n + T, ...]
     at = torch.arange(length, device=x.device)
     found = []
@@ -96,7 +96,7 @@ def predecessors(
     if state is not None:
         assert ids is not None
         state.past = full[:, length:].detach().to(state.past.dtype).clone()
-        state.ids = ids[:, length:].to(state.ids.dtype).clone()
+        state.segments = ids[:, length:].to(state.segments.dtype).clone()
         state.length += length
     return found
 
@@ -112,7 +112,7 @@ class Smear(nn.Module):
         self.share = nn.Parameter(torch.zeros(n_heads, 1))
 
     def forward(
-        self, x: Tensor, segments: Tensor | None = None, state: ShortState | PagedState | None = None
+        self, x: Tensor, segments: Tensor | None = None, state: ShortConvState | PagedState | None = None
     ) -> Tensor:
         """segments: [B, T] or None; state: of 1 position, [n_heads, d] each."""
         if isinstance(state, PagedState):
@@ -128,9 +128,9 @@ class Smear(nn.Module):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-    ) -> ShortState:
+    ) -> ShortConvState:
         """The past of `batch` rows of heads of `head_dim` features."""
-        return ShortState.empty(batch, 1, (self.share.shape[0], head_dim), dtype=dtype, device=device)
+        return ShortConvState.empty(batch, 1, (self.share.shape[0], head_dim), dtype=dtype, device=device)
 
 
 class ShortConvolution(nn.Module):
@@ -171,7 +171,9 @@ class ShortConvolution(nn.Module):
         """Positions that a result depends on."""
         return self.weight.shape[1]
 
-    def forward(self, x: Tensor, segments: Tensor | None = None, state: ShortState | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, segments: Tensor | None = None, state: ShortConvState | None = None
+    ) -> Tensor:
         """segments: [B, T] or None; state: from `new_state`.
 
         Raises:
@@ -189,6 +191,8 @@ class ShortConvolution(nn.Module):
 
     def new_state(
         self, batch: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-    ) -> ShortState:
+    ) -> ShortConvState:
         """The past of `batch` rows."""
-        return ShortState.empty(batch, self.width - 1, (self.weight.shape[0],), dtype=dtype, device=device)
+        return ShortConvState.empty(
+            batch, self.width - 1, (self.weight.shape[0],), dtype=dtype, device=device
+        )

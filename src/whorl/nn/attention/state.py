@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from whorl.nn.attention.short_conv import ShortState
+from whorl.nn.attention.short_conv import ShortConvState
 from whorl.nn.mixer import check_state
 
 
@@ -48,7 +48,7 @@ class KeyValueState:
     capacity: int
     length: int = 0
     segments: Tensor | None = None
-    short: ShortState | None = None
+    smear_state: ShortConvState | None = None
     context: KeyValues | None = None
 
     @property
@@ -57,26 +57,28 @@ class KeyValueState:
         tensors = [self.k, self.v, self.segments]
         if self.context is not None:
             tensors += self.context[:4]
-        return sum(t.nbytes for t in tensors if t is not None) + (self.short.n_bytes if self.short else 0)
+        return sum(t.nbytes for t in tensors if t is not None) + (
+            self.smear_state.n_bytes if self.smear_state else 0
+        )
 
     @property
-    def held(self) -> int:
+    def n_held(self) -> int:
         """Positions of the past that are still there."""
         return min(self.length, self.k.shape[2])
 
-    def check(self, batch: int, more: int) -> None:
+    def check(self, batch: int, n_new: int) -> None:
         """Raises ConfigError unless `more` positions of `batch` rows fit."""
-        check_state(batch, more, self.k.shape[0], self.length, self.capacity)
+        check_state(batch, n_new, self.k.shape[0], self.length, self.capacity)
 
-    def named(self, segments: Tensor | None, batch: int, more: int) -> Tensor | None:
+    def resolve_segments(self, segments: Tensor | None, batch: int, n_new: int) -> Tensor | None:
         """Segments of the new positions, [B, more]: by default each row goes on in its last document."""
         if segments is None and self.segments is not None:
             newest = (
-                self.segments[:, self.held - 1 : self.held]
-                if self.held
+                self.segments[:, self.n_held - 1 : self.n_held]
+                if self.n_held
                 else self.segments.new_zeros(batch, 1)
             )
-            return newest.expand(-1, more)
+            return newest.expand(-1, n_new)
         if segments is not None and self.segments is None:
             self.segments = torch.zeros(batch, self.k.shape[2], dtype=torch.long, device=self.k.device)
         return segments
@@ -86,19 +88,19 @@ class KeyValueState:
 
         Gradients reach the new ones and stop at the state (as in Transformer-XL, arXiv:1901.02860).
         """
-        held, more = self.held, k.shape[2]
+        held, more = self.n_held, k.shape[2]
         start = self.length - held
         self.check(k.shape[0], more)
         learning = torch.is_grad_enabled()  # then a graph may hold these keys while the next call writes
         self.length += more
-        whole = [_put(self.k, k, held, learning, 2), _put(self.v, v, held, learning, 2)]
+        whole = [_append(self.k, k, held, learning, 2), _append(self.v, v, held, learning, 2)]
         ids = None
         if segments is not None and self.segments is not None:
-            ids = _put(self.segments, segments.to(self.segments.dtype), held, False, 1)
+            ids = _append(self.segments, segments.to(self.segments.dtype), held, False, 1)
         return KeyValues(whole[0], whole[1], ids, None, start)
 
 
-def _put(kept: Tensor, new: Tensor, held: int, apart: bool, dim: int) -> Tensor:
+def _append(kept: Tensor, new: Tensor, held: int, apart: bool, dim: int) -> Tensor:
     """Writes `new` behind the `held` first positions of `kept`, dropping the oldest where there is no room.
 
     -> [.., held + new, ..] the held ones and the new: a view of `kept` where all fit, unless it has to stand `apart`.

@@ -1,21 +1,21 @@
 """Mixture of experts: who sees which token (`router`), the work (`experts`), both (`layer`), and how it goes (`monitor`)."""
 
 from whorl.nn.experts.experts import Experts, apply_experts, apply_experts_reference
-from whorl.nn.experts.layer import MixtureOfExperts, expert_rates, freeze_routers, router_names
-from whorl.nn.experts.monitor import gini, metrics, usage
-from whorl.nn.experts.router import Router, Routing
+from whorl.nn.experts.layer import MixtureOfExperts, expert_lr_scales, freeze_routers, router_parameter_names
+from whorl.nn.experts.monitor import gini, routing_metrics, routing_stats
+from whorl.nn.experts.router import MoERouter, Routing
 
 __all__ = [
     "Experts",
     "MixtureOfExperts",
-    "Router",
+    "MoERouter",
     "Routing",
     "apply_experts",
     "apply_experts_reference",
-    "expert_rates",
+    "expert_lr_scales",
     "freeze_routers",
     "gini",
-    "metrics",
-    "router_names",
-    "usage",
+    "router_parameter_names",
+    "routing_metrics",
+    "routing_stats",
 ]

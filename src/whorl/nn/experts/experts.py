@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ExpertActivation:
     """A non-linearity f, its backward (upstream, input) -> gradient, and whether it gates: f(gate) * up."""
 
     f: Callable[[Tensor], Tensor]
@@ -60,12 +60,12 @@ def _relu2_backward(upstream: Tensor, h: Tensor) -> Tensor:
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 _gelu_tanh_backward = partial(aten.gelu_backward, approximate="tanh")
 
-KINDS: dict[str, _Kind] = {
-    "swiglu": _Kind(F.silu, aten.silu_backward, True),
-    "geglu": _Kind(_gelu_tanh, _gelu_tanh_backward, True),  # as in `nn/mlp.py`
-    "relu2": _Kind(_relu2, _relu2_backward, False),
-    "gelu": _Kind(F.gelu, aten.gelu_backward, False),
-    "gelu_tanh": _Kind(_gelu_tanh, _gelu_tanh_backward, False),
+EXPERT_ACTIVATIONS: dict[str, _ExpertActivation] = {
+    "swiglu": _ExpertActivation(F.silu, aten.silu_backward, True),
+    "geglu": _ExpertActivation(_gelu_tanh, _gelu_tanh_backward, True),  # as in `nn/mlp.py`
+    "relu2": _ExpertActivation(_relu2, _relu2_backward, False),
+    "gelu": _ExpertActivation(F.gelu, aten.gelu_backward, False),
+    "gelu_tanh": _ExpertActivation(_gelu_tanh, _gelu_tanh_backward, False),
 }
 
 
@@ -78,21 +78,23 @@ def apply_experts_reference(
     parts = zip(torch.split(tokens, sizes), torch.split(weights, sizes), ups, downs, strict=True)
     for chosen, weight, up, down in parts:
         h = F.linear(x[chosen], up.to(x.dtype))
-        if KINDS[kind].gated:
+        if EXPERT_ACTIVATIONS[kind].gated:
             gate, h = h.chunk(2, dim=-1)
-            h = KINDS[kind].f(gate) * h
+            h = EXPERT_ACTIVATIONS[kind].f(gate) * h
         else:
-            h = KINDS[kind].f(h)
+            h = EXPERT_ACTIVATIONS[kind].f(h)
         y = y.index_add(0, chosen, F.linear(h, down.to(x.dtype)) * weight[:, None].to(x.dtype))
     return y
 
 
-CLEARLY = (
+MIN_SPEEDUP = (
     1.2  # times as fast: what is only noise must not decide, or two runs would differ in their last bits
 )
 
 
-forced: Literal["mkl", "onednn"] | None = None  # the library of fp32 products; None: whichever is faster
+forced_library: Literal["mkl", "onednn"] | None = (
+    None  # the library of fp32 products; None: whichever is faster
+)
 
 
 @cache
@@ -109,35 +111,35 @@ def _onednn_is_faster() -> bool:
         times = []
         for _ in range(9):
             began = time.perf_counter()
-            _onednn(left, right.t()) if onednn else left @ right.t()
+            _onednn_matmul(left, right.t()) if onednn else left @ right.t()
             times.append(time.perf_counter() - began)
         return min(times)
 
     with torch.no_grad():
-        return CLEARLY * seconds(True) < seconds(False)
+        return MIN_SPEEDUP * seconds(True) < seconds(False)
 
 
-def _onednn(left: Tensor, right: Tensor) -> Tensor:
+def _onednn_matmul(left: Tensor, right: Tensor) -> Tensor:
     made: Tensor = torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")
     return made
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def matmul(left: Tensor, right: Tensor) -> Tensor:
     """left @ right for matrices, exact in its type; in fp32 through whichever library is fast on this processor."""
     fp32 = left.dtype == torch.float32 and left.device.type == "cpu"
-    if fp32 and (_onednn_is_faster() if forced is None else forced == "onednn"):
-        return _onednn(left, right)
+    if fp32 and (_onednn_is_faster() if forced_library is None else forced_library == "onednn"):
+        return _onednn_matmul(left, right)
     return left @ right
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedExperts(torch.autograd.Function):
     """The fast path (see the top of this file). `matrices` are all ups, then all downs."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, tokens: Tensor, weights: Tensor, bounds: list[int], kind: str, *matrices: Tensor
     ) -> Tensor:
-        n, act = len(bounds) - 1, KINDS[kind]
+        n, act = len(bounds) - 1, EXPERT_ACTIVATIONS[kind]
         ctx.bounds, ctx.kind, ctx.n_tokens, ctx.kept = bounds, kind, len(x), matrices[0].dtype
         matrices = tuple(m.to(x.dtype) for m in matrices)  # where types differ, one cast for both directions
         ups, downs = matrices[:n], matrices[n:]
@@ -149,12 +151,12 @@ class _Grouped(torch.autograd.Function):
         for e, (a, b) in enumerate(pairwise(bounds)):
             if a == b:
                 continue
-            h = product(gathered[a:b], ups[e].t())  # [a:b, W]
+            h = matmul(gathered[a:b], ups[e].t())  # [a:b, W]
             active = act.f(h[:, :hidden])
             if act.gated:
                 active.mul_(h[:, hidden:])
             active.mul_(scale[a:b])
-            y.index_add_(0, tokens[a:b], product(active, downs[e].t()))
+            y.index_add_(0, tokens[a:b], matmul(active, downs[e].t()))
             before.append(h)
         ctx.save_for_backward(gathered, tokens, weights, *matrices, *before)
         return y
@@ -163,7 +165,7 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         gathered, tokens, weights, *rest = ctx.saved_tensors
-        bounds, act = ctx.bounds, KINDS[ctx.kind]
+        bounds, act = ctx.bounds, EXPERT_ACTIVATIONS[ctx.kind]
         n, dtype = len(bounds) - 1, gathered.dtype
         ups, downs, before = rest[:n], rest[n : 2 * n], iter(rest[2 * n :])
         hidden = downs[0].shape[1]
@@ -185,13 +187,13 @@ class _Grouped(torch.autograd.Function):
                 continue
             chosen, h, w = tokens[a:b], next(before), scale[a:b]
             dy_e = dy.index_select(0, chosen)
-            g = product(dy_e, downs[e])  # D^T dy, [a:b, hidden]
+            g = matmul(dy_e, downs[e])  # D^T dy, [a:b, hidden]
             f = act.f(h[:, :hidden])
             active = f * h[:, hidden:] if act.gated else f
             if d_weights is not None:
                 d_weights[a:b] = (g * active).sum(dim=1, dtype=torch.float32)
             if wants_down[e]:
-                d_downs[e] = product(dy_e.t(), active * w).to(ctx.kept)
+                d_downs[e] = matmul(dy_e.t(), active * w).to(ctx.kept)
             if not wants_x and not wants_up[e]:
                 continue
             g.mul_(w)
@@ -202,9 +204,9 @@ class _Grouped(torch.autograd.Function):
             else:
                 dh = act.backward(g, h)
             if wants_up[e]:
-                d_ups[e] = product(dh.t(), gathered[a:b]).to(ctx.kept)
+                d_ups[e] = matmul(dh.t(), gathered[a:b]).to(ctx.kept)
             if dx is not None:
-                dx.index_add_(0, chosen, product(dh, ups[e]))
+                dx.index_add_(0, chosen, matmul(dh, ups[e]))
         return dx, None, d_weights, None, None, *d_ups, *d_downs
 
 
@@ -223,7 +225,7 @@ def apply_experts(
     bounds = [0]
     for count in counts.tolist():
         bounds.append(bounds[-1] + count)
-    return _Grouped.apply(x, tokens, weights, bounds, kind, *ups, *downs)  # type: ignore[no-any-return, no-untyped-call]
+    return _GroupedExperts.apply(x, tokens, weights, bounds, kind, *ups, *downs)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Experts(nn.Module):
@@ -244,12 +246,12 @@ class Experts(nn.Module):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if kind not in KINDS:
-            raise ConfigError(f"kind is {kind!r}", expected=one_of(kind, list(KINDS)))
+        if kind not in EXPERT_ACTIVATIONS:
+            raise ConfigError(f"kind is {kind!r}", expected=one_of(kind, list(EXPERT_ACTIVATIONS)))
         if hidden < 1 or d < 1:
             raise ConfigError(f"d is {d}, hidden is {hidden}", expected="at least 1 each")
         self.kind = kind
-        width = 2 * hidden if KINDS[kind].gated else hidden
+        width = 2 * hidden if EXPERT_ACTIVATIONS[kind].gated else hidden
         self.up = nn.ParameterList(
             torch.randn(width, d, generator=generator) * 0.6 * d**-0.5 for _ in range(n_experts)
         )

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError
 from whorl.nn.experts.experts import Experts
-from whorl.nn.experts.router import Method, Overflow, Router, Routing, Scoring
+from whorl.nn.experts.router import MoERouter, Overflow, Routing, RoutingMethod, Scoring
 from whorl.nn.linear import Linear
 from whorl.nn.mlp import MLP, Activation
 
@@ -56,9 +56,9 @@ class MixtureOfExperts(nn.Module):
         kind: Activation = "swiglu",
         shared_hidden: int = 0,
         shared_gate: bool = False,
-        routing: Method = "dropless",
+        routing: RoutingMethod = "dropless",
         scoring: Scoring = "softmax",
-        normalise: bool = True,
+        norm_topk_prob: bool = True,
         capacity_factor: float = 1.25,
         overflow: Overflow = "next",
         scale: float = 1.0,
@@ -72,8 +72,8 @@ class MixtureOfExperts(nn.Module):
         if shared_gate and not shared_hidden:
             raise ConfigError("shared_gate without a shared expert", expected="shared_hidden above 0")
         self.d = d
-        self.router = Router(
-            d, n_experts, top_k, routing=routing, scoring=scoring, normalise=normalise, capacity_factor=capacity_factor,
+        self.router = MoERouter(
+            d, n_experts, top_k, routing=routing, scoring=scoring, norm_topk_prob=norm_topk_prob, capacity_factor=capacity_factor,
             overflow=overflow, scale=scale, groups=groups, bias_balance=bias_balance, expert_dropout=expert_dropout,
             token_dropout=token_dropout, generator=generator,
         )  # fmt: skip
@@ -81,14 +81,14 @@ class MixtureOfExperts(nn.Module):
         self.shared = MLP(d, shared_hidden, kind, generator=generator) if shared_hidden else None
         self.shared_gate = Linear(d, 1, std=d**-0.5, generator=generator) if shared_gate else None
 
-    def forward(self, x: Tensor, records: list[Routing] | None = None) -> Tensor:
+    def forward(self, x: Tensor, routings: list[Routing] | None = None) -> Tensor:
         """records: the `Routing` of this call is appended."""
         if x.shape[-1] != self.d:
             raise ConfigError(f"x has {x.shape[-1]} features", expected=f"d = {self.d}")
         flat = x.reshape(-1, self.d)  # [N, d]
         routing: Routing = self.router(flat)
-        if records is not None:
-            records.append(routing)
+        if routings is not None:
+            routings.append(routing)
         y: Tensor = self.experts(flat, routing.tokens, routing.weights, routing.counts)
         if self.shared is not None:
             shared = self.shared(flat)
@@ -96,25 +96,25 @@ class MixtureOfExperts(nn.Module):
         return y.view(x.shape)
 
 
-def router_names(network: nn.Module) -> list[str]:
+def router_parameter_names(network: nn.Module) -> list[str]:
     """Names of all routers' parameters in a network. Leave them out of an update's treatments to freeze routing."""
     return [
         f"{path}.{name}" if path else name
         for path, module in network.named_modules()
-        if isinstance(module, Router)
+        if isinstance(module, MoERouter)
         for name, _ in module.named_parameters()
     ]
 
 
 def freeze_routers(network: nn.Module) -> list[str]:
     """Ends the gradient of all routers (as for fine-tuning on little data); returns their names."""
-    names = router_names(network)
+    names = router_parameter_names(network)
     for name in names:
         network.get_parameter(name).requires_grad_(False)
     return names
 
 
-def expert_rates(network: nn.Module, rates: Mapping[int, float]) -> dict[str, float]:
+def expert_lr_scales(network: nn.Module, scales: Mapping[int, float]) -> dict[str, float]:
     """Learning-rate multipliers of experts, by parameter name: 1 for those not listed.
 
     network: one layer, or a whole network: `rates` (expert number -> multiplier) then holds in every layer of experts.
@@ -132,10 +132,10 @@ def expert_rates(network: nn.Module, rates: Mapping[int, float]) -> dict[str, fl
         most = max(most, len(module))
         for name, _ in module.named_parameters():
             number = int(name.rsplit(".", 1)[1])  # "up.3"
-            result[f"{path}.{name}" if path else name] = float(rates.get(number, 1.0))
+            result[f"{path}.{name}" if path else name] = float(scales.get(number, 1.0))
     if not result:
         raise ConfigError("the network has no experts", expected="at least one MixtureOfExperts in it")
-    for number, rate in rates.items():
+    for number, rate in scales.items():
         if not 0 <= number < most:
             raise ConfigError(f"rates names expert {number}", expected=f"from 0 to {most - 1}")
         if not rate >= 0:

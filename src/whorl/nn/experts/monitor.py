@@ -34,26 +34,26 @@ def entropy(p: Tensor) -> Tensor:
     return -torch.xlogy(p, p).sum(dim=-1) / math.log(p.shape[-1])
 
 
-def evenness(counts: Tensor, wished: Tensor) -> dict[str, Tensor]:
+def load_stats(counts: Tensor, requested: Tensor) -> dict[str, Tensor]:
     """How evenly a layer's experts were used; counts, wished: [E], of one batch or summed over many.
 
     Returns:
         share: [E] of all assignments; busiest: [] the largest load over the mean; gini; load_entropy; dropped: [] share of
         the wished-for assignments that found no place.
     """
-    counts, wished = counts.double(), wished.double()
+    counts, requested = counts.double(), requested.double()
     total = counts.sum()
     return {
         "share": counts / total.clamp(min=1),
         "busiest": counts.max() * len(counts) / total.clamp(min=1),
         "gini": gini(counts),
         "load_entropy": entropy(counts),
-        "dropped": (1 - total / wished.sum().clamp(min=1)).clamp(min=0) if total else total,
+        "dropped": (1 - total / requested.sum().clamp(min=1)).clamp(min=0) if total else total,
     }
 
 
 @torch.no_grad()
-def usage(routing: Routing) -> dict[str, Tensor]:
+def routing_stats(routing: Routing) -> dict[str, Tensor]:
     """What one layer did with one batch.
 
     Returns:
@@ -65,7 +65,7 @@ def usage(routing: Routing) -> dict[str, Tensor]:
     served = torch.zeros(n_tokens, device=routing.counts.device)
     served[routing.tokens] = 1.0
     wished = torch.full_like(routing.counts, n_tokens * routing.top_k, dtype=torch.double) / n_experts
-    found = evenness(routing.counts, wished)
+    found = load_stats(routing.counts, wished)
     del found["share"]
     return {
         "tokens": routing.counts,
@@ -75,11 +75,11 @@ def usage(routing: Routing) -> dict[str, Tensor]:
     }
 
 
-def metrics(records: Sequence[Routing], prefix: str = "experts") -> dict[str, float]:
+def routing_metrics(routings: Sequence[Routing], prefix: str = "experts") -> dict[str, float]:
     """`usage` of every layer as plain numbers for a log: "experts/0/gini", and "experts/0/tokens/5" for expert 5."""
     out: dict[str, float] = {}
-    for layer, routing in enumerate(records):
-        for name, value in usage(routing).items():
+    for layer, routing in enumerate(routings):
+        for name, value in routing_stats(routing).items():
             if name == "tokens":
                 out |= {f"{prefix}/{layer}/tokens/{e}": float(c) for e, c in enumerate(value.tolist())}
             else:

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from whorl.errors import ConfigError, one_of
 
-Method = Literal["token_choice", "dropless", "expert_choice"]
+RoutingMethod = Literal["token_choice", "dropless", "expert_choice"]
 Scoring = Literal["softmax", "sigmoid"]
 Overflow = Literal["next", "drop"]
 
@@ -56,7 +56,7 @@ class Routing:
     tokens: Tensor
     weights: Tensor
     counts: Tensor
-    wished: Tensor
+    requested: Tensor
     top_k: int
 
     @property
@@ -72,13 +72,15 @@ class Routing:
         return chosen
 
 
-def best(preference: Tensor, top_k: int) -> Tensor:
+def top_k_mask(preference: Tensor, top_k: int) -> Tensor:
     """Each token's `top_k` best experts.  preference: [N, E] -> bool [N, E]."""
     wanted = torch.zeros_like(preference, dtype=torch.bool)
     return wanted.scatter_(1, preference.topk(top_k, dim=1).indices, True)
 
 
-def place(preference: Tensor, top_k: int, capacity: int, overflow: Overflow = "next") -> Tensor:
+def assign_with_capacity(
+    preference: Tensor, top_k: int, capacity: int, overflow: Overflow = "next"
+) -> Tensor:
     """Token choice under a limit: rank by rank, in each rank by position.
 
     preference: [N, E]; -inf where a token may not go -> bool [N, E] with at most `top_k` True in a row and at most
@@ -99,15 +101,15 @@ def place(preference: Tensor, top_k: int, capacity: int, overflow: Overflow = "n
     return placed
 
 
-def within_groups(preference: Tensor, n_groups: int, top_groups: int) -> Tensor:
+def group_limited_scores(preference: Tensor, n_groups: int, top_groups: int) -> Tensor:
     """-inf outside each token's best groups.  preference: [N, E] -> [N, E]."""
     grouped = preference.view(len(preference), n_groups, preference.shape[1] // n_groups)  # [N, G, E / G]
     worth = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)  # [N, G]
-    outside = ~best(worth, top_groups)[:, :, None]
+    outside = ~top_k_mask(worth, top_groups)[:, :, None]
     return grouped.masked_fill(outside, float("-inf")).view_as(preference)
 
 
-class Router(nn.Module):
+class MoERouter(nn.Module):
     """x [N, d] -> `Routing`; how is told at the top of this file.
 
     Args:
@@ -129,9 +131,9 @@ class Router(nn.Module):
         n_experts: int,
         top_k: int,
         *,
-        routing: Method = "dropless",
+        routing: RoutingMethod = "dropless",
         scoring: Scoring = "softmax",
-        normalise: bool = True,
+        norm_topk_prob: bool = True,
         capacity_factor: float = 1.25,
         overflow: Overflow = "next",
         scale: float = 1.0,
@@ -143,7 +145,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         for field, value, allowed in (
-            ("routing", routing, get_args(Method)),
+            ("routing", routing, get_args(RoutingMethod)),
             ("scoring", scoring, get_args(Scoring)),
             ("overflow", overflow, get_args(Overflow)),
         ):
@@ -168,7 +170,7 @@ class Router(nn.Module):
                 expected="neither: experts choose, so their loads are equal already",
                 do="leave it out, or route by 'dropless' or 'token_choice'",
             )
-        if routing != "expert_choice" and normalise and top_k == 1 and n_experts > 1:
+        if routing != "expert_choice" and norm_topk_prob and top_k == 1 and n_experts > 1:
             raise ConfigError(
                 "normalise is True with top_k 1: every weight would be 1, and the router learn nothing",
                 expected="normalise=False (as in Switch)",
@@ -189,7 +191,7 @@ class Router(nn.Module):
                 )
         self.n_experts, self.top_k = n_experts, top_k
         self.routing, self.scoring, self.overflow = routing, scoring, overflow
-        self.normalise, self.scale, self.capacity_factor = normalise, scale, capacity_factor
+        self.norm_topk_prob, self.scale, self.capacity_factor = norm_topk_prob, scale, capacity_factor
         self.groups, self.expert_dropout, self.token_dropout = groups, expert_dropout, token_dropout
         # small: scores begin nearly equal, so first choices are spread over all experts (Switch, section 2.4)
         self.weight = nn.Parameter(torch.randn(n_experts, d, generator=generator) * 0.3 * d**-0.5)
@@ -209,7 +211,7 @@ class Router(nn.Module):
             chosen, wished = self._choose(scores.detach())
             experts, tokens = chosen.t().nonzero(as_tuple=True)  # sorted by expert, then by token
             counts = chosen.sum(dim=0)
-        if self.normalise and self.routing != "expert_choice":
+        if self.norm_topk_prob and self.routing != "expert_choice":
             total = (scores * chosen).sum(dim=1)
             # 1e-20: all sigmoids of a token may underflow together
             weights = scores[tokens, experts] / (total[tokens] + 1e-20)
@@ -221,9 +223,9 @@ class Router(nn.Module):
         """scores [N, E] -> (who goes where [N, E] bool, what was wished for [E])."""
         preference = scores if self.balance_bias is None else scores + self.balance_bias
         if self.groups is not None:
-            preference = within_groups(preference, *self.groups)
+            preference = group_limited_scores(preference, *self.groups)
         if self.training and self.expert_dropout:
-            preference = preference.masked_fill(self._left_out(preference), float("-inf"))
+            preference = preference.masked_fill(self._dropped_experts(preference), float("-inf"))
         capacity = self.capacity(len(scores))
         if self.routing == "expert_choice":
             chosen = torch.zeros_like(scores, dtype=torch.bool)
@@ -231,18 +233,18 @@ class Router(nn.Module):
             chosen &= preference != float("-inf")  # an expert left out takes nobody
             wished = chosen.sum(dim=0)
         else:
-            wanted = best(preference, self.top_k) & (preference != float("-inf"))
+            wanted = top_k_mask(preference, self.top_k) & (preference != float("-inf"))
             wished = wanted.sum(dim=0)
             if self.routing == "dropless" or capacity >= len(scores):
                 chosen = wanted
             else:
-                chosen = place(preference, self.top_k, capacity, self.overflow)
+                chosen = assign_with_capacity(preference, self.top_k, capacity, self.overflow)
         if self.training and self.token_dropout:
             kept = torch.rand(len(scores), 1, device=scores.device) >= self.token_dropout
             chosen = chosen & kept
         return chosen, wished
 
-    def _left_out(self, preference: Tensor) -> Tensor:
+    def _dropped_experts(self, preference: Tensor) -> Tensor:
         """[E] bool: experts that sit this batch out; at least `top_k` stay, of every group if there are groups."""
         luck = torch.rand(self.n_experts, device=preference.device)
         out = luck < self.expert_dropout
@@ -253,7 +255,7 @@ class Router(nn.Module):
         return out & ~safe.flatten()
 
     @torch.no_grad()
-    def balance(self, loads: Tensor, rate: float = 1e-3) -> None:
+    def update_balance_bias(self, loads: Tensor, rate: float = 1e-3) -> None:
         """One step of balancing without a loss: bias += rate * sign(mean load - load).
 
         loads: [E], the `wished` of a training batch, summed over micro-batches and ranks. Call it once a step, after

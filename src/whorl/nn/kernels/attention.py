@@ -35,18 +35,26 @@ from torch import Tensor
 
 from whorl.errors import ConfigError
 from whorl.nn.attention.mask import Mask
-from whorl.nn.kernels.attention_backward import gradients
-from whorl.nn.kernels.autotune import power_of_2
-from whorl.nn.kernels.mask_bounds import allowed, keys_of, seen_through
-from whorl.nn.kernels.triton_support import INTERPRETED, dot, jit, on_device, precision, require, tl
+from whorl.nn.kernels.attention_backward import launch_backward
+from whorl.nn.kernels.autotune import next_power_of_2
+from whorl.nn.kernels.mask_bounds import allowed, keys_of, make_mask_bounds
+from whorl.nn.kernels.triton_support import (
+    INTERPRETED,
+    dot,
+    dot_precision,
+    jit,
+    on_device,
+    require_triton,
+    tl,
+)
 
-WIDEST = 256  # features a head
+MAX_HEAD_DIM = 256  # features a head
 LOG2_E = math.log2(math.e)
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
     """Whether the kernel knows these shapes, this type and this mask."""
-    narrow = max(q.shape[-1], v.shape[-1]) <= WIDEST
+    narrow = max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
     plain = mask.stride is None and mask.block is None
     known = q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.dtype == k.dtype == v.dtype
     return narrow and plain and known and min(q.numel(), k.numel(), v.numel()) > 0
@@ -154,13 +162,13 @@ def _forward(
     tl.store(logs + tl.program_id(1).to(tl.int64) * n_queries + place, log_sum, mask=there)
 
 
-def settings(q: Tensor, v: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+def launch_settings(q: Tensor, v: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
     """(what every kernel is compiled for, how it is launched)."""
     d, dv = q.shape[-1], v.shape[-1]
     wide = max(d, dv) > 64
     fixed = {
-        "D": d, "DV": dv, "WIDTH": power_of_2(d, 16), "WIDTH_V": power_of_2(dv, 16),
-        "PRECISION": precision(q.dtype), "UPCAST": INTERPRETED,
+        "D": d, "DV": dv, "WIDTH": next_power_of_2(d, 16), "WIDTH_V": next_power_of_2(dv, 16),
+        "PRECISION": dot_precision(q.dtype), "UPCAST": INTERPRETED,
     }  # fmt: skip
     return fixed, {"num_warps": 8 if wide else 4, "num_stages": 1 if q.dtype == torch.float32 or wide else 2}
 
@@ -179,11 +187,11 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         batch, heads, n_queries, _ = q.shape
-        seen = seen_through(mask, q, k, blocks)
-        o = beside_heads(q, v.shape[-1])
+        seen = make_mask_bounds(mask, q, k, blocks)
+        o = empty_bthd(q, v.shape[-1])
         logs = torch.empty(batch * heads, n_queries, device=q.device, dtype=torch.float32)  # base 2
-        fixed, launch = settings(q, v)
-        documents_q, documents_k, bounds, *rows = seen.tensors(logs, seen.keys)
+        fixed, launch = launch_settings(q, v)
+        documents_q, documents_k, bounds, *rows = seen.tensors(logs, seen.key_bounds)
         with on_device(q):
             _forward[(-(-n_queries // blocks[0]), batch * heads)](
                 q, k, v, o, logs, documents_q, documents_k, bounds, scale * LOG2_E, seen.offset, seen.window, heads,
@@ -198,13 +206,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, o, logs = ctx.saved_tensors
         d_o = upstream[0] if upstream[0].stride(-1) == 1 else upstream[0].contiguous()
-        out = beside_heads(q, q.shape[-1]), beside_heads(k, k.shape[-1]), beside_heads(v, v.shape[-1])
+        out = empty_bthd(q, q.shape[-1]), empty_bthd(k, k.shape[-1]), empty_bthd(v, v.shape[-1])
         with on_device(q):
-            gradients(q, k, v, o, logs, d_o, out, ctx.seen, ctx.scale, ctx.blocks, *settings(q, v))
+            launch_backward(
+                q, k, v, o, logs, d_o, out, ctx.seen, ctx.scale, ctx.blocks, *launch_settings(q, v)
+            )
         return *out, None, None, None
 
 
-def beside_heads(like: Tensor, features: int) -> Tensor:
+def empty_bthd(like: Tensor, features: int) -> Tensor:
     """like: [B, H, T, ...] -> empty [B, H, T, features] whose memory is [B, T, H, features]."""
     batch, heads, length = like.shape[:3]
     return torch.empty(batch, length, heads, features, dtype=like.dtype, device=like.device).transpose(1, 2)
@@ -224,11 +234,11 @@ def attention(
     Raises:
         ConfigError: a mask or shapes that the kernel does not know, no Triton, or no GPU.
     """
-    require(q)
-    if not takes(q, k, v, mask):
+    require_triton(q)
+    if not supports(q, k, v, mask):
         raise ConfigError(
             f"attention by Triton of q {list(q.shape)} {q.dtype} and v {list(v.shape)}",
-            expected=f"one type of 16 or 32 bits, up to {WIDEST} features, no stride and no block in the mask",
+            expected=f"one type of 16 or 32 bits, up to {MAX_HEAD_DIM} features, no stride and no block in the mask",
             do='backend = "auto" chooses one that can',
         )
     y: Tensor = _Attention.apply(q, k, v, mask, scale, blocks or block_sizes(q, v))

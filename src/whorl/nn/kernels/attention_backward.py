@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.mask_bounds import Seen, allowed, keys_of, queries_of
+from whorl.nn.kernels.mask_bounds import MaskBounds, allowed, keys_of, queries_of
 from whorl.nn.kernels.triton_support import dot, jit, tl
 
 
@@ -244,7 +244,7 @@ def _keys(
     )
 
 
-def gradients(
+def launch_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -252,7 +252,7 @@ def gradients(
     logs: Tensor,
     d_o: Tensor,
     out: tuple[Tensor, Tensor, Tensor],
-    seen: Seen,
+    mask_bounds: MaskBounds,
     scale: float,
     blocks: tuple[int, int],
     fixed: dict[str, Any],
@@ -265,20 +265,20 @@ def gradients(
     (batch, heads, n_queries, _), (kv_heads, n_keys) = q.shape, k.shape[1:3]
     d_q, d_k, d_v = out
     sums = torch.empty_like(logs)
-    sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], **fixed, **seen.flags}
+    sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], **fixed, **mask_bounds.flags}
     of_queries = (-(-n_queries // blocks[0]), batch * heads)
     _products[of_queries](
         o, d_o, sums, heads, n_queries, *o.stride()[:3], *d_o.stride()[:3],
         BLOCK_Q=blocks[0], DV=fixed["DV"], WIDTH_V=fixed["WIDTH_V"],
     )  # fmt: skip
     strides = *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *d_o.stride()[:3]
-    documents_q, documents_k, bounds, *rows = seen.tensors(logs, seen.queries)
+    documents_q, documents_k, bounds, *rows = mask_bounds.tensors(logs, mask_bounds.query_bounds)
     _keys[(-(-n_keys // blocks[1]), batch * kv_heads)](
-        q, k, v, d_o, logs, sums, d_k, d_v, documents_q, documents_k, bounds, scale, seen.offset, seen.window, kv_heads,
+        q, k, v, d_o, logs, sums, d_k, d_v, documents_q, documents_k, bounds, scale, mask_bounds.offset, mask_bounds.window, kv_heads,
         heads // kv_heads, n_queries, n_keys, *strides, *d_k.stride()[:3], *d_v.stride()[:3], *rows, **sizes, **launch,
     )  # fmt: skip
-    documents_q, documents_k, bounds, *rows = seen.tensors(logs, seen.keys)
+    documents_q, documents_k, bounds, *rows = mask_bounds.tensors(logs, mask_bounds.key_bounds)
     _queries[of_queries](
-        q, k, v, d_o, logs, sums, d_q, documents_q, documents_k, bounds, scale, seen.offset, seen.window, heads,
+        q, k, v, d_o, logs, sums, d_q, documents_q, documents_k, bounds, scale, mask_bounds.offset, mask_bounds.window, heads,
         heads // kv_heads, n_queries, n_keys, *strides, *d_q.stride()[:3], *rows, **sizes, **launch,
     )  # fmt: skip

@@ -34,41 +34,41 @@ from torch import Tensor
 
 from whorl.errors import ConfigError, one_of
 
-SETTINGS = ("auto", "triton", "torch")
-VARIABLE = "WHORL_KERNELS"
-MUST_WIN_BY = 1.05
+KERNEL_MODES = ("auto", "triton", "torch")
+ENV_VAR = "WHORL_KERNELS"
+MIN_SPEEDUP = 1.05
 ROUNDS = 7
 # Relative error of the whole tensor (2-norm) that two right answers may have: both round products of bf16 or tf32.
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
-Work = Callable[[], Sequence[Tensor]]
-_chosen: dict[Hashable, bool] = {}
+BenchmarkFn = Callable[[], Sequence[Tensor]]
+_decisions: dict[Hashable, bool] = {}
 
 
 @functools.cache
-def installed() -> bool:
+def triton_installed() -> bool:
     """Whether Triton can be imported; does not import it."""
     return importlib.util.find_spec("triton") is not None
 
 
-def power_of_2(n: int, least: int = 1) -> int:
+def next_power_of_2(n: int, minimum: int = 1) -> int:
     """The smallest power of 2 that is >= n and >= least: tiles have such sizes, masks cut them to fit."""
-    return max(least, 1 << (n - 1).bit_length())
+    return max(minimum, 1 << (n - 1).bit_length())
 
 
-def setting() -> str:
+def kernel_mode() -> str:
     """What the environment asks for.
 
     Raises:
         ConfigError: a word that is none of SETTINGS.
     """
-    asked = os.environ.get(VARIABLE, "auto")
-    if asked not in SETTINGS:
-        raise ConfigError(f"{VARIABLE} is {asked!r}", expected=one_of(asked, SETTINGS))
+    asked = os.environ.get(ENV_VAR, "auto")
+    if asked not in KERNEL_MODES:
+        raise ConfigError(f"{ENV_VAR} is {asked!r}", expected=one_of(asked, KERNEL_MODES))
     return asked
 
 
-def by_kernel(kind: Hashable, x: Tensor, kernel: Work, plain: Work) -> bool:
+def use_kernel(kind: Hashable, x: Tensor, kernel: BenchmarkFn, reference: BenchmarkFn) -> bool:
     """Whether the kernel is to run.
 
     Args:
@@ -79,46 +79,50 @@ def by_kernel(kind: Hashable, x: Tensor, kernel: Work, plain: Work) -> bool:
     """
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
-    asked = setting()
+    asked = kernel_mode()
     if asked != "auto":
         return asked == "triton"
-    if not installed() or torch.are_deterministic_algorithms_enabled():
+    if not triton_installed() or torch.are_deterministic_algorithms_enabled():
         return False
     kind = (kind, x.dtype, torch.cuda.get_device_name(x.device))
-    if kind not in _chosen:
+    if kind not in _decisions:
         if not torch.is_grad_enabled() or torch.cuda.is_current_stream_capturing():
             return False
-        _chosen[kind] = wins(str(kind), kernel, plain, lambda work: _milliseconds(work, x.device))
-    return _chosen[kind]
+        _decisions[kind] = is_correct_and_faster(
+            str(kind), kernel, reference, lambda work: _milliseconds(work, x.device)
+        )
+    return _decisions[kind]
 
 
-def chosen() -> dict[str, str]:
+def kernel_choices() -> dict[str, str]:
     """What was decided by measurement so far, for reports."""
-    return {str(kind): "triton" if kernel else "torch" for kind, kernel in _chosen.items()}
+    return {str(kind): "triton" if kernel else "torch" for kind, kernel in _decisions.items()}
 
 
-def wins(what: str, kernel: Work, plain: Work, clock: Callable[[Work], float]) -> bool:
+def is_correct_and_faster(
+    label: str, kernel: BenchmarkFn, reference: BenchmarkFn, timer: Callable[[BenchmarkFn], float]
+) -> bool:
     """Whether the kernel agrees with torch and is faster.  `clock` gives the time of one call."""
     try:
-        wrong = disagreement(kernel(), plain())
+        wrong = mismatch(kernel(), reference())
         if wrong is not None:
             warnings.warn(
-                f"a Triton kernel is not used, it gave other results: {what}, {wrong}", stacklevel=2
+                f"a Triton kernel is not used, it gave other results: {label}, {wrong}", stacklevel=2
             )
             return False
-        turns = [(clock(kernel), clock(plain)) for _ in range(ROUNDS)]
+        turns = [(timer(kernel), timer(reference)) for _ in range(ROUNDS)]
     except Exception as error:  # of any kind: a compiler, a driver, no memory for both at once
-        warnings.warn(f"a Triton kernel is not used: {what}, {type(error).__name__}: {error}", stacklevel=2)
+        warnings.warn(f"a Triton kernel is not used: {label}, {type(error).__name__}: {error}", stacklevel=2)
         return False
     ours, theirs = (median(times) for times in zip(*turns, strict=True))
-    return bool(ours * MUST_WIN_BY < theirs)
+    return bool(ours * MIN_SPEEDUP < theirs)
 
 
-def disagreement(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None:
+def mismatch(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
     """What differs beyond rounding, in words, or None."""
-    if len(ours) != len(theirs):
-        return f"{len(ours)} tensors instead of {len(theirs)}"
-    for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    if len(actual) != len(expected):
+        return f"{len(actual)} tensors instead of {len(expected)}"
+    for place, (a, b) in enumerate(zip(actual, expected, strict=True)):
         if a.shape != b.shape:
             return f"tensor {place} has the shape {list(a.shape)} instead of {list(b.shape)}"
         error = float((a.float() - b.float()).norm())
@@ -128,7 +132,7 @@ def disagreement(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> str | None
     return None
 
 
-def both_ways(function: Callable[..., Tensor], *inputs: Tensor | None) -> Work:
+def forward_and_backward(function: Callable[..., Tensor], *inputs: Tensor | None) -> BenchmarkFn:
     """Forward and backward of `function` on the inputs' values -> output and gradients of those that are floating.
 
     The upstream gradient is made up, of both signs and without a generator, whose state a measurement may not touch.
@@ -148,7 +152,7 @@ def both_ways(function: Callable[..., Tensor], *inputs: Tensor | None) -> Work:
     return work
 
 
-def _milliseconds(work: Work, device: torch.device) -> float:
+def _milliseconds(work: BenchmarkFn, device: torch.device) -> float:
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     work()

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.nn.kernels.autotune import power_of_2
-from whorl.nn.kernels.triton_support import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import next_power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
-WIDEST = 8192  # columns a program holds at a time
+MAX_BLOCK = 8192  # columns a program holds at a time
 
 
 @jit
@@ -87,7 +87,7 @@ def cross_entropy_(
     keep: Tensor,
     z_loss: float = 0.0,
     softcap: float | None = None,
-    widest: int = WIDEST,
+    max_block: int = MAX_BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> (total, nll, logits): the sums over the rows, [] fp32 each, and `logits` [N, V], now the gradient of `total`.
 
@@ -101,7 +101,7 @@ def cross_entropy_(
     Raises:
         ConfigError: shapes that do not fit, no Triton, or no GPU.
     """
-    require(logits)
+    require_triton(logits)
     if logits.dim() != 2 or logits.stride(1) != 1 or not logits.shape[:1] == targets.shape == keep.shape:
         raise ConfigError(
             f"logits {list(logits.shape)}, targets {list(targets.shape)}, keep {list(keep.shape)}",
@@ -110,7 +110,7 @@ def cross_entropy_(
     n, width = logits.shape
     totals, nlls = torch.zeros(2, n, device=logits.device)
     if n:
-        block = min(widest, power_of_2(width))
+        block = min(max_block, next_power_of_2(width))
         with on_device(logits):
             _loss_and_gradient[(n,)](
                 logits, targets.contiguous(), keep.contiguous(), totals, nlls, width, logits.stride(0),

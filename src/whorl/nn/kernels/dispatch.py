@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.autotune import both_ways, by_kernel, power_of_2
+from whorl.nn.kernels.autotune import forward_and_backward, next_power_of_2, use_kernel
 
 if TYPE_CHECKING:
     from whorl.nn.attention.mask import Mask
@@ -22,32 +22,32 @@ LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tenso
 
 
 def rms_norm(
-    x: Tensor, gain: Tensor | None, eps: float, plain: Callable[[Tensor, Tensor | None, float], Tensor]
+    x: Tensor, gain: Tensor | None, eps: float, reference: Callable[[Tensor, Tensor | None, float], Tensor]
 ) -> Tensor:
     """`nn.norm.rms_norm` for x on a GPU; `plain` is the reference."""
     from whorl.nn.kernels import rms_norm as kernel
 
-    if kernel.takes(x, gain):
-        kind = ("rms_norm", x.shape[-1], None if gain is None else gain.shape, power_of_2(x.numel()))
-        ours = both_ways(lambda x, gain: kernel.rms_norm(x, gain, eps), x, gain)
-        theirs = both_ways(lambda x, gain: plain(x, gain, eps), x, gain)
-        if by_kernel(kind, x, ours, theirs):
+    if kernel.supports(x, gain):
+        kind = ("rms_norm", x.shape[-1], None if gain is None else gain.shape, next_power_of_2(x.numel()))
+        ours = forward_and_backward(lambda x, gain: kernel.rms_norm(x, gain, eps), x, gain)
+        theirs = forward_and_backward(lambda x, gain: reference(x, gain, eps), x, gain)
+        if use_kernel(kind, x, ours, theirs):
             return kernel.rms_norm(x, gain, eps)
-    return plain(x, gain, eps)
+    return reference(x, gain, eps)
 
 
 def rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, layout: str, plain: Callable[[Tensor, Tensor, Tensor], Tensor]
+    x: Tensor, cos: Tensor, sin: Tensor, layout: str, reference: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
     """`nn.rotary.apply_rotary` for x on a GPU; `plain` is the reference in this layout."""
     from whorl.nn.kernels import rotary as kernel
 
-    if kernel.takes(x, cos, sin):
-        kind = ("rotary", x.shape[-1], cos.shape[-1], layout, power_of_2(x.numel()))
-        ours = both_ways(lambda x: kernel.rotary(x, cos, sin, layout), x)
-        if by_kernel(kind, x, ours, both_ways(lambda x: plain(x, cos, sin), x)):
+    if kernel.supports(x, cos, sin):
+        kind = ("rotary", x.shape[-1], cos.shape[-1], layout, next_power_of_2(x.numel()))
+        ours = forward_and_backward(lambda x: kernel.rotary(x, cos, sin, layout), x)
+        if use_kernel(kind, x, ours, forward_and_backward(lambda x: reference(x, cos, sin), x)):
             return kernel.rotary(x, cos, sin, layout)
-    return plain(x, cos, sin)
+    return reference(x, cos, sin)
 
 
 def attention(
@@ -56,29 +56,32 @@ def attention(
     v: Tensor,
     mask: Mask,
     scale: float,
-    plain: Callable[[Tensor, Tensor, Tensor], Tensor],
+    reference: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Attention on a GPU; `plain` is torch's.  Single queries (decoding) stay there: a block of one is idle."""
     from whorl.nn.kernels import attention as kernel
 
-    if q.shape[2] > 1 and kernel.takes(q, k, v, mask):
+    if q.shape[2] > 1 and kernel.supports(q, k, v, mask):
         sizes = (
             *(t.shape[1] for t in (q, k)),
-            *(power_of_2(t.shape[2]) for t in (q, k)),
+            *(next_power_of_2(t.shape[2]) for t in (q, k)),
             q.shape[3],
             v.shape[3],
         )
         parts = (mask.causal, mask.window, mask.key_segments is not None, mask.key_allowed is not None)
-        ours = both_ways(lambda q, k, v: kernel.attention(q, k, v, mask, scale), q, k, v)
-        if by_kernel(
-            ("attention", power_of_2(q.shape[0]), *sizes, *parts), q, ours, both_ways(plain, q, k, v)
+        ours = forward_and_backward(lambda q, k, v: kernel.attention(q, k, v, mask, scale), q, k, v)
+        if use_kernel(
+            ("attention", next_power_of_2(q.shape[0]), *sizes, *parts),
+            q,
+            ours,
+            forward_and_backward(reference, q, k, v),
         ):
             y: Tensor = kernel.attention(q, k, v, mask, scale)
             return y
-    return plain(q, k, v)
+    return reference(q, k, v)
 
 
-def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, plain: LogitsStep) -> LogitsStep:
+def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, reference: LogitsStep) -> LogitsStep:
     """What `next_token` is to make loss and gradient of a chunk of logits with: `plain` always on a CPU.
 
     Args:
@@ -87,7 +90,7 @@ def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, plain: Logi
         plain: torch's way.
     """
     if not hidden.is_cuda or torch.compiler.is_compiling():
-        return plain
+        return reference
     from whorl.nn.kernels.cross_entropy import cross_entropy_
 
     rows, vocab = max(1, min(hidden.shape[0], 2048)), head.shape[0]
@@ -99,6 +102,6 @@ def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, plain: Logi
         logits = values.to(hidden.dtype).view(rows, vocab)
         return step(logits, at % vocab, (at % 7 > 0).float(), 1e-4, softcap)
 
-    kind = ("cross_entropy", vocab, power_of_2(rows), softcap is None)
-    ours, theirs = functools.partial(trial, cross_entropy_), functools.partial(trial, plain)
-    return cross_entropy_ if by_kernel(kind, hidden, ours, theirs) else plain
+    kind = ("cross_entropy", vocab, next_power_of_2(rows), softcap is None)
+    ours, theirs = functools.partial(trial, cross_entropy_), functools.partial(trial, reference)
+    return cross_entropy_ if use_kernel(kind, hidden, ours, theirs) else reference

@@ -25,11 +25,11 @@ from torch import Tensor
 from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels.triton_support import jit, tl
 
-NOBODY = -(1 << 31)  # the document number of a padding key
+PADDING_DOCUMENT = -(1 << 31)  # the document number of a padding key
 
 
 @dataclass(frozen=True)
-class Seen:
+class MaskBounds:
     """A mask as the kernels read it.
 
     Args:
@@ -43,22 +43,22 @@ class Seen:
     offset: int
     query_documents: Tensor | None
     key_documents: Tensor | None
-    keys: Tensor | None
-    queries: Tensor | None
+    key_bounds: Tensor | None
+    query_bounds: Tensor | None
 
     @property
     def flags(self) -> dict[str, bool]:
-        return {"CAUSAL": self.causal, "WINDOW": self.window > 0, "DOCUMENTS": self.keys is not None}
+        return {"CAUSAL": self.causal, "WINDOW": self.window > 0, "DOCUMENTS": self.key_bounds is not None}
 
-    def tensors(self, otherwise: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    def tensors(self, placeholder: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int, int]:
         """(query documents, key documents, bounds, strides of the two); `otherwise` is a pointer that nobody follows."""
         if self.query_documents is None or self.key_documents is None or bounds is None:
-            return otherwise, otherwise, otherwise, 0, 0
+            return placeholder, placeholder, placeholder, 0, 0
         strides = self.query_documents.stride(0), self.key_documents.stride(0)
         return self.query_documents, self.key_documents, bounds, *strides
 
 
-def seen_through(mask: Mask, q: Tensor, k: Tensor, blocks: tuple[int, int]) -> Seen:
+def make_mask_bounds(mask: Mask, q: Tensor, k: Tensor, blocks: tuple[int, int]) -> MaskBounds:
     """The mask's tensors made ready for blocks of (queries, keys)."""
     batch, n_queries, n_keys = q.shape[0], q.shape[2], k.shape[2]
     mask.check(n_queries, n_keys)
@@ -69,33 +69,35 @@ def seen_through(mask: Mask, q: Tensor, k: Tensor, blocks: tuple[int, int]) -> S
     if ours is not None and theirs is not None:
         ours, theirs = ours.to(q.device, torch.int32), theirs.to(q.device, torch.int32)
         if mask.key_allowed is not None:
-            theirs = torch.where(mask.key_allowed.to(q.device), theirs, NOBODY)
+            theirs = torch.where(mask.key_allowed.to(q.device), theirs, PADDING_DOCUMENT)
         ours, theirs = ours.contiguous().expand(batch, -1), theirs.contiguous().expand(batch, -1)
-        parts = (ours, theirs, *reach(ours, theirs, blocks))
-    return Seen(mask.causal, mask.window or 0, mask.offset, *parts)
+        parts = (ours, theirs, *document_bounds(ours, theirs, blocks))
+    return MaskBounds(mask.causal, mask.window or 0, mask.offset, *parts)
 
 
-def reach(ours: Tensor, theirs: Tensor, blocks: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def document_bounds(
+    query_documents: Tensor, key_documents: Tensor, blocks: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
     """ours: [B, Tq]; theirs: [B, Tk] -> bounds [B, query blocks, 2] in keys, [B, key blocks, 2] in queries.
 
     Two blocks can share a document only if their ranges of numbers overlap: true of any numbering, and sharp where
     documents lie one after another under growing numbers.
     """
-    low_q, high_q = _range(ours, blocks[0])
-    low_k, high_k = _range(theirs, blocks[1])
+    low_q, high_q = _block_min_max(query_documents, blocks[0])
+    low_k, high_k = _block_min_max(key_documents, blocks[1])
     meet = (low_k[:, None, :] <= high_q[:, :, None]) & (high_k[:, None, :] >= low_q[:, :, None])
-    return _bounds(meet, blocks[1]), _bounds(meet.transpose(1, 2), blocks[0])
+    return _block_bounds(meet, blocks[1]), _block_bounds(meet.transpose(1, 2), blocks[0])
 
 
-def _range(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _block_min_max(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """[B, T] -> smallest and largest number in each block, [B, blocks] each; of padding alone, an empty range."""
     length = documents.shape[1]
     at = torch.arange(-(-length // size) * size, device=documents.device).clamp(max=length - 1)
     parts = documents[:, at].unflatten(1, (-1, size))
-    return torch.where(parts == NOBODY, -NOBODY - 1, parts).amin(-1), parts.amax(-1)
+    return torch.where(parts == PADDING_DOCUMENT, -PADDING_DOCUMENT - 1, parts).amin(-1), parts.amax(-1)
 
 
-def _bounds(meet: Tensor, size: int) -> Tensor:
+def _block_bounds(meet: Tensor, size: int) -> Tensor:
     """meet: [B, n, m] bool -> [B, n, 2] int32: places of the first and beyond the last block that is met; 0, 0 for none."""
     found = meet.int()
     first = found.argmax(-1)

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.autotune import power_of_2
-from whorl.nn.kernels.triton_support import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import next_power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
-WIDEST = 16_384  # features: a row has to fit into the registers of a program
+MAX_WIDTH = 16_384  # features: a row has to fit into the registers of a program
 TILE = 4096  # elements a tile
 NONE, FEATURE, HEAD = 0, 1, 2  # what the gain belongs to
 PROGRAMS = (
@@ -37,12 +37,12 @@ PROGRAMS = (
 )
 
 
-def takes(x: Tensor, gain: Tensor | None) -> bool:
+def supports(x: Tensor, gain: Tensor | None) -> bool:
     """Whether the kernel knows this gain and this width."""
-    return 0 < x.shape[-1] <= WIDEST and x.numel() > 0 and _kind(x, gain) is not None
+    return 0 < x.shape[-1] <= MAX_WIDTH and x.numel() > 0 and _gain_kind(x, gain) is not None
 
 
-def _kind(x: Tensor, gain: Tensor | None) -> int | None:
+def _gain_kind(x: Tensor, gain: Tensor | None) -> int | None:
     if gain is None:
         return NONE
     if gain.shape == x.shape[-1:]:
@@ -101,11 +101,11 @@ def _backward(
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, programs: int) -> Tensor:
-        kind = _kind(x, gain)
+        kind = _gain_kind(x, gain)
         x = x.contiguous()
         g = x if gain is None else gain.contiguous()  # where there is none, a pointer that nobody follows
         n, d = x.numel() // x.shape[-1], x.shape[-1]
-        width = power_of_2(d)
+        width = next_power_of_2(d)
         rows = max(1, TILE // width)
         y, rs = torch.empty_like(x), torch.empty(n, device=x.device, dtype=torch.float32)
         heads = 1 if gain is None else gain.shape[0]
@@ -138,6 +138,6 @@ def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = 1e-6, programs:
     Raises:
         ConfigError: no Triton, or x is not on a GPU.
     """
-    require(x)
+    require_triton(x)
     y: Tensor = _RMSNorm.apply(x, gain, eps, programs)
     return y

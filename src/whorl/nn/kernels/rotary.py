@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.autotune import power_of_2
-from whorl.nn.kernels.triton_support import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import next_power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
 TILE = 2048  # elements a tile
 
 
-def takes(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def supports(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Whether tables belong to the rows of x as above, not to a spread or a part of them."""
     fits = x.dim() == 4 and cos.shape == sin.shape and cos.shape[-1] <= x.shape[-1] and x.numel() > 0
     places = x.shape[1:2] if cos.dim() == 3 else x.shape[:2]
@@ -59,11 +59,11 @@ def _turn(
     tl.store(y + row[:, None] * width + at[None, :], own * c + other * s, mask=inside)
 
 
-def _run(x: Tensor, cos: Tensor, sin: Tensor, half: bool, transposed: bool) -> Tensor:
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, half: bool, transposed: bool) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, length, heads, width = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tile = power_of_2(width)
+    tile = next_power_of_2(width)
     rows = max(1, TILE // tile)
     n, places = batch * length * heads, cos.numel() // cos.shape[-1]
     with on_device(x):
@@ -80,12 +80,12 @@ class _Rotary(torch.autograd.Function):
         cos, sin = cos.contiguous(), sin.contiguous()
         ctx.save_for_backward(cos, sin)
         ctx.half = half
-        return _run(x, cos, sin, half, transposed=False)
+        return _launch(x, cos, sin, half, transposed=False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _run(gradients[0], cos, sin, ctx.half, transposed=True), None, None, None
+        return _launch(gradients[0], cos, sin, ctx.half, transposed=True), None, None, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
@@ -94,6 +94,6 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
     Raises:
         ConfigError: no Triton, or x is not on a GPU.
     """
-    require(x)
+    require_triton(x)
     y: Tensor = _Rotary.apply(x, cos, sin, layout == "half")
     return y

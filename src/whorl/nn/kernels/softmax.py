@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whorl.nn.kernels.autotune import power_of_2
-from whorl.nn.kernels.triton_support import jit, on_device, require, tl
+from whorl.nn.kernels.autotune import next_power_of_2
+from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
-WIDEST = 4096  # columns a program holds at a time
+MAX_BLOCK = 4096  # columns a program holds at a time
 
 
 def softmax_reference(x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class _Softmax(torch.autograd.Function):
         return dx, None
 
 
-def softmax(x: Tensor, widest: int = WIDEST) -> Tensor:
+def softmax(x: Tensor, max_block: int = MAX_BLOCK) -> Tensor:
     """x: [..., d] -> [..., d], same type, with a gradient.
 
     Args:
@@ -101,6 +101,6 @@ def softmax(x: Tensor, widest: int = WIDEST) -> Tensor:
     Raises:
         ConfigError: no Triton, or x is not on a GPU.
     """
-    require(x)
-    y: Tensor = _Softmax.apply(x, min(widest, power_of_2(x.shape[-1])))
+    require_triton(x)
+    y: Tensor = _Softmax.apply(x, min(max_block, next_power_of_2(x.shape[-1])))
     return y

@@ -38,7 +38,7 @@ else:
 
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 
-__all__ = ["INTERPRETED", "dot", "jit", "on_device", "precision", "require", "tl"]
+__all__ = ["INTERPRETED", "dot", "dot_precision", "jit", "on_device", "require_triton", "tl"]
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -46,7 +46,7 @@ def jit(function: Callable[..., Any]) -> Any:
     return function if triton is None else triton.jit(function)
 
 
-def require(*tensors: Tensor) -> None:
+def require_triton(*tensors: Tensor) -> None:
     """Raises ConfigError when kernels cannot run on these tensors."""
     if triton is None:
         raise ConfigError(
@@ -68,7 +68,7 @@ def on_device(tensor: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
-def precision(dtype: torch.dtype) -> str:
+def dot_precision(dtype: torch.dtype) -> str:
     """How `dot` multiplies fp32: as torch would. tf32 keeps 10 bits of mantissa, ieee all 23."""
     loose = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if dtype == torch.float32 and loose else "ieee"

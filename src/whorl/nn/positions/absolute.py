@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 
 
-class Learned(nn.Module):
+class LearnedPositions(nn.Module):
     """A table of vectors: positions [..., T] -> [..., T, d], fp32.
 
     Args:
@@ -74,7 +74,7 @@ class Learned(nn.Module):
             )
 
 
-class Sinusoidal(nn.Module):
+class SinusoidalPositions(nn.Module):
     """Fixed waves: positions [..., T] -> [..., T, d], fp32; no parameters, no limit.
 
     Args:

@@ -31,11 +31,11 @@ from whorl.errors import ConfigError, one_of
 from whorl.nn.kernels import dispatch
 
 Layout = Literal["half", "interleaved"]
-ScalingKind = Literal["linear", "ntk", "yarn", "llama3"]
+RopeScalingKind = Literal["linear", "ntk", "yarn", "llama3"]
 
 
 @dataclass(frozen=True)
-class Scaling:
+class RopeScaling:
     """How frequencies change when a row may be `factor` times longer than in training.
 
     - `linear`: every frequency divided by `factor` (Chen et al. 2023, arXiv:2306.15595): positions are squeezed into
@@ -63,18 +63,18 @@ class Scaling:
         ConfigError: a field is out of its range or missing.
     """
 
-    kind: ScalingKind
+    kind: RopeScalingKind
     factor: float
     original_length: int | None = None
     low: float | None = None
     high: float | None = None
-    attention: float | None = None
+    attention_factor: float | None = None
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(ScalingKind):
+        if self.kind not in get_args(RopeScalingKind):
             raise ConfigError(
-                f"scaling kind is {self.kind!r}", expected=one_of(self.kind, get_args(ScalingKind))
+                f"scaling kind is {self.kind!r}", expected=one_of(self.kind, get_args(RopeScalingKind))
             )
         if not self.factor >= 1.0:
             raise ConfigError(f"scaling factor is {self.factor}", expected="at least 1")
@@ -96,15 +96,15 @@ class Scaling:
         return low, high
 
     @property
-    def gain(self) -> float:
+    def attention_scaling(self) -> float:
         """What cos and sin are multiplied by: sqrt(1 / t) for `yarn`."""
-        if self.attention is not None:
-            return self.attention
+        if self.attention_factor is not None:
+            return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
 
 
 def rotary_frequencies(
-    dim: int, base: float = 10_000.0, scaling: Scaling | None = None, device: torch.device | None = None
+    dim: int, base: float = 10_000.0, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
     """Radians a position for each pair of features, [dim / 2] fp32, fastest first.
 
@@ -147,7 +147,7 @@ def rotary_tables(
     head_dim: int,
     base: float = 10_000.0,
     dtype: torch.dtype = torch.float32,
-    scaling: Scaling | None = None,
+    scaling: RopeScaling | None = None,
     layout: Layout = "half",
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -169,8 +169,8 @@ def rotary_tables(
     frequency = rotary_frequencies(dim, base, scaling, positions.device)
     angle = positions[..., None].float() * frequency  # [..., T, dim / 2]
     cos, sin = angle.cos(), angle.sin()
-    if scaling is not None and scaling.gain != 1.0:
-        cos, sin = cos * scaling.gain, sin * scaling.gain
+    if scaling is not None and scaling.attention_scaling != 1.0:
+        cos, sin = cos * scaling.attention_scaling, sin * scaling.attention_scaling
     if layout == "half":
         cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
     else:
@@ -193,7 +193,7 @@ class Rotary:
         head_dim: int,
         base: float,
         dtype: torch.dtype,
-        scaling: Scaling | None = None,
+        scaling: RopeScaling | None = None,
         layout: Layout = "half",
         rotary_dim: int | None = None,
     ) -> None:
@@ -203,28 +203,28 @@ class Rotary:
         self.scaling, self.layout = scaling, layout
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def upto(self, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables_upto(self, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cos, sin) of positions 0 .. at least `stop` - 1, each [>= stop, 1, rotary_dim]."""
         kept = self._tables
         if kept is None or kept[0].shape[0] < stop or kept[0].device != device:
             room = 1 << (stop - 1).bit_length()
             # Tables made while sampling must also serve a training step, which may not save inference tensors.
             with torch.inference_mode(False):
-                kept = self._tables = self.at(torch.arange(room, device=device))
+                kept = self._tables = self.tables_at(torch.arange(room, device=device))
         return kept
 
-    def between(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def tables_between(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """(cos, sin) of positions start .. stop - 1, each [stop - start, 1, rotary_dim]."""
-        cos, sin = self.upto(stop, device)
+        cos, sin = self.tables_upto(stop, device)
         return cos[start:stop], sin[start:stop]
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def tables_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) of `positions` [..., T], each [..., T, 1, rotary_dim]."""
         return rotary_tables(
             positions, self.head_dim, self.base, self.dtype, self.scaling, self.layout, self.rotary_dim
         )
 
-    def turn(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    def rotate(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """`apply_rotary` in this layout.  x: [B, T, H, head_dim]; tables: from `between` or `at` -> same shape."""
         return apply_rotary(x, *tables, layout=self.layout)
 
@@ -263,15 +263,15 @@ def to_half_split(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int |
     Raises:
         ConfigError: the rows are not n_heads * head_dim, or the dimensions are odd.
     """
-    return _reordered(weight, n_heads, head_dim, rotary_dim, interleaved=True)
+    return _reorder_rows(weight, n_heads, head_dim, rotary_dim, interleaved=True)
 
 
 def to_interleaved(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
     """The inverse of `to_half_split`, with the same arguments."""
-    return _reordered(weight, n_heads, head_dim, rotary_dim, interleaved=False)
+    return _reorder_rows(weight, n_heads, head_dim, rotary_dim, interleaved=False)
 
 
-def _reordered(
+def _reorder_rows(
     weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None, interleaved: bool
 ) -> Tensor:
     dim = _check_dim(head_dim, rotary_dim)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Steps:
+class Trajectory:
     """T steps of B environments; each field is [T, B].
 
     reward, value, next_value: fp32; terminated, truncated: bool. See the top of this file.
@@ -37,21 +37,21 @@ class Steps:
     truncated: Tensor
 
     @property
-    def ended(self) -> Tensor:
+    def episode_end(self) -> Tensor:
         """[T, B] True where the next step belongs to another episode."""
         return self.terminated | self.truncated
 
     @property
-    def going(self) -> Tensor:
+    def same_episode(self) -> Tensor:
         """[T, B] 1 where the next step belongs to the same episode, else 0."""
-        return (~self.ended).to(self.reward.dtype)
+        return (~self.episode_end).to(self.reward.dtype)
 
-    def error(self, discount: float) -> Tensor:
+    def td_error(self, discount: float) -> Tensor:
         """[T, B] the one-step temporal-difference error r + discount V(s') - V(s) (Sutton & Barto 2018, eq. 6.5)."""
         return self.reward + discount * self.next_value * ~self.terminated - self.value
 
 
-def _backwards(first: Tensor, decay: Tensor) -> Tensor:
+def _reverse_scan(first: Tensor, decay: Tensor) -> Tensor:
     """x[t] = first[t] + decay[t] x[t + 1], from the end, where x[T] = 0.  first, decay: [T, B] -> [T, B]."""
     out = torch.empty_like(first)
     following = torch.zeros_like(first[0])
@@ -61,16 +61,16 @@ def _backwards(first: Tensor, decay: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def discounted_returns(steps: Steps, discount: float) -> Tensor:
+def discounted_returns(steps: Trajectory, discount: float) -> Tensor:
     """[T, B] discounted rewards to the end of the episode; V(s') stands for what lies beyond a cut or the last step."""
     beyond = steps.truncated.clone()
     beyond[-1] = True
     first = steps.reward + discount * steps.next_value * (beyond & ~steps.terminated)
-    return _backwards(first, discount * steps.going)
+    return _reverse_scan(first, discount * steps.same_episode)
 
 
 @torch.no_grad()
-def n_step_returns(steps: Steps, discount: float, n: int) -> Tensor:
+def n_step_returns(steps: Trajectory, discount: float, n: int) -> Tensor:
     """[T, B] n rewards and the value behind them (Sutton & Barto 2018, eq. 7.1); fewer where the episode or the data end.
 
     Raises:
@@ -81,7 +81,7 @@ def n_step_returns(steps: Steps, discount: float, n: int) -> Tensor:
     length = steps.reward.shape[0]
     one = steps.reward + discount * steps.next_value * ~steps.terminated  # [T, B] the return with n = 1
     out = one.clone()
-    going = ~steps.ended
+    going = ~steps.episode_end
     for _ in range(n - 1):
         # A return with k + 1 rewards is one reward and the next state's return with k.
         longer = one.clone()
@@ -91,13 +91,13 @@ def n_step_returns(steps: Steps, discount: float, n: int) -> Tensor:
 
 
 @torch.no_grad()
-def gae(steps: Steps, discount: float, lambda_: float) -> Tensor:
+def gae(steps: Trajectory, discount: float, lambda_: float) -> Tensor:
     """[T, B] generalised advantage estimates (Schulman et al. 2016, arXiv:1506.02438, eq. 16)."""
-    return _backwards(steps.error(discount), discount * lambda_ * steps.going)
+    return _reverse_scan(steps.td_error(discount), discount * lambda_ * steps.same_episode)
 
 
 @torch.no_grad()
-def td_lambda_returns(steps: Steps, discount: float, lambda_: float) -> Tensor:
+def td_lambda_returns(steps: Trajectory, discount: float, lambda_: float) -> Tensor:
     """[T, B] lambda-returns (Sutton & Barto 2018, eq. 12.18): targets for a value function."""
     return gae(steps, discount, lambda_) + steps.value
 
@@ -112,7 +112,7 @@ class VTrace:
 
 @torch.no_grad()
 def v_trace(
-    steps: Steps,
+    steps: Trajectory,
     log_ratio: Tensor,
     discount: float,
     *,
@@ -129,9 +129,9 @@ def v_trace(
     ratio = log_ratio.exp()
     weight = ratio.clamp(max=rho)
     trace = lambda_ * ratio.clamp(max=c)
-    correction = _backwards(weight * steps.error(discount), discount * trace * steps.going)
+    correction = _reverse_scan(weight * steps.td_error(discount), discount * trace * steps.same_episode)
     target = steps.value + correction
     following = steps.next_value.clone()
-    following[:-1] = torch.where(steps.ended[:-1], steps.next_value[:-1], target[1:])
+    following[:-1] = torch.where(steps.episode_end[:-1], steps.next_value[:-1], target[1:])
     advantage = weight * (steps.reward + discount * following * ~steps.terminated - steps.value)
     return VTrace(target, advantage)

@@ -29,29 +29,29 @@ from torch import Tensor
 from whorl.errors import ConfigError, DataError
 
 Baseline = Literal["none", "batch", "group", "leave_one_out", "critic"]
-Deviation = Literal["none", "biased", "unbiased"]
+StdEstimator = Literal["none", "biased", "unbiased"]
 
 
 @dataclass(frozen=True)
-class Advantages:
+class GroupAdvantages:
     """advantage: [S]; groups: how many there are; even: how many of them have rewards that are all equal (n = 1 included);
     all_equal: [S] True for answers of such a group."""
 
     advantage: Tensor
-    groups: int
-    even: int
-    all_equal: Tensor
+    n_groups: int
+    n_zero_std: int
+    zero_std: Tensor
 
 
 @torch.no_grad()
-def advantages(
+def group_advantages(
     reward: Tensor,
     group: Tensor,
     *,
     baseline: Baseline = "group",
-    deviation: Deviation = "none",
+    scale_rewards: StdEstimator = "none",
     eps: float = 1e-4,
-) -> Advantages:
+) -> GroupAdvantages:
     """Advantages of S answers by the baseline named.
 
     Args:
@@ -74,8 +74,8 @@ def advantages(
     if baseline == "critic":
         raise ConfigError("a critic's baseline is not one of rewards alone", do="see text_estimators.py")
     names, where = torch.unique(group, return_inverse=True)
-    own = _compare(reward, where, len(names))
-    told = own if baseline in ("group", "leave_one_out") else _compare(reward, torch.zeros_like(where), 1)
+    own = _group_stats(reward, where, len(names))
+    told = own if baseline in ("group", "leave_one_out") else _group_stats(reward, torch.zeros_like(where), 1)
     others = (told.n * told.mean - reward) / (told.n - 1).clamp(min=1)
     subtracted: dict[Baseline, Tensor | float] = {
         "none": 0.0,
@@ -84,28 +84,28 @@ def advantages(
         "leave_one_out": others,
     }
     found = reward - subtracted[baseline]
-    if deviation != "none":
-        divisor = told.n if deviation == "biased" else (told.n - 1).clamp(min=1)
-        scale = (told.squares / divisor).sqrt() + eps
-        found = torch.where(told.even, found, found / scale)  # no deviation, no division
+    if scale_rewards != "none":
+        divisor = told.n if scale_rewards == "biased" else (told.n - 1).clamp(min=1)
+        scale = (told.sum_squares / divisor).sqrt() + eps
+        found = torch.where(told.zero_std, found, found / scale)  # no deviation, no division
     if baseline != "none":
-        found = found.masked_fill(told.even, 0.0)
-    even = torch.zeros(len(names), dtype=torch.bool, device=reward.device).scatter(0, where, own.even)
-    return Advantages(found, len(names), int(even.sum()), own.even)
+        found = found.masked_fill(told.zero_std, 0.0)
+    even = torch.zeros(len(names), dtype=torch.bool, device=reward.device).scatter(0, where, own.zero_std)
+    return GroupAdvantages(found, len(names), int(even.sum()), own.zero_std)
 
 
 @dataclass(frozen=True)
-class _Compared:
+class _GroupStats:
     """Of those that each answer is compared with: how many, their mean, the sum of squares around it, whether all are
     equal; each [S]."""
 
     n: Tensor
     mean: Tensor
-    squares: Tensor
-    even: Tensor
+    sum_squares: Tensor
+    zero_std: Tensor
 
 
-def _compare(reward: Tensor, where: Tensor, groups: int) -> _Compared:
+def _group_stats(reward: Tensor, where: Tensor, groups: int) -> _GroupStats:
     zero = torch.zeros(groups, dtype=reward.dtype, device=reward.device)
     n = zero.index_add(0, where, torch.ones_like(reward))[where]
     mean = zero.index_add(0, where, reward)[where] / n
@@ -113,4 +113,4 @@ def _compare(reward: Tensor, where: Tensor, groups: int) -> _Compared:
     lowest, highest = (
         zero.scatter_reduce(0, where, reward, way, include_self=False)[where] for way in ("amin", "amax")
     )
-    return _Compared(n, mean, squares, lowest == highest)
+    return _GroupStats(n, mean, squares, lowest == highest)

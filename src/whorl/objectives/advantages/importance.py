@@ -24,23 +24,23 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.objectives.divergences import LARGEST
+from whorl.objectives.divergences import MAX_LOG_RATIO
 
-Rule = Literal["truncate", "mask", "trace"]
-Level = Literal["token", "sequence", "mean"]
+ImportanceRule = Literal["truncate", "mask", "trace"]
+ImportanceLevel = Literal["token", "sequence", "mean"]
 
 
 @dataclass(frozen=True)
-class Ratios:
+class ImportanceStats:
     """What N ratios are like: mean (1 if mu really sampled them), least, largest, effective share of the sample
     (sum r)^2 / (N sum r^2), mean absolute log-ratio, and share of tokens that the rule changed."""
 
-    mean: float
-    least: float
-    largest: float
-    effective: float
-    drift: float
-    changed: float
+    ratio_mean: float
+    ratio_min: float
+    ratio_max: float
+    effective_sample_size: float
+    log_ratio_abs: float
+    clip_fraction: float
 
 
 @torch.no_grad()
@@ -49,11 +49,11 @@ def importance_weights(
     behaviour_log_prob: Tensor,
     sequence: Tensor,
     *,
-    rule: Rule = "truncate",
-    level: Level = "token",
+    rule: ImportanceRule = "truncate",
+    level: ImportanceLevel = "token",
     low: float = 0.0,
     high: float = 2.0,
-) -> tuple[Tensor, Ratios]:
+) -> tuple[Tensor, ImportanceStats]:
     """Weights [N] for `Tokens.weight`, without gradient, and the statistics of the ratios before the rule.
 
     Args:
@@ -79,15 +79,15 @@ def importance_weights(
         whole = torch.zeros(len(lengths), dtype=log_ratio.dtype, device=log_ratio.device)
         whole = whole.index_add(0, sequence, log_ratio)
         log_ratio = (whole if level == "sequence" else whole / lengths.clamp(min=1))[sequence]
-    ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     inside = (ratio >= low) & (ratio <= high)
     weight = ratio * inside if rule == "mask" else ratio.clamp(low, high)
     if rule == "trace":
-        weight = weight * _before(log_ratio.clamp(-LARGEST, 0), sequence)
-    return weight, _ratios(log_ratio, ratio, (weight != ratio).to(ratio.dtype))
+        weight = weight * _prefix_ratio(log_ratio.clamp(-MAX_LOG_RATIO, 0), sequence)
+    return weight, _importance_stats(log_ratio, ratio, (weight != ratio).to(ratio.dtype))
 
 
-def _before(log_ratio: Tensor, sequence: Tensor) -> Tensor:
+def _prefix_ratio(log_ratio: Tensor, sequence: Tensor) -> Tensor:
     """[N] exp of the sum over the tokens before, each in its sequence."""
     order = sequence.argsort(stable=True)
     ordered = log_ratio[order].double()
@@ -101,9 +101,9 @@ def _before(log_ratio: Tensor, sequence: Tensor) -> Tensor:
     return out
 
 
-def _ratios(log_ratio: Tensor, ratio: Tensor, changed: Tensor) -> Ratios:
+def _importance_stats(log_ratio: Tensor, ratio: Tensor, changed: Tensor) -> ImportanceStats:
     if not len(ratio):
-        return Ratios(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
+        return ImportanceStats(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
     effective = ratio.sum().square() / (len(ratio) * ratio.square().sum())
     figures = (ratio.mean(), ratio.min(), ratio.max(), effective, log_ratio.abs().mean(), changed.mean())
-    return Ratios(*(float(x) for x in figures))
+    return ImportanceStats(*(float(x) for x in figures))

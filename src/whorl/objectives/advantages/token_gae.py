@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.objectives.advantages.estimators import Steps, gae
-from whorl.objectives.advantages.group_advantages import Deviation
+from whorl.objectives.advantages.estimators import Trajectory, gae
+from whorl.objectives.advantages.group_advantages import StdEstimator
 
 
 @torch.no_grad()
-def text_gae(
+def token_gae(
     reward: Tensor,
     value: Tensor,
     sequence: Tensor,
     *,
     discount: float = 1.0,
     lambda_: float = 0.95,
-    beyond: Tensor | None = None,
+    bootstrap_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantages of N tokens (PPO on texts: Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
@@ -42,35 +42,39 @@ def text_gae(
     Raises:
         ConfigError: shapes that do not fit.
     """
-    place, steps = _lay(reward, value, sequence, beyond)
+    place, steps = _to_trajectory(reward, value, sequence, bootstrap_value)
     advantage = gae(steps, discount, lambda_)[place] if len(reward) else torch.zeros_like(reward)
     return advantage, advantage + value
 
 
 @torch.no_grad()
-def whitened(advantage: Tensor, deviation: Deviation = "biased", eps: float = 1e-8) -> Tensor:
+def whiten(advantage: Tensor, std_estimator: StdEstimator = "biased", eps: float = 1e-8) -> Tensor:
     """[N] less their mean, over their deviation: of a whole batch, before it is cut. 0 where all are equal."""
     if not len(advantage) or bool(advantage.min() == advantage.max()):
         return torch.zeros_like(advantage)
     centred = advantage - advantage.mean()
-    if deviation == "none":
+    if std_estimator == "none":
         return centred
-    n = len(advantage) - (deviation == "unbiased")
+    n = len(advantage) - (std_estimator == "unbiased")
     return centred / ((centred.square().sum() / n).sqrt() + eps)
 
 
-def _lay(
-    reward: Tensor, value: Tensor, sequence: Tensor, beyond: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], Steps]:
+def _to_trajectory(
+    reward: Tensor, value: Tensor, sequence: Tensor, bootstrap_value: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], Trajectory]:
     """(where each token lies in [T, S], the steps)."""
     if not reward.shape == value.shape == sequence.shape or reward.ndim != 1:
         raise ConfigError(
             f"reward is {list(reward.shape)}, value {list(value.shape)}, sequence {list(sequence.shape)}",
             expected="[N], all alike",
         )
-    lengths = torch.bincount(sequence, minlength=1 if beyond is None else len(beyond))  # [S]
-    if beyond is not None and len(lengths) > len(beyond):
-        raise ConfigError(f"beyond is {list(beyond.shape)}", expected=f"[{len(lengths)}], one a sequence")
+    lengths = torch.bincount(
+        sequence, minlength=1 if bootstrap_value is None else len(bootstrap_value)
+    )  # [S]
+    if bootstrap_value is not None and len(lengths) > len(bootstrap_value):
+        raise ConfigError(
+            f"beyond is {list(bootstrap_value.shape)}", expected=f"[{len(lengths)}], one a sequence"
+        )
     order = sequence.argsort(stable=True)
     begins = lengths.cumsum(0) - lengths
     time = torch.empty_like(sequence)
@@ -88,7 +92,7 @@ def _lay(
     last = torch.zeros(shape, dtype=torch.bool, device=reward.device)
     some = (lengths > 0).nonzero().squeeze(1)
     last[lengths[some] - 1, some] = True
-    if beyond is not None:
-        following[lengths[some] - 1, some] = beyond[some].to(value.dtype)
+    if bootstrap_value is not None:
+        following[lengths[some] - 1, some] = bootstrap_value[some].to(value.dtype)
     # What lies behind a text's end is 0 all through and linked to nothing; `truncated` bootstraps from `beyond`.
-    return place, Steps(spread(reward), values, following, torch.zeros_like(last), last)
+    return place, Trajectory(spread(reward), values, following, torch.zeros_like(last), last)

@@ -18,8 +18,8 @@ from whorl.recipes.registry import StepContext, step
 if TYPE_CHECKING:
     from whorl.agents.config import AgentConfig
     from whorl.agents.networks import ActorCritic
-    from whorl.agents.train import Progress as Training
-    from whorl.tracking.progress import Task
+    from whorl.agents.train import TrainingProgress as Training
+    from whorl.tracking.progress import ProgressTask
     from whorl.tracking.run import MetricsLog
 
 CURVE_POINTS = 500
@@ -47,10 +47,10 @@ class AgentsConfig(BaseModel):
         Raises:
             ConfigError: no such algorithm or setting, or an impossible value.
         """
-        from whorl.agents.config import checked
+        from whorl.agents.config import parse_config
 
         given = {**self.settings, "seed": seed, **({"steps": self.steps} if self.steps else {})}
-        return checked(self.algorithm, self.environment, given)
+        return parse_config(self.algorithm, self.environment, given)
 
 
 def _with_preset(config: AgentsConfig) -> AgentsConfig:
@@ -60,20 +60,20 @@ def _with_preset(config: AgentsConfig) -> AgentsConfig:
     return config.model_copy(update={"settings": given, "steps": whole["steps"]})
 
 
-@step("agents", config=AgentsConfig, resolve=_with_preset)
+@step("agents", config=AgentsConfig, complete_config=_with_preset)
 def agents(ctx: StepContext, config: AgentsConfig) -> None:
     """Train an agent over several seeds, and measure it on episodes of their own."""
     import numpy as np
 
-    from whorl.agents.registration import make
-    from whorl.agents.seed_statistics import summarise
+    from whorl.agents.registration import make_env
+    from whorl.agents.seed_statistics import summarize_seeds
     from whorl.report.charts import Series
     from whorl.report.curve import write_curve_page
 
-    make(config.environment, 1).close()  # an environment that cannot be used is told before any work
-    results = [_one_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
+    make_env(config.environment, 1).close()  # an environment that cannot be used is told before any work
+    results = [_train_seed(ctx, config, seed) for seed in range(config.seed, config.seed + config.seeds)]
     scores = [result["score"] for result in results]
-    found = summarise([scores], np.random.default_rng(0))
+    found = summarize_seeds([scores], np.random.default_rng(0))
     for file in sorted(ctx.scratch.glob("seed-*.safetensors")):
         (ctx.out / file.name).write_bytes(file.read_bytes())
     about = {"returns": scores, "inter_quartile_mean": [found.mean, found.low, found.high]}
@@ -100,7 +100,7 @@ def agents(ctx: StepContext, config: AgentsConfig) -> None:
     ctx.summary.update(**about, headline=headline)
 
 
-def _one_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, Any]:
+def _train_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, Any]:
     """Trains and measures one seed, or finds that it is done; -> seed, score, lag, curve [(steps, return)]."""
     import numpy as np
     from safetensors.torch import save_file
@@ -112,24 +112,24 @@ def _one_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, An
     done = ctx.scratch / f"seed-{seed}.json"
     if done.exists():
         kept: dict[str, Any] = json.loads(done.read_text())
-        ctx.progress.say(f"    seed {seed}: return {kept['score']:.1f}, done before")
+        ctx.progress.log(f"    seed {seed}: return {kept['score']:.1f}, done before")
         return kept
     agent = config.agent(seed)
     title = f"{config.algorithm} on {config.environment}, seed {seed}"
     with ctx.progress.task(title, total=agent.steps, unit="steps") as task:
-        watch = _Watch(ctx, f"{ctx.name}-seed-{seed}", task, max(1, agent.records // CURVE_POINTS))
+        watch = _AgentObserver(ctx, f"{ctx.name}-seed-{seed}", task, max(1, agent.n_rollouts // CURVE_POINTS))
         networks = train(
             agent,
             watch,
             scratch=Path(ctx.scratch) / f"seed-{seed}",
             checkpoint_seconds=config.checkpoint_seconds,
-            say=ctx.progress.say,
+            log=ctx.progress.log,
         )
     curve = watch.close()
     returns = evaluate(networks, config.environment, config.episodes, derive(seed, "evaluation") % (1 << 31))
-    score, lag = float(np.mean(returns)), watch.lag
+    score, lag = float(np.mean(returns)), watch.mean_policy_lag
     older = f", weights {lag:.1f} versions old" if agent.actors else ""
-    ctx.progress.say(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{older})")
+    ctx.progress.log(f"    seed {seed}: return {score:.1f} (mean of {config.episodes} episodes{older})")
     save_file(
         {n: p.detach() for n, p in networks.named_parameters()}, ctx.scratch / f"seed-{seed}.safetensors"
     )
@@ -138,30 +138,30 @@ def _one_seed(ctx: StepContext, config: AgentsConfig, seed: int) -> dict[str, An
     return result
 
 
-class _Watch:
+class _AgentObserver:
     """Called after each record: shows and keeps how far training is."""
 
-    def __init__(self, ctx: StepContext, name: str, task: Task, every: int) -> None:
-        self.ctx, self.name, self.task, self.every = ctx, name, task, every
+    def __init__(self, ctx: StepContext, name: str, task: ProgressTask, every: int) -> None:
+        self.ctx, self.name, self.task, self.log_interval = ctx, name, task, every
         self.log: MetricsLog | None = None
-        self.calls, self.lags = 0, 0.0
+        self.n_calls, self.total_lag = 0, 0.0
 
     def __call__(self, training: Training, _networks: ActorCritic) -> None:
         if self.log is None:
             self.log = self.ctx.run.metrics(self.name, resume_at=training.steps)
-        self.calls += 1
-        self.lags += training.metrics["lag_mean"]
+        self.n_calls += 1
+        self.total_lag += training.metrics["lag_mean"]
         if not training.returns:
             self.task.update(done=training.steps)
             return
         self.task.update(done=training.steps, note=f"return {training.mean_return:.1f}")
-        if self.calls % self.every == 0:
+        if self.n_calls % self.log_interval == 0:
             self.log.write(training.steps, {"return": training.mean_return, **training.metrics})
 
     @property
-    def lag(self) -> float:
+    def mean_policy_lag(self) -> float:
         """By how many versions the acting weights were behind, on average."""
-        return self.lags / max(1, self.calls)
+        return self.total_lag / max(1, self.n_calls)
 
     def close(self) -> list[tuple[int, float]]:
         """The learning curve, of what was trained before a crash too: (steps, return)."""

@@ -7,17 +7,17 @@ from whorl.corpus import curate as curate_documents
 from whorl.corpus import ingest as ingest_sources
 from whorl.recipes.registry import StepContext, step
 
-SOURCES = {"documents": "documents", "selection": "selection"}  # the parents that make a corpus
+CORPUS_PARENTS = {"documents": "documents", "selection": "selection"}  # the parents that make a corpus
 
 
 def open_corpus(ctx: StepContext) -> Corpus:
     """The corpus that a step's parents `documents` and `selection` are, its files checked."""
-    for role in SOURCES:
+    for role in CORPUS_PARENTS:
         ctx.parents[role].check()
     return Corpus(ctx.parents["documents"].path, ctx.parents["selection"].path)
 
 
-def counted(documents: int, n_bytes: int) -> str:
+def format_counts(documents: int, n_bytes: int) -> str:
     return f"{documents:,} documents, {n_bytes / 1e6:.1f} MB"
 
 
@@ -26,12 +26,12 @@ def with_fingerprint(config: IngestConfig) -> IngestConfig:
     return config.model_copy(update={"fingerprint": fingerprint(config)})
 
 
-@step("documents", config=IngestConfig, resolve=with_fingerprint)
+@step("documents", config=IngestConfig, complete_config=with_fingerprint)
 def ingest(ctx: StepContext, config: IngestConfig) -> None:
     """Read the sources into documents; set unreadable records aside."""
     found = ingest_sources(config, ctx.out, ctx.progress)
     aside = sum(reason["documents"] for reason in found["quarantine"].values())
-    headline = counted(found["documents"], found["bytes"])
+    headline = format_counts(found["documents"], found["bytes"])
     ctx.summary.update(found, headline=f"{headline}; {aside:,} records in quarantine")
 
 
@@ -42,6 +42,7 @@ def curate(ctx: StepContext, config: CurateConfig) -> None:
     documents.check()
     found = curate_documents(config, document_files(documents.path), ctx.out, ctx.progress)
     parts = [
-        f"{name} {counted(split['documents'], split['bytes'])}" for name, split in found["splits"].items()
+        f"{name} {format_counts(split['documents'], split['bytes'])}"
+        for name, split in found["splits"].items()
     ]
     ctx.summary.update(found, headline="; ".join(parts))

@@ -20,29 +20,31 @@ import json
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.model import carry_out, model_folder
-from whorl.train.checkpoint.remote import Tiers
+from whorl.recipes.steps.model import model_folder, train_and_save
+from whorl.train.checkpoint.remote import CheckpointConfig
 
 
-class BranchConfig(BaseModel):
+class DecayBranchConfig(BaseModel):
     """Which branch; all else is as the pretraining was."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    share: float = Field(
+    fraction: float = Field(
         default=0.5, gt=0, lt=1, description="of the pretraining's steps, one of its `branches`"
     )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
+    checkpoints: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="how many stay, and where else they go"
+    )
 
 
 @step(
     "model",
-    config=BranchConfig,
-    unseen=("checkpoint_seconds", "checkpoints"),
+    config=DecayBranchConfig,
+    not_hashed=("checkpoint_seconds", "checkpoints"),
     parents={"model": "model", "tokens": "tokens", "tokenizer": "tokenizer"},
 )
-def branch(ctx: StepContext, config: BranchConfig) -> None:
+def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
     """Decay from the plateau of a pretraining run."""
     from whorl.train.job import Job
     from whorl.train.lm import decay_branches as branches
@@ -50,21 +52,21 @@ def branch(ctx: StepContext, config: BranchConfig) -> None:
     folder = model_folder(ctx)
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
-    start = branches.start_of(folder, config.share)
+    start = branches.branch_state_folder(folder, config.fraction)
     trained = json.loads((folder / "job.json").read_text())
     trained["tokens"] = str(ctx.parents["tokens"].path)  # where they lie today
     if trained["raw"] is not None:
         trained["raw"]["tokenizer"] = str(ctx.parents["tokenizer"].path)
     stable = Job.model_validate(trained)
-    job, at = branches.planned(stable, config.share), branches.point(stable, config.share)
-    ctx.progress.say(f"    {at:,} of {job.steps:,} steps are those of {ctx.parents['model'].name}")
+    job, at = branches.branch_job(stable, config.fraction), branches.branch_step(stable, config.fraction)
+    ctx.progress.log(f"    {at:,} of {job.steps:,} steps are those of {ctx.parents['model'].name}")
     curve = json.loads((folder / "curve.json").read_text())
-    carry_out(
+    train_and_save(
         ctx,
         job,
         config.checkpoints,
-        seconds_between=config.checkpoint_seconds,
+        checkpoint_seconds=config.checkpoint_seconds,
         start=start,
-        earlier=[record for record in curve if record["step"] <= at],
+        previous_curve=[record for record in curve if record["step"] <= at],
     )
     ctx.summary.update(branched_at=at, steps_trained=job.steps - at)

@@ -17,7 +17,7 @@ from whorl.recipes.registry import StepContext, step
 if TYPE_CHECKING:
     from whorl.embedding.train import EmbedJob
     from whorl.models.encoder import Encoder
-    from whorl.tracking.progress import Task
+    from whorl.tracking.progress import ProgressTask
     from whorl.tracking.run import MetricsLog
 
 CURVE_POINTS = 500
@@ -32,16 +32,18 @@ class EmbedderConfig(BaseModel):
     n_layers: int = Field(default=1, ge=1)
     n_heads: int = Field(default=4, ge=1)
     mlp_hidden: int = Field(default=64, ge=8)
-    window: int = Field(
+    max_length: int = Field(
         default=64, ge=2, description="ids seen together; longer texts are averaged over windows"
     )
-    least: int = Field(default=16, ge=1, description="ids of the shortest span; documents need twice as many")
-    batch: int = Field(default=128, ge=2, description="documents a step, each against all the others")
+    min_span: int = Field(
+        default=16, ge=1, description="ids of the shortest span; documents need twice as many"
+    )
+    batch_size: int = Field(default=128, ge=2, description="documents a step, each against all the others")
     steps: int = Field(default=2000, ge=1)
     temperature: float = Field(default=0.05, gt=0, description="what cosines are divided by")
-    optimiser: Literal["muon", "adamw"] = Field(default="muon", description="for the matrices of the blocks")
-    muon_rate: float = Field(default=0.02, gt=0, description="peak learning rate under Muon")
-    rate: float = Field(default=0.01, gt=0, description="peak learning rate under AdamW")
+    optimizer: Literal["muon", "adamw"] = Field(default="muon", description="for the matrices of the blocks")
+    lr_muon: float = Field(default=0.02, gt=0, description="peak learning rate under Muon")
+    lr_adamw: float = Field(default=0.01, gt=0, description="peak learning rate under AdamW")
     held_out: int = Field(default=512, ge=2, description="documents among which recall is measured, at most")
     evaluations: int = Field(default=10, ge=1, description="looks at held-out documents during the run")
     seed: int = Field(default=0, ge=0)
@@ -58,8 +60,8 @@ class EmbedderConfig(BaseModel):
     def _possible(self) -> EmbedderConfig:
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
-        if self.least > self.window:
-            raise ValueError(f"least ({self.least}) cannot be more than window ({self.window})")
+        if self.min_span > self.max_length:
+            raise ValueError(f"least ({self.min_span}) cannot be more than window ({self.max_length})")
         return self
 
 
@@ -75,17 +77,17 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     for role in ("tokens", "tokenizer"):
         ctx.parents[role].check()
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
-    job = _job(ctx, config)
+    job = _build_job(ctx, config)
     pairs, held = open_pairs(job)
     began = time.monotonic()
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        watch = _Watch(ctx, task, job.steps)
+        watch = _EmbedderObserver(ctx, task, job.steps)
         encoder = train_embedder(
             job,
             watch,
             scratch=Path(ctx.scratch),
             checkpoint_seconds=config.checkpoint_seconds,
-            say=ctx.progress.say,
+            log=ctx.progress.log,
         )
     watch.close()
     Embedder(encoder, tokenizer).save(ctx.out)
@@ -121,7 +123,7 @@ def embedder(ctx: StepContext, config: EmbedderConfig) -> None:
     )
 
 
-def _job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
+def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
     from whorl.embedding.train import EmbedJob
     from whorl.models.encoder import EncoderConfig
     from whorl.tokens.shards import TokenSet
@@ -133,7 +135,7 @@ def _job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
         n_layers=config.n_layers,
         n_heads=config.n_heads,
         mlp_hidden=config.mlp_hidden,
-        max_length=config.window,
+        max_length=config.max_length,
     )
     shapes = {"d_model", "n_layers", "n_heads", "mlp_hidden", "window", "checkpoint_seconds", "threads"}
     return EmbedJob(
@@ -143,21 +145,21 @@ def _job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
         device=ctx.machine.device,
         **{
             **config.model_dump(exclude=shapes),
-            "dtype": config.dtype if config.dtype != "machine" else _usual(ctx.machine.dtype),
+            "dtype": config.dtype if config.dtype != "machine" else _trainable_dtype(ctx.machine.dtype),
         },
     )
 
 
-def _usual(dtype: str) -> str:
+def _trainable_dtype(dtype: str) -> str:
     """The machine's type, or the next wider one where its training would need what an embedder's has not (a loss scale)."""
     return {"float16": "float32", "float8": "bfloat16"}.get(dtype, dtype)
 
 
-class _Watch:
+class _EmbedderObserver:
     """Called after each step: shows and keeps how far training is."""
 
-    def __init__(self, ctx: StepContext, task: Task, steps: int) -> None:
-        self.ctx, self.task, self.every = ctx, task, max(1, steps // CURVE_POINTS)
+    def __init__(self, ctx: StepContext, task: ProgressTask, steps: int) -> None:
+        self.ctx, self.task, self.log_interval = ctx, task, max(1, steps // CURVE_POINTS)
         self.log: MetricsLog | None = None
         self.recall = ""
 
@@ -170,7 +172,7 @@ class _Watch:
             done=done,
             note=f"loss {metrics['loss']:.3f}, {metrics['pairs_per_second']:,.0f} pairs/s{self.recall}",
         )
-        if done % self.every == 0 or "recall_at_10" in metrics:
+        if done % self.log_interval == 0 or "recall_at_10" in metrics:
             self.log.write(done, metrics)
 
     def close(self) -> None:

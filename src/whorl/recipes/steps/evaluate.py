@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.corpus import SOURCES, open_corpus
+from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
 
-ALTERNATIVES = 5  # told beside each token of a sample
+TOP_LOGPROBS = 5  # told beside each token of a sample
 
 
 COMPLETION_WINDOW = 512  # tokens of a prompt and its completion: prompts cut to one length go as one batch
@@ -49,14 +49,14 @@ class EvaluateConfig(BaseModel):
 @step(
     "evaluation",
     config=EvaluateConfig,
-    parents={**SOURCES, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
+    parents={**CORPUS_PARENTS, "tokens": "tokens", "tokenizer": "tokenizer", "model": "model"},
     version=2,
 )
 def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     """Measure bits per byte beside compressors, completions that parse, and speed."""
     import torch
 
-    from whorl.evals.likelihood import bits_per_byte, score
+    from whorl.evals.likelihood import bits_per_byte, document_nats
     from whorl.models import load_model
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
@@ -64,14 +64,14 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
     machine = ctx.machine
     machine.apply()
     model = load_model(model_folder(ctx), machine.torch_dtype, machine.device)
-    window = config.window or model.reads_well
-    if model.longest is not None:
-        window = min(window, model.longest)
+    window = config.window or model.eval_window
+    if model.max_positions is not None:
+        window = min(window, model.max_positions)
         config = config.model_copy(
             update={
                 "window": window,
-                "completion_tokens": min(config.completion_tokens, model.longest // 2),
-                "sample_tokens": min(config.sample_tokens, model.longest // 2),
+                "completion_tokens": min(config.completion_tokens, model.max_positions // 2),
+                "sample_tokens": min(config.sample_tokens, model.max_positions // 2),
             }
         )
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
@@ -84,7 +84,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
 
     began = time.perf_counter()
     with ctx.progress.task("Scoring", total=len(test) - test.n_documents, unit="tokens") as task:
-        nats = score(model, test.iter_documents(), window, lambda n: task.advance(n))
+        nats = document_nats(model, test.iter_documents(), window, lambda n: task.advance(n))
     seconds = time.perf_counter() - began
     total_bytes = sum(d.n_bytes for d in held_out)
     figure = bits_per_byte(sum(nats), total_bytes)
@@ -138,17 +138,17 @@ def _baselines(
     held_out: list[Document],
     train: Any,
 ) -> list[dict[str, Any]]:
-    from whorl.evals.compressors import measure
+    from whorl.evals.compressors import measure_compressors
     from whorl.evals.ngram import NGram
 
     texts = [d.text.encode() for d in held_out]
     found: list[dict[str, Any]] = []
     with ctx.progress.task("Compressing the same files", total=None) as task:
-        results = measure(
+        results = measure_compressors(
             texts,
             [d.text.encode() for d in train],
             workers=ctx.machine.cores,
-            done=lambda c: task.update(note=c.name),
+            on_result=lambda c: task.update(note=c.name),
         )
     found += [{"name": c.name, "bits_per_byte": c.bits_per_byte, "kind": "compressor"} for c in results]
     with ctx.progress.task(f"{config.ngram_order}-gram model", total=None):
@@ -176,13 +176,20 @@ def _completions(
     tokenizer: Tokenizer,
     held_out: list[Document],
 ) -> dict[str, Any] | None:
-    from whorl.engine import Sampling, complete
-    from whorl.evals.parse_rate import END_OF_DOCUMENT, parse_rate, prompts, real_code
+    from whorl.engine import SamplingParams, complete
+    from whorl.evals.parse_rate import (
+        END_OF_DOCUMENT,
+        parse_rate,
+        reference_parse_rate,
+        sample_function_prompts,
+    )
     from whorl.tokens.healing import heal
     from whorl.tracking.seeds import generator
 
     try:
-        chosen = prompts(((d.id, d.text.encode()) for d in held_out), config.completions, config.seed)
+        chosen = sample_function_prompts(
+            ((d.id, d.text.encode()) for d in held_out), config.completions, config.seed
+        )
     except DataError:
         return None  # no Python in this corpus: the measure does not apply
     context = max(1, min(config.window or COMPLETION_WINDOW, COMPLETION_WINDOW) - config.completion_tokens)
@@ -195,25 +202,25 @@ def _completions(
         ends = complete(
             model,
             [h.ids[-context:] for h in healed],
-            Sampling(),
+            SamplingParams(),
             generator(config.seed, "completions"),
             max_tokens=config.completion_tokens,
             eos_id=tokenizer.eos_id,
-            forbidden=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
-            required=[h.required for h in healed],
+            banned_ids=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
+            forced_prefixes=[h.forced_prefix for h in healed],
             token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
         )
         speed["seconds"] += time.perf_counter() - began
         speed["tokens"] += sum(map(len, ends))
         return [
-            tokenizer.decode(ids)[len(h.required) :]
+            tokenizer.decode(ids)[len(h.forced_prefix) :]
             + (END_OF_DOCUMENT if len(ids) < config.completion_tokens else b"")
             for h, ids in zip(healed, ends, strict=True)
         ]
 
     with ctx.progress.task("Completing held-out functions", total=None):
         found = parse_rate(chosen, generate)
-    real = real_code(chosen)
+    real = reference_parse_rate(chosen)
     return {
         "prompts": found.n,
         "parsed": found.parsed,
@@ -231,18 +238,18 @@ def _samples(
     held_out: list[Document],
 ) -> list[dict[str, Any]]:
     """Continuations with the probability of every token: two free beginnings, then held-out files' own."""
-    from whorl.engine import Sampling, generate, load_for_sampling
+    from whorl.engine import SamplingParams, generate, load_for_sampling
     from whorl.tokens.healing import heal
     from whorl.tracking.seeds import generator
 
     model = load_for_sampling(model_folder(ctx), ctx.machine)
     texts = [b"def ", b'class Node:\n    """', *(d.text.encode()[:300] for d in held_out)][: config.samples]
-    sampling = Sampling()
+    sampling = SamplingParams()
     out = []
     for number, text in enumerate(texts):
         healed = heal(tokenizer, text.decode("utf-8", "ignore"))
-        room = None if model.longest is None else max(1, model.longest - config.sample_tokens)
-        kept = text[: len(text) - len(healed.required)]
+        room = None if model.max_positions is None else max(1, model.max_positions - config.sample_tokens)
+        kept = text[: len(text) - len(healed.forced_prefix)]
         tokens = []
         for token in generate(
             model,
@@ -250,10 +257,10 @@ def _samples(
             sampling,
             generator(config.seed, "report", number),
             max_tokens=config.sample_tokens,
-            forbidden=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
-            required=healed.required,
+            banned_ids=(*tokenizer.control_ids, *range(tokenizer.vocab_size, model.config.vocab_size)),
+            forced_prefix=healed.forced_prefix,
             token_bytes=tokenizer.token_bytes[: tokenizer.n_ordinary],
-            top_log_probs=ALTERNATIVES,
+            top_log_probs=TOP_LOGPROBS,
         ):
             if token.id == tokenizer.eos_id:
                 break

@@ -26,7 +26,7 @@ class ImportConfig(BaseModel):
     sha256: dict[str, str] = Field(default={}, description="of its files; found by reading them")
 
 
-def _with_hashes(config: ImportConfig) -> ImportConfig:
+def _with_file_hashes(config: ImportConfig) -> ImportConfig:
     folder = Path(config.folder).expanduser()
     files = sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")])
     if not config.folder or not (folder / "config.json").exists():
@@ -41,7 +41,7 @@ def _with_hashes(config: ImportConfig) -> ImportConfig:
     return config.model_copy(update={"sha256": hashes})
 
 
-@step("model", config=ImportConfig, resolve=_with_hashes, version=2)
+@step("model", config=ImportConfig, complete_config=_with_file_hashes, version=2)
 def import_model(ctx: StepContext, config: ImportConfig) -> None:
     """Read a model as transformers writes it."""
     from whorl.models.exchange import export_model
@@ -60,7 +60,7 @@ def import_model(ctx: StepContext, config: ImportConfig) -> None:
     )
 
 
-@step("vision", config=ImportConfig, resolve=_with_hashes)
+@step("vision", config=ImportConfig, complete_config=_with_file_hashes)
 def import_vision(ctx: StepContext, config: ImportConfig) -> None:
     """Read a model of pictures (ViT, CLIP) as transformers writes it."""
     from whorl.models.exchange import export_vision
@@ -77,7 +77,7 @@ def import_vision(ctx: StepContext, config: ImportConfig) -> None:
     )
 
 
-def step_for(folder: Path) -> str:
+def import_step_for(folder: Path) -> str:
     """Which of the two steps reads this folder.
 
     Raises:

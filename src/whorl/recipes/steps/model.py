@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from whorl.corpus.blocks import RawFiles, Source, expanded
+from whorl.corpus.blocks import RawFiles, Source, expand_globs
 from whorl.machine.memory import MemoryText
 from whorl.plan.config import PlanConfig
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.corpus import SOURCES, open_corpus
+from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.recipes.steps.tokens import read_plan
-from whorl.train.checkpoint.remote import Tiers
-from whorl.train.config import ScheduleConfig, WatchConfig
-from whorl.train.lm.decay_branches import check as check_branches
+from whorl.train.checkpoint.remote import CheckpointConfig
+from whorl.train.config import ScheduleConfig, SpikeGuardConfig
+from whorl.train.lm.decay_branches import check_fractions as check_branches
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
     from whorl.tokens.tokenizer import Tokenizer
-    from whorl.tracking.progress import Task
+    from whorl.tracking.progress import ProgressTask
     from whorl.tracking.run import MetricsLog
     from whorl.train.job import Job
 
@@ -32,7 +32,7 @@ SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 48
 
 
-@step("plan", config=PlanConfig, parents=SOURCES, version=4)
+@step("plan", config=PlanConfig, parents=CORPUS_PARENTS, version=4)
 def plan(ctx: StepContext, config: PlanConfig) -> None:
     """Time real steps on this machine and choose what the budget buys."""
     from whorl.plan.planner import make_plan
@@ -41,7 +41,7 @@ def plan(ctx: StepContext, config: PlanConfig) -> None:
     made = make_plan(config, ctx.machine, corpus.bytes("train"), ctx.progress)
     (ctx.out / "plan.json").write_text(json.dumps(asdict(made), indent=2) + "\n")
     for line in made.arithmetic:
-        ctx.progress.say(f"    {line}")
+        ctx.progress.log(f"    {line}")
     job = made.job
     headline = (
         f"{job['model']['n_layers']} x {job['model']['d_model']}, vocabulary {made.vocab_size:,}, "
@@ -54,13 +54,13 @@ def plan(ctx: StepContext, config: PlanConfig) -> None:
     )
 
 
-class RawConfig(BaseModel):
+class PretrainStreamConfig(BaseModel):
     """Raw files that training tokenises on its way, in place of the token set's training split."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sources: list[Source] = Field(min_length=1, description="files (patterns, URLs), weight, final_weight")
-    record_bytes: int = Field(
+    shuffle_bytes: int = Field(
         default=1 << 19, ge=1, description="raw text whose documents are shuffled together"
     )
     block_bytes: int = Field(
@@ -68,7 +68,9 @@ class RawConfig(BaseModel):
         ge=1,
         description="raw text that is read in one piece; for files read from afar 1000000",
     )
-    horizon: int = Field(default=1000, ge=1, description="records over which weights become the final ones")
+    mixture_warmup_records: int = Field(
+        default=1000, ge=1, description="records over which weights become the final ones"
+    )
     workers: int = Field(default=1, ge=1, description="processes that tokenise, for each replica")
     fingerprints: list[str] = Field(default=[], description="of the files; found by looking at them")
 
@@ -78,7 +80,7 @@ class PretrainConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    raw: RawConfig | None = Field(
+    stream: PretrainStreamConfig | None = Field(
         default=None, description="learn from raw files, tokenised on the way, instead of the token set"
     )
 
@@ -87,48 +89,50 @@ class PretrainConfig(BaseModel):
         default=None, ge=0, lt=1, description="decay a step of averaged weights, 0 for none; else the plan's"
     )
     checkpoint_seconds: float = Field(default=30.0, gt=0, description="time between checkpoints")
-    micro_rows: int | None = Field(
+    micro_batch_size: int | None = Field(
         default=None, ge=1, description="rows a forward, a replica; fewer need less memory; default all"
     )
     activation_budget: MemoryText | None = Field(
         default=None,
         description="memory for activations, 2GB or 25%; blocks beyond it are computed again in the backward; default all",
     )
-    rounding: Literal["nearest", "stochastic"] | None = Field(
+    bf16_weights: Literal["nearest", "stochastic"] | None = Field(
         default=None,
         description="keep the blocks' matrices in bfloat16, rounded so at each update; default fp32 masters",
     )
     schedule: ScheduleConfig = ScheduleConfig()
-    branches: list[float] = Field(
+    decay_branches: list[float] = Field(
         default=[],
         description="shares of the steps for which a step `branch` may decay from this run's plateau",
     )
-    watch: WatchConfig = WatchConfig()
+    spike_guard: SpikeGuardConfig = SpikeGuardConfig()
     deterministic: bool = Field(default=False, description="nothing that was timed decides a bit")
-    checkpoints: Tiers = Field(default=Tiers(), description="how many stay, and where else they go")
+    checkpoints: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="how many stay, and where else they go"
+    )
     serial_loader: bool = Field(default=False, description="fill batches in the training process (debugging)")
 
     @model_validator(mode="after")
     def _possible(self) -> PretrainConfig:
-        check_branches(self.branches, self.schedule)
+        check_branches(self.decay_branches, self.schedule)
         return self
 
 
-def _with_files(config: PretrainConfig) -> PretrainConfig:
+def _with_file_hashes(config: PretrainConfig) -> PretrainConfig:
     """Patterns replaced by files, and what these hold, so that the address changes with them."""
-    if config.raw is None:
+    if config.stream is None:
         return config
-    sources = [replace(source, files=expanded(source.files)) for source in config.raw.sources]
+    sources = [replace(source, files=expand_globs(source.files)) for source in config.stream.sources]
     prints = [RawFiles(source.files, source.text_field).fingerprint for source in sources]
-    raw = config.raw.model_copy(update={"sources": sources, "fingerprints": prints})
+    raw = config.stream.model_copy(update={"sources": sources, "fingerprints": prints})
     return config.model_copy(update={"raw": raw})
 
 
 @step(
     "model",
     config=PretrainConfig,
-    resolve=_with_files,
-    unseen=("checkpoint_seconds", "checkpoints", "activation_budget", "serial_loader"),
+    complete_config=_with_file_hashes,
+    not_hashed=("checkpoint_seconds", "checkpoints", "activation_budget", "serial_loader"),
     parents={"plan": "plan", "tokens": "tokens", "tokenizer": "tokenizer"},
     version=2,
 )
@@ -136,24 +140,28 @@ def pretrain(ctx: StepContext, config: PretrainConfig) -> None:
     """Train the planned model."""
     from whorl.train.lm import decay_branches as branches
 
-    job = job_of(ctx, config)
-    points = {share: branches.point(job, share) for share in config.branches}
-    carry_out(
-        ctx, job, config.checkpoints, seconds_between=config.checkpoint_seconds, stable=[*points.values()]
+    job = build_job(ctx, config)
+    points = {share: branches.branch_step(job, share) for share in config.decay_branches}
+    train_and_save(
+        ctx,
+        job,
+        config.checkpoints,
+        checkpoint_seconds=config.checkpoint_seconds,
+        branch_steps=[*points.values()],
     )
     if points:
-        ctx.summary["branches"] = branches.keep(ctx.scratch, ctx.out, points, ctx.progress.say)
+        ctx.summary["branches"] = branches.export_branches(ctx.scratch, ctx.out, points, ctx.progress.log)
 
 
-def carry_out(
+def train_and_save(
     ctx: StepContext,
     job: Job,
-    checkpoints: Tiers,
+    checkpoints: CheckpointConfig,
     *,
-    seconds_between: float,
-    stable: Collection[int] = (),
+    checkpoint_seconds: float,
+    branch_steps: Collection[int] = (),
     start: Path | None = None,
-    earlier: Iterable[dict[str, Any]] = (),
+    previous_curve: Iterable[dict[str, Any]] = (),
 ) -> None:
     """Trains `job` and writes the model, its tokenizer, its curve (after that of `earlier`) and what it came to.
 
@@ -163,24 +171,24 @@ def carry_out(
     from whorl.tokens.shards import TokenSet
     from whorl.tokens.tokenizer import Tokenizer
     from whorl.train.checkpoint import size_report as anatomy
-    from whorl.train.checkpoint.manager import Account
+    from whorl.train.checkpoint.manager import CheckpointStats
     from whorl.train.lm.pretrain import pretrain as run_training
 
     tokens = TokenSet(ctx.parents["tokens"].path)
     tokenizer = Tokenizer.load(ctx.parents["tokenizer"].path)
-    began, account = time.monotonic(), Account()
+    began, account = time.monotonic(), CheckpointStats()
     per_token = tokens.split("train").n_bytes / max(1, len(tokens.split("train")))
     with ctx.progress.task("Training", total=job.steps, unit="steps") as task:
-        watch = _Watch(ctx, job, per_token, tokenizer, task)
+        watch = _PretrainObserver(ctx, job, per_token, tokenizer, task)
         model = run_training(
             job,
             ctx.scratch,
             watch,
-            checkpoint_seconds=seconds_between,
+            checkpoint_seconds=checkpoint_seconds,
             tiers=checkpoints,
             account=account,
-            say=ctx.progress.say,
-            stable=stable,
+            say=ctx.progress.log,
+            stable=branch_steps,
             start=start,
             folder=ctx.run.dir / "watch" / ctx.name,
         )
@@ -195,7 +203,7 @@ def carry_out(
     (ctx.out / "generation_config.json").write_text(
         json.dumps(ids, indent=1) + "\n"
     )  # for those who read an export
-    curve = [*earlier, *ctx.run.read_metrics(ctx.name)]
+    curve = [*previous_curve, *ctx.run.read_metrics(ctx.name)]
     (ctx.out / "curve.json").write_text(json.dumps(curve))
     (ctx.out / "job.json").write_text(job.model_dump_json(indent=2))
     seconds = time.monotonic() - began
@@ -207,13 +215,17 @@ def carry_out(
     ctx.summary.update(
         seconds=seconds,
         steps=job.steps,
-        tokens=job.steps * job.batch_rows * job.length,
+        tokens=job.steps * job.batch_size * job.seq_len,
         params=model.params(),
         peak_memory_bytes=watch.peak_memory,
         events=sum("event" in record for record in curve),
         final=last,
         tokens_per_second=speed,
-        checkpoints={**asdict(account), "line": account.line(), "anatomy": anatomy.line(account.parts)},
+        checkpoints={
+            **asdict(account),
+            "line": account.summary(),
+            "anatomy": anatomy.format_line(account.size_report),
+        },
         headline=(
             f"{model.params()['total'] / 1e6:.1f} M parameters; held-out {last.get('held_out_bits_per_byte', 0):.3f} "
             f"bits per byte; {speed:,.0f} tokens/s"
@@ -221,7 +233,7 @@ def carry_out(
     )
 
 
-def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
+def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
     """The planned job over the parents' tokens: what `pretrain` trains and `whorl profile` looks at."""
     from whorl.tokens.shards import TokenSet
     from whorl.train.job import Job
@@ -234,14 +246,14 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
             **planned,
             "tokens": str(ctx.parents["tokens"].path),
             "serial_loader": config.serial_loader,
-            "raw": _raw(ctx, config),
-            "rounding": config.rounding,
+            "raw": _stream_settings(ctx, config),
+            "rounding": config.bf16_weights,
             "schedule": config.schedule,
             **({"ema": config.ema} if config.ema is not None else {}),
-            "watch": config.watch,
+            "watch": config.spike_guard,
             "deterministic": config.deterministic or planned.get("deterministic", False),
             "activation_budget": config.activation_budget,
-            **({"micro_rows": config.micro_rows} if config.micro_rows is not None else {}),
+            **({"micro_rows": config.micro_batch_size} if config.micro_batch_size is not None else {}),
             **({"seed": config.seed} if config.seed is not None else {}),
         }
     )
@@ -251,26 +263,26 @@ def job_of(ctx: StepContext, config: PretrainConfig) -> Job:
     return job
 
 
-def _raw(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
-    if config.raw is None:
+def _stream_settings(ctx: StepContext, config: PretrainConfig) -> dict[str, object] | None:
+    if config.stream is None:
         return None
     words = str(ctx.parents["tokenizer"].path)
-    return {**config.raw.model_dump(mode="json", exclude={"fingerprints"}), "tokenizer": words}
+    return {**config.stream.model_dump(mode="json", exclude={"fingerprints"}), "tokenizer": words}
 
 
-class _Watch:
+class _PretrainObserver:
     """What training tells, into metrics, the progress bar and the log."""
 
     def __init__(
-        self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: Task
+        self, ctx: StepContext, job: Job, bytes_per_token: float, tokenizer: Tokenizer, task: ProgressTask
     ) -> None:
         self.ctx, self.steps, self.bytes_per_token = ctx, job.steps, bytes_per_token
         flops = ctx.machine.flops  # of the planned type, which may have been forced then and is not now
-        self.peak = flops.get(job.dtype, flops["float32"])  # what utilisation is a share of
+        self.peak_flops = flops.get(job.dtype, flops["float32"])  # what utilisation is a share of
         self.tokenizer, self.task = tokenizer, task
         self.metrics: MetricsLog | None = None
         self.last: dict[str, float] = {}
-        self.begun = time.monotonic()
+        self.started = time.monotonic()
         self.peak_memory = 0
 
     def _log(self, step: int) -> None:
@@ -280,8 +292,8 @@ class _Watch:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self._log(step)
         assert self.metrics is not None
-        metrics = {**metrics, "utilisation": metrics["flops_per_second"] / self.peak}
-        self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.begun})
+        metrics = {**metrics, "utilisation": metrics["flops_per_second"] / self.peak_flops}
+        self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.started})
         self.last.update(metrics)
         held = self.last.get("held_out_bits_per_byte")
         note = f"loss {metrics['nll']:.3f}, {metrics['tokens_per_second']:,.0f} tokens/s"
@@ -317,7 +329,7 @@ class _Watch:
         self.metrics.write(step, told)
 
     def _sample(self, model: LanguageModel, step: int) -> str:
-        from whorl.engine import Sampling, generate
+        from whorl.engine import SamplingParams, generate
         from whorl.tokens.healing import heal
         from whorl.tracking.seeds import generator
 
@@ -327,18 +339,18 @@ class _Watch:
         for token in generate(
             model,
             healed.ids,
-            Sampling(),
+            SamplingParams(),
             generator(0, "sample", step),
             max_tokens=SAMPLE_TOKENS,
-            forbidden=(*t.control_ids, *range(t.vocab_size, model.config.vocab_size)),
-            required=healed.required,
+            banned_ids=(*t.control_ids, *range(t.vocab_size, model.config.vocab_size)),
+            forced_prefix=healed.forced_prefix,
             token_bytes=t.token_bytes[: t.n_ordinary],
         ):
             if token.id == t.eos_id:
                 break
             ids.append(token.id)
-        text = SAMPLE_PROMPT + t.decode(ids)[len(healed.required) :].decode("utf-8", "replace")
-        self.ctx.progress.say(f"    step {step:,}: " + text.replace("\n", "\n      "))
+        text = SAMPLE_PROMPT + t.decode(ids)[len(healed.forced_prefix) :].decode("utf-8", "replace")
+        self.ctx.progress.log(f"    step {step:,}: " + text.replace("\n", "\n      "))
         return text
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-ROWS_TOGETHER = 8
+BATCH_ROWS = 8
 
 
 class QuantiseConfig(BaseModel):
@@ -29,16 +29,18 @@ class QuantiseConfig(BaseModel):
 
     # A `Scheme`, as data: its home imports torch, and a recipe is read without.
     scheme: dict[str, Any] = Field(default={}, description="format, group, dynamic, rounding, head, memory")
-    calibrate: int = Field(default=64, ge=1, description="rows of training text, for rounding = 'calibrated'")
-    length: int = Field(default=512, ge=2, description="tokens a row")
+    calibration_samples: int = Field(
+        default=64, ge=1, description="rows of training text, for rounding = 'calibrated'"
+    )
+    seq_len: int = Field(default=512, ge=2, description="tokens a row")
     seed: int = 0
 
     @field_validator("scheme")
     @classmethod
     def _possible(cls, value: dict[str, Any]) -> dict[str, Any]:
-        from whorl.models.quantization.weights import Scheme
+        from whorl.models.quantization.weights import QuantizationConfig
 
-        return Scheme.model_validate(value).model_dump()
+        return QuantizationConfig.model_validate(value).model_dump()
 
 
 @step("model", config=QuantiseConfig, parents={"model": "model", "tokens?": "tokens"})
@@ -46,10 +48,10 @@ def quantise(ctx: StepContext, config: QuantiseConfig) -> None:
     """Keep a model's matrices in few bits."""
     from whorl.models import load_model, save_model
     from whorl.models.exchange.safetensors_io import TOKENIZER_FILES
-    from whorl.models.quantization.gptq import quantise_model
-    from whorl.models.quantization.weights import Scheme
+    from whorl.models.quantization.gptq import quantize_model
+    from whorl.models.quantization.weights import QuantizationConfig
 
-    source, scheme = ctx.parents["model"], Scheme.model_validate(config.scheme)
+    source, scheme = ctx.parents["model"], QuantizationConfig.model_validate(config.scheme)
     source.check()
     model = load_model(source.path)
     sizes = model.params()
@@ -60,10 +62,10 @@ def quantise(ctx: StepContext, config: QuantiseConfig) -> None:
                 "rounding 'calibrated' needs text, and the step has no token set",
                 expected="a parent that makes tokens, encoded with the model's own tokenizer",
             )
-        length = config.length if model.longest is None else min(config.length, model.longest)
-        rows = calibration_rows(ctx.parents["tokens"].path, config.calibrate, length, config.seed)
+        length = config.seq_len if model.max_positions is None else min(config.seq_len, model.max_positions)
+        rows = calibration_rows(ctx.parents["tokens"].path, config.calibration_samples, length, config.seed)
     with ctx.progress.task("Rounding", total=None, unit="matrices") as task:
-        quantise_model(model, scheme, rows, task.advance)
+        quantize_model(model, scheme, rows, task.advance)
     save_model(model, ctx.out)
     for name in TOKENIZER_FILES:
         if (source.path / name).is_file():
@@ -92,4 +94,4 @@ def calibration_rows(folder: Path, n: int, length: int, seed: int) -> list[Tenso
     length = min(length, len(train))
     starts = np.random.default_rng(seed).integers(0, len(train) - length + 1, n).tolist()
     rows = [torch.from_numpy(train[start : start + length].astype(np.int64)) for start in starts]
-    return [torch.stack(rows[at : at + ROWS_TOGETHER]) for at in range(0, n, ROWS_TOGETHER)]
+    return [torch.stack(rows[at : at + BATCH_ROWS]) for at in range(0, n, BATCH_ROWS)]

@@ -20,11 +20,11 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.stage_report import next_commands, stages_of, told, with_ancestors
+from whorl.recipes.stage_report import derived_models, next_commands, stage_summary, with_ancestors
 from whorl.report import ReportData, render
 from whorl.store import Artifact, Store
 
-ROLES = {
+REPORT_PARENTS = {
     "documents?": "documents",
     "selection?": "selection",
     "plan?": "plan",
@@ -39,7 +39,7 @@ ROLES = {
     "rlvr?": "model",
     "distil?": "model",
 }
-SECTIONS = {  # of the page, and the roles of which it needs one
+SECTION_PARENTS = {  # of the page, and the roles of which it needs one
     "scores": {"evaluation"},
     "samples": {"evaluation"},
     "training": {"model"},
@@ -62,7 +62,7 @@ class ReportConfig(BaseModel):
     currency: str = "USD"
 
 
-@step("report", config=ReportConfig, parents=ROLES, version=2)
+@step("report", config=ReportConfig, parents=REPORT_PARENTS, version=2)
 def report(ctx: StepContext, config: ReportConfig) -> None:
     """Write the page: what went in, what was planned, what came out."""
     for artifact in ctx.parents.values():
@@ -85,7 +85,7 @@ def report_data(
 
     roles: those that the recipe has or will have; None, all of them.
     """
-    stages = stages_of(artifacts.values())
+    stages = derived_models(artifacts.values())
     pretrained = artifacts.get("model")
     if pretrained is not None and (pretrained in stages or "curve.json" not in pretrained.files):
         artifacts = {role: artifact for role, artifact in artifacts.items() if role != "model"}
@@ -119,11 +119,15 @@ def report_data(
         found.update(_evaluation(artifacts["evaluation"]))
     if stages:
         found.setdefault("model", _model(stages[-1]))
-        found["stages"] = [told(stage) for stage in stages]
+        found["stages"] = [stage_summary(stage) for stage in stages]
         found["next_commands"] = [*next_commands(stages[-1]), *found.get("next_commands", [])[-1:]]
     if roles is not None:
-        has = {name for name, needed in SECTIONS.items() if not needed.isdisjoint(roles) or found.get(name)}
-        found["absent"] = [name for name in SECTIONS if name not in has]
+        has = {
+            name
+            for name, needed in SECTION_PARENTS.items()
+            if not needed.isdisjoint(roles) or found.get(name)
+        }
+        found["absent"] = [name for name in SECTION_PARENTS if name not in has]
     found["time"] = {
         "steps": [
             {"step": a.name.split("/")[-1], "seconds": a.seconds, "bytes": a.manifest.size}
@@ -242,7 +246,7 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
     ]
     copying = [{"step": r["step"], "nll": r["copy_nll"]} for r in curve if "copy_nll" in r]
     layers = sorted({int(k.split("/")[1]) for r in curve for k in r if k.startswith("experts/")})
-    experts = [_layer_of_experts(n, [r for r in curve if f"experts/{n}/gini" in r]) for n in layers]
+    experts = [_expert_usage(n, [r for r in curve if f"experts/{n}/gini" in r]) for n in layers]
     expected = artifacts["plan"].summary["expected"] if "plan" in artifacts else {}
     speed = model.summary.get("tokens_per_second")
     utilisation = None
@@ -253,14 +257,14 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         "held_out": held_out,
         "copying": copying,
         "experts": experts,
-        "events": [_event(r) for r in curve if "event" in r],
+        "events": [_training_event(r) for r in curve if "event" in r],
         "tokens_per_second": speed,
         "utilisation": utilisation,
         "peak_memory_bytes": model.summary.get("peak_memory_bytes"),
     }
 
 
-def _event(record: dict[str, Any]) -> dict[str, Any]:
+def _training_event(record: dict[str, Any]) -> dict[str, Any]:
     documents = json.loads(record["documents"])
     return {
         "step": record["step"],
@@ -272,7 +276,7 @@ def _event(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _layer_of_experts(n: int, records: list[dict[str, Any]]) -> dict[str, Any]:
+def _expert_usage(n: int, records: list[dict[str, Any]]) -> dict[str, Any]:
     last, share = records[-1], f"experts/{n}/share/"
     return {
         "layer": n,

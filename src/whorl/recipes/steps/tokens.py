@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.corpus import Document
 from whorl.errors import ConfigError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.corpus import SOURCES, open_corpus
+from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 from whorl.tokens.shards import TokensConfig, write_shards
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ class TokenizerConfig(BaseModel):
     vocab_size: int | None = Field(
         default=None, ge=300, le=65_536, description="ids in all; left out, the plan's"
     )
-    specials: list[str] = Field(default=[], description="further special tokens, never merged or split")
+    special_tokens: list[str] = Field(default=[], description="further special tokens, never merged or split")
 
 
 def read_plan(ctx: StepContext) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_plan(ctx: StepContext) -> dict[str, Any]:
     return dict(json.loads(ctx.parents["plan"].file("plan.json").read_text()))
 
 
-@step("tokenizer", config=TokenizerConfig, parents={**SOURCES, "plan?": "plan"})
+@step("tokenizer", config=TokenizerConfig, parents={**CORPUS_PARENTS, "plan?": "plan"})
 def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
     """Learn a byte-level BPE vocabulary from the training split alone."""
     size = config.vocab_size
@@ -52,7 +52,7 @@ def tokenizer(ctx: StepContext, config: TokenizerConfig) -> None:
         learnt = Tokenizer.train(
             (document.text for document in corpus.documents("train")),
             size,
-            specials=config.specials,
+            special_tokens=config.special_tokens,
             progress=lambda done: task.update(done=done),
         )
         task.update(done=learnt.vocab_size)
@@ -75,7 +75,7 @@ def _compression(tokenizer: Tokenizer, documents: Iterable[Document]) -> list[di
     return [{"domain": name, "bytes": n_bytes, "tokens": n} for name, (n_bytes, n) in ordered]
 
 
-@step("tokens", config=TokensConfig, parents={**SOURCES, "tokenizer": "tokenizer"})
+@step("tokens", config=TokensConfig, parents={**CORPUS_PARENTS, "tokenizer": "tokenizer"})
 def tokens(ctx: StepContext, config: TokensConfig) -> None:
     """Encode every split into memory-mapped shards."""
     corpus = open_corpus(ctx)

@@ -26,25 +26,25 @@ from whorl.serve.api.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from whorl.serve.app_state import Api
-from whorl.serve.errors import ApiError, Json
-from whorl.serve.middleware.admission import Guard
-from whorl.serve.worker.engine_state import counters, evicted_tokens, snapshot
+from whorl.serve.app_state import AppState
+from whorl.serve.errors import ApiError, OrjsonResponse
+from whorl.serve.middleware.admission import AdmissionMiddleware
+from whorl.serve.worker.engine_state import engine_counters, engine_snapshot, evicted_tokens
 
-PAGES = Path(__file__).parents[1] / "pages"
-DEEPEST = 64  # levels of JSON: beyond that somebody tries something
-KINDS = {
+PAGES_FOLDER = Path(__file__).parents[1] / "pages"
+MAX_JSON_DEPTH = 64  # levels of JSON: beyond that somebody tries something
+MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
     ".css": "text/css",
     ".svg": "image/svg+xml",
     ".png": "image/png",
 }
-POLICY = (
+CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
     "frame-ancestors 'none'; base-uri 'none'"
 )
-REFUSAL = {
+ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -60,8 +60,8 @@ REFUSAL = {
         }
     },
 }
-REFUSED: dict[int | str, dict[str, Any]] = {
-    status: {"description": said, "content": {"application/json": {"schema": REFUSAL}}}
+ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": said, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
     for status, said in (
         (400, "what was asked for cannot be; the parameter is named"),
         (401, "no key, or an unknown one"),
@@ -72,7 +72,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
         (503, "busy, stopping or failed; retry-after says when to ask again"),
     )
 }
-STREAMED: dict[int | str, dict[str, Any]] = {
+STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "the answer, whole or as it comes",
         "content": {"application/json": {}, "text/event-stream": {}},
@@ -80,7 +80,7 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _Request(HttpRequest):
+class _StrictJSONRequest(HttpRequest):
     """Reads JSON by the letter: no NaN, no half of a surrogate pair, no depth that would overrun somebody's stack."""
 
     async def json(self) -> Any:
@@ -90,29 +90,29 @@ class _Request(HttpRequest):
         except orjson.JSONDecodeError as error:
             said = f"the body is no valid JSON: {error}"
             raise ApiError(400, said, code="invalid_json") from error
-        if _depth(found) > DEEPEST:
-            raise ApiError(400, f"the JSON is more than {DEEPEST} levels deep", code="invalid_json")
+        if _depth(found) > MAX_JSON_DEPTH:
+            raise ApiError(400, f"the JSON is more than {MAX_JSON_DEPTH} levels deep", code="invalid_json")
         return found
 
 
-class _Route(APIRoute):
+class _ErrorHandlingRoute(APIRoute):
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         original = super().get_route_handler()
 
         async def handle(request: HttpRequest) -> Response:
             try:
-                return await original(_Request(request.scope, request.receive))
+                return await original(_StrictJSONRequest(request.scope, request.receive))
             except RequestValidationError as error:
-                return errors.first_problem(error.errors()).response
+                return errors.from_validation_errors(error.errors()).response
             except (
                 Exception
             ) as error:  # here, since outside of the routes it would be logged and raised once more
-                return errors.refusal(error).response
+                return errors.to_api_error(error).response
 
         return handle
 
 
-def application(api: Api) -> FastAPI:
+def create_app(api: AppState) -> FastAPI:
     """The server's application, guard and all. Its lifespan starts and stops the engine's thread."""
 
     @asynccontextmanager
@@ -127,35 +127,35 @@ def application(api: Api) -> FastAPI:
         docs_url=None,  # they would be fetched from elsewhere
         redoc_url=None,
         lifespan=lifespan,
-        responses=REFUSED,
+        responses=ERROR_RESPONSES,
     )
-    app.router.route_class = _Route
+    app.router.route_class = _ErrorHandlingRoute
     app.state.api = api
-    errors.install(app)
-    app.add_middleware(Guard, api=api)
-    _generation(app, api)
-    _models(app, api)
-    _watching(app, api)
-    _pages(app)
+    errors.install_error_handlers(app)
+    app.add_middleware(AdmissionMiddleware, api=api)
+    _add_generation_routes(app, api)
+    _add_model_routes(app, api)
+    _add_monitoring_routes(app, api)
+    _add_page_routes(app)
     return app
 
 
-def _generation(app: FastAPI, api: Api) -> None:
-    @app.post("/v1/completions", responses=STREAMED, tags=["generate"])
+def _add_generation_routes(app: FastAPI, api: AppState) -> None:
+    @app.post("/v1/completions", responses=STREAM_RESPONSES, tags=["generate"])
     async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
-        return await generate.completion(api, body, request)
+        return await generate.create_completion(api, body, request)
 
-    @app.post("/v1/chat/completions", responses=STREAMED, tags=["generate"])
+    @app.post("/v1/chat/completions", responses=STREAM_RESPONSES, tags=["generate"])
     async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
-        return await generate.chat(api, body, request)
+        return await generate.create_chat_completion(api, body, request)
 
-    @app.post("/v1/responses", responses=STREAMED, tags=["generate"])
+    @app.post("/v1/responses", responses=STREAM_RESPONSES, tags=["generate"])
     async def new_response(body: ResponsesRequest, request: HttpRequest) -> Response:
-        return await responses.respond(api, body, request)
+        return await responses.create_response(api, body, request)
 
     @app.post("/v1/embeddings", tags=["generate"])
     async def vectors(body: EmbeddingsRequest, request: HttpRequest) -> Response:
-        return await embeddings.embed(api, body, request)
+        return await embeddings.create_embeddings(api, body, request)
 
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeRequest) -> Response:
@@ -166,53 +166,53 @@ def _generation(app: FastAPI, api: Api) -> None:
         return await embeddings.detokenize(api, body)
 
 
-def _models(app: FastAPI, api: Api) -> None:
+def _add_model_routes(app: FastAPI, api: AppState) -> None:
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:
-        return Json({"object": "list", "data": [model.card for model in api.models]})
+        return OrjsonResponse({"object": "list", "data": [model.card for model in api.models]})
 
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> Response:
-        return Json(api.find(name).card)
+        return OrjsonResponse(api.find_model(name).card)
 
 
-def _watching(app: FastAPI, api: Api) -> None:
+def _add_monitoring_routes(app: FastAPI, api: AppState) -> None:
     @app.get("/health", tags=["watch"])
     async def health() -> Response:
         worker = api.worker
         told = {
             "status": api.status,
-            "boot": api.boot,
-            "uptime": round(time.time() - api.began, 3),
+            "boot": api.boot_id,
+            "uptime": round(time.time() - api.start_time, 3),
             "running": worker.running,
             "queue": worker.waiting,
             "evicted_tokens": evicted_tokens(worker.engine),
         }
-        return Json(told, 503 if api.status == "failed" else 200)
+        return OrjsonResponse(told, 503 if api.status == "failed" else 200)
 
     @app.get("/health/live", tags=["watch"])
     async def live() -> Response:
-        return Json({"status": api.status}, 503 if api.status == "failed" else 200)
+        return OrjsonResponse({"status": api.status}, 503 if api.status == "failed" else 200)
 
     @app.get("/health/ready", tags=["watch"])
     async def ready() -> Response:
-        return Json({"status": api.status}, 200 if api.status == "ok" else 503)
+        return OrjsonResponse({"status": api.status}, 200 if api.status == "ok" else 503)
 
     @app.get("/metrics", tags=["watch"])
     async def metrics() -> Response:
-        if api.worker.failed is None:
-            api.metrics.stats = await api.worker.call(counters)
-        return Response(api.metrics.text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        if api.worker.error is None:
+            api.metrics.engine_stats = await api.worker.call(engine_counters)
+        return Response(api.metrics.exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/engine/state", tags=["watch"])
     async def state() -> Response:
-        told = await api.worker.call(snapshot) if api.worker.failed is None else {}
+        told = await api.worker.call(engine_snapshot) if api.worker.error is None else {}
         config = api.config
-        return Json(
+        return OrjsonResponse(
             {
                 "model": api.models[0].name,
                 "status": api.status,
-                "uptime": round(time.time() - api.began, 3),
+                "uptime": round(time.time() - api.start_time, 3),
                 "slo": {"ttft": config.slo_ttft, "tpot": config.slo_tpot},
                 "latencies": api.metrics.latencies,
                 **told,
@@ -220,17 +220,21 @@ def _watching(app: FastAPI, api: Api) -> None:
         )
 
 
-def _pages(app: FastAPI) -> None:
+def _add_page_routes(app: FastAPI) -> None:
     def page(name: str) -> Response:
-        path = (PAGES / name).resolve()
-        if not path.is_relative_to(PAGES.resolve()) or not path.is_file() or path.suffix not in KINDS:
+        path = (PAGES_FOLDER / name).resolve()
+        if (
+            not path.is_relative_to(PAGES_FOLDER.resolve())
+            or not path.is_file()
+            or path.suffix not in MEDIA_TYPES
+        ):
             raise ApiError(404, f"there is no page {name!r}")
         told = {
-            "content-security-policy": POLICY,
+            "content-security-policy": CONTENT_SECURITY_POLICY,
             "x-content-type-options": "nosniff",
             "cache-control": "no-cache",
         }
-        return FileResponse(path, media_type=KINDS[path.suffix], headers=told)
+        return FileResponse(path, media_type=MEDIA_TYPES[path.suffix], headers=told)
 
     @app.get("/", include_in_schema=False)
     async def chat_page() -> Response:

@@ -16,86 +16,95 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 
 from whorl.serve.api.protocol import DetokenizeRequest, EmbeddingsRequest, TokenizeRequest
-from whorl.serve.api.request_parsing import check_ids, check_length, conversation
-from whorl.serve.api.sse import while_there
-from whorl.serve.app_state import Api, aside, headers
-from whorl.serve.errors import ApiError, Json
-from whorl.serve.worker.model_entry import Served, ServedEmbedder
+from whorl.serve.api.request_parsing import check_ids, check_length, template_messages
+from whorl.serve.api.sse import run_until_disconnect
+from whorl.serve.app_state import AppState, in_thread_if_large, rate_limit_headers
+from whorl.serve.errors import ApiError, OrjsonResponse
+from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 
-MOST_TEXTS = 2048
+MAX_INPUTS = 2048
 
 
-async def embed(api: Api, body: EmbeddingsRequest, http: HttpRequest) -> Response:
+async def create_embeddings(api: AppState, body: EmbeddingsRequest, http: HttpRequest) -> Response:
     """Vectors of texts."""
-    model = api.find(body.model)
-    if model.vector is None:
+    model = api.find_model(body.model)
+    if model.embed is None:
         raise ApiError(
             400, f"the model {model.name!r} makes no embeddings", param="model", code="not_supported"
         )
-    given = _several(body.input)
+    given = _input_list(body.input)
     size = sum(len(text) for text in given)
-    texts = await aside(size, lambda: [model.plain(t) if isinstance(t, str) else t for t in given])
+    texts = await in_thread_if_large(
+        size, lambda: [model.encode_text(t) if isinstance(t, str) else t for t in given]
+    )
     for ids in texts:
-        check_ids(ids, model.vocab_size if isinstance(model, Served) else model.tokenizer.vocab_size, "input")
-        check_length(ids, model.context if isinstance(model, Served) else len(ids), "input")
+        check_ids(
+            ids, model.vocab_size if isinstance(model, ServedModel) else model.tokenizer.vocab_size, "input"
+        )
+        check_length(ids, model.max_model_len if isinstance(model, ServedModel) else len(ids), "input")
     n_tokens = sum(map(len, texts))
-    api.charge(http, n_tokens)
+    api.charge_rate_limit(http, n_tokens)
 
     async def work() -> dict[str, Any]:
-        vectors = [await _vector(api, model, ids) for ids in texts]
+        vectors = [await _embed_ids(api, model, ids) for ids in texts]
         data = [
-            {"object": "embedding", "index": i, "embedding": _written(vector, body.encoding_format)}
+            {"object": "embedding", "index": i, "embedding": _encode_vector(vector, body.encoding_format)}
             for i, vector in enumerate(vectors)
         ]
         used = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         return {"object": "list", "data": data, "model": model.name, "usage": used}
 
-    return Json(await while_there(http, work(), lambda: None), headers=headers(http))
+    return OrjsonResponse(
+        await run_until_disconnect(http, work(), lambda: None), headers=rate_limit_headers(http)
+    )
 
 
-async def tokenize(api: Api, body: TokenizeRequest) -> Response:
+async def tokenize(api: AppState, body: TokenizeRequest) -> Response:
     """Ids of a text as a prompt, or of a conversation."""
-    model = api.find(body.model)
+    model = api.find_model(body.model)
     if body.messages is not None:
-        writer, messages = api.writer(body.model), conversation(body.messages)
-        ids = await aside(
+        writer, messages = api.generation_model(body.model), template_messages(body.messages)
+        ids = await in_thread_if_large(
             sum(len(m.text) for m in body.messages),
-            lambda: writer.chat.prompt(messages, add_generation_prompt=body.add_generation_prompt),
+            lambda: writer.chat_template.encode_prompt(
+                messages, add_generation_prompt=body.add_generation_prompt
+            ),
         )
     else:
         text = body.prompt or ""
-        ids = await aside(
-            len(text), lambda: model.whole(text) if isinstance(model, Served) else model.plain(text)
+        ids = await in_thread_if_large(
+            len(text),
+            lambda: model.encode_prompt(text) if isinstance(model, ServedModel) else model.encode_text(text),
         )
-    return Json({"tokens": ids, "count": len(ids), "max_model_len": model.context})
+    return OrjsonResponse({"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len})
 
 
-async def detokenize(api: Api, body: DetokenizeRequest) -> Response:
+async def detokenize(api: AppState, body: DetokenizeRequest) -> Response:
     """The text of ids; bytes that are no text become U+FFFD."""
-    model = api.find(body.model)
+    model = api.find_model(body.model)
     if body.tokens:
         check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
-    return Json({"prompt": model.tokenizer.decode(body.tokens).decode("utf-8", "replace")})
+    return OrjsonResponse({"prompt": model.tokenizer.decode(body.tokens).decode("utf-8", "replace")})
 
 
-async def _vector(api: Api, model: Served | ServedEmbedder, ids: Sequence[int]) -> list[float]:
-    vector = model.vector
+async def _embed_ids(api: AppState, model: ServedModel | ServedEmbedder, ids: Sequence[int]) -> list[float]:
+    vector = model.embed
     assert vector is not None
     return await api.worker.call(lambda engine: vector(ids))
 
 
-def _written(vector: list[float], form: str | None) -> list[float] | str:
+def _encode_vector(vector: list[float], form: str | None) -> list[float] | str:
     if form == "base64":
         return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()
     return vector
 
 
-def _several(given: Any) -> list[str | list[int]]:
+def _input_list(given: Any) -> list[str | list[int]]:
     texts = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not texts:
         raise ApiError(400, "input is empty", param="input", code="invalid_value")
-    if len(texts) > MOST_TEXTS:
-        raise ApiError(400, f"input: {len(texts):,} texts; {MOST_TEXTS} at most", param="input")
+    if len(texts) > MAX_INPUTS:
+        raise ApiError(400, f"input: {len(texts):,} texts; {MAX_INPUTS} at most", param="input")
     for number, text in enumerate(texts):
         if not text:
             raise ApiError(400, f"input: text {number} is empty", param="input", code="invalid_value")

@@ -15,25 +15,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Ids = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-Text = Annotated[str, Field(min_length=1, max_length=4096)]
+TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+LogitBias = Annotated[float, Field(ge=-100, le=100)]
+StopString = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Knows its fields, and takes no type for another."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool = (
         False  # accepted: padding against eavesdroppers, which is the proxy's business here
     )
 
 
-class Common(Strict):
+class GenerationRequest(StrictModel):
     """How to sample; the same for completions and chat."""
 
     model: str = Field(min_length=1)
@@ -44,10 +44,10 @@ class Common(Strict):
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    logit_bias: dict[str, Bias] | None = Field(default=None, max_length=1024)
+    logit_bias: dict[str, LogitBias] | None = Field(default=None, max_length=1024)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     n: int | None = Field(default=None, ge=1)
-    stop: Text | list[Text] | None = Field(default=None, union_mode="left_to_right")
+    stop: StopString | list[StopString] | None = Field(default=None, union_mode="left_to_right")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     regex: str | None = Field(default=None, max_length=65536, description="what the whole output must match")
@@ -57,7 +57,7 @@ class Common(Strict):
     user: str | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> Common:
+    def _check_fields(self) -> GenerationRequest:
         if isinstance(self.stop, list) and len(self.stop) > 16:
             raise ValueError("stop: at most 16 texts")
         if self.stream_options is not None and not self.stream:
@@ -65,18 +65,18 @@ class Common(Strict):
         return self
 
 
-class CompletionRequest(Common):
+class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | list[str] | TokenIds | list[TokenIds]
     max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
     best_of: int | None = Field(default=None, ge=1)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    heal: bool | None = None
+    token_healing: bool | None = None
 
 
-class TextPart(Strict):
+class TextPart(StrictModel):
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
@@ -84,18 +84,18 @@ class TextPart(Strict):
     logprobs: list[Any] | None = None
 
 
-class FunctionCall(Strict):
+class FunctionCall(StrictModel):
     name: str
     arguments: str
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Strict):
+class Message(StrictModel):
     """One turn. Content is text, or parts that are all text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -116,28 +116,28 @@ class Message(Strict):
         return self.content or ""
 
 
-class Function(Strict):
+class FunctionDefinition(StrictModel):
     name: str = Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class Named(Strict):
+class FunctionName(StrictModel):
     name: str
 
 
-class ToolChoice(Strict):
+class ToolChoice(StrictModel):
     type: Literal["function"]
-    function: Named
+    function: FunctionName
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
     name: str
@@ -146,18 +146,18 @@ class JsonSchema(Strict):
     description: str | None = None
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema comes with the type 'json_schema', and only with it")
         return self
 
 
-class ChatRequest(Common):
+class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -178,7 +178,7 @@ class ChatRequest(Common):
     store: Literal[False] | None = None
 
     @model_validator(mode="after")
-    def _chat(self) -> ChatRequest:
+    def _check_tools(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs")
         names = [tool.function.name for tool in self.tools or []]
@@ -191,7 +191,7 @@ class ChatRequest(Common):
         return self
 
 
-class InputItem(Strict):
+class InputItem(StrictModel):
     """One item of a response's input: a message."""
 
     type: Literal["message"] = "message"
@@ -202,7 +202,7 @@ class InputItem(Strict):
     phase: str | None = None
 
 
-class TextFormat(Strict):
+class TextFormat(StrictModel):
     model_config = ConfigDict(extra="forbid", strict=True, populate_by_name=True)
 
     type: Literal["text", "json_object", "json_schema"]
@@ -212,12 +212,12 @@ class TextFormat(Strict):
     description: str | None = None
 
 
-class TextSettings(Strict):
+class TextSettings(StrictModel):
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Strict):
+class ResponsesRequest(StrictModel):
     """POST /v1/responses, its plain part: text in, text out, nothing stored."""
 
     model: str = Field(min_length=1)
@@ -237,16 +237,16 @@ class ResponsesRequest(Strict):
     prompt_cache_key: str | None = None
 
 
-class EmbeddingsRequest(Strict):
+class EmbeddingsRequest(StrictModel):
     """POST /v1/embeddings."""
 
     model: str = Field(min_length=1)
-    input: str | list[str] | Ids | list[Ids]
+    input: str | list[str] | TokenIds | list[TokenIds]
     encoding_format: Literal["float", "base64"] | None = None
     user: str | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     """POST /tokenize: of a text, or of a conversation with the template's tokens."""
 
     model: str | None = None
@@ -255,14 +255,14 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool = True
 
     @model_validator(mode="after")
-    def _one(self) -> TokenizeRequest:
+    def _check_one_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Ids
+    tokens: TokenIds

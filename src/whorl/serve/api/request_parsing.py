@@ -16,19 +16,19 @@ import orjson
 from pydantic import ValidationError
 
 from whorl.engine.request import Grammar, Request
-from whorl.engine.sampling_params import Sampling
-from whorl.serve.api.protocol import ChatRequest, Common, CompletionRequest, Message
-from whorl.serve.api.tools import forced
+from whorl.engine.sampling_params import SamplingParams
+from whorl.serve.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, Message
+from whorl.serve.api.tools import tool_choice_grammar
 from whorl.serve.config import ServeConfig
 from whorl.serve.errors import ApiError
-from whorl.serve.worker.model_entry import Served
+from whorl.serve.worker.model_entry import ServedModel
 
-MOST_PROMPTS = 2048
-COMPLETION_TOKENS = 16
+MAX_PROMPTS = 2048
+DEFAULT_COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Prompt:
+class ParsedPrompt:
     """ids: what the model reads; required: what its output then begins with, part of `text`, which is what was given."""
 
     ids: list[int]
@@ -37,21 +37,23 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """requests: `each` to a prompt, in the prompts' order; of `each` the best `n` are told."""
 
-    prompts: list[Prompt]
+    prompts: list[ParsedPrompt]
     requests: list[Request]
-    each: int
+    best_of: int
     n: int
 
     @property
-    def n_prompt(self) -> int:
+    def n_prompt_tokens(self) -> int:
         """Tokens of all prompts, each counted once."""
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def completion(body: CompletionRequest, served: Served, config: ServeConfig, client: str = "") -> Asked:
+def parse_completion(
+    body: CompletionRequest, served: ServedModel, config: ServeConfig, client: str = ""
+) -> ParsedRequest:
     """The sequences of a completion.
 
     Raises:
@@ -66,14 +68,16 @@ def completion(body: CompletionRequest, served: Served, config: ServeConfig, cli
         )
     scoring = bool(body.echo and body.logprobs is not None)
     plain = not scoring and body.grammar is None and body.regex is None
-    prompts = [_prompt(p, served, plain and body.heal is not False) for p in _several(body.prompt)]
-    _bound(best * len(prompts), config, "best_of" if body.best_of else "n")
-    wanted = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    prompts = [
+        _prompt(p, served, plain and body.token_healing is not False) for p in _prompt_list(body.prompt)
+    ]
+    _check_sequence_count(best * len(prompts), config, "best_of" if body.best_of else "n")
+    wanted = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if wanted == 0 and not body.echo:
         raise ApiError(400, "max_tokens is 0: nothing would be written (only with echo)", param="max_tokens")
     requests = []
     for prompt in prompts:
-        room = _room(prompt.ids, max(1, wanted), served, "max_tokens", "prompt")
+        room = _max_new_tokens(prompt.ids, max(1, wanted), served, "max_tokens", "prompt")
         for i in range(best):
             requests.append(
                 _request(
@@ -85,28 +89,30 @@ def completion(body: CompletionRequest, served: Served, config: ServeConfig, cli
                     index=i,
                     stop=(),
                     stop_ids=frozenset(served.tokenizer.end_ids),
-                    grammar=_guided(body),
+                    grammar=_output_grammar(body),
                     required=prompt.required,
                     top_log_probs=body.logprobs or 0,
                     prompt_log_probs=scoring,
                 )
             )
-    return Asked(prompts, requests, best, n)
+    return ParsedRequest(prompts, requests, best, n)
 
 
-def chat(body: ChatRequest, served: Served, config: ServeConfig, client: str = "") -> Asked:
+def parse_chat(
+    body: ChatRequest, served: ServedModel, config: ServeConfig, client: str = ""
+) -> ParsedRequest:
     """The sequences of a chat's next turn.
 
     Raises:
         ApiError: what does not fit, naming the parameter; DataError: the template refuses the messages.
     """
     n = body.n or 1
-    _bound(n, config, "n")
+    _check_sequence_count(n, config, "n")
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "give max_completion_tokens or max_tokens, not both", param="max_tokens")
     choice = body.tool_choice
-    grammar = _guided(body)
-    made = forced(body.tools or [], choice)
+    grammar = _output_grammar(body)
+    made = tool_choice_grammar(body.tools or [], choice)
     if made is not None:
         if grammar is not None:
             raise ApiError(
@@ -114,10 +120,10 @@ def chat(body: ChatRequest, served: Served, config: ServeConfig, client: str = "
             )
         grammar = made
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if choice != "none" else []
-    variables = _variables(body.chat_template_kwargs)
-    ids = served.chat.prompt(conversation(body.messages), tools, variables=variables)
+    variables = _template_kwargs(body.chat_template_kwargs)
+    ids = served.chat_template.encode_prompt(template_messages(body.messages), tools, variables=variables)
     which = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-    room = _room(ids, body.max_tokens or body.max_completion_tokens, served, which, "messages")
+    room = _max_new_tokens(ids, body.max_tokens or body.max_completion_tokens, served, which, "messages")
     requests = [
         _request(
             body,
@@ -126,17 +132,17 @@ def chat(body: ChatRequest, served: Served, config: ServeConfig, client: str = "
             client=client,
             max_tokens=room,
             index=i,
-            stop=served.chat.stop,
-            stop_ids=served.chat.stop_ids,
+            stop=served.chat_template.stop,
+            stop_ids=served.chat_template.stop_ids,
             grammar=grammar,
             top_log_probs=body.top_logprobs or 0,
         )
         for i in range(n)
     ]
-    return Asked([Prompt(ids)], requests, n, n)
+    return ParsedRequest([ParsedPrompt(ids)], requests, n, n)
 
 
-def conversation(messages: Iterable[Message]) -> list[dict[str, object]]:
+def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
     """Messages as templates read them: content is text, a call's arguments an object."""
     out = []
     for message in messages:
@@ -150,7 +156,10 @@ def conversation(messages: Iterable[Message]) -> list[dict[str, object]]:
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.function.name, "arguments": _object(call.function.arguments)},
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _parse_arguments(call.function.arguments),
+                    },
                 }
                 for call in message.tool_calls
             ]
@@ -158,12 +167,12 @@ def conversation(messages: Iterable[Message]) -> list[dict[str, object]]:
     return out
 
 
-def check_length(ids: Sequence[int], served_context: int, param: str) -> None:
+def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
     """Raises ApiError if `ids` alone are more than the context."""
-    if len(ids) > served_context:
+    if len(ids) > max_model_len:
         raise ApiError(
             400,
-            f"This model's context is {served_context:,} tokens; {param} has {len(ids):,}.",
+            f"This model's context is {max_model_len:,} tokens; {param} has {len(ids):,}.",
             param=param,
             code="context_length_exceeded",
         )
@@ -180,8 +189,8 @@ def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def _request(
-    body: Common,
-    served: Served,
+    body: GenerationRequest,
+    served: ServedModel,
     ids: Sequence[int],
     *,
     client: str,
@@ -202,7 +211,7 @@ def _request(
         max_tokens=max_tokens,
         stop=(*stop, *(s.encode() for s in stops)),
         stop_ids=frozenset() if body.ignore_eos else stop_ids,
-        required=required,
+        forced_prefix=required,
         grammar=grammar,
         priority=body.priority or 0,
         client=client,
@@ -212,7 +221,7 @@ def _request(
     )
 
 
-def _sampling(body: Common, served: Served, index: int) -> Sampling:
+def _sampling(body: GenerationRequest, served: ServedModel, index: int) -> SamplingParams:
     given: dict[str, object] = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -225,16 +234,16 @@ def _sampling(body: Common, served: Served, index: int) -> Sampling:
     if body.seed is not None:
         given["seed"] = (body.seed + index) % (1 << 63)
     if body.logit_bias:
-        given["logit_bias"] = _bias(body.logit_bias, served.vocab_size)
+        given["logit_bias"] = _logit_bias(body.logit_bias, served.vocab_size)
     try:
-        return Sampling(**given)  # type: ignore[arg-type]
+        return SamplingParams(**given)  # type: ignore[arg-type]
     except ValidationError as error:
         problem = error.errors()[0]
         param = str(problem["loc"][0])
         raise ApiError(400, f"{param}: {problem['msg']}", param=param, code="invalid_value") from error
 
 
-def _bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     out = {}
     for text, value in given.items():
         number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
@@ -248,7 +257,7 @@ def _bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
     return out
 
 
-def _guided(body: Common) -> Grammar | None:
+def _output_grammar(body: GenerationRequest) -> Grammar | None:
     """What the output must be.
 
     Raises:
@@ -269,7 +278,9 @@ def _guided(body: Common) -> Grammar | None:
     return next(iter(said.values()), None)
 
 
-def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]) -> list[str | list[int]]:
+def _prompt_list(
+    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+) -> list[str | list[int]]:
     """The prompts of a request, which has four ways to say one or many."""
     if isinstance(prompt, str):
         return [prompt]
@@ -277,41 +288,43 @@ def _several(prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int
         raise ApiError(400, "prompt is empty", param="prompt", code="invalid_value")
     if isinstance(prompt[0], int):
         return [[i for i in prompt if isinstance(i, int)]]
-    if len(prompt) > MOST_PROMPTS:
-        raise ApiError(400, f"prompt: {len(prompt):,} prompts; {MOST_PROMPTS} at most", param="prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise ApiError(400, f"prompt: {len(prompt):,} prompts; {MAX_PROMPTS} at most", param="prompt")
     return [p if isinstance(p, str) else [int(i) for i in p] for p in prompt if not isinstance(p, int)]
 
 
-def _prompt(given: str | list[int], served: Served, heal: bool) -> Prompt:
+def _prompt(given: str | list[int], served: ServedModel, heal: bool) -> ParsedPrompt:
     if isinstance(given, str):
         if heal:
-            ids, required = served.healed(given)
-            return Prompt(ids, given.encode(), required)
-        return Prompt(served.whole(given), given.encode())
+            ids, required = served.encode_healed(given)
+            return ParsedPrompt(ids, given.encode(), required)
+        return ParsedPrompt(served.encode_prompt(given), given.encode())
     check_ids(given, served.vocab_size, "prompt")
     known = (i for i in given if i < served.tokenizer.vocab_size)
-    return Prompt(given, served.tokenizer.decode(known))
+    return ParsedPrompt(given, served.tokenizer.decode(known))
 
 
-def _room(ids: Sequence[int], wanted: int | None, served: Served, param: str, source: str) -> int:
+def _max_new_tokens(
+    ids: Sequence[int], wanted: int | None, served: ServedModel, param: str, source: str
+) -> int:
     """Tokens that may be written: what was asked for, or all that fits.
 
     Raises:
         ApiError: the prompt leaves no room, or not as much as was asked for.
     """
-    room = served.context - len(ids)
+    room = served.max_model_len - len(ids)
     if room < (wanted or 1):
         asked = f" and {wanted:,} for the answer ({param})" if wanted else ""
         raise ApiError(
             400,
-            f"This model's context is {served.context:,} tokens; you asked for {len(ids):,} in {source}{asked}.",
+            f"This model's context is {served.max_model_len:,} tokens; you asked for {len(ids):,} in {source}{asked}.",
             param=source if room < 1 else param,
             code="context_length_exceeded",
         )
     return wanted or room
 
 
-def _bound(count: int, config: ServeConfig, param: str) -> None:
+def _check_sequence_count(count: int, config: ServeConfig, param: str) -> None:
     if count > config.max_choices:
         raise ApiError(
             400,
@@ -321,7 +334,7 @@ def _bound(count: int, config: ServeConfig, param: str) -> None:
         )
 
 
-def _variables(given: dict[str, object] | None) -> dict[str, object]:
+def _template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
     """What a template may be told beside the conversation; not what the conversation is."""
     taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & (given or {}).keys()
     if taken:
@@ -330,7 +343,7 @@ def _variables(given: dict[str, object] | None) -> dict[str, object]:
     return given or {}
 
 
-def _object(arguments: str) -> object:
+def _parse_arguments(arguments: str) -> object:
     try:
         return orjson.loads(arguments)
     except orjson.JSONDecodeError:

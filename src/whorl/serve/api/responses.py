@@ -33,39 +33,45 @@ from whorl.serve.api.protocol import (
     ResponsesRequest,
     TextFormat,
 )
-from whorl.serve.api.response_formatting import Reader, together, usage
-from whorl.serve.api.sse import EventStream, event, while_there
-from whorl.serve.app_state import Api, aside, client, headers
-from whorl.serve.errors import ApiError, Json, first_problem, refusal
+from whorl.serve.api.response_formatting import StreamDecoder, merge_streams, usage
+from whorl.serve.api.sse import EventStream, format_event, run_until_disconnect
+from whorl.serve.app_state import AppState, client_id, in_thread_if_large, rate_limit_headers
+from whorl.serve.errors import ApiError, OrjsonResponse, from_validation_errors, to_api_error
 from whorl.serve.worker.worker import Stream
 
 
-async def respond(api: Api, body: ResponsesRequest, http: HttpRequest) -> Response:
+async def create_response(api: AppState, body: ResponsesRequest, http: HttpRequest) -> Response:
     """One answer."""
-    served = api.writer(body.model)
-    asked_as = _as_chat(body)
+    served = api.generation_model(body.model)
+    asked_as = _to_chat_request(body)
     size = sum(len(message.text) for message in asked_as.messages)
     try:
-        asked = await aside(size, lambda: requests.chat(asked_as, served, api.config, client(http)))
+        asked = await in_thread_if_large(
+            size, lambda: requests.parse_chat(asked_as, served, api.config, client_id(http))
+        )
     except ApiError as error:
         renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
         error.param = renamed.get(error.param or "", error.param)
         raise
-    streams = await api.begin(asked.requests, http, asked.n_prompt)
-    answer = _Answer(body, served.name, streams[0], asked.n_prompt)
-    reader = Reader(streams[0], served.tokenizer)
+    streams = await api.submit(asked.requests, http, asked.n_prompt_tokens)
+    answer = _ResponseBuilder(body, served.name, streams[0], asked.n_prompt_tokens)
+    reader = StreamDecoder(streams[0], served.tokenizer)
     if body.stream:
-        return EventStream(_events(answer, reader), streams[0].close, api.config.stall_seconds, headers(http))
+        return EventStream(
+            _events(answer, reader), streams[0].close, api.config.stall_seconds, rate_limit_headers(http)
+        )
 
     async def work() -> dict[str, Any]:
-        piece = await reader.rest()
+        piece = await reader.read_all()
         answer.text, answer.finish = piece.text, piece.finish
-        return answer.whole
+        return answer.response
 
-    return Json(await while_there(http, work(), streams[0].close), headers=headers(http))
+    return OrjsonResponse(
+        await run_until_disconnect(http, work(), streams[0].close), headers=rate_limit_headers(http)
+    )
 
 
-class _Answer:
+class _ResponseBuilder:
     """A response as it grows."""
 
     def __init__(self, body: ResponsesRequest, model: str, stream: Stream, n_prompt: int) -> None:
@@ -96,7 +102,7 @@ class _Answer:
         }
 
     @property
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         body, ended = self.body, self.finish is not None
         form = body.text.format if body.text and body.text.format else TextFormat(type="text")
         told = usage([self.stream], self.n_prompt, 1)
@@ -135,35 +141,35 @@ class _Answer:
         }
 
 
-async def _events(answer: _Answer, reader: Reader) -> AsyncIterator[bytes]:
+async def _events(answer: _ResponseBuilder, reader: StreamDecoder) -> AsyncIterator[bytes]:
     numbers = iter(range(1 << 31))
     at = {"item_id": answer.item_id, "output_index": 0, "content_index": 0}
 
     def typed(name: str, **fields: Any) -> bytes:
-        return event({"type": name, "sequence_number": next(numbers), **fields}, name)
+        return format_event({"type": name, "sequence_number": next(numbers), **fields}, name)
 
-    yield typed("response.created", response=answer.whole)
-    yield typed("response.in_progress", response=answer.whole)
+    yield typed("response.created", response=answer.response)
+    yield typed("response.in_progress", response=answer.response)
     yield typed("response.output_item.added", output_index=0, item=answer.item)
     yield typed("response.content_part.added", **at, part=answer.part)
     try:
-        async for _, piece in together([reader]):
+        async for _, piece in merge_streams([reader]):
             if piece.text:
                 answer.text += piece.text
                 yield typed("response.output_text.delta", **at, delta=piece.text, logprobs=[])
             answer.finish = piece.finish
     except Exception as error:
-        told = refusal(error)
+        told = to_api_error(error)
         answer.error = {"code": "server_error", "message": told.message}
-        yield typed("response.failed", response=answer.whole)
+        yield typed("response.failed", response=answer.response)
         return
     yield typed("response.output_text.done", **at, text=answer.text, logprobs=[])
     yield typed("response.content_part.done", **at, part=answer.part)
     yield typed("response.output_item.done", output_index=0, item=answer.item)
-    yield typed(f"response.{answer.status}", response=answer.whole)
+    yield typed(f"response.{answer.status}", response=answer.response)
 
 
-def _as_chat(body: ResponsesRequest) -> ChatRequest:
+def _to_chat_request(body: ResponsesRequest) -> ChatRequest:
     form = body.text.format if body.text else None
     schema = None
     if form is not None and form.type == "json_schema":
@@ -180,7 +186,7 @@ def _as_chat(body: ResponsesRequest) -> ChatRequest:
             response_format=ResponseFormat(type=form.type, json_schema=schema) if form else None,
         )
     except ValidationError as error:
-        raise first_problem(error.errors()) from error
+        raise from_validation_errors(error.errors()) from error
 
 
 def _messages(body: ResponsesRequest) -> Iterator[Message]:

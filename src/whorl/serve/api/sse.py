@@ -20,14 +20,14 @@ from fastapi import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from whorl.serve.errors import refusal
+from whorl.serve.errors import to_api_error
 
 LOG = logging.getLogger("whorl.serve")
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-def event(content: Mapping[str, Any], name: str = "") -> bytes:
+def format_event(content: Mapping[str, Any], name: str = "") -> bytes:
     """One event."""
     head = b"event: " + name.encode() + b"\n" if name else b""
     return head + b"data: " + orjson.dumps(content) + b"\n\n"
@@ -50,7 +50,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await _while_there(receive, self._write(send))
+            await _run_until_disconnect(receive, self._write(send))
         except TimeoutError:
             LOG.warning("a reader took nothing for %.0f s and was let go", self.stall_seconds)
         finally:
@@ -65,19 +65,27 @@ class EventStream(Response):
         except TimeoutError:
             raise
         except Exception as error:  # the status is long sent: the error goes where the client reads
-            await send({"type": "http.response.body", "body": event(refusal(error).body), "more_body": True})
+            await send(
+                {
+                    "type": "http.response.body",
+                    "body": format_event(to_api_error(error).body),
+                    "more_body": True,
+                }
+            )
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def while_there(http: HttpRequest, work: Coroutine[Any, Any, T], close: Callable[[], None]) -> T | None:
+async def run_until_disconnect(
+    http: HttpRequest, work: Coroutine[Any, Any, T], close: Callable[[], None]
+) -> T | None:
     """What `work` returns, or None if the client went away before; `close` is called at the end, whatever that was."""
     try:
-        return await _while_there(http.receive, work)
+        return await _run_until_disconnect(http.receive, work)
     finally:
         close()
 
 
-async def _while_there(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass

@@ -24,11 +24,11 @@ import orjson
 from whorl.engine.request import Grammar
 from whorl.serve.api.protocol import Tool, ToolChoice
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
-class Call:
+class ParsedToolCall:
     """A function with its arguments, as JSON."""
 
     name: str
@@ -36,7 +36,7 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
     @property
-    def said(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "type": "function",
@@ -44,7 +44,7 @@ class Call:
         }
 
 
-def forced(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Grammar | None:
+def tool_choice_grammar(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Grammar | None:
     """The grammar of a call that must come, or None where none must."""
     if isinstance(choice, ToolChoice):
         wanted = [tool for tool in tools if tool.function.name == choice.function.name]
@@ -68,7 +68,7 @@ def forced(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Grammar | 
     return Grammar(json_schema=orjson.dumps(schema).decode())
 
 
-def read(text: str) -> Call | None:
+def parse_tool_call(text: str) -> ParsedToolCall | None:
     """The call that `text` is, if it is one."""
     try:
         found = orjson.loads(text)
@@ -77,43 +77,45 @@ def read(text: str) -> Call | None:
     if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
         return None
     arguments = found.get("arguments", found.get("parameters", {}))
-    return Call(found["name"], arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode())
+    return ParsedToolCall(
+        found["name"], arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    )
 
 
-class Calls:
+class ToolCallParser:
     """Takes calls out of a text that comes in pieces.
 
     whole: the text as such is a call (it was forced).
     """
 
-    def __init__(self, whole: bool = False) -> None:
-        self.whole, self._held = whole, ""
+    def __init__(self, forced: bool = False) -> None:
+        self.forced, self._buffer = forced, ""
 
-    def add(self, text: str) -> tuple[str, list[Call]]:
+    def feed(self, text: str) -> tuple[str, list[ParsedToolCall]]:
         """(text that can be shown, calls that are complete)."""
-        self._held += text
-        if self.whole:
+        self._buffer += text
+        if self.forced:
             return "", []
         shown = ""
-        calls: list[Call] = []
-        while (at := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, at)
+        calls: list[ParsedToolCall] = []
+        while (at := self._buffer.find(OPEN_TAG)) >= 0:
+            end = self._buffer.find(CLOSE_TAG, at)
             if end < 0:
-                shown += self._held[:at]
-                self._held = self._held[at:]
+                shown += self._buffer[:at]
+                self._buffer = self._buffer[at:]
                 return shown, calls
-            call = read(self._held[at + len(OPEN) : end])
-            rest = end + len(CLOSE)
-            shown += self._held[:at] if call else self._held[:rest]
+            call = parse_tool_call(self._buffer[at + len(OPEN_TAG) : end])
+            rest = end + len(CLOSE_TAG)
+            shown += self._buffer[:at] if call else self._buffer[:rest]
             calls += [call] if call else []
-            self._held = self._held[rest:].lstrip("\n") if call else self._held[rest:]
-        keep = next((n for n in range(len(OPEN) - 1, 0, -1) if self._held.endswith(OPEN[:n])), 0)
-        cut = len(self._held) - keep
-        shown, self._held = shown + self._held[:cut], self._held[cut:]
+            self._buffer = self._buffer[rest:].lstrip("\n") if call else self._buffer[rest:]
+        keep = next((n for n in range(len(OPEN_TAG) - 1, 0, -1) if self._buffer.endswith(OPEN_TAG[:n])), 0)
+        cut = len(self._buffer) - keep
+        shown, self._buffer = shown + self._buffer[:cut], self._buffer[cut:]
         return shown, calls
 
-    def end(self) -> tuple[str, list[Call]]:
+    def finish(self) -> tuple[str, list[ParsedToolCall]]:
         """The rest, once nothing more comes: a call that lacks its closing tag is one if it is whole."""
-        held, self._held = self._held, ""
-        call = read(held if self.whole else held.removeprefix(OPEN)) if held else None
+        held, self._buffer = self._buffer, ""
+        call = parse_tool_call(held if self.forced else held.removeprefix(OPEN_TAG)) if held else None
         return ("", [call]) if call else (held, [])

@@ -15,31 +15,31 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from whorl.serve.errors import ApiError, refusal
+from whorl.serve.errors import ApiError, to_api_error
 
 if TYPE_CHECKING:
-    from whorl.serve.app_state import Api
+    from whorl.serve.app_state import AppState
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = ("/health", "/static/", "/openapi.json")
-PAGES = ("/", "/engine", "/favicon.ico")
-LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
-THROWN_AWAY = 8  # times the limit
+PUBLIC_PREFIXES = ("/health", "/static/", "/openapi.json")
+PAGE_PATHS = ("/", "/engine", "/favicon.ico")
+LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]", "::1"})
+DISCARD_FACTOR = 8  # times the limit
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client went away while it was sending."""
 
 
-class Guard:
+class AdmissionMiddleware:
     """ASGI middleware around the application."""
 
-    def __init__(self, app: Application, api: Api) -> None:
-        self.app, self.api = app, api
+    def __init__(self, app: Application, state: AppState) -> None:
+        self.app, self.state = app, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,16 +49,16 @@ class Guard:
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")  # the route's, so that there are few
-                self.api.metrics.requests.labels(path, str(message["status"])).inc()
+                self.state.metrics.http_requests.labels(path, str(message["status"])).inc()
             await send(message)
 
         try:
             self._check(scope)
-            body = await self._body(scope, receive)
-        except Gone:
+            body = await self._read_body(scope, receive)
+        except ClientDisconnected:
             return
         except Exception as error:
-            await refusal(error).response(scope, receive, counted)
+            await to_api_error(error).response(scope, receive, counted)
             return
         given = False
 
@@ -74,15 +74,15 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         path = scope["path"]
-        if self.api.local_only and _host(headers.get("host", "")) not in LOCAL:
+        if self.state.local_only and _strip_port(headers.get("host", "")) not in LOCAL_HOSTS:
             raise ApiError(
                 403, f"this server answers to 127.0.0.1 and localhost, not to {headers.get('host')!r}"
             )
-        if path in PAGES or path.startswith(OPEN):
+        if path in PAGE_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
-        if self.api.accounts is not None:
+        if self.state.key_store is not None:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            account = self.api.accounts.find(key.strip()) if kind.lower() == "bearer" else None
+            account = self.state.key_store.authenticate(key.strip()) if kind.lower() == "bearer" else None
             if account is None:
                 given = "an unknown API key" if key else "no API key; send it as 'Authorization: Bearer KEY'"
                 raise ApiError(
@@ -90,23 +90,23 @@ class Guard:
                 )
             scope.setdefault("state", {})["account"] = account
         if scope["method"] == "POST":
-            self.api.check_open()
+            self.state.check_accepting()
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
         """The whole body.
 
         Raises:
             ApiError: it is larger than the limit, or took too long.
             Gone: the client went away.
         """
-        limit, parts, size = self.api.config.max_body, [], 0
+        limit, parts, size = self.state.config.max_body, [], 0
         try:
-            async with asyncio.timeout(self.api.config.body_seconds):
+            async with asyncio.timeout(self.state.config.body_seconds):
                 more = True
-                while more and size <= THROWN_AWAY * limit:
+                while more and size <= DISCARD_FACTOR * limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise Gone
+                        raise ClientDisconnected
                     part = message.get("body", b"")
                     size += len(part)
                     if size <= limit:
@@ -119,7 +119,7 @@ class Guard:
         return b"".join(parts)
 
 
-def _host(header: str) -> str:
+def _strip_port(header: str) -> str:
     """A Host header without its port."""
     if header.startswith("["):
         return header.partition("]")[0] + "]"

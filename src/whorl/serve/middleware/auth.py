@@ -32,14 +32,14 @@ from pathlib import Path
 
 from whorl.errors import ConfigError
 
-FILE = "whorl-keys.json"
-LETTERS = string.ascii_lowercase + string.digits
-LOOK_SECONDS = 1.0
-NOBODY = "0" * 64
+DEFAULT_KEY_FILE = "whorl-keys.json"
+ID_CHARS = string.ascii_lowercase + string.digits
+RELOAD_SECONDS = 1.0
+DUMMY_HASH = "0" * 64
 
 
 @dataclass(frozen=True)
-class Key:
+class ApiKey:
     """What is kept of a key. Limits: None is none."""
 
     id: str
@@ -60,11 +60,11 @@ class KeyFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def read(self) -> list[Key]:
+    def read(self) -> list[ApiKey]:
         """All keys, oldest first; none if there is no file."""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
-            keys = [Key(**entry) for entry in data["keys"]]
+            keys = [ApiKey(**entry) for entry in data["keys"]]
             if any(len(key.hash) != 64 or not key.id for key in keys):
                 raise ValueError("a hash is not 64 characters long")
         except FileNotFoundError:
@@ -90,13 +90,13 @@ class KeyFile:
             raise ConfigError(
                 f"the name {name!r} is {'taken' if name.strip() else 'empty'}", expected="one for each key"
             )
-        number = "".join(secrets.choice(LETTERS) for _ in range(8))
+        number = "".join(secrets.choice(ID_CHARS) for _ in range(8))
         whole = f"wk-{number}-{secrets.token_urlsafe(32)}"
-        made = Key(number, name, _hash(whole), int(time.time()), requests_per_minute, tokens_per_minute)
+        made = ApiKey(number, name, _hash(whole), int(time.time()), requests_per_minute, tokens_per_minute)
         self._write([*keys, made])
         return whole
 
-    def revoke(self, which: str) -> Key:
+    def revoke(self, which: str) -> ApiKey:
         """Removes the key of that name or id.
 
         Raises:
@@ -110,7 +110,7 @@ class KeyFile:
         self._write([key for key in keys if key is not found[0]])
         return found[0]
 
-    def _write(self, keys: list[Key]) -> None:
+    def _write(self, keys: list[ApiKey]) -> None:
         aside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -120,51 +120,51 @@ class KeyFile:
 
 
 @dataclass
-class Bucket:
+class TokenBucket:
     """`limit` a minute; full at first. Seconds come from `clock`."""
 
     limit: int | None
     clock: Callable[[], float] = time.monotonic
-    level: float = field(init=False)
-    seen: float = field(init=False)
+    available: float = field(init=False)
+    last_refill: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level, self.seen = float(self.limit or 0), self.clock()
+        self.available, self.last_refill = float(self.limit or 0), self.clock()
 
-    def wait(self, amount: float) -> float:
+    def seconds_until(self, amount: float) -> float:
         """Seconds until `amount` may be taken: 0 now, inf never."""
         if self.limit is None:
             return 0.0
-        self._flow()
+        self._refill()
         if amount > self.limit:
             return math.inf
-        return max(0.0, (amount - self.level) * 60 / self.limit)
+        return max(0.0, (amount - self.available) * 60 / self.limit)
 
-    def take(self, amount: float) -> None:
+    def consume(self, amount: float) -> None:
         """Takes it, below zero if need be."""
         if self.limit is not None:
-            self._flow()
-            self.level -= amount
+            self._refill()
+            self.available -= amount
 
     @property
-    def full_in(self) -> float:
+    def seconds_until_full(self) -> float:
         """Seconds until all of it is there again."""
-        return 0.0 if self.limit is None else max(0.0, (self.limit - self.level) * 60 / self.limit)
+        return 0.0 if self.limit is None else max(0.0, (self.limit - self.available) * 60 / self.limit)
 
-    def _flow(self) -> None:
+    def _refill(self) -> None:
         assert self.limit is not None
         now = self.clock()
-        self.level = min(self.limit, self.level + (now - self.seen) * self.limit / 60)
-        self.seen = now
+        self.available = min(self.limit, self.available + (now - self.last_refill) * self.limit / 60)
+        self.last_refill = now
 
 
-class Account:
+class KeyLimits:
     """A key at work: its two buckets."""
 
-    def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
-        self.requests = Bucket(key.requests_per_minute, clock)
-        self.tokens = Bucket(key.tokens_per_minute, clock)
+        self.requests = TokenBucket(key.requests_per_minute, clock)
+        self.tokens = TokenBucket(key.tokens_per_minute, clock)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -173,46 +173,46 @@ class Account:
         for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
             if bucket.limit is not None:
                 out[f"x-ratelimit-limit-{name}"] = str(bucket.limit)
-                out[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.level)))
-                out[f"x-ratelimit-reset-{name}"] = f"{bucket.full_in:.3f}s"
+                out[f"x-ratelimit-remaining-{name}"] = str(max(0, math.floor(bucket.available)))
+                out[f"x-ratelimit-reset-{name}"] = f"{bucket.seconds_until_full:.3f}s"
         return out
 
 
-class Accounts:
+class KeyStore:
     """The keys of a file, as a server asks for them."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.file, self.clock = KeyFile(path), clock
-        self._accounts: dict[str, Account] = {}
-        self._stamp: object = None
-        self._looked = -math.inf
-        self._look()
+        self._limits_by_key: dict[str, KeyLimits] = {}
+        self._file_state: object = None
+        self._last_check = -math.inf
+        self._reload_if_changed()
 
-    def find(self, key: str) -> Account | None:
+    def authenticate(self, key: str) -> KeyLimits | None:
         """The account of a key as it was shown, or None."""
-        self._look()
+        self._reload_if_changed()
         parts = key.split("-", 2)
-        account = self._accounts.get(parts[1]) if len(parts) == 3 else None
-        same = hmac.compare_digest(_hash(key), account.key.hash if account else NOBODY)
+        account = self._limits_by_key.get(parts[1]) if len(parts) == 3 else None
+        same = hmac.compare_digest(_hash(key), account.key.hash if account else DUMMY_HASH)
         return account if same else None
 
-    def _look(self) -> None:
+    def _reload_if_changed(self) -> None:
         now = self.clock()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._last_check < RELOAD_SECONDS:
             return
-        self._looked = now
+        self._last_check = now
         try:
             found = self.file.path.stat()
             stamp: object = (found.st_mtime_ns, found.st_size, found.st_ino)
         except OSError:
             stamp = "gone"
-        if stamp == self._stamp:
+        if stamp == self._file_state:
             return
         fresh = {}
         for key in self.file.read():
-            old = self._accounts.get(key.id)
-            fresh[key.id] = old if old is not None and old.key == key else Account(key, self.clock)
-        self._accounts, self._stamp = fresh, stamp
+            old = self._limits_by_key.get(key.id)
+            fresh[key.id] = old if old is not None and old.key == key else KeyLimits(key, self.clock)
+        self._limits_by_key, self._file_state = fresh, stamp
 
 
 def _hash(key: str) -> str:

@@ -34,19 +34,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from whorl.engine.disaggregation.channel import WorkerProcess
-from whorl.engine.disaggregation.workers import Make, Role
+from whorl.engine.disaggregation.workers import EngineFactory, Role
 from whorl.engine.request import Delta, Request
 from whorl.errors import DataError, ProducerError
-from whorl.router.prefix_index import IDS, chain
-from whorl.router.replica_processes import cores_of
-from whorl.router.routing_policy import Policy, Ticket
+from whorl.router.prefix_index import BLOCK_IDS, block_hashes
+from whorl.router.replica_processes import split_cores
+from whorl.router.routing_policy import RoutingPolicy, Ticket
 
 LOG = logging.getLogger("whorl.serve")
-LIVES = 3
+MAX_RESTARTS = 3
 
 
 @dataclass(eq=False)
-class _Way:
+class _InFlight:
     """A request on its way."""
 
     request: Request
@@ -54,10 +54,10 @@ class _Way:
     process: WorkerProcess | None = None
     ticket: Ticket | None = None
     cached: int | None = None  # what the reader had found: what the importer finds is no news
-    begun: bool = False
+    started: bool = False
 
 
-class Disaggregated:
+class DisaggregatedEngine:
     """`n_prefill` + `n_decode` processes of one model.
 
     Args:
@@ -71,72 +71,76 @@ class Disaggregated:
 
     def __init__(
         self,
-        make: Make,
+        make_engine: EngineFactory,
         n_prefill: int = 1,
         n_decode: int = 1,
         *,
-        shortest: int = 128,
-        ahead: int = 4,
+        min_prefill_tokens: int = 128,
+        pending_per_decoder: int = 4,
         seed: int = 0,
     ) -> None:
-        self.make, self.shortest, self.most = make, shortest, ahead * n_decode
-        self.lost: dict[str, Exception] = {}  # why a request was ended that nobody aborted
-        self.handed = self.unusable = 0
-        self._ways: dict[str, _Way] = {}
-        self._queue: deque[_Way] = deque()
-        self._told: list[Delta] = []
-        self._lives = LIVES
-        self._policies = {role: Policy(random.Random(seed)) for role in ("prefill", "decode")}
+        self.make_engine, self.min_prefill_tokens, self.max_pending = (
+            make_engine,
+            min_prefill_tokens,
+            pending_per_decoder * n_decode,
+        )
+        self.errors: dict[str, Exception] = {}  # why a request was ended that nobody aborted
+        self.n_transferred = self.n_rejected_blocks = 0
+        self._in_flight: dict[str, _InFlight] = {}
+        self._queue: deque[_InFlight] = deque()
+        self._deltas: list[Delta] = []
+        self._restarts_left = MAX_RESTARTS
+        self._policies = {role: RoutingPolicy(random.Random(seed)) for role in ("prefill", "decode")}
         names: list[tuple[str, Role]] = [(f"prefill{i}", "prefill") for i in range(n_prefill)]
         names += [(f"decode{i}", "decode") for i in range(n_decode)]
         self._processes: dict[str, WorkerProcess] = {}
         self._roles = dict(names)
-        for (name, role), cores in zip(names, cores_of(len(names)), strict=True):
-            self._start(name, role, cores)
+        for (name, role), cores in zip(names, split_cores(len(names)), strict=True):
+            self._start_process(name, role, cores)
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything to wait for."""
-        return bool(self._ways or self._told)
+        return bool(self._in_flight or self._deltas)
 
     def add(self, request: Request) -> None:
         """Takes a request in; its id is never used again. One that is refused ends as "abort", and `lost` says why."""
-        if request.id in self._ways:
+        if request.id in self._in_flight:
             raise DataError(f"id {request.id!r} is that of a request on its way", expected="a new one")
-        self._ways[request.id] = way = _Way(request)
+        self._in_flight[request.id] = way = _InFlight(request)
         self._queue.append(way)
-        self._pump()
+        self._dispatch_queued()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request where it is; the next step says so. False if it is not on its way."""
-        way = self._ways.get(request_id)
+        way = self._in_flight.get(request_id)
         if way is None:
             return False
         if way.process is not None:
-            way.process.tell(("abort", request_id))
-        self._end(way, Delta(request_id, finish="abort"))
+            way.process.post(("abort", request_id))
+        self._finish(way, Delta(request_id, finish_reason="abort"))
         return True
 
     def step(self, seconds: float = 0.02) -> list[Delta]:
         """What has come from the processes; waits at most so long for something."""
-        self._pump()
-        ends = {p.channel.end: p for p in self._processes.values()}
-        waiting = 0.0 if self._told else seconds
+        self._dispatch_queued()
+        ends = {p.channel.sock: p for p in self._processes.values()}
+        waiting = 0.0 if self._deltas else seconds
         for end in select.select(list(ends), [], [], waiting)[0]:
             process = ends[end]
             try:
-                while process.channel.ready(0):
-                    self._heard(process, *process.channel.receive())
+                while process.channel.poll(0):
+                    self._on_message(process, *process.channel.receive())
             except EOFError:
-                self._died(process)
-        self._pump()
-        told, self._told = self._told, []
+                self._on_exit(process)
+        self._dispatch_queued()
+        told, self._deltas = self._deltas, []
         return told
 
     def wait_until_ready(self) -> None:
         """Returns when every process has its model. Raises ProducerError: one ended instead."""
         while not all(p.ready for p in self._processes.values()):
-            self._told += self.step(1.0)
+            self._deltas += self.step(1.0)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -144,7 +148,7 @@ class Disaggregated:
             process.close()
         self._processes = {}
 
-    def __enter__(self) -> Disaggregated:
+    def __enter__(self) -> DisaggregatedEngine:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -155,124 +159,124 @@ class Disaggregated:
     def _ready(self, role: Role) -> list[str]:
         return [p.name for p in self._processes.values() if self._roles[p.name] == role and p.ready]
 
-    def _pump(self) -> None:
+    def _dispatch_queued(self) -> None:
         """Starts those that wait, as far as there may be pages on their way."""
         while self._queue and self._ready("decode"):
             way = self._queue[0]
-            hashes = chain(way.request.ids, str(way.request.adapter).encode())
+            hashes = block_hashes(way.request.ids, str(way.request.adapter).encode())
             decoders = self._policies["decode"]
-            known = max(decoders.indexes[n].hit(hashes) for n in self._ready("decode")) * IDS
+            known = max(decoders.indexes[n].match_length(hashes) for n in self._ready("decode")) * BLOCK_IDS
             # The prompt's own log-probabilities are told by whoever computes the prompt; no adapter's pages are handed over
             whole = way.request.prompt_log_probs or way.request.adapter is not None
-            short = len(way.request.ids) - known < self.shortest
+            short = len(way.request.ids) - known < self.min_prefill_tokens
             readers = self._ready("prefill")
             if short or whole or not readers:
                 self._queue.popleft()
-                self._write(way, None)
+                self._send_to_decoder(way, None)
                 continue
-            if sum(w.stage in ("reading", "importing") for w in self._ways.values()) >= self.most:
+            if sum(w.stage in ("reading", "importing") for w in self._in_flight.values()) >= self.max_pending:
                 return
             self._queue.popleft()
             self._send(way, "prefill", "reading", ("read", way.request), None)
 
-    def _write(self, way: _Way, fd: int | None) -> None:
+    def _send_to_decoder(self, way: _InFlight, fd: int | None) -> None:
         self._send(way, "decode", "writing" if fd is None else "importing", ("write", way.request), fd)
 
-    def _send(self, way: _Way, role: Role, stage: Any, message: Any, fd: int | None) -> None:
+    def _send(self, way: _InFlight, role: Role, stage: Any, message: Any, fd: int | None) -> None:
         policy = self._policies[role]
-        hashes = chain(way.request.ids, str(way.request.adapter).encode())
+        hashes = block_hashes(way.request.ids, str(way.request.adapter).encode())
         name = policy.choose(hashes, self._ready(role)).replica
-        self._leave(way)
+        self._end_ticket(way)
         way.stage, way.process, way.ticket = stage, self._processes[name], policy.begin(hashes, name)
-        way.process.tell(message, fd)
+        way.process.post(message, fd)
 
-    def _heard(self, process: WorkerProcess, message: Any, fd: int | None) -> None:
+    def _on_message(self, process: WorkerProcess, message: Any, fd: int | None) -> None:
         verb, *what = message
         if verb == "ready":
             process.ready = True
-            self._policies[self._roles[process.name]].add(process.name, what[0] // IDS)
+            self._policies[self._roles[process.name]].add(process.name, what[0] // BLOCK_IDS)
             return
         if verb == "deltas":
             for delta in what[0]:
-                self._took(process, delta)
+                self._on_delta(process, delta)
             return
-        way = self._ways.get(what[0])
+        way = self._in_flight.get(what[0])
         if way is None or way.process is not process:
             if fd is not None:
                 os.close(fd)  # it was aborted, or started anew elsewhere
         elif verb == "read":
             assert fd is not None
             way.cached = what[1]
-            self.handed += 1
+            self.n_transferred += 1
             if self._ready("decode"):
-                self._write(way, fd)
+                self._send_to_decoder(way, fd)
             else:
                 os.close(fd)
-                self._again(way)
+                self._requeue(way)
         elif verb == "taken":
             way.stage = "writing"
         elif verb == "unusable":
-            self.unusable += 1
+            self.n_rejected_blocks += 1
             LOG.warning("request %s is computed anew: %s", *what)
             way.stage, way.cached = "writing", None
         elif verb == "refused":
-            self.lost[what[0]] = what[1]
-            self._end(way, Delta(what[0], finish="abort"))
+            self.errors[what[0]] = what[1]
+            self._finish(way, Delta(what[0], finish_reason="abort"))
 
-    def _took(self, process: WorkerProcess, delta: Delta) -> None:
-        way = self._ways.get(delta.request_id)
+    def _on_delta(self, process: WorkerProcess, delta: Delta) -> None:
+        way = self._in_flight.get(delta.request_id)
         if way is None or way.process is not process:
             return
-        if not way.begun and way.cached is not None:
+        if not way.started and way.cached is not None:
             delta = replace(delta, cached=way.cached)
-        way.begun = True
+        way.started = True
         if way.ticket is not None:
-            self._policies["decode"].answered(way.ticket)
-        if delta.finish is None:
-            self._told.append(delta)
+            self._policies["decode"].mark_prefilled(way.ticket)
+        if delta.finish_reason is None:
+            self._deltas.append(delta)
         else:
-            self._end(way, delta)
+            self._finish(way, delta)
 
-    def _end(self, way: _Way, delta: Delta) -> None:
-        del self._ways[way.request.id]
+    def _finish(self, way: _InFlight, delta: Delta) -> None:
+        del self._in_flight[way.request.id]
         if way in self._queue:
             self._queue.remove(way)
-        self._leave(way)
-        self._told.append(delta)
+        self._end_ticket(way)
+        self._deltas.append(delta)
 
-    def _leave(self, way: _Way) -> None:
+    def _end_ticket(self, way: _InFlight) -> None:
         if way.ticket is not None:
             self._policies["decode"].end(way.ticket)  # of whichever: a ticket knows its books
 
-    def _again(self, way: _Way) -> None:
-        self._leave(way)
+    def _requeue(self, way: _InFlight) -> None:
+        self._end_ticket(way)
         way.stage, way.process, way.ticket, way.cached = "queued", None, None, None
         self._queue.appendleft(way)
 
-    def _died(self, process: WorkerProcess) -> None:
-        how = process.how()
+    def _on_exit(self, process: WorkerProcess) -> None:
+        how = process.exit_description()
         process.close()
         del self._processes[process.name]
         if process.ready:
             self._policies[self._roles[process.name]].remove(process.name)
-        for way in [w for w in self._ways.values() if w.process is process]:
-            if way.begun:
-                self.lost[way.request.id] = ProducerError(f"{how} while it wrote the answer")
-                self._end(way, Delta(way.request.id, finish="abort"))
+        for way in [w for w in self._in_flight.values() if w.process is process]:
+            if way.started:
+                self.errors[way.request.id] = ProducerError(f"{how} while it wrote the answer")
+                self._finish(way, Delta(way.request.id, finish_reason="abort"))
             else:
-                self._again(way)
+                self._requeue(way)
         if not process.ready:
             raise ProducerError(f"{how} before it had its model", do="what it wrote before it ended says why")
-        if self._lives > 0:
-            self._lives -= 1
-            self._start(process.name, self._roles[process.name], process.cores)
+        if self._restarts_left > 0:
+            self._restarts_left -= 1
+            self._start_process(process.name, self._roles[process.name], process.cores)
         if not any(self._roles[name] == "decode" for name in self._processes):
             raise ProducerError(
                 f"{how}, and no decoder is left", do="look at what it wrote before; start the server again"
             )
 
-    def _start(self, name: str, role: Role, cores: tuple[int, ...]) -> None:
+    def _start_process(self, name: str, role: Role, cores: tuple[int, ...]) -> None:
         self._processes[name] = process = WorkerProcess(
             name, "whorl.engine.disaggregation.workers:work", cores
         )
-        process.tell((role, self.make, max(1, len(cores))))
+        process.post((role, self.make_engine, max(1, len(cores))))

@@ -17,10 +17,10 @@ from typing import Any
 
 from whorl.engine.engine import Engine
 
-SPEED_SECONDS = 5.0  # over which tokens a second are counted
+THROUGHPUT_WINDOW_SECONDS = 5.0  # over which tokens a second are counted
 
 
-def counters(engine: Any) -> dict[str, float]:
+def engine_counters(engine: Any) -> dict[str, float]:
     """Numbers by name, for Prometheus; none of what is no `Engine`."""
     if not isinstance(engine, Engine):
         return {}
@@ -29,21 +29,21 @@ def counters(engine: Any) -> dict[str, float]:
         "steps": stats.steps,
         "prompt_tokens": stats.prompt_tokens,
         "output_tokens": stats.output_tokens,
-        "drafted_tokens": stats.drafted,
-        "accepted_tokens": stats.accepted,
-        "preemptions": stats.preemptions,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "preemptions": stats.n_preemptions,
         "step_seconds": stats.seconds,
         "model_seconds": stats.model_seconds,
         "sample_seconds": stats.sample_seconds,
         "queue": len(engine.scheduler.waiting),
         "running": len(engine.scheduler.running),
         "pages": sum(pool.n_pages for pool in pools),
-        "pages_used": sum(pool.used for pool in pools),
-        "pages_cached": sum(pool.cached for pool in pools),
-        "pages_evicted": sum(pool.evicted for pool in pools),
-        "prefix_tokens_asked": engine.cache.asked,
-        "prefix_tokens_found": engine.cache.found,
-        "cache_hit_rate": engine.cache.found / max(1, engine.cache.asked),
+        "pages_used": sum(pool.n_used for pool in pools),
+        "pages_cached": sum(pool.n_cached for pool in pools),
+        "pages_evicted": sum(pool.n_evicted for pool in pools),
+        "prefix_tokens_asked": engine.cache.queried_tokens,
+        "prefix_tokens_found": engine.cache.hit_tokens,
+        "cache_hit_rate": engine.cache.hit_tokens / max(1, engine.cache.queried_tokens),
         "weights_version": engine.version,
     }
 
@@ -53,64 +53,66 @@ def evicted_tokens(engine: Any) -> int:
     if not isinstance(engine, Engine):
         return 0
     pool = engine.cache.groups[0].pool
-    return pool.evicted * pool.page_size
+    return pool.n_evicted * pool.page_size
 
 
-def snapshot(engine: Any) -> dict[str, Any]:
+def engine_snapshot(engine: Any) -> dict[str, Any]:
     """The engine's page's view (see its `state.js`)."""
     if not isinstance(engine, Engine):
         return {}
     now, clock = time.time(), engine.clock()
     group = next((g for g in engine.cache.groups if g.window is None), engine.cache.groups[0])
-    pool, numbers = group.pool, counters(engine)
-    entries = (n or (-1 if h is not None else 0) for n, h in zip(pool.references, pool.hashes, strict=True))
-    recent = list(engine.stats.recent)
-    lately = [step for step in recent if clock - step.at <= SPEED_SECONDS]
-    span = clock - lately[0].at if lately else 0.0
+    pool, numbers = group.pool, engine_counters(engine)
+    entries = (
+        n or (-1 if h is not None else 0) for n, h in zip(pool.ref_counts, pool.page_hashes, strict=True)
+    )
+    recent = list(engine.stats.recent_steps)
+    lately = [step for step in recent if clock - step.started <= THROUGHPUT_WINDOW_SECONDS]
+    span = clock - lately[0].started if lately else 0.0
     return {
         "version": engine.version,
         "queue": len(engine.scheduler.waiting),
         "running": len(engine.scheduler.running),
         "pages": {
             "total": pool.n_pages,
-            "used": pool.used,
-            "cached": pool.cached,
-            "free": pool.available - pool.cached,
+            "used": pool.n_used,
+            "cached": pool.n_cached,
+            "free": pool.n_available - pool.n_cached,
             "size": pool.page_size,
         },
-        "page_map": _runs(entries),
+        "page_map": _run_length_encode(entries),
         "sequences": [
             {
                 "id": s.request.id,
                 "state": s.status.value,
                 "prompt": s.n_prompt,
                 "output": s.n_output,
-                "computed": s.computed,
-                "cached": s.cached,
-                "preempted": s.preempted,
+                "computed": s.n_computed,
+                "cached": s.cached_tokens,
+                "preempted": s.n_preemptions,
                 "pages": sum(page >= 0 for pages in s.pages for page in pages),
             }
             for s in engine.sequences()
         ],
         "batches": [
             {
-                "at": round(now - (clock - step.at), 6),
+                "at": round(now - (clock - step.started), 6),
                 "prefill_tokens": step.prefill_tokens,
                 "decode_tokens": step.decode_tokens,
                 "sequences": step.sequences,
                 "waiting": step.waiting,
-                "preempted": step.preempted,
+                "preempted": step.n_preempted,
                 "seconds": round(step.seconds, 6),
-                "model": round(step.model, 6),
-                "sample": round(step.sample, 6),
+                "model": round(step.model_seconds, 6),
+                "sample": round(step.sample_seconds, 6),
             }
             for step in recent
         ],
-        "hit_rate": numbers["cache_hit_rate"] if engine.cache.asked else None,
+        "hit_rate": numbers["cache_hit_rate"] if engine.cache.queried_tokens else None,
         "tokens_per_second": sum(step.decode_tokens for step in lately) / span if span > 0 else 0.0,
         "counters": numbers,
     }
 
 
-def _runs(entries: Iterable[int]) -> list[list[int]]:
+def _run_length_encode(entries: Iterable[int]) -> list[list[int]]:
     return [[value, sum(1 for _ in run)] for value, run in itertools.groupby(entries)]

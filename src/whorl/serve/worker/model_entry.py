@@ -12,14 +12,14 @@ import torch
 from whorl.models import LanguageModel
 from whorl.tokens.chat import ChatTemplate
 from whorl.tokens.healing import heal
-from whorl.tokens.hf_tokenizer import ForeignTokenizer
+from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
-Words = Tokenizer | ForeignTokenizer
+AnyTokenizer = Tokenizer | HFTokenizer
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A language model as the API knows it.
 
     name: told to clients; aliases: other names that mean it. context: positions of prompt and answer together at most.
@@ -28,28 +28,28 @@ class Served:
     """
 
     name: str
-    tokenizer: Words
-    chat: ChatTemplate
+    tokenizer: AnyTokenizer
+    chat_template: ChatTemplate
     vocab_size: int
-    context: int
+    max_model_len: int
     aliases: frozenset[str] = frozenset()
     adapter: str | None = None
-    vector: Callable[[Sequence[int]], list[float]] | None = None
+    embed: Callable[[Sequence[int]], list[float]] | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """Ids of a prompt, with what the model saw before every text."""
-        if isinstance(self.tokenizer, ForeignTokenizer):
-            return self.tokenizer.whole(text)
+        if isinstance(self.tokenizer, HFTokenizer):
+            return self.tokenizer.encode_prompt(text)
         return [self.tokenizer.bos_id, *self.tokenizer.encode(text).tolist()]
 
-    def healed(self, text: str) -> tuple[list[int], bytes]:
+    def encode_healed(self, text: str) -> tuple[list[int], bytes]:
         """(ids, what the output begins with): the prompt's last piece is the model's to write anew."""
         words = self.tokenizer
-        found = words.prompt(text) if isinstance(words, ForeignTokenizer) else heal(words, text)
-        return found.ids, found.required
+        found = words.heal_prompt(text) if isinstance(words, HFTokenizer) else heal(words, text)
+        return found.ids, found.forced_prefix
 
-    def plain(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         """Ids of a text and nothing else."""
         return [int(i) for i in self.tokenizer.encode(text)]
 
@@ -61,10 +61,10 @@ class Served:
             "object": "model",
             "created": self.created,
             "owned_by": "whorl",
-            "context_length": self.context,
+            "context_length": self.max_model_len,
             "vocab_size": self.vocab_size,
-            "whorl": {"chat": self.chat.trained, "template": self.chat.kind},
-            "capabilities": ["completion", "chat", *(["embedding"] if self.vector else [])],
+            "whorl": {"chat": self.chat_template.is_trained, "template": self.chat_template.kind},
+            "capabilities": ["completion", "chat", *(["embedding"] if self.embed else [])],
         }
 
 
@@ -74,12 +74,12 @@ class ServedEmbedder:
 
     name: str
     tokenizer: Tokenizer
-    context: int
-    vector: Callable[[Sequence[int]], list[float]]
+    max_model_len: int
+    embed: Callable[[Sequence[int]], list[float]]
     aliases: frozenset[str] = frozenset()
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def plain(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         return [int(i) for i in self.tokenizer.encode(text)]
 
     @property
@@ -89,13 +89,13 @@ class ServedEmbedder:
             "object": "model",
             "created": self.created,
             "owned_by": "whorl",
-            "context_length": self.context,
+            "context_length": self.max_model_len,
             "capabilities": ["embedding"],
         }
 
 
 @torch.inference_mode()
-def mean_pooled(model: LanguageModel, ids: Sequence[int]) -> list[float]:
+def mean_pooled_embedding(model: LanguageModel, ids: Sequence[int]) -> list[float]:
     """The mean of a language model's last hidden states over a text, as a unit vector [d_model].
 
     A model that was trained to write, not to compare: texts lie in a narrow cone, and cosines are high throughout. Train an

@@ -25,17 +25,17 @@ from whorl.errors import ConfigError
 from whorl.machine.device_probe import Machine
 from whorl.models import Decoder, LanguageModel
 from whorl.models.lora import load_lora
-from whorl.serve.worker.model_entry import Served, ServedEmbedder, Words, mean_pooled
+from whorl.serve.worker.model_entry import AnyTokenizer, ServedEmbedder, ServedModel, mean_pooled_embedding
 from whorl.store import Store
-from whorl.tokens.chat import ChatTemplate, open_chat
-from whorl.tokens.hf_tokenizer import open_tokenizer
+from whorl.tokens.chat import ChatTemplate, load_chat_template
+from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
-CACHE_SHARE = 0.25  # of the memory that is free
-DEFAULT_CONTEXT = 4096  # of a model that has no bound of its own
+CACHE_MEMORY_FRACTION = 0.25  # of the memory that is free
+DEFAULT_MAX_MODEL_LEN = 4096  # of a model that has no bound of its own
 
 
-class Place:
+class ModelLocation:
     """Where a model lies: folder, kind ("model" or "embedder"), and the names that mean it, the one to show first.
 
     Raises:
@@ -61,16 +61,16 @@ class Place:
         self.names = list(dict.fromkeys(([name] if name else []) + names))
 
 
-def open_writer(
-    place: Place,
+def load_generation_model(
+    location: ModelLocation,
     machine: Machine,
     config: EngineConfig,
     *,
-    context: int | None = None,
+    max_model_len: int | None = None,
     cache_bytes: int | None = None,
     adapters: Sequence[str] = (),
-    **parts: Any,
-) -> tuple[list[Served], Engine]:
+    **engine_kwargs: Any,
+) -> tuple[list[ServedModel], Engine]:
     """A language model, itself and with each of its adapters, and the engine that runs all of them.
 
     Args:
@@ -84,31 +84,32 @@ def open_writer(
     """
     loras = [text.partition("=") for text in adapters]  # looked at before the weights are read
     for text, (name, _, folder) in zip(adapters, loras, strict=True):
-        if not name or not folder or name in place.names:
+        if not name or not folder or name in location.names:
             raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER, with a name of its own")
-    model = load_for_sampling(place.folder, machine, rows=min(8, config.max_sequences))
-    tokenizer = open_tokenizer(place.folder)
+    model = load_for_sampling(location.folder, machine, batch_size=min(8, config.max_num_seqs))
+    tokenizer = load_tokenizer(location.folder)
     gc.collect()
-    bound = model.longest or _well_read(model)
-    if context is not None:
-        if model.longest is not None and context > model.longest:
+    bound = model.max_positions or _default_max_model_len(model)
+    if max_model_len is not None:
+        if model.max_positions is not None and max_model_len > model.max_positions:
             raise ConfigError(
-                f"--context is {context:,}", expected=f"at most {model.longest:,}, the model's own"
+                f"--context is {max_model_len:,}",
+                expected=f"at most {model.max_positions:,}, the model's own",
             )
-        bound = context
+        bound = max_model_len
     each = model.kv_bytes_per_token() or 1
-    memory = cache_bytes or int(psutil.virtual_memory().available * CACHE_SHARE)
-    tokens = min(config.max_sequences * bound, memory // each)
-    if tokens < config.page_size:
+    memory = cache_bytes or int(psutil.virtual_memory().available * CACHE_MEMORY_FRACTION)
+    tokens = min(config.max_num_seqs * bound, memory // each)
+    if tokens < config.block_size:
         raise ConfigError(
             f"the cache would hold {tokens:,} positions of {each:,} bytes",
-            expected=f"at least a page of {config.page_size}",
+            expected=f"at least a page of {config.block_size}",
             do="give it more with --cache-memory",
         )
     sizes = config.model_copy(update={"max_length": bound, "cache_tokens": tokens})
-    chat = open_chat(place.folder, tokenizer)
-    engine = make_engine(model, tokenizer, chat, sizes, **parts)
-    base = served(place.names, tokenizer, chat, engine)
+    chat = load_chat_template(location.folder, tokenizer)
+    engine = make_engine(model, tokenizer, chat, sizes, **engine_kwargs)
+    base = served_model(location.names, tokenizer, chat, engine)
     models = [base]
     for name, _, folder in loras:
         engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
@@ -130,59 +131,67 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
         raise ConfigError(f"{name} is {problem['input']!r}", expected=str(problem["msg"]).lower()) from error
 
 
-def _well_read(model: LanguageModel) -> int:
+def _default_max_model_len(model: LanguageModel) -> int:
     """The context of a model that has no bound: as far as it reads well, where that is known."""
     known = isinstance(model, Decoder) and model.config.trained_length is not None
-    return model.reads_well if known else DEFAULT_CONTEXT
+    return model.eval_window if known else DEFAULT_MAX_MODEL_LEN
 
 
 def make_engine(
-    model: LanguageModel, tokenizer: Words, chat: ChatTemplate, config: EngineConfig, **parts: Any
+    model: LanguageModel,
+    tokenizer: AnyTokenizer,
+    chat: ChatTemplate,
+    config: EngineConfig,
+    **engine_kwargs: Any,
 ) -> Engine:
     """An engine that knows the model's words: what each id says, which must not be said, and how to follow a grammar."""
-    said = spoken(tokenizer, model)
+    said = token_bytes(tokenizer, model)
     ends = sorted(i for i in chat.stop_ids if i < len(said))
     compiler = GrammarCompiler(said, ends, len(said)) if ends else None
     return Engine(
         model,
         config,
         token_bytes=said,
-        forbidden=unspoken(tokenizer, model),
+        banned_ids=banned_ids(tokenizer, model),
         compile_grammar=compiler.compile if compiler is not None else None,
-        **parts,
+        **engine_kwargs,
     )
 
 
-def served(names: Sequence[str], tokenizer: Words, chat: ChatTemplate, engine: Engine) -> Served:
+def served_model(
+    names: Sequence[str], tokenizer: AnyTokenizer, chat: ChatTemplate, engine: Engine
+) -> ServedModel:
     """What the API knows of an engine's model."""
-    return Served(
+    return ServedModel(
         name=names[0],
         aliases=frozenset(names[1:]),
         tokenizer=tokenizer,
-        chat=chat,
+        chat_template=chat,
         vocab_size=engine.model.config.vocab_size,
-        context=engine.longest,
-        vector=lambda ids: mean_pooled(engine.model, ids),
+        max_model_len=engine.max_positions,
+        embed=lambda ids: mean_pooled_embedding(engine.model, ids),
     )
 
 
-def open_embedder(place: Place, machine: Machine) -> ServedEmbedder:
+def load_embedder(location: ModelLocation, machine: Machine) -> ServedEmbedder:
     """The house's sentence embedder.
 
     Raises:
         CheckpointError, DataError: a file is missing or damaged.
     """
-    words = Tokenizer.load(place.folder)
-    embedder = Embedder.load(place.folder, words, machine.device)
+    words = Tokenizer.load(location.folder)
+    embedder = Embedder.load(location.folder, words, machine.device)
 
     def vector(ids: Sequence[int]) -> list[float]:
         found: list[float] = embed_ids(embedder.encoder, [np.asarray(ids, words.dtype)])[0].tolist()
         return found
 
-    return ServedEmbedder(place.names[0], words, embedder.window, vector, frozenset(place.names[1:]))
+    return ServedEmbedder(
+        location.names[0], words, embedder.max_seq_length, vector, frozenset(location.names[1:])
+    )
 
 
-def spoken(tokenizer: Words, model: LanguageModel) -> list[bytes]:
+def token_bytes(tokenizer: AnyTokenizer, model: LanguageModel) -> list[bytes]:
     """The bytes of each of the model's rows; special tokens and rows that mean nothing have none."""
     words = tokenizer.token_bytes
     if isinstance(tokenizer, Tokenizer):
@@ -191,7 +200,7 @@ def spoken(tokenizer: Words, model: LanguageModel) -> list[bytes]:
     return [*words[:rows], *[b""] * (rows - len(words))]
 
 
-def unspoken(tokenizer: Words, model: LanguageModel) -> list[int]:
+def banned_ids(tokenizer: AnyTokenizer, model: LanguageModel) -> list[int]:
     """Ids that are never written: control tokens, and rows that only round the matrix up."""
     rows = model.config.vocab_size
     silent = [i for i in tokenizer.control_ids if i < rows]

@@ -31,13 +31,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from whorl.engine.request import Delta, Finish, Request, Token
+from whorl.engine.request import Delta, FinishReason, Request, Token
 
 LOG = logging.getLogger("whorl.serve")
 T = TypeVar("T")
 
 
-class Steps(Protocol):
+class EngineProtocol(Protocol):
     """What is asked of an engine: `engine.Engine` is one."""
 
     @property
@@ -50,18 +50,20 @@ class Steps(Protocol):
 class Stream:
     """One sequence on its way, as its reader sees it. All times are `time.perf_counter()`."""
 
-    def __init__(self, worker: Worker, request: Request) -> None:
+    def __init__(self, worker: EngineWorker, request: Request) -> None:
         self.request = request
-        self.submitted = time.perf_counter()
-        self.first = self.last = 0.0  # when its first and newest tokens came; 0: not yet
-        self.n_tokens = self.cached = 0
-        self.finish: Finish | None = None
+        self.submit_time = time.perf_counter()
+        self.first_token_time = self.last_token_time = (
+            0.0  # when its first and newest tokens came; 0: not yet
+        )
+        self.n_tokens = self.cached_tokens = 0
+        self.finish: FinishReason | None = None
         self.closed = False
         self._worker = worker
         self._tokens: list[Token] = []
         self._text = bytearray()
-        self._prompt: list[float] = []
-        self._news = False
+        self._prompt_log_probs: list[float] = []
+        self._has_output = False
         self._event = asyncio.Event()
         self._admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: BaseException | None = None
@@ -76,7 +78,7 @@ class Stream:
         Raises:
             RuntimeError: the engine failed, or the worker was stopped.
         """
-        while not self._news:
+        while not self._has_output:
             if self._error is not None:
                 raise self._error
             self._event.clear()
@@ -86,43 +88,43 @@ class Stream:
             tuple(self._tokens),
             bytes(self._text),
             self.finish,
-            self.cached,
-            tuple(self._prompt),
+            self.cached_tokens,
+            tuple(self._prompt_log_probs),
         )
         self._tokens.clear()
         self._text.clear()
-        self._prompt.clear()
-        self._news = False
+        self._prompt_log_probs.clear()
+        self._has_output = False
         return delta
 
     def close(self) -> None:
         """No more is wanted. Aborts what still runs; calling it again, or after the end, does nothing."""
         if not self.closed:
             self.closed = True
-            self._worker._leave(self)
+            self._worker._abort_stream(self)
 
-    def cut(self) -> None:
+    def truncate(self) -> None:
         """Ended from this side: its reader gets what there is, and an end as if the tokens had run out."""
         if not self.closed:
-            self.closed, self._news = True, True
-            self._worker._leave(self)
+            self.closed, self._has_output = True, True
+            self._worker._abort_stream(self)
             self.finish = "length"
             self._event.set()
 
-    def _feed(self, delta: Delta, now: float) -> None:
+    def _push(self, delta: Delta, now: float) -> None:
         if delta.tokens:
-            self.first = self.first or now
-            self.last = now
+            self.first_token_time = self.first_token_time or now
+            self.last_token_time = now
             self.n_tokens += len(delta.tokens)
-        self.cached = max(self.cached, delta.cached)
-        self.finish = delta.finish
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.finish = delta.finish_reason
         self._tokens += delta.tokens
         self._text += delta.text
-        self._prompt += delta.prompt_log_probs
-        self._news = True
+        self._prompt_log_probs += delta.prompt_log_probs
+        self._has_output = True
         self._event.set()
 
-    def _taken(self) -> None:
+    def _mark_admitted(self) -> None:
         if not self._admitted.done():
             self._admitted.set_result(None)
 
@@ -134,7 +136,7 @@ class Stream:
         self._event.set()
 
 
-class Worker:
+class EngineWorker:
     """An engine's thread.
 
     Args:
@@ -142,9 +144,11 @@ class Worker:
         ended: told each stream once, when it ends or is left, in the event loop (metrics).
     """
 
-    def __init__(self, engine: Steps, ended: Callable[[Stream], None] = lambda stream: None) -> None:
-        self.engine, self.ended = engine, ended
-        self.failed: BaseException | None = None
+    def __init__(
+        self, engine: EngineProtocol, on_finish: Callable[[Stream], None] = lambda stream: None
+    ) -> None:
+        self.engine, self.on_finish = engine, on_finish
+        self.error: BaseException | None = None
         self.streams: dict[str, Stream] = {}  # the event loop's
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = asyncio.Event()
@@ -155,7 +159,7 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Sequences that have no token yet."""
-        return sum(not stream.first for stream in self.streams.values())
+        return sum(not stream.first_token_time for stream in self.streams.values())
 
     @property
     def running(self) -> int:
@@ -176,16 +180,16 @@ class Worker:
         while self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, 1.0)
         self._thread = None
-        self._tell_all(RuntimeError("the server stops"))
+        self._fail_all(RuntimeError("the server stops"))
 
-    async def drained(self) -> None:
+    async def wait_drained(self) -> None:
         """Returns once no stream is left."""
         await self._idle.wait()
 
     def submit(self, request: Request) -> Stream:
         """Hands `request` to the engine; `Stream.admitted` says what it made of it."""
         stream = Stream(self, request)
-        if self.failed is not None:
+        if self.error is not None:
             stream._fail(RuntimeError("the engine failed"))
             return stream
         self.streams[request.id] = stream
@@ -195,7 +199,7 @@ class Worker:
 
     async def call(self, function: Callable[[Any], T]) -> T:
         """`function(engine)` between two steps, in the engine's thread; what it raises is raised here."""
-        if self.failed is not None or self._thread is None:
+        if self.error is not None or self._thread is None:
             raise RuntimeError("the engine does not run")
         future: Future[T] = Future()
 
@@ -214,19 +218,19 @@ class Worker:
     def _run(self) -> None:
         while True:
             try:
-                if not self._obey():
+                if not self._run_commands():
                     return
                 deltas = self.engine.step()
                 now = time.perf_counter()
             except Exception as error:
                 LOG.error("the engine failed", exc_info=error)
-                self.failed = error
-                self._soon(lambda: self._tell_all(RuntimeError("the engine failed")))
+                self.error = error
+                self._call_in_loop(lambda: self._fail_all(RuntimeError("the engine failed")))
                 return
             if deltas:
-                self._soon(lambda deltas=deltas, now=now: self._deliver(deltas, now))  # type: ignore[misc]
+                self._call_in_loop(lambda deltas=deltas, now=now: self._deliver(deltas, now))  # type: ignore[misc]
 
-    def _obey(self) -> bool:
+    def _run_commands(self) -> bool:
         """Does what was asked for; waits for something to do while the engine is idle. False: leave."""
         while True:
             try:
@@ -243,14 +247,14 @@ class Worker:
         try:
             self.engine.add(stream.request)
         except Exception as error:
-            self._soon(lambda error=error: self._refused(stream, error))  # type: ignore[misc]
+            self._call_in_loop(lambda error=error: self._reject(stream, error))  # type: ignore[misc]
         else:
-            self._soon(stream._taken)
+            self._call_in_loop(stream._mark_admitted)
 
     def _abort(self, request_id: str) -> None:
         self.engine.abort(request_id)
 
-    def _soon(self, function: Callable[[], Any]) -> None:
+    def _call_in_loop(self, function: Callable[[], Any]) -> None:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function)
@@ -264,27 +268,27 @@ class Worker:
             stream = self.streams.get(delta.request_id)
             if stream is None or stream.closed:
                 continue
-            stream._feed(delta, now)
-            if delta.finish is not None:
+            stream._push(delta, now)
+            if delta.finish_reason is not None:
                 stream.closed = True
-                self._forget(stream)
+                self._remove_stream(stream)
 
-    def _refused(self, stream: Stream, error: BaseException) -> None:
+    def _reject(self, stream: Stream, error: BaseException) -> None:
         stream.closed = True
         stream._fail(error)
-        self._forget(stream)
+        self._remove_stream(stream)
 
-    def _leave(self, stream: Stream) -> None:
+    def _abort_stream(self, stream: Stream) -> None:
         stream.finish = "abort"
         self._commands.put(lambda: self._abort(stream.request.id))
-        self._forget(stream)
+        self._remove_stream(stream)
 
-    def _forget(self, stream: Stream) -> None:
+    def _remove_stream(self, stream: Stream) -> None:
         if self.streams.pop(stream.request.id, None) is not None:
-            self.ended(stream)
+            self.on_finish(stream)
         if not self.streams:
             self._idle.set()
 
-    def _tell_all(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         for stream in list(self.streams.values()):
-            self._refused(stream, error)
+            self._reject(stream, error)

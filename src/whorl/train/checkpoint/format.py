@@ -46,11 +46,21 @@ from torch import Tensor
 
 from whorl.errors import CheckpointError
 from whorl.train.checkpoint import writer
-from whorl.train.checkpoint.staging import PAGE, TYPES, Area, Entry, Layout, copiers, copy_all, readers, stage
+from whorl.train.checkpoint.staging import (
+    DTYPES_BY_NAME,
+    PAGE,
+    Entry,
+    Layout,
+    StagingBuffer,
+    copy_all,
+    copy_pool,
+    copy_to_staging,
+    read_pool,
+)
 from whorl.train.checkpoint.writer import FORMAT, HASH, INDEX, TENSORS
 
-KEEP = 2
-INEXACT = (
+DEFAULT_KEEP = 2
+FLOAT_DTYPES = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
     torch.float16,
@@ -71,39 +81,44 @@ class Checkpoint:
 
     step: int
     tensors: dict[str, Tensor]
-    record: dict[str, Any]
+    metadata: dict[str, Any]
 
 
-def index_of(step: int, layout: Layout, record: Mapping[str, Any]) -> dict[str, Any]:
+def build_index(step: int, layout: Layout, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """What `writer.write` is to be told beside the bytes."""
     tensors = {}
     for name, entry in layout.entries.items():
         shape = list(entry.shape)
         whole = {"file": TENSORS, "start": [0] * len(shape), "shape": shape, "offset": entry.offset}
         tensors[name] = {"dtype": entry.dtype, "shape": shape, "pieces": [whole]}
-    return {"step": step, "bytes": layout.n_bytes, "tensors": tensors, "record": dict(record)}
+    return {"step": step, "bytes": layout.n_bytes, "tensors": tensors, "record": dict(metadata)}
 
 
 def save(
-    folder: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any], *, keep: int = KEEP
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any],
+    *,
+    keep: int = DEFAULT_KEEP,
 ) -> Path:
     """Writes the checkpoint of `step` before it returns, and removes all but the newest `keep`.
 
     Raises:
         DiskFullError: no space; older checkpoints are untouched.
     """
-    area, layout = Area(), Layout.of(tensors)
+    area, layout = StagingBuffer(), Layout.from_tensors(tensors)
     try:
-        with copiers() as threads:
-            stage(area, layout, tensors, threads)
+        with copy_pool() as threads:
+            copy_to_staging(area, layout, tensors, threads)
         view = area.view(0, area.size)
-        return writer.write(folder, index_of(step, layout, record), view, keep=keep)
+        return writer.write_checkpoint(folder, build_index(step, layout, metadata), view, keep=keep)
     finally:
         area.close()
 
 
-def newest(
-    folder: Path, say: Callable[[str], None] = lambda _: None, area: Area | None = None
+def load_latest(
+    folder: Path, log: Callable[[str], None] = lambda _: None, staging: StagingBuffer | None = None
 ) -> Checkpoint | None:
     """The newest whole checkpoint of `folder`, or None. `say` is told of each that was passed over and why.
 
@@ -112,11 +127,11 @@ def newest(
     """
     for path in sorted(folder.glob("step-*"), reverse=True):
         try:
-            return load(path, area)
+            return load(path, staging)
         except NewerFormatError:
             raise
         except CheckpointError as error:
-            say(f"passed over {path.name}: {error}")
+            log(f"passed over {path.name}: {error}")
     return None
 
 
@@ -127,7 +142,7 @@ def read_index(path: Path) -> dict[str, Any]:
         CheckpointError: missing, damaged, or of another format. NewerFormatError: of a newer one.
     """
     try:
-        body = writer.unseal((path / INDEX).read_text())
+        body = writer.parse_index((path / INDEX).read_text())
         if body["format"] != FORMAT:
             newer = int(body["format"]) > FORMAT
             raise (NewerFormatError if newer else CheckpointError)(
@@ -137,10 +152,10 @@ def read_index(path: Path) -> dict[str, Any]:
             )
         return body
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path / INDEX}: {_words(error)}") from error
+        raise CheckpointError(f"{path / INDEX}: {_error_text(error)}") from error
 
 
-def load(path: Path, area: Area | None = None) -> Checkpoint:
+def load(path: Path, staging: StagingBuffer | None = None) -> Checkpoint:
     """The checkpoint at `path`, checked.
 
     Args:
@@ -150,7 +165,7 @@ def load(path: Path, area: Area | None = None) -> Checkpoint:
         CheckpointError: missing or unreadable files, a hash that differs, or another format.
     """
     body = read_index(path)
-    area = area or Area()
+    staging = staging or StagingBuffer()
     try:
         files: dict[str, Any] = body["files"]
         sizes = {name: int(file["bytes"]) for name, file in files.items()}
@@ -160,31 +175,31 @@ def load(path: Path, area: Area | None = None) -> Checkpoint:
             if have != size:
                 raise CheckpointError(f"{path / name} has {have:,} bytes", expected=f"{size:,}")
             starts[name], end = end, end + -(-size // PAGE) * PAGE
-        area.ensure(end)
-        with readers() as threads:
+        staging.ensure_capacity(end)
+        with read_pool() as threads:
             for name, start in starts.items():
                 _read(
                     path / name,
                     files[name],
                     sizes[name],
-                    area.view(start, -(-sizes[name] // PAGE) * PAGE),
+                    staging.view(start, -(-sizes[name] // PAGE) * PAGE),
                     threads,
                 )
-        tensors = {name: _assemble(t, area, starts) for name, t in body["tensors"].items()}
+        tensors = {name: _assemble(t, staging, starts) for name, t in body["tensors"].items()}
         return Checkpoint(int(body["step"]), tensors, body["record"])
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: {_words(error)}") from error
+        raise CheckpointError(f"{path}: {_error_text(error)}") from error
 
 
-def _read(path: Path, about: Mapping[str, Any], size: int, into: memoryview, threads: Executor) -> None:
+def _read(path: Path, file_entry: Mapping[str, Any], size: int, into: memoryview, pool: Executor) -> None:
     """The file at `path`, checked while it is read. `into`: whole pages, which a read past the page cache wants."""
-    if about["hash"] != HASH:
-        raise CheckpointError(f"{path} is hashed with {about['hash']!r}", expected=HASH)
-    chunk = int(about["chunk"])
-    if len(about["chunks"]) != -(-size // chunk):
-        raise CheckpointError(f"{path} has {len(about['chunks'])} hashes for {size:,} bytes")
+    if file_entry["hash"] != HASH:
+        raise CheckpointError(f"{path} is hashed with {file_entry['hash']!r}", expected=HASH)
+    chunk = int(file_entry["chunk"])
+    if len(file_entry["chunks"]) != -(-size // chunk):
+        raise CheckpointError(f"{path} has {len(file_entry['chunks'])} hashes for {size:,} bytes")
     file = os.open(path, os.O_RDONLY)
     direct = file
     if hasattr(os, "O_DIRECT") and chunk % PAGE == 0:
@@ -204,10 +219,10 @@ def _read(path: Path, about: Mapping[str, Any], size: int, into: memoryview, thr
             if not n:
                 return False
             at += n
-        return writer.digest(into[start:end]) == str(about["chunks"][number])
+        return writer.digest(into[start:end]) == str(file_entry["chunks"][number])
 
     try:
-        for number, whole in enumerate(threads.map(one, range(len(about["chunks"])))):
+        for number, whole in enumerate(pool.map(one, range(len(file_entry["chunks"])))):
             if not whole:
                 raise CheckpointError(
                     f"{path}: its content differs from its recorded hash, between the bytes {number * chunk:,} and "
@@ -218,19 +233,19 @@ def _read(path: Path, about: Mapping[str, Any], size: int, into: memoryview, thr
             os.close(each)
 
 
-def _assemble(about: Mapping[str, Any], area: Area, starts: Mapping[str, int]) -> Tensor:
+def _assemble(tensor_entry: Mapping[str, Any], staging: StagingBuffer, starts: Mapping[str, int]) -> Tensor:
     """A tensor from its pieces; one piece that is all of it stays where it was read."""
-    shape, dtype = tuple(about["shape"]), str(about["dtype"])
+    shape, dtype = tuple(tensor_entry["shape"]), str(tensor_entry["dtype"])
     whole: Tensor | None = None
-    for piece in about["pieces"]:
+    for piece in tensor_entry["pieces"]:
         part = tuple(piece["shape"])
-        size = TYPES[dtype].itemsize
+        size = DTYPES_BY_NAME[dtype].itemsize
         for n in part:
             size *= n
-        found = area.tensor(Entry(dtype, part, int(piece["offset"]), size), starts[piece["file"]])
+        found = staging.tensor(Entry(dtype, part, int(piece["offset"]), size), starts[piece["file"]])
         if part == shape:
             return found
-        whole = torch.empty(shape, dtype=TYPES[dtype]) if whole is None else whole
+        whole = torch.empty(shape, dtype=DTYPES_BY_NAME[dtype]) if whole is None else whole
         whole[tuple(slice(s, s + n) for s, n in zip(piece["start"], part, strict=True))] = found
     if whole is None:
         raise ValueError(f"a tensor of shape {shape} has no pieces")
@@ -251,15 +266,15 @@ def restore(target: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None
                 expected=f"{'no such tensor' if want is None else tuple(want.shape)}",
                 do="the checkpoint is of another model: remove it to start again",
             )
-        if want.dtype != have.dtype and not (want.dtype in INEXACT and have.dtype in INEXACT):
+        if want.dtype != have.dtype and not (want.dtype in FLOAT_DTYPES and have.dtype in FLOAT_DTYPES):
             raise CheckpointError(
                 f"checkpoint tensor {name!r} is of type {have.dtype}", expected=str(want.dtype)
             )
-    with copiers() as threads:
+    with copy_pool() as threads:
         copy_all([(target[name], tensors[name]) for name in target], threads)
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return f"{Path(error.filename).name if error.filename else 'a file'} is missing"
     if isinstance(error, json.JSONDecodeError):

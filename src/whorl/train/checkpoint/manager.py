@@ -32,65 +32,65 @@ from torch import Tensor
 
 from whorl.errors import CheckpointError, DiskFullError
 from whorl.store.address import canonical_json
-from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, index_of, load
-from whorl.train.checkpoint.remote import Durable, Found, Tiers
+from whorl.train.checkpoint.format import Checkpoint, NewerFormatError, build_index, load
+from whorl.train.checkpoint.remote import CheckpointConfig, RemoteCheckpoint, RemoteStore
 from whorl.train.checkpoint.rng_state import (
-    generator_record,
-    generator_tensors,
-    restore_generators,
-    without_generators,
+    restore_rng_state,
+    rng_metadata,
+    rng_tensors,
+    without_rng_state,
 )
-from whorl.train.checkpoint.size_report import anatomy
-from whorl.train.checkpoint.staging import Area, Layout, copiers, stage
-from whorl.train.checkpoint.writer_process import Background
+from whorl.train.checkpoint.size_report import bytes_per_parameter
+from whorl.train.checkpoint.staging import Layout, StagingBuffer, copy_pool, copy_to_staging
+from whorl.train.checkpoint.writer_process import AsyncWriter
 
-FOLDER = "stable"
+BRANCH_FOLDER = "stable"
 
 
-def place(scratch: Path, step: int) -> Path:
+def branch_folder(scratch: Path, step: int) -> Path:
     """Where the state after `step` steps is put aside during the stable run."""
-    return scratch / FOLDER / f"{step:08d}"
+    return scratch / BRANCH_FOLDER / f"{step:08d}"
 
 
-PATIENCE = 60.0  # seconds that an upload may take after training has ended
+UPLOAD_TIMEOUT = 60.0  # seconds that an upload may take after training has ended
 
 
 @dataclass
-class Account:
+class CheckpointStats:
     """What checkpoints came to, over all of a run's starts."""
 
     written: int = 0
-    late: int = 0  # came due while the one before was being written
-    blocked_seconds: float = 0.0  # that steps waited for copies, in all
-    longest_block: float = 0.0
+    deferred: int = 0  # came due while the one before was being written
+    stall_seconds: float = 0.0  # that steps waited for copies, in all
+    max_stall_seconds: float = 0.0
     write_seconds: float = 0.0  # of the writer, in all
-    bytes: int = 0  # of the last one
-    durable_written: int = 0
-    durable_failed: int = 0
-    durable_at: float = 0.0  # when one was last asked for, in seconds since 1970
-    durable_error: str = ""  # the last one; empty once an upload succeeded
-    resumed: int = 0
-    passed_over: list[str] = field(default_factory=list)
-    parts: list[dict[str, Any]] = field(default_factory=list)
+    last_bytes: int = 0  # of the last one
+    remote_written: int = 0
+    remote_failed: int = 0
+    last_remote_time: float = 0.0  # when one was last asked for, in seconds since 1970
+    remote_error: str = ""  # the last one; empty once an upload succeeded
+    resumes: int = 0
+    rejected: list[str] = field(default_factory=list)
+    size_report: list[dict[str, Any]] = field(default_factory=list)
 
-    def line(self) -> str:
+    def summary(self) -> str:
         """For a report."""
-        text = f"{self.written:,} of {self.bytes / 1e6:,.1f} MB; steps waited {self.blocked_seconds:.2f} s in all"
-        if self.late:
-            text += f"; {self.late:,} began late, the one before being written still"
-        if self.resumed:
-            text += f"; continued {self.resumed:,} times"
-        if self.passed_over:
-            text += f"; passed over: {self.passed_over[-1]}"
-        if self.durable_written or self.durable_failed:
-            text += f"; {self.durable_written:,} in the durable tier"
-        if self.durable_failed:
-            last = f", the last: {self.durable_error}" if self.durable_error else ", and succeeded later"
-            text += f" ({self.durable_failed:,} failed{last})"
+        text = f"{self.written:,} of {self.last_bytes / 1e6:,.1f} MB; steps waited {self.stall_seconds:.2f} s in all"
+        if self.deferred:
+            text += f"; {self.deferred:,} began late, the one before being written still"
+        if self.resumes:
+            text += f"; continued {self.resumes:,} times"
+        if self.rejected:
+            text += f"; passed over: {self.rejected[-1]}"
+        if self.remote_written or self.remote_failed:
+            text += f"; {self.remote_written:,} in the durable tier"
+        if self.remote_failed:
+            last = f", the last: {self.remote_error}" if self.remote_error else ", and succeeded later"
+            text += f" ({self.remote_failed:,} failed{last})"
         return text
 
 
-class Keeper:
+class CheckpointManager:
     """The checkpoints of one job.
 
     Args:
@@ -107,26 +107,28 @@ class Keeper:
         identity: dict[str, Any],
         *,
         seconds: float = 30.0,
-        say: Callable[[str], None] = lambda _: None,
-        tiers: Tiers | None = None,
-        account: Account | None = None,
+        log: Callable[[str], None] = lambda _: None,
+        config: CheckpointConfig | None = None,
+        stats: CheckpointStats | None = None,
         thread: bool = False,
     ) -> None:
-        self.folder, self.identity, self.seconds, self.say = folder, identity, seconds, say
-        self.tiers, self.thread = tiers or Tiers(), thread
-        self.account = account if account is not None else Account()
-        self.job = "job-" + hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
-        self.area = Area()
+        self.folder, self.identity, self.seconds, self.log = folder, identity, seconds, log
+        self.config, self.thread = config or CheckpointConfig(), thread
+        self.stats = stats if stats is not None else CheckpointStats()
+        self.job_id = "job-" + hashlib.sha256(canonical_json(identity)).hexdigest()[:16]
+        self.staging = StagingBuffer()
         self.layout: Layout | None = None
-        self.threads = copiers()
-        self.background: Background | None = None
-        self.writing: int | None = None  # the step whose checkpoint is being written
-        self.aside = False  # and whether that is one that was put aside
-        self.last = time.monotonic()
-        self.account.durable_at = self.account.durable_at or time.time()
-        self.uploaded: int | None = None  # the last step that was to be uploaded
-        self.lead = seconds / 2  # how long a checkpoint takes to be whole; until one is, nobody knows
-        self.counted_late = False
+        self.copy_pool = copy_pool()
+        self.writer: AsyncWriter | None = None
+        self.step_in_progress: int | None = None  # the step whose checkpoint is being written
+        self.writing_named = False  # and whether that is one that was put aside
+        self.last_save_time = time.monotonic()
+        self.stats.last_remote_time = self.stats.last_remote_time or time.time()
+        self.last_uploaded_step: int | None = None  # the last step that was to be uploaded
+        self.expected_write_seconds = (
+            seconds / 2
+        )  # how long a checkpoint takes to be whole; until one is, nobody knows
+        self.deferral_counted = False
 
     def resume(self) -> Checkpoint | None:
         """The newest whole checkpoint of all tiers, or None; the generators are as they were then.
@@ -134,25 +136,25 @@ class Keeper:
         Raises:
             CheckpointError: it is of another job, or of a newer format.
         """
-        found = self._newest()
+        found = self._load_latest()
         if found is None:
             return None
-        self._check(found, self.folder, "remove that folder to train from the start")
-        for each in fields(Account):
+        self._check_identity(found, self.folder, "remove that folder to train from the start")
+        for each in fields(CheckpointStats):
             if each.name != "passed_over":
                 setattr(
-                    self.account,
+                    self.stats,
                     each.name,
-                    found.record["account"].get(each.name, getattr(self.account, each.name)),
+                    found.metadata["account"].get(each.name, getattr(self.stats, each.name)),
                 )
-        self.account.passed_over = [*found.record["account"]["passed_over"], *self.account.passed_over]
-        self.account.resumed += 1
-        if self.account.written:
-            self.lead = self.account.write_seconds / self.account.written
-        restore_generators(found)
-        return Checkpoint(found.step, without_generators(found.tensors), found.record)
+        self.stats.rejected = [*found.metadata["account"]["passed_over"], *self.stats.rejected]
+        self.stats.resumes += 1
+        if self.stats.written:
+            self.expected_write_seconds = self.stats.write_seconds / self.stats.written
+        restore_rng_state(found)
+        return Checkpoint(found.step, without_rng_state(found.tensors), found.metadata)
 
-    def begin(self, path: Path, but: Collection[str]) -> Checkpoint:
+    def load_branch(self, path: Path, may_differ: Collection[str]) -> Checkpoint:
         """What another job put aside at `path`; the generators are as they were then.
 
         but: in what the job may differ from this one.
@@ -160,53 +162,59 @@ class Keeper:
         Raises:
             CheckpointError: damaged, of a newer format, or of a job that differs in more.
         """
-        found = load(path, self.area)
-        self._check(found, path, "give it the parents that the stable run had", but)
-        restore_generators(found)
-        return Checkpoint(found.step, without_generators(found.tensors), found.record)
+        found = load(path, self.staging)
+        self._check_identity(found, path, "give it the parents that the stable run had", may_differ)
+        restore_rng_state(found)
+        return Checkpoint(found.step, without_rng_state(found.tensors), found.metadata)
 
-    def _check(self, found: Checkpoint, where: Path, do: str, but: Collection[str] = ()) -> None:
-        theirs = found.record["job"]
-        differing = sorted(k for k in self.identity if theirs.get(k) != self.identity[k] and k not in but)
+    def _check_identity(
+        self, found: Checkpoint, where: Path, do: str, may_differ: Collection[str] = ()
+    ) -> None:
+        theirs = found.metadata["job"]
+        differing = sorted(
+            k for k in self.identity if theirs.get(k) != self.identity[k] and k not in may_differ
+        )
         if differing:
             raise CheckpointError(
                 f"the checkpoint in {where} is of another job: {', '.join(differing)} differs", do=do
             )
 
-    def _newest(self) -> Checkpoint | None:
+    def _load_latest(self) -> Checkpoint | None:
         """The newest step first, and of one step the local one."""
         local = sorted(self.folder.glob("step-*"))
-        candidates: list[tuple[int, bool, Path | Found]] = [(int(p.name[5:]), True, p) for p in local]
-        durable, far = None, list[Found]()
-        if self.tiers.durable is not None:
+        candidates: list[tuple[int, bool, Path | RemoteCheckpoint]] = [
+            (int(p.name[5:]), True, p) for p in local
+        ]
+        durable, far = None, list[RemoteCheckpoint]()
+        if self.config.remote_url is not None:
             try:
-                durable = Durable(self.tiers.durable, self.job)
-                far, _ = durable.found()
+                durable = RemoteStore(self.config.remote_url, self.job_id)
+                far, _ = durable.list_checkpoints()
             except Exception as error:  # any back end, any reason
-                self._pass_over(self.tiers.durable, error)
+                self._reject(self.config.remote_url, error)
         candidates += [(each.step, False, each) for each in far]
         for _, _, each in sorted(candidates, key=lambda item: item[:2], reverse=True):
             try:
                 if isinstance(each, Path):
-                    return load(each, self.area)
+                    return load(each, self.staging)
                 assert durable is not None
-                return load(durable.fetch(each, self.folder), self.area)
+                return load(durable.download(each, self.folder), self.staging)
             except NewerFormatError:
                 raise
             except CheckpointError as error:
-                self._pass_over(each.name, error)
+                self._reject(each.name, error)
                 if isinstance(each, Path):
-                    self._set_aside(each)
+                    self._move_damaged(each)
             except Exception as error:
-                self._pass_over(f"{each.name} of {self.tiers.durable}", error)
+                self._reject(f"{each.name} of {self.config.remote_url}", error)
         return None
 
-    def _pass_over(self, what: str, error: Exception) -> None:
+    def _reject(self, what: str, error: Exception) -> None:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        self.say(f"passed over {what}: {why}")
-        self.account.passed_over.append(f"{what}: {why}")
+        self.log(f"passed over {what}: {why}")
+        self.stats.rejected.append(f"{what}: {why}")
 
-    def _set_aside(self, damaged: Path) -> None:
+    def _move_damaged(self, damaged: Path) -> None:
         """Out of the way of retention, which goes by numbers and would take it for the newest; there to be looked at."""
         for older in self.folder.glob("damaged-*"):
             shutil.rmtree(older, ignore_errors=True)
@@ -218,15 +226,15 @@ class Keeper:
 
         parameters: how many the model has, for the account of bytes per parameter.
         """
-        tensors = {**tensors, **generator_tensors()}
-        self.layout = Layout.of(tensors)
-        self.area.ensure(self.layout.n_bytes)
-        self.account.parts = anatomy(tensors, parameters)
-        self.background = self.background or Background(self.area, thread=self.thread)
+        tensors = {**tensors, **rng_tensors()}
+        self.layout = Layout.from_tensors(tensors)
+        self.staging.ensure_capacity(self.layout.n_bytes)
+        self.stats.size_report = bytes_per_parameter(tensors, parameters)
+        self.writer = self.writer or AsyncWriter(self.staging, thread=self.thread)
 
-    def owes_upload(self, step: int) -> bool:
+    def needs_upload(self, step: int) -> bool:
         """Whether the durable tier, if there is one, was not told to take `step`."""
-        return self.tiers.durable is not None and self.uploaded != step
+        return self.config.remote_url is not None and self.last_uploaded_step != step
 
     def due(self) -> bool:
         """Whether a checkpoint is to be taken now.
@@ -234,24 +242,26 @@ class Keeper:
         Raises:
             DiskFullError, CheckpointError: the one before could not be written.
         """
-        self._hear()
-        if time.monotonic() - self.last < max(self.seconds / 2, self.seconds - self.lead):
+        self._poll_writer()
+        if time.monotonic() - self.last_save_time < max(
+            self.seconds / 2, self.seconds - self.expected_write_seconds
+        ):
             return False
-        if self.writing is None or not self.seconds:
+        if self.step_in_progress is None or not self.seconds:
             return True
-        if not self.counted_late:
-            self.counted_late = True
-            self.account.late += 1
-            self.say(f"a checkpoint is late: that of step {self.writing:,} is being written still")
+        if not self.deferral_counted:
+            self.deferral_counted = True
+            self.stats.deferred += 1
+            self.log(f"a checkpoint is late: that of step {self.step_in_progress:,} is being written still")
         return False
 
     def save(
         self,
         step: int,
         tensors: Mapping[str, Tensor],
-        record: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         *,
-        durable: bool = False,
+        upload: bool = False,
     ) -> float:
         """Takes one; it is whole some time later (`finish` waits for that). Waits if one is being written.
 
@@ -264,41 +274,41 @@ class Keeper:
         Raises:
             DiskFullError, CheckpointError: the one before could not be written.
         """
-        account, began = self.account, time.monotonic()
-        self._stage(tensors)
-        copied = self.last = time.monotonic()
-        account.blocked_seconds += copied - began
-        account.longest_block = max(account.longest_block, copied - began)
-        since = time.time() - account.durable_at
-        far = self.tiers.durable is not None and (durable or since >= self.tiers.durable_seconds)
+        account, began = self.stats, time.monotonic()
+        self._copy_to_staging(tensors)
+        copied = self.last_save_time = time.monotonic()
+        account.stall_seconds += copied - began
+        account.max_stall_seconds = max(account.max_stall_seconds, copied - began)
+        since = time.time() - account.last_remote_time
+        far = self.config.remote_url is not None and (upload or since >= self.config.remote_interval)
         if far:
-            account.durable_at, self.uploaded = time.time(), step
+            account.last_remote_time, self.last_uploaded_step = time.time(), step
         kept = {
-            **(record or {}),
+            **(metadata or {}),
             "job": self.identity,
             "account": asdict(account),
-            "generators": generator_record(),
+            "generators": rng_metadata(),
         }
-        self._submit(self.folder, step, kept, far, forced=durable)
-        self.counted_late = False
+        self._submit(self.folder, step, kept, far, wait_for_upload=upload)
+        self.deferral_counted = False
         return copied - began
 
-    def put_aside(
+    def save_named(
         self,
         folder: Path,
         step: int,
         tensors: Mapping[str, Tensor],
-        record: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         """A copy of its own in `folder`, which neither `resume` nor retention looks at; else like `save`. What is saved
         after it is whole after it."""
         began = time.monotonic()
-        self._stage(tensors)
-        self.account.blocked_seconds += time.monotonic() - began
-        kept = {**(record or {}), "job": self.identity, "generators": generator_record()}
-        self._submit(folder, step, kept, far=False)
+        self._copy_to_staging(tensors)
+        self.stats.stall_seconds += time.monotonic() - began
+        kept = {**(metadata or {}), "job": self.identity, "generators": rng_metadata()}
+        self._submit(folder, step, kept, upload=False)
 
-    def found_aside(self, folder: Path) -> Mapping[str, Tensor]:
+    def load_named(self, folder: Path) -> Mapping[str, Tensor]:
         """What `put_aside` left in `folder`.
 
         Raises:
@@ -308,66 +318,71 @@ class Keeper:
         found = sorted(folder.glob("step-*"))
         if not found:
             raise CheckpointError(f"{folder} holds no copy of the weights")
-        return without_generators(load(found[-1], self.area).tensors)
+        return without_rng_state(load(found[-1], self.staging).tensors)
 
-    def _stage(self, tensors: Mapping[str, Tensor]) -> None:
+    def _copy_to_staging(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies `tensors` and the generators into the staging area, once nobody writes from it."""
         self.finish()
         if self.layout is None:
             self.prepare(tensors)
         assert self.layout is not None
-        tensors = {**tensors, **generator_tensors()}
-        if not self.layout.fits(tensors):
-            self.layout = Layout.of(tensors)
-        stage(self.area, self.layout, tensors, self.threads)
+        tensors = {**tensors, **rng_tensors()}
+        if not self.layout.matches(tensors):
+            self.layout = Layout.from_tensors(tensors)
+        copy_to_staging(self.staging, self.layout, tensors, self.copy_pool)
 
     def _submit(
-        self, folder: Path, step: int, record: Mapping[str, Any], far: bool, forced: bool = False
+        self,
+        folder: Path,
+        step: int,
+        metadata: Mapping[str, Any],
+        upload: bool,
+        wait_for_upload: bool = False,
     ) -> None:
-        assert self.layout is not None and self.background is not None
-        self.background.submit(
+        assert self.layout is not None and self.writer is not None
+        self.writer.submit(
             {
-                "folder": str(folder), "index": index_of(step, self.layout, record), "durable": far, "forced": forced,
-                "tiers": self.tiers.model_dump(mode="json"), "job": self.job,
+                "folder": str(folder), "index": build_index(step, self.layout, metadata), "durable": upload, "forced": wait_for_upload,
+                "tiers": self.config.model_dump(mode="json"), "job": self.job_id,
             }
         )  # fmt: skip
-        self.writing, self.aside = step, folder != self.folder
+        self.step_in_progress, self.writing_named = step, folder != self.folder
 
-    def _hear(self, patience: float | None = 0.0) -> None:
+    def _poll_writer(self, timeout: float | None = 0.0) -> None:
         """Takes in what the writer has told; waits for the first answer for `patience` seconds (None: however long)."""
-        while self.background is not None and (answer := self.background.answer(patience)) is not None:
-            patience = 0.0
+        while self.writer is not None and (answer := self.writer.poll_reply(timeout)) is not None:
+            timeout = 0.0
             if answer["tier"] == "durable":
-                self._hear_durable(answer)
+                self._on_upload_reply(answer)
                 continue
-            self.writing = None
+            self.step_in_progress = None
             if "error" in answer:
                 raise (DiskFullError if answer["full"] else CheckpointError)(answer["error"], do=answer["do"])
-            if self.aside:
+            if self.writing_named:
                 continue
-            self.lead = answer["seconds"]
-            self.account.written += 1
-            self.account.write_seconds += answer["seconds"]
-            self.account.bytes = answer["bytes"]
+            self.expected_write_seconds = answer["seconds"]
+            self.stats.written += 1
+            self.stats.write_seconds += answer["seconds"]
+            self.stats.last_bytes = answer["bytes"]
 
-    def _hear_durable(self, answer: dict[str, Any]) -> None:
-        account = self.account
-        if "late" in answer:
-            account.durable_failed += 1
-            account.durable_error = "an upload took longer than the time to the next"
-        elif "error" in answer:
-            account.durable_failed += 1
-            if not account.durable_error:
-                self.say(
-                    f"the durable tier {self.tiers.durable} cannot be written ({answer['error']}); training goes on"
+    def _on_upload_reply(self, reply: dict[str, Any]) -> None:
+        account = self.stats
+        if "late" in reply:
+            account.remote_failed += 1
+            account.remote_error = "an upload took longer than the time to the next"
+        elif "error" in reply:
+            account.remote_failed += 1
+            if not account.remote_error:
+                self.log(
+                    f"the durable tier {self.config.remote_url} cannot be written ({reply['error']}); training goes on"
                 )
-            account.durable_error = answer["error"]
+            account.remote_error = reply["error"]
         else:
-            if account.durable_error:
-                self.say(f"the durable tier {self.tiers.durable} can be written again")
-            account.durable_written, account.durable_error = account.durable_written + 1, ""
+            if account.remote_error:
+                self.log(f"the durable tier {self.config.remote_url} can be written again")
+            account.remote_written, account.remote_error = account.remote_written + 1, ""
 
-    def __enter__(self) -> Keeper:
+    def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -383,16 +398,18 @@ class Keeper:
         Raises:
             DiskFullError, CheckpointError: it could not be written.
         """
-        while self.writing is not None:
-            self._hear(None)
+        while self.step_in_progress is not None:
+            self._poll_writer(None)
 
     def close(self) -> None:
         """Lets the writer end what it has begun and gives the staging area back. Raises nothing; may be called twice."""
-        if self.background is not None:
-            if not self.background.close(PATIENCE):
-                self.say(f"an upload to {self.tiers.durable} was left unfinished after {PATIENCE:.0f} s")
+        if self.writer is not None:
+            if not self.writer.close(UPLOAD_TIMEOUT):
+                self.log(
+                    f"an upload to {self.config.remote_url} was left unfinished after {UPLOAD_TIMEOUT:.0f} s"
+                )
             with suppress(DiskFullError, CheckpointError):  # `finish` is for those who want to know
-                self._hear()
-            self.background = None
-        self.threads.shutdown()
-        self.area.close()
+                self._poll_writer()
+            self.writer = None
+        self.copy_pool.shutdown()
+        self.staging.close()

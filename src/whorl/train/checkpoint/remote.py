@@ -30,11 +30,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from whorl.train.checkpoint import writer
 from whorl.train.checkpoint.writer import INDEX
 
-NAME = re.compile(r"step-(\d{8,})\.(\d+)\.([0-9a-f]+)")
+NAME_PATTERN = re.compile(r"step-(\d{8,})\.(\d+)\.([0-9a-f]+)")
 HOUR = 3600.0
 
 
-class Tiers(BaseModel):
+class CheckpointConfig(BaseModel):
     """Where checkpoints are kept beside the time between the local ones, and for how long."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,24 +43,24 @@ class Tiers(BaseModel):
     keep_hours: float | None = Field(
         default=None, gt=0, description="of those, none older than this but the newest"
     )
-    durable: str | None = Field(default=None, description="folder or URL that outlives this machine")
-    durable_seconds: float = Field(default=600.0, ge=0, description="time between checkpoints there")
-    durable_keep: int = Field(default=3, ge=1, description="the newest so many stay there")
-    durable_keep_hours: float | None = Field(
+    remote_url: str | None = Field(default=None, description="folder or URL that outlives this machine")
+    remote_interval: float = Field(default=600.0, ge=0, description="time between checkpoints there")
+    remote_keep: int = Field(default=3, ge=1, description="the newest so many stay there")
+    remote_keep_hours: float | None = Field(
         default=None, gt=0, description="of those, none older but the newest"
     )
 
 
 @dataclass(frozen=True)
-class Found:
+class RemoteCheckpoint:
     """A checkpoint of the durable tier: its step, its name there, when it was begun."""
 
     step: int
     name: str
-    began: float
+    started_at: float
 
 
-class Durable:
+class RemoteStore:
     """The durable tier of one job. Raises whatever fsspec and its back ends raise."""
 
     def __init__(self, url: str, job: str) -> None:
@@ -70,7 +70,7 @@ class Durable:
         self.fs, root = fsspec.core.url_to_fs(url)
         self.root = f"{root.rstrip('/')}/{job}"
 
-    def found(self) -> tuple[list[Found], list[Found]]:
+    def list_checkpoints(self) -> tuple[list[RemoteCheckpoint], list[RemoteCheckpoint]]:
         """(those that have an index, those that are only begun), the newest first."""
         self.fs.invalidate_cache()
         if not self.fs.exists(self.root):
@@ -79,11 +79,15 @@ class Durable:
         for path in self.fs.find(self.root):
             *_, name, file = str(path).split("/")
             files.setdefault(name, set()).add(file)
-        known = [(Found(int(m[1]), m[0], float(m[2])), files[m[0]]) for m in map(NAME.fullmatch, files) if m]
-        known.sort(key=lambda item: (item[0].step, item[0].began), reverse=True)
+        known = [
+            (RemoteCheckpoint(int(m[1]), m[0], float(m[2])), files[m[0]])
+            for m in map(NAME_PATTERN.fullmatch, files)
+            if m
+        ]
+        known.sort(key=lambda item: (item[0].step, item[0].started_at), reverse=True)
         return [f for f, has in known if INDEX in has], [f for f, has in known if INDEX not in has]
 
-    def push(self, folder: Path, tiers: Tiers) -> str:
+    def upload(self, folder: Path, config: CheckpointConfig) -> str:
         """Uploads the checkpoint in `folder`, then removes those that are too many or too old; its name there."""
         name = f"{folder.name}.{int(time.time())}.{secrets.token_hex(3)}"
         self.fs.makedirs(f"{self.root}/{name}", exist_ok=True)
@@ -92,31 +96,31 @@ class Durable:
             self.fs.put_file(str(path), target)
             if "file" in (self.fs.protocol if isinstance(self.fs.protocol, tuple) else (self.fs.protocol,)):
                 for local in (Path(target), Path(target).parent):
-                    writer.flush(local)
-        self.prune(tiers)
+                    writer.fsync_path(local)
+        self.prune(config)
         return name
 
-    def prune(self, tiers: Tiers) -> None:
+    def prune(self, config: CheckpointConfig) -> None:
         """Retention; and what was begun an hour ago and never finished."""
-        whole, begun = self.found()
+        whole, begun = self.list_checkpoints()
         now = time.time()
         for number, each in enumerate(whole):
-            hours = (now - each.began) / HOUR
-            too_old = tiers.durable_keep_hours is not None and hours > tiers.durable_keep_hours
-            if number and (number >= tiers.durable_keep or too_old):
+            hours = (now - each.started_at) / HOUR
+            too_old = config.remote_keep_hours is not None and hours > config.remote_keep_hours
+            if number and (number >= config.remote_keep or too_old):
                 self.fs.rm_file(f"{self.root}/{each.name}/{INDEX}")  # first: no reader finds half of one
                 self.fs.rm(f"{self.root}/{each.name}", recursive=True)
         for each in begun:
-            if now - each.began > HOUR:
+            if now - each.started_at > HOUR:
                 self.fs.rm(f"{self.root}/{each.name}", recursive=True)
 
-    def fetch(self, each: Found, folder: Path) -> Path:
+    def download(self, checkpoint: RemoteCheckpoint, folder: Path) -> Path:
         """Downloads it next to the local ones, written aside and renamed; what it holds is checked when it is loaded."""
         folder.mkdir(parents=True, exist_ok=True)
-        aside, final = folder / f"writing-{os.getpid()}-fetched", folder / f"step-{each.step:08d}"
+        aside, final = folder / f"writing-{os.getpid()}-fetched", folder / f"step-{checkpoint.step:08d}"
         shutil.rmtree(aside, ignore_errors=True)  # of a download that failed
         aside.mkdir()
-        for path in self.fs.find(f"{self.root}/{each.name}"):
+        for path in self.fs.find(f"{self.root}/{checkpoint.name}"):
             self.fs.get_file(str(path), str(aside / str(path).split("/")[-1]))
         if final.exists():  # a damaged one: it was passed over, or we would not be here
             shutil.rmtree(final)
@@ -124,21 +128,21 @@ class Durable:
         return final
 
 
-class Uploads:
+class Uploader:
     """The durable tier at the writer's side. Told what happens to it, never raising."""
 
-    def __init__(self, tiers: Tiers, job: str, tell: Callable[[dict[str, Any]], None]) -> None:
-        self.tiers, self.job, self.tell = tiers, job, tell
-        self.tier: Durable | None = None
+    def __init__(self, config: CheckpointConfig, job: str, notify: Callable[[dict[str, Any]], None]) -> None:
+        self.config, self.job, self.notify = config, job, notify
+        self.store: RemoteStore | None = None
 
-    def push(self, folder: Path, step: int) -> None:
+    def upload(self, folder: Path, step: int) -> None:
         """Uploads, and tells how it went."""
         began = time.monotonic()
-        assert self.tiers.durable is not None
+        assert self.config.remote_url is not None
         try:
-            self.tier = self.tier or Durable(self.tiers.durable, self.job)
-            name = self.tier.push(folder, self.tiers)
+            self.store = self.store or RemoteStore(self.config.remote_url, self.job)
+            name = self.store.upload(folder, self.config)
         except Exception as error:  # any back end, any reason: training goes on
-            self.tell({"tier": "durable", "step": step, "error": f"{type(error).__name__}: {error}"})
+            self.notify({"tier": "durable", "step": step, "error": f"{type(error).__name__}: {error}"})
             return
-        self.tell({"tier": "durable", "step": step, "name": name, "seconds": time.monotonic() - began})
+        self.notify({"tier": "durable", "step": step, "name": name, "seconds": time.monotonic() - began})

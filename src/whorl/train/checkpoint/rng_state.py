@@ -16,36 +16,36 @@ from torch import Tensor
 
 from whorl.train.checkpoint.format import Checkpoint
 
-OURS = "generators/"
+RNG_PREFIX = "generators/"
 
 
-def without_generators(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def without_rng_state(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """All of a checkpoint's tensors but those."""
-    return {n: t for n, t in tensors.items() if not n.startswith(OURS)}
+    return {n: t for n, t in tensors.items() if not n.startswith(RNG_PREFIX)}
 
 
-def generator_tensors() -> dict[str, Tensor]:
+def rng_tensors() -> dict[str, Tensor]:
     """torch's own generators, on every device that is in use."""
-    found = {f"{OURS}torch": torch.get_rng_state()}
+    found = {f"{RNG_PREFIX}torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found |= {f"{OURS}cuda/{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
+        found |= {f"{RNG_PREFIX}cuda/{n}": state for n, state in enumerate(torch.cuda.get_rng_state_all())}
     return found
 
 
-def generator_record() -> dict[str, Any]:
+def rng_metadata() -> dict[str, Any]:
     """Python's and NumPy's own generators."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     return {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
-def restore_generators(found: Checkpoint) -> None:
+def restore_rng_state(checkpoint: Checkpoint) -> None:
     """All of them as they were when `found` was taken; those of a device that is not here are left out."""
-    torch.set_rng_state(found.tensors[f"{OURS}torch"].clone())
+    torch.set_rng_state(checkpoint.tensors[f"{RNG_PREFIX}torch"].clone())
     if torch.cuda.is_available():
-        for name, state in found.tensors.items():
-            if name.startswith(f"{OURS}cuda/") and int(name.split("/")[-1]) < torch.cuda.device_count():
+        for name, state in checkpoint.tensors.items():
+            if name.startswith(f"{RNG_PREFIX}cuda/") and int(name.split("/")[-1]) < torch.cuda.device_count():
                 torch.cuda.set_rng_state(state.clone(), int(name.split("/")[-1]))
-    version, state, gauss = found.record["generators"]["python"]
+    version, state, gauss = checkpoint.metadata["generators"]["python"]
     random.setstate((version, tuple(state), gauss))
-    kind, keys, *rest = found.record["generators"]["numpy"]
+    kind, keys, *rest = checkpoint.metadata["generators"]["numpy"]
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))

@@ -18,7 +18,7 @@ MOMENTS = {
 }
 
 
-def anatomy(tensors: Mapping[str, Tensor], parameters: int = 0) -> list[dict[str, Any]]:
+def bytes_per_parameter(tensors: Mapping[str, Tensor], parameters: int = 0) -> list[dict[str, Any]]:
     """{"part", "bytes", "per_parameter", "what"} of each part of `tensors`, the largest first.
 
     tensors: named as by `Shared.tensors`; parameters: how many the model has; 0 counts the weights here.
@@ -38,13 +38,13 @@ def anatomy(tensors: Mapping[str, Tensor], parameters: int = 0) -> list[dict[str
             "part": part,
             "bytes": size,
             "per_parameter": size / count if count else 0.0,
-            "what": f"{_what(part)}, {' and '.join(sorted(types[part]))}",
+            "what": f"{_describe(part)}, {' and '.join(sorted(types[part]))}",
         }
         for part, size in sorted(sizes.items(), key=lambda item: -item[1])
     ]
 
 
-def _what(part: str) -> str:
+def _describe(part: str) -> str:
     kind, _, moment = part.partition("/")
     if kind == "state":
         return MOMENTS.get(moment, moment)
@@ -57,7 +57,7 @@ def _what(part: str) -> str:
     return known.get(kind, kind)
 
 
-def line(parts: list[dict[str, Any]]) -> str:
+def format_line(parts: list[dict[str, Any]]) -> str:
     """For a report: the total, then each part that weighs anything."""
     total = sum(part["per_parameter"] for part in parts)
     named = [f"{p['per_parameter']:.2f} {p['what']}" for p in parts if p["per_parameter"] >= 0.005]

@@ -33,17 +33,17 @@ from whorl.errors import CheckpointError
 from whorl.machine.device_probe import usable_cores
 
 PAGE = 4096
-PIECE = 4 << 20  # bytes that a thread copies at a time
-MOST_THREADS = 8  # memory is saturated long before
+CHUNK_BYTES = 4 << 20  # bytes that a thread copies at a time
+MAX_THREADS = 8  # memory is saturated long before
 
 # The names that safetensors gives to types.
-NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16",
     torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
 }  # fmt: skip
-TYPES = {name: dtype for dtype, name in NAMES.items()}
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Layout:
     n_bytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Layout:
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Layout:
         """The widest types first, so that each tensor is aligned without holes, which the format forbids."""
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         described, sizes, at = {}, {}, 0
@@ -73,26 +73,30 @@ class Layout:
             t = tensors[name]
             sizes[name] = (at, t.numel() * t.element_size())
             end = at + sizes[name][1]
-            described[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [at, end]}
+            described[name] = {
+                "dtype": DTYPE_NAMES[t.dtype],
+                "shape": list(t.shape),
+                "data_offsets": [at, end],
+            }
             at = end
         text = json.dumps(described, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % PAGE)
         header = len(text).to_bytes(8, "little") + text
         entries = {
-            n: Entry(NAMES[tensors[n].dtype], tuple(tensors[n].shape), len(header) + start, size)
+            n: Entry(DTYPE_NAMES[tensors[n].dtype], tuple(tensors[n].shape), len(header) + start, size)
             for n, (start, size) in sizes.items()
         }
         return cls(header, entries, len(header) + at)
 
-    def fits(self, tensors: Mapping[str, Tensor]) -> bool:
+    def matches(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether it is the layout of `tensors`."""
         return len(tensors) == len(self.entries) and all(
-            (e := self.entries.get(n)) is not None and e.shape == t.shape and e.dtype == NAMES[t.dtype]
+            (e := self.entries.get(n)) is not None and e.shape == t.shape and e.dtype == DTYPE_NAMES[t.dtype]
             for n, t in tensors.items()
         )
 
 
-class Area:
+class StagingBuffer:
     """Memory that is allocated once and holds the bytes of files. `fd` can be mapped by another process; -1: it cannot."""
 
     def __init__(self) -> None:
@@ -102,7 +106,7 @@ class Area:
         self.flat = torch.empty(0, dtype=torch.uint8)  # the same bytes as a tensor
         self.pinned = False
 
-    def ensure(self, n_bytes: int) -> None:
+    def ensure_capacity(self, n_bytes: int) -> None:
         """At least so many bytes, all of them touched. What it held stays; views that were made before stay valid."""
         wanted = -(-n_bytes // PAGE) * PAGE
         if wanted <= self.size:
@@ -143,7 +147,7 @@ class Area:
     def tensor(self, entry: Entry, start: int = 0) -> Tensor:
         """The tensor that lies there; `start` is where its file begins. It shares the area's memory."""
         begin = start + entry.offset
-        return self.flat[begin : begin + entry.n_bytes].view(TYPES[entry.dtype]).view(entry.shape)
+        return self.flat[begin : begin + entry.n_bytes].view(DTYPES_BY_NAME[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
         """Gives the memory back as soon as no view of it is left."""
@@ -153,27 +157,29 @@ class Area:
         self.flat = torch.empty(0, dtype=torch.uint8)
 
 
-def copiers() -> ThreadPoolExecutor:
+def copy_pool() -> ThreadPoolExecutor:
     """Threads for `copy_all`."""
-    return ThreadPoolExecutor(min(MOST_THREADS, usable_cores()), thread_name_prefix="copy")
+    return ThreadPoolExecutor(min(MAX_THREADS, usable_cores()), thread_name_prefix="copy")
 
 
-def readers() -> ThreadPoolExecutor:
+def read_pool() -> ThreadPoolExecutor:
     """Threads that mostly wait for a disk, which wants several requests at once."""
-    return ThreadPoolExecutor(min(MOST_THREADS, 2 * usable_cores()), thread_name_prefix="read")
+    return ThreadPoolExecutor(min(MAX_THREADS, 2 * usable_cores()), thread_name_prefix="read")
 
 
-def stage(area: Area, layout: Layout, tensors: Mapping[str, Tensor], threads: Executor) -> None:
+def copy_to_staging(
+    staging: StagingBuffer, layout: Layout, tensors: Mapping[str, Tensor], pool: Executor
+) -> None:
     """Copies `tensors` into `area` as `layout` says; when this returns, they may change."""
-    area.ensure(layout.n_bytes)
+    staging.ensure_capacity(layout.n_bytes)
     if any(t.is_cuda for t in tensors.values()):
-        area.pin()
-    area.view(0, len(layout.header))[:] = layout.header
-    copy_all([(area.tensor(entry), tensors[name]) for name, entry in layout.entries.items()], threads)
+        staging.pin()
+    staging.view(0, len(layout.header))[:] = layout.header
+    copy_all([(staging.tensor(entry), tensors[name]) for name, entry in layout.entries.items()], pool)
 
 
 @torch.no_grad()
-def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], threads: Executor) -> None:
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], pool: Executor) -> None:
     """target <- source for every pair of the same shape, whatever their types and devices."""
     work: list[list[tuple[int, int, int]]] = [[]]
     filled, waits = 0, False
@@ -185,18 +191,18 @@ def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], threads: Executor) -> None:
             continue
         to, origin, left = target.data_ptr(), source.data_ptr(), source.numel() * source.element_size()
         while left:
-            n = min(left, PIECE - filled)
+            n = min(left, CHUNK_BYTES - filled)
             work[-1].append((to, origin, n))
             to, origin, left, filled = to + n, origin + n, left - n, filled + n
-            if filled == PIECE:
+            if filled == CHUNK_BYTES:
                 work.append([])
                 filled = 0
-    for _ in threads.map(_move, work):
+    for _ in pool.map(_memmove, work):
         pass
     if waits:
         torch.cuda.synchronize()
 
 
-def _move(pieces: Sequence[tuple[int, int, int]]) -> None:
+def _memmove(pieces: Sequence[tuple[int, int, int]]) -> None:
     for to, origin, n in pieces:
         ctypes.memmove(to, origin, n)

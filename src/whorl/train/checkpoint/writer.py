@@ -36,7 +36,7 @@ HASH = "xxh3-128"
 CHUNK = 8 << 20
 PAGE = 4096
 INDEX, TENSORS = "state.json", "state.safetensors"
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def digest(data: memoryview | bytes) -> str:
@@ -44,13 +44,13 @@ def digest(data: memoryview | bytes) -> str:
     return xxhash.xxh3_128(data).hexdigest()
 
 
-def seal(body: dict[str, Any]) -> str:
+def dump_index(body: dict[str, Any]) -> str:
     """An index as text, with its own hash: a flipped digit is still JSON."""
     body = json.loads(json.dumps(body))  # as a reader will see it: numbers that are keys become text
     return json.dumps({"body": body, HASH: digest(_canonical(body))}) + "\n"
 
 
-def unseal(text: str) -> dict[str, Any]:
+def parse_index(text: str) -> dict[str, Any]:
     """The index in `text`. Raises ValueError, KeyError: it is not one, or was changed."""
     found = json.loads(text)
     if "body" not in found:  # format 1 had none
@@ -61,14 +61,14 @@ def unseal(text: str) -> dict[str, Any]:
     return body
 
 
-def write(
+def write_checkpoint(
     folder: Path,
     index: dict[str, Any],
     content: memoryview,
     *,
     keep: int,
     keep_seconds: float | None = None,
-    busy: Collection[str] = (),
+    in_use: Collection[str] = (),
 ) -> Path:
     """Writes a checkpoint, then removes those that are too many or too old.
 
@@ -93,16 +93,16 @@ def write(
             "files": {TENSORS: {"bytes": n_bytes, "hash": HASH, "chunk": CHUNK, "chunks": chunks}},
             "tensors": index["tensors"], "record": index["record"],
         }  # fmt: skip
-        (aside / INDEX).write_text(seal(body))
+        (aside / INDEX).write_text(dump_index(body))
         for path in (aside / INDEX, aside):
-            flush(path)
+            fsync_path(path)
         if final.exists():
             final.rename(folder / f"writing-{os.getpid()}-before")
         aside.rename(final)
-        flush(folder)
+        fsync_path(folder)
     except OSError as error:
         shutil.rmtree(aside, ignore_errors=True)
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_ERRNOS:
             raise DiskFullError(
                 f"no space left while writing the checkpoint of step {step} to {folder} ({n_bytes / 1e6:,.0f} MB)",
                 do="free space, then run the same command: it continues from the checkpoint before",
@@ -113,16 +113,16 @@ def write(
         ) from error
     for left in folder.glob("writing-*"):
         shutil.rmtree(left, ignore_errors=True)
-    prune(folder, keep, keep_seconds, busy)
+    prune(folder, keep, keep_seconds, in_use)
     return final
 
 
-def prune(folder: Path, keep: int, keep_seconds: float | None = None, busy: Collection[str] = ()) -> None:
+def prune(folder: Path, keep: int, keep_seconds: float | None = None, in_use: Collection[str] = ()) -> None:
     """Removes all but the newest `keep`, and of those what is older than `keep_seconds`; never the newest."""
     found = sorted(folder.glob("step-*"))
     for number, path in enumerate(reversed(found)):
         too_old = keep_seconds is not None and time.time() - path.stat().st_mtime > keep_seconds
-        if number and path.name not in busy and (number >= keep or too_old):
+        if number and path.name not in in_use and (number >= keep or too_old):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -138,7 +138,7 @@ def _write_tensors(path: Path, content: memoryview, n_bytes: int) -> list[str]:
         path.unlink(missing_ok=True)
         file = os.open(path, flags, 0o644)
     try:
-        _reserve(file, n_bytes)
+        _preallocate(file, n_bytes)
         chunks = []
         for start in range(0, n_bytes, CHUNK):
             end = min(start + CHUNK, n_bytes)
@@ -151,13 +151,13 @@ def _write_tensors(path: Path, content: memoryview, n_bytes: int) -> list[str]:
     return chunks
 
 
-def _reserve(file: int, n_bytes: int) -> None:
+def _preallocate(file: int, n_bytes: int) -> None:
     """Learns that the disk is full before writing, where the file system can tell."""
     if hasattr(os, "posix_fallocate") and n_bytes:
         try:
             os.posix_fallocate(file, 0, n_bytes)
         except OSError as error:
-            if error.errno in FULL:
+            if error.errno in DISK_FULL_ERRNOS:
                 raise
 
 
@@ -173,7 +173,7 @@ def _write_all(file: int, data: memoryview) -> None:
             fcntl.fcntl(file, fcntl.F_SETFL, flags & ~direct)  # not here: through the page cache, then
 
 
-def flush(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """To the disk. Some file systems cannot flush a folder; then there is nothing to be done."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -38,43 +38,43 @@ from whorl.errors import CheckpointError, DiskFullError
 from whorl.train.checkpoint import writer
 
 if TYPE_CHECKING:
-    from whorl.train.checkpoint.remote import Uploads
-    from whorl.train.checkpoint.staging import Area
+    from whorl.train.checkpoint.remote import Uploader
+    from whorl.train.checkpoint.staging import StagingBuffer
 
 NICE = 10
-Tell = Callable[[dict[str, Any]], None]
+Notify = Callable[[dict[str, Any]], None]
 
 
-class Writer:
+class WriterWorker:
     """What is done with each request, wherever it is done. `content` gives the bytes of the staging area."""
 
-    def __init__(self, content: Callable[[int], memoryview], tell: Tell) -> None:
-        self.content, self.tell = content, tell
-        self.uploads: Uploads | None = None
-        self.uploading: threading.Thread | None = None
-        self.busy: set[str] = set()
+    def __init__(self, staged_bytes: Callable[[int], memoryview], notify: Notify) -> None:
+        self.staged_bytes, self.notify = staged_bytes, notify
+        self.uploader: Uploader | None = None
+        self.upload_thread: threading.Thread | None = None
+        self.in_use: set[str] = set()
 
     def handle(self, request: dict[str, Any]) -> None:
         """Writes a checkpoint, tells how it went, and has it uploaded if that was asked for."""
         began, used, step = time.monotonic(), time.thread_time(), int(request["index"]["step"])
         try:
-            path = writer.write(
+            path = writer.write_checkpoint(
                 Path(request["folder"]),
                 request["index"],
-                self.content(int(request["size"])),
+                self.staged_bytes(int(request["size"])),
                 keep=request["tiers"]["keep"],
                 keep_seconds=request["tiers"]["keep_hours"] and request["tiers"]["keep_hours"] * 3600,
-                busy=self.busy,
+                in_use=self.in_use,
             )
         except (DiskFullError, CheckpointError) as error:
-            self.tell({"tier": "local", "step": step, "error": error.what, "do": error.do,
+            self.notify({"tier": "local", "step": step, "error": error.what, "do": error.do,
                        "full": isinstance(error, DiskFullError)})  # fmt: skip
             return
         except Exception as error:  # nobody would hear it in here
-            self.tell({"tier": "local", "step": step, "error": f"{type(error).__name__}: {error}",
+            self.notify({"tier": "local", "step": step, "error": f"{type(error).__name__}: {error}",
                        "do": "", "full": False})  # fmt: skip
             return
-        self.tell({"tier": "local", "step": step, "seconds": time.monotonic() - began,
+        self.notify({"tier": "local", "step": step, "seconds": time.monotonic() - began,
                    "cpu": time.thread_time() - used, "bytes": request["index"]["bytes"]})  # fmt: skip
         if request["durable"]:
             self._upload(request, path, step)
@@ -82,30 +82,30 @@ class Writer:
     def _upload(self, request: dict[str, Any], path: Path, step: int) -> None:
         if request["forced"]:  # the last before the end: it waits for its turn
             self.finish()
-        if self.uploading is not None and self.uploading.is_alive():
-            self.tell({"tier": "durable", "step": step, "late": True})
+        if self.upload_thread is not None and self.upload_thread.is_alive():
+            self.notify({"tier": "durable", "step": step, "late": True})
             return
-        from whorl.train.checkpoint.remote import Tiers, Uploads
+        from whorl.train.checkpoint.remote import CheckpointConfig, Uploader
 
-        uploads = self.uploads = self.uploads or Uploads(
-            Tiers.model_validate(request["tiers"]), request["job"], self.tell
+        uploads = self.uploader = self.uploader or Uploader(
+            CheckpointConfig.model_validate(request["tiers"]), request["job"], self.notify
         )
-        self.busy.add(path.name)
+        self.in_use.add(path.name)
 
         def run() -> None:
-            uploads.push(path, step)
-            self.busy.discard(path.name)
+            uploads.upload(path, step)
+            self.in_use.discard(path.name)
 
-        self.uploading = threading.Thread(target=run, daemon=True)
-        self.uploading.start()
+        self.upload_thread = threading.Thread(target=run, daemon=True)
+        self.upload_thread.start()
 
     def finish(self) -> None:
         """Waits for the upload that is under way."""
-        if self.uploading is not None:
-            self.uploading.join()
+        if self.upload_thread is not None:
+            self.upload_thread.join()
 
 
-class Background:
+class AsyncWriter:
     """The parent's side: one request at a time, answers when they come.
 
     Args:
@@ -113,26 +113,26 @@ class Background:
         priority: "nice", "idle" (SCHED_IDLE) or "normal", of the process.
     """
 
-    def __init__(self, area: Area, *, thread: bool = False, priority: str = "nice") -> None:
-        self.area, self.process, self.thread = area, None, None
-        if thread or area.fd < 0:
+    def __init__(self, staging: StagingBuffer, *, thread: bool = False, priority: str = "nice") -> None:
+        self.staging, self.process, self.thread = staging, None, None
+        if thread or staging.fd < 0:
             self._requests: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
             self._answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
             self.thread = threading.Thread(target=self._serve, daemon=True, name="checkpoint writer")
             self.thread.start()
             return
-        self.link, theirs = Pipe()
-        words = [str(theirs.fileno()), str(area.fd), str(os.getpid()), priority, json.dumps(sys.path)]
+        self.pipe, theirs = Pipe()
+        words = [str(theirs.fileno()), str(staging.fd), str(os.getpid()), priority, json.dumps(sys.path)]
         code = "import json, sys; sys.path[:] = json.loads(sys.argv[-1]); from whorl.train.checkpoint.writer_process import main; main()"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *words],
-            pass_fds=(theirs.fileno(), area.fd),
+            pass_fds=(theirs.fileno(), staging.fd),
             stdin=subprocess.DEVNULL,
         )
         theirs.close()
 
     def _serve(self) -> None:
-        worker = Writer(lambda size: self.area.view(0, size), self._answers.put)
+        worker = WriterWorker(lambda size: self.staging.view(0, size), self._answers.put)
         while (request := self._requests.get()) is not None:
             worker.handle(request)
         worker.finish()
@@ -143,16 +143,16 @@ class Background:
         Raises:
             CheckpointError: the writer is gone.
         """
-        request = {**request, "size": self.area.size}
+        request = {**request, "size": self.staging.size}
         if self.thread is not None:
             self._requests.put(request)
             return
         try:
-            self.link.send_bytes(json.dumps(request).encode())
+            self.pipe.send_bytes(json.dumps(request).encode())
         except OSError as error:
-            raise self._gone() from error
+            raise self._writer_died() from error
 
-    def answer(self, patience: float | None = 0.0) -> dict[str, Any] | None:
+    def poll_reply(self, timeout: float | None = 0.0) -> dict[str, Any] | None:
         """The next answer, if it comes in time; None waits for as long as it takes.
 
         Raises:
@@ -160,19 +160,17 @@ class Background:
         """
         if self.thread is not None:
             try:
-                return (
-                    self._answers.get(timeout=patience) if patience else self._answers.get(patience is None)
-                )
+                return self._answers.get(timeout=timeout) if timeout else self._answers.get(timeout is None)
             except queue.Empty:
                 return None
         try:
-            if patience is None or self.link.poll(patience):
-                return dict(json.loads(self.link.recv_bytes()))
+            if timeout is None or self.pipe.poll(timeout):
+                return dict(json.loads(self.pipe.recv_bytes()))
         except (EOFError, OSError) as error:
-            raise self._gone() from error
+            raise self._writer_died() from error
         return None
 
-    def _gone(self) -> CheckpointError:
+    def _writer_died(self) -> CheckpointError:
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=5)
@@ -181,17 +179,17 @@ class Background:
             do="run the same command again: it continues from the last whole checkpoint",
         )
 
-    def close(self, patience: float) -> bool:
+    def close(self, timeout: float) -> bool:
         """Lets it end what it has begun; after `patience` seconds it is stopped. Whether it ended by itself."""
         if self.thread is not None:
             self._requests.put(None)
-            self.thread.join(patience)
+            self.thread.join(timeout)
             return not self.thread.is_alive()
         assert self.process is not None
         with contextlib.suppress(OSError):
-            self.link.send_bytes(b"")
+            self.pipe.send_bytes(b"")
         try:
-            self.process.wait(timeout=patience)
+            self.process.wait(timeout=timeout)
             return True
         except subprocess.TimeoutExpired:
             self.process.kill()
@@ -208,7 +206,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
-    _step_back(priority)
+    _lower_priority(priority)
     connection, lock = Connection(link), threading.Lock()
 
     def tell(answer: dict[str, Any]) -> None:
@@ -222,7 +220,7 @@ def main() -> None:
             mapped[:] = [mmap.mmap(area, size, prot=mmap.PROT_READ)]
         return memoryview(mapped[0])
 
-    worker = Writer(content, tell)
+    worker = WriterWorker(content, tell)
     try:
         while request := connection.recv_bytes():
             worker.handle(json.loads(request))
@@ -231,7 +229,7 @@ def main() -> None:
     worker.finish()
 
 
-def _step_back(priority: str) -> None:
+def _lower_priority(priority: str) -> None:
     """Below training, where the system lets us."""
     with contextlib.suppress(OSError, AttributeError):
         if priority == "idle":

@@ -19,48 +19,48 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from whorl.parallel.process_group import World
-from whorl.train.learner.learner import Shared
+from whorl.parallel.process_group import ProcessGroup
+from whorl.train.learner.learner import SharedState
 
-EVERY = 10
+UPDATE_INTERVAL = 10
 
 
-def allocate(shared: Shared, replicas: int) -> None:
+def allocate_ema(shared: SharedState, replicas: int) -> None:
     """Averages of all weights of `shared`, which begin as these."""
     for name, weight in shared.weights.items():
-        shared.averages[name] = weight.detach().float().clone()  # in bf16 an average would stand still
+        shared.ema[name] = weight.detach().float().clone()  # in bf16 an average would stand still
         if replicas > 1:
-            shared.averages[name].share_memory_()  # type: ignore[no-untyped-call]
+            shared.ema[name].share_memory_()  # type: ignore[no-untyped-call]
 
 
-class Averaged:
+class EMA:
     """The averages of `shared` in training; without any, nothing happens."""
 
-    def __init__(self, shared: Shared, decay: float, world: World) -> None:
-        self.shared, self.decay, self.world = shared, decay, world
-        self.mine = sorted(shared.averages)[world.rank :: world.size]
+    def __init__(self, shared: SharedState, decay: float, process_group: ProcessGroup) -> None:
+        self.shared, self.decay, self.process_group = shared, decay, process_group
+        self.local_names = sorted(shared.ema)[process_group.rank :: process_group.size]
 
     @torch.no_grad()
-    def end_step(self, done: int) -> None:
+    def on_step_end(self, steps_done: int) -> None:
         """After `done` steps in all; called by every replica."""
-        if not self.shared.averages or done % EVERY:
+        if not self.shared.ema or steps_done % UPDATE_INTERVAL:
             return
-        decay = min(self.decay**EVERY, (1 + done) / (10 + done))
-        for name in self.mine:
-            self.shared.averages[name].lerp_(self.shared.weights[name].float(), 1 - decay)
-        self.world.exchange()
+        decay = min(self.decay**UPDATE_INTERVAL, (1 + steps_done) / (10 + steps_done))
+        for name in self.local_names:
+            self.shared.ema[name].lerp_(self.shared.weights[name].float(), 1 - decay)
+        self.process_group.all_gather_scalars()
 
     @contextmanager
-    def used(self, model: nn.Module) -> Iterator[None]:
+    def average_parameters(self, model: nn.Module) -> Iterator[None]:
         """Inside, `model` has the average weights."""
-        self.bind(model, averages=True)
+        self.bind(model, use_ema=True)
         try:
             yield
         finally:
-            self.bind(model, averages=False)
+            self.bind(model, use_ema=False)
 
-    def bind(self, model: nn.Module, *, averages: bool) -> None:
+    def bind(self, model: nn.Module, *, use_ema: bool) -> None:
         """Gives `model` the average weights or the trained ones; the memory is shared either way."""
-        if self.shared.averages:
+        if self.shared.ema:
             for name, p in model.named_parameters():
-                p.data = (self.shared.averages if averages else self.shared.weights)[name]
+                p.data = (self.shared.ema if use_ema else self.shared.weights)[name]

@@ -24,14 +24,14 @@ from torch import Tensor, nn
 from whorl.errors import ConfigError
 from whorl.nn.norm import BatchNorm
 from whorl.objectives import Loss
-from whorl.parallel.process_group import World
-from whorl.train.learner.update import Average, Treatment, Update, check
-from whorl.train.learner.zero1 import shares, turns
-from whorl.train.optim.optimizers import AdamW, Muon, RowAdagrad, as_one
+from whorl.parallel.process_group import ProcessGroup
+from whorl.train.learner.update import ParamOptim, TargetNetwork, Update, check_updates
+from whorl.train.learner.zero1 import partition_parameters, update_groups
+from whorl.train.optim.optimizers import AdamW, Muon, SparseAdagrad, flatten_views
 
 
 @dataclass
-class Shared:
+class SharedState:
     """What all replicas see: tensors in shared memory, by name.
 
     weights and state: by parameter and by "parameter/moment"; gradients: [replicas, ...] for each dense parameter;
@@ -46,19 +46,19 @@ class Shared:
     row_ids: dict[str, Tensor]
     row_gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    averages: dict[str, Tensor] = field(default_factory=dict)
+    ema: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def allocate(
         cls,
         networks: nn.Module,
-        treatments: Mapping[str, Treatment],
+        param_optims: Mapping[str, ParamOptim],
         replicas: int = 1,
-        rows: int = 0,
+        max_rows: int = 0,
         *,
-        together: bool = False,
-        narrow: bool = False,
-    ) -> Shared:
+        contiguous: bool = False,
+        bf16_matrices: bool = False,
+    ) -> SharedState:
         """Memory for `networks`; `rows` is how often at most one replica looks into a table in a step.
 
         together: lay all that AdamW trains end to end, so that its update is a few operations over everything and
@@ -75,13 +75,13 @@ class Shared:
             return tensor
 
         weights, gradients, ids, values, state = {}, {}, {}, {}, {}
-        if together:
+        if contiguous:
             one = {
                 n: p
                 for n, p in networks.named_parameters()
-                if n in treatments and treatments[n].rule == "adamw"
+                if n in param_optims and param_optims[n].optimizer == "adamw"
             }
-            laid = [_end_to_end(one) for _ in range(4)]
+            laid = [_contiguous_zeros(one) for _ in range(4)]
             weights, gradients = laid[0], {n: t[None] for n, t in laid[1].items()}
             state = {
                 f"{n}/{m}": t
@@ -92,15 +92,15 @@ class Shared:
             if name in weights:
                 weights[name].copy_(p.detach())
                 continue
-            halved = narrow and name in treatments and treatments[name].rule == "muon"
+            halved = bf16_matrices and name in param_optims and param_optims[name].optimizer == "muon"
             weights[name] = shared(*p.shape, dtype=torch.bfloat16 if halved else torch.float32)
             weights[name].copy_(p.detach())
-            if name not in treatments:  # a target, or frozen
+            if name not in param_optims:  # a target, or frozen
                 continue
-            rule = treatments[name].rule
+            rule = param_optims[name].optimizer
             if rule == "rows":
-                ids[name] = shared(replicas, rows, dtype=torch.int64)
-                values[name] = shared(replicas, rows, p.shape[1])
+                ids[name] = shared(replicas, max_rows, dtype=torch.int64)
+                values[name] = shared(replicas, max_rows, p.shape[1])
                 state[f"{name}/square"] = shared(p.shape[0])
             else:
                 gradients[name] = shared(replicas, *p.shape)
@@ -123,7 +123,7 @@ class Shared:
             **{f"weights/{n}": t for n, t in self.weights.items()},
             **{f"buffers/{n}": t for n, t in self.buffers.items()},
             **{f"state/{n}": t for n, t in self.state.items()},
-            **{f"averages/{n}": t for n, t in self.averages.items()},
+            **{f"averages/{n}": t for n, t in self.ema.items()},
         }
 
 
@@ -137,7 +137,7 @@ def stored_buffers(networks: nn.Module) -> Iterator[tuple[str, nn.Module, str, T
                 yield full, module, name, buffer
 
 
-def _end_to_end(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _contiguous_zeros(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Zeros of the shapes of `like`, in one piece of memory."""
     sizes = [p.numel() for p in like.values()]
     flat = torch.zeros(sum(sizes), device=next((p.device for p in like.values()), None))
@@ -164,27 +164,27 @@ class Learner:
         self,
         networks: nn.Module,
         updates: Sequence[Update],
-        shared: Shared | None = None,
-        world: World | None = None,
+        shared: SharedState | None = None,
+        process_group: ProcessGroup | None = None,
         *,
-        averages: Sequence[Average] = (),
+        target_networks: Sequence[TargetNetwork] = (),
         dtype: torch.dtype = torch.float32,
         steps_done: int = 0,
     ) -> None:
-        check(networks, list(updates), list(averages))
-        treatments = {n: t for update in updates for n, t in update.treatments.items()}
-        self.networks, self.world = networks, world or World()
-        self.shared = shared or Shared.of(networks, treatments, together=True)
+        check_updates(networks, list(updates), list(target_networks))
+        treatments = {n: t for update in updates for n, t in update.param_optims.items()}
+        self.networks, self.process_group = networks, process_group or ProcessGroup()
+        self.shared = shared or SharedState.allocate(networks, treatments, contiguous=True)
         self.rounds = steps_done
         for name, p in networks.named_parameters():
             p.data = self.shared.weights[name]
         for name, module, own, _ in list(stored_buffers(networks)):
             setattr(module, own, self.shared.buffers[name])
         self.parameters = dict(networks.named_parameters())
-        self.updates = [_Taken(update, self, dtype, steps_done) for update in updates]
-        self.averages = [
+        self.updates = [UpdateState(update, self, dtype, steps_done) for update in updates]
+        self.target_networks = [
             (name, average.source + name[len(average.target) :], average.decay)
-            for average in averages
+            for average in target_networks
             for name in self.parameters
             if name.startswith(average.target)
         ]
@@ -197,62 +197,67 @@ class Learner:
     @torch.no_grad()
     def end_round(self) -> None:
         """After all updates of a round: target networks follow."""
-        if self.averages:
-            if self.world.rank == 0:
-                for target, source, decay in self.averages:
+        if self.target_networks:
+            if self.process_group.rank == 0:
+                for target, source, decay in self.target_networks:
                     self.shared.weights[target].lerp_(self.shared.weights[source], 1 - decay)
-            self.world.exchange()
+            self.process_group.all_gather_scalars()
         self.rounds += 1
 
 
-class Watcher(Protocol):
+class GradHook(Protocol):
     """Looks at what an update is about to do with this rank's share. Changes nothing."""
 
-    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+    def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
         """Of a micro-batch of this rank: gradients of its summed loss times `scale`, dense parameters; its count."""
 
-    def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+    def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
         """Of the dense parameters, by name: means over the batch, times `clipped`."""
 
-    def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
+    def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
         """Of a look-up table: ids [n], with repeats; gradients [n, d]."""
 
 
-class _Taken:
+class UpdateState:
     """An `Update` at work: its optimisers over this rank's share, and what has been accumulated for its next step."""
 
     def __init__(self, update: Update, learner: Learner, dtype: torch.dtype, steps_done: int) -> None:
         self.update, self.objective, self.every = update, update.objective, update.every
-        self.shared, self.world = learner.shared, learner.world
-        self.named = {n: learner.parameters[n] for n in update.treatments}
-        self.strangers = [p for n, p in learner.parameters.items() if n not in self.named]
+        self.shared, self.process_group = learner.shared, learner.process_group
+        self.named = {n: learner.parameters[n] for n in update.param_optims}
+        self.other_parameters = [p for n, p in learner.parameters.items() if n not in self.named]
         shapes = {n: p.shape for n, p in self.named.items()}
-        self.owned = shares(update, shapes, self.world.size)[self.world.rank]
-        self.dense = sorted(self.owned, key=list(self.named).index)
+        self.local_shard = partition_parameters(update, shapes, self.process_group.size)[
+            self.process_group.rank
+        ]
+        self.dense_names = sorted(self.local_shard, key=list(self.named).index)
         data = {n: p.data for n, p in self.named.items()}
-        self.sparse = [(n, data[n]) for n in update.names("rows")]
+        self.sparse_tables = [(n, data[n]) for n in update.names_for("rows")]
 
         def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
             return self.shared.state[name]
 
-        decay = {n: t.decay for n, t in update.treatments.items()}
+        decay = {n: t.decay_scale for n, t in update.param_optims.items()}
 
         def rate(rule: str) -> float:
-            found = {t.rate for t in update.treatments.values() if t.rule == rule}
+            found = {t.lr for t in update.param_optims.values() if t.optimizer == rule}
             return found.pop() if len(found) == 1 else 0.0
 
         self.muon = Muon(
-            [[(n, data[n]) for n in data if n in turn and n in self.owned] for turn in turns(update, shapes)],
+            [
+                [(n, data[n]) for n in data if n in turn and n in self.local_shard]
+                for turn in update_groups(update, shapes)
+            ],
             rate("muon"),
             momentum=update.momentum,
             weight_decay=update.weight_decay,
-            decay=decay,
+            decay_scale=decay,
             dtype=dtype,
             allocate=allocate,
             rounding=update.rounding,
         )
-        rest = [(n, data[n]) for n in update.names("adamw") if n in self.owned]
-        rates = {n: update.treatments[n].rate for n, _ in rest}
+        rest = [(n, data[n]) for n in update.names_for("adamw") if n in self.local_shard]
+        rates = {n: update.param_optims[n].lr for n, _ in rest}
         self.adamw = AdamW(
             rest,
             rates,
@@ -260,28 +265,30 @@ class _Taken:
             eps=update.eps,
             fused=update.fused,
             weight_decay=update.weight_decay,
-            decay=decay,
+            decay_scale=decay,
             allocate=allocate,
         )
-        self.rows = RowAdagrad(self.sparse, rate("rows"), allocate=allocate)
+        self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rate("rows"), allocate=allocate)
         # The same memory in every step: a single replica's own gradients, or the sums over all.
-        parts = {name: self.shared.gradients[name] for name in self.dense}
-        one = self.world.size == 1
-        self.summed = {n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()}
-        self.flat = as_one(list(self.summed.values()))
+        parts = {name: self.shared.gradients[name] for name in self.dense_names}
+        one = self.process_group.size == 1
+        self.reduced_gradients = {
+            n: each[0] if one else torch.empty_like(each[0]) for n, each in parts.items()
+        }
+        self.flat_gradients = flatten_views(list(self.reduced_gradients.values()))
         self.adamw.steps = self.muon.steps = -(-steps_done // self.every)
-        self.watch: Watcher | None = None
-        self._start()
+        self.grad_hook: GradHook | None = None
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         """Forgets the gradients: the next ones overwrite them."""
-        self.empty = True
-        self.totals: dict[str, float] = {}
-        self.filled = {name: 0 for name, _ in self.sparse}
+        self.no_gradients = True
+        self.metric_sums: dict[str, float] = {}
+        self.row_counts = {name: 0 for name, _ in self.sparse_tables}
 
     def accumulate(self, loss: Loss) -> None:
         """Adds the gradients of a micro-batch's summed loss (times the scale, if there is one)."""
-        scaling = self.update.scaling
+        scaling = self.update.loss_scaler
         scale = None if scaling is None else torch.full_like(loss.total, scaling.scale)
         loss.total.backward(scale)  # type: ignore[no-untyped-call]
         mine, found = [], []
@@ -289,94 +296,103 @@ class _Taken:
             gradient, p.grad = p.grad, None
             if name in self.shared.gradients:
                 if gradient is not None:
-                    mine.append(self.shared.gradients[name][self.world.rank])
+                    mine.append(self.shared.gradients[name][self.process_group.rank])
                     found.append(gradient)
-                elif self.empty:
-                    self.shared.gradients[name][self.world.rank].zero_()
+                elif self.no_gradients:
+                    self.shared.gradients[name][self.process_group.rank].zero_()
             elif gradient is not None:
                 rows, values = gradient._indices()[0], gradient._values()
-                begin, end = self.filled[name], self.filled[name] + len(rows)
-                self.shared.row_ids[name][self.world.rank, begin:end] = rows
-                self.shared.row_gradients[name][self.world.rank, begin:end] = values
-                self.filled[name] = end
+                begin, end = self.row_counts[name], self.row_counts[name] + len(rows)
+                self.shared.row_ids[name][self.process_group.rank, begin:end] = rows
+                self.shared.row_gradients[name][self.process_group.rank, begin:end] = values
+                self.row_counts[name] = end
         if found:
-            if self.watch is not None:
-                self.watch.part(found, float(loss.count), 1.0 if scaling is None else scaling.scale)
-            torch._foreach_copy_(mine, found) if self.empty else torch._foreach_add_(mine, found)
-        for p in self.strangers:
+            if self.grad_hook is not None:
+                self.grad_hook.on_micro_batch(
+                    found, float(loss.count), 1.0 if scaling is None else scaling.scale
+                )
+            torch._foreach_copy_(mine, found) if self.no_gradients else torch._foreach_add_(mine, found)
+        for p in self.other_parameters:
             p.grad = None
-        self.empty = False
+        self.no_gradients = False
         for key, value in (("loss", loss.total), ("count", loss.count), *loss.metrics.items()):
-            self.totals[key] = self.totals.get(key, 0.0) + float(value.detach())
+            self.metric_sums[key] = self.metric_sums.get(key, 0.0) + float(value.detach())
 
     @torch.no_grad()
-    def step(self, factor: float) -> dict[str, float]:
+    def step(self, lr_scale: float) -> dict[str, float]:
         """The update from all that was accumulated, on every replica together.
 
         Returns:
             loss and every metric of the objective (means over the global count), count, gradient_norm (before clipping);
             skipped, if the update's judge refused it: then no weight and no moment has moved, on any replica.
         """
-        filled = float(max(self.filled.values(), default=0))
-        everybody = self.world.exchange(*self.totals.values(), filled)
-        sums = dict(zip(self.totals, (sum(column) for column in zip(*everybody, strict=True)), strict=False))
+        filled = float(max(self.row_counts.values(), default=0))
+        everybody = self.process_group.all_gather_scalars(*self.metric_sums.values(), filled)
+        sums = dict(
+            zip(self.metric_sums, (sum(column) for column in zip(*everybody, strict=True)), strict=False)
+        )
         divisor = max(sums["count"], 1.0)
-        gradients, dense = self.summed, self.flat
-        if self.world.size > 1:
+        gradients, dense = self.reduced_gradients, self.flat_gradients
+        if self.process_group.size > 1:
             for name, into in gradients.items():
                 torch.sum(self.shared.gradients[name], dim=0, out=into)
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
         figures = {k: v / divisor for k, v in sums.items() if k != "count"}
-        scaling, infinite = self.update.scaling, 0.0
+        scaling, infinite = self.update.loss_scaler, 0.0
         if scaling is not None:
             divisor *= scaling.scale  # of gradients from here on
-            infinite = self._infinite_rows()
-        total, infinite = self.world.total(square, infinite)
+            infinite = self._nonfinite_rows()
+        total, infinite = self.process_group.all_reduce_scalars(square, infinite)
         norm = total**0.5 / divisor
         figures |= {"count": sums["count"], "gradient_norm": norm}
         if scaling is not None:
             figures["loss_scale"] = scaling.scale
-            if scaling.overflowed(figures["loss"], norm, not infinite):
+            if scaling.check_overflow(figures["loss"], norm, not infinite):
                 figures["overflow"] = 1.0  # the judge leaves the step out, and knows why
-        if not self.update.judge(figures):  # the same numbers on every replica, so the same answer
+        if not self.update.accept_step(figures):  # the same numbers on every replica, so the same answer
             self.muon.steps += 1  # a step is a record, taken or not: nothing else is to be remembered
             self.adamw.steps += 1
-            self._start()
+            self._reset()
             return {**figures, "skipped": 1.0}
         clipped = min(1.0, self.update.clip_norm / max(norm, 1e-30))
         torch._foreach_mul_(dense, clipped / divisor)
-        if self.watch is not None:
-            self.watch.gradients(gradients, clipped)
-        self.muon.step(gradients, factor)
-        self.adamw.step(gradients, factor)
+        if self.grad_hook is not None:
+            self.grad_hook.on_gradients(gradients, clipped)
+        self.muon.step(gradients, lr_scale)
+        self.adamw.step(gradients, lr_scale)
         sizes = [int(each[-1]) for each in everybody]
-        for name, table in self.sparse:
-            self._step_rows(name, table, sizes, divisor, factor)
-        self._start()
+        for name, table in self.sparse_tables:
+            self._step_sparse(name, table, sizes, divisor, lr_scale)
+        self._reset()
         if scaling is not None:
-            scaling.passed()
-        self.world.exchange()
+            scaling.on_step_end()
+        self.process_group.all_gather_scalars()
         return figures
 
-    def _infinite_rows(self) -> float:
+    def _nonfinite_rows(self) -> float:
         """How many of this rank's gradients of look-up tables are not finite."""
-        mine = (self.shared.row_gradients[n][self.world.rank, :filled] for n, filled in self.filled.items())
+        mine = (
+            self.shared.row_gradients[n][self.process_group.rank, :filled]
+            for n, filled in self.row_counts.items()
+        )
         return float(sum((~values.isfinite()).sum() for values in mine))
 
-    def _step_rows(self, name: str, table: Tensor, sizes: list[int], divisor: float, factor: float) -> None:
-        ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(sizes)])
-        if self.world.size == 1:
-            values = self.shared.row_gradients[name][0, : sizes[0]]
+    def _step_sparse(
+        self, name: str, table: Tensor, counts: list[int], divisor: float, lr_scale: float
+    ) -> None:
+        ids = torch.cat([self.shared.row_ids[name][rank, :n] for rank, n in enumerate(counts)])
+        if self.process_group.size == 1:
+            values = self.shared.row_gradients[name][0, : counts[0]]
         else:
-            mine = (ids % self.world.size == self.world.rank).nonzero().squeeze(1)
+            mine = (ids % self.process_group.size == self.process_group.rank).nonzero().squeeze(1)
             parts, begin = [], 0
-            for rank, n in enumerate(sizes):
+            for rank, n in enumerate(counts):
                 inside = mine[(mine >= begin) & (mine < begin + n)] - begin
                 parts.append(self.shared.row_gradients[name][rank][inside])
                 begin += n
             ids, values = ids[mine], torch.cat(parts)
         if len(ids):
             values = values.div_(divisor)  # where they lie: the next step writes over them
-            if self.watch is not None:
-                self.watch.rows(name, table, ids, values)
-            self.rows.step(name, table, ids, values, factor)
+            if self.grad_hook is not None:
+                self.grad_hook.on_sparse_gradients(name, table, ids, values)
+            self.sparse_adagrad.step(name, table, ids, values, lr_scale)

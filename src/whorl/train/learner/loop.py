@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.update import Part
+from whorl.train.learner.update import MicroBatch
 
 T = TypeVar("T")
 
 
-class Clock:
+class Stopwatch:
     """Seconds by what they were spent on. Always on: a reading costs microseconds, a step milliseconds."""
 
     def __init__(self) -> None:
@@ -36,23 +36,23 @@ class Clock:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
-    def take(self) -> dict[str, float]:
+    def pop_seconds(self) -> dict[str, float]:
         """What was counted since the last call."""
         seconds, self.seconds = self.seconds, {}
         return seconds
 
 
-def learn(
+def train_loop(
     learner: Learner,
-    records: Iterator[T],
-    passes: Callable[[T], Iterable[Sequence[Part]]],
+    batches: Iterator[T],
+    minibatches: Callable[[T], Iterable[Sequence[MicroBatch]]],
     *,
     first: int = 0,
     last: int,
-    factor: Callable[[int], float] = lambda step: 1.0,
-    publish: Callable[[int], None] = lambda step: None,
-    after: Callable[[int, dict[str, float], Clock], None] = lambda step, metrics, clock: None,
-    clock: Clock | None = None,
+    lr_scale: Callable[[int], float] = lambda step: 1.0,
+    sync_weights: Callable[[int], None] = lambda step: None,
+    on_step_end: Callable[[int, dict[str, float], Stopwatch], None] = lambda step, metrics, clock: None,
+    stopwatch: Stopwatch | None = None,
 ) -> None:
     """Learns from the records number `first` to `last` - 1.
 
@@ -64,27 +64,27 @@ def learn(
             reference or a critic say of a record), "gradients", "step".
         clock: counts that time.
     """
-    clock = clock or Clock()
+    stopwatch = stopwatch or Stopwatch()
     for step in range(first, last):
-        with clock("wait"):
-            record = next(records)
-            work = iter(passes(record))
+        with stopwatch("wait"):
+            record = next(batches)
+            work = iter(minibatches(record))
         found: list[dict[str, float]] = []
         while True:
-            with clock("score"):
+            with stopwatch("score"):
                 parts = next(work, None)
             if parts is None:
                 break
             for update in learner.updates:
                 if learner.rounds % update.every == 0:
-                    with clock("gradients"):
+                    with stopwatch("gradients"):
                         for part in parts:
                             update.accumulate(update.objective(part))
-                    with clock("step"):
-                        found.append(update.step(factor(step)))
+                    with stopwatch("step"):
+                        found.append(update.step(lr_scale(step)))
             learner.end_round()
-        publish(step + 1)
-        after(step + 1, _mean(found), clock)
+        sync_weights(step + 1)
+        on_step_end(step + 1, _mean(found), stopwatch)
 
 
 def _mean(found: list[dict[str, float]]) -> dict[str, float]:

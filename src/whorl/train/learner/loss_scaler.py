@@ -25,11 +25,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-START, LEAST, MOST = 2.0**8, 2.0**-24, 2.0**15
-GROW_EVERY = 200  # steps; at the edge one in so many is left out
+INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**8, 2.0**-24, 2.0**15
+GROWTH_INTERVAL = 200  # steps; at the edge one in so many is left out
 
 
-class LossScaling:
+class LossScaler:
     """The scale of one update.
 
     Args:
@@ -41,30 +41,30 @@ class LossScaling:
         self,
         state: Mapping[str, Any] | None = None,
         *,
-        start: float = START,
-        grow_every: int = GROW_EVERY,
+        init_scale: float = INITIAL_SCALE,
+        growth_interval: int = GROWTH_INTERVAL,
     ) -> None:
         at = state or {}
-        self.scale, self.grow_every = float(at.get("scale", start)), grow_every
-        self.good, self.overflows = int(at.get("good", 0)), int(at.get("overflows", 0))
+        self.scale, self.growth_interval = float(at.get("scale", init_scale)), growth_interval
+        self.growth_tracker, self.overflows = int(at.get("good", 0)), int(at.get("overflows", 0))
 
     @property
     def state(self) -> dict[str, Any]:
         """All that later scales depend on (JSON)."""
-        return {"scale": self.scale, "good": self.good, "overflows": self.overflows}
+        return {"scale": self.scale, "good": self.growth_tracker, "overflows": self.overflows}
 
-    def overflowed(self, loss: float, norm: float, rows_finite: bool = True) -> bool:
+    def check_overflow(self, loss: float, norm: float, rows_finite: bool = True) -> bool:
         """Whether the gradients, and nothing else, are not finite: then the scale is halved and the step is to be left out.
 
         loss, norm: of the whole step, over all replicas; rows_finite: that the gradients of look-up tables are.
         """
-        if (math.isfinite(norm) and rows_finite) or not math.isfinite(loss) or self.scale <= LEAST:
+        if (math.isfinite(norm) and rows_finite) or not math.isfinite(loss) or self.scale <= MIN_SCALE:
             return False
-        self.scale, self.good, self.overflows = self.scale / 2, 0, self.overflows + 1
+        self.scale, self.growth_tracker, self.overflows = self.scale / 2, 0, self.overflows + 1
         return True
 
-    def passed(self) -> None:
+    def on_step_end(self) -> None:
         """A step was taken."""
-        self.good += 1
-        if self.good >= self.grow_every:
-            self.scale, self.good = min(2 * self.scale, MOST), 0
+        self.growth_tracker += 1
+        if self.growth_tracker >= self.growth_interval:
+            self.scale, self.growth_tracker = min(2 * self.scale, MAX_SCALE), 0

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError, WhorlError
 from whorl.objectives import Loss
-from whorl.train.learner.loss_scaler import LossScaling
-from whorl.train.optim.decay_mask import multiplied
+from whorl.train.learner.loss_scaler import LossScaler
+from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.stochastic_rounding import Rounding
 
-Judge = Callable[[Mapping[str, float]], bool]
+AcceptStep = Callable[[Mapping[str, float]], bool]
 
 
 class DivergedError(WhorlError):
     """Training went wrong and could not be mended by leaving out batches."""
 
 
-def refuse(figures: Mapping[str, float]) -> bool:
+def accept_if_finite(metrics: Mapping[str, float]) -> bool:
     """The judge of a learner that has no other: what is not finite ends the run before it spoils the weights.
 
     A step whose gradients overflowed because the loss was scaled too far (`scaling.py`) is left out, here as by a guard.
@@ -34,12 +34,12 @@ def refuse(figures: Mapping[str, float]) -> bool:
     Raises:
         DivergedError: the loss or the gradient norm is NaN or infinite.
     """
-    if "overflow" in figures:
+    if "overflow" in metrics:
         return False
-    if is_finite(figures):
+    if is_finite(metrics):
         return True
     raise DivergedError(
-        f"the loss is {figures['loss']:g} and the norm of its gradient {figures['gradient_norm']:g}; "
+        f"the loss is {metrics['loss']:g} and the norm of its gradient {metrics['gradient_norm']:g}; "
         "no weight was changed by it",
         expected="finite numbers",
         do="look for NaN in the data or the rewards, or lower the learning rate",
@@ -50,17 +50,17 @@ def is_finite(figures: Mapping[str, float]) -> bool:
     return math.isfinite(figures["loss"]) and math.isfinite(figures["gradient_norm"])
 
 
-Part = Mapping[str, Tensor]  # a micro-batch: tensors by field name
-Rule = Literal["muon", "adamw", "rows"]
+MicroBatch = Mapping[str, Tensor]  # a micro-batch: tensors by field name
+OptimizerName = Literal["muon", "adamw", "rows"]
 
 
 @dataclass(frozen=True)
-class Treatment:
+class ParamOptim:
     """How one parameter is optimised: "muon" (matrices), "adamw", or "rows" (look-up tables with sparse gradients)."""
 
-    rule: Rule
-    rate: float  # peak learning rate
-    decay: float = (
+    optimizer: OptimizerName
+    lr: float  # peak learning rate
+    decay_scale: float = (
         0.0  # times the update's weight_decay; 0 for all that no layer multiplies with (matrices.py)
     )
 
@@ -76,27 +76,27 @@ class Update:
     finite ends the run, `guard.py`); scaling: of the loss, for fp16; rounding: of matrices that are kept in bf16.
     """
 
-    objective: Callable[[Part], Loss]
-    treatments: Mapping[str, Treatment]
+    objective: Callable[[MicroBatch], Loss]
+    param_optims: Mapping[str, ParamOptim]
     every: int = 1
     clip_norm: float = 1.0
     momentum: float = 0.95
-    matrix_every: int = 1
+    muon_every: int = 1
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     fused: bool | None = None
-    judge: Judge = refuse
-    scaling: LossScaling | None = None
+    accept_step: AcceptStep = accept_if_finite
+    loss_scaler: LossScaler | None = None
     rounding: Rounding | None = None
 
-    def names(self, rule: str) -> list[str]:
+    def names_for(self, optimizer: str) -> list[str]:
         """Its parameters under one rule."""
-        return [name for name, t in self.treatments.items() if t.rule == rule]
+        return [name for name, t in self.param_optims.items() if t.optimizer == optimizer]
 
 
 @dataclass(frozen=True)
-class Average:
+class TargetNetwork:
     """Target networks: after every round the parameters under `target` move towards those under `source`,
     target += (1 - decay) (source - target) (Polyak averaging, as in Lillicrap et al. 2016, arXiv:1509.02971)."""
 
@@ -105,17 +105,17 @@ class Average:
     decay: float
 
 
-def all_adamw(networks: nn.Module, rate: float, prefix: str = "") -> dict[str, Treatment]:
+def all_adamw(networks: nn.Module, lr: float, prefix: str = "") -> dict[str, ParamOptim]:
     """Every parameter whose name begins with `prefix`, under AdamW at one rate; matrices may decay."""
-    decaying = multiplied(networks)
+    decaying = decayed_parameters(networks)
     return {
-        n: Treatment("adamw", rate, decay=float(n in decaying))
+        n: ParamOptim("adamw", lr, decay_scale=float(n in decaying))
         for n, _ in networks.named_parameters()
         if n.startswith(prefix)
     }
 
 
-def check(networks: nn.Module, updates: list[Update], averages: list[Average]) -> None:
+def check_updates(networks: nn.Module, updates: list[Update], target_networks: list[TargetNetwork]) -> None:
     """That every name exists, and that nothing is trained twice.
 
     Raises:
@@ -127,9 +127,9 @@ def check(networks: nn.Module, updates: list[Update], averages: list[Average]) -
         if update.every < 1:
             raise ConfigError(f"update {number} is taken every {update.every} rounds", expected="at least 1")
         for rule in ("muon", "rows"):
-            if len({update.treatments[name].rate for name in update.names(rule)}) > 1:
+            if len({update.param_optims[name].lr for name in update.names_for(rule)}) > 1:
                 raise ConfigError(f"update {number} has several rates under {rule!r}", expected="one")
-        for name in update.treatments:
+        for name in update.param_optims:
             if name not in known:
                 raise ConfigError(
                     f"update {number} trains {name!r}", expected=f"one of {sorted(known)[:8]} ..."
@@ -140,7 +140,7 @@ def check(networks: nn.Module, updates: list[Update], averages: list[Average]) -
                     expected="one update a parameter",
                 )
             taken[name] = number
-    for average in averages:
+    for average in target_networks:
         for name in known:
             if name.startswith(average.target):
                 source = average.source + name[len(average.target) :]

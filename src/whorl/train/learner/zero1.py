@@ -15,28 +15,32 @@ from whorl.train.learner.update import Update
 from whorl.train.optim.optimizers import POLAR_EXPRESS
 
 
-def turns(update: Update, shapes: Mapping[str, torch.Size]) -> list[set[str]]:
+def update_groups(update: Update, shapes: Mapping[str, torch.Size]) -> list[set[str]]:
     """Muon's matrices in `matrix_every` turns of about the same cost; the same on any number of replicas."""
-    return _even([(n, _cost(shapes[n])) for n in update.names("muon")], update.matrix_every)
+    return greedy_balance(
+        [(n, _orthogonalization_flops(shapes[n])) for n in update.names_for("muon")], update.muon_every
+    )
 
 
-def shares(update: Update, shapes: Mapping[str, torch.Size], size: int) -> list[set[str]]:
+def partition_parameters(update: Update, shapes: Mapping[str, torch.Size], world_size: int) -> list[set[str]]:
     """Names of the dense parameters that each rank updates: those of each turn, and the rest, evenly by their cost."""
-    owned = [set[str]() for _ in range(size)]
-    costs = [[(n, _cost(shapes[n])) for n in turn] for turn in turns(update, shapes)]
-    for cost in (*costs, [(n, float(shapes[n].numel())) for n in update.names("adamw")]):
-        for rank, mine in enumerate(_even(cost, size)):
+    owned = [set[str]() for _ in range(world_size)]
+    costs = [
+        [(n, _orthogonalization_flops(shapes[n])) for n in turn] for turn in update_groups(update, shapes)
+    ]
+    for cost in (*costs, [(n, float(shapes[n].numel())) for n in update.names_for("adamw")]):
+        for rank, mine in enumerate(greedy_balance(cost, world_size)):
             owned[rank] |= mine
     return owned
 
 
-def _cost(shape: torch.Size) -> float:
+def _orthogonalization_flops(shape: torch.Size) -> float:
     """FLOPs of orthogonalising a matrix."""
     short, long = sorted(shape)
     return 2.0 * len(POLAR_EXPRESS) * short * short * (2 * long + short)
 
 
-def _even(costs: list[tuple[str, float]], parts: int) -> list[set[str]]:
+def greedy_balance(costs: list[tuple[str, float]], parts: int) -> list[set[str]]:
     """Greedily, the costliest first, to the least loaded part."""
     load, names = [0.0] * parts, [set[str]() for _ in range(parts)]
     for name, cost in sorted(costs, key=lambda item: (-item[1], item[0])):

@@ -33,128 +33,136 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import ConfigError, one_of
-from whorl.train.checkpoint.manager import FOLDER, place
+from whorl.train.checkpoint.manager import BRANCH_FOLDER, branch_folder
 from whorl.train.config import ScheduleConfig
-from whorl.train.optim.lr_schedule import factor, warmup_steps
+from whorl.train.optim.lr_schedule import lr_scale, warmup_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from whorl.train.checkpoint.manager import Keeper
+    from whorl.train.checkpoint.manager import CheckpointManager
     from whorl.train.job import Job
 
 MAY_DIFFER = ("steps", "schedule")  # between a stable run and its branches
 
 
-def lowest(schedule: ScheduleConfig) -> float:
+def min_fraction(schedule: ScheduleConfig) -> float:
     """The share above which the decay of a branch begins after the warm-up; 0 where that is given in steps."""
     return (
-        schedule.warmup / (1 - schedule.decay)
-        if schedule.warmup_steps is None and schedule.decay < 1
+        schedule.warmup_ratio / (1 - schedule.decay_ratio)
+        if schedule.warmup_steps is None and schedule.decay_ratio < 1
         else 0.0
     )
 
 
-def check(shares: Iterable[float], schedule: ScheduleConfig) -> None:
+def check_fractions(fractions: Iterable[float], schedule: ScheduleConfig) -> None:
     """What a recipe can be told before there is a plan.
 
     Raises:
         ValueError: (for pydantic) shares that are none, or a schedule that cannot have them.
     """
-    shares = list(shares)
-    for share in shares:
+    fractions = list(fractions)
+    for share in fractions:
         if not 0 < share < 1:
             raise ValueError(f"branches: {share:g} is no share of the run: between 0 and 1")
-    if len(set(shares)) < len(shares):
-        raise ValueError(f"branches: {shares} names one twice")
-    if shares and (schedule.kind != "wsd" or schedule.decay == 1):
+    if len(set(fractions)) < len(fractions):
+        raise ValueError(f"branches: {fractions} names one twice")
+    if fractions and (schedule.kind != "wsd" or schedule.decay_ratio == 1):
         what = f"kind = {schedule.kind!r}" if schedule.kind != "wsd" else "decay = 1"
         raise ValueError(f"branches leave a plateau, which a schedule of {what} does not have")
-    if shares and min(shares) <= lowest(schedule):
+    if fractions and min(fractions) <= min_fraction(schedule):
         raise ValueError(
-            f"branches: {min(shares):g} would decay within the warm-up: above {lowest(schedule):.2g} "
+            f"branches: {min(fractions):g} would decay within the warm-up: above {min_fraction(schedule):.2g} "
             f"(warmup / (1 - decay))"
         )
 
 
-def planned(job: Job, share: float) -> Job:
+def branch_job(job: Job, fraction: float) -> Job:
     """The run for `share` of the steps of `job` that a branch is equal to: it warms up as long as `job` does."""
-    schedule = {"warmup_steps": warmup_steps(job.steps, job.schedule), "warmup": ScheduleConfig().warmup}
+    schedule = {
+        "warmup_steps": warmup_steps(job.steps, job.schedule),
+        "warmup": ScheduleConfig().warmup_ratio,
+    }
     return job.model_copy(
-        update={"steps": round(share * job.steps), "schedule": job.schedule.model_copy(update=schedule)}
+        update={"steps": round(fraction * job.steps), "schedule": job.schedule.model_copy(update=schedule)}
     )
 
 
-def point(job: Job, share: float) -> int:
+def branch_step(job: Job, fraction: float) -> int:
     """After how many steps of `job` the branch begins.
 
     Raises:
         ConfigError: so few steps leave it no plateau, or nothing to decay.
     """
-    branch = planned(job, share)
+    branch = branch_job(job, fraction)
 
     def stable(step: int) -> float:
-        return factor(step, job.steps, job.schedule)
+        return lr_scale(step, job.steps, job.schedule)
 
     steps = range(branch.steps)
-    at = next((s for s in steps if factor(s, branch.steps, branch.schedule) != stable(s)), branch.steps)
+    at = next((s for s in steps if lr_scale(s, branch.steps, branch.schedule) != stable(s)), branch.steps)
     if not 0 < at < branch.steps or stable(at - 1) < 1:
         why = "no plateau between warm-up and decay" if at < branch.steps else "nothing to decay"
         raise ConfigError(
-            f"branches: {share:g} of {job.steps:,} steps are {branch.steps:,}, "
+            f"branches: {fraction:g} of {job.steps:,} steps are {branch.steps:,}, "
             + ("all of them" if branch.steps == job.steps else f"which leaves {why}"),
             do="name another share in pretrain.branches, or train longer",
         )
     return at
 
 
-def keep(
-    scratch: Path, out: Path, points: Mapping[float, int], say: Callable[[str], None] = lambda _: None
+def export_branches(
+    scratch: Path,
+    out: Path,
+    steps_by_fraction: Mapping[float, int],
+    log: Callable[[str], None] = lambda _: None,
 ) -> list[float]:
     """Copies what was put aside into `out`; returns the shares whose state was there.
 
     A run that was continued on another machine, from the durable tier, lacks what the first one had put aside.
     """
     kept = []
-    for share, step in points.items():
-        found = place(scratch, step) / f"step-{step:08d}"
+    for share, step in steps_by_fraction.items():
+        found = branch_folder(scratch, step) / f"step-{step:08d}"
         if found.exists():
-            shutil.copytree(found, out / FOLDER / str(share))
+            shutil.copytree(found, out / BRANCH_FOLDER / str(share))
             kept.append(share)
         else:
-            say(
+            log(
                 f"the stable state of step {step:,} is not here any more: no branch at {share:g} from this model"
             )
     return kept
 
 
-def start_of(model: Path, share: float) -> Path:
+def branch_state_folder(model: Path, fraction: float) -> Path:
     """The state of a branch in the folder of a pretrained model.
 
     Raises:
         ConfigError: it has none of this share.
     """
-    found = sorted(path.name for path in (model / FOLDER).glob("*"))
-    if str(share) not in found:
+    found = sorted(path.name for path in (model / BRANCH_FOLDER).glob("*"))
+    if str(fraction) not in found:
         raise ConfigError(
-            f"the model keeps no stable state at the share {share:g}",
-            expected=one_of(str(share), found) if found else "",
-            do=f"name it before training, pretrain.branches = [{share:g}]; a run that was continued on another machine "
+            f"the model keeps no stable state at the share {fraction:g}",
+            expected=one_of(str(fraction), found) if found else "",
+            do=f"name it before training, pretrain.branches = [{fraction:g}]; a run that was continued on another machine "
             "from the durable tier has lost those of before",
         )
-    return model / FOLDER / str(share)
+    return model / BRANCH_FOLDER / str(fraction)
 
 
-def begin(keeper: Keeper, start: Path, tensors: Mapping[str, Tensor]) -> tuple[int, dict[str, Any]]:
+def resume_from_branch(
+    checkpointer: CheckpointManager, folder: Path, tensors: Mapping[str, Tensor]
+) -> tuple[int, dict[str, Any]]:
     """Restores the state at `start` into `tensors`: how many steps are done, and the record.
 
     Raises:
         CheckpointError: damaged, or of a job that differs in more than its budget.
     """
     from whorl.train.checkpoint.format import restore
-    from whorl.train.resilience.rollback import on_this_machine
+    from whorl.train.resilience.rollback import ensure_local_snapshot
 
-    found = keeper.begin(start, MAY_DIFFER)
+    found = checkpointer.load_branch(folder, MAY_DIFFER)
     restore(tensors, found.tensors)
-    record = on_this_machine(keeper, found.record, found.step, dict(tensors), anew=True)
+    record = ensure_local_snapshot(checkpointer, found.metadata, found.step, dict(tensors), overwrite=True)
     return found.step, {**record, "window": None}

@@ -18,22 +18,22 @@ from whorl.nn.experts import Experts
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives import Loss, next_token
 from whorl.train.config import OptimConfig
-from whorl.train.learner.update import Part, Treatment
-from whorl.train.metrics.moe_balance import Mixtures
-from whorl.train.optim.decay_mask import multiplied
-from whorl.train.optim.mup import narrowing
+from whorl.train.learner.update import MicroBatch, ParamOptim
+from whorl.train.metrics.moe_balance import MoEBalancer
+from whorl.train.optim.decay_mask import decayed_parameters
+from whorl.train.optim.mup import inverse_width_mult
 
 
-def treatments(model: LanguageModel, optim: OptimConfig) -> dict[str, Treatment]:
+def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOptim]:
     """Muon (or AdamW: `optim.matrices`) for the matrices of the blocks, sparse rows for n-gram tables, AdamW for the rest.
 
     A matrix of a block is what a layer makes features with: a router, a convolution's taps or a state space's decays are
     none. What decays is a little more (`matrices.py`), and has rates by width if these are asked for (`mup.py`).
     """
-    share, decaying = narrowing(model, optim), multiplied(model)
+    share, decaying = inverse_width_mult(model, optim), decayed_parameters(model)
 
-    def adamw(name: str, rate: float) -> Treatment:
-        return Treatment("adamw", rate * share, 1 / share) if name in decaying else Treatment("adamw", rate)
+    def adamw(name: str, rate: float) -> ParamOptim:
+        return ParamOptim("adamw", rate * share, 1 / share) if name in decaying else ParamOptim("adamw", rate)
 
     matrices = {
         f"{path}.{name}"
@@ -45,44 +45,44 @@ def treatments(model: LanguageModel, optim: OptimConfig) -> dict[str, Treatment]
     found = {}
     for name, _ in model.named_parameters():
         if name.startswith("memory."):
-            found[name] = Treatment("rows", optim.memory_rate)
+            found[name] = ParamOptim("rows", optim.lr_ngram)
         elif name in ("embedding", "head", "positions"):
-            found[name] = adamw(name, optim.embedding_rate)
+            found[name] = adamw(name, optim.lr_embedding)
         elif name not in matrices:
-            found[name] = adamw(name, optim.scalar_rate)
-        elif optim.matrices == "adamw":
-            found[name] = adamw(name, optim.adamw_rate)
+            found[name] = adamw(name, optim.lr_scalar)
+        elif optim.optimizer == "adamw":
+            found[name] = adamw(name, optim.lr_adamw)
         else:
-            found[name] = Treatment("muon", optim.matrix_rate, decay=1.0)
+            found[name] = ParamOptim("muon", optim.lr_muon, decay_scale=1.0)
     return found
 
 
-class LossOf:
+class LMObjective:
     """The objective over a micro-batch. Plain rows (one document each, the many) take the compiled path, without a
     document mask; mixed rows (the few) run uncompiled with segments and positions.
 
     Mixtures of experts are never compiled: the shapes of their products depend on the routing.
     """
 
-    def __init__(self, model: LanguageModel, mixtures: Mixtures, *, z_loss: float, compile: bool) -> None:
-        self.model, self.z_loss, self.mixtures = model, z_loss, mixtures
-        self.fast: Callable[..., tuple[Tensor, ...]] = self._loss
-        if compile and not mixtures:
+    def __init__(self, model: LanguageModel, moe: MoEBalancer, *, z_loss: float, compile: bool) -> None:
+        self.model, self.z_loss, self.moe = model, z_loss, moe
+        self.compiled_loss: Callable[..., tuple[Tensor, ...]] = self._loss
+        if compile and not moe:
             # Another job's graphs would count against the limit of variants, beyond which nothing is compiled.
             torch.compiler.reset()
-            self.fast = torch.compile(self._loss, dynamic=False)
+            self.compiled_loss = torch.compile(self._loss, dynamic=False)
 
     def _loss(
         self,
         x: Tensor,
-        where: Any,
+        positions: Any,
         targets: Tensor,
         mask: Tensor,
         segments: Tensor | None = None,
-        records: list[Any] | None = None,
+        routings: list[Any] | None = None,
     ) -> tuple[Tensor, ...]:
         model = self.model
-        hidden = model.trunk(x, where, segments, records=records)
+        hidden = model.trunk(x, positions, segments, routings=routings)
         loss = next_token(
             hidden.flatten(0, 1),
             model.head_weight,
@@ -90,21 +90,23 @@ class LossOf:
             mask.flatten(),
             self.z_loss,
             model.logit_softcap,
-            choose=logits_step,
+            select_step=logits_step,
         )
         return loss.total, loss.count, loss.metrics["nll"]
 
-    def __call__(self, part: Part) -> Loss:
-        segments = part.get("segment_ids")
-        positions = None if segments is None else part["positions"]
-        x, where = self.model.prepare(part["tokens"], positions, segments)
-        rest = part["targets"], part["loss_mask"]
-        if self.mixtures:
+    def __call__(self, micro_batch: MicroBatch) -> Loss:
+        segments = micro_batch.get("segment_ids")
+        positions = None if segments is None else micro_batch["positions"]
+        x, where = self.model.prepare(micro_batch["tokens"], positions, segments)
+        rest = micro_batch["targets"], micro_batch["loss_mask"]
+        if self.moe:
             records: list[Any] = []
             total, count, nll = self._loss(x, where, *rest, segments, records)
-            return self.mixtures.loss(Loss(total, count, {"nll": nll}), records, part["loss_mask"])
+            return self.moe.add_aux_losses(
+                Loss(total, count, {"nll": nll}), records, micro_batch["loss_mask"]
+            )
         if segments is None:
-            total, count, nll = self.fast(x, where, *rest)
+            total, count, nll = self.compiled_loss(x, where, *rest)
         else:
             total, count, nll = self._loss(x, where, *rest, segments)
         return Loss(total, count, {"nll": nll})

@@ -18,33 +18,35 @@ from collections.abc import Mapping
 import torch
 
 from whorl.errors import ConfigError
-from whorl.train.learner.update import Treatment
-from whorl.train.optim.stochastic_rounding import Kind, Rounding
+from whorl.train.learner.update import ParamOptim
+from whorl.train.optim.stochastic_rounding import Rounding, RoundingMode
 
 
-def activations(dtype: str) -> torch.dtype:
+def activation_dtype(dtype: str) -> torch.dtype:
     """The type that a model of a job's `dtype` is made in."""
     found: torch.dtype = getattr(torch, "bfloat16" if dtype == "float8" else dtype)
     return found
 
 
-def orthogonalisation(dtype: torch.dtype) -> torch.dtype:
+def muon_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type of Muon's products, given that of activations: in fp16 the small entries of a gradient would be zeros."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-def rounding_of(kind: Kind | None, seed: int, treatments: Mapping[str, Treatment]) -> Rounding | None:
+def make_rounding(
+    mode: RoundingMode | None, seed: int, param_optims: Mapping[str, ParamOptim]
+) -> Rounding | None:
     """How narrow weights are rounded; None if they are fp32.
 
     Raises:
         ConfigError: a rounding is asked for, and there is nothing to be rounded.
     """
-    if kind is None:
+    if mode is None:
         return None
-    if not any(t.rule == "muon" for t in treatments.values()):
+    if not any(t.optimizer == "muon" for t in param_optims.values()):
         raise ConfigError(
-            f"rounding is {kind!r}, but no parameter is trained by Muon",
+            f"rounding is {mode!r}, but no parameter is trained by Muon",
             expected="matrices of blocks under Muon: they are what can be kept in bfloat16",
             do="leave the rounding out: --set pretrain.rounding=null",
         )
-    return Rounding(kind, seed)
+    return Rounding(mode, seed)

@@ -19,37 +19,37 @@ from torch import Tensor
 from whorl.errors import BudgetError
 from whorl.models import LanguageModel, make_model
 from whorl.nn.float8 import use_float8
-from whorl.parallel.process_group import World, start_replicas
-from whorl.slots import Drain, Slot
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
+from whorl.slots import FIFOReader, Slot
 from whorl.tokens.loader import TokenBatch, open_batches
 from whorl.tokens.stream import StreamBatches
 from whorl.tracking.seeds import derive, generator
 from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import Account, Keeper
-from whorl.train.checkpoint.remote import Tiers
+from whorl.train.checkpoint.manager import CheckpointManager, CheckpointStats
+from whorl.train.checkpoint.remote import CheckpointConfig
 from whorl.train.determinism import deterministic
 from whorl.train.job import Job, identity, stream_config
-from whorl.train.learner.ema import Averaged, allocate
-from whorl.train.learner.learner import Learner, Shared
-from whorl.train.learner.loop import Clock, learn
-from whorl.train.learner.loss_scaler import LossScaling
-from whorl.train.learner.update import Judge, Part, Update, refuse
-from whorl.train.lm.decay_branches import begin
-from whorl.train.lm.objective import LossOf, treatments
-from whorl.train.lm.precision import activations, orthogonalisation, rounding_of
-from whorl.train.metrics.layer_stats import Figures
-from whorl.train.metrics.meter import Observer
-from whorl.train.metrics.moe_balance import Mixtures
-from whorl.train.metrics.validation import HeldOut
+from whorl.train.learner.ema import EMA, allocate_ema
+from whorl.train.learner.learner import Learner, SharedState
+from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.loss_scaler import LossScaler
+from whorl.train.learner.update import AcceptStep, MicroBatch, Update, accept_if_finite
+from whorl.train.lm.decay_branches import resume_from_branch
+from whorl.train.lm.objective import LMObjective, param_optims
+from whorl.train.lm.precision import activation_dtype, make_rounding, muon_dtype
+from whorl.train.metrics.layer_stats import LayerStats
+from whorl.train.metrics.meter import TrainCallback
+from whorl.train.metrics.moe_balance import MoEBalancer
+from whorl.train.metrics.validation import Validator
 from whorl.train.optim import mup
-from whorl.train.optim.lr_schedule import check as check_schedule
-from whorl.train.optim.lr_schedule import factor as schedule_factor
-from whorl.train.resilience.memory_budget import within_budget
-from whorl.train.resilience.monitor import Vigil
-from whorl.train.resilience.oom_advice import advising
-from whorl.train.resilience.rollback import on_this_machine
+from whorl.train.optim.lr_schedule import check_warmup as check_schedule
+from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
+from whorl.train.resilience.memory_budget import apply_activation_checkpointing
+from whorl.train.resilience.monitor import RunMonitor
+from whorl.train.resilience.oom_advice import with_oom_advice
+from whorl.train.resilience.rollback import ensure_local_snapshot
 
-PLAIN = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
+UNPACKED_FIELDS = ("tokens", "targets", "loss_mask")  # all that a batch of plain rows needs
 
 
 def build_model(job: Job) -> LanguageModel:
@@ -59,26 +59,28 @@ def build_model(job: Job) -> LanguageModel:
         BudgetError: its activations do not fit into `activation_budget`.
     """
     with deterministic(job.deterministic):
-        model = make_model(job.model, generator(job.seed, "weights"), activations(job.dtype)).to(job.device)
-        mup.start(model, job.optim)
+        model = make_model(job.model, generator(job.seed, "weights"), activation_dtype(job.dtype)).to(
+            job.device
+        )
+        mup.scale_head_init(model, job.optim)
         if job.dtype == "float8":
             use_float8(model)
-        return within_budget(model, job)
+        return apply_activation_checkpointing(model, job)
 
 
-@advising
+@with_oom_advice
 def pretrain(
     job: Job,
     scratch: Path,
-    observer: Observer,
+    callback: TrainCallback,
     *,
     checkpoint_seconds: float = 30.0,
-    tiers: Tiers | None = None,
-    account: Account | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    checkpoint_config: CheckpointConfig | None = None,
+    checkpoint_stats: CheckpointStats | None = None,
+    log: Callable[[str], None] = lambda _: None,
     stop_after: int | None = None,
-    stable: Collection[int] = (),
-    start: Path | None = None,
+    branch_points: Collection[int] = (),
+    branch_start: Path | None = None,
     folder: Path | None = None,
 ) -> LanguageModel:
     """Trains `job` to its end, from the newest checkpoint if there is one, and returns the model.
@@ -99,199 +101,237 @@ def pretrain(
             not be mended. MemoryFullError: what to make smaller. StoppedError: by SIGTERM. DiskFullError, CheckpointError: a
             checkpoint could not be written; the one before is whole.
     """
-    if job.batch_rows % job.replicas:
+    if job.batch_size % job.replicas:
         raise BudgetError(
-            f"batch_rows is {job.batch_rows}, for {job.replicas} replicas",
+            f"batch_rows is {job.batch_size}, for {job.replicas} replicas",
             expected="a multiple of the replicas",
         )
     check_schedule(job.steps, job.schedule)
     model = build_model(job)
-    shared = shared_of(model, job)
-    with Keeper(
-        scratch, identity(job), seconds=checkpoint_seconds, say=say, tiers=tiers, account=account
+    shared = allocate_shared(model, job)
+    with CheckpointManager(
+        scratch,
+        identity(job),
+        seconds=checkpoint_seconds,
+        log=log,
+        config=checkpoint_config,
+        stats=checkpoint_stats,
     ) as keeper:
         found, first, record = keeper.resume(), 0, dict[str, Any]()
         if found is not None:
-            first, record = found.step, found.record
+            first, record = found.step, found.metadata
             restore(shared.tensors(), found.tensors)
-            record = on_this_machine(keeper, record, first, shared.tensors())
-            say(f"continues at step {first:,} of {job.steps:,}")
-        elif start is not None:
-            first, record = begin(keeper, start, shared.tensors())
+            record = ensure_local_snapshot(keeper, record, first, shared.tensors())
+            log(f"continues at step {first:,} of {job.steps:,}")
+        elif branch_start is not None:
+            first, record = resume_from_branch(keeper, branch_start, shared.tensors())
         keeper.prepare(shared.tensors(), model.params()["total"])
         last = job.steps if stop_after is None else min(stop_after, job.steps)
-        world = start_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
+        world = spawn_replicas(job.replicas, _replica, job, shared, first, last, record, folder)
         try:
-            vigil = Vigil(
-                job, world, shared, first, record, observer, keeper, stable=stable, folder=folder, say=say
+            vigil = RunMonitor(
+                job,
+                world,
+                shared,
+                first,
+                record,
+                callback,
+                keeper,
+                branch_points=branch_points,
+                folder=folder,
+                log=log,
             )
-            _train(world, job, model, shared, first, last, vigil, observer, keeper)
+            _train(world, job, model, shared, first, last, vigil, callback, keeper)
         finally:
             world.close()
-    Averaged(shared, job.ema, World()).bind(model, averages=last == job.steps)
+    EMA(shared, job.ema, ProcessGroup()).bind(model, use_ema=last == job.steps)
     return model
 
 
 def _replica(
-    world: World, job: Job, shared: Shared, first: int, last: int, record: dict[str, Any], folder: Path | None
+    process_group: ProcessGroup,
+    job: Job,
+    shared: SharedState,
+    first: int,
+    last: int,
+    metadata: dict[str, Any],
+    folder: Path | None,
 ) -> None:
-    vigil = Vigil(job, world, shared, first, record, folder=folder)
-    _train(world, job, build_model(job), shared, first, last, vigil, None, None)
+    vigil = RunMonitor(job, process_group, shared, first, metadata, folder=folder)
+    _train(process_group, job, build_model(job), shared, first, last, vigil, None, None)
 
 
 def _train(
-    world: World,
+    process_group: ProcessGroup,
     job: Job,
     model: LanguageModel,
-    shared: Shared,
+    shared: SharedState,
     first: int,
     last: int,
-    vigil: Vigil,
-    observer: Observer | None,
-    keeper: Keeper | None,
+    monitor: RunMonitor,
+    callback: TrainCallback | None,
+    checkpointer: CheckpointManager | None,
 ) -> None:
     """What every replica runs."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    mixtures = Mixtures(model, job.routing, world, vigil.loads)
-    learner = learner_of(
-        model, job, shared, world, mixtures, steps_done=first, judge=vigil.judge, scaling=vigil.scaling
+    mixtures = MoEBalancer(model, job.routing, process_group, monitor.expert_loads)
+    learner = build_learner(
+        model,
+        job,
+        shared,
+        process_group,
+        mixtures,
+        steps_done=first,
+        accept_step=monitor.accept_step,
+        loss_scaler=monitor.loss_scaler,
     )
-    vigil.mixtures = mixtures
-    held_out = HeldOut(job, world)
-    watched = Figures(model, job, learner, world, held_out.some_ids(), steps_done=first)
+    monitor.moe = mixtures
+    held_out = Validator(job, process_group)
+    watched = LayerStats(model, job, learner, process_group, held_out.fixed_ids(), steps_done=first)
     every = max(1, math.ceil(job.steps / job.evaluations))
-    averaged, window = Averaged(shared, job.ema, world), vigil.window
+    averaged, window = EMA(shared, job.ema, process_group), monitor.meter
 
     def factor(step: int) -> float:
         return schedule_factor(step, job.steps, job.schedule)
 
     def look(done: int) -> None:
         model.eval()
-        with averaged.used(model):
-            with vigil.clock.during("held_out"):
-                figures = held_out(model, world)
-            vigil.owes_a_look = False
-            if observer is not None:
-                observer.on_evaluation(done, figures, model)
+        with averaged.average_parameters(model):
+            with monitor.preemption.during("held_out"):
+                figures = held_out(model, process_group)
+            monitor.validation_pending = False
+            if callback is not None:
+                callback.on_evaluation(done, figures, model)
         model.train()
 
-    def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
+    def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
         skipped = "skipped" in metrics
-        mixtures.forget() if skipped else mixtures.end_step()
-        averaged.end_step(done)
-        if vigil.settle(done, records, skipped=skipped):
-            watched.forget()
-        watched.after(done)
-        window.add(metrics, clock.take())
+        mixtures.discard_step() if skipped else mixtures.on_step_end()
+        averaged.on_step_end(done)
+        if monitor.on_step_end(done, records, skipped=skipped):
+            watched.reset()
+        watched.on_step_end(done)
+        window.add(metrics, clock.pop_seconds())
         report = done % max(1, job.steps // 500) == 0 or done == last
-        if observer is not None and report and window.tokens:
-            seen, rates = window.close(), watched.rates(factor(done - 1))
+        if callback is not None and report and window.tokens:
+            seen, rates = window.pop_metrics(), watched.learning_rates(factor(done - 1))
             speed = {"flops_per_second": seen["tokens_per_second"] * watched.flops_per_token}
-            observer.on_step(done, {**seen, **speed, **rates, **mixtures.figures(), **watched.take()})
+            callback.on_step(
+                done, {**seen, **speed, **rates, **mixtures.pop_metrics(), **watched.pop_metrics()}
+            )
         if done % every == 0 or done == job.steps:
             look(done)
-        if keeper is not None and observer is not None and (done == job.steps or keeper.due()):
-            observer.on_checkpoint(done, vigil.save())
+        if checkpointer is not None and callback is not None and (done == job.steps or checkpointer.due()):
+            callback.on_checkpoint(done, monitor.save())
 
-    def passes(record: Any) -> list[list[Part]]:
-        if mixtures.random:  # by the step's number, so that a run goes on with what it would have drawn
-            torch.manual_seed(derive(job.seed, "dropout", learner.rounds, world.rank))
-        return [_share(record, job)]
+    def passes(record: Any) -> list[list[MicroBatch]]:
+        if mixtures.stochastic:  # by the step's number, so that a run goes on with what it would have drawn
+            torch.manual_seed(derive(job.seed, "dropout", learner.rounds, process_group.rank))
+        return [_micro_batches(record, job)]
 
-    with vigil, deterministic(job.deterministic), _records(job, world, first, vigil.place) as records:
-        if vigil.owes_a_look:
+    with (
+        monitor,
+        deterministic(job.deterministic),
+        _batches(job, process_group, first, monitor.stream_state) as records,
+    ):
+        if monitor.validation_pending:
             look(first)
-        learn(
+        train_loop(
             learner,
             records,
             passes,
             first=first,
             last=last,
-            factor=factor,
-            after=after,
-            clock=vigil.clock,
+            lr_scale=factor,
+            on_step_end=after,
+            stopwatch=monitor.preemption,
         )
 
 
-def _records(
-    job: Job, world: World, first: int, place: dict[str, Any] | None
-) -> Drain[TokenBatch] | StreamBatches:
+def _batches(
+    job: Job, process_group: ProcessGroup, first: int, stream_state: dict[str, Any] | None
+) -> FIFOReader[TokenBatch] | StreamBatches:
     """This replica's share of the batches from number `first` on."""
-    raw = job.raw
+    raw = job.stream
     if raw is None:
         return open_batches(
             Path(job.tokens),
             "train",
-            length=job.length,
-            batch_rows=job.batch_rows,
+            seq_len=job.seq_len,
+            batch_size=job.batch_size,
             seed=job.seed,
             start=first,
             serial=job.serial_loader,
-            rank=world.rank,
-            world=world.size,
+            rank=process_group.rank,
+            world_size=process_group.size,
         )
     workers = 0 if job.serial_loader else raw.workers
     return StreamBatches(
         stream_config(job, raw),
-        rows=job.batch_rows,
+        batch_size=job.batch_size,
         workers=workers,
-        state=place,
-        rank=world.rank,
-        world=world.size,
+        state=stream_state,
+        rank=process_group.rank,
+        world_size=process_group.size,
     )
 
 
-def shared_of(model: LanguageModel, job: Job) -> Shared:
+def allocate_shared(model: LanguageModel, job: Job) -> SharedState:
     """The memory that all replicas of `job` see."""
-    rows = job.batch_rows // job.replicas * job.length
-    shared = Shared.of(model, treatments(model, job.optim), job.replicas, rows, narrow=bool(job.rounding))
+    rows = job.batch_size // job.replicas * job.seq_len
+    shared = SharedState.allocate(
+        model, param_optims(model, job.optim), job.replicas, rows, bf16_matrices=bool(job.bf16_weights)
+    )
     if job.ema:
-        allocate(shared, job.replicas)
+        allocate_ema(shared, job.replicas)
     return shared
 
 
-def learner_of(
+def build_learner(
     model: LanguageModel,
     job: Job,
-    shared: Shared,
-    world: World,
-    mixtures: Mixtures | None = None,
+    shared: SharedState,
+    process_group: ProcessGroup,
+    moe: MoEBalancer | None = None,
     steps_done: int = 0,
-    judge: Judge = refuse,
-    scaling: LossScaling | None = None,
+    accept_step: AcceptStep = accept_if_finite,
+    loss_scaler: LossScaler | None = None,
 ) -> Learner:
     """The learner of a language model: one update, next-token prediction."""
-    optim, treated = job.optim, treatments(model, job.optim)
+    optim, treated = job.optim, param_optims(model, job.optim)
     update = Update(
-        LossOf(
-            model, mixtures or Mixtures(model, job.routing, world), z_loss=job.z_loss, compile=job.compile
+        LMObjective(
+            model,
+            moe or MoEBalancer(model, job.routing, process_group),
+            z_loss=job.z_loss,
+            compile=job.compile,
         ),
         treated,
         clip_norm=optim.clip_norm,
         momentum=optim.momentum,
-        matrix_every=optim.matrix_every,
+        muon_every=optim.muon_every,
         weight_decay=optim.weight_decay,
         betas=(0.8, 0.95),
         eps=1e-10,
         fused=optim.fused,
-        judge=judge,
-        scaling=scaling or (LossScaling() if job.dtype == "float16" else None),
-        rounding=rounding_of(job.rounding, job.seed, treated),
+        accept_step=accept_step,
+        loss_scaler=loss_scaler or (LossScaler() if job.dtype == "float16" else None),
+        rounding=make_rounding(job.bf16_weights, job.seed, treated),
     )
     return Learner(
-        model, [update], shared, world, dtype=orthogonalisation(model.dtype), steps_done=steps_done
+        model, [update], shared, process_group, dtype=muon_dtype(model.dtype), steps_done=steps_done
     )
 
 
-def _share(record: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[Part]:
+def _micro_batches(batch: Slot[TokenBatch] | dict[str, Tensor], job: Job) -> list[MicroBatch]:
     """This replica's rows of a batch, cut into micro-batches, copied out of the slot."""
-    if isinstance(record, dict):
-        views, plain = record, bool((record["segment_ids"] <= 1).all())
+    if isinstance(batch, dict):
+        views, plain = batch, bool((batch["segment_ids"] <= 1).all())
     else:
-        views, plain = record.tensors(), bool(record.data.plain)
-    names = PLAIN if plain else (*PLAIN, "segment_ids", "positions")
+        views, plain = batch.tensors(), bool(batch.data.single_segment)
+    names = UNPACKED_FIELDS if plain else (*UNPACKED_FIELDS, "segment_ids", "positions")
     tensors = {name: views[name].to(job.device, copy=True) for name in names}
     rows = tensors["tokens"].shape[0]
-    size = job.micro_rows or rows
+    size = job.micro_batch_size or rows
     return [{n: t[i : i + size] for n, t in tensors.items()} for i in range(0, rows, size)]

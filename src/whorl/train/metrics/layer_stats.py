@@ -34,21 +34,21 @@ import torch
 from torch import Tensor, nn
 
 from whorl.models import LanguageModel
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.learner import Learner
 from whorl.train.metrics.noise_scale import NoiseScale
-from whorl.train.optim.mup import narrowing
+from whorl.train.optim.mup import inverse_width_mult
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
 
-LEAST_EVERY = 50  # steps between two looks, at least
-MOST_LOOKS = 100  # a run
-MOST_TOKENS = 256  # of the row whose activations are looked at
-OUTLIER = 6.0
+MIN_INTERVAL = 50  # steps between two looks, at least
+MAX_MEASUREMENTS = 100  # a run
+MAX_TOKENS = 256  # of the row whose activations are looked at
+OUTLIER_THRESHOLD = 6.0
 
 
-def group_of(name: str) -> str:
+def layer_group(name: str) -> str:
     """The group of layers of a parameter, by its name."""
     first, *rest = name.split(".")
     if first != "blocks" or len(rest) < 2:
@@ -56,7 +56,7 @@ def group_of(name: str) -> str:
     return f"blocks.{rest[0]}.{'norms' if 'norm' in rest[1] or rest[1].endswith('_after') else rest[1]}"
 
 
-class Figures:
+class LayerStats:
     """Looks at one replica's learner; a `Watcher` of its update.
 
     Args:
@@ -69,74 +69,76 @@ class Figures:
         model: LanguageModel,
         job: Job,
         learner: Learner,
-        world: World,
+        process_group: ProcessGroup,
         ids: Tensor,
         *,
         steps_done: int = 0,
     ) -> None:
         (update,) = learner.updates
-        self.model, self.optim, self.world, self.steps = model, job.optim, world, job.steps
-        self.batch_rows = job.batch_rows
-        self.noise, self._whole = NoiseScale(), math.nan
-        self.flops_per_token = model.flops_per_token(job.length)
-        self.row = ids[:1, : min(job.length, MOST_TOKENS)]
-        self.window = job.optim.matrix_every
+        self.model, self.optim, self.process_group, self.steps = model, job.optim, process_group, job.steps
+        self.batch_rows = job.batch_size
+        self.noise_scale, self._whole = NoiseScale(), math.nan
+        self.flops_per_token = model.flops_per_token(job.seq_len)
+        self.sample_row = ids[:1, : min(job.seq_len, MAX_TOKENS)]
+        self.muon_every = job.optim.muon_every
         between = max(1, job.steps // 500)  # reports: a look falls on one
-        wanted = max(LEAST_EVERY, self.window, math.ceil(job.steps / MOST_LOOKS))
+        wanted = max(MIN_INTERVAL, self.muon_every, math.ceil(job.steps / MAX_MEASUREMENTS))
         self.every = between * math.ceil(wanted / between)
-        self.groups = sorted({group_of(n) for n in update.named})
-        self.weights = {n: p.data for n, p in update.named.items() if n in update.owned}
-        self.tables = dict(update.sparse)
-        self.done = steps_done
+        self.layer_groups = sorted({layer_group(n) for n in update.named})
+        self.weights = {n: p.data for n, p in update.named.items() if n in update.local_shard}
+        self.tables = dict(update.sparse_tables)
+        self.steps_done = steps_done
         self._before: dict[int, dict[str, Tensor]] = {}  # weights by the step that ends a window
         self._rows: list[tuple[str, Tensor, Tensor, Tensor]] = []  # group, table, rows, what they held
         self._squares: dict[tuple[str, str], float] = {}
         self._found: dict[str, float] = {}
         self._seconds, self._since = 0.0, time.perf_counter()
-        update.watch = self
-        self._remember()
+        update.grad_hook = self
+        self._snapshot_weights()
 
-    def _looks_at(self, step: int) -> bool:
+    def _measured_at(self, step: int) -> bool:
         return step % self.every == 0 or step == self.steps
 
     # What the update tells: behind each backward, then between clipping and the step.
 
-    def part(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
-        if self._looks_at(self.done + 1):
+    def on_micro_batch(self, gradients: Sequence[Tensor], count: float, scale: float) -> None:
+        if self._measured_at(self.steps_done + 1):
             with self._timed():
-                self.noise.part(gradients, count, scale)
+                self.noise_scale.add(gradients, count, scale)
 
-    def gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
-        if self._looks_at(self.done + 1):
+    def on_gradients(self, gradients: Mapping[str, Tensor], clipped: float) -> None:
+        if self._measured_at(self.steps_done + 1):
             with self._timed():
-                self._whole = self._add("gradient", dict(gradients), 1.0 / clipped if clipped else math.nan)
+                self._whole = self._add_squares(
+                    "gradient", dict(gradients), 1.0 / clipped if clipped else math.nan
+                )
 
-    def rows(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
-        if self._looks_at(self.done + 1):
+    def on_sparse_gradients(self, name: str, table: Tensor, ids: Tensor, gradients: Tensor) -> None:
+        if self._measured_at(self.steps_done + 1):
             with self._timed():
                 touched, where = torch.unique(ids, return_inverse=True)
                 total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, where, gradients)
-                self._add("gradient", {name: total})
+                self._add_squares("gradient", {name: total})
                 self._rows.append((name, table, touched, table[touched]))
 
     # What the loop tells, between steps.
 
     @torch.no_grad()
-    def after(self, done: int) -> None:
+    def on_step_end(self, steps_done: int) -> None:
         """`done` steps are done. All replicas call this."""
-        self.done = done
-        if self._looks_at(done):
+        self.steps_done = steps_done
+        if self._measured_at(steps_done):
             with self._timed():
-                self._look(self._before.pop(done, {}))
-        if self._looks_at(done + self.window):
+                self._measure(self._before.pop(steps_done, {}))
+        if self._measured_at(steps_done + self.muon_every):
             with self._timed():
-                self._remember()
+                self._snapshot_weights()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The weights went back: from where they were before, nobody moved them here in a step."""
         self._before, self._rows = {}, []
 
-    def take(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """What was found since the last call: nothing, most times."""
         now = time.perf_counter()
         share = self._seconds / max(1e-9, now - self._since)
@@ -144,49 +146,51 @@ class Figures:
         self._seconds, self._since = 0.0, now
         return {**found, "figures_share": share} if found else {}
 
-    def rates(self, factor: float) -> dict[str, float]:
+    def learning_rates(self, lr_scale: float) -> dict[str, float]:
         """The learning rates at `factor` of their peaks: of matrices by itself, the others by name."""
         o = self.optim
-        matrices = o.matrix_rate if o.matrices == "muon" else o.adamw_rate * narrowing(self.model, o)
-        rates = {"": matrices, "/embedding": o.embedding_rate, "/scalars": o.scalar_rate}
+        matrices = o.lr_muon if o.optimizer == "muon" else o.lr_adamw * inverse_width_mult(self.model, o)
+        rates = {"": matrices, "/embedding": o.lr_embedding, "/scalars": o.lr_scalar}
         if self.tables:
-            rates["/memory"] = o.memory_rate
-        return {f"learning_rate{name}": factor * rate for name, rate in rates.items()}
+            rates["/memory"] = o.lr_ngram
+        return {f"learning_rate{name}": lr_scale * rate for name, rate in rates.items()}
 
-    def _remember(self) -> None:
-        if self._looks_at(self.done + self.window):
-            self._before[self.done + self.window] = {n: w.clone() for n, w in self.weights.items()}
+    def _snapshot_weights(self) -> None:
+        if self._measured_at(self.steps_done + self.muon_every):
+            self._before[self.steps_done + self.muon_every] = {n: w.clone() for n, w in self.weights.items()}
 
-    def _look(self, before: dict[str, Tensor]) -> None:
-        self._add("weight", self.weights)
-        if before:
-            names = list(before)
-            ways = torch._foreach_sub([self.weights[n] for n in names], [before[n] for n in names])
-            self._add("way", dict(zip(names, ways, strict=True)))
-            self._add("from", before)
+    def _measure(self, previous: dict[str, Tensor]) -> None:
+        self._add_squares("weight", self.weights)
+        if previous:
+            names = list(previous)
+            ways = torch._foreach_sub([self.weights[n] for n in names], [previous[n] for n in names])
+            self._add_squares("way", dict(zip(names, ways, strict=True)))
+            self._add_squares("from", previous)
         for name, table, touched, old in self._rows:
-            self._add("way", {name: table[touched] - old}, self.window)  # of one step; dense ones of several
-            self._add("from", {name: old})
+            self._add_squares(
+                "way", {name: table[touched] - old}, self.muon_every
+            )  # of one step; dense ones of several
+            self._add_squares("from", {name: old})
         for name, table in self.tables.items():
-            self._add("weight", {name: table[self.world.rank :: self.world.size]})
+            self._add_squares("weight", {name: table[self.process_group.rank :: self.process_group.size]})
         kinds = ("gradient", "weight", "way", "from")
-        mine = [self._squares.get((kind, group), 0.0) for group in self.groups for kind in kinds]
-        seen = self._activations()
-        noise = self.noise.sums()
+        mine = [self._squares.get((kind, group), 0.0) for group in self.layer_groups for kind in kinds]
+        seen = self._activation_stats()
+        noise = self.noise_scale.local_sums()
         activations = (x for block in seen for x in block)
-        summed = iter(self.world.total(*noise, self._whole, *mine, *activations))
+        summed = iter(self.process_group.all_reduce_scalars(*noise, self._whole, *mine, *activations))
         self._squares, self._rows = {}, []
         parts, tokens, weighted, whole = (next(summed) for _ in range(4))
-        self._found |= self.noise.close(parts, tokens, weighted, whole, self.batch_rows)
-        self.noise.forget()
+        self._found |= self.noise_scale.finalize(parts, tokens, weighted, whole, self.batch_rows)
+        self.noise_scale.reset()
         self._whole = math.nan  # a step that is not taken tells no gradient
-        for group in self.groups:
+        for group in self.layer_groups:
             gradient, weight, way, start = (math.sqrt(next(summed)) for _ in kinds)
             if not math.isnan(whole):  # else the step was not taken
                 self._found[f"gradient_norm/{group}"] = gradient
             self._found[f"weight_norm/{group}"] = weight
             if start:
-                self._found[f"update_ratio/{group}"] = way / start / self.window
+                self._found[f"update_ratio/{group}"] = way / start / self.muon_every
         for block in range(len(seen)):
             square, count, outliers, zeros, hidden = (next(summed) for _ in range(5))
             if count:
@@ -195,29 +199,29 @@ class Figures:
             if hidden:
                 self._found[f"activations/{block}/zeros"] = zeros / hidden
 
-    def _add(self, kind: str, tensors: Mapping[str, Tensor], scale: float = 1.0) -> float:
+    def _add_squares(self, kind: str, tensors: Mapping[str, Tensor], scale: float = 1.0) -> float:
         """Adds the squares of `tensors`, times `scale` each, to their groups; returns the sum of them."""
         norms: list[float] = []
         if tensors:
             wide = [t.float() for t in tensors.values()]  # bf16 would sum its squares in bf16
             norms = torch.stack(torch._foreach_norm(wide)).double().square().tolist()
             for name, square in zip(tensors, norms, strict=True):
-                key = kind, group_of(name)
+                key = kind, layer_group(name)
                 self._squares[key] = self._squares.get(key, 0.0) + square * scale * scale
         return sum(norms) * scale * scale
 
-    def _activations(self) -> list[list[float]]:
+    def _activation_stats(self) -> list[list[float]]:
         """Of each block, over this replica's row: sum of squares and number of what it puts out, how many of them are
         outliers; how many zeros there are in its MLP, of how many."""
         found = [[0.0] * 5 for _ in self.model.blocks]
-        if not len(self.row):
+        if not len(self.sample_row):
             return found
 
         def outputs(number: int) -> Any:
             def look(_: nn.Module, __: Any, out: Tensor) -> None:
                 x = out.float()
                 square = x.square().sum()
-                limit = OUTLIER * (square / x.numel()).sqrt()
+                limit = OUTLIER_THRESHOLD * (square / x.numel()).sqrt()
                 found[number][:3] = [float(square), x.numel(), float((x.abs() > limit).sum())]
 
             return look
@@ -234,10 +238,10 @@ class Figures:
             down = getattr(getattr(block, "mlp", None), "down", None)
             if isinstance(down, nn.Module):
                 hooks.append(down.register_forward_pre_hook(hidden(number)))
-        devices = [self.row.device] if self.row.is_cuda else []
+        devices = [self.sample_row.device] if self.sample_row.is_cuda else []
         try:
             with torch.random.fork_rng(devices=devices):
-                self.model(self.row)
+                self.model(self.sample_row)
         finally:
             for hook in hooks:
                 hook.remove()

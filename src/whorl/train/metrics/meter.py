@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from whorl.models import LanguageModel
 
 
-class Observer(Protocol):
+class TrainCallback(Protocol):
     """What rank 0 tells while it trains. All calls are made between updates."""
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None: ...
@@ -16,7 +16,7 @@ class Observer(Protocol):
     def on_event(self, step: int, event: dict[str, Any]) -> None: ...
 
 
-class Window:
+class Meter:
     """Figures since the last report: means weighted by tokens, and where the time went. A checkpoint keeps it (`state`), so
     that the first report after a kill is of all its steps."""
 
@@ -24,32 +24,32 @@ class Window:
         self._reset()
         self.__dict__.update(state or {})
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "sums": dict(self.sums)}
 
     def _reset(self) -> None:
         self.sums: dict[str, float] = {}
-        self.norm = self.tokens = self.seconds = self.waited = 0.0
+        self.grad_norm_sum = self.tokens = self.seconds = self.wait_seconds = 0.0
         self.steps = 0
 
     def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         self.seconds += sum(seconds.values())
-        self.waited += seconds["wait"]
+        self.wait_seconds += seconds["wait"]
         if "skipped" in metrics:  # what may be NaN is in its event
             return
         for name, value in metrics.items():
             if name not in ("count", "gradient_norm"):
                 self.sums[name] = self.sums.get(name, 0.0) + value * metrics["count"]
-        self.norm += metrics["gradient_norm"]
+        self.grad_norm_sum += metrics["gradient_norm"]
         self.tokens += metrics["count"]
         self.steps += 1
 
-    def close(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         out = {
             **{name: total / self.tokens for name, total in self.sums.items()},
-            "gradient_norm": self.norm / self.steps,
+            "gradient_norm": self.grad_norm_sum / self.steps,
             "tokens_per_second": self.tokens / self.seconds,
-            "loader_share": self.waited / self.seconds,
+            "loader_share": self.wait_seconds / self.seconds,
         }
         self._reset()
         return out

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from whorl.nn.experts import MixtureOfExperts, Routing
-from whorl.nn.experts.monitor import evenness
+from whorl.nn.experts.monitor import load_stats
 from whorl.objectives import Loss
 from whorl.objectives.routing import load_balance, router_z
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.config import RoutingConfig
 
 
-class Mixtures:
+class MoEBalancer:
     """The mixtures of experts of one network in training; false if it has none.
 
     Args:
@@ -37,83 +37,83 @@ class Mixtures:
         self,
         network: nn.Module,
         config: RoutingConfig,
-        world: World,
-        loads: list[list[float]] | None = None,
+        process_group: ProcessGroup,
+        previous_load: list[list[float]] | None = None,
     ) -> None:
-        self.config, self.world = config, world
+        self.config, self.process_group = config, process_group
         self.layers = [m for m in network.modules() if isinstance(m, MixtureOfExperts)]
-        self.wished = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
-        self.counts = [torch.zeros_like(w) for w in self.wished]
+        self.requested = [torch.zeros(m.router.n_experts, dtype=torch.float64) for m in self.layers]
+        self.assigned = [torch.zeros_like(w) for w in self.requested]
         # even at first: then the loss is 1 and pulls nowhere
-        self.before = (
-            [torch.ones_like(w) for w in self.wished]
-            if loads is None
-            else [torch.tensor(load, dtype=torch.float64) for load in loads]
+        self.previous_load = (
+            [torch.ones_like(w) for w in self.requested]
+            if previous_load is None
+            else [torch.tensor(load, dtype=torch.float64) for load in previous_load]
         )
-        self.seen: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.wished]
+        self.logged_load: list[tuple[Tensor, Tensor]] = [(w.clone(), w.clone()) for w in self.requested]
 
     @property
-    def random(self) -> bool:
+    def stochastic(self) -> bool:
         """Whether experts or tokens are left out by chance in training."""
         return any(m.router.expert_dropout or m.router.token_dropout for m in self.layers)
 
     def __bool__(self) -> bool:
         return bool(self.layers)
 
-    def loss(self, loss: Loss, records: list[Routing], mask: Tensor) -> Loss:
+    def add_aux_losses(self, loss: Loss, routings: list[Routing], mask: Tensor) -> Loss:
         """`loss` of a micro-batch and what its routing adds, summed over the same tokens.
 
         mask: of the targets, any shape. Metrics gain `balance` (1 = even) and `router_z`, means over the layers.
         """
         balance, z = loss.total.new_zeros(()), loss.total.new_zeros(())
-        for n, record in enumerate(records):
-            self.wished[n] += record.wished.double().cpu()
-            self.counts[n] += record.counts.double().cpu()
-            loads = self.before[n].to(record.scores.device)
+        for n, record in enumerate(routings):
+            self.requested[n] += record.requested.double().cpu()
+            self.assigned[n] += record.counts.double().cpu()
+            loads = self.previous_load[n].to(record.scores.device)
             balance = balance + load_balance(record.scores, loads, mask.flatten()).total
             z = z + router_z(record.logits, mask.flatten()).total
-        total = loss.total + self.config.balance * balance + self.config.z * z
+        total = loss.total + self.config.aux_loss_coef * balance + self.config.z_loss_coef * z
         layers = len(self.layers)
         figures = {"balance": balance.detach() / layers, "router_z": z.detach() / layers}
         return Loss(total, loss.count, {**loss.metrics, **figures})
 
     @torch.no_grad()
-    def end_step(self) -> None:
+    def on_step_end(self) -> None:
         """After an update: the biases follow the loads of all replicas."""
         if not self.layers:
             return
-        mine = [float(x) for part in (*self.wished, *self.counts) for x in part]
-        summed = torch.tensor(self.world.total(*mine), dtype=torch.float64)
-        sizes = [len(part) for part in (*self.wished, *self.counts)]
+        mine = [float(x) for part in (*self.requested, *self.assigned) for x in part]
+        summed = torch.tensor(self.process_group.all_reduce_scalars(*mine), dtype=torch.float64)
+        sizes = [len(part) for part in (*self.requested, *self.assigned)]
         parts = list(torch.split(summed, sizes))
         wished, counts = parts[: len(self.layers)], parts[len(self.layers) :]
         for n, layer in enumerate(self.layers):
-            if layer.router.balance_bias is not None and self.world.rank == 0:
-                layer.router.balance(wished[n], self.config.bias_rate)
-            self.before[n] = wished[n].clone()
-            self.seen[n][0].add_(wished[n])
-            self.seen[n][1].add_(counts[n])
-            self.wished[n].zero_()
-            self.counts[n].zero_()
-        self.world.exchange()
+            if layer.router.balance_bias is not None and self.process_group.rank == 0:
+                layer.router.update_balance_bias(wished[n], self.config.bias_update_rate)
+            self.previous_load[n] = wished[n].clone()
+            self.logged_load[n][0].add_(wished[n])
+            self.logged_load[n][1].add_(counts[n])
+            self.requested[n].zero_()
+            self.assigned[n].zero_()
+        self.process_group.all_gather_scalars()
 
     @property
     def state(self) -> list[list[float]]:
         """What the next step's balancing loss takes the loads from."""
-        return [before.tolist() for before in self.before]
+        return [before.tolist() for before in self.previous_load]
 
-    def forget(self) -> None:
+    def discard_step(self) -> None:
         """After a step that was not taken: its loads move no bias."""
-        for part in (*self.wished, *self.counts):
+        for part in (*self.requested, *self.assigned):
             part.zero_()
 
-    def figures(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Since the last call, of each layer: the share of every expert, the Gini coefficient (0 = even), the busiest
         expert's load over the mean, and the share of wishes that found no place."""
         found: dict[str, float] = {}
-        for n, (wished, counts) in enumerate(self.seen):
+        for n, (wished, counts) in enumerate(self.logged_load):
             if counts.any():
-                even = evenness(counts, wished)
+                even = load_stats(counts, wished)
                 found |= {f"experts/{n}/share/{e}": float(c) for e, c in enumerate(even.pop("share"))}
                 found |= {f"experts/{n}/{name}": float(value) for name, value in even.items()}
             wished.zero_()

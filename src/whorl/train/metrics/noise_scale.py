@@ -36,10 +36,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-MEMORY = 0.9  # of the running averages, a look: about the last ten count
+EMA_DECAY = 0.9  # of the running averages, a look: about the last ten count
 
 
-def estimates(parts: int, tokens: float, weighted: float, whole: float) -> tuple[float, float]:
+def unbiased_estimates(
+    n_micro_batches: int, tokens: float, weighted_sq: float, batch_sq: float
+) -> tuple[float, float]:
     """Unbiased estimates of tr(Sigma), of a token, and of |G|^2.
 
     Args:
@@ -48,8 +50,8 @@ def estimates(parts: int, tokens: float, weighted: float, whole: float) -> tuple
         weighted: the sum of n_i |g_i|^2 over the parts, g_i the mean gradient of a part.
         whole: |g|^2, of the mean gradient of the batch.
     """
-    trace = (weighted - tokens * whole) / (parts - 1)
-    return trace, whole - trace / tokens
+    trace = (weighted_sq - tokens * batch_sq) / (n_micro_batches - 1)
+    return trace, batch_sq - trace / tokens
 
 
 class NoiseScale:
@@ -60,15 +62,15 @@ class NoiseScale:
     """
 
     def __init__(self) -> None:
-        self.trace = self.square = 0.0  # running averages, begun at zero: in their ratio that cancels
-        self.forget()
+        self.tr_sigma = self.grad_sq = 0.0  # running averages, begun at zero: in their ratio that cancels
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What was gathered is of a step that was not taken, or was used."""
         self._parts, self._tokens, self._weighted = 0, 0.0, 0.0
 
     @torch.no_grad()
-    def part(self, gradients: Sequence[Tensor], count: float, scale: float = 1.0) -> None:
+    def add(self, gradients: Sequence[Tensor], count: float, scale: float = 1.0) -> None:
         """Gradients of the *summed* loss of a part, times `scale` (fp16), and its number of target tokens."""
         if count > 0:
             wide = [g.float() for g in gradients]  # bf16 would sum its squares in bf16
@@ -77,12 +79,12 @@ class NoiseScale:
             self._tokens += count
             self._weighted += square / count
 
-    def sums(self) -> tuple[float, float, float]:
+    def local_sums(self) -> tuple[float, float, float]:
         """Of this replica, to be added up over all: how many parts, tokens, n_i |g_i|^2."""
         return float(self._parts), self._tokens, self._weighted
 
-    def close(
-        self, parts: float, tokens: float, weighted: float, whole: float, rows: int
+    def finalize(
+        self, n_micro_batches: float, tokens: float, weighted_sq: float, batch_sq: float, rows: int
     ) -> dict[str, float]:
         """The figures of a step from its sums over all replicas; none if there was a single part.
 
@@ -93,13 +95,13 @@ class NoiseScale:
             noise_scale/trace and /square of this look; noise_scale/tokens and /rows from the averages, unless the averaged
             |G|^2 is not above zero: then the noise is so much larger that the looks do not tell how much.
         """
-        if parts < 2 or not math.isfinite(weighted + whole):
+        if n_micro_batches < 2 or not math.isfinite(weighted_sq + batch_sq):
             return {}
-        trace, square = estimates(int(parts), tokens, weighted, whole)
-        self.trace += (1 - MEMORY) * (trace - self.trace)
-        self.square += (1 - MEMORY) * (square - self.square)
+        trace, square = unbiased_estimates(int(n_micro_batches), tokens, weighted_sq, batch_sq)
+        self.tr_sigma += (1 - EMA_DECAY) * (trace - self.tr_sigma)
+        self.grad_sq += (1 - EMA_DECAY) * (square - self.grad_sq)
         found = {"noise_scale/trace": trace, "noise_scale/square": square}
-        if self.square > 0:
-            scale = self.trace / self.square
+        if self.grad_sq > 0:
+            scale = self.tr_sigma / self.grad_sq
             found |= {"noise_scale/tokens": scale, "noise_scale/rows": scale * rows / tokens}
         return found

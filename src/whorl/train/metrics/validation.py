@@ -17,7 +17,7 @@ from torch import Tensor
 from whorl.models import LanguageModel
 from whorl.nn.kernels.dispatch import logits_step
 from whorl.objectives import next_token
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.shards import TokenSet
 from whorl.tracking.seeds import generator
 
@@ -25,38 +25,38 @@ if TYPE_CHECKING:
     from whorl.train.job import Job
 
 HELD_OUT_ROWS = 16
-COPY_ROWS = 8
+INDUCTION_ROWS = 8
 
 
-class HeldOut:
+class Validator:
     """Loss on a fixed few rows of the validation split, and on rows that repeat shuffled ids; shared by the replicas."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Job, process_group: ProcessGroup) -> None:
         tokens = TokenSet(Path(job.tokens))
         rows = []
         for ids in tokens.split("validation").iter_documents() if "validation" in tokens.splits else ():
-            for start in range(0, len(ids) - job.length, job.length):
-                rows.append(torch.from_numpy(ids[start : start + job.length + 1].astype("int64")))
+            for start in range(0, len(ids) - job.seq_len, job.seq_len):
+                rows.append(torch.from_numpy(ids[start : start + job.seq_len + 1].astype("int64")))
         step = max(1, len(rows) // HELD_OUT_ROWS)  # spread over the split
         rows = rows[::step][:HELD_OUT_ROWS]
-        shape = (COPY_ROWS, job.length // 2)
+        shape = (INDUCTION_ROWS, job.seq_len // 2)
         # Ids as frequent as in the text, in an order that no text has.
         stream = torch.cat([row.flatten() for row in rows]) if rows else torch.arange(job.model.vocab_size)
         half = stream[torch.randint(len(stream), shape, generator=generator(job.seed, "copy"))]
-        mine = slice(world.rank, None, world.size)
+        mine = slice(process_group.rank, None, process_group.size)
         self.rows = torch.stack(rows)[mine].to(job.device) if rows else None
-        self.copies = torch.cat([half, half], dim=1)[mine].to(job.device)
+        self.induction_rows = torch.cat([half, half], dim=1)[mine].to(job.device)
 
-    def some_ids(self) -> Tensor:
+    def fixed_ids(self) -> Tensor:
         """[n, T + 1] ids that stay the same, of this replica: held-out text, or what there is in its place; n may be 0."""
-        return self.copies if self.rows is None else self.rows
+        return self.induction_rows if self.rows is None else self.rows
 
     @torch.no_grad()
-    def __call__(self, model: LanguageModel, world: World) -> dict[str, float]:
+    def __call__(self, model: LanguageModel, process_group: ProcessGroup) -> dict[str, float]:
         """held_out_nll and copy_nll in nats a token."""
         nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
-        copy_nll, copy_count = self._nll(model, self.copies, self.copies.shape[1] // 2)
-        sums = world.total(nll, count, copy_nll, copy_count)
+        copy_nll, copy_count = self._nll(model, self.induction_rows, self.induction_rows.shape[1] // 2)
+        sums = process_group.all_reduce_scalars(nll, count, copy_nll, copy_count)
         figures = {"copy_nll": sums[2] / max(1.0, sums[3])}
         if sums[1]:
             figures["held_out_nll"] = sums[0] / sums[1]
@@ -71,6 +71,6 @@ class HeldOut:
             targets.flatten(),
             torch.ones_like(targets).flatten(),
             softcap=model.logit_softcap,
-            choose=logits_step,
+            select_step=logits_step,
         )
         return float(loss.metrics["nll"]), float(loss.count)

@@ -19,24 +19,24 @@ from __future__ import annotations
 from torch import nn
 
 from whorl.models.language_model import LanguageModel
-from whorl.nn.convolution import Conv2d, TransposedConv2d
-from whorl.nn.experts import Experts, Router
+from whorl.nn.convolution import Conv2d, ConvTranspose2d
+from whorl.nn.experts import Experts, MoERouter
 from whorl.nn.linear import Linear
 
-MULTIPLIED = (
-    Linear, Router, Conv2d, TransposedConv2d,
+MATRIX_LAYERS = (
+    Linear, MoERouter, Conv2d, ConvTranspose2d,
     nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
 
 
-def multiplied(networks: nn.Module) -> set[str]:
+def decayed_parameters(networks: nn.Module) -> set[str]:
     """Names of the weights that layers multiply with, over all modules of `networks`."""
     found = set()
     for path, module in networks.named_modules():
         prefix = f"{path}." if path else ""
         if isinstance(module, Experts):
             found |= {prefix + name for name, _ in module.named_parameters()}
-        elif isinstance(module, MULTIPLIED):
+        elif isinstance(module, MATRIX_LAYERS):
             found.add(f"{prefix}weight")
         elif isinstance(module, LanguageModel) and module.head is not None:
             found.add(f"{prefix}head")

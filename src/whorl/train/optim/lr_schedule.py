@@ -24,51 +24,53 @@ import math
 from whorl.errors import ConfigError
 from whorl.train.config import ScheduleConfig
 
-FLOOR = 0.02  # share of the peak that is left at the very end
+MIN_LR_RATIO = 0.02  # share of the peak that is left at the very end
 
 
-def factor(step: int, total: int, config: ScheduleConfig) -> float:
+def lr_scale(step: int, total: int, config: ScheduleConfig) -> float:
     """The factor, above 0 and at most 1, at `step` (from 0) of `total`."""
     warm = warmup_steps(total, config)
-    falling = config.decay * total if config.kind == "wsd" else total - warm
-    return _factor(config.kind, step, total, warm, falling, config.floor)
+    falling = config.decay_ratio * total if config.kind == "wsd" else total - warm
+    return _lr_scale(config.kind, step, total, warm, falling, config.min_lr_ratio)
 
 
-def warmup_stable_decay(step: int, total: int, warmup: float = 0.02, decay: float = 0.5) -> float:
+def warmup_stable_decay(step: int, total: int, warmup_ratio: float = 0.02, decay_ratio: float = 0.5) -> float:
     """wsd by itself: of the steps the share `warmup` warms up, the share `decay` decays, to `FLOOR`."""
-    return _factor("wsd", step, total, warmup * total, decay * total, FLOOR)
+    return _lr_scale("wsd", step, total, warmup_ratio * total, decay_ratio * total, MIN_LR_RATIO)
 
 
-def _factor(kind: str, step: int, total: int, warm: float, falling: float, floor: float) -> float:
+def _lr_scale(
+    kind: str, step: int, total: int, rise_steps: float, decay_steps: float, min_lr_ratio: float
+) -> float:
     """warm, falling: steps of the two slopes, not whole ones in general."""
-    rising = (step + 1) / max(1.0, warm)
+    rising = (step + 1) / max(1.0, rise_steps)
     if kind == "constant":
         return min(1.0, rising)
-    left, length = max(0, total - step), max(1.0, falling)
+    left, length = max(0, total - step), max(1.0, decay_steps)
     if (
         kind == "cosine"
     ):  # (1 + cos(pi (1 - x))) / 2 = sin(pi x / 2)^2, which stays above 0 however small x is
-        fallen = floor + (1 - floor) * math.sin(math.pi / 2 * min(1.0, left / length)) ** 2
+        fallen = min_lr_ratio + (1 - min_lr_ratio) * math.sin(math.pi / 2 * min(1.0, left / length)) ** 2
     else:
-        fallen = floor + (1 - floor) * left / length
+        fallen = min_lr_ratio + (1 - min_lr_ratio) * left / length
     return min(1.0, rising, fallen)
 
 
 def warmup_steps(total: int, config: ScheduleConfig) -> float:
     """How many steps of `total` warm up."""
-    return config.warmup * total if config.warmup_steps is None else config.warmup_steps
+    return config.warmup_ratio * total if config.warmup_steps is None else config.warmup_steps
 
 
-def check(total: int, config: ScheduleConfig) -> None:
+def check_warmup(total: int, config: ScheduleConfig) -> None:
     """That a warm-up given in steps leaves room in a run of `total` (shares were checked with the recipe).
 
     Raises:
         ConfigError: it does not.
     """
     warm = warmup_steps(total, config)
-    room = total * (1 - config.decay) if config.kind == "wsd" else total
+    room = total * (1 - config.decay_ratio) if config.kind == "wsd" else total
     if warm > room + 1e-6 * total:
-        falls = f", of which the last {config.decay:g} decays" if config.kind == "wsd" else ""
+        falls = f", of which the last {config.decay_ratio:g} decays" if config.kind == "wsd" else ""
         raise ConfigError(
             f"schedule.warmup_steps is {warm:g}, in a run of {total:,} steps{falls}",
             expected=f"at most {room:,.0f}",

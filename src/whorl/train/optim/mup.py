@@ -35,28 +35,28 @@ from whorl.models import LanguageModel
 from whorl.train.config import OptimConfig
 
 
-def narrowing(model: LanguageModel, optim: OptimConfig) -> float:
+def inverse_width_mult(model: LanguageModel, optim: OptimConfig) -> float:
     """1 / m of the table above; 1 without muP.
 
     Raises:
         ConfigError: the head is tied to the embedding.
     """
-    if optim.base_width is None:
+    if optim.mup_base_width is None:
         return 1.0
     if model.head is None:
         raise ConfigError(
-            f"optim.base_width is {optim.base_width} and the model's head is tied to its embedding",
+            f"optim.base_width is {optim.mup_base_width} and the model's head is tied to its embedding",
             expected="a head of its own: an embedding and a head want different rates as a model grows",
             do="set tie_embeddings = false, or leave base_width out",
         )
-    return optim.base_width / int(model.config.d_model)
+    return optim.mup_base_width / int(model.config.d_model)
 
 
 @torch.no_grad()
-def start(model: LanguageModel, optim: OptimConfig) -> None:
+def scale_head_init(model: LanguageModel, optim: OptimConfig) -> None:
     """Scales the initial head of a new model by 1 / m: drawn with one standard deviation at all widths, its logits would
     grow with the square root of the width. Raises: as `narrowing`."""
-    share = narrowing(model, optim)
+    share = inverse_width_mult(model, optim)
     if share != 1.0:
         assert model.head is not None
         model.head.mul_(share)

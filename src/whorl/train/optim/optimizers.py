@@ -24,8 +24,8 @@ from torch import Tensor
 
 from whorl.train.optim.stochastic_rounding import Rounding
 
-Named = list[tuple[str, Tensor]]
-Allocate = Callable[[str, tuple[int, ...]], Tensor]
+NamedTensors = list[tuple[str, Tensor]]
+Allocator = Callable[[str, tuple[int, ...]], Tensor]
 
 # Polar Express with three rounds, for singular values from 1e-2 to 1 (arXiv:2505.16932, algorithm 1, with a margin of 1 %).
 # Five rounds reach down to 1e-3 and cost two thirds more; over three seeds they ended no lower (LOG.md). Directions weaker
@@ -33,12 +33,12 @@ Allocate = Callable[[str, tuple[int, ...]], Tensor]
 POLAR_EXPRESS = ((7.9103, -22.0788, 15.8691), (3.6073, -2.6467, 0.5110), (2.6713, -1.9853, 0.4535))
 
 
-def zeros(_name: str, shape: tuple[int, ...]) -> Tensor:
+def zeros_like_named(_name: str, shape: tuple[int, ...]) -> Tensor:
     """The default allocator of optimiser state."""
     return torch.zeros(shape)
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrix (U V^T of the singular value decomposition), approximately.
 
     matrices: [n, rows, columns], rows <= columns, in the type that the products are to run in; overwritten -> the same
@@ -72,53 +72,53 @@ class Muon:
 
     def __init__(
         self,
-        params: Sequence[Named],
+        param_groups: Sequence[NamedTensors],
         learning_rate: float,
         *,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        decay: Mapping[str, float] | None = None,
+        decay_scale: Mapping[str, float] | None = None,
         dtype: torch.dtype = torch.float32,
-        allocate: Allocate = zeros,
+        allocate: Allocator = zeros_like_named,
         rounding: Rounding | None = None,
     ) -> None:
         self.rounding = rounding
         self.learning_rate, self.momentum = learning_rate, momentum
         self.dtype, self.steps = dtype, 0
-        self.decay: dict[str, float] = {}
-        self.moments: dict[str, Tensor] = {}
-        self.turns: list[list[tuple[tuple[int, int], Named]]] = []
-        for turn in params:
-            by_shape: dict[tuple[int, int], Named] = defaultdict(
+        self.weight_decay: dict[str, float] = {}
+        self.momentum_buffers: dict[str, Tensor] = {}
+        self.param_groups: list[list[tuple[tuple[int, int], NamedTensors]]] = []
+        for turn in param_groups:
+            by_shape: dict[tuple[int, int], NamedTensors] = defaultdict(
                 list
             )  # an MLP's way up and way down together
             for name, p in turn:
-                self.moments[name] = allocate(f"{name}/momentum", tuple(p.shape))
-                self.decay[name] = weight_decay * (decay or {}).get(name, 1.0)
+                self.momentum_buffers[name] = allocate(f"{name}/momentum", tuple(p.shape))
+                self.weight_decay[name] = weight_decay * (decay_scale or {}).get(name, 1.0)
                 short, long = sorted(p.shape)
                 by_shape[short, long].append((name, p))
-            self.turns.append(list(by_shape.items()))
+            self.param_groups.append(list(by_shape.items()))
 
     @property
     def state(self) -> dict[str, Tensor]:
-        return {f"{name}/momentum": moment for name, moment in self.moments.items()}
+        return {f"{name}/momentum": moment for name, moment in self.momentum_buffers.items()}
 
-    def step(self, gradients: dict[str, Tensor], factor: float) -> None:
+    def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:
         """One update; `factor` scales the peak learning rate."""
-        for name, moment in self.moments.items():
+        for name, moment in self.momentum_buffers.items():
             moment.lerp_(gradients[name], 1 - self.momentum)
-        turns = len(self.turns)
-        rate = self.learning_rate * factor * turns
-        for (short, long), group in self.turns[self.steps % turns]:
+        turns = len(self.param_groups)
+        rate = self.learning_rate * lr_scale * turns
+        for (short, long), group in self.param_groups[self.steps % turns]:
             directions = torch.empty(len(group), short, long, dtype=self.dtype, device=group[0][1].device)
             for (name, p), direction in zip(group, directions, strict=True):
-                nesterov = gradients[name].lerp(self.moments[name], self.momentum)
+                nesterov = gradients[name].lerp(self.momentum_buffers[name], self.momentum)
                 direction.copy_(nesterov if p.shape[0] == short else nesterov.mT)
-            for (name, p), update in zip(group, orthogonalise(directions), strict=True):
+            for (name, p), update in zip(group, orthogonalize(directions), strict=True):
                 rows, columns = p.shape
                 wide = p if self.rounding is None else p.float()
-                if self.decay[name]:
-                    wide.mul_(1 - rate * self.decay[name])
+                if self.weight_decay[name]:
+                    wide.mul_(1 - rate * self.weight_decay[name])
                 scale = rate * max(1.0, rows / columns) ** 0.5
                 wide.add_(update if rows == short else update.mT, alpha=-scale)
                 if self.rounding is not None:
@@ -129,8 +129,8 @@ class Muon:
 class _Group(NamedTuple):
     """Parameters of one peak learning rate and one weight decay."""
 
-    peak: float
-    decay: float
+    peak_lr: float
+    weight_decay: float
     names: list[str]
     weights: list[Tensor]
     mean: list[Tensor]
@@ -152,15 +152,15 @@ class AdamW:
 
     def __init__(
         self,
-        params: Named,
+        params: NamedTensors,
         learning_rate: dict[str, float],
         *,
         betas: tuple[float, float] = (0.8, 0.95),
         eps: float = 1e-10,
         weight_decay: float = 0.0,
-        decay: Mapping[str, float] | None = None,
+        decay_scale: Mapping[str, float] | None = None,
         fused: bool | None = None,
-        allocate: Allocate = zeros,
+        allocate: Allocator = zeros_like_named,
     ) -> None:
         self.betas, self.eps = betas, eps
         self.fused = any(p.is_cuda for _, p in params) if fused is None else fused
@@ -169,16 +169,16 @@ class AdamW:
             for name, p in params
             for moment in ("mean", "square")
         }
-        named: dict[tuple[float, float], Named] = defaultdict(list)
+        named: dict[tuple[float, float], NamedTensors] = defaultdict(list)
         for name, p in params:
-            named[learning_rate[name], weight_decay * (decay or {}).get(name, 1.0)].append((name, p))
+            named[learning_rate[name], weight_decay * (decay_scale or {}).get(name, 1.0)].append((name, p))
         self.groups = [
             _Group(
                 *peak_and_decay,
                 [name for name, _ in group],
-                as_one([p for _, p in group]),
-                as_one([self.state[f"{name}/mean"] for name, _ in group]),
-                as_one([self.state[f"{name}/square"] for name, _ in group]),
+                flatten_views([p for _, p in group]),
+                flatten_views([self.state[f"{name}/mean"] for name, _ in group]),
+                flatten_views([self.state[f"{name}/square"] for name, _ in group]),
             )
             for peak_and_decay, group in named.items()
         ]
@@ -186,20 +186,20 @@ class AdamW:
         self._laid: list[list[Tensor]] = []
         self.steps = 0
 
-    def step(self, gradients: dict[str, Tensor], factor: float) -> None:
+    def step(self, gradients: dict[str, Tensor], lr_scale: float) -> None:
         """One update; `factor` scales each parameter's peak learning rate."""
         self.steps += 1
         first, second = self.betas
         correction = (1 - second**self.steps) ** 0.5 / (1 - first**self.steps)
         if gradients is not self._seen:  # a single replica's are the same memory in every step
             self._seen = gradients
-            self._laid = [as_one([gradients[name] for name in group.names]) for group in self.groups]
+            self._laid = [flatten_views([gradients[name] for name in group.names]) for group in self.groups]
         for (peak, decay, _, weights, mean, square), gradient in zip(self.groups, self._laid, strict=True):
-            rate = peak * factor
+            rate = peak * lr_scale
             if not len(weights) == len(mean) == len(square) == len(gradient):
                 raise AssertionError("some of AdamW's tensors lie end to end and others do not")
             if self.fused:
-                self._fused(weights, mean, square, gradient, rate, decay)
+                self._fused_step(weights, mean, square, gradient, rate, decay)
                 continue
             torch._foreach_lerp_(mean, gradient, 1 - first)
             torch._foreach_mul_(square, second)
@@ -210,14 +210,14 @@ class AdamW:
             torch._foreach_add_(divisor, self.eps)
             torch._foreach_addcdiv_(weights, mean, divisor, -rate * correction)
 
-    def _fused(
+    def _fused_step(
         self,
         weights: list[Tensor],
         mean: list[Tensor],
         square: list[Tensor],
         gradient: list[Tensor],
-        rate: float,
-        decay: float,
+        lr: float,
+        weight_decay: float,
     ) -> None:
         """The same step in one pass. Torch adds eps behind the bias correction, so it is told one that makes up for it."""
         taken = torch.tensor(float(self.steps), device=weights[0].device)
@@ -228,17 +228,17 @@ class AdamW:
             square,
             [],
             [taken] * len(weights),
-            lr=rate,
+            lr=lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
-            weight_decay=decay,
+            weight_decay=weight_decay,
             eps=self.eps / (1 - self.betas[1] ** self.steps) ** 0.5,
             amsgrad=False,
             maximize=False,
         )
 
 
-def as_one(tensors: list[Tensor]) -> list[Tensor]:
+def flatten_views(tensors: list[Tensor]) -> list[Tensor]:
     """The same memory as one flat tensor, where the tensors lie end to end; else the tensors."""
     if len(tensors) < 2:
         return [t.view(-1) for t in tensors]
@@ -252,21 +252,26 @@ def as_one(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.as_strided(first, (sum(t.numel() for t in tensors),), (1,))]
 
 
-class RowAdagrad:
+class SparseAdagrad:
     """Adagrad with one accumulator a row, for look-up tables [rows, d] with sparse gradients."""
 
     def __init__(
-        self, params: Named, learning_rate: float, *, eps: float = 1e-8, allocate: Allocate = zeros
+        self,
+        params: NamedTensors,
+        learning_rate: float,
+        *,
+        eps: float = 1e-8,
+        allocate: Allocator = zeros_like_named,
     ) -> None:
         self.params, self.learning_rate, self.eps = params, learning_rate, eps
         self.state = {f"{name}/square": allocate(f"{name}/square", (p.shape[0],)) for name, p in params}
 
-    def step(self, name: str, table: Tensor, rows: Tensor, gradients: Tensor, factor: float) -> None:
+    def step(self, name: str, table: Tensor, rows: Tensor, gradients: Tensor, lr_scale: float) -> None:
         """rows: [n] row numbers, repeats allowed; gradients: [n, d], summed over repeats here."""
         touched, inverse = torch.unique(rows, return_inverse=True)
         total = gradients.new_zeros(len(touched), gradients.shape[1]).index_add_(0, inverse, gradients)
         squares = self.state[f"{name}/square"]
         square = squares[touched] + total.square().mean(dim=1)
         squares[touched] = square
-        step = -self.learning_rate * factor / (square.sqrt() + self.eps)
+        step = -self.learning_rate * lr_scale / (square.sqrt() + self.eps)
         table.index_add_(0, touched, total.mul_(step[:, None]))

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from whorl.tracking.seeds import derive
 
-Kind = Literal["nearest", "stochastic"]
-LOWER = 1 << 16
+RoundingMode = Literal["nearest", "stochastic"]
+LOW_BITS = 1 << 16
 
 
 class Rounding:
@@ -36,13 +36,13 @@ class Rounding:
     kind: "nearest" stalls, and is there to show it; seed: of the run.
     """
 
-    def __init__(self, kind: Kind, seed: int) -> None:
-        self.kind, self.seed = kind, seed
+    def __init__(self, mode: RoundingMode, seed: int) -> None:
+        self.mode, self.seed = mode, seed
 
     @torch.no_grad()
     def write(self, weight: Tensor, value: Tensor, name: str, step: int) -> None:
         """Rounds `value` (fp32) into `weight` (bf16; an fp32 one is `value` itself or takes it as it is)."""
-        if weight.dtype != torch.bfloat16 or self.kind == "nearest":
+        if weight.dtype != torch.bfloat16 or self.mode == "nearest":
             if weight is not value:
                 weight.copy_(value)
             return
@@ -52,6 +52,6 @@ class Rounding:
 
 def stochastic_bf16(x: Tensor, generator: torch.Generator) -> Tensor:
     """x: fp32, any shape -> bf16, each one of its two neighbours, with E[result] = x. Numbers of bf16 stay as they are."""
-    noise = torch.randint(LOWER, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    noise = torch.randint(LOW_BITS, x.shape, dtype=torch.int32, device=x.device, generator=generator)
     bits = x.contiguous().view(torch.int32) + noise
-    return (bits & -LOWER).view(torch.float32).to(torch.bfloat16)  # exact: the lower half is empty
+    return (bits & -LOW_BITS).view(torch.float32).to(torch.bfloat16)  # exact: the lower half is empty

@@ -27,22 +27,27 @@ from whorl.train.profiling.trace import (
     ATTENTION,
     COPIES,
     LOOKUPS,
+    MATMULS,
     POINTWISE,
-    PRODUCTS,
     RANGE,
     REDUCTIONS,
-    Kernel,
+    KernelInfo,
 )
 
 _HANDLE = re.compile(r"# \[Provenance debug handles\] (\S+):(\d+)")
-_PLAIN = ("norm.py", "linear.py", "rotary.py", "position.py")  # used by several parts: the caller decides
-_MOVES = {
+_SHARED_FILES = (
+    "norm.py",
+    "linear.py",
+    "rotary.py",
+    "position.py",
+)  # used by several parts: the caller decides
+_COPY_WORDS = {
     "clone", "transpose", "view", "unsafe", "cat", "slice", "copy", "to", "expand", "stack", "permute", "flip", "fused",
     "cpp", "triton", "poi",
 }  # fmt: skip
 
 
-def part_of_lines(traces: Sequence[str]) -> str:
+def part_of_traces(traces: Sequence[str]) -> str:
     """The part of the model that most of these stack traces (outermost call first) lie in."""
     votes: Counter[str] = Counter()
     for trace in traces:
@@ -57,17 +62,17 @@ def _part_of_file(file: str) -> str:
         return "head, loss"
     if path.parent.name == "experts" or path.name == "mlp.py":
         return "MLP, experts"
-    if "nn" in path.parts and "whorl" in path.parts and path.name not in _PLAIN:
+    if "nn" in path.parts and "whorl" in path.parts and path.name not in _SHARED_FILES:
         return "attention"  # a mixer of whatever kind
     return ""
 
 
-def kind_of_kernel(name: str, part: str) -> str:
+def classify_kernel(name: str, part: str) -> str:
     """The class of a compiled kernel, from the operators that its name lists."""
     if name.startswith("extern_kernels."):
         bare = name.partition(".")[2]
         if "mm" in bare or "linear" in bare:
-            return ATTENTION if part == "attention" and "bmm" in bare else PRODUCTS
+            return ATTENTION if part == "attention" and "bmm" in bare else MATMULS
         if "attention" in bare:
             return ATTENTION
         return POINTWISE
@@ -78,15 +83,15 @@ def kind_of_kernel(name: str, part: str) -> str:
         return REDUCTIONS
     if words & {"embedding", "gather", "scatter", "index"}:
         return LOOKUPS
-    return COPIES if words <= _MOVES else POINTWISE
+    return COPIES if words <= _COPY_WORDS else POINTWISE
 
 
-class CompiledKernels:
+class KernelInstrumentation:
     """While entered, whatever is compiled has its kernels in ranges whenever `on` is true."""
 
     def __init__(self) -> None:
-        self.on = False
-        self.found: dict[str, Kernel] = {}
+        self.enabled = False
+        self.kernels: dict[str, KernelInfo] = {}
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -122,28 +127,30 @@ class CompiledKernels:
     def _instrument(self, module: ModuleType, path: Path, traces: dict[str, list[str]]) -> None:
         order: dict[str, list[tuple[str, str, str]]] = {}  # kernel -> range, part, class of each of its calls
         for name, handle in _HANDLE.findall(path.read_text()):
-            part = part_of_lines(traces.get(f"{name}:{handle}", ()))
-            call = (f"{RANGE}{part} | {name}:{handle} {path.stem[-4:]}", part, kind_of_kernel(name, part))
+            part = part_of_traces(traces.get(f"{name}:{handle}", ()))
+            call = (f"{RANGE}{part} | {name}:{handle} {path.stem[-4:]}", part, classify_kernel(name, part))
             order.setdefault(name, []).append(call)
         extern = {n.partition(".")[2]: calls for n, calls in order.items() if n.startswith("extern_kernels.")}
         if extern and hasattr(module, "extern_kernels"):
             held = module.extern_kernels
             names = {
-                n: self._watched(getattr(held, n), calls, True)
+                n: self._ranged(getattr(held, n), calls, True)
                 for n, calls in extern.items()
                 if hasattr(held, n)
             }
-            module.extern_kernels = _Instead(held, names)  # type: ignore[attr-defined]
+            module.extern_kernels = _AttributeProxy(held, names)  # type: ignore[attr-defined]
         for name, calls in order.items():
             kernel = getattr(module, name, None)
             if kernel is None:
                 continue
             if callable(kernel):
-                setattr(module, name, self._watched(kernel, calls, False))
+                setattr(module, name, self._ranged(kernel, calls, False))
             elif callable(getattr(kernel, "run", None)):  # Triton
-                setattr(module, name, _Instead(kernel, {"run": self._watched(kernel.run, calls, False)}))
+                setattr(
+                    module, name, _AttributeProxy(kernel, {"run": self._ranged(kernel.run, calls, False)})
+                )
 
-    def _watched(
+    def _ranged(
         self, kernel: Callable[..., Any], calls: list[tuple[str, str, str]], product: bool
     ) -> Callable[..., Any]:
         """The kernel in a range. `call` is straight: the n-th call of a run is the n-th of the source."""
@@ -153,22 +160,22 @@ class CompiledKernels:
             nonlocal turn
             label, part, kind = calls[turn % len(calls)]
             turn += 1
-            if not self.on:
+            if not self.enabled:
                 return kernel(*arguments, **named)
             if (
-                label not in self.found and not product
+                label not in self.kernels and not product
             ):  # the operators inside a product are seen by themselves
                 tensors = {t.data_ptr(): t for t in arguments if isinstance(t, torch.Tensor)}
                 moved = float(sum(t.numel() * t.element_size() for t in tensors.values()))
                 flops = float(max((t.numel() for t in tensors.values()), default=0))
-                self.found[label] = Kernel(part, kind, moved, flops)
+                self.kernels[label] = KernelInfo(part, kind, moved, flops)
             with record_function(label):
                 return kernel(*arguments, **named)
 
         return run
 
 
-class _Instead:
+class _AttributeProxy:
     """An object, some of whose attributes are others."""
 
     def __init__(self, held: Any, names: dict[str, Any]) -> None:

@@ -30,19 +30,19 @@ from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 from torch.profiler import profile as torch_profile
 
-from whorl.machine.device_probe import peaks_now
+from whorl.machine.device_probe import measure_peaks
 from whorl.models import LanguageModel
-from whorl.parallel.process_group import World, start_replicas
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train.job import Job
-from whorl.train.learner.learner import Learner, Shared
-from whorl.train.learner.loop import Clock, learn
+from whorl.train.learner.learner import Learner, SharedState
+from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.lm import objective as language
-from whorl.train.lm.objective import LossOf
-from whorl.train.lm.pretrain import _records, _share, build_model, learner_of, shared_of
-from whorl.train.metrics.moe_balance import Mixtures
-from whorl.train.optim.lr_schedule import factor as schedule_factor
-from whorl.train.profiling.inductor import CompiledKernels
-from whorl.train.profiling.trace import ATTENTION, PARTS, PRODUCTS, RANGE, STEP, Cost, read
+from whorl.train.lm.objective import LMObjective
+from whorl.train.lm.pretrain import _batches, _micro_batches, allocate_shared, build_learner, build_model
+from whorl.train.metrics.moe_balance import MoEBalancer
+from whorl.train.optim.lr_schedule import lr_scale as schedule_factor
+from whorl.train.profiling.inductor import KernelInstrumentation
+from whorl.train.profiling.trace import ATTENTION, MATMULS, PARTS, RANGE, STEP, OpCost, read_trace
 
 WARMUP_STEPS = 3
 
@@ -69,16 +69,16 @@ class Profile:
     bandwidth: float
     machine_flops: float
     parts: dict[str, dict[str, float]] = field(default_factory=dict)
-    classes: dict[str, Cost] = field(default_factory=dict)
+    classes: dict[str, OpCost] = field(default_factory=dict)
     on_device: bool = False
     trace: str = ""
 
     @property
-    def utilisation(self) -> float:
+    def mfu(self) -> float:
         """Of the peak of all replicas: the share of it that the model's own products would need."""
         return self.flops_per_second / self.machine_flops
 
-    def bound(self, kind: str) -> float:
+    def roofline_seconds(self, kind: str) -> float:
         """Seconds that the roofline allows a class: the longer of its arithmetic and its traffic, each at its peak."""
         cost = self.classes[kind]
         return max(cost.flops / self.peak_flops[self.dtype], cost.bytes / self.bandwidth)
@@ -87,12 +87,12 @@ class Profile:
         classes = {
             kind: {
                 **asdict(cost),
-                "bound_seconds": self.bound(kind),
+                "bound_seconds": self.roofline_seconds(kind),
                 "intensity": cost.flops / cost.bytes if cost.bytes else 0.0,
             }
             for kind, cost in self.classes.items()
         }
-        return {**asdict(self), "classes": classes, "utilisation": self.utilisation}
+        return {**asdict(self), "classes": classes, "utilisation": self.mfu}
 
 
 def profile(job: Job, trace: Path, *, steps: int = 8) -> Profile:
@@ -103,9 +103,9 @@ def profile(job: Job, trace: Path, *, steps: int = 8) -> Profile:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the tracer tells of its own start and stop
     model = build_model(job)
-    shared = shared_of(model, job)
+    shared = allocate_shared(model, job)
     threads = torch.get_num_threads()
-    world = start_replicas(job.replicas, _replica, job, shared, steps)
+    world = spawn_replicas(job.replicas, _replica, job, shared, steps)
     try:
         found = _run(world, job, model, shared, steps, trace)
     finally:
@@ -115,68 +115,75 @@ def profile(job: Job, trace: Path, *, steps: int = 8) -> Profile:
     return found
 
 
-def _replica(world: World, job: Job, shared: Shared, steps: int) -> None:
-    _run(world, job, build_model(job), shared, steps, None)
+def _replica(process_group: ProcessGroup, job: Job, shared: SharedState, steps: int) -> None:
+    _run(process_group, job, build_model(job), shared, steps, None)
 
 
 def _run(
-    world: World, job: Job, model: LanguageModel, shared: Shared, steps: int, trace: Path | None
+    process_group: ProcessGroup,
+    job: Job,
+    model: LanguageModel,
+    shared: SharedState,
+    steps: int,
+    trace: Path | None,
 ) -> Profile | None:
     """What every replica runs; the one with `trace` is looked at."""
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
-    world.exchange()  # all are here: their peaks are taken side by side
-    flops, bandwidth = peaks_now(job.device, job.dtype)
-    machine = world.total(flops[job.dtype])[0]
-    kernels = CompiledKernels()
+    process_group.all_gather_scalars()  # all are here: their peaks are taken side by side
+    flops, bandwidth = measure_peaks(job.device, job.dtype)
+    machine = process_group.all_reduce_scalars(flops[job.dtype])[0]
+    kernels = KernelInstrumentation()
     watching = trace is not None and job.compile
     times: list[float] = []
     with kernels() if watching else nullcontext():
-        mixtures = Mixtures(model, job.routing, world)
-        learner = learner_of(model, job, shared, world, mixtures)
-        ranges = Ranges()
+        mixtures = MoEBalancer(model, job.routing, process_group)
+        learner = build_learner(model, job, shared, process_group, mixtures)
+        ranges = ProfilerRanges()
         if trace is not None:
-            ranges.put_on(learner, model, world)
+            ranges.instrument(learner, model, process_group)
         tracer = _Tracer(job, ranges, kernels, steps) if trace is not None else None
 
-        def after(done: int, metrics: dict[str, float], clock: Clock) -> None:
-            mixtures.end_step()
+        def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+            mixtures.on_step_end()
             if job.device == "cuda":
                 torch.cuda.synchronize()
             if tracer is not None:
-                tracer.after(done)
+                tracer.on_step_end(done)
             times.append(time.perf_counter())
 
         def passes(record: Any) -> list[Any]:
             with ranges("data wait"):
-                return [_share(record, job)]
+                return [_micro_batches(record, job)]
 
         def factor(step: int) -> float:
             return schedule_factor(min(step, job.steps - 1), job.steps, job.schedule)
 
-        with _records(job, world, 0, None) as records:
+        with _batches(job, process_group, 0, None) as records:
             times.append(time.perf_counter())
-            waiting = ranges.over(records)
-            learn(learner, waiting, passes, last=WARMUP_STEPS + 2 * steps, factor=factor, after=after)
+            waiting = ranges.wrap_batches(records)
+            train_loop(
+                learner, waiting, passes, last=WARMUP_STEPS + 2 * steps, lr_scale=factor, on_step_end=after
+            )
     if tracer is None or trace is None:
         return None
     lasted = [end - begin for begin, end in pairwise(times)]
     untraced = sorted(lasted[WARMUP_STEPS : WARMUP_STEPS + steps])
     step = untraced[len(untraced) // 2]
     events = tracer.save(trace)
-    reading = read(events, kernels.found)
-    tokens = job.batch_rows * job.length / step
+    reading = read_trace(events, kernels.kernels)
+    tokens = job.batch_size * job.seq_len / step
     return Profile(
         steps=steps,
-        replicas=world.size,
+        replicas=process_group.size,
         threads=job.threads,
         dtype=job.dtype,
-        compiled=isinstance(learner.updates[0].objective, LossOf) and job.compile and not mixtures,
+        compiled=isinstance(learner.updates[0].objective, LMObjective) and job.compile and not mixtures,
         step_seconds=step,
         traced_seconds=reading.seconds,
         compile_seconds=max(0.0, sum(lasted[:WARMUP_STEPS]) - WARMUP_STEPS * step),
         tokens_per_second=tokens,
-        flops_per_second=tokens * model.flops_per_token(job.length),
+        flops_per_second=tokens * model.flops_per_token(job.seq_len),
         peak_flops=flops,
         bandwidth=bandwidth,
         machine_flops=machine,
@@ -196,26 +203,26 @@ def _run(
 class _Tracer:
     """Starts and ends the profiler and the ranges of steps."""
 
-    def __init__(self, job: Job, ranges: Ranges, kernels: CompiledKernels, steps: int) -> None:
+    def __init__(self, job: Job, ranges: ProfilerRanges, kernels: KernelInstrumentation, steps: int) -> None:
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (job.device == "cuda")
         self.profiler = torch_profile(activities=activities, record_shapes=True)
         self.ranges, self.kernels = ranges, kernels
         self.first, self.last = WARMUP_STEPS + steps, WARMUP_STEPS + 2 * steps
         self.step: AbstractContextManager[Any] | None = None
 
-    def after(self, done: int) -> None:
+    def on_step_end(self, steps_done: int) -> None:
         if self.step is not None:
             self.step.__exit__(None, None, None)
             self.step = None
-        if done == self.first:
-            self.ranges.on = self.kernels.on = True
+        if steps_done == self.first:
+            self.ranges.enabled = self.kernels.enabled = True
             self.profiler.start()
-        if self.first <= done < self.last:
+        if self.first <= steps_done < self.last:
             self.step = record_function(RANGE + STEP)
             self.step.__enter__()  # type: ignore[no-untyped-call]
-        elif done == self.last:
+        elif steps_done == self.last:
             self.profiler.stop()
-            self.ranges.on = self.kernels.on = False
+            self.ranges.enabled = self.kernels.enabled = False
 
     def save(self, path: Path) -> list[dict[str, Any]]:
         """Writes the trace, and returns its events."""
@@ -230,58 +237,60 @@ class _Tracer:
         return events
 
 
-class Ranges:
+class ProfilerRanges:
     """Ranges around the parts of a step, opened while `on` is true."""
 
     def __init__(self) -> None:
-        self.on = False
+        self.enabled = False
 
     def __call__(self, part: str) -> AbstractContextManager[Any]:
-        return record_function(RANGE + part) if self.on else nullcontext()
+        return record_function(RANGE + part) if self.enabled else nullcontext()
 
-    def over(self, records: Iterator[Any]) -> Iterator[Any]:
+    def wrap_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The records, each wait for one in a range."""
         while True:
             with self("data wait"):
-                record = next(records)
+                record = next(batches)
             yield record
 
-    def put_on(self, learner: Learner, model: LanguageModel, world: World) -> None:
+    def instrument(self, learner: Learner, model: LanguageModel, process_group: ProcessGroup) -> None:
         """On one replica's own objects."""
-        self._around(world, "exchange", "exchange")
-        self._around(model, "prepare", "embed")
+        self._wrap_method(process_group, "exchange", "exchange")
+        self._wrap_method(model, "prepare", "embed")
         for update in learner.updates:
-            self._around(update, "accumulate", "gradients summed")
-            self._around(update, "step", "optimiser")
+            self._wrap_method(update, "accumulate", "gradients summed")
+            self._wrap_method(update, "step", "optimiser")
             objective = update.objective
-            if isinstance(objective, LossOf):  # what is compiled was taken hold of before, and is left alone
-                plain, compiled = objective._loss, objective.fast != objective._loss
-                looked_into = self._looked_into(plain, model)
+            if isinstance(
+                objective, LMObjective
+            ):  # what is compiled was taken hold of before, and is left alone
+                plain, compiled = objective._loss, objective.compiled_loss != objective._loss
+                looked_into = self._instrumented_loss(plain, model)
                 objective._loss = looked_into  # type: ignore[method-assign]
-                objective.fast = objective.fast if compiled else looked_into
+                objective.compiled_loss = objective.compiled_loss if compiled else looked_into
 
-    def _around(self, thing: Any, name: str, part: str) -> None:
-        inner = getattr(thing, name)
+    def _wrap_method(self, owner: Any, name: str, part: str) -> None:
+        inner = getattr(owner, name)
 
         def run(*arguments: Any, **named: Any) -> Any:
             with self(part):
                 return inner(*arguments, **named)
 
-        object.__setattr__(thing, name, run)
+        object.__setattr__(owner, name, run)
 
-    def _looked_into(self, loss: Callable[..., Any], model: LanguageModel) -> Callable[..., Any]:
+    def _instrumented_loss(self, loss: Callable[..., Any], model: LanguageModel) -> Callable[..., Any]:
         """The uncompiled loss, with ranges in it for as long as it runs (compiled code would see them otherwise)."""
 
         def run(*arguments: Any, **named: Any) -> Any:
-            if not self.on:
+            if not self.enabled:
                 return loss(*arguments, **named)
-            with self._inside(model):
+            with self._instrumented_model(model):
                 return loss(*arguments, **named)
 
         return run
 
     @contextmanager
-    def _inside(self, model: LanguageModel) -> Iterator[None]:
+    def _instrumented_model(self, model: LanguageModel) -> Iterator[None]:
         trunk, next_token = model.trunk, vars(language)["next_token"]
 
         def ranged(function: Callable[..., Any], part: str) -> Callable[..., Any]:
@@ -292,7 +301,7 @@ class Ranges:
             return run
 
         hooks: list[Any] = []
-        for module, part in _parts_of(model):
+        for module, part in _module_parts(model):
             open_: list[Any] = []
 
             def enter(*_: Any, part: str = part, open_: list[Any] = open_) -> None:
@@ -314,7 +323,7 @@ class Ranges:
                 hook.remove()
 
 
-def _parts_of(model: LanguageModel) -> Iterable[tuple[nn.Module, str]]:
+def _module_parts(model: LanguageModel) -> Iterable[tuple[nn.Module, str]]:
     for block in model.blocks:
         for name, child in block.named_children():
             if name in ("attention", "mixer"):
@@ -323,11 +332,11 @@ def _parts_of(model: LanguageModel) -> Iterable[tuple[nn.Module, str]]:
                 yield child, "MLP, experts"
 
 
-def utilisation_by_class(found: Profile) -> dict[str, float]:
+def mfu_by_class(result: Profile) -> dict[str, float]:
     """The share of the peak of products that products and attention reach while they run."""
-    peak = found.peak_flops[found.dtype]
+    peak = result.peak_flops[result.dtype]
     return {
-        kind: found.classes[kind].flops / found.classes[kind].seconds / peak
-        for kind in (PRODUCTS, ATTENTION)
-        if kind in found.classes and found.classes[kind].seconds
+        kind: result.classes[kind].flops / result.classes[kind].seconds / peak
+        for kind in (MATMULS, ATTENTION)
+        if kind in result.classes and result.classes[kind].seconds
     }

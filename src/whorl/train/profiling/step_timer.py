@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from whorl.machine.device_probe import give_back_freed_memory
-from whorl.parallel.process_group import World, start_replicas
+from whorl.machine.device_probe import trim_freed_memory
+from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.tracking.seeds import generator
 from whorl.train.determinism import deterministic
 from whorl.train.job import Job
-from whorl.train.learner.learner import Shared
-from whorl.train.learner.update import Part
-from whorl.train.lm.pretrain import build_model, learner_of, shared_of
-from whorl.train.resilience.oom_advice import advising
+from whorl.train.learner.learner import SharedState
+from whorl.train.learner.update import MicroBatch
+from whorl.train.lm.pretrain import allocate_shared, build_learner, build_model
+from whorl.train.resilience.oom_advice import with_oom_advice
 
 WARMUP_STEPS = 3
 
@@ -27,51 +27,57 @@ WARMUP_STEPS = 3
 class StepTiming:
     """startup: seconds until the first steps were done (processes, compiling); step: the median of the rest."""
 
-    startup: float
-    step: float
+    startup_seconds: float
+    step_seconds: float
 
 
-@advising
+@with_oom_advice
 def time_steps(job: Job, seconds: float = 2.0) -> StepTiming:
     """Times steps of `job` for about `seconds` after the first few."""
     began = time.perf_counter()
-    shared = shared_of(build_model(job), job)
-    world = start_replicas(job.replicas, _replica, job, shared, seconds)
+    shared = allocate_shared(build_model(job), job)
+    world = spawn_replicas(job.replicas, _replica, job, shared, seconds)
     try:
-        times, startup = _timed(world, job, shared, seconds)
+        times, startup = _measure_with_threads(world, job, shared, seconds)
     finally:
         world.close()
         del shared
-        give_back_freed_memory()  # the next job is another shape
+        trim_freed_memory()  # the next job is another shape
     return StepTiming(startup - began, sorted(times)[len(times) // 2])
 
 
-def _replica(world: World, job: Job, shared: Shared, seconds: float) -> None:
-    _timed(world, job, shared, seconds)
+def _replica(process_group: ProcessGroup, job: Job, shared: SharedState, seconds: float) -> None:
+    _measure_with_threads(process_group, job, shared, seconds)
 
 
-def _timed(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list[float], float]:
+def _measure_with_threads(
+    process_group: ProcessGroup, job: Job, shared: SharedState, seconds: float
+) -> tuple[list[float], float]:
     threads = torch.get_num_threads()
     if job.device == "cpu":
         torch.set_num_threads(job.threads)
     try:
-        return _times(world, job, shared, seconds)
+        return _measure_steps(process_group, job, shared, seconds)
     finally:
         torch.set_num_threads(threads)
 
 
-def _times(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list[float], float]:
+def _measure_steps(
+    process_group: ProcessGroup, job: Job, shared: SharedState, seconds: float
+) -> tuple[list[float], float]:
     with deterministic(job.deterministic):
-        (update,) = learner_of(build_model(job), job, shared, world).updates
-        rows = job.batch_rows // job.replicas
-        part = random_part(job, rows)
+        (update,) = build_learner(build_model(job), job, shared, process_group).updates
+        rows = job.batch_size // job.replicas
+        part = random_batch(job, rows)
         for _ in range(WARMUP_STEPS):
             update.accumulate(update.objective(part))
             update.step(1e-3)
         started = time.perf_counter()
         times: list[float] = []
         # Rank 0 decides when to stop; its word travels with the exchange, so that all stop at the same step.
-        while world.exchange(time.perf_counter() - started)[0][0] < seconds or len(times) < 3:
+        while (
+            process_group.all_gather_scalars(time.perf_counter() - started)[0][0] < seconds or len(times) < 3
+        ):
             begin = time.perf_counter()
             update.accumulate(update.objective(part))
             update.step(1e-3)
@@ -79,10 +85,10 @@ def _times(world: World, job: Job, shared: Shared, seconds: float) -> tuple[list
         return times, started
 
 
-def random_part(job: Job, rows: int) -> Part:
+def random_batch(job: Job, rows: int) -> MicroBatch:
     """A batch of random ids in the form the loop uses, all rows plain."""
     ids = torch.randint(
-        0, job.model.vocab_size, (rows, job.length + 1), generator=generator(job.seed, "timing")
+        0, job.model.vocab_size, (rows, job.seq_len + 1), generator=generator(job.seed, "timing")
     ).to(job.device)
-    mask = torch.ones(rows, job.length, dtype=torch.bool, device=job.device)
+    mask = torch.ones(rows, job.seq_len, dtype=torch.bool, device=job.device)
     return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous(), "loss_mask": mask}

@@ -40,12 +40,12 @@ PARTS = (
     "exchange",
     "other",
 )
-PRODUCTS, ATTENTION, POINTWISE = "matrix products", "attention", "pointwise"
+MATMULS, ATTENTION, POINTWISE = "matrix products", "attention", "pointwise"
 REDUCTIONS, LOOKUPS, COPIES = "norms, softmax, sums", "look-ups", "copies"
 WAITING, FRAMEWORK = "waiting", "framework"
-CLASSES = (PRODUCTS, ATTENTION, POINTWISE, REDUCTIONS, LOOKUPS, COPIES, WAITING, FRAMEWORK)
+CLASSES = (MATMULS, ATTENTION, POINTWISE, REDUCTIONS, LOOKUPS, COPIES, WAITING, FRAMEWORK)
 
-_PRODUCTS = {
+_MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "mv", "dot", "addmv", "_linear_pointwise", "mkldnn_linear", "_scaled_mm",
 }  # fmt: skip
 _SOFTMAX = {"_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"}
@@ -79,7 +79,7 @@ _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelInfo:
     """What is known of a compiled kernel, by the name of its range: its place, and what a call moves."""
 
     part: str
@@ -89,7 +89,7 @@ class Kernel:
 
 
 @dataclass
-class Cost:
+class OpCost:
     """Seconds, arithmetic and traffic of one class of operators."""
 
     seconds: float = 0.0
@@ -105,13 +105,13 @@ class Cost:
 
 
 @dataclass
-class Reading:
+class TraceSummary:
     """Means a step. parts: seconds by (part, whether of its backward)."""
 
     steps: int
     seconds: float
     parts: dict[tuple[str, bool], float]
-    classes: dict[str, Cost]
+    classes: dict[str, OpCost]
     on_device: bool = False
 
 
@@ -125,12 +125,14 @@ class _Node:
     children: list[_Node] = field(default_factory=list)
 
     @property
-    def own(self) -> float:
+    def self_seconds(self) -> float:
         """What no child covers."""
         return max(0.0, self.seconds - sum(child.seconds for child in self.children))
 
 
-def read(events: Iterable[Mapping[str, Any]], kernels: Mapping[str, Kernel] | None = None) -> Reading:
+def read_trace(
+    events: Iterable[Mapping[str, Any]], kernels: Mapping[str, KernelInfo] | None = None
+) -> TraceSummary:
     """The events of a trace ("traceEvents") with ranges RANGE + STEP around its steps.
 
     kernels: of compiled code, by the name of their ranges.
@@ -159,7 +161,7 @@ def read(events: Iterable[Mapping[str, Any]], kernels: Mapping[str, Kernel] | No
             x / count for x in (cost.seconds, cost.flops, cost.bytes, cost.calls)
         )
     parts = {key: seconds / count for key, seconds in reader.parts.items()}
-    return Reading(len(steps), total, parts, dict(reader.classes), bool(launched))
+    return TraceSummary(len(steps), total, parts, dict(reader.classes), bool(launched))
 
 
 def _nested(events: list[Mapping[str, Any]], launched: Mapping[Any, float]) -> list[_Node]:
@@ -186,17 +188,17 @@ def _steps_in(node: _Node) -> Iterable[_Node]:
 
 
 class _Reader:
-    def __init__(self, kernels: Mapping[str, Kernel], *, on_device: bool) -> None:
+    def __init__(self, kernels: Mapping[str, KernelInfo], *, on_device: bool) -> None:
         self.kernels, self.on_device = kernels, on_device
         self.parts: dict[tuple[str, bool], float] = defaultdict(float)
-        self.classes: dict[str, Cost] = defaultdict(Cost)
-        self.part_of: dict[int, str] = {}  # by autograd's sequence number
+        self.classes: dict[str, OpCost] = defaultdict(OpCost)
+        self.part_by_sequence: dict[int, str] = {}  # by autograd's sequence number
 
     def visit(self, node: _Node, part: str, backward: bool) -> None:
         number = node.args.get("Sequence number")
         if node.name.startswith("autograd::engine::evaluate_function"):
             accumulates = node.name.endswith("AccumulateGrad")
-            part = "gradients summed" if accumulates else self.part_of.get(number or -1, part)
+            part = "gradients summed" if accumulates else self.part_by_sequence.get(number or -1, part)
             backward = not accumulates
         elif node.name in self.kernels:
             kernel = self.kernels[node.name]
@@ -205,17 +207,17 @@ class _Reader:
         elif node.name.startswith(RANGE) and node.name != RANGE + STEP:
             part = node.name.removeprefix(RANGE).partition(" | ")[0]
         elif number is not None and not backward:
-            self.part_of[number] = part
-        kind = kind_of(node.name, part, alone=_alone(node))
+            self.part_by_sequence[number] = part
+        kind = classify_op(node.name, part, is_leaf=_has_only_views(node))
         if kind is not None:
             if number is not None and not backward:
-                self.part_of[number] = part
-            flops, n_bytes = cost_of(
+                self.part_by_sequence[number] = part
+            flops, n_bytes = estimate_cost(
                 node.name, node.args.get("Input Dims", []), node.args.get("Input type", [])
             )
             self.count(node, part, backward, kind, flops, n_bytes)
             return
-        seconds = node.device_seconds if self.on_device else node.own
+        seconds = node.device_seconds if self.on_device else node.self_seconds
         self.parts[part, backward] += seconds
         self.classes[WAITING if part in ("data wait", "exchange") else FRAMEWORK].add(seconds)
         for child in node.children:
@@ -231,38 +233,38 @@ def _device_seconds(node: _Node) -> float:
     return node.device_seconds + sum(_device_seconds(child) for child in node.children)
 
 
-def _alone(node: _Node) -> bool:
+def _has_only_views(node: _Node) -> bool:
     """Nothing but views under it."""
-    return all(_bare(child.name) in _VIEWS for child in node.children)
+    return all(_base_name(child.name) in _VIEWS for child in node.children)
 
 
-def _bare(name: str) -> str:
+def _base_name(name: str) -> str:
     return name.rpartition("::")[2]
 
 
-def kind_of(name: str, part: str, *, alone: bool = True) -> str | None:
+def classify_op(name: str, part: str, *, is_leaf: bool = True) -> str | None:
     """The class of an operator, or None for one that only calls others, makes a view, or is none.
 
     alone: it calls no other that does work.
     """
     if "::" not in name or name.startswith(("autograd::", "torch::autograd::")):
         return None
-    bare = _bare(name)
+    bare = _base_name(name)
     if "scaled_dot_product" in bare or "flash_attention" in bare or "efficient_attention" in bare:
         return ATTENTION
-    if bare in _PRODUCTS:
-        return ATTENTION if part == "attention" and bare in ("bmm", "baddbmm") else PRODUCTS
+    if bare in _MATMULS:
+        return ATTENTION if part == "attention" and bare in ("bmm", "baddbmm") else MATMULS
     if bare in _REDUCTIONS:
         return ATTENTION if part == "attention" and bare in _SOFTMAX else REDUCTIONS
     for kind, names in ((LOOKUPS, _LOOKUPS), (COPIES, _COPIES)):
         if bare in names:
             return kind
-    return POINTWISE if alone and bare not in _VIEWS else None
+    return POINTWISE if is_leaf and bare not in _VIEWS else None
 
 
-def cost_of(name: str, dims: list[Any], types: list[str]) -> tuple[float, float]:
+def estimate_cost(name: str, dims: list[Any], types: list[str]) -> tuple[float, float]:
     """(FLOPs, bytes) of an operator from the shapes and types of its arguments, as the profiler writes them."""
-    bare = _bare(name)
+    bare = _base_name(name)
     shapes: list[tuple[list[int], int]] = []  # shape, bytes an element
     first: list[float] = []  # elements of the tensors of the first argument
     for number, dim in enumerate(dims):
@@ -277,8 +279,8 @@ def cost_of(name: str, dims: list[Any], types: list[str]) -> tuple[float, float]
         return 0.0, 0.0
     sizes = [(float(math.prod(shape)), width) for shape, width in shapes]
     moved = sum(n * width for n, width in sizes)
-    if bare in _PRODUCTS:
-        flops, out = _product([s for s, _ in shapes], bare)
+    if bare in _MATMULS:
+        flops, out = _matmul_cost([s for s, _ in shapes], bare)
         given = any(math.prod(s) == out for s, _ in shapes[2:])  # the result is among the arguments
         return flops, moved + (0.0 if given else out * shapes[0][1])
     if "scaled_dot_product" in bare or "flash_attention" in bare:
@@ -311,7 +313,7 @@ def cost_of(name: str, dims: list[Any], types: list[str]) -> tuple[float, float]
     return largest[0], moved + largest[0] * largest[1]
 
 
-def _product(shapes: list[list[int]], bare: str) -> tuple[float, float]:
+def _matmul_cost(shapes: list[list[int]], bare: str) -> tuple[float, float]:
     """(FLOPs, elements of the result)."""
     if bare in ("addmm", "baddbmm", "addmv"):
         shapes = shapes[1:]

@@ -29,9 +29,9 @@ from whorl.tracking.run import write_json
 
 STALL_SECONDS = 120.0
 STALL_STEPS = 20.0  # usual steps
-FIRST_SECONDS = 600.0  # the first step compiles
-LOOK_SECONDS = 1.0
-ASK = getattr(signal, "SIGUSR1", None)  # not everywhere
+FIRST_STEP_SECONDS = 600.0  # the first step compiles
+POLL_SECONDS = 1.0
+STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # not everywhere
 
 
 def stacks_file(folder: Path, rank: int, pid: int | None) -> Path:
@@ -39,17 +39,17 @@ def stacks_file(folder: Path, rank: int, pid: int | None) -> Path:
     return folder / f"stacks-rank-{rank}-{pid}.txt"
 
 
-def answer_with_stacks(folder: Path, rank: int) -> IO[str] | None:
+def register_stack_dump(folder: Path, rank: int) -> IO[str] | None:
     """Have this process write its stacks to `folder` whenever it is sent SIGUSR1, until the file is closed."""
-    if ASK is None:
+    if STACK_SIGNAL is None:
         return None
     folder.mkdir(parents=True, exist_ok=True)
     file = stacks_file(folder, rank, os.getpid()).open("a")
-    faulthandler.register(ASK, file=file, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=file, all_threads=True)
     return file
 
 
-class Pulse:
+class Heartbeat:
     """The first replica's. Entered, it watches; `beat` is a sign of progress.
 
     Args:
@@ -67,15 +67,15 @@ class Pulse:
         *,
         replicas: Sequence[BaseProcess] = (),
         phase: Callable[[], str] = lambda: "",
-        say: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
         stall_seconds: float = STALL_SECONDS,
-        first_seconds: float = FIRST_SECONDS,
+        first_step_seconds: float = FIRST_STEP_SECONDS,
     ) -> None:
-        self.folder, self.steps, self.replicas, self.phase, self.say = folder, steps, replicas, phase, say
-        self.stall_seconds, self.first_seconds = stall_seconds, first_seconds
-        self.step, self.began = 0, time.time()
-        self.lengths = deque[float](maxlen=50)
-        self.stalls: list[str] = []  # told once by the training thread
+        self.folder, self.steps, self.replicas, self.phase, self.log = folder, steps, replicas, phase, log
+        self.stall_seconds, self.first_step_seconds = stall_seconds, first_step_seconds
+        self.step, self.started_at = 0, time.time()
+        self.step_seconds = deque[float](maxlen=50)
+        self.stall_messages: list[str] = []  # told once by the training thread
         self.stalled = False
         self._last = self._step_at = time.monotonic()
         self._phase_seen = ""
@@ -83,10 +83,10 @@ class Pulse:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="pulse", daemon=True)
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> Heartbeat:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.tell_of_the_last()
-        self._answers = answer_with_stacks(self.folder, 0)
+        self.report_previous_crash()
+        self._answers = register_stack_dump(self.folder, 0)
         self._write("training")
         self._thread.start()
         return self
@@ -95,8 +95,8 @@ class Pulse:
         self._done.set()
         self._thread.join(timeout=5)
         self._write("ended" if error is None else f"ended: {type(error).__name__}")
-        if ASK is not None and self._answers is not None:
-            faulthandler.unregister(ASK)
+        if STACK_SIGNAL is not None and self._answers is not None:
+            faulthandler.unregister(STACK_SIGNAL)
             self._answers.close()
         for path in self.folder.glob("stacks-rank-*.txt"):  # of those who were never asked
             if not path.stat().st_size:
@@ -106,21 +106,21 @@ class Pulse:
         """Step number `step` is done."""
         now = time.monotonic()
         if step > self.step > 0:
-            self.lengths.append((now - self._step_at) / (step - self.step))
+            self.step_seconds.append((now - self._step_at) / (step - self.step))
         self.step, self._step_at, self._last = step, now, now
 
-    def limit(self) -> float:
+    def stall_limit(self) -> float:
         """Seconds without a sign after which the run counts as stalled."""
-        if not self.lengths:
-            return self.first_seconds
-        return max(self.stall_seconds, STALL_STEPS * median(list(self.lengths)))
+        if not self.step_seconds:
+            return self.first_step_seconds
+        return max(self.stall_seconds, STALL_STEPS * median(list(self.step_seconds)))
 
-    def tell_of_the_last(self) -> None:
+    def report_previous_crash(self) -> None:
         """Says so if the process before this one vanished in the middle of its work."""
         try:
             last = json.loads((self.folder / "heartbeat.json").read_text())
             if last["state"] in ("training", "stalled") and not _alive(int(last["pid"])):
-                self.say(
+                self.log(
                     f"the process before this one ended without a word after step {last['step']:,}: killed, or out of "
                     f"memory (it held {last['memory_bytes'] / 1e9:.2f} GB; {last['memory_free_bytes'] / 1e9:.2f} GB "
                     "were free then)"
@@ -129,22 +129,22 @@ class Pulse:
             return  # there was none, or it is damaged
 
     def _watch(self) -> None:
-        wait = min(LOOK_SECONDS, self.stall_seconds / 4)
+        wait = min(POLL_SECONDS, self.stall_seconds / 4)
         while not self._done.wait(wait):
             phase = self.phase()
             if phase != self._phase_seen:  # another thing is being done: a sign of progress too
                 self._phase_seen, self._last = phase, max(self._last, time.monotonic())
             quiet = time.monotonic() - self._last
-            if not self.stalled and quiet > self.limit():
+            if not self.stalled and quiet > self.stall_limit():
                 self.stalled = True
-                self._dump(quiet)
-            elif self.stalled and quiet < self.limit():
+                self._dump_stacks(quiet)
+            elif self.stalled and quiet < self.stall_limit():
                 self.stalled = False
-                self.say(f"it goes on: step {self.step:,}")
+                self.log(f"it goes on: step {self.step:,}")
             with contextlib.suppress(OSError):  # a full disk is for the training thread to report
                 self._write("stalled" if self.stalled else "training")
 
-    def _dump(self, quiet: float) -> None:
+    def _dump_stacks(self, quiet: float) -> None:
         """Stacks of all threads of all replicas, into the folder."""
         mine = stacks_file(self.folder, 0, os.getpid())
         with contextlib.suppress(OSError):
@@ -154,17 +154,17 @@ class Pulse:
                 faulthandler.dump_traceback(file, all_threads=True)
             for rank, child in enumerate(self.replicas, start=1):
                 ready = stacks_file(self.folder, rank, child.pid).exists()
-                if ASK is not None and ready and child.pid is not None and child.is_alive():
-                    os.kill(child.pid, ASK)
+                if STACK_SIGNAL is not None and ready and child.pid is not None and child.is_alive():
+                    os.kill(child.pid, STACK_SIGNAL)
         gone = [str(rank) for rank, child in enumerate(self.replicas, start=1) if not child.is_alive()]
-        usual = f" (usually {median(list(self.lengths)):.2g} s)" if self.lengths else ""
+        usual = f" (usually {median(list(self.step_seconds)):.2g} s)" if self.step_seconds else ""
         words = (
             f"no progress for {quiet:.0f} s after step {self.step:,}{usual}, in: {self.phase() or 'unknown'}; the stacks "
             f"of all threads are in {self.folder}/stacks-rank-*.txt"
             + (f"; dead replicas: {', '.join(gone)}" if gone else "")
         )
-        self.stalls.append(words)
-        self.say(words)
+        self.stall_messages.append(words)
+        self.log(words)
 
     def _write(self, state: str) -> None:
         import psutil
@@ -177,8 +177,8 @@ class Pulse:
             self.folder / "heartbeat.json",
             {
                 "state": state, "pid": os.getpid(), "step": self.step, "steps": self.steps, "doing": self.phase(),
-                "began": self.began, "written": time.time(), "last_step": time.time() - (time.monotonic() - self._step_at),
-                "step_seconds": median(list(self.lengths)) if self.lengths else None,
+                "began": self.started_at, "written": time.time(), "last_step": time.time() - (time.monotonic() - self._step_at),
+                "step_seconds": median(list(self.step_seconds)) if self.step_seconds else None,
                 "replicas": [child.pid for child in self.replicas],
                 "memory_bytes": held, "memory_free_bytes": psutil.virtual_memory().available,
             },

@@ -21,21 +21,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from whorl.errors import BudgetError
-from whorl.machine.memory import Memory, memory_of
-from whorl.models.activation_checkpointing import Linear, choose, measure
+from whorl.machine.memory import Memory, device_memory
+from whorl.models.activation_checkpointing import (
+    LinearActivationMemory,
+    measure_activation_memory,
+    min_checkpointed_blocks,
+)
 
 if TYPE_CHECKING:
     from whorl.models import LanguageModel
     from whorl.train.job import Job
 
 
-def micro_rows(job: Job) -> int:
+def resolve_micro_batch_size(job: Job) -> int:
     """Rows that one replica takes in one forward."""
-    rows = job.batch_rows // job.replicas
-    return max(1, min(job.micro_rows or rows, rows))
+    rows = job.batch_size // job.replicas
+    return max(1, min(job.micro_batch_size or rows, rows))
 
 
-def within_budget(model: LanguageModel, job: Job) -> LanguageModel:
+def apply_activation_checkpointing(model: LanguageModel, job: Job) -> LanguageModel:
     """`model`, told how many of its blocks to remake so that a forward of `job` keeps no more than its budget.
 
     Raises:
@@ -43,13 +47,17 @@ def within_budget(model: LanguageModel, job: Job) -> LanguageModel:
     """
     if job.activation_budget is not None:
         # Products in fp8 want sixteens of rows; one row of another length would be seen without them.
-        length = -(-job.length // 16) * 16 if job.dtype == "float8" else job.length
-        allowed = Memory.parse(job.activation_budget).of(memory_of(job.device)) // job.replicas
-        model.remade = remade_blocks(measure(model, length), allowed, micro_rows(job), job.replicas)
+        length = -(-job.seq_len // 16) * 16 if job.dtype == "float8" else job.seq_len
+        allowed = Memory.parse(job.activation_budget).resolve(device_memory(job.device)) // job.replicas
+        model.checkpointed_blocks = blocks_to_checkpoint(
+            measure_activation_memory(model, length), allowed, resolve_micro_batch_size(job), job.replicas
+        )
     return model
 
 
-def remade_blocks(seen: Linear, allowed: int, rows: int, replicas: int = 1) -> int:
+def blocks_to_checkpoint(
+    measured: LinearActivationMemory, budget_bytes: int, rows: int, replicas: int = 1
+) -> int:
     """How many blocks, from the first, are remade in forwards of `rows` rows. Pure.
 
     Args:
@@ -58,20 +66,20 @@ def remade_blocks(seen: Linear, allowed: int, rows: int, replicas: int = 1) -> i
     Raises:
         BudgetError: as `within_budget`.
     """
-    kept = seen.of(rows)
-    if kept.least <= allowed:
-        return choose(kept, allowed)
-    fewer = [n for n in range(1, rows) if seen.of(n).least <= allowed]
-    cures = [f"--set pretrain.activation_budget={megabytes(kept.least * replicas)}MB"]
+    kept = measured.at_rows(rows)
+    if kept.min_peak <= budget_bytes:
+        return min_checkpointed_blocks(kept, budget_bytes)
+    fewer = [n for n in range(1, rows) if measured.at_rows(n).min_peak <= budget_bytes]
+    cures = [f"--set pretrain.activation_budget={megabytes(kept.min_peak * replicas)}MB"]
     if fewer:
         cures.append(
             f"--set pretrain.micro_rows={fewer[-1]} (now {rows} rows a forward; the same steps up to rounding)"
         )
     raise BudgetError(
-        f"pretrain.activation_budget is {megabytes(allowed * replicas, up=False)} MB"
+        f"pretrain.activation_budget is {megabytes(budget_bytes * replicas, up=False)} MB"
         + (f" for {replicas} replicas" if replicas > 1 else "")
         + f", and {rows} rows a forward need more, whatever is remade",
-        expected=f"at least {megabytes(kept.least * replicas)} MB; nothing is remade from "
+        expected=f"at least {megabytes(kept.min_peak * replicas)} MB; nothing is remade from "
         f"{megabytes(kept.peak(0) * replicas)} MB on",
         do="one of: " + "; ".join(cures) + "; --set plan.length=... (shorter rows)",
     )

@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whorl.errors import WhorlError
-from whorl.parallel.process_group import World
+from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.stream import StreamBatches
-from whorl.train.checkpoint.manager import place
-from whorl.train.learner.learner import Shared
-from whorl.train.learner.loss_scaler import LossScaling
-from whorl.train.metrics.meter import Observer, Window
-from whorl.train.resilience.heartbeat import Pulse, answer_with_stacks
-from whorl.train.resilience.preemption import Interrupted, StoppedError, Stopping
-from whorl.train.resilience.provenance import documents_of
-from whorl.train.resilience.rollback import Anchors
-from whorl.train.resilience.spike_guard import Guard
+from whorl.train.checkpoint.manager import branch_folder
+from whorl.train.learner.learner import SharedState
+from whorl.train.learner.loss_scaler import LossScaler
+from whorl.train.metrics.meter import Meter, TrainCallback
+from whorl.train.resilience.heartbeat import Heartbeat, register_stack_dump
+from whorl.train.resilience.preemption import Preempted, PreemptedError, PreemptionHandler
+from whorl.train.resilience.provenance import documents_in_batch
+from whorl.train.resilience.rollback import RollbackStore
+from whorl.train.resilience.spike_guard import SpikeGuard
 
 if TYPE_CHECKING:
-    from whorl.train.checkpoint.manager import Keeper
+    from whorl.train.checkpoint.manager import CheckpointManager
     from whorl.train.job import Job
-    from whorl.train.metrics.moe_balance import Mixtures
+    from whorl.train.metrics.moe_balance import MoEBalancer
 
 
-class Vigil:
+class RunMonitor:
     """One replica's. Entered, it watches over the loop.
 
     Args:
@@ -47,151 +47,171 @@ class Vigil:
     def __init__(
         self,
         job: Job,
-        world: World,
-        shared: Shared,
+        process_group: ProcessGroup,
+        shared: SharedState,
         first: int,
-        record: Mapping[str, Any],
-        observer: Observer | None = None,
-        keeper: Keeper | None = None,
+        metadata: Mapping[str, Any],
+        callback: TrainCallback | None = None,
+        checkpointer: CheckpointManager | None = None,
         *,
-        stable: Collection[int] = (),
+        branch_points: Collection[int] = (),
         folder: Path | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.stable = stable
-        self.job, self.world, self.shared = job, world, shared
-        self.observer, self.keeper, self.say = observer, keeper, say
-        self.done = self.saved = first
-        self.place: dict[str, Any] | None = record.get("stream")  # of the next batch, in raw text
-        self.loads: list[list[float]] | None = record.get("routing")  # of the experts in the step before
-        self.mixtures: Mixtures | None = None
-        self.scaling = LossScaling(record.get("scaling")) if job.dtype == "float16" else None
-        self.window = Window(record.get("window"))
-        self.owes_a_look = bool(record.get("owes_a_look"))  # at held-out text: SIGTERM broke it off
-        self.guard = Guard(
-            job.watch, chance=math.log(job.model.vocab_size), steps=job.steps, first=first, state=record.get("guard")
+        self.branch_points = branch_points
+        self.job, self.process_group, self.shared = job, process_group, shared
+        self.callback, self.checkpointer, self.log = callback, checkpointer, log
+        self.steps_done = self.last_saved_step = first
+        self.stream_state: dict[str, Any] | None = metadata.get("stream")  # of the next batch, in raw text
+        self.expert_loads: list[list[float]] | None = metadata.get(
+            "routing"
+        )  # of the experts in the step before
+        self.moe: MoEBalancer | None = None
+        self.loss_scaler = LossScaler(metadata.get("scaling")) if job.dtype == "float16" else None
+        self.meter = Meter(metadata.get("window"))
+        self.validation_pending = bool(metadata.get("owes_a_look"))  # at held-out text: SIGTERM broke it off
+        self.guard = SpikeGuard(
+            job.spike_guard, uniform_loss=math.log(job.model.vocab_size), steps=job.steps, first=first, state=metadata.get("guard")
         )  # fmt: skip
-        self.every = job.watch.good_every or max(1, job.steps // 8)
-        self.anchors = Anchors(keeper) if keeper is not None else None
-        self.clock = Stopping(listen=keeper is not None)
-        self.judge = self.guard.judge
-        self.pulse: Pulse | None = None
-        if folder is not None and world.rank:
-            self._answers = answer_with_stacks(folder, world.rank)
+        self.snapshot_every = job.spike_guard.snapshot_every or max(1, job.steps // 8)
+        self.rollback_store = RollbackStore(checkpointer) if checkpointer is not None else None
+        self.preemption = PreemptionHandler(listen=checkpointer is not None)
+        self.accept_step = self.guard.accept_step
+        self.heartbeat: Heartbeat | None = None
+        if folder is not None and process_group.rank:
+            self._answers = register_stack_dump(folder, process_group.rank)
         elif folder is not None:
-            self.pulse = Pulse(
+            self.heartbeat = Heartbeat(
                 folder,
                 job.steps,
-                replicas=world.children,
-                phase=lambda: self.clock.phase,
-                say=say,
+                replicas=process_group.children,
+                phase=lambda: self.preemption.phase,
+                log=log,
             )
         self._entered = ExitStack()
 
-    def __enter__(self) -> Vigil:
-        self._entered.enter_context(self.clock)
-        if self.pulse is not None:
-            self._entered.enter_context(self.pulse)
+    def __enter__(self) -> RunMonitor:
+        self._entered.enter_context(self.preemption)
+        if self.heartbeat is not None:
+            self._entered.enter_context(self.heartbeat)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         try:
-            if isinstance(error, Interrupted) or (error is None and self.clock.wanted):
-                self.owes_a_look = self.owes_a_look or (error is not None and self.clock.phase == "held_out")
-                self.save(durable=True)  # what was broken off had changed nothing
-                if self.keeper is not None:
-                    self.keeper.finish()
-                raise self._stopped(f"a checkpoint of step {self.done:,} is written") from None
+            if isinstance(error, Preempted) or (error is None and self.preemption.requested):
+                self.validation_pending = self.validation_pending or (
+                    error is not None and self.preemption.phase == "held_out"
+                )
+                self.save(upload=True)  # what was broken off had changed nothing
+                if self.checkpointer is not None:
+                    self.checkpointer.finish()
+                raise self._preempted_error(f"a checkpoint of step {self.steps_done:,} is written") from None
             if (
-                isinstance(error, WhorlError) and self.clock.wanted
+                isinstance(error, WhorlError) and self.preemption.requested
             ):  # the signal took a helper too, in mid-step
-                raise self._stopped(f"the last checkpoint is of step {self.saved:,}") from error
+                raise self._preempted_error(
+                    f"the last checkpoint is of step {self.last_saved_step:,}"
+                ) from error
         finally:
             self._entered.__exit__(kind, error, trace)
 
-    def _stopped(self, kept: str) -> StoppedError:
-        return StoppedError(
-            f"stopped by SIGTERM after step {self.done:,} of {self.job.steps:,}; {kept}",
+    def _preempted_error(self, kept: str) -> PreemptedError:
+        return PreemptedError(
+            f"stopped by SIGTERM after step {self.steps_done:,} of {self.job.steps:,}; {kept}",
             do="run the same command again: it continues from there",
         )
 
-    def settle(self, done: int, records: object, *, skipped: bool) -> bool:
+    def on_step_end(self, steps_done: int, batches: object, *, skipped: bool) -> bool:
         """After step number `done`, on every replica: tells what happened, and goes back if it must; whether it did.
 
         Raises:
             DivergedError: training cannot be mended.
         """
-        guard, before, went_back = self.guard, self.place, False
+        guard, before, went_back = self.guard, self.stream_state, False
         if skipped:
-            self._tell(done, before)
-            guard.check()
-        if guard.must_go_back:
-            step = guard.go_back()
-            if self.anchors is not None:
-                self.anchors.restore(step, self.shared.tensors())
-            self.world.exchange()
-            self._tell(done, before)
+            self._report_event(steps_done, before)
+            guard.check_skip_limit()
+        if guard.needs_rollback:
+            step = guard.roll_back()
+            if self.rollback_store is not None:
+                self.rollback_store.restore(step, self.shared.tensors())
+            self.process_group.all_gather_scalars()
+            self._report_event(steps_done, before)
             went_back = True
-        self.place = records.state if isinstance(records, StreamBatches) else None
-        self.done = done
-        if done % self.every == 0 and done < self.job.steps and not guard.bad and not guard.astray:
-            guard.anchor = done
-            if self.anchors is not None:
-                with self.clock.during("anchor"):
-                    self.anchors.save(done, self.shared.tensors())
-        if done in self.stable and self.keeper is not None:
-            with self.clock.during("branch"):
-                self.keeper.put_aside(
-                    place(self.keeper.folder, done), done, self.shared.tensors(), self.record()
+        self.stream_state = batches.state if isinstance(batches, StreamBatches) else None
+        self.steps_done = steps_done
+        if (
+            steps_done % self.snapshot_every == 0
+            and steps_done < self.job.steps
+            and not guard.bad_steps
+            and not guard.diverged_steps
+        ):
+            guard.snapshot_step = steps_done
+            if self.rollback_store is not None:
+                with self.preemption.during("anchor"):
+                    self.rollback_store.save(steps_done, self.shared.tensors())
+        if steps_done in self.branch_points and self.checkpointer is not None:
+            with self.preemption.during("branch"):
+                self.checkpointer.save_named(
+                    branch_folder(self.checkpointer.folder, steps_done),
+                    steps_done,
+                    self.shared.tensors(),
+                    self.state_dict(),
                 )
-        if self.pulse is not None:
-            self.pulse.beat(done)
-            for words in self.pulse.stalls:
-                self._show({"step": done, "kind": "stall", "words": words, "action": "stacks were written"})
-            self.pulse.stalls.clear()
+        if self.heartbeat is not None:
+            self.heartbeat.beat(steps_done)
+            for words in self.heartbeat.stall_messages:
+                self._log_event(
+                    {"step": steps_done, "kind": "stall", "words": words, "action": "stacks were written"}
+                )
+            self.heartbeat.stall_messages.clear()
         return went_back
 
-    def record(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides tensors."""
-        kept: dict[str, Any] = {"guard": self.guard.state, "window": self.window.state()}
-        if self.place is not None:
-            kept["stream"] = self.place
-        if self.mixtures:
-            kept["routing"] = self.mixtures.state
-        if self.scaling is not None:
-            kept["scaling"] = self.scaling.state
-        if self.owes_a_look:
+        kept: dict[str, Any] = {"guard": self.guard.state, "window": self.meter.state_dict()}
+        if self.stream_state is not None:
+            kept["stream"] = self.stream_state
+        if self.moe:
+            kept["routing"] = self.moe.state
+        if self.loss_scaler is not None:
+            kept["scaling"] = self.loss_scaler.state
+        if self.validation_pending:
             kept["owes_a_look"] = True
         return kept
 
-    def save(self, *, durable: bool = False) -> float:
+    def save(self, *, upload: bool = False) -> float:
         """Takes a checkpoint of the last step that is done, unless there is one; returns the seconds that this waited."""
-        if self.keeper is None:
+        if self.checkpointer is None:
             return 0.0
-        if self.done == self.saved and not (durable and self.done and self.keeper.owes_upload(self.done)):
+        if self.steps_done == self.last_saved_step and not (
+            upload and self.steps_done and self.checkpointer.needs_upload(self.steps_done)
+        ):
             return 0.0
-        with self.clock.during("checkpoint"):
-            seconds = self.keeper.save(self.done, self.shared.tensors(), self.record(), durable=durable)
-        self.saved = self.done
-        if self.anchors is not None:
-            self.anchors.known(self.guard.anchor)
+        with self.preemption.during("checkpoint"):
+            seconds = self.checkpointer.save(
+                self.steps_done, self.shared.tensors(), self.state_dict(), upload=upload
+            )
+        self.last_saved_step = self.steps_done
+        if self.rollback_store is not None:
+            self.rollback_store.release_unreferenced(self.guard.snapshot_step)
         return seconds
 
-    def _tell(self, done: int, place: dict[str, Any] | None) -> None:
+    def _report_event(self, steps_done: int, stream_state: dict[str, Any] | None) -> None:
         """The guard's newest event, with the documents of its batch, to the log and the observer."""
-        event = self.guard.event
-        if self.observer is None or event is None:
+        event = self.guard.last_event
+        if self.callback is None or event is None:
             return
         if event["kind"] != "rewind":
-            event |= documents_of(self.job, done - 1, place)
-        self._show(event)
+            event |= documents_in_batch(self.job, steps_done - 1, stream_state)
+        self._log_event(event)
 
-    def _show(self, event: dict[str, Any]) -> None:
+    def _log_event(self, event: dict[str, Any]) -> None:
         named = [f"{d['path']} ({d['id']})" if d.get("id") else d["path"] for d in event.get("documents", [])]
         more = event.get("n_documents", 0) - len(named)
         where = (
             f"; in the batch: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") if named else ""
         )
-        self.say(f"step {event['step']:,}: {event['words']}: {event['action']}{where}")
-        if self.observer is not None:
-            self.observer.on_event(int(event["step"]), event)
+        self.log(f"step {event['step']:,}: {event['words']}: {event['action']}{where}")
+        if self.callback is not None:
+            self.callback.on_event(int(event["step"]), event)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from whorl.errors import WhorlError
 from whorl.machine.memory import Memory
 from whorl.parallel.process_group import ReplicaError
-from whorl.train.resilience.memory_budget import micro_rows
+from whorl.train.resilience.memory_budget import resolve_micro_batch_size
 
 if TYPE_CHECKING:
     from whorl.train.job import Job
@@ -23,12 +23,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 # As torch's allocators on CPU and CUDA, C++ and the kernel say it.
-SIGNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "MemoryError",
+OOM_PATTERNS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "MemoryError",
          "unable to allocate", "CUBLAS_STATUS_ALLOC_FAILED")  # fmt: skip
-SHARED = ("unable to mmap", "shared memory", "/dev/shm", "torch_shm", "unable to open shared memory object")
+SHM_PATTERNS = (
+    "unable to mmap",
+    "shared memory",
+    "/dev/shm",
+    "torch_shm",
+    "unable to open shared memory object",
+)
 
 
-class MemoryFullError(WhorlError):
+class OutOfMemoryError(WhorlError):
     """There was not enough memory for what was asked."""
 
 
@@ -41,20 +47,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | OSError | ReplicaError):
         return False
     text = str(error).lower()
-    return any(sign.lower() in text for sign in (*SIGNS, *SHARED))
+    return any(sign.lower() in text for sign in (*OOM_PATTERNS, *SHM_PATTERNS))
 
 
-def explained(error: BaseException, job: Job) -> MemoryFullError:
+def suggest(error: BaseException, job: Job) -> OutOfMemoryError:
     """What to change in `job` so that it fits."""
-    micro = micro_rows(job)
-    logits = micro * job.length * job.model.vocab_size * 4
+    micro = resolve_micro_batch_size(job)
+    logits = micro * job.seq_len * job.model.vocab_size * 4
     text = str(error)
     first = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
     cures = []
     if isinstance(error, ReplicaError) and error.killed:
         what = f"{error.what.splitlines()[0]}; on a machine whose memory is full that is the system's doing"
         first = ""
-    elif any(sign in text.lower() for sign in SHARED):
+    elif any(sign in text.lower() for sign in SHM_PATTERNS):
         what = "there is no room for the memory that replicas share"
         cures.append("make /dev/shm larger (docker run --shm-size=8g)")
     else:
@@ -70,24 +76,24 @@ def explained(error: BaseException, job: Job) -> MemoryFullError:
     else:
         less = Memory.parse(job.activation_budget).halved()
         cures.append(f"--set pretrain.activation_budget={less} (now {job.activation_budget})")
-    if job.batch_rows > job.replicas:
+    if job.batch_size > job.replicas:
         cures.append(
-            f"--set plan.batch_rows={max(job.replicas, job.batch_rows // 2)} (now {job.batch_rows} rows a step)"
+            f"--set plan.batch_rows={max(job.replicas, job.batch_size // 2)} (now {job.batch_size} rows a step)"
         )
-    cures.append(f"--set plan.length={max(16, job.length // 2)} (now {job.length} tokens a row)")
+    cures.append(f"--set plan.length={max(16, job.seq_len // 2)} (now {job.seq_len} tokens a row)")
     if job.replicas > 1:
         cures.append(f"--set plan.replicas={job.replicas // 2} (now {job.replicas}, each with its own)")
-    return MemoryFullError(
+    return OutOfMemoryError(
         what + (f": {first}" if first else ""),
         expected=(
-            f"room for {micro} rows of {job.length} tokens at a time in each of {job.replicas} replicas "
+            f"room for {micro} rows of {job.seq_len} tokens at a time in each of {job.replicas} replicas "
             f"(their logits alone: {logits / 1e6:,.0f} MB)"
         ),
         do="one of: " + "; ".join(cures) + ". Under another setting than activation_budget a run begins anew",
     )
 
 
-def advising(work: Callable[Concatenate[Job, P], T]) -> Callable[Concatenate[Job, P], T]:
+def with_oom_advice(work: Callable[Concatenate[Job, P], T]) -> Callable[Concatenate[Job, P], T]:
     """`work`, with advice in place of what is raised when memory runs out.
 
     Raises:
@@ -101,6 +107,6 @@ def advising(work: Callable[Concatenate[Job, P], T]) -> Callable[Concatenate[Job
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            raise explained(error, job) from error
+            raise suggest(error, job) from error
 
     return call

@@ -20,47 +20,47 @@ from types import FrameType
 from typing import Any
 
 from whorl.errors import WhorlError
-from whorl.train.learner.loop import Clock
+from whorl.train.learner.loop import Stopwatch
 
-EXIT_CODE = 128 + 15  # what a shell reports for a program that SIGTERM ended
+SIGTERM_EXIT_CODE = 128 + 15  # what a shell reports for a program that SIGTERM ended
 
 
-class StoppedError(WhorlError):
+class PreemptedError(WhorlError):
     """SIGTERM came; a checkpoint was written."""
 
-    exit_code = EXIT_CODE
+    exit_code = SIGTERM_EXIT_CODE
 
 
-class Interrupted(BaseException):
+class Preempted(BaseException):
     """SIGTERM, on its way out of what it broke off. No `except Exception` on that way may hold it up."""
 
 
-class Stopping(Clock):
+class PreemptionHandler(Stopwatch):
     """Hears SIGTERM while it is entered. A clock, since what may be broken off is told by what the time is spent on."""
 
-    BREAKABLE = frozenset({"wait", "gradients", "held_out"})
+    INTERRUPTIBLE = frozenset({"wait", "gradients", "held_out"})
 
     def __init__(self, *, listen: bool = True) -> None:
         super().__init__()
-        self.wanted, self.phase = False, "start"
+        self.requested, self.phase = False, "start"
         self._breakable = False
         self._listen = listen and threading.current_thread() is threading.main_thread()
         self._before: Any = None
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> PreemptionHandler:
         if self._listen:
-            self._before = signal.signal(signal.SIGTERM, self._hear)
+            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._listen:
             signal.signal(signal.SIGTERM, self._before)
 
-    def _hear(self, _number: int, _frame: FrameType | None) -> None:
-        self.wanted = True
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        self.requested = True
         if self._breakable:
             self._breakable = False  # once is enough
-            raise Interrupted
+            raise Preempted
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -76,13 +76,13 @@ class Stopping(Clock):
     def during(self, name: str) -> Iterator[None]:
         """The same without counting the time."""
         self.phase = name
-        if name not in self.BREAKABLE:
+        if name not in self.INTERRUPTIBLE:
             yield
             return
         try:
             self._breakable = True
-            if self.wanted:
-                raise Interrupted
+            if self.requested:
+                raise Preempted
             yield
         finally:
             self._breakable = False

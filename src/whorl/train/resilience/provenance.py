@@ -13,18 +13,22 @@ from typing import Any
 from whorl.errors import WhorlError
 from whorl.tokens.loader import TokenProducer
 from whorl.tokens.stream import StreamProducer
-from whorl.train.job import Job, RawText, stream_config
+from whorl.train.job import Job, TextStreamConfig, stream_config
 
-MOST = 20  # are named; all are counted
+MAX_DOCUMENTS = 20  # are named; all are counted
 
 
-def documents_of(job: Job, number: int, place: dict[str, Any] | None) -> dict[str, Any]:
+def documents_in_batch(job: Job, batch_index: int, stream_state: dict[str, Any] | None) -> dict[str, Any]:
     """The documents of batch `number`: {"documents": [{"id", "path", "source", ...}], "n_documents"}.
 
     place: where that batch begins in raw text.
     """
     try:
-        found = _of_tokens(job, number) if job.raw is None else _of_raw(job, job.raw, place)
+        found = (
+            _from_tokens(job, batch_index)
+            if job.stream is None
+            else _from_stream(job, job.stream, stream_state)
+        )
     except (
         WhorlError,
         OSError,
@@ -32,20 +36,22 @@ def documents_of(job: Job, number: int, place: dict[str, Any] | None) -> dict[st
         KeyError,
     ) as error:  # what is asked in trouble must not make more
         return {"documents": [], "n_documents": 0, "unknown": str(error)}
-    return {"documents": found[:MOST], "n_documents": len(found)}
+    return {"documents": found[:MAX_DOCUMENTS], "n_documents": len(found)}
 
 
-def _of_tokens(job: Job, number: int) -> list[dict[str, Any]]:
-    producer = TokenProducer(Path(job.tokens), "train", job.length, job.batch_rows, job.seed)
+def _from_tokens(job: Job, batch_index: int) -> list[dict[str, Any]]:
+    producer = TokenProducer(Path(job.tokens), "train", job.seq_len, job.batch_size, job.seed)
     table = producer.stream.documents
-    numbers = producer.documents_of(number)
+    numbers = producer.documents_in_batch(batch_index)
     chosen = table.select(["id", "path", "source", "offset"]).take(numbers)
     return [{"number": int(n), **row} for n, row in zip(numbers, chosen.to_pylist(), strict=True)]
 
 
-def _of_raw(job: Job, raw: RawText, place: dict[str, Any] | None) -> list[dict[str, Any]]:
-    producer = StreamProducer(stream_config(job, raw))
-    source, blocks = producer.blocks_of(int(place["record"]) if place else 0)
+def _from_stream(
+    job: Job, stream: TextStreamConfig, stream_state: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    producer = StreamProducer(stream_config(job, stream))
+    source, blocks = producer.blocks_in_record(int(stream_state["record"]) if stream_state else 0)
     files = producer.files(source)
     return [
         {"path": files.blocks[b].file, "offset": files.blocks[b].begin, "bytes": files.blocks[b].size}

@@ -20,38 +20,43 @@ from torch import Tensor
 
 from whorl.errors import CheckpointError
 from whorl.train.checkpoint.format import restore
-from whorl.train.checkpoint.manager import Keeper
+from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.learner.update import DivergedError
 
 
-def on_this_machine(
-    keeper: Keeper, record: dict[str, Any], step: int, tensors: dict[str, Tensor], *, anew: bool = False
+def ensure_local_snapshot(
+    checkpointer: CheckpointManager,
+    metadata: dict[str, Any],
+    step: int,
+    tensors: dict[str, Tensor],
+    *,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """`record` of the state of `step`, with an anchor that is here: what was restored from far away left its own behind.
 
     anew: whatever is here, the anchor is this state, unless it is itself in trouble.
     """
-    guard = dict(record.get("guard") or {})
-    anchors = Anchors(keeper)
-    if not guard or (not anew and (guard["anchor"] is None or anchors.has(guard["anchor"]))):
-        return record
+    guard = dict(metadata.get("guard") or {})
+    anchors = RollbackStore(checkpointer)
+    if not guard or (not overwrite and (guard["anchor"] is None or anchors.has(guard["anchor"]))):
+        return metadata
     guard["anchor"] = None if guard["bad"] or guard["astray"] else step
     if guard["anchor"] is not None:
         anchors.save(step, tensors)
-    return {**record, "guard": guard}
+    return {**metadata, "guard": guard}
 
 
-class Anchors:
+class RollbackStore:
     """The anchors of one job. Rank 0's; a step number names each."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self.keeper, self.folder = keeper, keeper.folder / "good"
+    def __init__(self, checkpointer: CheckpointManager) -> None:
+        self.checkpointer, self.folder = checkpointer, checkpointer.folder / "good"
         # The anchor that each checkpoint knows from which the run may still continue: those kept, and some being written.
-        self.asked = deque[int](maxlen=keeper.tiers.keep + 2)
+        self.referenced = deque[int](maxlen=checkpointer.config.keep + 2)
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Writes the anchor of `step` (again, after a kill: the bits are the same)."""
-        self.keeper.put_aside(self._place(step), step, tensors)
+        self.checkpointer.save_named(self._path(step), step, tensors)
 
     def restore(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Copies the anchor of `step` into `tensors`.
@@ -60,24 +65,24 @@ class Anchors:
             DivergedError: it is gone or damaged.
         """
         try:
-            restore(tensors, self.keeper.found_aside(self._place(step)))
+            restore(tensors, self.checkpointer.load_named(self._path(step)))
         except CheckpointError as error:
             raise DivergedError(
                 f"training went astray, and the weights of step {step:,} cannot be read: {error}"
             ) from error
 
-    def known(self, step: int | None) -> None:
+    def release_unreferenced(self, step: int | None) -> None:
         """A checkpoint was made that knows the anchor of `step`: what no checkpoint may ask for goes."""
-        self.asked.append(step or 0)
-        if len(self.asked) < (self.asked.maxlen or 0):
+        self.referenced.append(step or 0)
+        if len(self.referenced) < (self.referenced.maxlen or 0):
             return
         for path in self.folder.glob("anchor-*"):
-            if int(path.name.removeprefix("anchor-")) < min(self.asked):
+            if int(path.name.removeprefix("anchor-")) < min(self.referenced):
                 shutil.rmtree(path, ignore_errors=True)
 
     def has(self, step: int) -> bool:
         """Whether the anchor of `step` is here."""
-        return any(self._place(step).glob("step-*"))
+        return any(self._path(step).glob("step-*"))
 
-    def _place(self, step: int) -> Path:
+    def _path(self, step: int) -> Path:
         return self.folder / f"anchor-{step:08d}"

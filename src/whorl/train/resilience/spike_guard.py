@@ -29,22 +29,22 @@ from statistics import median
 from typing import Any
 
 from whorl.errors import DataError
-from whorl.train.config import WatchConfig
+from whorl.train.config import SpikeGuardConfig
 from whorl.train.learner.update import DivergedError, is_finite
 
-MAD_TO_DEVIATION = 1.4826  # of a normal distribution
+MAD_TO_STD = 1.4826  # of a normal distribution
 # A deviation is taken to be at least this share of the median. Batches of odd but harmless documents were seen to have 1.2
 # times the usual loss and ten times the usual norm, which clipping deals with.
-LEAST_LOSS, LEAST_NORM = 0.05, 3.0
-ASTRAY, BACK = (
+MIN_LOSS_DEVIATION, MIN_NORM_DEVIATION = 0.05, 3.0
+DIVERGED_ABOVE, RECOVERED_BELOW = (
     1.1,
     0.95,
 )  # times the loss of guessing: above the first weights go astray, below the second they are back
-ASTRAY_STEPS = 64  # in a row
-FEWEST_SKIPS = 4  # times `patience`: so many may be skipped in a run of any length
+DIVERGED_STEPS = 64  # in a row
+MIN_SKIPS_FACTOR = 4  # times `patience`: so many may be skipped in a run of any length
 
 
-class Guard:
+class SpikeGuard:
     """The judge of a language model's steps.
 
     Args:
@@ -56,134 +56,138 @@ class Guard:
 
     def __init__(
         self,
-        config: WatchConfig,
+        config: SpikeGuardConfig,
         *,
-        chance: float,
+        uniform_loss: float,
         steps: int,
         first: int = 0,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.chance, self.steps, self.step = config, chance, steps, first
+        self.config, self.uniform_loss, self.steps, self.step = config, uniform_loss, steps, first
         at = state or {}
         self.losses = deque[float](at.get("losses", ()), config.window)
         self.norms = deque[float](at.get("norms", ()), config.window)
-        self.bad: list[str] = list(at.get("bad", ()))  # what was wrong with the steps just before, in a row
-        self.skipped, self.astray = int(at.get("skipped", 0)), int(at.get("astray", 0))
-        self.level = at.get("level", chance)
-        self.rewinds, self.anchor = int(at.get("rewinds", 0)), at.get("anchor")
+        self.bad_steps: list[str] = list(
+            at.get("bad", ())
+        )  # what was wrong with the steps just before, in a row
+        self.skipped, self.diverged_steps = int(at.get("skipped", 0)), int(at.get("astray", 0))
+        self.baseline_loss = at.get("level", uniform_loss)
+        self.rollbacks, self.snapshot_step = int(at.get("rewinds", 0)), at.get("anchor")
         self.events: list[dict[str, Any]] = list(at.get("events", ()))
-        self.event: dict[str, Any] | None = None  # of the step judged last
+        self.last_event: dict[str, Any] | None = None  # of the step judged last
 
     @property
     def state(self) -> dict[str, Any]:
         """All that later judgements depend on, and every event (JSON)."""
         return {
-            "losses": list(self.losses), "norms": list(self.norms), "bad": list(self.bad), "skipped": self.skipped,
-            "astray": self.astray, "level": self.level, "rewinds": self.rewinds, "anchor": self.anchor,
+            "losses": list(self.losses), "norms": list(self.norms), "bad": list(self.bad_steps), "skipped": self.skipped,
+            "astray": self.diverged_steps, "level": self.baseline_loss, "rewinds": self.rollbacks, "anchor": self.snapshot_step,
             "events": list(self.events),
         }  # fmt: skip
 
     @property
-    def must_go_back(self) -> bool:
+    def needs_rollback(self) -> bool:
         """Whether skipping no longer helps."""
-        enough = min(ASTRAY_STEPS, max(1, self.steps // 2))
-        return len(self.bad) >= self.config.patience or self.astray >= enough
+        enough = min(DIVERGED_STEPS, max(1, self.steps // 2))
+        return len(self.bad_steps) >= self.config.patience or self.diverged_steps >= enough
 
-    def judge(self, figures: Mapping[str, float]) -> bool:
+    def accept_step(self, metrics: Mapping[str, float]) -> bool:
         """Whether to take the step of these figures (loss, nll, count, gradient_norm); called once a step."""
         self.step += 1
-        nll = figures.get("nll", figures["loss"])
+        nll = metrics.get("nll", metrics["loss"])
         if self.step == 1 and math.isfinite(nll):
-            self.level = max(self.level, nll)  # some networks begin above it
+            self.baseline_loss = max(self.baseline_loss, nll)  # some networks begin above it
         if (
-            "overflow" in figures
+            "overflow" in metrics
         ):  # the scale of the loss was too large (scaling.py): nothing is wrong with the step
-            self.event = None
+            self.last_event = None
             return False
-        kind, words = self._wrong(figures)
-        loss, norm = figures["loss"], figures["gradient_norm"]
+        kind, words = self._diagnose(metrics)
+        loss, norm = metrics["loss"], metrics["gradient_norm"]
         if kind in ("", "spike"):  # a level that stays is not a spike for ever
             self.losses.append(loss)
             self.norms.append(norm)
-        if nll > ASTRAY * self.level or (self.astray and not nll < BACK * self.level):
-            self.astray += 1
+        if nll > DIVERGED_ABOVE * self.baseline_loss or (
+            self.diverged_steps and not nll < RECOVERED_BELOW * self.baseline_loss
+        ):
+            self.diverged_steps += 1
         else:
-            self.astray = 0
-        self.event = None
+            self.diverged_steps = 0
+        self.last_event = None
         if not kind:
-            self.bad = []
+            self.bad_steps = []
             return True
-        self.bad.append(kind)
+        self.bad_steps.append(kind)
         self.skipped += 1
-        self._note(kind, words, f"skipped ({self.skipped} so far)", loss, norm)
+        self._record_event(kind, words, f"skipped ({self.skipped} so far)", loss, norm)
         return False
 
-    def go_back(self) -> int:
+    def roll_back(self) -> int:
         """Counts a return to the last good copy: the number of the step it is of.
 
         Raises:
             DivergedError: there is none, or it was done too often. DataError: nothing but batches without a target.
         """
-        what = self._in_words()
-        if set(self.bad) == {"empty"}:
+        what = self._describe()
+        if set(self.bad_steps) == {"empty"}:
             raise DataError(
-                f"{what}: {len(self.bad)} batches in a row have no token to predict",
+                f"{what}: {len(self.bad_steps)} batches in a row have no token to predict",
                 expected="rows with targets (loss_mask)",
                 do="look at the token set: whorl verify, then the length of its documents",
             )
-        if self.anchor is None or self.rewinds >= self.config.rewinds:
+        if self.snapshot_step is None or self.rollbacks >= self.config.max_rollbacks:
             why = (
                 "there is no good copy of them yet"
-                if self.anchor is None
-                else f"they did {self.rewinds} times"
+                if self.snapshot_step is None
+                else f"they did {self.rollbacks} times"
             )
-            raise DivergedError(f"{what}, and weights cannot go back: {why}", do=self._cure())
-        self.rewinds += 1
-        self._note(
+            raise DivergedError(f"{what}, and weights cannot go back: {why}", do=self._remedy())
+        self.rollbacks += 1
+        self._record_event(
             "rewind",
             what,
-            f"weights went back to those of step {self.anchor:,}; the batches since then are left out",
+            f"weights went back to those of step {self.snapshot_step:,}; the batches since then are left out",
             None,
             None,
         )
         self.losses.clear()  # those weights are of another level
         self.norms.clear()
-        self.bad, self.astray = [], 0
-        return int(self.anchor)
+        self.bad_steps, self.diverged_steps = [], 0
+        return int(self.snapshot_step)
 
-    def check(self) -> None:
+    def check_skip_limit(self) -> None:
         """That the limit of skipped batches is not passed.
 
         Raises:
             DivergedError: it is.
         """
-        limit = max(FEWEST_SKIPS * self.config.patience, self.config.most_skipped * self.step)
+        limit = max(MIN_SKIPS_FACTOR * self.config.patience, self.config.max_skipped * self.step)
         if self.skipped > limit:
             raise DivergedError(
                 f"{self.skipped} of {self.step:,} batches had to be skipped, the last because {self.events[-1]['words']}",
-                expected=f"at most {self.config.most_skipped:.0%} of them (watch.most_skipped)",
-                do=self._cure(),
+                expected=f"at most {self.config.max_skipped:.0%} of them (watch.most_skipped)",
+                do=self._remedy(),
             )
 
-    def _wrong(self, figures: Mapping[str, float]) -> tuple[str, str]:
+    def _diagnose(self, metrics: Mapping[str, float]) -> tuple[str, str]:
         """(kind, words) of what is wrong with a step, or two empty texts."""
-        loss, norm = figures["loss"], figures["gradient_norm"]
-        if not figures["count"]:
+        loss, norm = metrics["loss"], metrics["gradient_norm"]
+        if not metrics["count"]:
             return "empty", "no token of the batch has a target"
-        if not is_finite(figures):
+        if not is_finite(metrics):
             return "not finite", f"the loss is {loss:g} and the norm of its gradient {norm:g}"
-        if self.config.spike and len(self.losses) >= self.config.window // 4:
+        if self.config.threshold and len(self.losses) >= self.config.window // 4:
             for name, value, seen, least in (
-                ("loss", loss, self.losses, LEAST_LOSS),
-                ("norm of the gradient", norm, self.norms, LEAST_NORM),
+                ("loss", loss, self.losses, MIN_LOSS_DEVIATION),
+                ("norm of the gradient", norm, self.norms, MIN_NORM_DEVIATION),
             ):
                 middle = median(seen)
-                if value <= middle * (1 + self.config.spike * least):
+                if value <= middle * (1 + self.config.threshold * least):
                     continue  # nearly always: one sort, not two
                 deviation = max(
-                    MAD_TO_DEVIATION * median(abs(v - middle) for v in seen), least * abs(middle), 1e-12
+                    MAD_TO_STD * median(abs(v - middle) for v in seen), least * abs(middle), 1e-12
                 )
-                if value > middle + self.config.spike * deviation:
+                if value > middle + self.config.threshold * deviation:
                     times = (value - middle) / deviation
                     return (
                         "spike",
@@ -191,25 +195,27 @@ class Guard:
                     )
         return "", ""
 
-    def _in_words(self) -> str:
-        if len(self.bad) >= self.config.patience:
+    def _describe(self) -> str:
+        if len(self.bad_steps) >= self.config.patience:
             last = self.events[-1]["words"]
-            return f"step {self.step:,}: {len(self.bad)} steps in a row went wrong, the last because {last}"
+            return f"step {self.step:,}: {len(self.bad_steps)} steps in a row went wrong, the last because {last}"
         return (
-            f"step {self.step:,}: {self.astray} steps ago the loss rose far above the {self.level:.2f} nats a token that "
+            f"step {self.step:,}: {self.diverged_steps} steps ago the loss rose far above the {self.baseline_loss:.2f} nats a token that "
             "guessing costs, and it did not come back"
         )
 
-    def _cure(self) -> str:
+    def _remedy(self) -> str:
         return (
             "lower the learning rates (--set plan.optim.matrix_rate=..., adamw_rate, embedding_rate, scalar_rate, "
             "memory_rate); if they are the usual ones, look at the documents named in the run's log"
         )
 
-    def _note(self, kind: str, words: str, action: str, loss: float | None, norm: float | None) -> None:
-        self.event = {
-            "step": self.step, "kind": kind, "words": words, "action": action,
+    def _record_event(
+        self, kind: str, message: str, action: str, loss: float | None, norm: float | None
+    ) -> None:
+        self.last_event = {
+            "step": self.step, "kind": kind, "words": message, "action": action,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
             "gradient_norm": norm if norm is not None and math.isfinite(norm) else None,
         }  # fmt: skip
-        self.events.append(self.event)
+        self.events.append(self.last_event)

@@ -26,17 +26,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from whorl.align.data.code.functions import Function, parsed, rank
-from whorl.align.data.formats import Judged, Preference
+from whorl.align.data.code.functions import PythonFunction, parse_or_none, stable_hash
+from whorl.align.data.formats import Preference, UnpairedPreference
 from whorl.errors import ConfigError, one_of
 
-OPPOSITE = {
+OPERATOR_SWAPS = {
     "==": "!=", "!=": "==", "<": ">=", ">=": "<", ">": "<=", "<=": ">",
     "+": "-", "-": "+", "*": "+", "//": "*", "%": "//", "&": "|", "|": "&", "<<": ">>", ">>": "<<",
     "+=": "-=", "-=": "+=", "and": "or", "or": "and",
 }  # fmt: skip
 BRACKETS = frozenset("()[]{}")
-MOST_TRIED = 20  # edits of a kind, before the function is given up for it
+MAX_EDITS = 20  # edits of a kind, before the function is given up for it
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Edit:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _BodyToken:
     """A token of the body: its kind, its text, where it begins and ends in the whole function."""
 
     kind: int
@@ -58,33 +58,33 @@ class _Piece:
     stop: int
 
 
-def broken(function: Function, kind: str, seed: int = 0) -> str | None:
+def inject_bug(function: PythonFunction, kind: str, seed: int = 0) -> str | None:
     """The body with one fault of a kind, or None where it offers no spot for one.
 
     Raises:
         ConfigError: there is no such kind.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"there is no fault {kind!r}", expected=one_of(kind, list(KINDS)))
+    if kind not in BUG_KINDS:
+        raise ConfigError(f"there is no fault {kind!r}", expected=one_of(kind, list(BUG_KINDS)))
     whole = function.header + function.body
-    tree = parsed(whole)
-    pieces = _pieces(whole, len(function.header))
+    tree = parse_or_none(whole)
+    pieces = _body_tokens(whole, len(function.header))
     if tree is None or not pieces:
         return None
-    edits = KINDS[kind](whole, tree, pieces, len(function.header))
-    edits.sort(key=lambda e: (rank(seed, function.id, kind, e.start, e.text), e.start, e.text))
+    edits = BUG_KINDS[kind](whole, tree, pieces, len(function.header))
+    edits.sort(key=lambda e: (stable_hash(seed, function.id, kind, e.start, e.text), e.start, e.text))
     before = ast.dump(tree)
-    for edit in edits[:MOST_TRIED]:
+    for edit in edits[:MAX_EDITS]:
         changed = whole[: edit.start] + edit.text + whole[edit.stop :]
-        after = parsed(changed)
+        after = parse_or_none(changed)
         fits = after is None if kind == "syntax" else after is not None and ast.dump(after) != before
         if fits:
             return changed[len(function.header) :]
     return None
 
 
-def preferences(
-    functions: Iterable[Function],
+def bug_preferences(
+    functions: Iterable[PythonFunction],
     *,
     kinds: Sequence[str] = ("syntax", "operator", "variable", "constant", "return"),
     per_function: int = 1,
@@ -101,10 +101,10 @@ def preferences(
     found: list[Preference] = []
     for function in functions:
         made = 0
-        for kind in sorted(kinds, key=lambda k: rank(seed, function.id, k)):
+        for kind in sorted(kinds, key=lambda k: stable_hash(seed, function.id, k)):
             if made == per_function:
                 break
-            rejected = broken(function, kind, seed)
+            rejected = inject_bug(function, kind, seed)
             if rejected is not None:
                 made += 1
                 counts[kind] += 1
@@ -114,17 +114,17 @@ def preferences(
     return found
 
 
-def unpaired(pairs: Iterable[Preference]) -> list[Judged]:
+def split_pairs(pairs: Iterable[Preference]) -> list[UnpairedPreference]:
     """Both answers of every pair on their own, the good one first."""
     sides = ((p, p.chosen, True) for p in pairs), ((p, p.rejected, False) for p in pairs)
     return [
-        Judged(p.prompt, answer, good, p.source, f"{p.id}:{'good' if good else 'bad'}")
+        UnpairedPreference(p.prompt, answer, good, p.source, f"{p.id}:{'good' if good else 'bad'}")
         for both in zip(*sides, strict=True)
         for p, answer, good in both
     ]
 
 
-def _syntax(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+def _syntax(whole: str, tree: ast.AST, pieces: list[_BodyToken], begins: int) -> list[Edit]:
     edits = []
     for piece in pieces:
         if piece.kind == token.OP and (piece.text in BRACKETS or piece.text == ":"):
@@ -136,11 +136,11 @@ def _syntax(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> lis
     return edits
 
 
-def _operator(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
-    return [Edit(p.start, p.stop, OPPOSITE[p.text]) for p in pieces if p.text in OPPOSITE]
+def _operator(whole: str, tree: ast.AST, pieces: list[_BodyToken], begins: int) -> list[Edit]:
+    return [Edit(p.start, p.stop, OPERATOR_SWAPS[p.text]) for p in pieces if p.text in OPERATOR_SWAPS]
 
 
-def _variable(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+def _variable(whole: str, tree: ast.AST, pieces: list[_BodyToken], begins: int) -> list[Edit]:
     own = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     own |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     starts = _line_starts(whole)
@@ -156,7 +156,7 @@ def _variable(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> l
     return edits
 
 
-def _constant(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+def _constant(whole: str, tree: ast.AST, pieces: list[_BodyToken], begins: int) -> list[Edit]:
     flip = {"True": "False", "False": "True"}
     edits = []
     for piece in pieces:
@@ -167,7 +167,7 @@ def _constant(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> l
     return edits
 
 
-def _return(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> list[Edit]:
+def _return(whole: str, tree: ast.AST, pieces: list[_BodyToken], begins: int) -> list[Edit]:
     return [
         Edit(piece.start, after.start, "")
         for piece, after in pairwise(pieces)
@@ -175,7 +175,7 @@ def _return(whole: str, tree: ast.AST, pieces: list[_Piece], begins: int) -> lis
     ]
 
 
-KINDS: dict[str, Callable[[str, ast.AST, list[_Piece], int], list[Edit]]] = {
+BUG_KINDS: dict[str, Callable[[str, ast.AST, list[_BodyToken], int], list[Edit]]] = {
     "syntax": _syntax,
     "operator": _operator,
     "variable": _variable,
@@ -184,7 +184,7 @@ KINDS: dict[str, Callable[[str, ast.AST, list[_Piece], int], list[Edit]]] = {
 }
 
 
-def _pieces(whole: str, begins: int) -> list[_Piece]:
+def _body_tokens(whole: str, begins: int) -> list[_BodyToken]:
     """The body's tokens; none if Python's tokenizer and its parser disagree."""
     starts = _line_starts(whole)
     try:
@@ -192,7 +192,7 @@ def _pieces(whole: str, begins: int) -> list[_Piece]:
     except (tokenize.TokenError, SyntaxError):
         return []
     pieces = [
-        _Piece(t.type, t.string, starts[t.start[0] - 1] + t.start[1], starts[t.end[0] - 1] + t.end[1])
+        _BodyToken(t.type, t.string, starts[t.start[0] - 1] + t.start[1], starts[t.end[0] - 1] + t.end[1])
         for t in found
         if t.start[0] <= len(starts) and t.end[0] <= len(starts)
     ]

@@ -25,19 +25,19 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal
 
-from whorl.align.data.formats import Conversation, Pair
+from whorl.align.data.formats import Conversation, PromptCompletion
 from whorl.corpus.config import IngestConfig
 from whorl.corpus.documents import Document
-from whorl.corpus.readers import read
+from whorl.corpus.readers import read_documents
 from whorl.corpus.sources import list_files
 
-Side = Literal["train", "test"]
-File = tuple[str, str]  # its path, its text
+SplitName = Literal["train", "test"]
+SourceText = tuple[str, str]  # its path, its text
 REQUEST = "Complete this Python function."
 
 
 @dataclass(frozen=True)
-class Function:
+class PythonFunction:
     """A function with a docstring, cut after it.
 
     Attributes:
@@ -59,9 +59,9 @@ class Function:
     def id(self) -> str:
         return f"{self.file}:{self.line}:{self.name}"
 
-    def pair(self) -> Pair:
+    def prompt_completion(self) -> PromptCompletion:
         """For a model that continues text: the body follows the header."""
-        return Pair(self.header, self.body, self.file, self.id)
+        return PromptCompletion(self.header, self.body, self.file, self.id)
 
     def conversation(self) -> Conversation:
         """For a model that answers: asked with the header, it says the whole function."""
@@ -70,7 +70,7 @@ class Function:
         return Conversation((asked, said), self.file, self.id)
 
 
-def python_files(source: str = "python-stdlib", skipped: Counter[str] | None = None) -> Iterator[File]:
+def python_files(source: str = "python-stdlib", skipped: Counter[str] | None = None) -> Iterator[SourceText]:
     """Python files below a folder, or of the running interpreter's own standard library, in the order of their paths.
 
     Args:
@@ -82,33 +82,33 @@ def python_files(source: str = "python-stdlib", skipped: Counter[str] | None = N
     """
     files, _ = list_files(IngestConfig(sources=[source], include=["*.py"]))
     for file in files:
-        for document in read(file, text_field="text", limit=1 << 20):
+        for document in read_documents(file, text_field="text", max_bytes=1 << 20):
             if isinstance(document, Document):
                 yield document.path, document.text
             elif skipped is not None:
                 skipped[document.reason] += 1
 
 
-def side(file: str, test_share: float = 0.1) -> Side:
+def split_of(file: str, test_fraction: float = 0.1) -> SplitName:
     """Whether a file trains or tests. No seed: what was held out once stays so."""
-    return "test" if rank("side", file) < test_share * 2**64 else "train"
+    return "test" if stable_hash("side", file) < test_fraction * 2**64 else "train"
 
 
-def rank(*names: str | int) -> int:
+def stable_hash(*names: str | int) -> int:
     """A hash in [0, 2**64), to choose and to put in order by."""
     key = "\0".join(map(str, names)).encode("utf-8", "surrogatepass")
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "big")
 
 
-def functions(
-    files: Iterable[File],
+def extract_functions(
+    files: Iterable[SourceText],
     *,
     seed: int = 0,
     min_docstring: int = 20,
     body_bytes: tuple[int, int] = (20, 800),
     header_bytes: int = 1600,
     skipped: Counter[str] | None = None,
-) -> list[Function]:
+) -> list[PythonFunction]:
     """Every function that asks and answers, without copies, in an order of the seed's.
 
     Args:
@@ -118,16 +118,16 @@ def functions(
         skipped: counts of what was left out, by reason.
     """
     skipped = Counter() if skipped is None else skipped
-    found: list[tuple[int, Function, str]] = []
+    found: list[tuple[int, PythonFunction, str]] = []
     for path, text in files:
-        tree = parsed(text)
+        tree = parse_or_none(text)
         if tree is None:
             skipped["does_not_parse"] += 1
             continue
         lines = source_lines(text)
         top = {id(node) for node in tree.body}
         for node in _definitions(tree):
-            made = _cut(path, lines, node, id(node) in top)
+            made = _split_function(path, lines, node, id(node) in top)
             if isinstance(made, str):
                 skipped[made] += 1
             elif len(made.docstring) < min_docstring:
@@ -137,8 +137,8 @@ def functions(
             elif not body_bytes[0] <= len(made.body.encode()) <= body_bytes[1]:
                 skipped["body_size"] += 1
             else:
-                found.append((rank(seed, made.id), made, _likeness(node)))
-    kept: dict[str, Function] = {}
+                found.append((stable_hash(seed, made.id), made, _body_hash(node)))
+    kept: dict[str, PythonFunction] = {}
     for _, function, likeness in sorted(found, key=lambda f: (f[0], f[1].id)):
         if likeness in kept:
             skipped["copy"] += 1
@@ -160,7 +160,7 @@ def _definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFuncti
                 left += inner
 
 
-def parsed(text: str) -> ast.Module | None:
+def parse_or_none(text: str) -> ast.Module | None:
     """The tree, or None for what is not Python (or is too deep for its parser)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # old code has escapes that Python warns of
@@ -175,14 +175,14 @@ def source_lines(text: str) -> list[str]:
     return text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
 
 
-def _cut(
+def _split_function(
     path: str, lines: list[str], node: ast.FunctionDef | ast.AsyncFunctionDef, is_top: bool
-) -> Function | str:
+) -> PythonFunction | str:
     """The function, or why it is left out."""
     docstring = ast.get_docstring(node)
     if docstring is None:
         return "no_docstring"
-    if len(node.body) < 2 or _says_nothing(node.body[1:]):
+    if len(node.body) < 2 or _is_stub(node.body[1:]):
         return "no_body"
     said, follows = node.body[0], node.body[1]
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -191,24 +191,24 @@ def _cut(
         follows_at = follows.decorator_list[0].lineno
     if follows_at <= ends:
         return "one_line"
-    header = _moved(lines[first - 1 : ends], node.col_offset)
-    body = _moved(lines[ends : node.end_lineno], node.col_offset)
+    header = _dedent_lines(lines[first - 1 : ends], node.col_offset)
+    body = _dedent_lines(lines[ends : node.end_lineno], node.col_offset)
     if header is None or body is None:
         return "not_indented"
-    whole = parsed(header + body)
+    whole = parse_or_none(header + body)
     if whole is None or len(whole.body) != 1:
         return "not_indented"  # a text of several lines lost its margin, or a semicolon follows
-    return Function(path, first, node.name, header, body, docstring, is_top)
+    return PythonFunction(path, first, node.name, header, body, docstring, is_top)
 
 
-def _moved(lines: list[str], columns: int) -> str | None:
+def _dedent_lines(lines: list[str], columns: int) -> str | None:
     """Lines moved to the left margin; None where one does not reach as far in."""
     if any(line[:columns].strip() for line in lines):
         return None
     return "".join(line[columns:] + "\n" for line in lines)
 
 
-def _says_nothing(body: list[ast.stmt]) -> bool:
+def _is_stub(body: list[ast.stmt]) -> bool:
     """Only pass, ..., or `raise NotImplementedError`."""
     for statement in body:
         if isinstance(statement, ast.Pass):
@@ -221,7 +221,7 @@ def _says_nothing(body: list[ast.stmt]) -> bool:
     return True
 
 
-def _likeness(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+def _body_hash(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     """The same for functions of one name and one body, however they are laid out and whatever their docstrings say."""
     dumped = "".join(ast.dump(statement) for statement in node.body[1:])
     return blake2b(f"{node.name}\0{dumped}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

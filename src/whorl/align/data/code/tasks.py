@@ -26,29 +26,35 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from whorl.align.data.code.functions import File, Function, functions, parsed, source_lines
-from whorl.evals.verify.task import Task, Verdict
+from whorl.align.data.code.functions import (
+    PythonFunction,
+    SourceText,
+    extract_functions,
+    parse_or_none,
+    source_lines,
+)
+from whorl.evals.verify.task import Verdict, VerifiableTask
 
 
 @dataclass(frozen=True)
-class Mined:
+class CodeTask:
     """A task, a solution that is known to be right or hoped to be, and the file it stands in."""
 
-    task: Task
+    task: VerifiableTask
     solution: str
     file: str
 
 
-Judge = Callable[[Sequence[Task], Sequence[str]], Sequence[Verdict]]
+TaskVerifier = Callable[[Sequence[VerifiableTask], Sequence[str]], Sequence[Verdict]]
 
 
 def doctest_tasks(
-    files: Iterable[File],
+    files: Iterable[SourceText],
     *,
     seed: int = 0,
     context_bytes: int = 2000,
     skipped: Counter[str] | None = None,
-) -> list[Mined]:
+) -> list[CodeTask]:
     """Functions at the top of their files whose docstrings hold examples, in an order of the seed's.
 
     The task's answer is the docstring, whose examples are to be run after prompt + completion.
@@ -60,8 +66,8 @@ def doctest_tasks(
     """
     skipped = Counter() if skipped is None else skipped
     texts = {path: text for path, text in files if ">>>" in text}
-    found: list[Mined] = []
-    for function in functions(
+    found: list[CodeTask] = []
+    for function in extract_functions(
         texts.items(), seed=seed, body_bytes=(10, 2000), header_bytes=4000, skipped=skipped
     ):
         if ">>>" not in function.docstring:
@@ -78,22 +84,24 @@ def doctest_tasks(
             skipped["needs_too_much"] += 1
             continue
         size = len(function.body.encode())
-        task = Task(
+        task = VerifiableTask(
             id=f"doctest:{function.id}",
             prompt=context + function.header,
             verifier="doctest",
             answer=function.docstring,
             difficulty=float(size),
         )
-        found.append(Mined(task, function.body, function.file))
+        found.append(CodeTask(task, function.body, function.file))
     return found
 
 
-def body_tasks(found: Iterable[Function]) -> list[Mined]:
+def body_tasks(found: Iterable[PythonFunction]) -> list[CodeTask]:
     """Functions whose body is to be written; what is written must parse, and do more than the docstring did."""
     return [
-        Mined(
-            Task(f"body:{one.id}", one.header, verifier="compiles", difficulty=float(len(one.body.encode()))),
+        CodeTask(
+            VerifiableTask(
+                f"body:{one.id}", one.header, verifier="compiles", difficulty=float(len(one.body.encode()))
+            ),
             one.body,
             one.file,
         )
@@ -102,14 +110,14 @@ def body_tasks(found: Iterable[Function]) -> list[Mined]:
 
 
 def compile_tasks(
-    files: Iterable[File],
+    files: Iterable[SourceText],
     *,
     seed: int = 0,
     prompt_bytes: int = 2000,
     body_bytes: tuple[int, int] = (20, 400),
     per_file: int = 2,
     skipped: Counter[str] | None = None,
-) -> list[Mined]:
+) -> list[CodeTask]:
     """Beginnings of files, each cut after the signature of a documented function or method; its docstring is to be written.
 
     Args:
@@ -121,8 +129,8 @@ def compile_tasks(
     skipped = Counter() if skipped is None else skipped
     texts = dict(files)
     taken = Counter[str]()
-    found: dict[str, Mined] = {}
-    for function in functions(
+    found: dict[str, CodeTask] = {}
+    for function in extract_functions(
         texts.items(), seed=seed, min_docstring=1, body_bytes=body_bytes, skipped=skipped
     ):
         lines = source_lines(texts[function.file])
@@ -134,30 +142,34 @@ def compile_tasks(
             skipped["long_prompt"] += 1
         elif taken[function.file] == per_file:
             skipped["enough_of_this_file"] += 1
-        elif parsed(prompt + solution) is None:  # it stands inside of a `try`, say, whose end comes later
+        elif (
+            parse_or_none(prompt + solution) is None
+        ):  # it stands inside of a `try`, say, whose end comes later
             skipped["does_not_end_here"] += 1
         elif prompt in found:
             skipped["copy"] += 1
         else:
             taken[function.file] += 1
-            task = Task(
+            task = VerifiableTask(
                 f"compiles:{function.id}", prompt, verifier="compiles", difficulty=float(len(solution))
             )
-            found[prompt] = Mined(task, solution, function.file)
+            found[prompt] = CodeTask(task, solution, function.file)
     return list(found.values())
 
 
-def solvable(mined: Sequence[Mined], judge: Judge) -> tuple[list[Mined], Counter[str]]:
+def filter_solvable(
+    candidates: Sequence[CodeTask], verify: TaskVerifier
+) -> tuple[list[CodeTask], Counter[str]]:
     """Tasks that their own solution passes and no answer does not, and why the others were dropped.
 
     Args:
         judge: what will judge the model's answers: tasks and completions in, verdicts out.
     """
-    tasks = [m.task for m in mined]
-    solved, silent = judge(tasks, [m.solution for m in mined]), judge(tasks, [""] * len(tasks))
-    kept: list[Mined] = []
+    tasks = [m.task for m in candidates]
+    solved, silent = verify(tasks, [m.solution for m in candidates]), verify(tasks, [""] * len(tasks))
+    kept: list[CodeTask] = []
     dropped = Counter[str]()
-    for one, with_it, without in zip(mined, solved, silent, strict=True):
+    for one, with_it, without in zip(candidates, solved, silent, strict=True):
         if not with_it.passed:
             dropped[with_it.reason.split(":")[0]] += 1
         elif without.passed:
@@ -167,9 +179,9 @@ def solvable(mined: Sequence[Mined], judge: Judge) -> tuple[list[Mined], Counter
     return kept, dropped
 
 
-def _signature_lines(function: Function) -> int:
+def _signature_lines(function: PythonFunction) -> int:
     """Lines of the header before the docstring begins."""
-    tree = parsed(function.header)
+    tree = parse_or_none(function.header)
     assert tree is not None and isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
     return tree.body[0].body[0].lineno - 1
 
@@ -181,20 +193,20 @@ def _examples(docstring: str) -> list[doctest.Example]:
     except ValueError:
         return []
     examples = [e for e in examples if not e.options.get(doctest.SKIP)]
-    if not any(e.want for e in examples) or any(parsed(e.source) is None for e in examples):
+    if not any(e.want for e in examples) or any(parse_or_none(e.source) is None for e in examples):
         return []
     return examples
 
 
-def _context(text: str, function: Function, examples: list[doctest.Example], limit: int) -> str | None:
+def _context(text: str, function: PythonFunction, examples: list[doctest.Example], limit: int) -> str | None:
     """The statements of the module that function and examples need, in their order; None if they are too much."""
-    tree = parsed(text)
+    tree = parse_or_none(text)
     assert tree is not None
     lines = source_lines(text)
     statements = ["\n".join(lines[_first_line(s) - 1 : s.end_lineno]) + "\n" for s in tree.body]
     binds: dict[str, list[int]] = {}
     for i, statement in enumerate(tree.body):
-        for name in _bound(statement):
+        for name in _bound_names(statement):
             binds.setdefault(name, []).append(i)
     own = next(i for i, s in enumerate(tree.body) if _first_line(s) == function.line)
     asked, given = _names("".join(e.source for e in examples))
@@ -210,7 +222,7 @@ def _context(text: str, function: Function, examples: list[doctest.Example], lim
             statement = tree.body[i]
             if size > limit or (isinstance(statement, ast.ImportFrom) and statement.level):
                 return None
-            if parsed(statements[i]) is None:  # two statements share a line
+            if parse_or_none(statements[i]) is None:  # two statements share a line
                 return None
             wanted |= _names(statements[i])[0]
     context = "".join(statements[i] for i in sorted(needed))
@@ -222,7 +234,7 @@ def _first_line(statement: ast.stmt) -> int:
     return min([statement.lineno, *(d.lineno for d in decorators)])
 
 
-def _bound(statement: ast.stmt) -> set[str]:
+def _bound_names(statement: ast.stmt) -> set[str]:
     """Names that a statement at the top of a module gives a meaning, those inside of `if` and `try` among them."""
     if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return {statement.name}

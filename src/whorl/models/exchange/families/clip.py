@@ -26,21 +26,21 @@ from pydantic import BaseModel, ConfigDict
 from whorl.errors import ConfigError
 from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.exchange.families.vit import (
-    OLD_FIELDS,
+    LEGACY_FIELDS,
     VisionFamily,
-    pairs,
     patch_rule,
     read_blocks,
     read_grid,
+    weight_bias_rules,
     write_blocks,
     write_grid,
 )
-from whorl.models.exchange.fields import Fields
-from whorl.models.exchange.rules import Rule, same
+from whorl.models.exchange.fields import ConfigReader
+from whorl.models.exchange.rules import ConversionRule, unchanged
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.vit import ViT, ViTConfig
 
-OLD_END, LAST_OF_CLIP = 2, 49407
+LEGACY_EOS_ID, CLIP_EOS_ID = 2, 49407
 
 
 class ClipConfig(BaseModel):
@@ -52,12 +52,12 @@ class ClipConfig(BaseModel):
     text: EncoderConfig
 
 
-def read_clip(fields: Fields, ignore: Collection[str] = ()) -> ClipConfig:
+def read_clip(fields: ConfigReader, ignore: Collection[str] = ()) -> ClipConfig:
     fields.must_be("architectures", ["CLIPModel"])
-    fields.skip("logit_scale_init_value", *OLD_FIELDS)  # the scale itself is among the tensors
+    fields.mark_read("logit_scale_init_value", *LEGACY_FIELDS)  # the scale itself is among the tensors
     image, text = _tower(fields, "vision"), _tower(fields, "text")
     if (joint := fields.get("projection_dim", int, 512)) < 1:
-        raise fields.wrong("projection_dim", "at least 1")
+        raise fields.error("projection_dim", "at least 1")
     pictures = ViTConfig(
         **read_grid(image, 32),
         **read_blocks(image, 768, 3072, 12, "quick_gelu"),
@@ -69,28 +69,28 @@ def read_clip(fields: Fields, ignore: Collection[str] = ()) -> ClipConfig:
     )
     config = ClipConfig(image=pictures, text=_read_text(text))
     for part in (fields, image, text):
-        part.finish(ignore)
+        part.reject_unread(ignore)
     return config
 
 
-def _tower(fields: Fields, name: str) -> Fields:
+def _tower(fields: ConfigReader, name: str) -> ConfigReader:
     """The fields of a tower; its own `projection_dim` is of a model that has this tower alone."""
     outer = {key: fields.optional(key, dict) for key in (f"{name}_config_dict", f"{name}_config")}
     key = next((key for key, value in outer.items() if value is not None), f"{name}_config")
-    tower = Fields(outer[key] or {}, f"{fields.where}: {key}")
-    tower.skip("projection_dim", *OLD_FIELDS)
+    tower = ConfigReader(outer[key] or {}, f"{fields.source}: {key}")
+    tower.mark_read("projection_dim", *LEGACY_FIELDS)
     return tower
 
 
-def _read_text(text: Fields) -> EncoderConfig:
-    vocab_size, end = text.get("vocab_size", int, 49408), text.get("eos_token_id", int, LAST_OF_CLIP)
+def _read_text(text: ConfigReader) -> EncoderConfig:
+    vocab_size, end = text.get("vocab_size", int, 49408), text.get("eos_token_id", int, CLIP_EOS_ID)
     return EncoderConfig(
         **read_blocks(text, 512, 2048, 8, "quick_gelu"),
         vocab_size=vocab_size,
         max_length=text.get("max_position_embeddings", int, 77),
         norm_eps=text.get("layer_norm_eps", float, 1e-5),
         causal=True,
-        end_id=min(vocab_size - 1, LAST_OF_CLIP) if end == OLD_END else end,
+        end_id=min(vocab_size - 1, CLIP_EOS_ID) if end == LEGACY_EOS_ID else end,
     )
 
 
@@ -132,23 +132,23 @@ _BLOCK = {
 }
 
 
-def clip_rules(config: ClipConfig) -> list[Rule]:
+def clip_rules(config: ClipConfig) -> list[ConversionRule]:
     v, t = "vision_model.", "text_model."
     rules = [
-        same("logit_scale", "log_scale"),
-        same("visual_projection.weight", "image.head.weight"),
-        same("text_projection.weight", "projection.weight"),
-        same(f"{v}embeddings.class_embedding", "image.class_token"),
+        unchanged("logit_scale", "log_scale"),
+        unchanged("visual_projection.weight", "image.head.weight"),
+        unchanged("text_projection.weight", "projection.weight"),
+        unchanged(f"{v}embeddings.class_embedding", "image.class_token"),
         patch_rule(f"{v}embeddings.patch_embedding.weight", "image.embedding.linear.weight", config.image),
-        same(f"{v}embeddings.position_embedding.weight", "image.positions"),
-        *pairs(v, "image.", {"pre_layrnorm": "first_norm", "post_layernorm": "norm"}),
-        same(f"{t}embeddings.token_embedding.weight", "text.embedding"),
-        same(f"{t}embeddings.position_embedding.weight", "text.positions.weight"),
-        *pairs(t, "text.", {"final_layer_norm": "final_norm"}),
+        unchanged(f"{v}embeddings.position_embedding.weight", "image.positions"),
+        *weight_bias_rules(v, "image.", {"pre_layrnorm": "first_norm", "post_layernorm": "norm"}),
+        unchanged(f"{t}embeddings.token_embedding.weight", "text.embedding"),
+        unchanged(f"{t}embeddings.position_embedding.weight", "text.positions.weight"),
+        *weight_bias_rules(t, "text.", {"final_layer_norm": "final_norm"}),
     ]
     for theirs, ours, n_layers in ((v, "image", config.image.n_layers), (t, "text", config.text.n_layers)):
         for n in range(n_layers):
-            rules += pairs(f"{theirs}encoder.layers.{n}.", f"{ours}.blocks.{n}.", _BLOCK)
+            rules += weight_bias_rules(f"{theirs}encoder.layers.{n}.", f"{ours}.blocks.{n}.", _BLOCK)
     return rules
 
 
@@ -170,6 +170,6 @@ CLIP = VisionFamily(
     read_clip,
     write_clip,
     clip_rules,
-    spare=r".*\.embeddings\.position_ids",  # 0, 1, 2, ... in old files
+    ignored_tensors=r".*\.embeddings\.position_ids",  # 0, 1, 2, ... in old files
     sub_fields=(("text_config", "bos_token_id"), ("text_config", "pad_token_id")),
 )

@@ -15,46 +15,48 @@ from typing import Any
 
 from whorl.models.exchange.families.llama import SILU, qwen_layers, qwen_window
 from whorl.models.exchange.family import (
-    Family,
+    ModelFamily,
     attention_rules,
-    heads_of,
+    embedding_and_head_rules,
     mlp_rules,
-    not_possible,
-    outer_rules,
     prenorm_rules,
-    read_heads,
+    read_attention,
     read_shape,
+    require_attention,
+    unsupported_by_family,
     write_shape,
     write_windows,
 )
-from whorl.models.exchange.fields import Fields
-from whorl.models.exchange.rules import Rule, behind, same
-from whorl.models.transformer_config import Experts, TransformerConfig
+from whorl.models.exchange.fields import ConfigReader
+from whorl.models.exchange.rules import ConversionRule, concatenated, unchanged
+from whorl.models.transformer_config import MoEConfig, TransformerConfig
 
 
-def experts_of(config: TransformerConfig) -> Experts:
+def require_experts(config: TransformerConfig) -> MoEConfig:
     """The mixture of experts.
 
     Raises:
         ConfigError: the model has none.
     """
     if config.experts is None:
-        raise not_possible("it has no experts", "a mixture of experts")
+        raise unsupported_by_family("it has no experts", "a mixture of experts")
     return config.experts
 
 
-def expert_rules(theirs: str, ours: str, n_experts: int, names: tuple[str, str, str]) -> list[Rule]:
+def expert_rules(
+    hf_prefix: str, prefix: str, n_experts: int, names: tuple[str, str, str]
+) -> list[ConversionRule]:
     """A router's matrix is left to the caller. names: of gate, up and down; both prefixes end in a dot."""
     gate, up, down = names
     rules = []
     for e in range(n_experts):
-        parts = (f"{theirs}experts.{e}.{gate}.weight", f"{theirs}experts.{e}.{up}.weight")
-        rules.append(behind(parts, f"{ours}experts.up.{e}"))
-        rules.append(same(f"{theirs}experts.{e}.{down}.weight", f"{ours}experts.down.{e}"))
+        parts = (f"{hf_prefix}experts.{e}.{gate}.weight", f"{hf_prefix}experts.{e}.{up}.weight")
+        rules.append(concatenated(parts, f"{prefix}experts.up.{e}"))
+        rules.append(unchanged(f"{hf_prefix}experts.{e}.{down}.weight", f"{prefix}experts.down.{e}"))
     return rules
 
 
-def experts_chosen(fields: Fields, default: int, n_experts: int, normalise: bool) -> int:
+def read_top_k(fields: ConfigReader, default: int, n_experts: int, norm_topk_prob: bool) -> int:
     """How many experts a token goes to. normalise: their weights are divided by their sum.
 
     Raises:
@@ -63,74 +65,74 @@ def experts_chosen(fields: Fields, default: int, n_experts: int, normalise: bool
     """
     top_k = fields.get("num_experts_per_tok", int, default, above=0)
     if top_k > n_experts:
-        raise fields.wrong("num_experts_per_tok", f"at most the number of experts ({n_experts})")
-    if normalise and top_k == 1 < n_experts:
-        raise fields.wrong("num_experts_per_tok", "at least 2, since weights are divided by their sum")
+        raise fields.error("num_experts_per_tok", f"at most the number of experts ({n_experts})")
+    if norm_topk_prob and top_k == 1 < n_experts:
+        raise fields.error("num_experts_per_tok", "at least 2, since weights are divided by their sum")
     return top_k
 
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def read_mixtral(fields: Fields) -> TransformerConfig:
+def read_mixtral(fields: ConfigReader) -> TransformerConfig:
     shape = read_shape(fields, act=SILU, eps=1e-5, max_length=131_072)
     window = fields.optional("sliding_window", int, above=0)
-    heads = read_heads(fields, kv_heads=8, head_dim=None, base=1_000_000.0, window=window)
+    heads = read_attention(fields, kv_heads=8, head_dim=None, base=1_000_000.0, window=window)
     n_experts = fields.get("num_local_experts", int, 8, above=0)
-    experts = Experts(
+    experts = MoEConfig(
         n_experts=n_experts,
-        top_k=experts_chosen(fields, 2, n_experts, normalise=True),
+        top_k=read_top_k(fields, 2, n_experts, norm_topk_prob=True),
         hidden=shape["mlp_hidden"],
     )
     return TransformerConfig(**shape, mixers={"full": heads}, experts=experts)
 
 
 def write_mixtral(config: TransformerConfig) -> dict[str, Any]:
-    experts = experts_of(config)
+    experts = require_experts(config)
     return write_shape(config) | {
         "hidden_act": "silu",
-        "sliding_window": heads_of(config)[0].window,
+        "sliding_window": require_attention(config)[0].window,
         "intermediate_size": experts.hidden,
         "num_local_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
     }
 
 
-def mixtral_rules(config: TransformerConfig) -> list[Rule]:
-    rules = outer_rules(config)
-    for n, heads in enumerate(heads_of(config)):
+def mixtral_rules(config: TransformerConfig) -> list[ConversionRule]:
+    rules = embedding_and_head_rules(config)
+    for n, heads in enumerate(require_attention(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
         rules += prenorm_rules(theirs, ours)
         rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
-        rules.append(same(f"{theirs}block_sparse_moe.gate.weight", f"{ours}mlp.router.weight"))
-        n_experts = experts_of(config).n_experts
+        rules.append(unchanged(f"{theirs}block_sparse_moe.gate.weight", f"{ours}mlp.router.weight"))
+        n_experts = require_experts(config).n_experts
         rules += expert_rules(f"{theirs}block_sparse_moe.", f"{ours}mlp.", n_experts, ("w1", "w3", "w2"))
     return rules
 
 
 def _read_experts(
-    fields: Fields, n_layers: int, n_experts: int, top_k: int, hidden: int, **others: Any
-) -> Experts:
+    fields: ConfigReader, n_layers: int, n_experts: int, top_k: int, hidden: int, **others: Any
+) -> MoEConfig:
     """The experts of both Qwens. n_experts, top_k, hidden: what an absent field means."""
     every = fields.get("decoder_sparse_step", int, 1, above=0)
     plain = fields.get("mlp_only_layers", list, [])
     local = fields.optional("num_local_experts", int, above=0)  # newer files call them so
     n_experts = fields.get("num_experts", int, local or n_experts, above=0)
     normalise = fields.get("norm_topk_prob", bool, False)
-    return Experts(
+    return MoEConfig(
         n_experts=n_experts,
-        top_k=experts_chosen(fields, top_k, n_experts, normalise),
+        top_k=read_top_k(fields, top_k, n_experts, normalise),
         hidden=fields.get("moe_intermediate_size", int, hidden, above=0),
-        normalise=normalise,
+        norm_topk_prob=normalise,
         dense_layers=tuple(n for n in range(n_layers) if n in plain or (n + 1) % every),
         **others,
     )
 
 
-def read_qwen2_moe(fields: Fields) -> TransformerConfig:
+def read_qwen2_moe(fields: ConfigReader) -> TransformerConfig:
     shape = read_shape(fields, act=SILU, max_length=32_768)
     n_layers = shape["n_layers"]
-    full = read_heads(
+    full = read_attention(
         fields, kv_heads=16, head_dim=None, base=10_000.0, bias=fields.get("qkv_bias", bool, True)
     )
     layers = qwen_layers(fields, n_layers, full, lambda n, last: n % 2 == 0 and n < last)
@@ -139,10 +141,10 @@ def read_qwen2_moe(fields: Fields) -> TransformerConfig:
     return TransformerConfig(**shape, **layers, experts=experts)
 
 
-def read_qwen3_moe(fields: Fields) -> TransformerConfig:
+def read_qwen3_moe(fields: ConfigReader) -> TransformerConfig:
     shape = read_shape(fields, act=SILU, max_length=32_768)
     bias = fields.get("attention_bias", bool, False)
-    heads = read_heads(
+    heads = read_attention(
         fields,
         kv_heads=4,
         head_dim=None,
@@ -157,7 +159,7 @@ def read_qwen3_moe(fields: Fields) -> TransformerConfig:
 
 
 def _write_qwen(config: TransformerConfig) -> dict[str, Any]:
-    experts, windows = experts_of(config), write_windows(config)
+    experts, windows = require_experts(config), write_windows(config)
     return write_shape(config) | {
         "hidden_act": "silu",
         "sliding_window": windows["sliding_window"],
@@ -165,7 +167,7 @@ def _write_qwen(config: TransformerConfig) -> dict[str, Any]:
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.top_k,
         "moe_intermediate_size": experts.hidden,
-        "norm_topk_prob": experts.normalise,
+        "norm_topk_prob": experts.norm_topk_prob,
         "mlp_only_layers": list(experts.dense_layers),
         "decoder_sparse_step": 1,
     }
@@ -173,35 +175,35 @@ def _write_qwen(config: TransformerConfig) -> dict[str, Any]:
 
 def write_qwen2_moe(config: TransformerConfig) -> dict[str, Any]:
     others = {
-        "shared_expert_intermediate_size": experts_of(config).shared_hidden,
-        "qkv_bias": heads_of(config)[0].bias,
+        "shared_expert_intermediate_size": require_experts(config).shared_hidden,
+        "qkv_bias": require_attention(config)[0].bias,
         "layer_types": write_windows(config)["layer_types"],
     }
     return _write_qwen(config) | others
 
 
 def write_qwen3_moe(config: TransformerConfig) -> dict[str, Any]:
-    return _write_qwen(config) | {"attention_bias": heads_of(config)[0].bias}
+    return _write_qwen(config) | {"attention_bias": require_attention(config)[0].bias}
 
 
-def qwen_moe_rules(config: TransformerConfig) -> list[Rule]:
-    rules, experts = outer_rules(config), experts_of(config)
-    for n, heads in enumerate(heads_of(config)):
+def qwen_moe_rules(config: TransformerConfig) -> list[ConversionRule]:
+    rules, experts = embedding_and_head_rules(config), require_experts(config)
+    for n, heads in enumerate(require_attention(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
         rules += prenorm_rules(theirs, ours)
         rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
         if not config.has_experts(n):
             rules += mlp_rules(f"{theirs}mlp.", f"{ours}mlp.", config)
             continue
-        rules.append(same(f"{theirs}mlp.gate.weight", f"{ours}mlp.router.weight"))
+        rules.append(unchanged(f"{theirs}mlp.gate.weight", f"{ours}mlp.router.weight"))
         rules += expert_rules(f"{theirs}mlp.", f"{ours}mlp.", experts.n_experts, PROJECTIONS)
         if experts.shared_hidden:
             rules += mlp_rules(f"{theirs}mlp.shared_expert.", f"{ours}mlp.shared.", config, bias=False)
         if experts.shared_gate:
-            rules.append(same(f"{theirs}mlp.shared_expert_gate.weight", f"{ours}mlp.shared_gate.weight"))
+            rules.append(unchanged(f"{theirs}mlp.shared_expert_gate.weight", f"{ours}mlp.shared_gate.weight"))
     return rules
 
 
-MIXTRAL = Family("mixtral", "MixtralForCausalLM", read_mixtral, write_mixtral, mixtral_rules)
-QWEN2_MOE = Family("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, qwen_moe_rules)
-QWEN3_MOE = Family("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, qwen_moe_rules)
+MIXTRAL = ModelFamily("mixtral", "MixtralForCausalLM", read_mixtral, write_mixtral, mixtral_rules)
+QWEN2_MOE = ModelFamily("qwen2_moe", "Qwen2MoeForCausalLM", read_qwen2_moe, write_qwen2_moe, qwen_moe_rules)
+QWEN3_MOE = ModelFamily("qwen3_moe", "Qwen3MoeForCausalLM", read_qwen3_moe, write_qwen3_moe, qwen_moe_rules)

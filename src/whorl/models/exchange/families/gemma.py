@@ -13,33 +13,33 @@ from __future__ import annotations
 from typing import Any
 
 from whorl.models.exchange.family import (
-    Family,
+    ModelFamily,
     attention_rules,
-    heads_of,
-    layered,
+    embedding_and_head_rules,
     mlp_rules,
-    not_possible,
-    outer_rules,
     read_shape,
+    require_attention,
+    sliding_mixers,
+    unsupported_by_family,
     write_shape,
     write_windows,
 )
-from whorl.models.exchange.fields import Fields, parse_rope, read_rope, window_pattern, write_rope
-from whorl.models.exchange.rules import Rule, same
-from whorl.models.transformer_config import Heads, Rope, TransformerConfig
+from whorl.models.exchange.fields import ConfigReader, parse_rope, read_rope, window_pattern, write_rope
+from whorl.models.exchange.rules import ConversionRule, unchanged
+from whorl.models.transformer_config import AttentionConfig, Rope, TransformerConfig
 from whorl.nn.mlp import Activation
 
 GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "geglu"}
 
 
-def _heads(fields: Fields, rope: Rope, cap: float | None, **others: Any) -> Heads:
+def _heads(fields: ConfigReader, rope: Rope, cap: float | None, **others: Any) -> AttentionConfig:
     dim = fields.get("head_dim", int, 256, above=0)
     if dim % 2:
-        raise fields.wrong("head_dim", "an even number")
+        raise fields.error("head_dim", "an even number")
     asked = fields.get("query_pre_attn_scalar", float, 256.0, above=0)
     n_heads = fields.get("num_attention_heads", int, 8, above=0)
     n_kv_heads = fields.get("num_key_value_heads", int, 4, above=0)
-    return Heads(
+    return AttentionConfig(
         n_heads=n_heads,
         n_kv_heads=fields.divides("num_key_value_heads", n_kv_heads, "num_attention_heads", n_heads),
         head_dim=dim,
@@ -53,13 +53,18 @@ def _heads(fields: Fields, rope: Rope, cap: float | None, **others: Any) -> Head
 
 
 def _config(
-    fields: Fields, shape: dict[str, Any], full: Heads, sliding: Heads, slides: list[bool], cap: float | None
+    fields: ConfigReader,
+    shape: dict[str, Any],
+    full: AttentionConfig,
+    sliding: AttentionConfig,
+    slides: list[bool],
+    cap: float | None,
 ) -> TransformerConfig:
     # it would let a token see later ones
     fields.must_be("use_bidirectional_attention", False)
     return TransformerConfig(
         **shape,
-        **layered(full, sliding, slides),
+        **sliding_mixers(full, sliding, slides),
         norm_offset=1.0,
         sandwich=True,
         embedding_scale=shape["d_model"] ** 0.5,
@@ -67,23 +72,23 @@ def _config(
     )
 
 
-def _cap(fields: Fields, name: str, default: float | None) -> float | None:
+def _cap(fields: ConfigReader, name: str, default: float | None) -> float | None:
     """A cap that is absent is the family's; one that is null is none."""
     return fields.optional(name, float, above=0) if name in fields.data else _seen(fields, name, default)
 
 
-def _seen(fields: Fields, name: str, default: float | None) -> float | None:
-    fields.skip(name)
+def _seen(fields: ConfigReader, name: str, default: float | None) -> float | None:
+    fields.mark_read(name)
     return default
 
 
-def _window(fields: Fields) -> int:
+def _window(fields: ConfigReader) -> int:
     return fields.get("sliding_window", int, 4096, above=0)
 
 
-def _shape(fields: Fields, max_length: int) -> dict[str, Any]:
+def _shape(fields: ConfigReader, max_length: int) -> dict[str, Any]:
     # Gemma's first files had `hidden_act` too, which its programs do not look at.
-    fields.skip("hidden_act")
+    fields.mark_read("hidden_act")
     return read_shape(
         fields,
         act=GELU,
@@ -94,18 +99,18 @@ def _shape(fields: Fields, max_length: int) -> dict[str, Any]:
     )
 
 
-def read_gemma2(fields: Fields) -> TransformerConfig:
+def read_gemma2(fields: ConfigReader) -> TransformerConfig:
     shape = _shape(fields, 8192)
     base, scaling, share, _ = read_rope(fields, 10_000.0)
     if share != 1.0:
-        raise fields.wrong("partial_rotary_factor", "1.0", share)
+        raise fields.error("partial_rotary_factor", "1.0", share)
     full = _heads(fields, Rope(base=base, scaling=scaling), _cap(fields, "attn_logit_softcapping", 50.0))
     sliding = full.model_copy(update={"window": _window(fields)})
     slides = window_pattern(fields, shape["n_layers"], [n % 2 == 0 for n in range(shape["n_layers"])])
     return _config(fields, shape, full, sliding, slides, _cap(fields, "final_logit_softcapping", 30.0))
 
 
-def read_gemma3(fields: Fields) -> TransformerConfig:
+def read_gemma3(fields: ConfigReader) -> TransformerConfig:
     shape = _shape(fields, 131_072)
     every = fields.get("_sliding_window_pattern", int, 6, above=0)
     every = fields.get("sliding_window_pattern", int, every, above=0)
@@ -119,7 +124,7 @@ def read_gemma3(fields: Fields) -> TransformerConfig:
     return _config(fields, shape, full, sliding, slides, _cap(fields, "final_logit_softcapping", None))
 
 
-def _ropes(fields: Fields) -> tuple[Rope, Rope]:
+def _ropes(fields: ConfigReader) -> tuple[Rope, Rope]:
     """Rotary positions of the layers that see all, and of those that slide."""
     given = fields.optional("rope_parameters", dict)
     base = fields.get("rope_theta", float, 1_000_000.0)
@@ -129,19 +134,19 @@ def _ropes(fields: Fields) -> tuple[Rope, Rope]:
         given = {"full_attention": old, "sliding_attention": {}}
     for name in given:
         if name not in ("full_attention", "sliding_attention"):
-            raise fields.wrong("rope_parameters", "entries full_attention and sliding_attention")
+            raise fields.error("rope_parameters", "entries full_attention and sliding_attention")
     ropes = []
     for name, default in (("full_attention", base), ("sliding_attention", local)):
         theirs = {"rope_theta": default, **(given.get(name) or {})}
         frequency, scaling, share, _ = parse_rope(theirs, f"rope_parameters.{name}", fields)
         if share != 1.0:
-            raise fields.wrong("rope_parameters", "partial_rotary_factor 1.0")
+            raise fields.error("rope_parameters", "partial_rotary_factor 1.0")
         ropes.append(Rope(base=frequency, scaling=scaling))
     return ropes[0], ropes[1]
 
 
 def _write(config: TransformerConfig) -> dict[str, Any]:
-    first = heads_of(config)[0]
+    first = require_attention(config)[0]
     asked = float(first.head_dim) if first.scale is None else first.scale**-2
     whole = round(asked)
     return (
@@ -159,29 +164,29 @@ def _write(config: TransformerConfig) -> dict[str, Any]:
 
 def write_gemma3(config: TransformerConfig) -> dict[str, Any]:
     ropes: dict[str, Any] = {}
-    for heads in heads_of(config):
+    for heads in require_attention(config):
         if heads.rope is None:
-            raise not_possible("a mixer has no rope", "rotary positions")
+            raise unsupported_by_family("a mixer has no rope", "rotary positions")
         name = "full_attention" if heads.window is None else "sliding_attention"
         ropes.setdefault(name, write_rope(heads.rope.base, heads.rope.scaling))
     return _write(config) | {"rope_parameters": ropes}
 
 
-def gemma_rules(config: TransformerConfig) -> list[Rule]:
-    rules = outer_rules(config)
+def gemma_rules(config: TransformerConfig) -> list[ConversionRule]:
+    rules = embedding_and_head_rules(config)
     norms = {
         "input_layernorm": "mixer_norm",
         "post_attention_layernorm": "mixer_after",
         "pre_feedforward_layernorm": "mlp_norm",
         "post_feedforward_layernorm": "mlp_after",
     }
-    for n, heads in enumerate(heads_of(config)):
+    for n, heads in enumerate(require_attention(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
-        rules += [same(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in norms.items()]
+        rules += [unchanged(f"{theirs}{a}.weight", f"{ours}{b}.weight") for a, b in norms.items()]
         rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
         rules += mlp_rules(f"{theirs}mlp.", f"{ours}mlp.", config)
     return rules
 
 
-GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", read_gemma2, _write, gemma_rules)
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", read_gemma3, write_gemma3, gemma_rules)
+GEMMA2 = ModelFamily("gemma2", "Gemma2ForCausalLM", read_gemma2, _write, gemma_rules)
+GEMMA3 = ModelFamily("gemma3_text", "Gemma3ForCausalLM", read_gemma3, write_gemma3, gemma_rules)

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from whorl.models.exchange.family import Family, heads_of
-from whorl.models.exchange.fields import Fields
-from whorl.models.exchange.rules import Rule, cut, same, transposed
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.exchange.family import ModelFamily, require_attention
+from whorl.models.exchange.fields import ConfigReader
+from whorl.models.exchange.rules import ConversionRule, split, transposed, unchanged
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.nn.mlp import Activation
 
 GELU: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 
 
-def read_gpt2(fields: Fields) -> TransformerConfig:
+def read_gpt2(fields: ConfigReader) -> TransformerConfig:
     width, n_heads = fields.get("n_embd", int, above=0), fields.get("n_head", int, above=0)
     fields.divides("n_head", n_heads, "n_embd", width)
     fields.must_be("scale_attn_weights", True)
     fields.must_be("scale_attn_by_inverse_layer_idx", False)
     fields.must_be("add_cross_attention", False)
-    heads = Heads(
+    heads = AttentionConfig(
         n_heads=n_heads, n_kv_heads=n_heads, head_dim=width // n_heads, rope=None, bias=True, out_bias=True
     )
     return TransformerConfig(
@@ -48,7 +48,7 @@ def write_gpt2(config: TransformerConfig) -> dict[str, Any]:
     return {
         "vocab_size": config.vocab_size,
         "n_embd": config.d_model,
-        "n_head": heads_of(config)[0].n_heads,
+        "n_head": require_attention(config)[0].n_heads,
         "n_layer": config.n_layers,
         "n_positions": config.max_length,
         "activation_function": "gelu" if config.mlp == "gelu" else "gelu_new",
@@ -58,31 +58,31 @@ def write_gpt2(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def gpt2_rules(config: TransformerConfig) -> list[Rule]:
+def gpt2_rules(config: TransformerConfig) -> list[ConversionRule]:
     rules = [
-        same("transformer.wte.weight", "embedding"),
-        same("transformer.wpe.weight", "positions"),
-        *(same(f"transformer.ln_f.{kind}", f"final_norm.{kind}") for kind in ("weight", "bias")),
+        unchanged("transformer.wte.weight", "embedding"),
+        unchanged("transformer.wpe.weight", "positions"),
+        *(unchanged(f"transformer.ln_f.{kind}", f"final_norm.{kind}") for kind in ("weight", "bias")),
     ]
     if not config.tie_embeddings:
-        rules.append(same("lm_head.weight", "head"))
+        rules.append(unchanged("lm_head.weight", "head"))
     for n in range(config.n_layers):
         theirs, ours = f"transformer.h.{n}.", f"blocks.{n}."
         for kind in ("weight", "bias"):
-            matrix = transposed if kind == "weight" else same
+            matrix = transposed if kind == "weight" else unchanged
             parts = tuple(f"{ours}mixer.{part}.{kind}" for part in "qkv")
             rules += [
-                same(f"{theirs}ln_1.{kind}", f"{ours}mixer_norm.{kind}"),
-                cut(f"{theirs}attn.c_attn.{kind}", parts, transpose=kind == "weight"),
+                unchanged(f"{theirs}ln_1.{kind}", f"{ours}mixer_norm.{kind}"),
+                split(f"{theirs}attn.c_attn.{kind}", parts, transpose=kind == "weight"),
                 matrix(f"{theirs}attn.c_proj.{kind}", f"{ours}mixer.out.{kind}"),
-                same(f"{theirs}ln_2.{kind}", f"{ours}mlp_norm.{kind}"),
+                unchanged(f"{theirs}ln_2.{kind}", f"{ours}mlp_norm.{kind}"),
                 matrix(f"{theirs}mlp.c_fc.{kind}", f"{ours}mlp.up.{kind}"),
                 matrix(f"{theirs}mlp.c_proj.{kind}", f"{ours}mlp.down.{kind}"),
             ]
     return rules
 
 
-GPT2 = Family(
+GPT2 = ModelFamily(
     "gpt2",
     "GPT2LMHeadModel",
     read_gpt2,
@@ -90,5 +90,5 @@ GPT2 = Family(
     gpt2_rules,
     prefix="transformer.",
     embedding="transformer.wte.weight",
-    no_weights=r".*\.attn\.(bias|masked_bias)",  # causal masks that old files hold
+    ignored_tensors=r".*\.attn\.(bias|masked_bias)",  # causal masks that old files hold
 )

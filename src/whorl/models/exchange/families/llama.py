@@ -17,41 +17,41 @@ from collections.abc import Callable
 from typing import Any
 
 from whorl.models.exchange.family import (
-    Family,
+    ModelFamily,
     attention_rules,
-    heads_of,
-    layered,
+    embedding_and_head_rules,
     mlp_rules,
-    outer_rules,
     prenorm_rules,
-    read_heads,
+    read_attention,
     read_shape,
+    require_attention,
+    sliding_mixers,
     write_shape,
     write_windows,
 )
-from whorl.models.exchange.fields import Fields, window_pattern
-from whorl.models.exchange.rules import Rule
-from whorl.models.transformer_config import Heads, TransformerConfig
+from whorl.models.exchange.fields import ConfigReader, window_pattern
+from whorl.models.exchange.rules import ConversionRule
+from whorl.models.transformer_config import AttentionConfig, TransformerConfig
 from whorl.nn.mlp import Activation
 
 SILU: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
 
 
-def read_llama(fields: Fields) -> TransformerConfig:
+def read_llama(fields: ConfigReader) -> TransformerConfig:
     bias = fields.get("attention_bias", bool, False)
-    heads = read_heads(fields, kv_heads=None, head_dim=None, base=10_000.0, bias=bias, out_bias=bias)
+    heads = read_attention(fields, kv_heads=None, head_dim=None, base=10_000.0, bias=bias, out_bias=bias)
     shape = read_shape(fields, act=SILU, max_length=2048)
     return TransformerConfig(**shape, mixers={"full": heads}, mlp_bias=fields.get("mlp_bias", bool, False))
 
 
 def write_llama(config: TransformerConfig) -> dict[str, Any]:
-    bias = heads_of(config)[0].bias
+    bias = require_attention(config)[0].bias
     return write_shape(config) | {"hidden_act": "silu", "attention_bias": bias, "mlp_bias": config.mlp_bias}
 
 
-def llama_rules(config: TransformerConfig) -> list[Rule]:
-    rules = outer_rules(config)
-    for n, heads in enumerate(heads_of(config)):
+def llama_rules(config: TransformerConfig) -> list[ConversionRule]:
+    rules = embedding_and_head_rules(config)
+    for n, heads in enumerate(require_attention(config)):
         theirs, ours = f"model.layers.{n}.", f"blocks.{n}."
         rules += prenorm_rules(theirs, ours)
         rules += attention_rules(f"{theirs}self_attn.", f"{ours}mixer.", heads)
@@ -59,39 +59,39 @@ def llama_rules(config: TransformerConfig) -> list[Rule]:
     return rules
 
 
-def read_mistral(fields: Fields) -> TransformerConfig:
+def read_mistral(fields: ConfigReader) -> TransformerConfig:
     # an absent window is 4096, a null one is none: the one field where the two differ
     window = fields.optional("sliding_window", int, above=0) if "sliding_window" in fields.data else 4096
-    heads = read_heads(fields, kv_heads=8, head_dim=None, base=10_000.0, window=window)
+    heads = read_attention(fields, kv_heads=8, head_dim=None, base=10_000.0, window=window)
     return TransformerConfig(**read_shape(fields, act=SILU, max_length=131_072), mixers={"full": heads})
 
 
 def write_mistral(config: TransformerConfig) -> dict[str, Any]:
-    return write_shape(config) | {"hidden_act": "silu", "sliding_window": heads_of(config)[0].window}
+    return write_shape(config) | {"hidden_act": "silu", "sliding_window": require_attention(config)[0].window}
 
 
-def qwen_window(fields: Fields) -> int | None:
+def qwen_window(fields: ConfigReader) -> int | None:
     """The window of Qwen's layers that slide; None while `use_sliding_window` is off, whatever `sliding_window` says."""
-    fields.skip("sliding_window")
+    fields.mark_read("sliding_window")
     slides = fields.get("use_sliding_window", bool, False)
     return fields.get("sliding_window", int, 4096, above=0) if slides else None
 
 
 def qwen_layers(
-    fields: Fields, n_layers: int, full: Heads, slides: Callable[[int, int], bool]
+    fields: ConfigReader, n_layers: int, full: AttentionConfig, slides: Callable[[int, int], bool]
 ) -> dict[str, Any]:
     """`mixers` and `pattern`. full: layers that see all; slides: (layer, `max_window_layers`) -> default."""
     window, bound = qwen_window(fields), fields.get("max_window_layers", int, 28)
     default = [window is not None and slides(n, bound) for n in range(n_layers)]
     pattern = window_pattern(fields, n_layers, default)
     if window is None and any(pattern):
-        raise fields.wrong("layer_types", "no 'sliding_attention' while use_sliding_window is off")
-    return layered(full, full.model_copy(update={"window": window}), pattern)
+        raise fields.error("layer_types", "no 'sliding_attention' while use_sliding_window is off")
+    return sliding_mixers(full, full.model_copy(update={"window": window}), pattern)
 
 
-def _read_qwen(fields: Fields, kv_heads: int, head_dim: int | None, **heads: Any) -> TransformerConfig:
+def _read_qwen(fields: ConfigReader, kv_heads: int, head_dim: int | None, **heads: Any) -> TransformerConfig:
     shape = read_shape(fields, act=SILU, max_length=32_768)
-    full = read_heads(fields, kv_heads=kv_heads, head_dim=head_dim, base=10_000.0, **heads)
+    full = read_attention(fields, kv_heads=kv_heads, head_dim=head_dim, base=10_000.0, **heads)
     layers = qwen_layers(fields, shape["n_layers"], full, lambda n, first: n >= first)
     return TransformerConfig(**shape, **layers)
 
@@ -102,20 +102,20 @@ def _write_qwen(config: TransformerConfig) -> dict[str, Any]:
     return write_shape(config) | windows | {"hidden_act": "silu", "use_sliding_window": slides}
 
 
-def read_qwen2(fields: Fields) -> TransformerConfig:
+def read_qwen2(fields: ConfigReader) -> TransformerConfig:
     return _read_qwen(fields, 32, None, bias=True)
 
 
-def read_qwen3(fields: Fields) -> TransformerConfig:
+def read_qwen3(fields: ConfigReader) -> TransformerConfig:
     bias = fields.get("attention_bias", bool, False)
     return _read_qwen(fields, 32, 128, bias=bias, out_bias=bias, qk_norm=True)
 
 
 def write_qwen3(config: TransformerConfig) -> dict[str, Any]:
-    return _write_qwen(config) | {"attention_bias": heads_of(config)[0].bias}
+    return _write_qwen(config) | {"attention_bias": require_attention(config)[0].bias}
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", read_llama, write_llama, llama_rules)
-MISTRAL = Family("mistral", "MistralForCausalLM", read_mistral, write_mistral, llama_rules)
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", read_qwen2, _write_qwen, llama_rules)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, write_qwen3, llama_rules)
+LLAMA = ModelFamily("llama", "LlamaForCausalLM", read_llama, write_llama, llama_rules)
+MISTRAL = ModelFamily("mistral", "MistralForCausalLM", read_mistral, write_mistral, llama_rules)
+QWEN2 = ModelFamily("qwen2", "Qwen2ForCausalLM", read_qwen2, _write_qwen, llama_rules)
+QWEN3 = ModelFamily("qwen3", "Qwen3ForCausalLM", read_qwen3, write_qwen3, llama_rules)

@@ -25,9 +25,17 @@ from torch import nn
 from whorl.errors import ConfigError
 from whorl.models.exchange.families.clip import CLIP
 from whorl.models.exchange.families.vit import VIT, VisionFamily
-from whorl.models.exchange.fields import Fields, impossible, model_type
+from whorl.models.exchange.fields import ConfigReader, invalid_config_error, model_type
 from whorl.models.exchange.safetensors_io import SHARD_BYTES, TOKENIZER_FILES, Shards, read_json
-from whorl.models.exchange.weights import matrices, pull, refuse, types_of, unread, wanted, write_folder
+from whorl.models.exchange.weights import (
+    expected_shapes,
+    export_dtypes,
+    load_tensors,
+    matmul_weights,
+    reject_unexpected,
+    unmatched_tensors,
+    write_folder,
+)
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.vit import ViT
 
@@ -46,11 +54,11 @@ def read_vision_config(data: dict[str, Any], where: str, ignore: Collection[str]
         ConfigError: a field that is missing, wrong, or would change the result and is not supported.
     """
     family = VISION_FAMILIES[model_type(data, where, VISION_FAMILIES)]
-    fields = Fields(data, where)
+    fields = ConfigReader(data, where)
     try:
         config = family.read(fields, ignore)
     except ValidationError as error:
-        raise impossible(error, where, family.model_type) from error
+        raise invalid_config_error(error, where, family.model_type) from error
     return config
 
 
@@ -80,18 +88,22 @@ def import_vision(
     with torch.device("meta"):
         model: ViT | DualEncoder = family.build(config, dtype)
     shards, rules, own = Shards(folder), family.rules(config), model.state_dict()
-    names, shapes = {name: name for name in shards.names()}, wanted(rules, own)
-    extra = [name for name in unread(shards, names, shapes) if not re.fullmatch(family.spare, name)]
-    if lost := [name for name in extra if re.fullmatch(family.lost, name)]:
+    names, shapes = {name: name for name in shards.names()}, expected_shapes(rules, own)
+    extra = [
+        name
+        for name in unmatched_tensors(shards, names, shapes)
+        if not re.fullmatch(family.ignored_tensors, name)
+    ]
+    if lost := [name for name in extra if re.fullmatch(family.dropped_tensors, name)]:
         warnings.warn(
             f"{folder}: {len(lost)} tensors are left out ({lost[0]!r}): no classifier sees them",
             stacklevel=2,
         )
-    refuse(shards, names, [n for n in extra if n not in lost], family.model_type, len(shapes))
-    low = set() if to_train else matrices(model)
-    model.load_state_dict(pull(shards, names, rules, own, low, dtype, device), assign=True)
+    reject_unexpected(shards, names, [n for n in extra if n not in lost], family.model_type, len(shapes))
+    low = set() if to_train else matmul_weights(model)
+    model.load_state_dict(load_tensors(shards, names, rules, own, low, dtype, device), assign=True)
     if isinstance(model, DualEncoder):
-        model.largest_scale = max(model.largest_scale, math.exp(float(model.log_scale.detach())))
+        model.max_logit_scale = max(model.max_logit_scale, math.exp(float(model.log_scale.detach())))
     return model.to(device)
 
 
@@ -119,14 +131,14 @@ def export_vision(
     chosen = VISION_FAMILIES[model_type({"model_type": family}, "export_vision", VISION_FAMILIES)]
     if not isinstance(model, chosen.network):
         raise _not_possible(family, f"it is a {type(model).__name__}", f"a {chosen.network.__name__}")
-    config = chosen.describe(model)
+    config = chosen.config_of(model)
     fields = {"model_type": family, **chosen.write(config)}
     for name, (ours, theirs) in _unequal(config.model_dump(), _read_back(fields, config)).items():
         raise _not_possible(family, f"its {name} is {ours!r}", repr(theirs))
     if source is not None:
         _carry_fields(chosen, fields, read_json(source / "config.json"))
     rules, own = chosen.rules(config), model.state_dict()
-    types = types_of(own, dtype)
+    types = export_dtypes(own, dtype)
     fields["dtype"] = str(types[next(name for name in own if own[name].dim() == 2)]).removeprefix("torch.")
     write_folder(
         folder, fields, rules, own, types, source=source, files=PROCESSOR_FILES, shard_bytes=shard_bytes

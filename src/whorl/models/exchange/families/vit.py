@@ -23,8 +23,8 @@ import torch
 from pydantic import BaseModel
 from torch import nn
 
-from whorl.models.exchange.fields import Fields
-from whorl.models.exchange.rules import Rule, converted, same
+from whorl.models.exchange.fields import ConfigReader
+from whorl.models.exchange.rules import ConversionRule, converted, unchanged
 from whorl.models.vision.vit import ViT, ViTConfig
 from whorl.nn.mlp import Activation
 
@@ -43,13 +43,13 @@ class VisionFamily(Generic[C, N]):
 
     model_type: str
     network: type[N]
-    describe: Callable[[N], C]
+    config_of: Callable[[N], C]
     build: Callable[[C, torch.dtype], N]
-    read: Callable[[Fields, Collection[str]], C]
+    read: Callable[[ConfigReader, Collection[str]], C]
     write: Callable[[C], dict[str, Any]]
-    rules: Callable[[C], list[Rule]]
-    spare: str = ""
-    lost: str = ""
+    rules: Callable[[C], list[ConversionRule]]
+    ignored_tensors: str = ""
+    dropped_tensors: str = ""
     sub_fields: tuple[tuple[str, str], ...] = ()
 
 
@@ -60,14 +60,14 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 # Fields of old files, on in every one of them, about generating text or about training; and names of classes.
-OLD_FIELDS = (
+LEGACY_FIELDS = (
     *("id2label", "label2id", "initializer_factor", "length_penalty", "max_length", "num_beam_groups", "num_beams"),
     *("num_return_sequences", "repetition_penalty", "return_dict", "temperature", "tie_word_embeddings", "top_k", "top_p"),
     *("typical_p", "tokenizer_class", "dropout", "output_attentions", "output_hidden_states"),
 )  # fmt: skip
 
 
-def read_blocks(fields: Fields, width: int, hidden: int, n_heads: int, act: str) -> dict[str, Any]:
+def read_blocks(fields: ConfigReader, width: int, hidden: int, n_heads: int, act: str) -> dict[str, Any]:
     """The arguments that all towers have. The others are what an absent field means."""
     return {
         "d_model": fields.get("hidden_size", int, width),
@@ -78,7 +78,7 @@ def read_blocks(fields: Fields, width: int, hidden: int, n_heads: int, act: str)
     }
 
 
-def read_grid(fields: Fields, patch: int) -> dict[str, Any]:
+def read_grid(fields: ConfigReader, patch: int) -> dict[str, Any]:
     """Pixels of a picture and of a patch. patch: what an absent one means."""
     return {
         "image_size": _side(fields, "image_size", 224),
@@ -87,13 +87,13 @@ def read_grid(fields: Fields, patch: int) -> dict[str, Any]:
     }
 
 
-def _side(fields: Fields, name: str, default: int) -> int:
+def _side(fields: ConfigReader, name: str, default: int) -> int:
     """A number, or a pair of equal numbers."""
     if not isinstance(pair := fields.data.get(name), list):
         return fields.get(name, int, default)
-    fields.skip(name)
+    fields.mark_read(name)
     if len(pair) != 2 or pair[0] != pair[1] or not isinstance(pair[0], int):
-        raise fields.wrong(name, "a square")
+        raise fields.error(name, "a square")
     return pair[0]
 
 
@@ -112,49 +112,49 @@ def write_grid(config: ViTConfig) -> dict[str, Any]:
     return {"image_size": config.image_size, "patch_size": config.patch, "num_channels": config.channels}
 
 
-def pairs(theirs: str, ours: str, names: dict[str, str]) -> list[Rule]:
+def weight_bias_rules(hf_prefix: str, prefix: str, names: dict[str, str]) -> list[ConversionRule]:
     """A weight and a bias for each pair of names, their prefixes before them."""
     return [
-        same(f"{theirs}{a}.{kind}", f"{ours}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")
+        unchanged(f"{hf_prefix}{a}.{kind}", f"{prefix}{b}.{kind}") for a, b in names.items() for kind in ("weight", "bias")
     ]  # fmt: skip
 
 
-def patch_rule(theirs: str, ours: str, config: ViTConfig) -> Rule:
+def patch_rule(hf_name: str, name: str, config: ViTConfig) -> ConversionRule:
     """A convolution's kernel as a matrix."""
     kernel = (config.channels, config.patch, config.patch)
-    return converted(theirs, ours, lambda t: t.flatten(1), lambda t: t.reshape(len(t), *kernel))
+    return converted(hf_name, name, lambda t: t.flatten(1), lambda t: t.reshape(len(t), *kernel))
 
 
-HEADS = {"ViTForImageClassification": True, "ViTModel": False}
+ARCHITECTURE_HAS_HEAD = {"ViTForImageClassification": True, "ViTModel": False}
 
 
-def read_vit(fields: Fields, ignore: Collection[str] = ()) -> ViTConfig:
+def read_vit(fields: ConfigReader, ignore: Collection[str] = ()) -> ViTConfig:
     named = fields.get("architectures", list)
-    if len(named) != 1 or named[0] not in HEADS:
-        raise fields.wrong("architectures", " or ".join(f"[{name!r}]" for name in HEADS))
+    if len(named) != 1 or named[0] not in ARCHITECTURE_HAS_HEAD:
+        raise fields.error("architectures", " or ".join(f"[{name!r}]" for name in ARCHITECTURE_HAS_HEAD))
     classes = 0
-    if HEADS[named[0]]:
+    if ARCHITECTURE_HAS_HEAD[named[0]]:
         labels = fields.optional("id2label", dict)
         classes = fields.get("num_labels", int, 2) if labels is None else len(labels)
         if not classes:
-            raise fields.wrong("id2label", "at least one label")
+            raise fields.error("id2label", "at least one label")
     fields.must_be("qkv_bias", True)
-    fields.skip("num_labels", "hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride")
-    fields.skip("pooler_act", "pooler_output_size", *OLD_FIELDS)
+    fields.mark_read("num_labels", "hidden_dropout_prob", "attention_probs_dropout_prob", "encoder_stride")
+    fields.mark_read("pooler_act", "pooler_output_size", *LEGACY_FIELDS)
     config = ViTConfig(
         **read_grid(fields, 16),
         **read_blocks(fields, 768, 3072, 12, "gelu"),
         classes=classes,
         eps=fields.get("layer_norm_eps", float, 1e-12),
     )
-    fields.finish(ignore)
+    fields.reject_unread(ignore)
     return config
 
 
 def write_vit(config: ViTConfig) -> dict[str, Any]:
     c = config
     fields = {
-        "architectures": [name for name, head in HEADS.items() if head == (c.classes > 0)],
+        "architectures": [name for name, head in ARCHITECTURE_HAS_HEAD.items() if head == (c.classes > 0)],
         "layer_norm_eps": c.eps,
         "qkv_bias": True,
         **write_grid(c),
@@ -181,19 +181,19 @@ _BLOCK = {
 }
 
 
-def vit_rules(config: ViTConfig) -> list[Rule]:
+def vit_rules(config: ViTConfig) -> list[ConversionRule]:
     p = "vit." if config.classes else ""
     patches = f"{p}embeddings.patch_embeddings.projection"
     rules = [
         patch_rule(f"{patches}.weight", "embedding.linear.weight", config),
-        same(f"{patches}.bias", "embedding.linear.bias"),
+        unchanged(f"{patches}.bias", "embedding.linear.bias"),
         converted(f"{p}embeddings.cls_token", "class_token", lambda t: t[0, 0], lambda t: t[None, None]),
         converted(f"{p}embeddings.position_embeddings", "positions", lambda t: t[0], lambda t: t[None]),
-        *pairs(p, "", {"layernorm": "norm"}),
+        *weight_bias_rules(p, "", {"layernorm": "norm"}),
     ]
     for n in range(config.n_layers):
-        rules += pairs(f"{p}encoder.layer.{n}.", f"blocks.{n}.", _BLOCK)
-    return rules + (pairs("", "", {"classifier": "head"}) if config.classes else [])
+        rules += weight_bias_rules(f"{p}encoder.layer.{n}.", f"blocks.{n}.", _BLOCK)
+    return rules + (weight_bias_rules("", "", {"classifier": "head"}) if config.classes else [])
 
 
 def _build(config: ViTConfig, dtype: torch.dtype) -> ViT:
@@ -201,5 +201,12 @@ def _build(config: ViTConfig, dtype: torch.dtype) -> ViT:
 
 
 VIT = VisionFamily(
-    "vit", ViT, lambda model: model.config, _build, read_vit, write_vit, vit_rules, lost=r"pooler\.dense\..*"
+    "vit",
+    ViT,
+    lambda model: model.config,
+    _build,
+    read_vit,
+    write_vit,
+    vit_rules,
+    dropped_tensors=r"pooler\.dense\..*",
 )

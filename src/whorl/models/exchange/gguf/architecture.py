@@ -21,10 +21,10 @@ from typing import Any
 
 from whorl.errors import ConfigError
 from whorl.models.exchange.convert import FAMILIES, read_config
-from whorl.models.exchange.family import Family, differences, not_possible
+from whorl.models.exchange.family import ModelFamily, config_differences, unsupported_by_family
 from whorl.models.exchange.fields import yarn_mscale
-from whorl.models.transformer_config import Heads, LatentHeads, Rope, TransformerConfig
-from whorl.nn.positions.rotary import Scaling
+from whorl.models.transformer_config import AttentionConfig, MLAConfig, Rope, TransformerConfig
+from whorl.nn.positions.rotary import RopeScaling
 
 # A family's `model_type` -> the architecture; in the order in which they are tried.
 ARCHITECTURES = {
@@ -34,60 +34,68 @@ ARCHITECTURES = {
 WITH_WINDOWS = {"gemma2": 2, "gemma3": 6}  # and every which layer sees all, if the file does not say
 # Layers by which llama.cpp knows the two 27B models, whose scores are divided by sqrt(d_model / n_heads).
 WIDE_SCALE = {"gemma2": 46, "gemma3": 62}
-LITE = (26, 27)  # layers of DeepSeek's small ones, where llama.cpp does not look for a rank of the queries
+LITE_LAYERS = (
+    26,
+    27,
+)  # layers of DeepSeek's small ones, where llama.cpp does not look for a rank of the queries
 
 
 @dataclass(frozen=True)
-class Shape:
+class GGUFModel:
     """What is written: the family that says it, llama.cpp's architecture, and a configuration in the family's words.
 
     gain: what queries are multiplied by, a layer; it stands for the scale that `config` no longer has. turned: rows of
     queries and keys are in llama's order already. n_ctx: the longest row.
     """
 
-    family: Family
+    family: ModelFamily
     architecture: str
     config: TransformerConfig
-    gain: tuple[float, ...]
-    turned: bool
+    query_gain: tuple[float, ...]
+    interleaved: bool
     n_ctx: int
 
     @classmethod
-    def of(cls, given: TransformerConfig) -> Shape:
+    def from_config(cls, given: TransformerConfig) -> GGUFModel:
         """The first architecture that can say it.
 
         Raises:
             ConfigError: none can. The field is the first one that is in the way of the nearest.
         """
-        plain, turned = _plain(given)
+        plain, turned = _canonical_config(given)
         for n, mixer in enumerate(plain.layer_mixers()):
             if (
-                isinstance(mixer, Heads | LatentHeads)
+                isinstance(mixer, AttentionConfig | MLAConfig)
                 and (rope := mixer.rope)
                 and rope.rotary_dim is not None
             ):
-                raise not_possible(f"rope.rotary_dim of layer {n} is {rope.rotary_dim}", "all features")
+                raise unsupported_by_family(
+                    f"rope.rotary_dim of layer {n} is {rope.rotary_dim}", "all features"
+                )
         worst: list[tuple[int, ConfigError]] = []
         for model_type, architecture in ARCHITECTURES.items():
             family, windows = FAMILIES[model_type], architecture in WITH_WINDOWS
-            config = plain if windows else _mapped(plain, lambda h: {"window": None})
+            config = plain if windows else _replace_attention(plain, lambda h: {"window": None})
             try:
                 back = read_config(family.write(config) | {"model_type": model_type}, model_type)
             except ConfigError as error:
                 worst.append((99, error))
                 continue
-            if found := differences(config, back):
+            if found := config_differences(config, back):
                 worst.append(
-                    (len(found), not_possible(_some(found), f"what GGUF's {architecture!r} can say"))
+                    (
+                        len(found),
+                        unsupported_by_family(_summarize(found), f"what GGUF's {architecture!r} can say"),
+                    )
                 )
                 continue
             try:
-                _refuse(architecture, config, turned)
+                _check_supported(architecture, config, turned)
             except ConfigError as error:
                 worst.append((0, error))
                 continue
             window = min(
-                [h.window for h in all_heads(plain) if h.window is not None], default=given.max_length
+                [h.window for h in attention_configs(plain) if h.window is not None], default=given.max_length
             )
             n_ctx = given.max_length if windows else min(given.max_length, window)
             if n_ctx < given.max_length:
@@ -95,35 +103,37 @@ class Shape:
                     f"GGUF's {architecture!r} has no windows: the longest row is {n_ctx}, where they would begin to matter",
                     stacklevel=3,
                 )
-            return cls(family, architecture, config, _gains(given, architecture), turned, n_ctx)
+            return cls(family, architecture, config, _query_gains(given, architecture), turned, n_ctx)
         raise min(worst, key=lambda pair: pair[0])[1]
 
 
-def _some(differences: list[str]) -> str:
+def _summarize(differences: list[str]) -> str:
     """The first three, of each kind one: a field of a mixer differs in many layers."""
     kinds = {re.sub(r"layer \d+", "", d): d for d in sorted(differences, reverse=True)}
     few = sorted(kinds.values())
     return "; ".join(few[:3]) + (f"; and {len(few) - 3} more" if len(few) > 3 else "")
 
 
-def all_heads(config: TransformerConfig) -> list[Heads]:
-    return [m for m in config.layer_mixers() if isinstance(m, Heads)]
+def attention_configs(config: TransformerConfig) -> list[AttentionConfig]:
+    return [m for m in config.layer_mixers() if isinstance(m, AttentionConfig)]
 
 
-def _mapped(config: TransformerConfig, change: Callable[[Heads], dict[str, Any]]) -> TransformerConfig:
+def _replace_attention(
+    config: TransformerConfig, change: Callable[[AttentionConfig], dict[str, Any]]
+) -> TransformerConfig:
     """The same with some fields of all heads changed."""
     mixers = {
-        name: m.model_copy(update=change(m)) if isinstance(m, Heads) else m
+        name: m.model_copy(update=change(m)) if isinstance(m, AttentionConfig) else m
         for name, m in config.mixers.items()
     }
     return config.model_copy(update={"mixers": mixers})
 
 
-def _plain(config: TransformerConfig) -> tuple[TransformerConfig, bool]:
+def _canonical_config(config: TransformerConfig) -> tuple[TransformerConfig, bool]:
     """The same network in words that more families have: no scale; no share of turning features that is all of them;
     `ntk` as the larger base that it is; a ramp with its numbers; halves for neighbours. And whether it had neighbours.
     """
-    turned = {h.rope.layout for h in all_heads(config) if h.rope is not None} == {"interleaved"}
+    turned = {h.rope.layout for h in attention_configs(config) if h.rope is not None} == {"interleaved"}
 
     def plain(rope: Rope, dim: int) -> Rope:
         base, scaling = rope.base, rope.scaling
@@ -138,39 +148,39 @@ def _plain(config: TransformerConfig) -> tuple[TransformerConfig, bool]:
 
     mixers: dict[str, Any] = {}
     for name, m in config.mixers.items():
-        if isinstance(m, Heads) and m.rope is not None:
+        if isinstance(m, AttentionConfig) and m.rope is not None:
             rope = plain(m.rope, m.head_dim).model_copy(update={"layout": "half"} if turned else {})
             mixers[name] = m.model_copy(update={"scale": None, "rope": rope})
-        elif isinstance(m, Heads):
+        elif isinstance(m, AttentionConfig):
             mixers[name] = m.model_copy(update={"scale": None})
-        elif isinstance(m, LatentHeads):
+        elif isinstance(m, MLAConfig):
             mixers[name] = m.model_copy(update={"rope": plain(m.rope, m.rope_dim)})
         else:
             mixers[name] = m
     return config.model_copy(update={"mixers": mixers}), turned
 
 
-def _gains(config: TransformerConfig, architecture: str) -> tuple[float, ...]:
+def _query_gains(config: TransformerConfig, architecture: str) -> tuple[float, ...]:
     """Our scale of the scores over llama.cpp's, for each layer."""
     wide = WIDE_SCALE.get(architecture) == config.n_layers
     gains = []
     for m in config.layer_mixers():
-        if isinstance(m, LatentHeads):
+        if isinstance(m, MLAConfig):
             gains.append(1.0)
-        elif isinstance(m, Heads):
+        elif isinstance(m, AttentionConfig):
             theirs = (config.d_model // m.n_heads if wide else m.head_dim) ** -0.5
             gains.append(1.0 if m.scale is None and not wide else (m.scale or m.head_dim**-0.5) / theirs)
     # a scale that went through a square and back is no other scale
     return tuple(1.0 if abs(g - 1.0) < 1e-12 else g for g in gains)
 
 
-def _refuse(architecture: str, config: TransformerConfig, turned: bool) -> None:
+def _check_supported(architecture: str, config: TransformerConfig, turned: bool) -> None:
     """Raises ConfigError where llama.cpp's network of that name lacks what the family has."""
 
     def refuse(what: str, expected: str) -> ConfigError:
-        return not_possible(f"{what}, which llama.cpp's {architecture!r} lacks", expected)
+        return unsupported_by_family(f"{what}, which llama.cpp's {architecture!r} lacks", expected)
 
-    heads, experts = all_heads(config), config.experts
+    heads, experts = attention_configs(config), config.experts
     if turned and architecture != "llama":
         raise refuse("rope.layout is 'interleaved'", "'half'")
     if (
@@ -194,21 +204,21 @@ def _refuse(architecture: str, config: TransformerConfig, turned: bool) -> None:
     if architecture in ("qwen2moe", "qwen3moe") and experts is not None:
         if experts.dense_layers:
             raise refuse(f"experts.dense_layers is {experts.dense_layers}", "none")
-        if experts.normalise != (architecture == "qwen3moe"):
-            raise refuse(f"experts.normalise is {experts.normalise}", str(architecture == "qwen3moe"))
+        if experts.norm_topk_prob != (architecture == "qwen3moe"):
+            raise refuse(f"experts.normalise is {experts.norm_topk_prob}", str(architecture == "qwen3moe"))
         if architecture == "qwen2moe" and not experts.shared_hidden:
             raise refuse("experts.shared_hidden is 0", "a shared expert")
     for mixer in config.layer_mixers():
-        if isinstance(mixer, LatentHeads):
-            _refuse_latent(mixer, config, refuse)
-        elif isinstance(mixer, Heads) and mixer.rope is not None:
-            _refuse_scaling(architecture, mixer.rope.scaling, mixer.window is not None, refuse)
+        if isinstance(mixer, MLAConfig):
+            _check_mla(mixer, config, refuse)
+        elif isinstance(mixer, AttentionConfig) and mixer.rope is not None:
+            _check_scaling(architecture, mixer.rope.scaling, mixer.window is not None, refuse)
 
 
 Refuse = Callable[[str, str], ConfigError]
 
 
-def _refuse_scaling(architecture: str, scaling: Scaling | None, slides: bool, refuse: Refuse) -> None:
+def _check_scaling(architecture: str, scaling: RopeScaling | None, slides: bool, refuse: Refuse) -> None:
     if scaling is None:
         return
     if architecture == "gemma3" and (slides or scaling.kind != "linear"):
@@ -217,30 +227,30 @@ def _refuse_scaling(architecture: str, scaling: Scaling | None, slides: bool, re
         raise refuse("rope.scaling is 'llama3'", "'linear' or 'yarn'")
     if scaling.kind == "yarn" and (scaling.ramp != (1.0, 32.0) or not scaling.truncate):
         raise refuse(f"rope.scaling is {scaling}", "low = 1, high = 32 and truncate")
-    if scaling.kind != "yarn" and scaling.gain != 1.0:
-        raise refuse(f"rope.scaling.attention is {scaling.gain}", "1, but for 'yarn'")
+    if scaling.kind != "yarn" and scaling.attention_scaling != 1.0:
+        raise refuse(f"rope.scaling.attention is {scaling.attention_scaling}", "1, but for 'yarn'")
 
 
-def _refuse_latent(m: LatentHeads, config: TransformerConfig, refuse: Refuse) -> None:
+def _check_mla(m: MLAConfig, config: TransformerConfig, refuse: Refuse) -> None:
     scaling, experts = m.rope.scaling, config.experts
     if m.rope.layout != "interleaved":
         raise refuse(f"rope.layout is {m.rope.layout!r}", "'interleaved'")
     if m.eps != config.norm_eps:
         raise refuse(f"eps of the latents is {m.eps}", f"norm_eps = {config.norm_eps}")
-    if m.q_rank is not None and config.n_layers in LITE:
+    if m.q_rank is not None and config.n_layers in LITE_LAYERS:
         raise refuse(f"q_rank is {m.q_rank}", f"none where n_layers is {config.n_layers}")
     if experts is None or not experts.shared_hidden:
         raise refuse("experts.shared_hidden is 0", "a shared expert")
     if scaling is None:
         return
-    _refuse_scaling("deepseek2", scaling, False, refuse)
-    if scaling.kind != "yarn" or scaling.gain != 1.0 or m.scale is None:
+    _check_scaling("deepseek2", scaling, False, refuse)
+    if scaling.kind != "yarn" or scaling.attention_scaling != 1.0 or m.scale is None:
         raise refuse(
             f"rope.scaling is {scaling} and scale is {m.scale}", "'yarn' with both of DeepSeek's mscale alike"
         )
 
 
-def write_fields(w: Any, shape: Shape) -> None:
+def write_fields(w: Any, shape: GGUFModel) -> None:
     """The numbers that an architecture reads."""
     c, mixers, arch = shape.config, shape.config.layer_mixers(), shape.architecture
     w.add_vocab_size(c.vocab_size)
@@ -250,21 +260,21 @@ def write_fields(w: Any, shape: Shape) -> None:
     w.add_feed_forward_length(c.mlp_hidden if c.experts is None or arch != "llama" else c.experts.hidden)
     (w.add_layer_norm_eps if c.norm == "layer" else w.add_layer_norm_rms_eps)(c.norm_eps)
     first = mixers[0]
-    if isinstance(first, LatentHeads):
-        _write_latent(w, first)
-    elif isinstance(first, Heads):
+    if isinstance(first, MLAConfig):
+        _write_mla(w, first)
+    elif isinstance(first, AttentionConfig):
         w.add_head_count(first.n_heads)
         w.add_head_count_kv(first.n_kv_heads)
         w.add_key_length(first.head_dim)
         w.add_value_length(first.head_dim)
-        full = next((h for h in all_heads(c) if h.window is None), first)
+        full = next((h for h in attention_configs(c) if h.window is None), first)
         if full.rope is not None:
             w.add_rope_dimension_count(full.head_dim)
             _write_rope(w, full.rope.base, full.rope.scaling)
         if first.softcap is not None:
             w.add_attn_logit_softcapping(first.softcap)
         if arch in WITH_WINDOWS:
-            _write_windows(w, arch, all_heads(c))
+            _write_windows(w, arch, attention_configs(c))
     if c.logit_softcap is not None:
         w.add_final_logit_softcapping(c.logit_softcap)
     if (e := c.experts) is not None:
@@ -280,14 +290,14 @@ def write_fields(w: Any, shape: Shape) -> None:
             w.add_leading_dense_block_count(len(e.dense_layers))
             w.add_expert_shared_count(e.shared_hidden // e.hidden)
             w.add_expert_weights_scale(e.scale)
-            w.add_expert_weights_norm(e.normalise)
+            w.add_expert_weights_norm(e.norm_topk_prob)
             w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
             if e.groups is not None:
                 w.add_expert_group_count(e.groups[0])
                 w.add_expert_group_used_count(e.groups[1])
 
 
-def _write_rope(w: Any, base: float, scaling: Scaling | None, latent: bool = False) -> None:
+def _write_rope(w: Any, base: float, scaling: RopeScaling | None, latent: bool = False) -> None:
     w.add_rope_freq_base(base)
     if scaling is None or scaling.kind == "llama3":  # the latter is a tensor
         return
@@ -299,11 +309,11 @@ def _write_rope(w: Any, base: float, scaling: Scaling | None, latent: bool = Fal
         assert scaling.original_length is not None
         w.add_rope_scaling_orig_ctx_len(scaling.original_length)
         own = 1.0 if latent else yarn_mscale(scaling.factor, 1.0)
-        if scaling.gain != own:
-            w.add_rope_scaling_attn_factors(scaling.gain / own)
+        if scaling.attention_scaling != own:
+            w.add_rope_scaling_attn_factors(scaling.attention_scaling / own)
 
 
-def _write_windows(w: Any, arch: str, heads: list[Heads]) -> None:
+def _write_windows(w: Any, arch: str, heads: list[AttentionConfig]) -> None:
     slides = [h.window is not None for h in heads]
     sliding = next((h for h in heads if h.window is not None), None)
     if sliding is None and arch == "gemma3":
@@ -318,7 +328,7 @@ def _write_windows(w: Any, arch: str, heads: list[Heads]) -> None:
         w.add_rope_freq_base_swa(sliding.rope.base)
 
 
-def _write_latent(w: Any, m: LatentHeads) -> None:
+def _write_mla(w: Any, m: MLAConfig) -> None:
     """Keys and values as llama.cpp keeps them, one head of the latent; and as they are taken apart, `_mla`."""
     w.add_head_count(m.n_heads)
     w.add_head_count_kv(1)

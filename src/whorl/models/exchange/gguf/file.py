@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 
 from whorl.errors import ConfigError
-from whorl.models.exchange.gguf.architecture import Shape, all_heads, write_fields
+from whorl.models.exchange.gguf.architecture import GGUFModel, attention_configs, write_fields
 from whorl.models.exchange.gguf.vocabulary import read_vocabulary
-from whorl.models.exchange.rules import Rule
+from whorl.models.exchange.rules import ConversionRule
 from whorl.models.transformer import Transformer
-from whorl.models.transformer_config import Heads, LatentHeads
+from whorl.models.transformer_config import AttentionConfig, MLAConfig
 from whorl.nn.positions.rotary import rotary_frequencies, to_interleaved
 
 State = Mapping[str, Tensor]
 Make = Callable[[State], Tensor]
-FULL = ("ffn_gate_inp.", "position_embd.", "rope_freqs.")
+FP32_TENSORS = ("ffn_gate_inp.", "position_embd.", "rope_freqs.")
 FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}
 
 
@@ -68,10 +68,10 @@ def export_gguf(
     known = " or ".join(map(str, FILE_TYPES))
     if dtype is not None and dtype not in FILE_TYPES:
         raise ConfigError(f"dtype is {dtype}", expected=known)
-    shape = Shape.of(model.config)
+    shape = GGUFModel.from_config(model.config)
     vocabulary = read_vocabulary(source, model.config.vocab_size)
     own = model.state_dict()
-    makes = dict(_Tensors(gguf, shape).all())
+    makes = dict(_Tensors(gguf, shape).items())
     empty = {name: torch.empty(t.shape, device="meta", dtype=t.dtype) for name, t in own.items()}
     sizes = {name: make(empty) for name, make in makes.items()}
     kinds = {name: _kind(name, t, dtype) for name, t in sizes.items()}
@@ -118,7 +118,7 @@ def _library() -> Any:
 
 def _kind(name: str, tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The type that a tensor is written in."""
-    full = tensor.dim() == 1 or any(part in name for part in FULL)
+    full = tensor.dim() == 1 or any(part in name for part in FP32_TENSORS)
     return torch.float32 if full else dtype or tensor.dtype
 
 
@@ -134,18 +134,18 @@ def _cast(name: str, tensor: Tensor, kind: torch.dtype) -> Tensor:
 class _Tensors:
     """GGUF's tensors: name -> how it is made of ours."""
 
-    def __init__(self, gguf: Any, shape: Shape) -> None:
+    def __init__(self, gguf: Any, shape: GGUFModel) -> None:
         self.shape, self.config = shape, shape.config
         arch = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}[shape.architecture]
         self._names = gguf.get_tensor_name_map(arch, shape.config.n_layers)
 
-    def all(self) -> Iterator[tuple[str, Make]]:
+    def items(self) -> Iterator[tuple[str, Make]]:
         """(name, how) of each, in the order in which they are written."""
         parts: dict[str, list[Make]] = {}
         for rule in self.shape.family.rules(self.config):
-            for n, theirs in enumerate(rule.theirs):
+            for n, theirs in enumerate(rule.hf_names):
                 merged = re.sub(r"\.experts\.\d+\.", ".experts.", theirs)
-                parts.setdefault(merged, []).append(self._pushed(rule, n, theirs))
+                parts.setdefault(merged, []).append(self._converted(rule, n, theirs))
         for theirs, makes in parts.items():
             if theirs.endswith("kv_b_proj.weight"):
                 layer = int(theirs.split(".")[2])
@@ -157,7 +157,7 @@ class _Tensors:
                 yield self._name(theirs), makes[0]
         if self.config.tie_embeddings and self.shape.architecture == "qwen2moe":
             yield "output.weight", lambda own: own["embedding"]
-        heads = all_heads(self.config)
+        heads = attention_configs(self.config)
         rope = heads[0].rope if heads else None
         if rope is not None and rope.scaling is not None and rope.scaling.kind == "llama3":
             plain, stretched = (
@@ -173,24 +173,24 @@ class _Tensors:
         assert name is not None, theirs  # every family in ARCHITECTURES is tested
         return f"{name}.{suffix}"
 
-    def _pushed(self, rule: Rule, n: int, theirs: str) -> Make:
+    def _converted(self, rule: ConversionRule, n: int, theirs: str) -> Make:
         """Tensor `n` of a rule, in GGUF's form."""
-        finish = self._finish(theirs)
+        finish = self._to_gguf(theirs)
 
         def make(own: State) -> Tensor:
-            ours = [own[name] for name in rule.ours]
-            out: Tensor = finish(rule.push([t.float() for t in ours])[n])
+            ours = [own[name] for name in rule.names]
+            out: Tensor = finish(rule.to_hf([t.float() for t in ours])[n])
             return out if out.dim() == 1 else out.to(ours[0].dtype)
 
         return make
 
-    def _finish(self, theirs: str) -> Callable[[Tensor], Tensor]:
+    def _to_gguf(self, theirs: str) -> Callable[[Tensor], Tensor]:
         c, architecture = self.config, self.shape.architecture
         found = re.search(r"(?:layers|h)\.(\d+)\..*?(\w+)\.(weight|bias)$", theirs)
         layer, part = (int(found[1]), found[2]) if found else (0, "")
         mixer = c.layer_mixers()[layer]
-        gain = self.shape.gain[layer] if isinstance(mixer, Heads) else 1.0
-        scaled = "q_norm" if isinstance(mixer, Heads) and mixer.qk_norm else "q_proj"
+        gain = self.shape.query_gain[layer] if isinstance(mixer, AttentionConfig) else 1.0
+        scaled = "q_norm" if isinstance(mixer, AttentionConfig) and mixer.qk_norm else "q_proj"
 
         def finish(t: Tensor) -> Tensor:
             if theirs.endswith("norm.weight") and c.norm_offset:
@@ -199,8 +199,8 @@ class _Tensors:
                 t = t.t()
             if part == scaled and gain != 1.0:
                 t = t * gain
-            if architecture == "llama" and part in ("q_proj", "k_proj") and not self.shape.turned:
-                assert isinstance(mixer, Heads)
+            if architecture == "llama" and part in ("q_proj", "k_proj") and not self.shape.interleaved:
+                assert isinstance(mixer, AttentionConfig)
                 n_heads = mixer.n_heads if part == "q_proj" else mixer.n_kv_heads
                 t = to_interleaved(t, n_heads, mixer.head_dim)
             return t.squeeze(0) if part == "shared_expert_gate" else t
@@ -210,6 +210,6 @@ class _Tensors:
     def _kv(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """[H (nope + v), rank] -> keys' part [H, nope, rank], values' part [H, v, rank]."""
         mixer = self.config.layer_mixers()[0]
-        assert isinstance(mixer, LatentHeads)
+        assert isinstance(mixer, MLAConfig)
         heads = t.view(mixer.n_heads, -1, t.shape[-1])
         return heads[:, : mixer.nope_dim], heads[:, mixer.nope_dim :]

@@ -38,7 +38,9 @@ _SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CASED_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-OURS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ \t]*|[\r\n]+[ \t]*|[ \t]+"
+WHORL_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^ \t\r\n\p{L}\p{N}]+[\r\n]*[ \t]*|[\r\n]+[ \t]*|[ \t]+"
+)
 # The patterns that text is split by, in order -> the name that llama.cpp knows them by. "GPT-2" stands for the pattern that
 # the byte-level step has built in, "digits" for the step that makes every digit a piece.
 SPLITS: dict[tuple[str, ...], str] = {
@@ -58,7 +60,7 @@ SPLITS: dict[tuple[str, ...], str] = {
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     ): "deepseek-v3",
 }
-NEAREST = "superbpe"
+FALLBACK_PRE = "superbpe"
 _SIGNS_ONLY = re.compile(
     r"[!-/:-@\[-`{-~\u0120\u010a\u0109\u010d]+"
 )  # the last four: blank, line breaks, tab, byte-level
@@ -67,7 +69,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 SPECIAL_IDS = {"bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>"}  # and their text in our own tokenizers
 
 
-class Kind(IntEnum):
+class TokenType(IntEnum):
     """What a token is, by GGUF's numbers."""
 
     NORMAL = 1
@@ -79,7 +81,7 @@ class Kind(IntEnum):
 
 
 @dataclass
-class Vocabulary:
+class GGUFVocabulary:
     """What GGUF says of a tokenizer.
 
     model: "gpt2" (byte-level merges), "llama" (merges by score) or "none"; pre: the name of the pattern; ids: of the special
@@ -89,13 +91,13 @@ class Vocabulary:
     model: str
     pre: str | None = None
     tokens: list[str] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
+    token_types: list[int] = field(default_factory=list)
     merges: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
-    ids: dict[str, int] = field(default_factory=dict)
+    special_ids: dict[str, int] = field(default_factory=dict)
     add_bos: bool = False
     add_eos: bool = False
-    space_first: bool = False
+    add_space_prefix: bool = False
     chat_template: str | None = None
 
     def add_to(self, writer: Any) -> None:
@@ -106,10 +108,10 @@ class Vocabulary:
         if self.pre is not None:
             writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(self.tokens)
-        writer.add_token_types(self.kinds)
+        writer.add_token_types(self.token_types)
         if self.model == "llama":
             writer.add_token_scores(self.scores)
-            writer.add_add_space_prefix(self.space_first)
+            writer.add_add_space_prefix(self.add_space_prefix)
         else:
             writer.add_token_merges(self.merges)
         add = {
@@ -118,7 +120,7 @@ class Vocabulary:
             "pad": writer.add_pad_token_id,
             "unk": writer.add_unk_token_id,
         }
-        for name, number in self.ids.items():
+        for name, number in self.special_ids.items():
             add[name](number)
         writer.add_add_bos_token(self.add_bos)
         writer.add_add_eos_token(self.add_eos)
@@ -126,7 +128,7 @@ class Vocabulary:
             writer.add_chat_template(self.chat_template)
 
 
-def read_vocabulary(source: Path | None, vocab_size: int) -> Vocabulary:
+def read_vocabulary(source: Path | None, vocab_size: int) -> GGUFVocabulary:
     """The vocabulary of a folder with `tokenizer.json`, filled up to the rows that the model has.
 
     Args:
@@ -137,7 +139,7 @@ def read_vocabulary(source: Path | None, vocab_size: int) -> Vocabulary:
         ConfigError: a tokenizer that llama.cpp has no words for; no id ends a text.
     """
     if source is None:
-        return Vocabulary("none")
+        return GGUFVocabulary("none")
     path = source / "tokenizer.json"
     data = read_json(path)
     try:
@@ -149,15 +151,15 @@ def read_vocabulary(source: Path | None, vocab_size: int) -> Vocabulary:
         ) from error
 
 
-def _read(data: dict[str, Any], source: Path, vocab_size: int) -> Vocabulary:
+def _read(data: dict[str, Any], source: Path, vocab_size: int) -> GGUFVocabulary:
     path, model = source / "tokenizer.json", data["model"]
     if model.get("type", "BPE") != "BPE":
         raise _unknown(path, "model.type", model["type"], "'BPE'")
     by_id = {int(i): token for token, i in model["vocab"].items()}
-    kinds = dict.fromkeys(by_id, Kind.NORMAL)
+    kinds = dict.fromkeys(by_id, TokenType.NORMAL)
     for entry in data.get("added_tokens") or []:
         by_id[entry["id"]] = entry["content"]
-        kinds[entry["id"]] = Kind.CONTROL if entry.get("special") else Kind.USER_DEFINED
+        kinds[entry["id"]] = TokenType.CONTROL if entry.get("special") else TokenType.USER_DEFINED
     if max(by_id) >= vocab_size:
         raise CheckpointError(
             f"{path}: token {by_id[max(by_id)]!r} has the id {max(by_id)}",
@@ -165,25 +167,25 @@ def _read(data: dict[str, Any], source: Path, vocab_size: int) -> Vocabulary:
             do="name the folder of this model's own tokenizer",
         )
     for hole in set(range(vocab_size)) - by_id.keys():  # rows that no token uses
-        by_id[hole], kinds[hole] = f"[PAD{hole}]", Kind.UNUSED
+        by_id[hole], kinds[hole] = f"[PAD{hole}]", TokenType.UNUSED
     tokens = [by_id[n] for n in range(vocab_size)]
     if len(set(tokens)) < len(tokens):
         twice = next(t for n, t in enumerate(tokens) if t in tokens[:n])
         raise ConfigError(f"{path}: the token {twice!r} stands for two ids", expected="distinct tokens")
-    found = Vocabulary("gpt2", tokens=tokens, kinds=[int(kinds[n]) for n in range(vocab_size)])
+    found = GGUFVocabulary("gpt2", tokens=tokens, token_types=[int(kinds[n]) for n in range(vocab_size)])
     pairs = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
     if model.get("byte_fallback"):
-        _scored(found, pairs, data, path)
+        _sentencepiece_scores(found, pairs, data, path)
     else:
-        found.pre = _split_name(data, path)
-        if found.pre == NEAREST:
+        found.pre = _pre_tokenizer_name(data, path)
+        if found.pre == FALLBACK_PRE:
             pairs.sort(key=lambda pair: _SIGNS_ONLY.fullmatch("".join(pair)) is None)  # stable
         found.merges = [" ".join(pair) for pair in pairs]
     _specials(found, data, source)
     return found
 
 
-def _split_name(data: dict[str, Any], path: Path) -> str:
+def _pre_tokenizer_name(data: dict[str, Any], path: Path) -> str:
     """The name of the pattern, from the steps before the merges."""
     if (data.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
         raise _unknown(path, "normalizer", data["normalizer"]["type"], "none, or 'NFC'")
@@ -202,27 +204,29 @@ def _split_name(data: dict[str, Any], path: Path) -> str:
             raise _unknown(
                 path, "pre_tokenizer", kind, "'Split', 'Digits' or 'ByteLevel', without a blank before"
             )
-    if splits == [OURS]:
+    if splits == [WHORL_PATTERN]:
         warnings.warn(
-            f"{path}: llama.cpp knows no pattern that splits text just as this tokenizer does; with the nearest ({NEAREST}) "
+            f"{path}: llama.cpp knows no pattern that splits text just as this tokenizer does; with the nearest ({FALLBACK_PRE}) "
             "about 2 tokens in 100 come out differently, more in long numbers: where that matters, ask by ids",
             stacklevel=5,
         )
-        return NEAREST
+        return FALLBACK_PRE
     if tuple(splits) not in SPLITS:
         known = ", ".join(SPLITS.values())
         raise _unknown(path, "pre_tokenizer", splits, f"one of the patterns that llama.cpp knows ({known})")
     return SPLITS[tuple(splits)]
 
 
-def _scored(found: Vocabulary, pairs: list[tuple[str, ...]], data: dict[str, Any], path: Path) -> None:
+def _sentencepiece_scores(
+    found: GGUFVocabulary, pairs: list[tuple[str, ...]], data: dict[str, Any], path: Path
+) -> None:
     """SentencePiece's kind: scores in place of merges.
 
     Raises:
         ConfigError: the merges are none that scores can say.
     """
     found.model = "llama"
-    found.space_first = _space_first(data, path)
+    found.add_space_prefix = _adds_space_prefix(data, path)
     rank: dict[str, int] = {}
     listed: dict[str, set[tuple[str, ...]]] = {}
     last = ""
@@ -233,26 +237,26 @@ def _scored(found: Vocabulary, pairs: list[tuple[str, ...]], data: dict[str, Any
         rank.setdefault(token, len(rank))
         listed.setdefault(token, set()).add(pair)
         last = token
-    known = {t for t, kind in zip(found.tokens, found.kinds, strict=True) if kind == Kind.NORMAL}
+    known = {t for t, kind in zip(found.tokens, found.token_types, strict=True) if kind == TokenType.NORMAL}
     unknown = data["model"].get("unk_token")
     for n, token in enumerate(found.tokens):
-        if found.kinds[n] == Kind.USER_DEFINED:  # these are looked for before blanks are rewritten
+        if found.token_types[n] == TokenType.USER_DEFINED:  # these are looked for before blanks are rewritten
             found.tokens[n] = token.replace(SPACE, " ")
         if token == unknown:
-            found.kinds[n] = int(Kind.UNKNOWN)
+            found.token_types[n] = int(TokenType.UNKNOWN)
         elif BYTE.fullmatch(token):
-            found.kinds[n] = int(Kind.BYTE)
-        elif found.kinds[n] == Kind.NORMAL:
+            found.token_types[n] = int(TokenType.BYTE)
+        elif found.token_types[n] == TokenType.NORMAL:
             halves = {(token[:i], token[i:]) for i in range(1, len(token))}
             able = {(a, b) for a, b in halves if all(len(x) == 1 or x in known for x in (a, b))}
             if missing := able - listed.get(token, set()):
                 raise _unknown(path, "merges", f"no {sorted(missing)[0]}", "every pair that spells a token")
         found.scores.append(-float(rank.get(token, len(rank))))
     if unknown in found.tokens:
-        found.ids["unk"] = found.tokens.index(unknown)
+        found.special_ids["unk"] = found.tokens.index(unknown)
 
 
-def _space_first(data: dict[str, Any], path: Path) -> bool:
+def _adds_space_prefix(data: dict[str, Any], path: Path) -> bool:
     """Whether a blank is put before the text; checks that blanks are all that is rewritten."""
     normal, before = data.get("normalizer") or {}, data.get("pre_tokenizer") or {}
     steps = [
@@ -276,7 +280,7 @@ def _space_first(data: dict[str, Any], path: Path) -> bool:
     return first
 
 
-def _specials(found: Vocabulary, data: dict[str, Any], source: Path) -> None:
+def _specials(found: GGUFVocabulary, data: dict[str, Any], source: Path) -> None:
     """Ids of the special tokens, whether they are put around a text, and the chat template."""
     config, general = (
         read_json(source / name) if (source / name).is_file() else {}
@@ -294,25 +298,25 @@ def _specials(found: Vocabulary, data: dict[str, Any], source: Path) -> None:
         if chosen is None:
             chosen = number(ours)
         if chosen is not None:
-            found.ids[name] = chosen
-    if "eos" not in found.ids:
+            found.special_ids[name] = chosen
+    if "eos" not in found.special_ids:
         raise ConfigError(
             f"{source}: no token ends a text",
             expected="eos_token in tokenizer_config.json, or eos_token_id in generation_config.json: "
             "without one llama.cpp takes the id 11 or 2 for it",
         )
-    around = _around(data.get("post_processor"))
+    around = _ids_around_text(data.get("post_processor"))
     if SPECIAL_IDS["bos"] in found.tokens:  # ours: no text is trained on, or continued, without it
         around[0].add(found.tokens.index(SPECIAL_IDS["bos"]))
-    found.add_bos = bool(config.get("add_bos_token", found.ids.get("bos") in around[0]))
-    found.add_eos = bool(config.get("add_eos_token", found.ids["eos"] in around[1]))
+    found.add_bos = bool(config.get("add_bos_token", found.special_ids.get("bos") in around[0]))
+    found.add_eos = bool(config.get("add_eos_token", found.special_ids["eos"] in around[1]))
     template = config.get("chat_template")
     if (source / "chat_template.jinja").is_file():
         template = (source / "chat_template.jinja").read_text(encoding="utf-8")
     found.chat_template = template if isinstance(template, str) else None
 
 
-def _around(step: dict[str, Any] | None) -> tuple[set[int], set[int]]:
+def _ids_around_text(step: dict[str, Any] | None) -> tuple[set[int], set[int]]:
     """Ids that are put before a text, and behind it."""
     sides: tuple[set[int], set[int]] = (set(), set())
     for inner in [step, *((step or {}).get("processors") or [])]:

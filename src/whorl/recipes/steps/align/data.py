@@ -26,11 +26,11 @@ from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
 
 if TYPE_CHECKING:
-    from whorl.align.data.code.functions import Function
+    from whorl.align.data.code.functions import PythonFunction
     from whorl.corpus import Corpus
 
-CORPUS = {"documents?": "documents", "selection?": "selection"}
-Fault = Literal["syntax", "operator", "variable", "constant", "return"]
+OPTIONAL_CORPUS_PARENTS = {"documents?": "documents", "selection?": "selection"}
+BugKind = Literal["syntax", "operator", "variable", "constant", "return"]
 
 
 class SetConfig(BaseModel):
@@ -39,17 +39,21 @@ class SetConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: int = 0
-    n: int = Field(default=2000, ge=1, description="to train on, at most")
-    n_test: int = Field(default=128, ge=1, description="held out, at most")
-    files: int = Field(default=700, ge=1, description="python: files of a split to look into, at most")
-    prompt_bytes: int = Field(default=600, ge=1, description="python: the longest signature and docstring")
-    answer_bytes: int = Field(default=240, ge=20, description="python: the longest body")
+    max_train: int = Field(default=2000, ge=1, description="to train on, at most")
+    max_test: int = Field(default=128, ge=1, description="held out, at most")
+    max_files: int = Field(default=700, ge=1, description="python: files of a split to look into, at most")
+    max_prompt_bytes: int = Field(
+        default=600, ge=1, description="python: the longest signature and docstring"
+    )
+    max_completion_bytes: int = Field(default=240, ge=20, description="python: the longest body")
     path: str = Field(default="", description="files: a JSONL or Parquet file, or a folder of them")
     test_path: str = Field(default="", description="files: what is held out; default: a share of the prompts")
-    test_share: float = Field(
+    test_fraction: float = Field(
         default=0.1, ge=0, lt=1, description="files: of the prompts, where there is no test_path"
     )
-    content: list[str] = Field(default=[], description="files: hashes of them; found by looking at them")
+    content_hashes: list[str] = Field(
+        default=[], description="files: hashes of them; found by looking at them"
+    )
 
     @model_validator(mode="after")
     def _whole(self) -> SetConfig:
@@ -71,10 +75,10 @@ class TasksConfig(SetConfig):
         description="arithmetic: how often each level (align/data/arithmetic.py)",
     )
     columns: bool = Field(default=True, description="arithmetic: solutions digit by digit")
-    short: float = Field(
+    answer_only_fraction: float = Field(
         default=0.0, ge=0, le=1, description="arithmetic: share of solutions that are the answer alone"
     )
-    start: int = Field(default=0, ge=0, description="arithmetic: number of the first problem")
+    first_problem: int = Field(default=0, ge=0, description="arithmetic: number of the first problem")
 
 
 class PreferencesConfig(SetConfig):
@@ -84,57 +88,68 @@ class PreferencesConfig(SetConfig):
     shape: Literal["preferences", "judged"] = Field(
         default="preferences", description="files: pairs of answers, or single ones with a label (for KTO)"
     )
-    faults: tuple[Fault, ...] = Field(
+    bug_kinds: tuple[BugKind, ...] = Field(
         default=("syntax", "operator", "variable", "constant", "return"),
         min_length=1,
         description="python: what is wrong with the rejected body (align/data/code/bug_injection.py)",
     )
-    per_function: int = Field(default=1, ge=1, description="python: pairs of a function, at most")
+    max_pairs_per_function: int = Field(default=1, ge=1, description="python: pairs of a function, at most")
 
 
-def _with_content(config: Any) -> Any:
+def _with_content_hashes(config: Any) -> Any:
     """With the hashes of its files."""
     if not config.path:
         return config
-    from whorl.align.data.dataset_files import content_of
+    from whorl.align.data.dataset_files import content_hash
 
     paths = [path for path in (config.path, config.test_path) if path]
-    return config.model_copy(update={"content": [content_of(Path(path)) for path in paths]})
+    return config.model_copy(update={"content": [content_hash(Path(path)) for path in paths]})
 
 
-@step("tasks", config=TasksConfig, parents=CORPUS, resolve=_with_content)
+@step("tasks", config=TasksConfig, parents=OPTIONAL_CORPUS_PARENTS, complete_config=_with_content_hashes)
 def tasks(ctx: StepContext, config: TasksConfig) -> None:
     """Make tasks whose answers can be checked, and solutions to learn from."""
-    from whorl.align.data.dataset_files import write_set
+    from whorl.align.data.dataset_files import write_dataset
 
     if config.source == "files":
-        made = _from_files(ctx, config, needs_test=config.shape == "tasks")
+        made = _read_files(ctx, config, needs_test=config.shape == "tasks")
         counts = {
-            split: write_set(ctx.out, config.shape, split, items) for split, items in made.items() if items
+            split: write_dataset(ctx.out, config.shape, split, items)
+            for split, items in made.items()
+            if items
         }
-        _tell(ctx, counts, config.shape)
+        _write_summary(ctx, counts, config.shape)
         return
-    mined = _python(ctx, config) if config.source == "python" else _arithmetic(config)
+    mined = _python_tasks(ctx, config) if config.source == "python" else _arithmetic_tasks(config)
     counts = {}
     for split, (found, solutions) in mined.items():
         if not found:
-            raise _nothing(ctx, f"{split} task")
-        counts[split] = write_set(ctx.out, "tasks", split, found)
-        write_set(ctx.out, "pairs", split, solutions)
-    _tell(ctx, counts)
+            raise _empty_split_error(ctx, f"{split} task")
+        counts[split] = write_dataset(ctx.out, "tasks", split, found)
+        write_dataset(ctx.out, "pairs", split, solutions)
+    _write_summary(ctx, counts)
 
 
-@step("preferences", config=PreferencesConfig, parents=CORPUS, resolve=_with_content)
+@step(
+    "preferences",
+    config=PreferencesConfig,
+    parents=OPTIONAL_CORPUS_PARENTS,
+    complete_config=_with_content_hashes,
+)
 def preferences(ctx: StepContext, config: PreferencesConfig) -> None:
     """Make pairs of answers of which one is the better."""
-    from whorl.align.data.dataset_files import write_set
+    from whorl.align.data.dataset_files import write_dataset
 
-    made = _broken(ctx, config) if config.source == "python" else _from_files(ctx, config, needs_test=True)
-    counts = {split: write_set(ctx.out, config.shape, split, items) for split, items in made.items()}
-    _tell(ctx, counts, "pairs" if config.shape == "preferences" else "judged answers")
+    made = (
+        _python_preferences(ctx, config)
+        if config.source == "python"
+        else _read_files(ctx, config, needs_test=True)
+    )
+    counts = {split: write_dataset(ctx.out, config.shape, split, items) for split, items in made.items()}
+    _write_summary(ctx, counts, "pairs" if config.shape == "preferences" else "judged answers")
 
 
-def _tell(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
+def _write_summary(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
     """Counts, and what is aside, in the summary and the headline."""
     headline = ", ".join(
         f"{n:,}{f' {noun}' if noun and number == 0 else ''} to {split}"
@@ -145,17 +160,17 @@ def _tell(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
     ctx.summary.update(counts=counts, headline=headline)
 
 
-def _nothing(ctx: StepContext, what: str) -> DataError:
+def _empty_split_error(ctx: StepContext, what: str) -> DataError:
     return DataError(
         f"there is no {what}", expected="one at least",
         do=f"give more text, or raise {ctx.name}.prompt_bytes and {ctx.name}.answer_bytes",
     )  # fmt: skip
 
 
-def _from_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str, list[Any]]:
+def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str, list[Any]]:
     """Records of files, those that cannot be used in `quarantine.jsonl`."""
     from whorl.align.data import read
-    from whorl.align.data.dataset_files import apart
+    from whorl.align.data.dataset_files import split_by_prompt
     from whorl.align.data.quarantine import Quarantine
 
     aside = Quarantine(ctx.out / "quarantine.jsonl")
@@ -171,13 +186,13 @@ def _from_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
             return found
 
         if config.test_path:
-            train = apart(items(config.path, "train"), 0.0, config.seed)["train"]
+            train = split_by_prompt(items(config.path, "train"), 0.0, config.seed)["train"]
             made = {"train": train, "test": items(config.test_path, "test")}
         else:
-            made = apart(items(config.path, "train"), config.test_share, config.seed)
+            made = split_by_prompt(items(config.path, "train"), config.test_share, config.seed)
         bar.update(done=aside.accepted, note=f"{len(aside):,} in quarantine")
     for first in list(aside)[:3]:
-        ctx.progress.say(f"    in quarantine: {first}")
+        ctx.progress.log(f"    in quarantine: {first}")
     ctx.summary["quarantine"] = aside.summary()
     made = {"train": made["train"][: config.n], "test": made["test"][: config.n_test]}
     for split, found in made.items():
@@ -189,86 +204,93 @@ def _from_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
     return made
 
 
-def _functions(ctx: StepContext, config: SetConfig, split: str) -> tuple[list[Any], list[Function]]:
+def _python_functions(
+    ctx: StepContext, config: SetConfig, split: str
+) -> tuple[list[Any], list[PythonFunction]]:
     """(files, functions in some of them): those of training files to learn from, those of test files to be held out."""
-    from whorl.align.data.code.functions import functions
+    from whorl.align.data.code.functions import extract_functions
     from whorl.tracking.seeds import derive
 
-    every = [(d.path, d.text) for d in _corpus(ctx).documents(split) if d.path.endswith(".py")]
-    files = sorted(every, key=lambda file: derive(config.seed, file[0]))[: config.files]
-    found = functions(
-        files, seed=config.seed, body_bytes=(20, config.answer_bytes), header_bytes=config.prompt_bytes
+    every = [(d.path, d.text) for d in _open_parent_corpus(ctx).documents(split) if d.path.endswith(".py")]
+    files = sorted(every, key=lambda file: derive(config.seed, file[0]))[: config.max_files]
+    found = extract_functions(
+        files,
+        seed=config.seed,
+        body_bytes=(20, config.max_completion_bytes),
+        header_bytes=config.max_prompt_bytes,
     )
     return every, found
 
 
-def _python(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
+def _python_tasks(ctx: StepContext, config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
     """Functions of the corpus as tasks, and their bodies as solutions."""
-    from whorl.align.data.code.tasks import body_tasks, doctest_tasks, solvable
-    from whorl.align.data.formats import Pair
+    from whorl.align.data.code.tasks import body_tasks, doctest_tasks, filter_solvable
+    from whorl.align.data.formats import PromptCompletion
     from whorl.evals.verify import verify_all
     from whorl.sandbox import Sandbox
 
     made = {}
     with Sandbox() as sandbox:
-        for split, most in (("train", config.n), ("test", config.n_test)):
-            every, found = _functions(ctx, config, split)
+        for split, most in (("train", config.max_train), ("test", config.max_test)):
+            every, found = _python_functions(ctx, config, split)
             mined = body_tasks(one for one in found if ">>>" not in one.docstring)[:most]
             if split == "train":  # there are few: none is spared for the test
-                examples = doctest_tasks(every, seed=config.seed, context_bytes=config.prompt_bytes)
-                short = [m for m in examples if len(m.task.prompt.encode()) <= 2 * config.prompt_bytes]
-                kept, _ = solvable(short, lambda given, said: verify_all(given, said, sandbox))
+                examples = doctest_tasks(every, seed=config.seed, context_bytes=config.max_prompt_bytes)
+                short = [m for m in examples if len(m.task.prompt.encode()) <= 2 * config.max_prompt_bytes]
+                kept, _ = filter_solvable(short, lambda given, said: verify_all(given, said, sandbox))
                 mined = [*kept, *mined][:most]
-                ctx.progress.say(f"    {len(kept)} functions come with examples that can be run")
-            pairs = [Pair(m.task.prompt, m.solution, "python", m.task.id) for m in mined]
+                ctx.progress.log(f"    {len(kept)} functions come with examples that can be run")
+            pairs = [PromptCompletion(m.task.prompt, m.solution, "python", m.task.id) for m in mined]
             made[split] = ([m.task for m in mined], pairs)
     return made
 
 
-def _broken(ctx: StepContext, config: PreferencesConfig) -> dict[str, list[Any]]:
+def _python_preferences(ctx: StepContext, config: PreferencesConfig) -> dict[str, list[Any]]:
     """Functions of the corpus with their body, and with a body that has one fault."""
     from collections import Counter
 
-    from whorl.align.data.code.bug_injection import preferences as broken
+    from whorl.align.data.code.bug_injection import bug_preferences as broken
 
     made: dict[str, list[Any]] = {}
     faults = dict[str, dict[str, int]]()
-    for split, most in (("train", config.n), ("test", config.n_test)):
+    for split, most in (("train", config.max_train), ("test", config.max_test)):
         counts: Counter[str] = Counter()
-        _, found = _functions(ctx, config, split)
-        kinds, each = config.faults, config.per_function
+        _, found = _python_functions(ctx, config, split)
+        kinds, each = config.bug_kinds, config.max_pairs_per_function
         made[split] = broken(found, kinds=kinds, per_function=each, seed=config.seed, counts=counts)[:most]
         faults[split] = dict(sorted(counts.items()))
         if not made[split]:
-            raise _nothing(ctx, f"function to {split} with that offers a spot for a fault")
+            raise _empty_split_error(ctx, f"function to {split} with that offers a spot for a fault")
     ctx.summary["faults"] = faults
     return made
 
 
-def _arithmetic(config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
-    from whorl.align.data.arithmetic import ANSWER, Arithmetic
-    from whorl.align.data.formats import Pair
+def _arithmetic_tasks(config: TasksConfig) -> dict[str, tuple[list[Any], list[Any]]]:
+    from whorl.align.data.arithmetic import ANSWER_PREFIX, Arithmetic
+    from whorl.align.data.formats import PromptCompletion
     from whorl.tracking.seeds import numpy_rng
 
-    source = Arithmetic(seed=config.seed, weights=config.levels, columns=config.columns)
+    source = Arithmetic(seed=config.seed, weights=config.levels, digit_by_digit=config.columns)
     rng = numpy_rng(config.seed, "tasks", "short")
 
-    def pair(problem: Any) -> Pair:
-        if rng.random() < config.short:
-            return Pair(source.prompt(problem), f"{ANSWER}{problem.answer}", "arithmetic", problem.id)
-        return source.pair(problem)
+    def pair(problem: Any) -> PromptCompletion:
+        if rng.random() < config.answer_only_fraction:
+            return PromptCompletion(
+                source.prompt(problem), f"{ANSWER_PREFIX}{problem.answer}", "arithmetic", problem.id
+            )
+        return source.prompt_completion(problem)
 
-    train, test = source.problems(config.start, config.n), source.distinct(config.n_test)
+    train, test = source.problems(config.first_problem, config.max_train), source.distinct(config.max_test)
     return {
         "train": ([source.task(p) for p in train], [pair(p) for p in train]),
-        "test": ([source.task(p) for p in test], [source.pair(p) for p in test]),
+        "test": ([source.task(p) for p in test], [source.prompt_completion(p) for p in test]),
     }
 
 
-def _corpus(ctx: StepContext) -> Corpus:
-    from whorl.recipes.steps.corpus import SOURCES, open_corpus
+def _open_parent_corpus(ctx: StepContext) -> Corpus:
+    from whorl.recipes.steps.corpus import CORPUS_PARENTS, open_corpus
 
-    missing = [role for role in SOURCES if role not in ctx.parents]
+    missing = [role for role in CORPUS_PARENTS if role not in ctx.parents]
     if missing:
         raise ConfigError(
             f"{ctx.name} from Python code needs the corpus, and there is no parent {missing[0]!r}",

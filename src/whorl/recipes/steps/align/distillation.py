@@ -30,17 +30,25 @@ from pydantic import Field, model_validator
 from whorl.align.config import DistilConfig, StudentConfig
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.rl import UNSEEN, bits_line, held_out, measured, pad_of, solutions, token_set
+from whorl.recipes.steps.align.rl import (
+    NOT_HASHED,
+    evaluate_held_out,
+    format_bits_change,
+    held_out_bits_per_byte,
+    load_sft_examples,
+    open_token_set,
+    pad_id_of,
+)
 from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
     from whorl.align.distillation.teacher import Teacher
-    from whorl.align.model.example import Scribe, Text
-    from whorl.align.model.policy_model import Network
-    from whorl.evals.verify.task import Task
+    from whorl.align.model.example import ExampleTokenizer, TokenizedExample
+    from whorl.align.model.policy_model import PolicyModel
+    from whorl.evals.verify.task import VerifiableTask
     from whorl.models import LanguageModel
 
-PRUNED_BY = 64  # texts that say what may be pruned
+PRUNING_EXAMPLES = 64  # texts that say what may be pruned
 
 
 class DistilStepConfig(DistilConfig):
@@ -49,19 +57,19 @@ class DistilStepConfig(DistilConfig):
     student: StudentConfig | None = Field(
         default=None, description="its shape, made from the teacher; or a parent `student`"
     )
-    given: Literal["solutions", "teacher"] = Field(
+    completions_from: Literal["solutions", "teacher"] = Field(
         default="solutions", description="whose answers to the tasks are given: the tasks', or the teacher's"
     )
-    top: int = Field(
+    teacher_top_k: int = Field(
         default=0, ge=0, description="ids that the teacher says once, before; 0: it is asked in every step"
     )
-    n: int = Field(default=2000, ge=1, description="texts to learn from, at most")
+    max_examples: int = Field(default=2000, ge=1, description="texts to learn from, at most")
 
     @model_validator(mode="after")
     def _possible(self) -> DistilStepConfig:
-        if self.top and self.own:
+        if self.teacher_top_k and self.on_policy_fraction:
             raise ValueError(
-                f"own is {self.own:g} and top {self.top}: what the teacher said before is of given texts alone; set top to 0"
+                f"own is {self.on_policy_fraction:g} and top {self.teacher_top_k}: what the teacher said before is of given texts alone; set top to 0"
             )
         return self
 
@@ -70,37 +78,47 @@ class DistilStepConfig(DistilConfig):
     "model",
     config=DistilStepConfig,
     parents={"model": "model", "student?": "model", "tasks?": "tasks", "tokens?": "tokens"},
-    unseen=UNSEEN,
+    not_hashed=NOT_HASHED,
 )
 def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     """Teach a smaller model what a larger one says."""
-    from whorl.align.distillation.train import learn_from
-    from whorl.align.stage.io import network_of, open_model, open_scribe, read_tasks, save_stage
+    from whorl.align.distillation.train import train_student
+    from whorl.align.stage.io import (
+        load_example_tokenizer,
+        load_stage_model,
+        make_policy_model,
+        read_tasks,
+        save_stage_model,
+    )
 
     folder, machine = model_folder(ctx), ctx.machine
     machine.apply()
-    scribe = open_scribe(folder)
-    model = open_model(folder, config, machine)
-    model.room = config.length + 1
-    texts, left = _texts(ctx, config, scribe, model)
-    student, origin = _student(ctx, config, scribe, model, texts)
-    network = network_of(student, scribe, config, room=config.length + 1, temperature=config.temperature)
-    tests: list[Task] = []
+    scribe = load_example_tokenizer(folder)
+    model = load_stage_model(folder, config, machine)
+    model.context_hint = config.seq_len + 1
+    texts, left = _load_examples(ctx, config, scribe, model)
+    student, origin = _make_student(ctx, config, scribe, model, texts)
+    network = make_policy_model(
+        student, scribe, config, context_hint=config.seq_len + 1, temperature=config.temperature
+    )
+    tests: list[VerifiableTask] = []
     if "tasks" in ctx.parents:
         tests = read_tasks(ctx.parents["tasks"].path, "test")
-    teacher, texts = _teacher(ctx, config, scribe, model, texts)
-    as_taught = network_of(model, scribe, config.model_copy(update={"lora": None}), room=config.length + 1)
+    teacher, texts = _make_teacher(ctx, config, scribe, model, texts)
+    as_taught = make_policy_model(
+        model, scribe, config.model_copy(update={"lora": None}), context_hint=config.seq_len + 1
+    )
 
-    def look(at: Network) -> dict[str, float]:
-        return held_out(
+    def look(at: PolicyModel) -> dict[str, float]:
+        return evaluate_held_out(
             at, scribe, tests, {"passed": config.temperature, "passed_greedily": None},
-            max_tokens=config.max_tokens, length=config.length + 1, seed=config.seed,
+            max_tokens=config.max_completion_tokens, length=config.seq_len + 1, seed=config.seed,
         )  # fmt: skip
 
     solved = {"teacher": look(as_taught)}
     model.requires_grad_(False)
     solved["before"] = look(network)
-    bits = [measured(ctx, network.model, scribe)]
+    bits = [held_out_bits_per_byte(ctx, network.model, scribe)]
     last, began = dict[str, float](), time.monotonic()
     with ctx.progress.task("Distilling", total=None, unit="steps") as bar, ctx.run.metrics(ctx.name) as log:
 
@@ -112,13 +130,13 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
                 note += f", parity {metrics['parity']:.0e}"
             bar.update(done=step, note=note)
 
-        learn_from(
-            network, teacher, texts, config, scribe=scribe, pad_id=pad_of(scribe), observe=observe,
-            scratch=ctx.scratch, say=ctx.progress.say,
+        train_student(
+            network, teacher, texts, config, example_tokenizer=scribe, pad_id=pad_id_of(scribe), callback=observe,
+            checkpoint_dir=ctx.scratch, log=ctx.progress.log,
         )  # fmt: skip
     solved["after"] = look(network)
-    bits.append(measured(ctx, network.model, scribe))
-    save_stage(network, origin, ctx.out)
+    bits.append(held_out_bits_per_byte(ctx, network.model, scribe))
+    save_stage_model(network, origin, ctx.out)
     (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
     sizes = {"teacher": model.params()["total"], "student": student.params()["total"]}
     headline = f"{sizes['student'] / 1e6:.2f} M of the teacher's {sizes['teacher'] / 1e6:.2f} M parameters; "
@@ -133,13 +151,13 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     ctx.summary.update(
         summary, texts=len(texts), left_out=left, final=last, sizes=sizes, params=student.params(),
         bits_per_byte={"before": bits[0], "after": bits[1]}, seconds=time.monotonic() - began,
-        headline=headline + bits_line(*bits),
+        headline=headline + format_bits_change(*bits),
     )  # fmt: skip
 
 
-def _texts(
-    ctx: StepContext, config: DistilStepConfig, scribe: Scribe, teacher: LanguageModel
-) -> tuple[list[Text], dict[str, int]]:
+def _load_examples(
+    ctx: StepContext, config: DistilStepConfig, scribe: ExampleTokenizer, teacher: LanguageModel
+) -> tuple[list[TokenizedExample], dict[str, int]]:
     """(texts to learn from, what was left out and why): of the tasks, else of pretraining.
 
     Raises:
@@ -151,68 +169,74 @@ def _texts(
             do=f'add "tasks" to the parents of {ctx.name}',
         )  # fmt: skip
     if "tasks" not in ctx.parents:
-        if config.given == "teacher" or config.own:
+        if config.completions_from == "teacher" or config.on_policy_fraction:
             raise ConfigError(
                 f"{ctx.name}: documents of pretraining have no prompts to be answered",
                 expected='tasks as a parent, for given = "teacher" or own above 0',
             )
-        return _documents(ctx, config, scribe), {}
-    if config.given == "teacher":
-        texts, left = _said_by(ctx, config, scribe, teacher)
+        return _pretraining_examples(ctx, config, scribe), {}
+    if config.completions_from == "teacher":
+        texts, left = _teacher_completions(ctx, config, scribe, teacher)
     else:
-        texts, room = solutions(ctx, scribe, config.length + 1)
-        left = room.refused
+        texts, room = load_sft_examples(ctx, scribe, config.seq_len + 1)
+        left = room.rejected
     if not texts:
         why = "; ".join(f"{n:,} {reason}" for reason, n in left.items())
         raise DataError(
             f"no text is left to distil with: {why}", expected="one at least",
             do=f"raise {ctx.name}.length or max_tokens",
         )  # fmt: skip
-    return texts[: config.n], left
+    return texts[: config.max_examples], left
 
 
-def _documents(ctx: StepContext, config: DistilStepConfig, scribe: Scribe) -> list[Text]:
+def _pretraining_examples(
+    ctx: StepContext, config: DistilStepConfig, scribe: ExampleTokenizer
+) -> list[TokenizedExample]:
     """The first documents of pretraining, each from its beginning on, as far as a row goes."""
     import numpy as np
 
-    from whorl.align.model.example import Text
+    from whorl.align.model.example import TokenizedExample
 
     found = []
-    for ids in islice(token_set(ctx, scribe).split("train").iter_documents(), config.n):
-        taken = np.asarray(ids[: config.length + 1], np.int64)
+    for ids in islice(open_token_set(ctx, scribe).split("train").iter_documents(), config.max_examples):
+        taken = np.asarray(ids[: config.seq_len + 1], np.int64)
         mask = np.ones(len(taken), np.bool_)
         mask[0] = False
         if len(taken) > 1:
-            found.append(Text(taken, mask))
+            found.append(TokenizedExample(taken, mask))
     return found
 
 
-def _said_by(
-    ctx: StepContext, config: DistilStepConfig, scribe: Scribe, teacher: LanguageModel
-) -> tuple[list[Text], dict[str, int]]:
+def _teacher_completions(
+    ctx: StepContext, config: DistilStepConfig, scribe: ExampleTokenizer, teacher: LanguageModel
+) -> tuple[list[TokenizedExample], dict[str, int]]:
     """The teacher's answers to the tasks' prompts; the same after a kill, for the draws are of the seed."""
-    from whorl.align.distillation.teacher import teacher_texts
-    from whorl.align.rl.rollout import with_room
+    from whorl.align.distillation.teacher import sample_teacher_completions
+    from whorl.align.rl.rollout import filter_by_length
     from whorl.align.stage.io import read_tasks
     from whorl.tracking.seeds import derive
 
     ctx.parents["tasks"].check()
-    length = config.length + 1
-    given = read_tasks(ctx.parents["tasks"].path, "train")[: config.n]
-    kept, left = with_room(scribe, given, length, config.max_tokens)
+    length = config.seq_len + 1
+    given = read_tasks(ctx.parents["tasks"].path, "train")[: config.max_examples]
+    kept, left = filter_by_length(scribe, given, length, config.max_completion_tokens)
     prompts = [scribe.prompt(task.prompt or task.messages) for task in kept]
     if not prompts:
         return [], left
-    ctx.progress.say(f"    the teacher answers {len(prompts):,} prompts")
-    texts, cut = teacher_texts(
-        teacher, scribe, prompts, length=length, max_tokens=config.max_tokens,
+    ctx.progress.log(f"    the teacher answers {len(prompts):,} prompts")
+    texts, cut = sample_teacher_completions(
+        teacher, scribe, prompts, length=length, max_tokens=config.max_completion_tokens,
         temperature=config.temperature, seed=derive(config.seed, "distil", "teacher"),
     )  # fmt: skip
     return texts, {**left, "the teacher's answer has no end": cut} if cut else left
 
 
-def _student(
-    ctx: StepContext, config: DistilStepConfig, scribe: Scribe, teacher: LanguageModel, texts: Sequence[Text]
+def _make_student(
+    ctx: StepContext,
+    config: DistilStepConfig,
+    scribe: ExampleTokenizer,
+    teacher: LanguageModel,
+    texts: Sequence[TokenizedExample],
 ) -> tuple[LanguageModel, Path]:
     """(the student, the folder whose tokenizer it has).
 
@@ -220,9 +244,9 @@ def _student(
         ConfigError: no student, or two; another vocabulary than the teacher's.
     """
     from whorl.align.distillation.student import make_student
-    from whorl.align.distillation.teacher import same_words
-    from whorl.align.model.batch import lay
-    from whorl.align.stage.io import open_model, open_scribe
+    from whorl.align.distillation.teacher import check_same_vocabulary
+    from whorl.align.model.batch import pad
+    from whorl.align.stage.io import load_example_tokenizer, load_stage_model
     from whorl.tracking.seeds import generator
 
     if ("student" in ctx.parents) == (config.student is not None):
@@ -234,34 +258,44 @@ def _student(
         ctx.parents["student"].check()
         folder = ctx.parents["student"].path
         names = ctx.parents["model"].name, ctx.parents["student"].name
-        same_words(scribe.tokenizer, open_scribe(folder).tokenizer, names=names)
-        return open_model(folder, config, ctx.machine), folder
-    part = lay(texts[:PRUNED_BY], pad_of(scribe))
+        check_same_vocabulary(scribe.tokenizer, load_example_tokenizer(folder).tokenizer, names=names)
+        return load_stage_model(folder, config, ctx.machine), folder
+    part = pad(texts[:PRUNING_EXAMPLES], pad_id_of(scribe))
     made = make_student(
-        teacher, config.student, generator=generator(config.seed, "student"), rows=[part["tokens"]]
+        teacher, config.student, generator=generator(config.seed, "student"), calibration_ids=[part["tokens"]]
     )
     return made, ctx.parents["model"].path
 
 
-def _teacher(
-    ctx: StepContext, config: DistilStepConfig, scribe: Scribe, model: LanguageModel, texts: list[Text]
-) -> tuple[Teacher, list[Text]]:
+def _make_teacher(
+    ctx: StepContext,
+    config: DistilStepConfig,
+    scribe: ExampleTokenizer,
+    model: LanguageModel,
+    texts: list[TokenizedExample],
+) -> tuple[Teacher, list[TokenizedExample]]:
     """(the teacher beside, or what it says now, or has said before the run was interrupted; the texts)."""
-    from whorl.align.distillation.teacher import MANIFEST, Beside, Told, fingerprint_of, tell
-    from whorl.align.stage.trainer import fingerprint
+    from whorl.align.distillation.teacher import (
+        MANIFEST,
+        CachedTeacher,
+        LiveTeacher,
+        cache_teacher_logits,
+        tokenizer_fingerprint,
+    )
+    from whorl.align.stage.trainer import dataset_fingerprint
 
-    words = fingerprint_of(scribe.tokenizer)
-    if not config.top:
-        return Beside(model, words), texts
+    words = tokenizer_fingerprint(scribe.tokenizer)
+    if not config.teacher_top_k:
+        return LiveTeacher(model, words), texts
     place = ctx.scratch / "told"
     if (place / MANIFEST).is_file():
-        told = Told.load(place)
-        if fingerprint(told.texts) == fingerprint(texts):
-            return told, list(told.texts)
+        told = CachedTeacher.load(place)
+        if dataset_fingerprint(told.examples) == dataset_fingerprint(texts):
+            return told, list(told.examples)
     with ctx.progress.task("The teacher speaks", total=len(texts), unit="texts") as bar:
-        told = tell(
-            model, texts, pad_id=pad_of(scribe), top=config.top, temperature=config.temperature, words=words,
-            teacher=ctx.parents["model"].address, advance=bar.advance,
+        told = cache_teacher_logits(
+            model, texts, pad_id=pad_id_of(scribe), top_k=config.teacher_top_k, temperature=config.temperature, vocab_fingerprint=words,
+            teacher_name=ctx.parents["model"].address, on_progress=bar.advance,
         )  # fmt: skip
     told.save(place)
-    return told, list(told.texts)
+    return told, list(told.examples)

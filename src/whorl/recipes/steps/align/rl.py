@@ -26,17 +26,17 @@ from whorl.recipes.registry import StepContext, step
 from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
-    from whorl.align.model.example import Room, Scribe, Text
-    from whorl.align.model.policy_model import Network
+    from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
+    from whorl.align.model.policy_model import PolicyModel
     from whorl.align.rl.experience import Experience
-    from whorl.evals.verify.task import Task, Verdict
+    from whorl.evals.verify.task import Verdict, VerifiableTask
     from whorl.models import LanguageModel
     from whorl.tokens.shards import TokenSet
 
 HELD_OUT_BYTES = 60_000  # of the test split, for bits per byte before and after
 
 
-class BeginConfig(BaseModel):
+class InitModelConfig(BaseModel):
     """A model that has learnt nothing yet, of a vocabulary of bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -53,7 +53,7 @@ class BeginConfig(BaseModel):
         return self.d_model // self.n_heads
 
     @model_validator(mode="after")
-    def _possible(self) -> BeginConfig:
+    def _possible(self) -> InitModelConfig:
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(
                 f"d_model ({self.d_model}) over n_heads ({self.n_heads}) gives heads of {self.head_dim}: an even "
@@ -62,8 +62,8 @@ class BeginConfig(BaseModel):
         return self
 
 
-@step("model", config=BeginConfig)
-def begin(ctx: StepContext, config: BeginConfig) -> None:
+@step("model", config=InitModelConfig)
+def init_model(ctx: StepContext, config: InitModelConfig) -> None:
     """An untrained model that reads bytes, for tasks that need no language."""
     from whorl.models import DecoderConfig, make_model, save_model
     from whorl.tokens.tokenizer import Tokenizer
@@ -83,42 +83,50 @@ def begin(ctx: StepContext, config: BeginConfig) -> None:
     )
 
 
-STAGE = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
-UNSEEN = ("checkpoint_seconds", "replicas")
+STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
+NOT_HASHED = ("checkpoint_seconds", "replicas")
 
 
 class SFTStepConfig(SFTConfig):
     """What it is tested with, where the tasks have a verifier."""
 
-    tested: int = Field(default=64, ge=0, description="held-out tasks answered before and after, at most")
-    max_tokens: int = Field(default=96, ge=1, description="of an answer to one of them")
+    eval_tasks: int = Field(default=64, ge=0, description="held-out tasks answered before and after, at most")
+    max_completion_tokens: int = Field(default=96, ge=1, description="of an answer to one of them")
 
 
-@step("model", config=SFTStepConfig, parents=STAGE, unseen=UNSEEN)
+@step("model", config=SFTStepConfig, parents=STAGE_PARENTS, not_hashed=NOT_HASHED)
 def sft(ctx: StepContext, config: SFTStepConfig) -> None:
     """Learn from solutions: only what answers is trained, its end included."""
-    from whorl.align.stage.io import network_of, open_model, open_scribe, read_tasks, save_stage
+    from whorl.align.stage.io import (
+        load_example_tokenizer,
+        load_stage_model,
+        make_policy_model,
+        read_tasks,
+        save_stage_model,
+    )
     from whorl.align.stage.sft import fine_tune
 
     folder, machine = model_folder(ctx), ctx.machine
     machine.apply()
-    scribe = open_scribe(folder)
-    network = network_of(open_model(folder, config, machine), scribe, config, room=config.length)
-    texts, room = solutions(ctx, scribe, config.length + 1)
+    scribe = load_example_tokenizer(folder)
+    network = make_policy_model(
+        load_stage_model(folder, config, machine), scribe, config, context_hint=config.seq_len
+    )
+    texts, room = load_sft_examples(ctx, scribe, config.seq_len + 1)
     tests = read_tasks(ctx.parents["tasks"].path, "test")
 
     def look() -> dict[str, float]:
-        return held_out(
-            network, scribe, tests, {"passed_greedily": None}, most=config.tested, max_tokens=config.max_tokens,
-            length=config.length, seed=config.seed,
+        return evaluate_held_out(
+            network, scribe, tests, {"passed_greedily": None}, max_tasks=config.eval_tasks, max_tokens=config.max_completion_tokens,
+            length=config.seq_len, seed=config.seed,
         )  # fmt: skip
 
     solved = {"before": look()}
-    if tests and config.tested and not solved["before"]:
-        ctx.progress.say(
-            f"    no held-out task has room for its prompt and {ctx.name}.max_tokens: {config.max_tokens}"
+    if tests and config.eval_tasks and not solved["before"]:
+        ctx.progress.log(
+            f"    no held-out task has room for its prompt and {ctx.name}.max_tokens: {config.max_completion_tokens}"
         )
-    before = measured(ctx, network.model, scribe)
+    before = held_out_bits_per_byte(ctx, network.model, scribe)
     began, last = time.monotonic(), dict[str, float]()
     replay = ctx.parents["tokens"].path if "tokens" in ctx.parents else None
     with ctx.progress.task("Fine-tuning", total=None) as bar, ctx.run.metrics(ctx.name) as log:
@@ -129,12 +137,12 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
             bar.update(done=step, note=f"loss {metrics['nll']:.3f}, epoch {metrics['epoch']:.2f}")
 
         fine_tune(
-            network, texts, config, pad_id=pad_of(scribe), replay=replay, observe=observe,
-            scratch=ctx.scratch, say=ctx.progress.say,
+            network, texts, config, pad_id=pad_id_of(scribe), replay_data=replay, callback=observe,
+            checkpoint_dir=ctx.scratch, log=ctx.progress.log,
         )  # fmt: skip
     solved["after"] = look()
-    after = measured(ctx, network.model, scribe)
-    save_stage(network, folder, ctx.out)
+    after = held_out_bits_per_byte(ctx, network.model, scribe)
+    save_stage_model(network, folder, ctx.out)
     (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
     headline, summary = f"{len(texts):,} texts; loss {last.get('nll', 0.0):.3f}", dict[str, Any]()
     if solved["after"]:
@@ -142,40 +150,53 @@ def sft(ctx: StepContext, config: SFTStepConfig) -> None:
         passed = [f"{solved[when]['passed_greedily']:.0%}" for when in ("before", "after")]
         headline += f"; held-out tasks passed: {passed[0]}, then {passed[1]}, greedily"
     ctx.summary.update(
-        summary, texts=len(texts), left_out=room.refused, final=last, seconds=time.monotonic() - began,
+        summary, texts=len(texts), left_out=room.rejected, final=last, seconds=time.monotonic() - began,
         params=network.model.params(), bits_per_byte={"before": before, "after": after},
-        headline=headline + bits_line(before, after),
+        headline=headline + format_bits_change(before, after),
     )  # fmt: skip
 
 
 @step(
     "model",
     config=RLConfig,
-    parents={**STAGE, "judge?": "reward"},
-    unseen=(*UNSEEN, "max_steps_seconds", "restarts"),
+    parents={**STAGE_PARENTS, "judge?": "reward"},
+    not_hashed=(*NOT_HASHED, "max_steps_seconds", "restarts"),
 )
-def rlvr(ctx: StepContext, config: RLConfig) -> None:
+def rl(ctx: StepContext, config: RLConfig) -> None:
     """Learn from rewards that a program gives: sample, verify, reinforce."""
     from whorl.align.data.curriculum import Curriculum
-    from whorl.align.model.policy_model import frozen
-    from whorl.align.preference.reward_model import judged_by
-    from whorl.align.rl.rollout import RolloutWorker, with_room
-    from whorl.align.rl.samples import rollout_table, samples
+    from whorl.align.model.policy_model import frozen_reference
+    from whorl.align.preference.reward_model import load_reward_verifier
+    from whorl.align.rl.rollout import RolloutWorker, filter_by_length
+    from whorl.align.rl.samples import make_samples, rollout_table
     from whorl.align.rl.train import train_policy
-    from whorl.align.stage.io import network_of, open_model, open_scribe, read_tasks, save_stage, solve
+    from whorl.align.stage.io import (
+        evaluate_tasks,
+        load_example_tokenizer,
+        load_stage_model,
+        make_policy_model,
+        read_tasks,
+        save_stage_model,
+    )
     from whorl.sandbox import Sandbox
 
     ctx.parents["tasks"].check()
     folder, machine, place = model_folder(ctx), ctx.machine, ctx.parents["tasks"].path
     machine.apply()
-    scribe = open_scribe(folder)
-    network = network_of(
-        open_model(folder, config, machine), scribe, config,
-        room=config.length, temperature=config.temperature, critic=config.critic,
+    scribe = load_example_tokenizer(folder)
+    network = make_policy_model(
+        load_stage_model(folder, config, machine), scribe, config,
+        context_hint=config.max_seq_len, temperature=config.temperature, critic=config.uses_critic,
     )  # fmt: skip
-    reference = frozen(open_model(folder, config, machine), network) if config.kl.weight else None
-    train, left = with_room(scribe, read_tasks(place, "train"), config.length, config.max_tokens)
-    test, _ = with_room(scribe, read_tasks(place, "test"), config.length, config.max_tokens)
+    reference = (
+        frozen_reference(load_stage_model(folder, config, machine), network) if config.kl.coef else None
+    )
+    train, left = filter_by_length(
+        scribe, read_tasks(place, "train"), config.max_seq_len, config.max_completion_tokens
+    )
+    test, _ = filter_by_length(
+        scribe, read_tasks(place, "test"), config.max_seq_len, config.max_completion_tokens
+    )
     if not train and not left:
         raise DataError(
             f"{ctx.parents['tasks'].name} has no tasks, only texts to learn from",
@@ -184,29 +205,35 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
     if not train or not test:
         raise DataError(
             "no task has room for its prompt and an answer",
-            expected=f"prompts of at most {config.length - config.max_tokens:,} ids", do="raise rlvr.length",
+            expected=f"prompts of at most {config.max_seq_len - config.max_completion_tokens:,} ids", do="raise rlvr.length",
         )  # fmt: skip
     for reason, n in left.items():
-        ctx.progress.say(f"    {n:,} tasks left out: {reason}")
-    judge = judge_of(ctx)
+        ctx.progress.log(f"    {n:,} tasks left out: {reason}")
+    judge = reward_model_folder(ctx)
     dtype = str(network.model.dtype).removeprefix("torch.")
     worker = RolloutWorker(
-        network.model.config, dtype, folder, train, config.answers, config.max_tokens, config.length,
+        network.model.config, dtype, folder, train, config.group_size, config.max_completion_tokens, config.max_seq_len,
         config.temperature, Curriculum([task.difficulty for task in train], rule=config.curriculum),
-        config.draws_again, config.ahead.in_flight, threads=1 if config.ahead.workers else None, judge=judge,
+        config.resolved_sampling_rounds, config.async_rollout.update_in_flight, threads=1 if config.async_rollout.workers else None, reward_model=judge,
     )  # fmt: skip
-    began, bits = time.monotonic(), [measured(ctx, network.model, scribe)]
+    began, bits = time.monotonic(), [held_out_bits_per_byte(ctx, network.model, scribe)]
     kept: dict[str, Any] = {}
 
     def look(name: str) -> dict[str, float]:
-        settings = {"max_tokens": config.max_tokens, "length": config.length, "seed": config.seed}
+        settings = {
+            "max_tokens": config.max_completion_tokens,
+            "length": config.max_seq_len,
+            "seed": config.seed,
+        }
         with Sandbox() as sandbox:
-            best = solve(network, scribe, test, **settings, sandbox=sandbox)
-            drawn = solve(network, scribe, test, **settings, temperature=config.temperature, sandbox=sandbox)
-        kept[name] = samples(test, *drawn)
-        found = {**_told(*drawn), "passed_greedily": _told(*best)["passed"]}
+            best = evaluate_tasks(network, scribe, test, **settings, sandbox=sandbox)
+            drawn = evaluate_tasks(
+                network, scribe, test, **settings, temperature=config.temperature, sandbox=sandbox
+            )
+        kept[name] = make_samples(test, *drawn)
+        found = {**_completion_metrics(*drawn), "passed_greedily": _completion_metrics(*best)["passed"]}
         if judge is not None:  # the verifiers still say whether what it likes is right
-            said = judged_by(judge, dtype, machine.device)(test, drawn[0])
+            said = load_reward_verifier(judge, dtype, machine.device)(test, drawn[0])
             found["judged"] = sum(verdict.reward for verdict in said) / len(said)
         return found
 
@@ -221,18 +248,18 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
             note = f"passed {metrics['passed']:.0%}, length {metrics['length']:.0f}"
             note += f", parity {metrics['parity']:.0e}" if "parity" in metrics else ""
             bar.update(done=step, note=note)
-            if step % config.evaluate_every == 0 and step < config.steps:
-                ctx.progress.say(
-                    f"    step {step}: {note}\n{rollout_table(scribe, train, experience, config.answers)}"
+            if step % config.log_rollouts_every == 0 and step < config.steps:
+                ctx.progress.log(
+                    f"    step {step}: {note}\n{rollout_table(scribe, train, experience, config.group_size)}"
                 )
 
         train_policy(
-            network, worker, config, reference=reference, observe=observe, scratch=ctx.scratch,
-            say=ctx.progress.say,
+            network, worker, config, reference=reference, callback=observe, checkpoint_dir=ctx.scratch,
+            log=ctx.progress.log,
         )  # fmt: skip
     solved.append(look("after"))
-    bits.append(measured(ctx, network.model, scribe))
-    save_stage(network, folder, ctx.out)
+    bits.append(held_out_bits_per_byte(ctx, network.model, scribe))
+    save_stage_model(network, folder, ctx.out)
     (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
     (ctx.out / "samples.json").write_text(json.dumps(kept, indent=1))
     headline = f"held-out tasks passed: {solved[0]['passed']:.0%}, then {solved[1]['passed']:.0%}"
@@ -242,17 +269,17 @@ def rlvr(ctx: StepContext, config: RLConfig) -> None:
     ctx.summary.update(
         solved={"before": solved[0], "after": solved[1]}, bits_per_byte={"before": bits[0], "after": bits[1]},
         tasks={"train": len(train), "test": len(test)}, left_out=left, seconds=time.monotonic() - began,
-        params=network.model.params(), headline=headline + bits_line(*bits),
+        params=network.model.params(), headline=headline + format_bits_change(*bits),
     )  # fmt: skip
 
 
-def held_out(
-    network: Network,
-    scribe: Scribe,
-    tests: Sequence[Task],
-    ways: Mapping[str, float | None],
+def evaluate_held_out(
+    network: PolicyModel,
+    scribe: ExampleTokenizer,
+    tests: Sequence[VerifiableTask],
+    temperatures: Mapping[str, float | None],
     *,
-    most: int | None = None,
+    max_tasks: int | None = None,
     max_tokens: int,
     length: int,
     seed: int,
@@ -261,17 +288,17 @@ def held_out(
 
     ways: name -> temperature; None takes the likeliest tokens. most: tasks that are answered.
     """
-    from whorl.align.rl.rollout import with_room
-    from whorl.align.stage.io import solve
+    from whorl.align.rl.rollout import filter_by_length
+    from whorl.align.stage.io import evaluate_tasks
     from whorl.sandbox import Sandbox
 
-    given = with_room(scribe, tests, length, max_tokens)[0][:most]
+    given = filter_by_length(scribe, tests, length, max_tokens)[0][:max_tasks]
     if not given:
         return {}
     found = {"tasks": float(len(given))}
     with Sandbox() as sandbox:
-        for name, temperature in ways.items():
-            _, verdicts = solve(
+        for name, temperature in temperatures.items():
+            _, verdicts = evaluate_tasks(
                 network, scribe, given, max_tokens=max_tokens, length=length, temperature=temperature, seed=seed,
                 sandbox=sandbox,
             )  # fmt: skip
@@ -279,7 +306,7 @@ def held_out(
     return found
 
 
-def judge_of(ctx: StepContext) -> Path | None:
+def reward_model_folder(ctx: StepContext) -> Path | None:
     """The folder of the parent `judge`, if there is one."""
     if "judge" not in ctx.parents:
         return None
@@ -287,7 +314,7 @@ def judge_of(ctx: StepContext) -> Path | None:
     return ctx.parents["judge"].path
 
 
-def _told(said: list[str], verdicts: list[Verdict]) -> dict[str, float]:
+def _completion_metrics(said: list[str], verdicts: list[Verdict]) -> dict[str, float]:
     """Share passed, mean reward, and the middle length of what was said, in characters."""
     lengths = sorted(len(words) for words in said)
     return {
@@ -297,58 +324,60 @@ def _told(said: list[str], verdicts: list[Verdict]) -> dict[str, float]:
     }
 
 
-def solutions(ctx: StepContext, scribe: Scribe, longest: int) -> tuple[list[Text], Room]:
+def load_sft_examples(
+    ctx: StepContext, scribe: ExampleTokenizer, max_length: int
+) -> tuple[list[TokenizedExample], LengthFilter]:
     """(texts of the parent `tasks` to learn from: solutions and conversations; what was left out, and why).
 
     Raises:
         DataError: the parent has neither.
     """
     from whorl.align.data.dataset_files import read_conversations
-    from whorl.align.model.example import Room
-    from whorl.align.stage.io import read_pairs
+    from whorl.align.model.example import LengthFilter
+    from whorl.align.stage.io import read_prompt_completions
 
     ctx.parents["tasks"].check()
-    place, room = ctx.parents["tasks"].path, Room(longest)
-    pairs, talks = read_pairs(place, "train"), read_conversations(place, "train")
+    place, room = ctx.parents["tasks"].path, LengthFilter(max_length)
+    pairs, talks = read_prompt_completions(place, "train"), read_conversations(place, "train")
     if not pairs and not talks:
         raise DataError(
             f"{ctx.parents['tasks'].name} has tasks and no solutions: there is nothing to learn from",
             expected='pairs or conversations (source = "files": shape = "pairs")',
         )
-    texts = room.take(pairs, lambda pair: scribe.answered(pair.prompt, pair.completion))
-    texts += room.take(talks, lambda talk: scribe.conversation(talk.messages))
-    if room.line:
-        ctx.progress.say(f"    {room.line}")
+    texts = room.tokenize(pairs, lambda pair: scribe.prompt_completion(pair.prompt, pair.completion))
+    texts += room.tokenize(talks, lambda talk: scribe.conversation(talk.messages))
+    if room.summary:
+        ctx.progress.log(f"    {room.summary}")
     return texts, room
 
 
-def measured(ctx: StepContext, model: LanguageModel, scribe: Scribe) -> float | None:
+def held_out_bits_per_byte(ctx: StepContext, model: LanguageModel, scribe: ExampleTokenizer) -> float | None:
     """Bits per byte of some held-out text of pretraining, where its tokens are a parent."""
     if "tokens" not in ctx.parents:
         return None
-    from whorl.evals.likelihood import bits_per_byte, score
+    from whorl.evals.likelihood import bits_per_byte, document_nats
 
-    split, chosen, n_bytes = token_set(ctx, scribe).split("test"), [], 0
+    split, chosen, n_bytes = open_token_set(ctx, scribe).split("test"), [], 0
     for ids in split.iter_documents():
         chosen.append(ids)
         n_bytes += len(scribe.tokenizer.decode(ids[1:-1]))
         if n_bytes >= HELD_OUT_BYTES:
             break
-    room, model.room = model.room, None  # as `evaluate` reads
+    room, model.context_hint = model.context_hint, None  # as `evaluate` reads
     try:
-        return bits_per_byte(sum(score(model.eval(), chosen, model.reads_well)), n_bytes)
+        return bits_per_byte(sum(document_nats(model.eval(), chosen, model.eval_window)), n_bytes)
     finally:
-        model.room = room
+        model.context_hint = room
 
 
-def token_set(ctx: StepContext, scribe: Scribe) -> TokenSet:
+def open_token_set(ctx: StepContext, scribe: ExampleTokenizer) -> TokenSet:
     """The parent `tokens`, its ids those of the model.
 
     Raises:
         ConfigError: they were made with another tokenizer.
     """
-    from whorl.align.distillation.teacher import same_words
-    from whorl.tokens.hf_tokenizer import open_tokenizer
+    from whorl.align.distillation.teacher import check_same_vocabulary
+    from whorl.tokens.hf_tokenizer import load_tokenizer
     from whorl.tokens.shards import TokenSet
 
     given = ctx.parents["tokens"]
@@ -356,13 +385,13 @@ def token_set(ctx: StepContext, scribe: Scribe) -> TokenSet:
     maker = ctx.store.find(given.parents.get("tokenizer", ""))
     if maker is not None:
         names = ctx.parents["model"].name, given.name
-        same_words(scribe.tokenizer, open_tokenizer(maker.path), names=names)
+        check_same_vocabulary(scribe.tokenizer, load_tokenizer(maker.path), names=names)
     return TokenSet(given.path)
 
 
-def bits_line(before: float | None, after: float | None) -> str:
+def format_bits_change(before: float | None, after: float | None) -> str:
     return "" if before is None or after is None else f"; {before:.3f} then {after:.3f} bits per byte"
 
 
-def pad_of(scribe: Scribe) -> int:
+def pad_id_of(scribe: ExampleTokenizer) -> int:
     return int(getattr(scribe.tokenizer, "pad_id", 0))
