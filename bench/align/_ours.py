@@ -42,7 +42,7 @@ def _parts(metrics: dict[str, float]) -> dict[str, float]:
 class _ToTheEnd(RolloutWorker):
     """A worker whose answers all run to the limit: the id that would end one is an id like others."""
 
-    def begin(self, rows: int = 64) -> None:
+    def setup(self, rows: int = 64) -> None:
         VERIFIERS["spaces"] = lambda task, said: Verdict(
             work.reward(said), False
         )  # here: replicas have registers of their own

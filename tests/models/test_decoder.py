@@ -67,7 +67,7 @@ def test_only_rows_longer_than_those_of_training_are_turned_more_slowly() -> Non
     fast, slow = (rotary_frequencies(8, scaling=s)[[0, -1]] for s in (None, scaling))
     assert fast[0] == slow[0] and slow[1] == fast[1] / scaling.factor
     assert scaling.attention_scaling > 1, "more keys, sharper scores"
-    assert plain.reads_well == 512 and knows.reads_well == 400
+    assert plain.eval_window == 512 and knows.eval_window == 400
 
 
 def test_a_packed_row_equals_its_documents_apart() -> None:

@@ -27,10 +27,10 @@ class CartPole(BatchedEnvironment):
         limits = [2.4, math.inf, 12 * 2 * math.pi / 360, math.inf]
         self.limits = torch.tensor(limits, dtype=torch.float64, device=self.device)[:, None]
 
-    def start(self, n: int) -> Tensor:
+    def initial_state(self, n: int) -> Tensor:
         return self.uniform(-0.05, 0.05, 4, n)
 
-    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gravity, pole_mass, total_mass, half_length, tau = 9.8, 0.1, 1.1, 0.5, 0.02
         _, velocity, angle, spin = state.unbind()
         cos, sin = angle.cos(), angle.sin()
@@ -56,10 +56,10 @@ class Acrobot(BatchedEnvironment):
 
     observation_shape, n_actions, default_horizon = (6,), 3, 500
 
-    def start(self, n: int) -> Tensor:
+    def initial_state(self, n: int) -> Tensor:
         return self.uniform(-0.1, 0.1, 4, n).float().double()
 
-    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         torque, dt = action.double() - 1.0, 0.2
         k1 = self._derivative(state, torque)
         k2 = self._derivative(torch.add(state, k1, alpha=dt / 2), torque)
@@ -101,10 +101,10 @@ class Pendulum(BatchedEnvironment):
 
     observation_shape, action_low, action_high, default_horizon = (3,), -2.0, 2.0, 200
 
-    def start(self, n: int) -> Tensor:
+    def initial_state(self, n: int) -> Tensor:
         return torch.stack((self.uniform(-math.pi, math.pi, n), self.uniform(-1.0, 1.0, n)))
 
-    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gravity, dt = 10.0, 0.05
         angle, spin = state
         torque = action.view(-1).clamp(-2.0, 2.0).double()
@@ -122,12 +122,12 @@ class MountainCar(BatchedEnvironment):
 
     observation_shape, n_actions, default_horizon = (2,), 3, 200
 
-    def start(self, n: int) -> Tensor:
+    def initial_state(self, n: int) -> Tensor:
         state = torch.zeros(2, n, dtype=torch.float64, device=self.device)
         state[0] = self.uniform(-0.6, -0.4, n)
         return state
 
-    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         position, velocity = state
         velocity = (velocity + (action - 1) * 0.001 - 0.0025 * (3 * position).cos()).clamp_(-0.07, 0.07)
         position = (position + velocity).clamp_(-1.2, 0.6)
@@ -188,10 +188,10 @@ class GridWorld(BatchedEnvironment):
         self.terminal_cells = torch.tensor([c in "GH" for c in text], device=self.device)
         self.one_hot = torch.eye(len(text), device=self.device)
 
-    def start(self, n: int) -> Tensor:
+    def initial_state(self, n: int) -> Tensor:
         return torch.full((1, n), self.start_cell, dtype=torch.int64, device=self.device)
 
-    def advance(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.slip_probability:
             draw = self.uniform(0.0, 1.0, self.num_envs)
             action = (

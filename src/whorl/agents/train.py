@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -167,10 +167,10 @@ def _train(
         for number, actor in enumerate(actors)
     ]
     began = time.perf_counter() - progress.seconds
-    order = "ready" if config.actors else "sequence"
+    order: Literal["sequence", "ready"] = "ready" if config.actors else "sequence"
     draining = FIFOReader(
         ring, producers, start=first, order=order, board=board, max_lag=config.max_policy_lag
-    )  # type: ignore[arg-type]
+    )
     with keeper or nullcontext(), draining as records:
 
         def watched() -> Iterator[Slot[Any]]:

@@ -37,7 +37,7 @@ class Memory:
         match = AMOUNT.fullmatch(text)
         amount, unit = (float(match[1]), (match[2] or "b").lower()) if match else (0.0, "")
         if unit == "%" and 0 < amount <= 100:
-            return cls(share=amount / 100)
+            return cls(fraction=amount / 100)
         if unit in UNITS and math.isfinite(amount) and amount * UNITS[unit] >= 1:
             return cls(n_bytes=int(amount * UNITS[unit]))
         raise ConfigError(

@@ -174,7 +174,7 @@ class Decoder(LanguageModel):
         return x
 
     @property
-    def reads_well(self) -> int:
+    def eval_window(self) -> int:
         """As far as its rotary waves are made for."""
         trained = self.config.trained_length
         return super().eval_window if trained is None else int(YARN_FACTOR * trained)

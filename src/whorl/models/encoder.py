@@ -170,12 +170,12 @@ class Encoder(ProfiledTextModule):
             else None
         )
 
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Texts of `size` tokens."""
         ids = torch.zeros(batch, size, dtype=torch.long, device=device)
         return (ids if self.config.end_id is None else ids + self.config.end_id,)
 
-    def run(self, *inputs: Tensor) -> Tensor:
+    def profiled_forward(self, *inputs: Tensor) -> Tensor:
         """A vector for each text: a classifier, where there is one, weighs nothing beside it."""
         return self.pool(*inputs)
 

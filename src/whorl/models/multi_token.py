@@ -75,7 +75,7 @@ class MultiTokenPrediction(ProfiledTextModule):
         )
         self.norms = nn.ModuleList(RMSNorm(d_model) for _ in range(n))
 
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Hidden states of `size` positions. The output matrix is the trunk's, and counts there."""
         return (torch.zeros(batch, size, self.d_model, dtype=self.dtype, device=device),)
 

@@ -244,7 +244,7 @@ class LSTM(Recurrent):
     """Gates i, f, g, o; the memory is (h, c)."""
 
     n_gates = 4
-    n_memories = 2
+    n_hidden_states = 2
 
     def __init__(
         self,

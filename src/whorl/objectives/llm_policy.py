@@ -100,10 +100,10 @@ class PolicyLossConfig:
     def __post_init__(self) -> None:
         for name, kind in (
             ("ratio", RatioLevel),
-            ("average", LossAggregation),
-            ("kl", KLEstimator),
+            ("aggregation", LossAggregation),
+            ("kl_estimator", KLEstimator),
             ("baseline", Baseline),
-            ("deviation", StdEstimator),
+            ("scale_rewards", StdEstimator),
         ):
             if getattr(self, name) not in get_args(kind):
                 raise ConfigError(
@@ -123,20 +123,34 @@ class PolicyLossConfig:
 # REINFORCE and RLOO as printed sum over an answer and take the mean of answers: by all tokens it is the same direction.
 _REINFORCE = PolicyLossConfig()
 _PPO = replace(
-    _REINFORCE, ratio="token", clip_low=0.2, clip_high=0.2, baseline="critic", kl="k1", kl_in="reward"
+    _REINFORCE,
+    ratio="token",
+    clip_low=0.2,
+    clip_high=0.2,
+    baseline="critic",
+    kl_estimator="k1",
+    kl_apply_to="reward",
 )
 _GRPO = replace(
-    _PPO, baseline="group", deviation="unbiased", average="sequence", kl="k3", kl_in="loss", kl_weight=0.04
+    _PPO,
+    baseline="group",
+    scale_rewards="unbiased",
+    aggregation="sequence",
+    kl_estimator="k3",
+    kl_apply_to="loss",
+    kl_coef=0.04,
 )
 PRESETS: Mapping[str, PolicyLossConfig] = MappingProxyType(
     {
         "reinforce": _REINFORCE,
-        "rloo": replace(_REINFORCE, baseline="leave_one_out", kl="k1", kl_in="reward"),  # arXiv:2402.14740
+        "rloo": replace(
+            _REINFORCE, baseline="leave_one_out", kl_estimator="k1", kl_apply_to="reward"
+        ),  # arXiv:2402.14740
         "ppo": _PPO,
         "grpo": _GRPO,
-        "dr_grpo": replace(_GRPO, deviation="none", average="constant", kl_weight=0.0),
-        "dapo": replace(_GRPO, clip_high=0.28, average="token", kl_weight=0.0),
-        "gspo": replace(_GRPO, ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_weight=0.0),
+        "dr_grpo": replace(_GRPO, scale_rewards="none", aggregation="constant", kl_coef=0.0),
+        "dapo": replace(_GRPO, clip_high=0.28, aggregation="token", kl_coef=0.0),
+        "gspo": replace(_GRPO, ratio="sequence", clip_low=3e-4, clip_high=4e-4, kl_coef=0.0),
     }
 )
 

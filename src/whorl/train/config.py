@@ -57,16 +57,18 @@ class ScheduleConfig(BaseModel):
         def given(name: str) -> bool:  # by value: what was read from a file again names every field
             return bool(getattr(self, name) != type(self).model_fields[name].default)
 
-        if given("decay") and self.kind != "wsd":
+        if given("decay_ratio") and self.kind != "wsd":
             falls = "does not fall" if self.kind == "constant" else "falls from the end of the warm-up on"
-            raise ValueError(f"decay ({self.decay_ratio:g}) belongs to kind = 'wsd'; {self.kind!r} {falls}")
-        if given("floor") and self.kind == "constant":
             raise ValueError(
-                f"floor ({self.min_lr_ratio:g}) belongs to a schedule that falls; 'constant' does not"
+                f"decay_ratio ({self.decay_ratio:g}) belongs to kind = 'wsd'; {self.kind!r} {falls}"
             )
-        if given("warmup") and self.warmup_steps is not None:
+        if given("min_lr_ratio") and self.kind == "constant":
             raise ValueError(
-                f"warmup ({self.warmup_ratio:g}) stands beside warmup_steps ({self.warmup_steps:g}): give one"
+                f"min_lr_ratio ({self.min_lr_ratio:g}) belongs to a schedule that falls; 'constant' does not"
+            )
+        if given("warmup_ratio") and self.warmup_steps is not None:
+            raise ValueError(
+                f"both warmup_ratio ({self.warmup_ratio:g}) and warmup_steps ({self.warmup_steps:g}) are set: give one"
             )
         if (
             self.kind == "wsd"
@@ -74,8 +76,7 @@ class ScheduleConfig(BaseModel):
             and self.warmup_ratio + self.decay_ratio > 1 + 1e-9
         ):
             raise ValueError(
-                f"warmup ({self.warmup_ratio:g}) and decay ({self.decay_ratio:g}) make {self.warmup_ratio + self.decay_ratio:g} of the steps: "
-                "together at most 1"
+                f"warmup_ratio ({self.warmup_ratio:g}) + decay_ratio ({self.decay_ratio:g}) is above 1: together at most 1"
             )
         return self
 

@@ -88,7 +88,7 @@ def test_how_a_step_is_cut_and_laid_changes_nothing(lora: LoRAConfig | None) -> 
     parts, total, expected = gradients(model, given, config(micro_tokens=100_000))
     assert parts == 1
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert trained == expected.keys() == model.treatments(config().optim()).keys()
+    assert trained == expected.keys() == model.param_optims(config().optim()).keys()
     assert all(g.any() for g in expected.values()) and "model.head" not in trained
     for change in ({"micro_tokens": 1}, {"packing": True}, {"packing": True, "micro_tokens": 60}):
         n, loss, found = gradients(model, given, config(**change))

@@ -38,7 +38,7 @@ from whorl.evals.verify.task import VerifiableTask
 from whorl.store.address import file_sha256
 
 Item = Conversation | PromptCompletion | Preference | UnpairedPreference | VerifiableTask
-ItemT = TypeVar("SomeItem", bound=Item)
+ItemT = TypeVar("ItemT", bound=Item)
 T = TypeVar("T")
 
 

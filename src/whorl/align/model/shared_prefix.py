@@ -151,7 +151,7 @@ class _SharedPrefixLayer(PagedState):
         behind = torch.cat([last, own[:, :-1]], 1)
         return torch.cat([before.flatten(0, 1), behind.flatten(0, 1)])[None]
 
-    def put(self, k: Tensor, v: Tensor) -> None:
+    def write(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v = self._split_rows(k), self._split_rows(v)
 
     def _split_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,7 +82,7 @@ class RewardModel(PolicyModel):
         if model.head is not None:
             model.head.requires_grad_(False)
 
-    def treatments(self, optim: OptimConfig) -> dict[str, ParamOptim]:
+    def param_optims(self, optim: OptimConfig) -> dict[str, ParamOptim]:
         """All but the head over the vocabulary, which no reward asks."""
         return {name: t for name, t in super().param_optims(optim).items() if name != "model.head"}
 

@@ -218,7 +218,7 @@ def policy_objective(config: RLConfig, network: PolicyModel, state: RLState) -> 
         }
         entropy = judged.entropy if bonus or judged.entropy is None else judged.entropy.detach()
         tokens = CompletionTokens(judged.log_prob, sequence=rows, n_sequences=n, entropy=entropy, **streams)
-        now = replace(method, kl_weight=state.kl_coef)
+        now = replace(method, kl_coef=state.kl_coef)
         loss = policy_loss(tokens, now)
         if judged.value is None:
             return loss

@@ -10,7 +10,7 @@ import typer
 from whorl.cli.options import RefArgument, StoreOption
 
 
-def quantise(
+def quantize(
     artifact: RefArgument,
     scheme: Annotated[str, typer.Option(metavar="int8|int4|fp8", help="What a weight becomes.")] = "int8",
     group: Annotated[

@@ -105,14 +105,14 @@ class Int8KVPages(KVPages):
     def tensors(self) -> list[Tensor]:
         return [*super().tensors, self.k_scale, self.v_scale]
 
-    def put(self, k: Tensor, v: Tensor) -> None:
+    def write(self, k: Tensor, v: Tensor) -> None:
         p = self._require_page_index()
         for codes, scales, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             kept = quantize_kv(new[0].transpose(0, 1))  # [N, KV, d]
             codes[p.page, :, p.page_offset] = kept.codes
             scales[p.page, :, p.page_offset] = kept.scale[..., None]
 
-    def _read(self, piece: AttentionGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _gather_kv(self, group: AttentionGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         pairs = (self.k, self.k_scale), (self.v, self.v_scale)
-        k, v = ((self._gather(t, piece) * self._gather(s, piece)).to(dtype) for t, s in pairs)
+        k, v = ((self._gather(t, group) * self._gather(s, group)).to(dtype) for t, s in pairs)
         return k, v

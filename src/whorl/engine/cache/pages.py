@@ -159,7 +159,7 @@ class KVPages(PagedState):
         before = self.raw_keys[p.previous_page, :, p.previous_page_offset].to(k.dtype)
         return torch.where(p.is_first[:, None, None], k[0], before)[None]
 
-    def put(self, k: Tensor, v: Tensor) -> None:
+    def write(self, k: Tensor, v: Tensor) -> None:
         p = self._require_page_index()
         self.k[p.page, :, p.page_offset] = k[0].transpose(0, 1).to(self.k.dtype)
         self.v[p.page, :, p.page_offset] = v[0].transpose(0, 1).to(self.v.dtype)
@@ -224,11 +224,11 @@ class LatentPages(PagedLatent):
     def n_bytes(self) -> int:
         return self.latents.nbytes
 
-    def put(self, rows: Tensor) -> None:
+    def write(self, rows: Tensor) -> None:
         assert self.page_index is not None
         self.latents[self.page_index.page, self.page_index.page_offset] = rows[0].to(self.latents.dtype)
 
-    def pieces(self) -> list[tuple[Tensor, Tensor, Mask]]:
+    def attention_groups(self) -> list[tuple[Tensor, Tensor, Mask]]:
         assert self.page_index is not None
         found = []
         for piece in self.page_index.groups:
@@ -255,7 +255,7 @@ class RecurrentStates(PooledState):
         n: int = self.states.n_bytes
         return n
 
-    def run(self, mixer: Any, x: Tensor, positions: Tensor | None) -> Tensor:
+    def run_mixer(self, mixer: Any, x: Tensor, positions: Tensor | None) -> Tensor:
         assert self.batch is not None and positions is not None
         y = torch.empty_like(x)
         for rows in self._row_groups(self.batch):

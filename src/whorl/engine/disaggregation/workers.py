@@ -80,7 +80,7 @@ class _PrefillWorker(_WorkerLoop):
         super().__init__(channel, engine)
         self.prefilling: dict[str, Request] = {}
 
-    def obey(self, message: Any, fd: int | None) -> None:
+    def handle(self, message: Any, fd: int | None) -> None:
         verb, what = message
         if verb == "abort":
             self.engine.abort(what)
@@ -113,7 +113,7 @@ class _DecodeWorker(_WorkerLoop):
     def busy(self) -> bool:
         return self.engine.busy or bool(self.incoming_blocks)
 
-    def obey(self, message: Any, fd: int | None) -> None:
+    def handle(self, message: Any, fd: int | None) -> None:
         verb, what = message
         if verb == "abort":
             self.engine.abort(what)

@@ -110,10 +110,10 @@ class DualEncoder(ProfiledModule):
         x, y, scale = self(images, ids, mask)
         return cast(Tensor, scale * (x @ y.T))
 
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Pairs of a picture of the side `size` and the longest text."""
         pictures = torch.zeros(batch, self.image.channels, size, size, device=device)
-        return pictures, *self.text.example(batch, self.text.config.max_length, device)
+        return pictures, *self.text.example_inputs(batch, self.text.config.max_length, device)
 
     def params(self) -> dict[str, int]:
         """Parameters: total (with the scale), all of them active; image; text (with its projection); embedding."""

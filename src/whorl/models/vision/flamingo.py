@@ -116,7 +116,7 @@ class Captioner(ProfiledTextModule):
             for _ in range(0, c.n_layers, cross_attn_every)
         )
 
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Captions of `size` tokens under a picture that was looked at before."""
         ids = torch.zeros(batch, size, dtype=torch.long, device=device)
         return ids, torch.zeros(batch, *self.image.positions.shape[-2:], device=device)

@@ -135,7 +135,7 @@ class ResNet(ProfiledModule):
         """[B, C, H, W] -> logits [B, classes], fp32."""
         return cast(Tensor, self.head(self.features(images))).float()
 
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Pictures of the side `size`."""
         return (torch.zeros(batch, self.channels, size, size, device=device),)
 

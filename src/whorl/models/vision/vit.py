@@ -186,7 +186,7 @@ class ViT(ProfiledModule):
             )
         return cast(Tensor, self.head(self.features(images))).float()
 
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Pictures of the side `size`."""
         return (torch.zeros(batch, self.channels, size, size, device=device),)
 
@@ -284,7 +284,7 @@ class MLPMixer(ProfiledModule):
         """[B, C, image_size, image_size] -> logits [B, classes], fp32."""
         return cast(Tensor, self.head(self.features(images))).float()
 
-    def example(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
+    def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
         """Pictures of the side `size`."""
         return (torch.zeros(batch, self.channels, size, size, device=device),)
 

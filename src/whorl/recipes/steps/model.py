@@ -185,11 +185,11 @@ def train_and_save(
             ctx.scratch,
             watch,
             checkpoint_seconds=checkpoint_seconds,
-            tiers=checkpoints,
-            account=account,
-            say=ctx.progress.log,
-            stable=branch_steps,
-            start=start,
+            checkpoint_config=checkpoints,
+            checkpoint_stats=account,
+            log=ctx.progress.log,
+            branch_points=branch_steps,
+            branch_start=start,
             folder=ctx.run.dir / "watch" / ctx.name,
         )
     watch.close()

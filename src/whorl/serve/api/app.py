@@ -132,7 +132,7 @@ def create_app(api: AppState) -> FastAPI:
     app.router.route_class = _ErrorHandlingRoute
     app.state.api = api
     errors.install_error_handlers(app)
-    app.add_middleware(AdmissionMiddleware, api=api)
+    app.add_middleware(AdmissionMiddleware, state=api)
     _add_generation_routes(app, api)
     _add_model_routes(app, api)
     _add_monitoring_routes(app, api)

@@ -228,7 +228,7 @@ class DisaggregatedEngine:
         if way is None or way.process is not process:
             return
         if not way.started and way.cached is not None:
-            delta = replace(delta, cached=way.cached)
+            delta = replace(delta, cached_tokens=way.cached)
         way.started = True
         if way.ticket is not None:
             self._policies["decode"].mark_prefilled(way.ticket)

@@ -113,7 +113,7 @@ def load_generation_model(
     models = [base]
     for name, _, folder in loras:
         engine.adapters.add(name, load_lora(Path(folder).expanduser(), model))
-        models.append(replace(base, name=name, aliases=frozenset(), adapter=name, vector=None))
+        models.append(replace(base, name=name, aliases=frozenset(), adapter=name, embed=None))
     return models, engine
 
 
