@@ -1,0 +1,54 @@
+"""Fixtures that all rooms share. Session-scoped objects are read-only: copy a model before training or editing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from whorl.models import Decoder
+    from whorl.models.transformer import Transformer
+    from whorl.store import Store
+    from whorl.tokens.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tiny_decoder() -> Decoder:
+    """A `Decoder` over bytes: 2 layers, width 32, n-gram embedding, in eval mode. `tests.support.tiny` makes variants."""
+    from tests.support.tiny import make_decoder
+
+    return make_decoder().eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_transformer() -> Transformer:
+    """A `Transformer` over bytes: 2 layers, width 32, rotary attention, in eval mode."""
+    from tests.support.tiny import make_transformer
+
+    return make_transformer().eval()
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of 256 bytes and the special tokens; its ids fit `tiny_decoder` and `tiny_transformer`."""
+    from tests.support.tiny import make_byte_tokenizer
+
+    return make_byte_tokenizer()
+
+
+@pytest.fixture(scope="session")
+def token_shards(tmp_path_factory: pytest.TempPathFactory, byte_tokenizer: Tokenizer) -> Path:
+    """A folder with the shards of 60 documents of doubled letters (`train`, `validation`) and the byte tokenizer."""
+    from tests.support.tiny import write_token_shards
+
+    return write_token_shards(tmp_path_factory.mktemp("token_shards"), byte_tokenizer)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """An empty store."""
+    from whorl.store import Store
+
+    return Store(tmp_path / "store")
