@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn.attention.short_conv import ShortConvolution
 from whorl.nn.experts import Routing
-from whorl.objectives import Loss, next_token
+from whorl.objectives.next_token import Loss, next_token
 from whorl.objectives.routing import load_balance
 from whorl.tracking.seeds import generator
 from whorl.train.learner.learner import Learner

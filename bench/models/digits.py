@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from whorl.models.vision.resnet import ResNet
 from whorl.models.vision.vit import MLPMixer, ViT
-from whorl.objectives import Loss
 from whorl.objectives.classify import classification
+from whorl.objectives.next_token import Loss
 from whorl.tracking.seeds import generator
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import train_loop

@@ -29,8 +29,8 @@ from bench._run import claim
 from whorl.evals.likelihood import bits_per_byte, document_nats
 from whorl.models import LanguageModel, load_model
 from whorl.models.pruning.prune import prune, teacher_log_probs
-from whorl.objectives import next_token
 from whorl.objectives.distil import distil_top_k
+from whorl.objectives.next_token import next_token
 from whorl.recipes.steps.quantize import calibration_rows
 from whorl.store import Store
 from whorl.tokens.shards import TokenSet

@@ -35,8 +35,8 @@ from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.vit import ViT
-from whorl.objectives import Loss, next_token
 from whorl.objectives.contrastive import info_nce
+from whorl.objectives.next_token import Loss, next_token
 from whorl.tracking.seeds import generator
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import train_loop

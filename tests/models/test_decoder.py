@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from whorl.errors import CheckpointError
 from whorl.models import Decoder, DecoderConfig, load_model, save_model
 from whorl.nn.positions.rotary import rotary_frequencies
-from whorl.objectives import next_token_reference
+from whorl.objectives.next_token import next_token_reference
 
 
 def small(**change: object) -> DecoderConfig:

@@ -20,8 +20,8 @@ from whorl.models.encoder import Encoder, EncoderConfig
 from whorl.models.vision.clip import DualEncoder, straight_through_clamp
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.vit import ViT
-from whorl.objectives import next_token
 from whorl.objectives.contrastive import info_nce
+from whorl.objectives.next_token import next_token
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.update import Update, all_adamw
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from whorl.objectives import next_token, next_token_reference
+from whorl.objectives.next_token import next_token, next_token_reference
 
 
 @pytest.mark.parametrize("n", [1, 511, 512, 513, 1300])

@@ -11,7 +11,7 @@ from tests.train.lm.test_all_mixers import EXPERTS, HEADS, shape
 from tests.train.lm.test_pretrain import train, weights
 
 from whorl.nn.experts import experts
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.train.determinism import deterministic
 from whorl.train.learner.update import MicroBatch
 from whorl.train.lm.objective import LMObjective

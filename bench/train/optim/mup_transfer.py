@@ -34,7 +34,7 @@ from bench.models._synthetic_data import characters, stretches
 
 from whorl.machine.device_probe import probe
 from whorl.models import DecoderConfig
-from whorl.objectives import next_token
+from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng
 from whorl.train.config import OptimConfig

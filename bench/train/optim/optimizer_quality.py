@@ -36,7 +36,7 @@ from bench.models._synthetic_data import characters, stretches
 
 from whorl.machine.device_probe import probe
 from whorl.models import Decoder, DecoderConfig
-from whorl.objectives import next_token
+from whorl.objectives.next_token import next_token
 from whorl.tracking.seeds import generator, numpy_rng
 from whorl.train.config import OptimConfig
 from whorl.train.lm.objective import param_optims

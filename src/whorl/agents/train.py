@@ -27,9 +27,9 @@ from whorl.agents.config import AgentConfig
 from whorl.agents.networks import ActorCritic
 from whorl.agents.registration import make_env
 from whorl.agents.rollout import Actor, rollout_spec
-from whorl.objectives import Loss
 from whorl.objectives.actor_critic import a2c, ppo
 from whorl.objectives.advantages.estimators import Trajectory, gae, v_trace
+from whorl.objectives.next_token import Loss
 from whorl.slots import Board, FIFOReader, ProducerProcess, SerialProducer, Slot, SlotRing
 from whorl.tracking.seeds import derive, generator
 from whorl.train.checkpoint.format import restore

@@ -36,8 +36,8 @@ from torch import Tensor
 from whorl.embedding.embedder import Vectors, embed_ids, pad
 from whorl.errors import DataError
 from whorl.models.encoder import Encoder, EncoderConfig
-from whorl.objectives import Loss
 from whorl.objectives.contrastive import info_nce
+from whorl.objectives.next_token import Loss
 from whorl.tokens.shards import TokenSet, TokenSplit
 from whorl.tokens.tokenizer import Ids
 from whorl.tracking.seeds import generator, numpy_rng

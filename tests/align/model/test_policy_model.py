@@ -88,7 +88,7 @@ def test_an_adapter_trains_alone_and_is_what_is_published() -> None:
     config = StageConfig(lr_scale=1.0, optimizer="adamw")
 
     def objective(part: dict[str, torch.Tensor]):  # type: ignore[no-untyped-def]
-        from whorl.objectives import Loss
+        from whorl.objectives.next_token import Loss
 
         judged = net.log_probs(part)
         return Loss(-judged.log_prob.sum(), torch.tensor(float(len(judged.log_prob))))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from whorl.errors import ConfigError
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, ParamOptim, TargetNetwork, Update, all_adamw

@@ -18,7 +18,7 @@ from tests.train.resilience.test_spike_guard import figures, guard
 from torch import nn
 
 from whorl.nn import Linear
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train.checkpoint.format import load_latest
 from whorl.train.learner.learner import Learner, SharedState

@@ -19,7 +19,7 @@ from whorl.models.vision.clip import DualEncoder
 from whorl.models.vision.flamingo import Captioner
 from whorl.models.vision.resnet import ResNet
 from whorl.models.vision.vit import MLPMixer, ViT
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.train.config import OptimConfig
 from whorl.train.learner.learner import Learner
 from whorl.train.learner.update import ParamOptim, Update, all_adamw

@@ -11,7 +11,7 @@ import torch
 from tests.support.train.tiny import Notes, job, make_tokens
 from torch import Tensor, nn
 
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.tracking.seeds import generator
 from whorl.train.job import Job
 from whorl.train.learner.learner import Learner

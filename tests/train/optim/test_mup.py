@@ -9,7 +9,7 @@ from tests.support.train.tiny import job
 from whorl.errors import ConfigError
 from whorl.models import DecoderConfig, LanguageModel, TransformerConfig, make_model
 from whorl.nn import Linear
-from whorl.objectives import next_token
+from whorl.objectives.next_token import next_token
 from whorl.plan.config import PlanConfig
 from whorl.tracking.seeds import generator
 from whorl.train.config import OptimConfig

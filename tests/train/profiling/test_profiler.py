@@ -268,7 +268,7 @@ def test_a_profile_leaves_nothing_behind(tokens: Path, tmp_path: Path) -> None:
     hooks = nn.modules.module._global_forward_hooks
     profile(job(tokens), tmp_path / "t.json.gz", steps=1)
     assert hooks is nn.modules.module._global_forward_hooks and not hooks
-    from whorl.objectives import next_token
+    from whorl.objectives.next_token import next_token
     from whorl.train.lm import objective as language
 
     assert vars(language)["next_token"] is next_token

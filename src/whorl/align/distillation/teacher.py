@@ -39,8 +39,8 @@ from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
 from whorl.align.model.sampling import policy_sampling, rollout_engine, sample_completions
 from whorl.errors import ConfigError, DataError
 from whorl.models import LanguageModel
-from whorl.objectives import Loss
 from whorl.objectives.distil import distil_full_vocab, distil_top_k
+from whorl.objectives.next_token import Loss
 from whorl.store.address import file_sha256
 from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer

@@ -43,8 +43,8 @@ from whorl.align.stage.trainer import (
     run_stage,
 )
 from whorl.errors import ConfigError, DataError
-from whorl.objectives import Loss
 from whorl.objectives.log_probs import token_log_probs
+from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import derive, numpy_rng
 from whorl.train.config import RoutingConfig

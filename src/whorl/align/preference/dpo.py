@@ -43,7 +43,7 @@ from whorl.align.stage.trainer import (
     train_replica,
 )
 from whorl.errors import DataError
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.objectives.preference import PairLogProbs, dpo, ipo, kto, kto_kl, orpo, simpo
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import numpy_rng

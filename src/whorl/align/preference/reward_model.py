@@ -51,7 +51,7 @@ from whorl.align.stage.trainer import (
 from whorl.errors import CheckpointError, DataError
 from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.models import LanguageModel, load_model, save_model
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.objectives.reward import bradley_terry
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tracking.seeds import generator

@@ -26,7 +26,6 @@ from whorl.align.config import RLConfig
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.experience import Experience
 from whorl.errors import ConfigError
-from whorl.objectives import Loss
 from whorl.objectives.advantages.group_advantages import group_advantages as group_advantages
 from whorl.objectives.advantages.importance import importance_weights
 from whorl.objectives.advantages.token_gae import token_gae, whiten
@@ -39,6 +38,7 @@ from whorl.objectives.llm_policy import (
     policy_loss,
     value_loss,
 )
+from whorl.objectives.next_token import Loss
 from whorl.train.learner.update import MicroBatch
 
 VALUE_COEF = 0.5

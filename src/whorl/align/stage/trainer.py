@@ -27,7 +27,7 @@ from torch import Tensor
 from whorl.align.config import StageConfig
 from whorl.align.model.example import TokenizedExample
 from whorl.align.model.policy_model import PolicyModel
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup, spawn_replicas
 from whorl.train.checkpoint.format import restore
 from whorl.train.checkpoint.manager import CheckpointManager

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from whorl.errors import ConfigError
 from whorl.nn.norm import BatchNorm
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.update import ParamOptim, TargetNetwork, Update, check_updates
 from whorl.train.learner.zero1 import partition_parameters, update_groups

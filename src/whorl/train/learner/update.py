@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from whorl.errors import ConfigError, WhorlError
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.train.learner.loss_scaler import LossScaler
 from whorl.train.optim.decay_mask import decayed_parameters
 from whorl.train.optim.stochastic_rounding import Rounding

@@ -16,7 +16,7 @@ from whorl.models import LanguageModel
 from whorl.nn import Linear
 from whorl.nn.experts import Experts
 from whorl.nn.kernels.dispatch import logits_step
-from whorl.objectives import Loss, next_token
+from whorl.objectives.next_token import Loss, next_token
 from whorl.train.config import OptimConfig
 from whorl.train.learner.update import MicroBatch, ParamOptim
 from whorl.train.metrics.moe_balance import MoEBalancer

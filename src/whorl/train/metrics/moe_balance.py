@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whorl.nn.experts import MixtureOfExperts, Routing
 from whorl.nn.experts.monitor import load_stats
-from whorl.objectives import Loss
+from whorl.objectives.next_token import Loss
 from whorl.objectives.routing import load_balance, router_z
 from whorl.parallel.process_group import ProcessGroup
 from whorl.train.config import RoutingConfig

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whorl.models import LanguageModel
 from whorl.nn.kernels.dispatch import logits_step
-from whorl.objectives import next_token
+from whorl.objectives.next_token import next_token
 from whorl.parallel.process_group import ProcessGroup
 from whorl.tokens.shards import TokenSet
 from whorl.tracking.seeds import generator

@@ -1,0 +1,290 @@
+"""One-line formulas of all objectives and estimators, by the names that recipes use. Imports no torch.
+
+Notation: pi is the trained policy, ref a frozen reference, mu the policy that sampled, r = pi / mu a probability ratio,
+A an advantage, V a value estimate, R a return, h = log(pi / ref) of a completion, sg the logistic function, H entropy,
+|y| the number of tokens of a completion, c and w the chosen and the rejected completion of a pair, z logits, lse their
+log-sum-exp, p the teacher, q the student, d the temporal-difference error, g the discount.
+
+`docs/objectives.md` is checked against this table by `tests/objectives/test_catalog.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class ObjectiveInfo:
+    """An objective or estimator: its formula on one line, the paper that defines it, and the module that implements it.
+
+    paper: "Authors year" followed by an arXiv number, a DOI or a page of a book.
+    module: dotted name below `whorl`.
+    """
+
+    name: str
+    formula: str
+    paper: str
+    module: str
+
+
+_OBJECTIVES = "whorl.objectives."
+_ADVANTAGES = _OBJECTIVES + "advantages."
+
+# (name, formula, paper, module)
+_LANGUAGE_MODEL = [
+    (
+        "next_token",
+        "lse(z) - z[target] + z_loss lse(z)^2",
+        "Shannon 1951; z-loss: Chowdhery et al. 2022, arXiv:2204.02311",
+        _OBJECTIVES + "next_token",
+    ),
+    (
+        "sft",
+        "- log pi(y|x), over the tokens of the completion only",
+        "Ouyang et al. 2022, arXiv:2203.02155",
+        _OBJECTIVES + "next_token",
+    ),
+    (
+        "multi_token",
+        "- sum over i of log pi(x[t+i] | x[..t])",
+        "Gloeckle et al. 2024, arXiv:2404.19737",
+        "whorl.models.multi_token",
+    ),
+    (
+        "classification",
+        "lse(z) - sum over k of q[k] z[k], q = (1 - e) onehot + e / K",
+        "Szegedy et al. 2016, arXiv:1512.00567",
+        _OBJECTIVES + "classify",
+    ),
+    (
+        "info_nce",
+        "(lse over j of s[i,j] - s[i,i]) / 2 + (lse over j of s[j,i] - s[i,i]) / 2, s = x.y / temperature",
+        "van den Oord et al. 2018, arXiv:1807.03748; Radford et al. 2021, arXiv:2103.00020",
+        _OBJECTIVES + "contrastive",
+    ),
+    (
+        "load_balance",
+        "E sum over experts of f[e] P[e], f the share of choices, P the mean probability",
+        "Fedus et al. 2021, arXiv:2101.03961",
+        _OBJECTIVES + "routing",
+    ),
+    (
+        "router_z",
+        "lse(z)^2 of the router's logits",
+        "Zoph et al. 2022, arXiv:2202.08906",
+        _OBJECTIVES + "routing",
+    ),
+]
+
+_DISTILLATION = [
+    (
+        "forward",
+        "KL(p || q), teacher p, student q",
+        "Hinton et al. 2015, arXiv:1503.02531",
+        _OBJECTIVES + "distil",
+    ),
+    (
+        "reverse",
+        "KL(q || p), teacher p, student q",
+        "Agarwal et al. 2024, arXiv:2306.13649",
+        _OBJECTIVES + "distil",
+    ),
+    (
+        "jensen",
+        "b KL(p || m) + (1 - b) KL(q || m), m = b p + (1 - b) q",
+        "Agarwal et al. 2024, arXiv:2306.13649",
+        _OBJECTIVES + "distil",
+    ),
+]
+
+_PREFERENCES = [
+    (
+        "dpo",
+        "- log sg(beta (h(c) - h(w)))",
+        "Rafailov et al. 2023, arXiv:2305.18290",
+        _OBJECTIVES + "preference",
+    ),
+    (
+        "ipo",
+        "(h(c) - h(w) - 1 / (2 beta))^2",
+        "Azar et al. 2023, arXiv:2310.12036",
+        _OBJECTIVES + "preference",
+    ),
+    (
+        "simpo",
+        "- log sg(beta (log pi(c) / |c| - log pi(w) / |w|) - gamma)",
+        "Meng et al. 2024, arXiv:2405.14734",
+        _OBJECTIVES + "preference",
+    ),
+    (
+        "orpo",
+        "- log P(c) - lambda log sg(log odds P(c) - log odds P(w)), P = pi^(1/|y|)",
+        "Hong et al. 2024, arXiv:2403.07691",
+        _OBJECTIVES + "preference",
+    ),
+    (
+        "kto",
+        "desirable: 1 - sg(beta (h - k)); undesirable: 1 - sg(beta (k - h)); k = KL(pi || ref)",
+        "Ethayarajh et al. 2024, arXiv:2402.01306",
+        _OBJECTIVES + "preference",
+    ),
+    (
+        "reward_model",
+        "- log sg(r(c) - r(w) - margin) + center (r(c) + r(w))^2",
+        "Bradley & Terry 1952, doi:10.2307/2334029; Stiennon et al. 2020, arXiv:2009.01325",
+        _OBJECTIVES + "reward",
+    ),
+]
+
+_POLICY_GRADIENTS = [
+    (
+        "reinforce",
+        "- A log pi, A = reward - mean of the batch",
+        "Williams 1992, doi:10.1007/BF00992696",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "rloo",
+        "- A log pi, A = reward - mean of the group's others",
+        "Ahmadian et al. 2024, arXiv:2402.14740",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "ppo",
+        "- min(r A, clip(r, 1 - e, 1 + e) A), A from a critic by GAE",
+        "Schulman et al. 2017, arXiv:1707.06347",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "grpo",
+        "- min(r A, clip(r, 1 - e, 1 + e) A) / |y| + beta k3, A = (reward - group mean) / group std",
+        "Shao et al. 2024, arXiv:2402.03300",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "dr_grpo",
+        "- min(r A, clip(r, 1 - e, 1 + e) A) / max_completion_tokens, A = reward - group mean",
+        "Liu et al. 2025, arXiv:2503.20783",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "dapo",
+        "- min(r A, clip(r, 1 - low, 1 + high) A) / tokens of the batch, A as in grpo, high > low",
+        "Yu et al. 2025, arXiv:2503.14476",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "gspo",
+        "- min(s A, clip(s, 1 - low, 1 + high) A), s = (pi(y) / mu(y))^(1/|y|), A as in grpo",
+        "Zheng et al. 2025, arXiv:2507.18071",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "a2c",
+        "- A log pi + c_v (V - R)^2 / 2 - c_e H",
+        "Mnih et al. 2016, arXiv:1602.01783",
+        _OBJECTIVES + "actor_critic",
+    ),
+    (
+        "impala",
+        "a2c with A and R from v_trace",
+        "Espeholt et al. 2018, arXiv:1802.01561",
+        _OBJECTIVES + "actor_critic",
+    ),
+    (
+        "value_loss",
+        "max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2) / 2",
+        "Schulman et al. 2017, arXiv:1707.06347 (its code)",
+        _OBJECTIVES + "llm_policy",
+    ),
+    (
+        "overlong_reward",
+        "0 up to max_length - buffer tokens, then falls linearly to -1 at max_length",
+        "Yu et al. 2025, arXiv:2503.14476",
+        _OBJECTIVES + "llm_policy",
+    ),
+]
+
+_ESTIMATORS = [
+    (
+        "discounted_returns",
+        "R[t] = reward[t] + g R[t+1]",
+        "Sutton & Barto 2018, eq. 3.9",
+        _ADVANTAGES + "estimators",
+    ),
+    (
+        "n_step_returns",
+        "R[t] = reward[t] + ... + g^(n-1) reward[t+n-1] + g^n V[t+n]",
+        "Sutton & Barto 2018, eq. 7.1",
+        _ADVANTAGES + "estimators",
+    ),
+    (
+        "gae",
+        "A[t] = d[t] + g lambda A[t+1], d[t] = reward[t] + g V[t+1] - V[t]",
+        "Schulman et al. 2016, arXiv:1506.02438",
+        _ADVANTAGES + "estimators",
+    ),
+    (
+        "td_lambda_returns",
+        "R[t] = gae A[t] + V[t]",
+        "Sutton & Barto 2018, eq. 12.18",
+        _ADVANTAGES + "estimators",
+    ),
+    (
+        "v_trace",
+        "R[t] - V[t] = min(r[t], rho) d[t] + g min(r[t], c) (R[t+1] - V[t+1])",
+        "Espeholt et al. 2018, arXiv:1802.01561",
+        _ADVANTAGES + "estimators",
+    ),
+    (
+        "token_gae",
+        "gae over the sampled tokens of each completion",
+        "Ziegler et al. 2019, arXiv:1909.08593",
+        _ADVANTAGES + "token_gae",
+    ),
+    (
+        "group_advantages",
+        "A = (reward - mean) / (std + eps); mean of the batch, of the group, or of the group's others",
+        "Shao et al. 2024, arXiv:2402.03300; Ahmadian et al. 2024, arXiv:2402.14740",
+        _ADVANTAGES + "group_advantages",
+    ),
+    (
+        "importance_weights",
+        "truncate: min(r, high); mask: r if low <= r <= high else 0; trace: min(r, high) prod of earlier min(r, 1)",
+        "Espeholt et al. 2018, arXiv:1802.01561",
+        _ADVANTAGES + "importance",
+    ),
+    (
+        "kl_estimate",
+        "k1 = d; k2 = d^2 / 2; k3 = exp(-d) - 1 + d; d = log pi - log ref",
+        "Schulman 2020, http://joschu.net/blog/kl-approx.html",
+        _OBJECTIVES + "divergences",
+    ),
+    (
+        "kl_reward",
+        "- coef KL, added to the reward of each token",
+        "Ziegler et al. 2019, arXiv:1909.08593",
+        _OBJECTIVES + "divergences",
+    ),
+    (
+        "adapt_kl_coef",
+        "coef (1 + gain clip(KL / target - 1, -0.2, 0.2))",
+        "Ziegler et al. 2019, arXiv:1909.08593",
+        _OBJECTIVES + "divergences",
+    ),
+    (
+        "calibration",
+        "sum over bins of (count / N) |mean probability - observed share|",
+        "Naeini et al. 2015, doi:10.1609/aaai.v29i1.9602; Guo et al. 2017, arXiv:1706.04599",
+        _OBJECTIVES + "reward",
+    ),
+]
+
+CATALOG: Mapping[str, ObjectiveInfo] = MappingProxyType(
+    {
+        row[0]: ObjectiveInfo(*row)
+        for row in (*_LANGUAGE_MODEL, *_DISTILLATION, *_PREFERENCES, *_POLICY_GRADIENTS, *_ESTIMATORS)
+    }
+)
