@@ -86,7 +86,7 @@ def test_on_a_gpu_operands_lie_as_its_product_wants_them(monkeypatch: pytest.Mon
         calls.append((a.dtype, use_fast_accum))
         return ((a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
 
-    monkeypatch.setattr(float8, "native", lambda _: True)
+    monkeypatch.setattr(float8, "is_native", lambda _: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     check_product()
     assert calls == [(torch.float8_e4m3fn, True), (torch.float8_e5m2, False), (torch.float8_e5m2, False)]

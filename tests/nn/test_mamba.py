@@ -47,7 +47,7 @@ def layer_with_a_way_out(d_model: int, **options: Any) -> Mamba:
 def test_the_chunked_scan_is_the_recurrence_with_gradients(
     length: int, chunk: int | None, rows: int, bordered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ROW_NUMBERS", rows * 6 * 4)
+    monkeypatch.setattr(module, "ROW_ELEMENTS", rows * 6 * 4)
     *leaves, memory = scan_inputs(3, length, 6, 4)
     keep = (torch.rand(3, length, generator=gen(6)) > 0.3).float() if bordered else None
     upstream = torch.randn(3, length, 6, generator=gen(7))

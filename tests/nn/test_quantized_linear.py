@@ -104,7 +104,7 @@ def test_every_kernel_gives_the_written_out_product(
         QuantizedLinear.from_linear(layer(128, 64), kind, group, dynamic=dynamic),
         drawn(rows, 128).to(dtype),
     )
-    made.kernel = "written out"
+    made.kernel = "dequantize"
     want = made(x).float()
     forced = [name for name, kernel in KERNELS.items() if kernel.fits(made, x)]
     for name in [*forced, "auto"]:
@@ -113,8 +113,8 @@ def test_every_kernel_gives_the_written_out_product(
         error = (made(x).float() - want).abs().max() / want.abs().max()
         assert error < (1e-6 if dtype == torch.float32 else 0.02), name
     expected = {"torch"} if dtype == torch.bfloat16 and not dynamic else set()
-    expected |= {"integers"} if dynamic and kind == "int8" else set()
-    assert set(forced) == {"written out"} | expected
+    expected |= {"int8"} if dynamic and kind == "int8" else set()
+    assert set(forced) == {"dequantize"} | expected
 
 
 def test_dynamic_rounds_each_row_by_itself_and_sums_integers() -> None:
@@ -144,7 +144,7 @@ def test_a_row_of_a_memory_is_rounded_by_itself() -> None:
         torch.randint(0, 30, (2, 12), generator=torch.Generator().manual_seed(0)),
     )
     segments = (torch.arange(12) > 6).long().expand(2, -1)
-    for more in ({}, {"segments": segments}, {"before": torch.tensor([[3, 4], [5, 6]])}):
+    for more in ({}, {"segments": segments}, {"prefix_ids": torch.tensor([[3, 4], [5, 6]])}):
         want = memory(ids, **more)
         assert torch.allclose(made(ids, **more), want, atol=2 * 50 * 4 / 254)
         assert (made(ids, **more) - want).abs().max() > 0

@@ -282,9 +282,9 @@ def _fits_float8(layer: QuantizedLinear, x: Tensor) -> bool:
 
 
 KERNELS: dict[str, MatmulKernel] = {
-    "written out": MatmulKernel(lambda layer, x: True, _dequantized_matmul),
+    "dequantize": MatmulKernel(lambda layer, x: True, _dequantized_matmul),
     "torch": MatmulKernel(_fits_torch, _torch_packed_matmul),
-    "integers": MatmulKernel(_fits_integers, _int8_matmul),
+    "int8": MatmulKernel(_fits_integers, _int8_matmul),
     "float8": MatmulKernel(_fits_float8, _float8_matmul),
 }
 _kernel_cache: dict[tuple[object, ...], str] = {}
@@ -293,7 +293,7 @@ _kernel_cache: dict[tuple[object, ...], str] = {}
 def _fastest_kernel(layer: QuantizedLinear, x: Tensor) -> str:
     """The fastest kernel for so many rows (to the next power of 2): timed at the first call, then remembered."""
     if not len(x):
-        return "written out"
+        return "dequantize"
     fitting = [name for name, kernel in KERNELS.items() if kernel.fits(layer, x)]
     if len(fitting) == 1:
         return fitting[0]

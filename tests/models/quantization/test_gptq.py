@@ -175,7 +175,7 @@ def test_a_quantised_model_comes_back_from_its_folder(
     assert found.config == config and found.quantization == scheme
     for layer in (*model.modules(), *found.modules()):
         if isinstance(layer, QuantizedLinear):
-            layer.kernel = "written out"
+            layer.kernel = "dequantize"
     assert torch.equal(found.logits(found(ids())), model.logits(model(ids())))
     for name in quantizable_layers(transformer() if kind == "transformer" else decoder()):
         assert isinstance(found.get_submodule(name), QuantizedLinear)
@@ -252,10 +252,10 @@ def test_damaged_folders_are_named(tmp_path: Path) -> None:
             load_model(tmp_path)
         return str(error.value)
 
-    quantisation = config["quantisation"]
-    assert "blocks.0.attention.out.scales" in told(quantisation={**quantisation, "group": 16})
-    assert "codes" in told(quantisation={**quantisation, "format": "int8"})
-    assert "no model could be read" in told(quantisation={**quantisation, "format": "int3"})
+    quantization = config["quantization"]
+    assert "blocks.0.attention.out.scales" in told(quantization={**quantization, "group_size": 16})
+    assert "codes" in told(quantization={**quantization, "format": "int8"})
+    assert "no model could be read" in told(quantization={**quantization, "format": "int3"})
     assert "blocks.1.attention.out.codes" in told(n_layers=1)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-50])

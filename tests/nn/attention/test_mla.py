@@ -151,7 +151,7 @@ def test_auto_absorbs_single_positions_and_expands_long_pieces() -> None:
 def test_the_state_is_a_fifth_of_multi_head_attention() -> None:
     heads = pytest.importorskip("whorl.nn.attention.multi_head")
     made = MultiHeadLatentAttention(128, 8, kv_rank=40, nope_dim=16, rope_dim=8, v_dim=16, rotary=None)
-    peer = heads.MultiHead(128, 8)
+    peer = heads.MultiHeadAttention(128, 8)
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs = (m.new_state(2, 64, dtype=dtype).n_bytes for m in (made, peer))
         assert ours == 2 * 64 * 48 * dtype.itemsize

@@ -146,13 +146,13 @@ def test_cross_attention_is_torchs_and_decodes() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
     options: dict[str, Any] = {"rotary": ROTARY, "n_kv_heads": 2, "qk_norm": 1e-6, "window": window}
-    first, second = layer(0, **options), layer(7, own_keys=False, **options)
+    first, second = layer(0, **options), layer(7, has_kv_proj=False, **options)
     x = rows()
     lent = first.project_kv(x)
-    y = first(x, keys_from=lent)
+    y = first(x, shared_kv=lent)
     torch.testing.assert_close(y, first(x))
-    z = second(y, keys_from=lent)
-    torch.testing.assert_close(second(y, keys_from=(lent.k, lent.v)), z)
+    z = second(y, shared_kv=lent)
+    torch.testing.assert_close(second(y, shared_kv=(lent.k, lent.v)), z)
     # What it means: a layer with its own queries, and the first one's keys of the first one's input.
     assert (
         first.k is not None and first.v is not None and first.k_norm is not None and second.q_norm is not None
@@ -173,7 +173,7 @@ def test_a_layer_reuses_the_keys_of_another(window: int | None) -> None:
     states, parts = (first.new_state(2, T), second.new_state(2, T)), []
     for piece in x.split([1, 3, 6, 1], dim=1):
         lent = first.project_kv(piece, state=states[0])
-        parts.append(second(first(piece, keys_from=lent), keys_from=lent, state=states[1]))
+        parts.append(second(first(piece, shared_kv=lent), shared_kv=lent, state=states[1]))
     torch.testing.assert_close(torch.cat(parts, 1), z, atol=1e-5, rtol=1e-4)
     assert states[1].n_bytes == 0 and states[0].length == states[1].length == T
     z.square().sum().backward()
@@ -235,7 +235,7 @@ def test_what_cannot_be_is_refused() -> None:
         ("backend is 'fast'", {"backend": "fast"}),
         ("window is 0", {"window": 0}),
         ("rotary and context_dim", {"rotary": ROTARY, "context_dim": 8}),
-        ("own_keys is False", {"own_keys": False, "smear": True}),
+        ("has_kv_proj is False", {"has_kv_proj": False, "smear": True}),
     ]:
         with pytest.raises(ConfigError, match=message):
             MultiHeadAttention(D, H, **options)  # type: ignore[arg-type]
@@ -249,8 +249,8 @@ def test_what_cannot_be_is_refused() -> None:
         ("context is given", lambda: plain(x, context=x)),
         ("context is missing", lambda: cross(x)),
         ("context has the shape", lambda: cross(x, context=x)),
-        ("keys_from is missing", lambda: layer(own_keys=False)(x)),
-        ("keys_from has keys", lambda: plain(x, keys_from=(x[:, None], x[:, None]))),
+        ("shared_kv is missing", lambda: layer(has_kv_proj=False)(x)),
+        ("shared_kv has keys", lambda: plain(x, shared_kv=(x[:, None], x[:, None]))),
         ("the state 3", lambda: plain(x, state=plain.new_state(3, T))),
         ("capacity is 5", lambda: plain(x, state=plain.new_state(2, 5))),
         ("capacity is 0", lambda: plain.new_state(2, 0)),

@@ -289,8 +289,8 @@ def test_dropouts_act_in_training_only() -> None:
     x = torch.randn(200, 16, generator=gen(1))
     torch.manual_seed(0)
     module = layer(token_dropout=0.5)
-    assert 0.3 < float(routing_stats(route(module, x))["unserved"]) < 0.7
-    assert float(routing_stats(route(module.eval(), x))["unserved"]) == 0
+    assert 0.3 < float(routing_stats(route(module, x))["unrouted_fraction"]) < 0.7
+    assert float(routing_stats(route(module.eval(), x))["unrouted_fraction"]) == 0
     module = layer(expert_dropout=0.9)  # almost all: yet top_k stay
     used = [int((route(module, x).counts > 0).sum()) for _ in range(10)]
     assert min(used) >= 2 and sum(used) < 50
@@ -341,11 +341,11 @@ def test_usage_of_loads_known_by_hand() -> None:
         scores, scores, torch.tensor([0, 1, 0]), torch.ones(3), torch.tensor([2, 1, 0, 0]), torch.tensor([2, 2, 0, 0]), 2
     )  # fmt: skip
     numbers = routing_metrics([one])
-    assert numbers["experts/0/tokens/0"] == 2 and numbers["experts/0/busiest"] == pytest.approx(2 * 4 / 3)
-    assert numbers["experts/0/dropped"] == pytest.approx(0.25) and numbers["experts/0/unserved"] == 0
-    assert numbers["experts/0/choice_entropy"] == pytest.approx(0.5)
+    assert numbers["moe/0/tokens/0"] == 2 and numbers["moe/0/max_over_mean_load"] == pytest.approx(2 * 4 / 3)
+    assert numbers["moe/0/dropped_fraction"] == pytest.approx(0.25) and numbers["moe/0/unrouted_fraction"] == 0
+    assert numbers["moe/0/router_entropy"] == pytest.approx(0.5)
     want = -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)) / math.log(4)
-    assert numbers["experts/0/load_entropy"] == pytest.approx(want)
+    assert numbers["moe/0/load_entropy"] == pytest.approx(want)
 
 
 def test_groups_leave_the_best_open() -> None:
@@ -359,7 +359,7 @@ def test_groups_leave_the_best_open() -> None:
         ({"top_k": 9}, "top_k"),
         ({"top_k": 0}, "top_k"),
         ({"n_experts": 0, "top_k": 0}, "n_experts"),
-        ({"top_k": 1}, "normalise"),
+        ({"top_k": 1}, "norm_topk_prob"),
         ({"routing": "dropples"}, "routing"),
         ({"scoring": "tanh"}, "scoring"),
         ({"overflow": "spill"}, "overflow"),

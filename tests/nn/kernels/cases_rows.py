@@ -128,7 +128,7 @@ def test_cross_entropy_through_the_objective(
     head = torch.randn(101, 24, generator=gen(1), requires_grad=True)
     targets, mask = torch.randint(0, 101, (40,), generator=gen(2)), torch.rand(40, generator=gen(3)) > 0.3
     found = []
-    for f, more in ((next_token, {"choose": by_kernel_step}), (next_token, {}), (next_token_reference, {})):
+    for f, more in ((next_token, {"select_step": by_kernel_step}), (next_token, {}), (next_token_reference, {})):
         loss = f(hidden, head, targets, mask, z_loss, softcap, **more)
         gradients = torch.autograd.grad(loss.total * 0.5, (hidden, head))
         found.append([loss.total, loss.metrics["nll"], *gradients])
@@ -206,7 +206,7 @@ def test_dispatch_measures_the_same_function_and_takes_the_faster(monkeypatch: p
     def never(*_: Any) -> Tensor:
         raise AssertionError("the reference gave the answer")
 
-    monkeypatch.setattr(dispatch, "by_kernel", by_kernel)
+    monkeypatch.setattr(dispatch, "use_kernel", by_kernel)
     monkeypatch.setattr(choice, "ROUNDS", 1)
     x, gain = torch.randn(1, 20, 4, 16, generator=gen()), torch.randn(4, 1, generator=gen(1))
     calls = 0

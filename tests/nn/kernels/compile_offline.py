@@ -73,7 +73,7 @@ def main(capability: int) -> None:
     from whorl.nn.kernels import attention, cross_entropy, rms_norm, rotary, softmax
 
     for module in (attention, cross_entropy, rms_norm, rotary, softmax):
-        module.require = lambda *_: None  # type: ignore[attr-defined]  # there is no GPU, and no launch either
+        module.require_triton = lambda *_: None  # type: ignore[attr-defined]  # there is no GPU, and no launch either
     documents = torch.zeros(1, 100, dtype=torch.long)
     packed = Mask(query_segments=documents, key_segments=documents, window=9)
     shared: dict[str, int] = {}

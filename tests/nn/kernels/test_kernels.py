@@ -1,7 +1,7 @@
 """The Triton kernels: their cases in the interpreter, the real compiler without a GPU, and who chooses.
 
 Triton looks for TRITON_INTERPRET when it is first imported, and an interpreted Triton cannot compile; so the cases in
-`kernels/cases_*.py` run in processes of their own, one a file.
+`cases_*.py` run in processes of their own, one a file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whorl.errors import ConfigError
 from whorl.nn.attention import Mask, attend
 from whorl.nn.kernels import autotune as choice
 
-CASES = Path(__file__).parent / "kernels"
+CASES = Path(__file__).parent
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"
 )
@@ -48,13 +48,13 @@ def test_in_the_interpreter(name: str) -> None:
 @needs_triton
 @pytest.mark.parametrize("capability", ["80", "90"])
 def test_compiles_for_gpus_and_fits_their_shared_memory(capability: str, tmp_path: Path) -> None:
-    done = run(str(CASES / "offline.py"), capability, TRITON_CACHE_DIR=str(tmp_path))
+    done = run(str(CASES / "compile_offline.py"), capability, TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
 
 
 @needs_triton
 def test_the_benchmark_is_whole() -> None:
-    done = run(str(Path(__file__).parents[3] / "bench" / "nn_kernels.py"), "--check", TRITON_INTERPRET="1")
+    done = run(str(Path(__file__).parents[3] / "bench" / "nn" / "gpu_kernels.py"), "--check", TRITON_INTERPRET="1")
     assert done.returncode == 0 and done.stdout.count("agrees") == 8, done.stdout + done.stderr
 
 
@@ -85,7 +85,7 @@ def test_on_a_cpu_the_backend_is_refused_and_auto_never_asks(monkeypatch: pytest
     def never(*_: Any) -> bool:
         raise AssertionError("asked on a CPU")
 
-    monkeypatch.setattr(choice, "wins", never)
+    monkeypatch.setattr(choice, "is_correct_and_faster", never)
     monkeypatch.setenv(choice.ENV_VAR, "triton")
     q = torch.randn(1, 2, 5, 8, requires_grad=True)
     assert attend(q, q, q, Mask()).shape == q.shape
@@ -106,9 +106,9 @@ def test_who_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         measured.append(what)
         return "fast" in what
 
-    monkeypatch.setattr(choice, "wins", wins)
-    monkeypatch.setattr(choice, "_chosen", {})
-    monkeypatch.setattr(choice, "installed", lambda: True)
+    monkeypatch.setattr(choice, "is_correct_and_faster", wins)
+    monkeypatch.setattr(choice, "_decisions", {})
+    monkeypatch.setattr(choice, "triton_installed", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
     capturing = [False]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
@@ -138,7 +138,7 @@ def test_who_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     monkeypatch.setenv(choice.ENV_VAR, "auto")
-    monkeypatch.setattr(choice, "installed", lambda: False)
+    monkeypatch.setattr(choice, "triton_installed", lambda: False)
     assert not ask("fast")
     assert len(measured) == 3
 
@@ -169,5 +169,5 @@ def test_a_kernel_has_to_be_right_then_faster() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu() -> None:
     """The contenders of the benchmark, held against each other at a real size: what no interpreter can show."""
-    done = run(str(Path(__file__).parents[3] / "bench" / "nn_kernels.py"), "--check")
+    done = run(str(Path(__file__).parents[3] / "bench" / "nn" / "gpu_kernels.py"), "--check")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

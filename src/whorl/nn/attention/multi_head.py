@@ -1,6 +1,6 @@
 """Multi-head attention with everything that published decoders and encoders vary, and its state for decoding.
 
-Told as differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), each an argument of `MultiHead`:
+Told as differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), each an argument of `MultiHeadAttention`:
 
 - n_kv_heads: fewer key heads than query heads; 1 is multi-query (Shazeer 2019, arXiv:1911.02150), in between is
   grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)
@@ -10,15 +10,15 @@ Told as differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), eac
 - window, stride, block, causal: who is seen (`nn/attention/mask.py`)
 - smear: each key mixed with the one before it (`nn/attention/short_conv.py`)
 - context_dim: keys and values are made of another sequence, `context` (cross-attention, sec. 3.2.3)
-- own_keys=False: keys and values of another layer are used (Brandon et al. 2024, arXiv:2405.12981)
+- has_kv_proj=False: keys and values of another layer are used (Brandon et al. 2024, arXiv:2405.12981)
 
 Order: project, smear keys, norm, rotate, attend, project. The keys of the state are ready for use: smeared, normed, rotated.
 
 Sharing keys between layers. The lending layer's forward comes in two halves, and the borrower is given the same keys:
 
-    lent = first.keys_values(x, positions=p, segments=s, state=state)     # extends the state of `first`
-    y = first(x, positions=p, segments=s, keys_from=lent)
-    z = second(y, positions=p, segments=s, keys_from=lent)                # made with own_keys=False: no k, no v
+    lent = first.project_kv(x, positions=p, segments=s, state=state)     # extends the state of `first`
+    y = first(x, positions=p, segments=s, shared_kv=lent)
+    z = second(y, positions=p, segments=s, shared_kv=lent)                # made with has_kv_proj=False: no k, no v
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class MultiHeadAttention(nn.Module):
         context_dim: width of `context`, of which keys and values are made; None is attention to x itself.
         backend: of `attend`.
         generator: of the initial weights.
-        own_keys: False for a layer that has no k and v, and is given `keys_from` another.
+        has_kv_proj: False for a layer that has no k and v, and is given `shared_kv` another.
 
     Raises:
         ConfigError: sizes that do not fit; options that have no meaning together.
@@ -126,7 +126,7 @@ class MultiHeadAttention(nn.Module):
                     )
         if not has_kv_proj and (smear or context_dim is not None):
             raise ConfigError(
-                "own_keys is False, with smear or context_dim",
+                "has_kv_proj is False, with smear or context_dim",
                 expected="a layer that makes keys, to use those",
             )
         self.d_model, self.n_heads, self.n_kv_heads, self.head_dim = d_model, n_heads, n_kv_heads, head_dim
@@ -173,7 +173,7 @@ class MultiHeadAttention(nn.Module):
             context: [B, Tc, context_dim] of cross-attention; with a state, needed at its first call only.
             context_allowed: [B, Tc] bool, False where the context is padding.
             context_segments: [B, Tc] documents of the context, to go with `segments`; without them, all is seen.
-            keys_from: keys and values from another layer's `keys_values` (or a pair of tensors), instead of x's.
+            shared_kv: keys and values from another layer's `project_kv` (or a pair of tensors), instead of x's.
             bias: [H, T, Tk] or [B, H, T, Tk], added to the scores.
 
         Raises:
@@ -248,7 +248,7 @@ class MultiHeadAttention(nn.Module):
         """
         batch, length = self._check(x)
         if self.k is None or self.v is None:
-            raise ConfigError("keys_from is missing", expected="another layer's keys: own_keys is False")
+            raise ConfigError("shared_kv is missing", expected="another layer's keys: has_kv_proj is False")
         if segments is not None and segments.shape != (batch, length):
             raise ConfigError(
                 f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
@@ -337,8 +337,8 @@ class MultiHeadAttention(nn.Module):
         elif theirs is None and ours is not None:
             if offset > 0:
                 raise ConfigError(
-                    "segments are given, and keys_from has none of its earlier positions",
-                    expected="keys_from as a KeyValues with segments",
+                    "segments are given, and shared_kv has none of its earlier positions",
+                    expected="shared_kv as a KeyValues with segments",
                 )
             theirs = ours
         return replace(
@@ -388,7 +388,7 @@ class MultiHeadAttention(nn.Module):
         want = (batch, self.n_kv_heads, self.head_dim)
         if len(have) != 4 or (have[0], have[1], have[3]) != want or have[2] < length:
             raise ConfigError(
-                f"keys_from has keys of the shape {list(have)}",
+                f"shared_kv has keys of the shape {list(have)}",
                 expected=f"[{batch}, {self.n_kv_heads}, at least {length}, {self.head_dim}]",
                 do="lend between layers of equal n_kv_heads and head_dim",
             )

@@ -3,7 +3,7 @@
     z = W_r x                                        [N, E] logits of N tokens, in fp32                    (`router.py`)
     s = softmax(z)  or  sigmoid(z)                   scores
     chosen = the top_k of s + b                      b: a bias of each expert, for balance alone, often absent
-    w_e = s_e / sum of the chosen s                  weights; without the division where `normalise` is False
+    w_e = s_e / sum of the chosen s                  weights; without the division where `norm_topk_prob` is False
     y = shared(x) + scale * sum over chosen e of  w_e expert_e(x)                                         (`experts.py`)
 
     balance loss = E sum_e f_e mean_n p_e(n)         f: shares of all choices; 1 when even       (`objectives/routing.py`)

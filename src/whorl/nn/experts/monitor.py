@@ -44,11 +44,11 @@ def load_stats(counts: Tensor, requested: Tensor) -> dict[str, Tensor]:
     counts, requested = counts.double(), requested.double()
     total = counts.sum()
     return {
-        "share": counts / total.clamp(min=1),
-        "busiest": counts.max() * len(counts) / total.clamp(min=1),
+        "load_fraction": counts / total.clamp(min=1),
+        "max_over_mean_load": counts.max() * len(counts) / total.clamp(min=1),
         "gini": gini(counts),
         "load_entropy": entropy(counts),
-        "dropped": (1 - total / requested.sum().clamp(min=1)).clamp(min=0) if total else total,
+        "dropped_fraction": (1 - total / requested.sum().clamp(min=1)).clamp(min=0) if total else total,
     }
 
 
@@ -66,16 +66,16 @@ def routing_stats(routing: Routing) -> dict[str, Tensor]:
     served[routing.tokens] = 1.0
     wished = torch.full_like(routing.counts, n_tokens * routing.top_k, dtype=torch.double) / n_experts
     found = load_stats(routing.counts, wished)
-    del found["share"]
+    del found["load_fraction"]
     return {
         "tokens": routing.counts,
         **found,
-        "choice_entropy": entropy(routing.scores).sum() / max(1, n_tokens),
-        "unserved": 1 - served.mean() if n_tokens else served.sum(),
+        "router_entropy": entropy(routing.scores).sum() / max(1, n_tokens),
+        "unrouted_fraction": 1 - served.mean() if n_tokens else served.sum(),
     }
 
 
-def routing_metrics(routings: Sequence[Routing], prefix: str = "experts") -> dict[str, float]:
+def routing_metrics(routings: Sequence[Routing], prefix: str = "moe") -> dict[str, float]:
     """`usage` of every layer as plain numbers for a log: "experts/0/gini", and "experts/0/tokens/5" for expert 5."""
     out: dict[str, float] = {}
     for layer, routing in enumerate(routings):

@@ -11,7 +11,7 @@ For tokens x_n and a router matrix W [E, d], logits are z = x W^T and scores s =
 - "expert_choice": each expert takes its C = ceil(N top_k / E) best tokens (Zhou et al. 2022, arXiv:2202.09368, section
   3.2, top_k in the place of their capacity factor c). Balanced by construction; a token may have no expert, or many.
 
-The weight of a chosen expert is its score, divided by the sum over the token's own experts if `normalise`, times `scale`.
+The weight of a chosen expert is its score, divided by the sum over the token's own experts if `norm_topk_prob`, times `scale`.
 
 Two additions of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). Groups: experts lie in `n_groups` equal groups, a group is
 worth the sum of its two best experts, and a token may choose only within its `top_groups` best. Balancing without a loss
@@ -172,9 +172,9 @@ class MoERouter(nn.Module):
             )
         if routing != "expert_choice" and norm_topk_prob and top_k == 1 and n_experts > 1:
             raise ConfigError(
-                "normalise is True with top_k 1: every weight would be 1, and the router learn nothing",
-                expected="normalise=False (as in Switch)",
-                do="pass normalise=False, or a larger top_k",
+                "norm_topk_prob is True with top_k 1: every weight would be 1, and the router learn nothing",
+                expected="norm_topk_prob=False (as in Switch)",
+                do="pass norm_topk_prob=False, or a larger top_k",
             )
         if groups is not None:
             n_groups, top_groups = groups

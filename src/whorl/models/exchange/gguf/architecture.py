@@ -205,7 +205,7 @@ def _check_supported(architecture: str, config: TransformerConfig, turned: bool)
         if experts.dense_layers:
             raise refuse(f"experts.dense_layers is {experts.dense_layers}", "none")
         if experts.norm_topk_prob != (architecture == "qwen3moe"):
-            raise refuse(f"experts.normalise is {experts.norm_topk_prob}", str(architecture == "qwen3moe"))
+            raise refuse(f"experts.norm_topk_prob is {experts.norm_topk_prob}", str(architecture == "qwen3moe"))
         if architecture == "qwen2moe" and not experts.shared_hidden:
             raise refuse("experts.shared_hidden is 0", "a shared expert")
     for mixer in config.layer_mixers():
