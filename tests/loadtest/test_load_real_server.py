@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conftest import Running
+from tests.support.serve.live_server import Running
 
 from whorl.loadtest.runs import LoadTest, run_load_test_sync
 from whorl.loadtest.summary import LatencySLO

@@ -33,8 +33,8 @@ CONFIGS = st.builds(
     burstiness=st.floats(0.1, 10),
     seed=st.integers(0, 5),
     prefix_tokens=st.integers(0, 40),
-    prefixes=st.integers(1, 3),
-    pairs=st.sampled_from([(), ((3, 4), (50, 6))]),
+    n_prefixes=st.integers(1, 3),
+    length_pairs=st.sampled_from([(), ((3, 4), (50, 6))]),
 )
 
 
@@ -59,7 +59,8 @@ def test_another_rate_is_the_same_rhythm_faster_and_moves_no_prompt(config: Load
     assert [a.send_time for a in slow] == pytest.approx([2 * b.send_time for b in fast])
     assert [(a.prompt, a.max_tokens) for a in slow] == [(b.prompt, b.max_tokens) for b in fast]
     other = schedule_requests(
-        config.model_copy(update={"output_lengths": LengthDistribution("fixed", (9,)), "pairs": ()}), IDS
+        config.model_copy(update={"output_lengths": LengthDistribution("fixed", (9,)), "length_pairs": ()}),
+        IDS,
     )
     if not config.length_pairs:
         assert [one.prompt for one in other] == [one.prompt for one in slow]

@@ -30,7 +30,7 @@ def test_failures_in_a_row_open_it_and_a_success_between_them_does_not() -> None
 
 
 def test_half_open_lets_one_probe_through_whose_answer_decides() -> None:
-    breaker = opened(wait=1.0, longest=4.0)
+    breaker = opened(open_seconds=1.0, max_open_seconds=4.0)
     assert breaker.state(1.0) is CircuitState.HALF_OPEN
     breaker.admit(1.0)
     assert not breaker.allows_request(1.0), "one at a time"

@@ -24,7 +24,7 @@ FULL = DeploymentSpec(
     volume_claim="models",
     key_secret="keys",
     gpus=1,
-    arguments=("--context", "4096"),
+    arguments=("--max-model-len", "4096"),
 )
 
 
@@ -43,7 +43,7 @@ MANIFESTS = st.builds(
     arguments=st.lists(st.text(max_size=8), max_size=3).map(tuple),
     replicas=st.integers(1, 9),
     gpus=st.integers(0, 2),
-    claim=st.none() | st.just("models"),
+    volume_claim=st.none() | st.just("models"),
     key_secret=st.none() | st.just("keys"),
     memory_gib=st.floats(0.1, 500),
 )
@@ -115,7 +115,7 @@ def test_volumes_keys_and_sizes_are_where_the_server_looks() -> None:
     )
     assert "--api-key-file" in server["command"] and "--no-auth" not in server["command"]
     assert server["resources"]["limits"]["nvidia.com/gpu"] == 1
-    assert server["command"][-2:] == ["--context", "4096"]
+    assert server["command"][-2:] == ["--max-model-len", "4096"]
     plain = by_kind(DeploymentSpec(model="m"), "Deployment")["whorl-replica"]["spec"]["template"]["spec"]
     assert "volumes" not in plain and "--no-auth" in plain["containers"][0]["command"]
 
@@ -131,13 +131,13 @@ def test_what_no_cluster_would_take_is_said_here() -> None:
 
 
 def test_a_command_lines_options_reach_the_servers() -> None:
-    words = ["serve", "m", "--manifest", "ray", "--context", "99", "--drain=5", "--no-auth"]
+    words = ["serve", "m", "--manifest", "ray", "--max-model-len", "99", "--drain=5", "--no-auth"]
     (told,) = yaml.safe_load_all(
         manifest_for_command("ray", DeploymentSpec(model="m"), words, ("--manifest", "--drain"))
     )
     args = told["applications"][0]["args"]
-    assert args["arguments"] == ["--context", "99"]
-    assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-sequences", "32", "--context", "99"]
+    assert args["arguments"] == ["--max-model-len", "99"]
+    assert command(args)[2:] == ["whorl.cli", "serve", "m", "--max-num-seqs", "32", "--max-model-len", "99"]
 
 
 # Finding the replicas again

@@ -15,6 +15,7 @@ import httpx2 as httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.router import fake_replica
 from tests.support.router.fake_replica import running
 
 from whorl.errors import ConfigError
@@ -28,17 +29,17 @@ from whorl.router.replica_processes import (
 )
 from whorl.router.router import ReplicaRouter
 
-FAKE = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
+FAKE = [sys.executable, str(Path(fake_replica.__file__))]
 WHOLE = """
 import sys
-from whorl.serve.fleet.replicas import serve_replicas
+from whorl.router.replica_processes import serve_replicas
 serve_replicas(sys.argv[2:], 2, port=int(sys.argv[1]), grace=20)
 """
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(module, "MIN_BACKOFF", 0.01)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -52,7 +53,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def fleet(n: int) -> AsyncIterator[tuple[ReplicaRouter, ReplicaSupervisor, httpx.AsyncClient]]:
-    router, replicas = make_replicated_router(FAKE, n, seed=0, look_every=0.05, grace=10.0)
+    router, replicas = make_replicated_router(FAKE, n, seed=0, health_check_interval=0.05, grace=10.0)
     async with running(router.app) as url, httpx.AsyncClient(base_url=url, timeout=30.0) as client:
         yield router, replicas, client
 
@@ -157,7 +158,7 @@ async def whole() -> AsyncIterator[tuple[subprocess.Popen[bytes], httpx.AsyncCli
 
 
 async def pids(client: httpx.AsyncClient, urls: list[str]) -> list[int]:
-    return [(await client.get(f"{url}/health")).json()["boot"] for url in urls]
+    return [(await client.get(f"{url}/health")).json()["boot_id"] for url in urls]
 
 
 def test_on_sigterm_what_runs_is_finished_and_then_all_end() -> None:

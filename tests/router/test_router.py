@@ -101,7 +101,7 @@ def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
                 said += [{"role": "assistant", "content": LONG}, {"role": "user", "content": f"turn {turn}"}]
             assert len(homes) == 1
             home = homes.pop()
-            assert w.metric(f'whorl_router_prompt_blocks_total{{expected="cached",replica="{home}"') > 0
+            assert w.metric(f'whorl_router_prompt_blocks_total{{cache="cached",replica="{home}"') > 0
             w.router.pool.on_restart(home)
             assert home not in w.router.pool.available(), "a new process is not asked before it is healthy"
 
@@ -158,7 +158,7 @@ def test_a_stream_that_breaks_ends_in_an_error_and_is_not_asked_again() -> None:
 
 def test_a_replica_that_is_silent_for_too_long_is_a_failure() -> None:
     async def test() -> None:
-        async with world(1, patience=0.05, budget=RetryBudget()) as w:
+        async with world(1, read_timeout=0.05, budget=RetryBudget()) as w:
             answer = await w.ask("hold:0")
             assert b"was silent for 0.05 s" in answer.content
             assert w.metric('whorl_router_attempts_total{outcome="timeout"') == 1

@@ -56,7 +56,7 @@ def test_health_is_heard_and_two_silences_are_an_illness() -> None:
             hashes = request_block_hashes("/v1/completions", json.dumps({"prompt": LONG}).encode())
             fleet.policy.begin(hashes, "r0")
             fake.health, fake.health_status = (
-                {"status": "ok", "boot": 1, "evicted_tokens": 64, "queue": 5},
+                {"status": "ok", "boot_id": 1, "evicted_tokens": 64, "queue": 5},
                 200,
             )
             await w.look()
@@ -67,7 +67,7 @@ def test_health_is_heard_and_two_silences_are_an_illness() -> None:
             fake.health["evicted_tokens"] = 128
             await w.look()
             assert len(fleet.policy.indexes["r0"]) == known - 2
-            fake.health["boot"] = 2
+            fake.health["boot_id"] = 2
             await w.look()
             assert len(fleet.policy.indexes["r0"]) == 0
             assert (await w.client.get("/health")).json() == {"status": "ok", "replicas": 2, "available": 2}
@@ -97,7 +97,7 @@ def test_admin_pages_want_a_key_or_a_caller_at_home() -> None:
 
 def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        monkeypatch.setattr("whorl.router.router.LONGEST_BODY", 1 << 20)
+        monkeypatch.setattr("whorl.router.router.MAX_BODY_BYTES", 1 << 20)
         async with world(1) as w:
             answer = await w.client.post("/v1/completions", content=b"x" * (1 << 21))
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
@@ -108,7 +108,7 @@ def test_a_body_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_goodput_counts_what_kept_the_promise() -> None:
     async def test() -> None:
-        async with world(1, promise=SLO(first_byte=0.5)) as w:
+        async with world(1, slo=SLO(first_byte=0.5)) as w:
             now = [0.0]
             w.router.pool.clock = lambda: now[0]
             await w.ask("hello")

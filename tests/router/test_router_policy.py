@@ -119,7 +119,7 @@ def test_no_replica_gets_more_than_its_bound_and_the_books_balance(
     n: int, slack: float, floor: int, asked: list[tuple[int, int]], seed: int
 ) -> None:
     rng = random.Random(seed)
-    made = policy(n, slack=slack, floor=floor)
+    made = policy(n, load_slack=slack, min_limit=floor)
     open_tickets: list[Ticket] = []
     for kind, blocks in asked:
         if open_tickets and rng.random() < 0.4:
@@ -145,9 +145,9 @@ def test_no_replica_gets_more_than_its_bound_and_the_books_balance(
 
 
 def test_a_prompt_goes_back_to_where_its_prefix_is_until_that_costs_more_than_computing_it() -> None:
-    made = policy(3, floor=100)
+    made = policy(3, min_limit=100)
     first = made.choose(block_hashes(text(1, 10)), made.loads)
-    assert first.reason == "two choices"
+    assert first.reason == "power_of_two"
     made.end(made.begin(block_hashes(text(1, 10)), first.replica))
     longer = block_hashes(text(1, 10) + text(9, 2))
     for _ in range(5):
@@ -189,7 +189,7 @@ def test_what_a_replica_lost_is_forgotten() -> None:
 
 
 def test_two_choices_are_nearly_as_even_as_looking_at_all() -> None:
-    made, n, each = policy(8, floor=10**6), 8, 200
+    made, n, each = policy(8, min_limit=10**6), 8, 200
     for _ in range(n * each):
         made.begin((), made.choose((), made.loads).replica)
     runs = [x.running for x in made.loads.values()]
@@ -223,7 +223,7 @@ def test_a_request_that_outlives_its_replica_is_not_booked_to_the_next_of_that_n
 
 def test_bad_use_is_named() -> None:
     with pytest.raises(ConfigError, match="slack -1"):
-        policy(1, slack=-1)
+        policy(1, load_slack=-1)
     made = policy(2)
     with pytest.raises(ConfigError, match="no replicas"):
         made.choose((), [])

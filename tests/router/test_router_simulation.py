@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from bench.router._simulation import POLICIES, Outcome, conversations, simulate
 
 

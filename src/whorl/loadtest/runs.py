@@ -138,10 +138,13 @@ def to_jsonl(loads: Sequence[LoadResult]) -> list[str]:
             entry = {
                 "kind": "request", "load": load.name, "number": r.number, "scheduled": r.scheduled, "sent": r.sent,
                 "arrivals": r.arrivals, "finished": r.finished, "prompt_tokens": r.prompt_tokens,
-                "output_tokens": r.output_tokens, "finish": r.finish_reason, "error": r.error, "said": r.error_message,
+                "output_tokens": r.output_tokens, "finish_reason": r.finish_reason, "error": r.error,
+                "error_message": r.error_message,
             }  # fmt: skip
             found.append(json.dumps(entry))
-        config = load.config.model_dump(mode="json", exclude={"pairs", "prompt_lengths", "output_lengths"})
+        config = load.config.model_dump(
+            mode="json", exclude={"length_pairs", "prompt_lengths", "output_lengths"}
+        )
         entry = {"kind": "load", "load": load.name, "config": config, **load.summary.to_json()}
         found.append(json.dumps(_finite_json(entry)))
     return found

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from whorl.errors import ConfigError
 from whorl.router.replica_pool import ReplicaPool
 
-LOG = logging.getLogger("whorl.serve")
+LOG = logging.getLogger("whorl.router")
 LOOKUP_SECONDS = 2.0
 
 

@@ -103,7 +103,7 @@ def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
     """Services, deployments, disruption budgets and the autoscaler."""
     replicas, routers = f"{spec.name}-replica", f"{spec.name}-router"
     command = ["whorl", "serve", spec.model, "--host", "0.0.0.0", "--port", str(PORT)]
-    command += ["--max-sequences", str(spec.max_num_seqs), "--drain", str(spec.drain_seconds)]
+    command += ["--max-num-seqs", str(spec.max_num_seqs), "--drain", str(spec.drain_seconds)]
     command += ["--api-key-file", "/keys/keys.json"] if spec.key_secret else ["--no-auth"]
     command += spec.arguments
     route = ["whorl", "route", "--discover", f"{replicas}:{PORT}", "--host", "0.0.0.0", "--port", str(PORT)]
@@ -149,7 +149,7 @@ def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
                 "args": {
                     "model": spec.model,
                     "arguments": list(spec.arguments),
-                    "sequences": spec.max_num_seqs,
+                    "max_num_seqs": spec.max_num_seqs,
                 },
                 "deployments": [
                     {

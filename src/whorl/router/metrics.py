@@ -57,12 +57,20 @@ class RouterMetrics:
             "whorl_router_attempts", "Requests sent to a replica, by how it ended", ["replica", "outcome"], registry=registry
         )  # fmt: skip
         self._decisions = Counter(
-            "whorl_router_choices", "Why a replica was chosen", ["replica", "why"], registry=registry
+            "whorl_router_decisions",
+            "Routing decisions by replica and reason",
+            ["replica", "reason"],
+            registry=registry,
         )
         self._retries = Counter("whorl_router_retries", "Second attempts", ["replica"], registry=registry)
-        self._rejected = Counter("whorl_router_refused", "Requests no replica could take", registry=registry)
+        self._rejected = Counter(
+            "whorl_router_rejected", "Requests that no replica could take", registry=registry
+        )
         self._blocks = Counter(
-            "whorl_router_prompt_blocks", "Blocks of prompts sent", ["replica", "expected"], registry=registry
+            "whorl_router_prompt_blocks",
+            "Prompt blocks sent, by expected cache state",
+            ["replica", "cache"],
+            registry=registry,
         )
         self._first_byte = Histogram(
             "whorl_router_first_byte_seconds", "To the first byte of an answer", ["replica"],

@@ -18,7 +18,7 @@ from whorl.router.replica_processes import make_replicated_router
 
 def command(args: Mapping[str, Any]) -> list[str]:
     """What a replica runs. args: model; arguments: further words of `whorl serve`; sequences: at once."""
-    words = ["serve", str(args["model"]), "--max-sequences", str(args.get("sequences", 32))]
+    words = ["serve", str(args["model"]), "--max-num-seqs", str(args.get("max_num_seqs", 32))]
     return [sys.executable, "-m", "whorl.cli", *words, *map(str, args.get("arguments", ()))]
 
 

@@ -153,11 +153,11 @@ class ReplicaPool:
             self.on_missed_check(replica)
             return
         replica.healthy, replica.missed_checks = True, 0
-        boot, evicted = body.get("boot"), body.get("evicted_tokens", 0)
-        if replica.boot_id is not None and boot != replica.boot_id:
+        boot_id, evicted = body.get("boot_id"), body.get("evicted_tokens", 0)
+        if replica.boot_id is not None and boot_id != replica.boot_id:
             self.policy.clear_prefixes(replica.name)
             replica.evicted_tokens = 0
-        replica.boot_id = boot
+        replica.boot_id = boot_id
         if isinstance(evicted, int) and evicted > replica.evicted_tokens:
             self.policy.evict_prefixes(replica.name, (evicted - replica.evicted_tokens) // TOKENS_PER_BLOCK)
             replica.evicted_tokens = evicted

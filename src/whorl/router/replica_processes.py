@@ -42,7 +42,7 @@ from whorl.router.replica_pool import ReplicaPool
 from whorl.router.router import ReplicaRouter, serve_router
 from whorl.router.routing_policy import RoutingPolicy
 
-LOG = logging.getLogger("whorl.serve")
+LOG = logging.getLogger("whorl.router")
 MIN_BACKOFF, MAX_BACKOFF, STABLE_SECONDS = 0.5, 30.0, 60.0
 _POLL_SECONDS = 0.05  # of a starting replica's /health
 
@@ -276,7 +276,7 @@ def make_replicated_router(
     **settings: Any,
 ) -> tuple[ReplicaRouter, ReplicaSupervisor]:
     """A router whose life-span holds `n` processes of `command`; `settings` as `Router` and `Replicas` take them."""
-    own = {k: settings.pop(k) for k in ("env", "start_within", "grace", "any_of") if k in settings}
+    own = {k: settings.pop(k) for k in ("env", "start_timeout", "grace", "min_ready") if k in settings}
     fleet = ReplicaPool(policy or RoutingPolicy(random.Random(seed)))
     replicas = ReplicaSupervisor(command, n, fleet, **own)
     return ReplicaRouter(fleet, outer_context=replicas, **settings), replicas

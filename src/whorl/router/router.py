@@ -51,7 +51,7 @@ from whorl.router.proxy import Proxy, ProxyRequest, ProxyResponse, error_body
 from whorl.router.replica_pool import HEALTH_CHECK_SECONDS, ReplicaPool
 from whorl.router.routing_policy import RoutingPolicy
 
-LOG = logging.getLogger("whorl.serve")
+LOG = logging.getLogger("whorl.router")
 MAX_BODY_BYTES = 32 << 20
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 # Nothing is bounded here: a request waits in its replica's queue, which knows what waiting means, not in a socket pool

@@ -143,8 +143,8 @@ class RoutingPolicy:
         prices = {r: (self.cost(r, len(hashes) - hits[r]), -hits[r]) for r in names}
         best = min(candidates, key=lambda r: (prices[r], self.rng.random()))
         held = known and min(prices.values()) < prices[best]
-        why = "bound" if held else "prefix" if known else "two choices"
-        return RoutingDecision(best, hits[best], len(hashes), why)
+        reason = "load_bound" if held else "prefix" if known else "power_of_two"
+        return RoutingDecision(best, hits[best], len(hashes), reason)
 
     def begin(self, hashes: BlockHashes, replica: str) -> Ticket:
         """The prompt is sent to `replica`, which will have it cached."""

@@ -1,13 +1,11 @@
-"""The server: an OpenAI-compatible API over one engine, and two pages.
+"""The server: an OpenAI-compatible HTTP API over one engine, and two web pages.
 
-fleet/          several servers as one;  bench/  load on a server, and what it felt like;  pages/  chat and engine
+    server.py       the process: uvicorn, signals, draining        config.py   settings      errors.py   error responses
+    app_state.py    state that all routes share; admission of requests to the engine
+    api/            routes: completions, chat, responses, embeddings, tools; request parsing and response formatting
+    middleware/     API keys, rate limits, admission, Prometheus metrics
+    worker/         the engine thread, model loading, engine state
+    pages/          the chat page and the engine page
 
-worker.py       the engine in its own thread; commands in, merged deltas out
-protocol.py     what may be asked, field by field;  errors.py  how a refusal looks
-requests.py     a body becomes engine requests;  answers.py  deltas become text, choices, log-probabilities, usage
-generate.py     completions and chat;  responses.py  the newer form;  embeddings.py  vectors;  tools.py  function calls
-keys.py         API keys and their limits;  guard.py  what stands before every request;  metrics.py  Prometheus
-served.py       what is served: engine, tokenizer, template, names;  app.py  the routes;  run.py  the process
-
-FastAPI is imported in the modules that need it and not here: `whorl --help` stays fast.
+FastAPI is imported only in the modules that use it, so that `whorl --help` stays fast.
 """

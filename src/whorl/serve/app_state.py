@@ -1,8 +1,8 @@
-"""What all routes share: settings, models, worker, metrics, keys; and the one way in for a sequence.
+"""State that all routes share: settings, models, engine worker, metrics, API keys. Also the only path into the engine.
 
-A sequence is admitted here or nowhere: while the server stops, while the queue is full, or when a key has used its minute, a
-request is refused before the engine hears of it; what the engine itself refuses (a grammar that does not compile) comes back
-before the first byte of the answer, so that it is a 400 and not a broken stream.
+`AppState.submit` rejects a request before the engine sees it if the server is draining, the queue is full, or the key has
+reached its rate limit. Errors that the engine raises (such as a grammar that does not compile) are raised before the first
+byte of the response. The client then gets status 400 instead of a broken stream.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from whorl.serve.worker.worker import EngineProtocol, EngineWorker, Stream
 
 T = TypeVar("T")
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
-LARGE_TEXT_CHARS = 1 << 16  # characters beyond which work on a text leaves the event loop
+LARGE_TEXT_CHARS = 1 << 16  # characters; larger texts are processed outside the event loop
 
 
 class AppState:
-    """One server's parts.
+    """The shared state of one server.
 
     Args:
-        engine: None where only an embedder is served.
-        models: the first is the language model, if there is one.
+        engine: None if only an embedder is served.
+        models: the first is the default model.
     """
 
     def __init__(
@@ -52,17 +52,17 @@ class AppState:
         self.start_time, self.boot_id = (
             time.time(),
             secrets.token_hex(8),
-        )  # boot: another one after each start
+        )  # boot_id differs after each start
         self._limits_by_request: dict[str, KeyLimits] = {}
 
     def check_accepting(self) -> None:
-        """Raises ApiError while nothing new is taken."""
+        """Raise ApiError if the server is draining or its engine failed."""
         if self.draining:
             wait = self.config.drain_seconds
-            raise ApiError(503, "the server is stopping", code="draining", retry_after=wait)
+            raise ApiError(503, "the server is draining", code="draining", retry_after=wait)
         if self.worker.error is not None:
             raise ApiError(
-                503, "the engine failed; the server's log says why", code="engine_failed", retry_after=30
+                503, "the engine failed; see the server's log", code="engine_failed", retry_after=30
             )
 
     @property
@@ -72,10 +72,10 @@ class AppState:
         return "draining" if self.draining else "ok"
 
     def find_model(self, name: str | None) -> ServedModel | ServedEmbedder:
-        """The model of that name; the first if none is named.
+        """Return the model with this name or alias, or the first model if `name` is None.
 
         Raises:
-            ApiError: 404.
+            ApiError: 404, no such model.
         """
         for model in self.models:
             if name is None or name == model.name or name in model.aliases:
@@ -83,46 +83,46 @@ class AppState:
         known = ", ".join(repr(model.name) for model in self.models)
         raise ApiError(
             404,
-            f"The model {name!r} does not exist; there is {known}.",
+            f"The model {name!r} does not exist; available: {known}.",
             param="model",
             code="model_not_found",
         )
 
     def generation_model(self, name: str | None) -> ServedModel:
-        """A model that generates.
+        """Return the model with this name if it generates text.
 
         Raises:
-            ApiError: 404, or 400 if it is an embedder.
+            ApiError: 404, no such model; 400, the model is an embedder.
         """
         model = self.find_model(name)
         if not isinstance(model, ServedModel):
             raise ApiError(
                 400,
-                f"The model {model.name!r} makes embeddings and no text.",
+                f"The model {model.name!r} is an embedder and generates no text.",
                 param="model",
                 code="not_supported",
             )
         return model
 
     async def submit(self, requests: Sequence[Request], http: HttpRequest, n_prompt: int) -> list[Stream]:
-        """Hands sequences to the engine; returns when it has taken all of them.
+        """Submit sequences to the engine. Returns their streams once the engine has admitted all of them.
 
-        n_prompt: tokens of prompts, which a key pays for at once; what is written it pays for at the end.
+        n_prompt: prompt tokens; charged to the key now. Generated tokens are charged when a sequence ends.
 
         Raises:
-            ApiError: 429, 503; WhorlError: what the engine does not take. None runs then.
+            ApiError: 429, 503. WhorlError: the engine rejects a request. In both cases none of them runs.
         """
         self.check_accepting()
         worker = self.worker
         if worker.waiting + len(requests) > max(self.config.max_queue, len(requests) * (not worker.streams)):
             raise ApiError(503, "the queue is full", code="queue_full", retry_after=1)
-        account = self.charge_rate_limit(http, n_prompt)
+        limits = self.charge_rate_limit(http, n_prompt)
         streams = []
         try:
             for request in requests:
                 streams.append(worker.submit(request))
-                if account is not None:
-                    self._limits_by_request[request.id] = account
+                if limits is not None:
+                    self._limits_by_request[request.id] = limits
             for stream in streams:
                 await stream.admitted()
         except BaseException:
@@ -132,63 +132,63 @@ class AppState:
         return streams
 
     def charge_rate_limit(self, http: HttpRequest, n_prompt: int) -> KeyLimits | None:
-        """Takes a request and its prompt from the limits of its key, which is returned.
+        """Charge one request and its prompt tokens to the limits of its key; return these limits, or None without a key.
 
         Raises:
             ApiError: 429, with the seconds to wait.
         """
-        account: KeyLimits | None = http.scope.get("state", {}).get("account")
-        if account is None:
+        limits: KeyLimits | None = http.scope.get("state", {}).get("key_limits")
+        if limits is None:
             return None
-        for what, bucket, amount in (
-            ("requests", account.requests, 1),
-            ("tokens", account.tokens, n_prompt),
+        for unit, bucket, amount in (
+            ("requests", limits.requests, 1),
+            ("tokens", limits.tokens, n_prompt),
         ):
             wait = bucket.seconds_until(amount)
             if wait > 0:
                 never = wait == float("inf")
-                said = f"this prompt of {n_prompt:,} tokens is longer than" if never else "over"
+                problem = f"this prompt of {n_prompt:,} tokens exceeds" if never else "over"
                 raise ApiError(
                     429,
-                    f"{said} the limit of {bucket.limit:,} {what} a minute for the key {account.key.name!r}",
+                    f"{problem} the limit of {bucket.limit:,} {unit} per minute for the key {limits.key.name!r}",
                     code="rate_limit_exceeded",
                     retry_after=60 if never else wait,
-                    headers=account.headers,
+                    headers=limits.headers,
                 )
-        account.requests.consume(1)
-        account.tokens.consume(n_prompt)
-        return account
+        limits.requests.consume(1)
+        limits.tokens.consume(n_prompt)
+        return limits
 
     def _on_finish(self, stream: Stream) -> None:
         self.metrics.observe_finished(stream)
-        if account := self._limits_by_request.pop(stream.request.id, None):
-            account.tokens.consume(stream.n_tokens)
+        if limits := self._limits_by_request.pop(stream.request.id, None):
+            limits.tokens.consume(stream.n_tokens)
 
 
 def rate_limit_headers(http: HttpRequest) -> dict[str, str]:
-    """What an answer tells of the key's limits."""
-    account: KeyLimits | None = http.scope.get("state", {}).get("account")
-    return account.headers if account is not None else {}
+    """Return the x-ratelimit headers of the request's key."""
+    limits: KeyLimits | None = http.scope.get("state", {}).get("key_limits")
+    return limits.headers if limits is not None else {}
 
 
 def client_id(http: HttpRequest) -> str:
-    """For whom the engine is to work: clients are served in equal measure. The key, or where there is none the address."""
-    account: KeyLimits | None = http.scope.get("state", {}).get("account")
-    return account.key.id if account is not None else (http.client.host if http.client else "")
+    """Return the unit of fair scheduling: the id of the request's key, or its IP address without keys."""
+    limits: KeyLimits | None = http.scope.get("state", {}).get("key_limits")
+    return limits.key.id if limits is not None else (http.client.host if http.client else "")
 
 
 async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
-    """`work()`, in another thread if it is about much text: encoding megabytes would hold up every other connection."""
+    """Run `work()`, in a thread if the text is large: encoding megabytes would block the event loop."""
     return await asyncio.to_thread(work) if size > LARGE_TEXT_CHARS else work()
 
 
 class _NoEngine:
-    """The engine of a server that only embeds."""
+    """Engine of a server that only embeds."""
 
     busy = False
 
     def add(self, request: Request) -> None:
-        raise ApiError(400, "this server writes no text")
+        raise ApiError(400, "this server generates no text")
 
     def step(self) -> list[Any]:
         return []

@@ -1,10 +1,9 @@
-"""Refusals in OpenAI's shape: {"error": {"message", "type", "param", "code"}} with the status that clients map to
-exceptions.
+"""Error responses in OpenAI's format: {"error": {"message", "type", "param", "code"}} and an HTTP status.
 
-    400 bad request   401 key   404 unknown model or path   413 too large   429 limit   500 our bug   503 busy or stopping
+    400 bad request   401 key   404 unknown model or path   413 too large   429 limit   500 internal   503 busy or draining
 
-A `WhorlError` is the user's to mend, here as on the command line: it becomes a 400 with its message. Whatever else is
-raised is a bug of ours: a 500 that says nothing of the inside, whose traceback stands in the server's log.
+A `WhorlError` is an error of the user: it becomes a 400 with its message. Every other exception is an internal error: the
+client gets a 500 without details, and the traceback is logged.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ERROR_TYPES = {
 
 
 class ApiError(HTTPException):
-    """A refusal. retry_after: seconds after which to ask again."""
+    """An error response. retry_after: seconds, sent as the retry-after header."""
 
     def __init__(
         self,
@@ -44,10 +43,10 @@ class ApiError(HTTPException):
         retry_after: float | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        every = dict(headers or {})
+        all_headers = dict(headers or {})
         if retry_after is not None:
-            every["retry-after"] = str(max(1, math.ceil(retry_after)))
-        super().__init__(status, message, every)
+            all_headers["retry-after"] = str(max(1, math.ceil(retry_after)))
+        super().__init__(status, message, all_headers)
         self.message, self.param, self.code = message, param, code
 
     @property
@@ -61,7 +60,7 @@ class ApiError(HTTPException):
 
 
 class OrjsonResponse(Response):
-    """A JSON answer; numbers that JSON has no word for are null."""
+    """A JSON response. NaN and infinity become null."""
 
     media_type = "application/json"
 
@@ -72,64 +71,64 @@ class OrjsonResponse(Response):
 
 
 def to_api_error(error: BaseException) -> ApiError:
-    """What the client is told about `error`."""
+    """Convert an exception to the error response for the client; log internal errors."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, WhorlError):
-        said = error.what + (f"; expected {error.expected}" if error.expected else "")
+        message = error.what + (f"; expected {error.expected}" if error.expected else "")
         code = "context_length_exceeded" if getattr(error, "too_long", False) else None
-        return ApiError(400, said, code=code)
-    LOG.error("a bug of the server", exc_info=error)
-    return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
+        return ApiError(400, message, code=code)
+    LOG.error("internal error", exc_info=error)
+    return ApiError(500, "internal error; see the server's log", code="internal_error")
 
 
 def from_validation_errors(errors: Sequence[Any]) -> ApiError:
-    """pydantic's findings as one refusal that names the parameter.
+    """Convert pydantic's errors to one error response that names the parameter.
 
-    Where a field may be several things each of them complains: the complaint that got deepest is about what was meant.
+    A field of a union type yields one error per branch. The error with the longest location comes from the intended branch.
     """
     if not errors:
-        return ApiError(400, "the request cannot be read")
+        return ApiError(400, "the request cannot be parsed")
     worst = max(errors, key=lambda e: (e.get("type") == "extra_forbidden", len(e.get("loc", ()))))
     place = [str(p) for p in worst.get("loc", ()) if p != "body" and _is_field_name(p)]
     param = ".".join(place) or None
     if worst.get("type") == "json_invalid":
-        return ApiError(400, "the body is no valid JSON", code="invalid_json")
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
     if worst.get("type") == "extra_forbidden":
         return ApiError(400, f"Unknown parameter: {param!r}.", param=param, code="unknown_parameter")
     if worst.get("type") == "missing" and param is None:
         return ApiError(400, "the request has no JSON body; send one with content-type: application/json")
-    said = str(worst.get("msg", "invalid")).removeprefix("Value error, ")
+    message = str(worst.get("msg", "invalid")).removeprefix("Value error, ")
     code = "missing_required_parameter" if worst.get("type") == "missing" else "invalid_value"
-    return ApiError(400, f"{param}: {said}" if param else said, param=param, code=code)
+    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
 
 
 def _is_field_name(part: Any) -> bool:
-    """Whether a part of a location is a name or a number of the request, and not pydantic's name for a branch of a union."""
+    """Return whether a part of a location is a field name or an index of the request, not a branch of a union."""
     return isinstance(part, int) or (
         isinstance(part, str) and part.isidentifier() and part not in UNION_BRANCHES
     )
 
 
-UNION_BRANCHES = {"str", "int", "float", "bool", "Stop", "TextPart"}
+UNION_BRANCHES = {"str", "int", "float", "bool", "TextPart"}
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """All that an application raises, in this shape."""
+    """Convert all exceptions of an application to this format."""
 
-    async def known(request: Request, error: Exception) -> Response:
+    async def handle_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error, ApiError):
             return error.response
-        text = {404: f"there is nothing at {request.method} {request.url.path}"}.get(
+        text = {404: f"no route for {request.method} {request.url.path}"}.get(
             error.status_code, str(error.detail)
         )
         return ApiError(error.status_code, text, headers=error.headers).response
 
-    async def other(request: Request, error: Exception) -> Response:
+    async def handle_other(request: Request, error: Exception) -> Response:
         return to_api_error(error).response
 
-    app.add_exception_handler(HTTPException, known)
-    app.add_exception_handler(Exception, other)
+    app.add_exception_handler(HTTPException, handle_http)
+    app.add_exception_handler(Exception, handle_other)

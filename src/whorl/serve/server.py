@@ -1,10 +1,10 @@
-"""The process: uvicorn around the application, and how it ends.
+"""The server process: uvicorn, signals, draining.
 
-SIGTERM (or Ctrl-C) once: the server goes on listening, so that whoever routes to it can hear that it stops: /health
-says "draining", /health/ready is 503, whatever is new is a 503 with retry-after. What runs goes on to its end, for
-`drain_seconds` at most. Then the process ends, with exit code 0. A second signal ends it at once.
+After the first SIGTERM or Ctrl-C the server keeps its port open and drains: /health returns "draining", /health/ready 503,
+and new requests get 503 with retry-after. Running sequences get at most `drain_seconds`. Then the process exits with code 0.
+A second signal ends it immediately.
 
-uvicorn alone would close its port at the signal: a balancer would see refused connections and call it dead.
+uvicorn alone closes its port at the signal, so a load balancer would see refused connections and mark the server as dead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from whorl.serve.app_state import LOOPBACK_HOSTS, AppState
 from whorl.serve.config import ServeConfig
 
 LOG = logging.getLogger("whorl.serve")
-FLUSH_SECONDS = 5  # for what is written and not yet sent
+FLUSH_SECONDS = 5  # for responses that are written but not yet sent
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn, which drains before it closes."""
+    """uvicorn server that drains before it closes."""
 
     def __init__(self, config: uvicorn.Config, state: AppState) -> None:
         super().__init__(config)
@@ -43,7 +43,7 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal. It is not kept for later, as uvicorn does, which would raise it again and spoil the exit code."""
+        """Start the drain at the first signal. The signal is not stored: uvicorn would raise it again and change the exit code."""
         if self.state.draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
@@ -51,46 +51,46 @@ class DrainingServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Takes nothing new from now on; closes when nothing runs any more. In the event loop."""
+        """Reject new requests from now on and close when no sequence runs. Called in the event loop."""
         self.state.draining = True
         if self._drain is None:
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
 
     async def _drain_and_exit(self) -> None:
         running = len(self.state.worker.streams)
-        LOG.warning("stopping: %d sequences run, given %g s", running, self.state.config.drain_seconds)
+        LOG.warning("draining: %d running sequences get %g s", running, self.state.config.drain_seconds)
         try:
             await asyncio.wait_for(self.state.worker.wait_drained(), self.state.config.drain_seconds)
         except TimeoutError:
-            LOG.warning("%d sequences were cut off", len(self.state.worker.streams))
+            LOG.warning("%d sequences were truncated", len(self.state.worker.streams))
             for stream in list(self.state.worker.streams.values()):
                 stream.truncate()
         self.should_exit = True
 
 
 def check_auth_required(config: ServeConfig, no_auth: bool = False) -> None:
-    """That a server which others can reach asks for keys.
+    """Check that a server which is reachable from other machines requires API keys.
 
     Raises:
-        ConfigError: it does not, and `no_auth` did not say that this is meant; or the file of keys is not there.
+        ConfigError: it does not and `no_auth` is False, or the key file does not exist.
     """
     if config.key_file is not None and not config.key_file.is_file():
         raise ConfigError(
-            f"there is no file of keys {config.key_file}",
-            expected="what `whorl keys add` writes",
+            f"the key file {config.key_file} does not exist",
+            expected="a file written by `whorl keys add`",
             do=f"make a key with `whorl keys add NAME --file {config.key_file}`",
         )
     if config.key_file is not None or no_auth or is_loopback(config.host):
         return
     raise ConfigError(
-        f"--host {config.host} can be reached by others, and no keys are asked for",
+        f"--host {config.host} is reachable from other machines, and no keys are required",
         expected="--api-key-file FILE, or 127.0.0.1",
-        do="make a key with `whorl keys add NAME`; or say --no-auth if something else keeps strangers out",
+        do="make a key with `whorl keys add NAME`; or pass --no-auth if access is restricted elsewhere",
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine can reach it."""
+    """Return whether the address is reachable only from this machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host in LOOPBACK_HOSTS
@@ -102,7 +102,7 @@ def run_server(
     on_ready: Callable[[str], None] = lambda url: None,
     log_level: str = "warning",
 ) -> None:
-    """Serves what comes in through `listening` until a signal; returns when all is closed. `ready` is told the address."""
+    """Serve connections of `sock` until a signal; return when all are closed. Calls `on_ready` with the URL."""
     config = state.config
     port = sock.getsockname()[1]
     _raise_fd_limit()
@@ -124,32 +124,32 @@ def run_server(
 
 
 def bind_socket(config: ServeConfig) -> socket.socket:
-    """A socket that listens where `config` says.
+    """Return a socket that listens on the configured address.
 
     Raises:
-        ConfigError: the address is taken, or is not ours.
+        ConfigError: the address is in use or does not belong to this machine.
     """
     host, port = config.host, config.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP: asyncio sends small writes at once (TCP_NODELAY) only where it can see that. Else a client that
-    # acknowledges late would get each answer 40 ms late.
-    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # IPPROTO_TCP is explicit because asyncio sets TCP_NODELAY only then. Otherwise a client with delayed acknowledgements
+    # gets each response 40 ms late.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        listener.bind((host, port))
     except OSError as error:
-        made.close()
+        listener.close()
         raise ConfigError(
             f"cannot listen on {host} port {port}: {error.strerror or error}",
             expected="an address of this machine and a free port",
             do="choose another with --port, or 0 for any",
         ) from error
-    made.listen(4096)  # as many as may arrive at one moment
-    return made
+    listener.listen(4096)  # backlog: connections that may arrive at one moment
+    return listener
 
 
 def _raise_fd_limit() -> None:
-    """As many open connections as the system lets us have."""
+    """Raise the limit of open file descriptors to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

@@ -194,7 +194,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 
 class _Waits:
-    first = 0.0
+    first_token_time = 0.0
 
 
 def _never(request: Any) -> Any:

@@ -65,7 +65,7 @@ def test_log_probabilities_are_the_model_s_own(server: Any, client: openai.OpenA
     (choice,) = answer.choices
     assert choice.logprobs is not None and choice.logprobs.content
     served, engine = server.api.models[0], server.api.worker.engine
-    ids = served.chat.prompt([{"role": "user", "content": "hello"}])
+    ids = served.chat_template.encode_prompt([{"role": "user", "content": "hello"}])
     for entry in choice.logprobs.content:
         with torch.inference_mode():
             want = engine.model.logits(engine.model(torch.tensor([ids]))[:, -1])[0].log_softmax(-1)

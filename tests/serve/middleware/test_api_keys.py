@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from whorl.cli import build_app
 from whorl.errors import ConfigError
 from whorl.serve.config import ServeConfig
-from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyFile, KeyStore, TokenBucket
+from whorl.serve.middleware.auth import RELOAD_SECONDS, KeyFile, KeyStore
+from whorl.serve.middleware.rate_limit import TokenBucket
 from whorl.serve.server import check_auth_required
 
 

@@ -72,7 +72,7 @@ def test_who_hangs_up_in_mid_stream_is_aborted_and_its_pages_are_free(gated: tup
     drained(server)
     gate.let(10_000)
     engine = server.api.worker.engine
-    assert server.ask(lambda e: (e.check_integrity(), e.cache.groups[0].pool.used))[1] == 0
+    assert server.ask(lambda e: (e.check_integrity(), e.cache.groups[0].pool.n_used))[1] == 0
     assert engine.stats.finished == {"abort": 2}
     assert b'whorl_sequences_finished_total{reason="abort"} 2.0' in server.api.metrics.exposition
 
@@ -147,9 +147,9 @@ def test_a_reader_who_stands_still_is_let_go() -> None:
 
 CHILD = """
 import sys
-sys.path.insert(0, {here!r})
-from live_server import api_of, engine_of, words
-from whorl.serve.run import listen, serve
+sys.path.insert(0, {root!r})
+from tests.support.serve.live_server import api_of, engine_of, words
+from whorl.serve.server import bind_socket, run_server
 
 engine = engine_of(words())
 real, n = engine.step, 0
@@ -163,12 +163,12 @@ def step():
 
 engine.step = step
 api = api_of(engine, drain_seconds=60)
-serve(api, listen(api.config), lambda url: print(url, flush=True))
+run_server(api, bind_socket(api.config), lambda url: print(url, flush=True))
 """
 
 
 def child() -> subprocess.Popen[str]:
-    code = CHILD.format(here=str(Path(__file__).parent))
+    code = CHILD.format(root=str(Path(__file__).parents[3]))
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,

@@ -76,8 +76,8 @@ def test_the_cache_is_as_large_as_was_said(folder: Path, machine: Any) -> None:
     for wrong in ("=x", "a=", "a", "small=x"):
         with pytest.raises(ConfigError, match="--adapter"):
             load_generation_model(place, machine, SIZES, max_model_len=64, adapters=[wrong])
-    with pytest.raises(ConfigError, match="--weights is 'int3'"):
-        engine_config({"weights": "int3"})
+    with pytest.raises(ConfigError, match="--weight-dtype is 'int3'"):
+        engine_config({"weight_dtype": "int3"})
 
 
 def test_an_embedder_alone_embeds_and_does_not_write(tmp_path: Path, machine: Any) -> None:

@@ -26,7 +26,7 @@ def event(text: str) -> bytes:
 
 class FakeReplica:
     def __init__(self, name: str = "") -> None:
-        self.name, self.health = name, {"status": "ok", "boot": os.getpid()}
+        self.name, self.health = name, {"status": "ok", "boot_id": os.getpid()}
         self.health_status = 200
         self.prompts: list[str] = []
         self.headers: list[dict[str, str]] = []

@@ -45,7 +45,7 @@ async def world(
     async with AsyncExitStack() as stack:
         fakes = [FakeReplica(f"r{i}/") for i in range(n)]
         urls = {f"r{i}": await stack.enter_async_context(running(f)) for i, f in enumerate(fakes)}
-        router = make_router({**urls, **(extra or {})}, look_every=3600.0, **settings)
+        router = make_router({**urls, **(extra or {})}, health_check_interval=3600.0, **settings)
         for replica in router.pool.replicas.values():
             replica.breaker = breaker()
         url = await stack.enter_async_context(running(router.app))

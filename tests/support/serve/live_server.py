@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import uvicorn
 
@@ -48,7 +49,7 @@ def tiny(tokenizer: Tokenizer, longest: int = 256) -> Decoder:
 def engine_of(tokenizer: Tokenizer, **sizes: Any) -> Engine:
     model = tiny(tokenizer)
     config = EngineConfig(
-        **{"max_length": 1024, "cache_tokens": 4096, "page_size": 16, "max_sequences": 8} | sizes
+        **{"max_model_len": 1024, "kv_cache_tokens": 4096, "block_size": 16, "max_num_seqs": 8} | sizes
     )
     return make_engine(model, tokenizer, ChatTemplate(tokenizer), config)
 
@@ -113,3 +114,13 @@ def running(api: AppState) -> Iterator[Running]:
         yield server
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Running]:
+    """One server for all tests that only send requests. At the end it must hold no pages, streams or limits."""
+    with running(api_of()) as one:
+        yield one
+        one.ask(lambda engine: engine.check_integrity())
+        assert one.ask(lambda engine: engine.busy) is False
+        assert one.api.worker.streams == {} and one.api._limits_by_request == {}

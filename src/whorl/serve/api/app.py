@@ -16,8 +16,8 @@ from fastapi.routing import APIRoute
 from starlette.responses import FileResponse, Response
 
 from whorl.serve import errors
-from whorl.serve.api import completions as generate
-from whorl.serve.api import embeddings, responses
+from whorl.serve.api import chat, embeddings, responses
+from whorl.serve.api import completions as text_completions
 from whorl.serve.api.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -143,11 +143,11 @@ def create_app(api: AppState) -> FastAPI:
 def _add_generation_routes(app: FastAPI, api: AppState) -> None:
     @app.post("/v1/completions", responses=STREAM_RESPONSES, tags=["generate"])
     async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
-        return await generate.create_completion(api, body, request)
+        return await text_completions.create_completion(api, body, request)
 
     @app.post("/v1/chat/completions", responses=STREAM_RESPONSES, tags=["generate"])
     async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
-        return await generate.create_chat_completion(api, body, request)
+        return await chat.create_chat_completion(api, body, request)
 
     @app.post("/v1/responses", responses=STREAM_RESPONSES, tags=["generate"])
     async def new_response(body: ResponsesRequest, request: HttpRequest) -> Response:
@@ -182,7 +182,7 @@ def _add_monitoring_routes(app: FastAPI, api: AppState) -> None:
         worker = api.worker
         told = {
             "status": api.status,
-            "boot": api.boot_id,
+            "boot_id": api.boot_id,
             "uptime": round(time.time() - api.start_time, 3),
             "running": worker.running,
             "queue": worker.waiting,

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator, Sequence
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from whorl.engine.request import FinishReason, Token
+from whorl.serve.api.protocol import GenerationRequest
 from whorl.serve.errors import ApiError
-from whorl.serve.worker.model_entry import AnyTokenizer
+from whorl.serve.worker.model_entry import AnyTokenizer, ServedModel
 from whorl.serve.worker.worker import Stream
 from whorl.tokens.tokenizer import Tokenizer
 
@@ -110,6 +113,16 @@ async def merge_streams(readers: Sequence[StreamDecoder]) -> AsyncIterator[tuple
             task.cancel()
 
 
+def response_head(prefix: str, kind: str, served: ServedModel) -> dict[str, Any]:
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": served.name,
+        "system_fingerprint": None,
+    }
+
+
 def usage(streams: Sequence[Stream], n_prompt: int, best_of: int) -> dict[str, Any]:
     """Tokens of one request: each prompt counted once, whatever the number of its answers.
 
@@ -122,6 +135,20 @@ def usage(streams: Sequence[Stream], n_prompt: int, best_of: int) -> dict[str, A
         "total_tokens": n_prompt + written,
         "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in streams[::best_of])},
     }
+
+
+def usage_field(body: GenerationRequest) -> dict[str, Any]:
+    """What every chunk but the last says of usage, where it was asked for."""
+    wanted = body.stream_options is not None and body.stream_options.include_usage
+    return {"usage": None} if wanted else {}
+
+
+def close_all(streams: Sequence[Stream]) -> Callable[[], None]:
+    def close() -> None:
+        for stream in streams:
+            stream.close()
+
+    return close
 
 
 def chat_log_probs(tokens: Sequence[Token], tokenizer: AnyTokenizer) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""Authentication, rate limits, admission, metrics."""
+"""Middleware of the server: authentication, rate limits, admission, metrics."""

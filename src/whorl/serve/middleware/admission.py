@@ -1,12 +1,13 @@
-"""What stands before every request: host, key, drain, size. Whatever is refused here has cost next to nothing.
+"""Checks before every request: host, key, drain, size. A rejected request costs almost no work.
 
-    a server without keys answers only to its own names        no web page can reach it under another (DNS rebinding)
-    a key is asked for before the body is read                  a stranger sends headers, not megabytes
-    the body is read here, up to a limit, within a time         chunked bodies too, which say no length
-    no cross-origin headers, JSON must call itself JSON         a web page elsewhere cannot make a browser ask
+    check                                                 protects against
+    Host header is a local name, if there are no keys     DNS rebinding by a web page
+    API key, before the body is read                      large uploads without a key
+    body size and time limits, also for chunked bodies    memory exhaustion, slow uploads
+    no CORS headers; JSON needs its content type          cross-origin requests of web pages
 
-A body that is too large is still read, and thrown away, up to a few times the limit: a client who is answered while it sends
-sees a broken pipe and never the 413.
+A body that is too large is still read and discarded, up to `DISCARD_FACTOR` times the limit. A client that gets a response
+while it sends would see a broken pipe instead of the 413.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ DISCARD_FACTOR = 8  # times the limit
 
 
 class ClientDisconnected(Exception):
-    """The client went away while it was sending."""
+    """The client disconnected while it sent the request."""
 
 
 class AdmissionMiddleware:
-    """ASGI middleware around the application."""
+    """ASGI middleware that checks requests and reads their bodies."""
 
     def __init__(self, app: Application, state: AppState) -> None:
         self.app, self.state = app, state
@@ -48,7 +49,9 @@ class AdmissionMiddleware:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                path = getattr(scope.get("route"), "path", "other")  # the route's, so that there are few
+                path = getattr(
+                    scope.get("route"), "path", "other"
+                )  # the route's path, so that the number of labels is bounded
                 self.state.metrics.http_requests.labels(path, str(message["status"])).inc()
             await send(message)
 
@@ -60,44 +63,42 @@ class AdmissionMiddleware:
         except Exception as error:
             await to_api_error(error).response(scope, receive, counted)
             return
-        given = False
+        replayed = False
 
-        async def again() -> MutableMapping[str, Any]:
-            nonlocal given
-            if given:
+        async def replay_body() -> MutableMapping[str, Any]:
+            nonlocal replayed
+            if replayed:
                 return await receive()
-            given = True
+            replayed = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self.app(scope, again, counted)
+        await self.app(scope, replay_body, counted)
 
     def _check(self, scope: Scope) -> None:
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
         path = scope["path"]
         if self.state.local_only and _strip_port(headers.get("host", "")) not in LOCAL_HOSTS:
             raise ApiError(
-                403, f"this server answers to 127.0.0.1 and localhost, not to {headers.get('host')!r}"
+                403, f"this server accepts the hosts 127.0.0.1 and localhost, not {headers.get('host')!r}"
             )
         if path in PAGE_PATHS or path.startswith(PUBLIC_PREFIXES):
             return
         if self.state.key_store is not None:
             kind, _, key = headers.get("authorization", "").partition(" ")
-            account = self.state.key_store.authenticate(key.strip()) if kind.lower() == "bearer" else None
-            if account is None:
-                given = "an unknown API key" if key else "no API key; send it as 'Authorization: Bearer KEY'"
-                raise ApiError(
-                    401, f"you gave {given}", code="invalid_api_key", headers={"www-authenticate": "Bearer"}
-                )
-            scope.setdefault("state", {})["account"] = account
+            limits = self.state.key_store.authenticate(key.strip()) if kind.lower() == "bearer" else None
+            if limits is None:
+                problem = "unknown API key" if key else "no API key; send 'Authorization: Bearer KEY'"
+                raise ApiError(401, problem, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            scope.setdefault("state", {})["key_limits"] = limits
         if scope["method"] == "POST":
             self.state.check_accepting()
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """The whole body.
+        """Return the whole body.
 
         Raises:
             ApiError: it is larger than the limit, or took too long.
-            Gone: the client went away.
+            ClientDisconnected: the client disconnected.
         """
         limit, parts, size = self.state.config.max_body, [], 0
         try:
@@ -120,7 +121,7 @@ class AdmissionMiddleware:
 
 
 def _strip_port(header: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     if header.startswith("["):
         return header.partition("]")[0] + "]"
     return header.partition(":")[0].lower()

@@ -1,1 +1,1 @@
-"""The engine thread behind the API: model loading, state, requests in flight."""
+"""The engine thread behind the API: model loading, engine state, running sequences."""

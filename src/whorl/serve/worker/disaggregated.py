@@ -1,26 +1,23 @@
-"""Prompts are read in some processes and answers written in others: prefill and decode apart, with pages handed over.
+"""Disaggregated prefill and decode: separate processes, with KV blocks transferred between them.
 
-    add(request) -> prefill process: reads the prompt in, exports its pages      (engine/disaggregation/kv_transfer.py)
+    add(request) -> prefill process: computes the prompt, exports its blocks     (engine/disaggregation/kv_transfer.py)
                  -> decode process: imports them, decodes from a full prefix hit
     step() -> deltas
 
-One engine that does both makes every token of everybody wait whenever somebody's prompt takes part in a step; chunks make
-the wait short and frequent. Apart, the time between tokens depends on the decoders' own batch alone, and the time to the
-first token on the prefill queue alone: each side is sized for its own promise (Zhong et al. 2024, DistServe, arXiv
-2401.09670). The price: the cores are split for good, so that one side may idle while the other is behind, and every prompt's
-pages are copied twice. What it comes to on two cores, `bench/engine/disaggregation.py` says.
+In one engine, each prefill chunk delays the next token of every running sequence. With separate processes, TPOT depends
+only on the decode batch and TTFT only on the prefill queue, so each side is sized for its SLO (Zhong et al. 2024,
+DistServe, arXiv 2401.09670). The cost: the cores are split statically, and the KV blocks of each prompt are copied twice.
+Measurements on two cores: `bench/engine/disaggregation.py`.
 
-The coordinator has the shape of an engine (`add`, `step`, `abort`, `busy`), so what drives the one can drive the other. It
-holds no model. Which process is asked is the router's policy, over ids: a prompt goes where its beginning was read before.
-A prompt that has fewer than `shortest` positions to be computed is not worth the way: it goes to a decoder at once.
+The coordinator implements the interface of an engine (`add`, `step`, `abort`, `busy`) and holds no model. The router's
+policy selects a process from the token ids. A prompt with fewer than `min_prefill_tokens` uncached positions goes directly
+to a decoder.
 
-- A block of pages travels as a file descriptor (`channel.py`): no byte of it passes through here, and a process that dies
-  takes nothing with it, since the last descriptor closed frees the memory.
-- A prefill process that dies loses nothing: what it was reading is read elsewhere, by a decoder if need be. A decoder that
-  dies ends those of its answers that had begun (`finish` is "abort", `lost` says why); the others start anew. Either is
-  started again, `LIVES` times in all.
-- Pages that are read and not yet imported are memory that nobody's cache counts: at most `ahead` prompts for each decoder
-  are on their way.
+- A KV block is passed as a file descriptor (`channel.py`). Its memory is freed when the last descriptor closes.
+- If a prefill process dies, its prompts are computed elsewhere. If a decoder dies, its started sequences end with "abort"
+  (see `errors`), and the others are queued again. Processes are restarted at most `MAX_RESTARTS` times in total.
+- Exported blocks that are not yet imported belong to no cache, so at most `pending_per_decoder` prompts per decoder are
+  in transit.
 """
 
 from __future__ import annotations
@@ -47,26 +44,26 @@ MAX_RESTARTS = 3
 
 @dataclass(eq=False)
 class _InFlight:
-    """A request on its way."""
+    """A request in progress."""
 
     request: Request
     stage: Literal["queued", "reading", "importing", "writing"] = "queued"
     process: WorkerProcess | None = None
     ticket: Ticket | None = None
-    cached: int | None = None  # what the reader had found: what the importer finds is no news
+    cached: int | None = None  # prefix hit in the prefill process; the decoder's hit includes the transfer
     started: bool = False
 
 
 class DisaggregatedEngine:
-    """`n_prefill` + `n_decode` processes of one model.
+    """`n_prefill` + `n_decode` processes of one model, behind the interface of an engine.
 
     Args:
-        make: (role) -> engine, in the process itself; must pickle, and come from a module that can be imported.
-        shortest: positions to be computed from which on a prompt is read by a prefill process.
-        ahead: prompts on their way, a decoder.
+        make_engine: (role) -> engine, called in the process; must be picklable and importable.
+        min_prefill_tokens: uncached positions from which a prompt goes to a prefill process.
+        pending_per_decoder: prompts in transit per decoder.
 
     Raises:
-        ProducerError: from `add`, `step`: no decoder is left, and none can be started any more.
+        ProducerError: from `add` and `step`, if no decoder is left and none can be restarted.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class DisaggregatedEngine:
             min_prefill_tokens,
             pending_per_decoder * n_decode,
         )
-        self.errors: dict[str, Exception] = {}  # why a request was ended that nobody aborted
+        self.errors: dict[str, Exception] = {}  # why a request ended with "abort" without a call of `abort`
         self.n_transferred = self.n_rejected_blocks = 0
         self._in_flight: dict[str, _InFlight] = {}
         self._queue: deque[_InFlight] = deque()
@@ -100,19 +97,19 @@ class DisaggregatedEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether `step` has anything to wait for."""
+        """Whether requests are in progress or deltas are pending."""
         return bool(self._in_flight or self._deltas)
 
     def add(self, request: Request) -> None:
-        """Takes a request in; its id is never used again. One that is refused ends as "abort", and `lost` says why."""
+        """Add a request; its id must be new. A rejected request ends with "abort", and `errors` has the reason."""
         if request.id in self._in_flight:
-            raise DataError(f"id {request.id!r} is that of a request on its way", expected="a new one")
+            raise DataError(f"id {request.id!r} belongs to a request in progress", expected="a new id")
         self._in_flight[request.id] = way = _InFlight(request)
         self._queue.append(way)
         self._dispatch_queued()
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request where it is; the next step says so. False if it is not on its way."""
+        """End a request; the next step reports it. Returns False if no such request is in progress."""
         way = self._in_flight.get(request_id)
         if way is None:
             return False
@@ -122,7 +119,7 @@ class DisaggregatedEngine:
         return True
 
     def step(self, seconds: float = 0.02) -> list[Delta]:
-        """What has come from the processes; waits at most so long for something."""
+        """Return the deltas that arrived from the processes; wait at most `seconds` for the first."""
         self._dispatch_queued()
         ends = {p.channel.sock: p for p in self._processes.values()}
         waiting = 0.0 if self._deltas else seconds
@@ -138,12 +135,12 @@ class DisaggregatedEngine:
         return told
 
     def wait_until_ready(self) -> None:
-        """Returns when every process has its model. Raises ProducerError: one ended instead."""
+        """Wait until every process has loaded its model. Raises ProducerError if one exits."""
         while not all(p.ready for p in self._processes.values()):
             self._deltas += self.step(1.0)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for process in self._processes.values():
             process.close()
         self._processes = {}
@@ -154,19 +151,17 @@ class DisaggregatedEngine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # -- what moves requests -------------------------------------------------------------------------------------------
-
     def _ready(self, role: Role) -> list[str]:
         return [p.name for p in self._processes.values() if self._roles[p.name] == role and p.ready]
 
     def _dispatch_queued(self) -> None:
-        """Starts those that wait, as far as there may be pages on their way."""
+        """Dispatch queued requests while the number of prompts in transit is below the limit."""
         while self._queue and self._ready("decode"):
             way = self._queue[0]
             hashes = block_hashes(way.request.ids, str(way.request.adapter).encode())
             decoders = self._policies["decode"]
             known = max(decoders.indexes[n].match_length(hashes) for n in self._ready("decode")) * BLOCK_IDS
-            # The prompt's own log-probabilities are told by whoever computes the prompt; no adapter's pages are handed over
+            # Prompt log-probabilities come from the process that computes the prompt. Blocks of adapters are not transferred.
             whole = way.request.prompt_log_probs or way.request.adapter is not None
             short = len(way.request.ids) - known < self.min_prefill_tokens
             readers = self._ready("prefill")
@@ -203,7 +198,7 @@ class DisaggregatedEngine:
         way = self._in_flight.get(what[0])
         if way is None or way.process is not process:
             if fd is not None:
-                os.close(fd)  # it was aborted, or started anew elsewhere
+                os.close(fd)  # the request was aborted, or started in another process
         elif verb == "read":
             assert fd is not None
             way.cached = what[1]
@@ -217,7 +212,7 @@ class DisaggregatedEngine:
             way.stage = "writing"
         elif verb == "unusable":
             self.n_rejected_blocks += 1
-            LOG.warning("request %s is computed anew: %s", *what)
+            LOG.warning("KV blocks of request %s were rejected, computing it again: %s", *what)
             way.stage, way.cached = "writing", None
         elif verb == "refused":
             self.errors[what[0]] = what[1]
@@ -246,7 +241,9 @@ class DisaggregatedEngine:
 
     def _end_ticket(self, way: _InFlight) -> None:
         if way.ticket is not None:
-            self._policies["decode"].end(way.ticket)  # of whichever: a ticket knows its books
+            self._policies["decode"].end(
+                way.ticket
+            )  # any policy works: a ticket holds a reference to its load counters
 
     def _requeue(self, way: _InFlight) -> None:
         self._end_ticket(way)
@@ -261,22 +258,22 @@ class DisaggregatedEngine:
             self._policies[self._roles[process.name]].remove(process.name)
         for way in [w for w in self._in_flight.values() if w.process is process]:
             if way.started:
-                self.errors[way.request.id] = ProducerError(f"{how} while it wrote the answer")
+                self.errors[way.request.id] = ProducerError(f"{how} while it generated the output")
                 self._finish(way, Delta(way.request.id, finish_reason="abort"))
             else:
                 self._requeue(way)
         if not process.ready:
-            raise ProducerError(f"{how} before it had its model", do="what it wrote before it ended says why")
+            raise ProducerError(f"{how} before it loaded its model", do="see its earlier output")
         if self._restarts_left > 0:
             self._restarts_left -= 1
             self._start_process(process.name, self._roles[process.name], process.cores)
         if not any(self._roles[name] == "decode" for name in self._processes):
             raise ProducerError(
-                f"{how}, and no decoder is left", do="look at what it wrote before; start the server again"
+                f"{how}, and no decoder is left", do="see its earlier output; restart the server"
             )
 
     def _start_process(self, name: str, role: Role, cores: tuple[int, ...]) -> None:
         self._processes[name] = process = WorkerProcess(
-            name, "whorl.engine.disaggregation.workers:work", cores
+            name, "whorl.engine.disaggregation.workers:run_worker", cores
         )
         process.post((role, self.make_engine, max(1, len(cores))))

@@ -1,11 +1,9 @@
-"""What an engine is doing, as JSON: for the engine's page, for /metrics and for whoever routes to it.
+"""The state of an engine as JSON, for the engine page, /metrics and routers.
 
-Taken in the engine's thread between two steps (`Worker.call`), so that all of it is of one moment. Nothing here is told to
-the engine: it is asked for what it keeps anyway.
+It is read in the engine thread between two steps (`EngineWorker.call`), so that all values belong to one moment.
 
-`page_map` draws the cache: an entry for each page in order, 0 free, -1 kept with nobody holding it, n held by n
-sequences; runs of equal pages as [entry, length]. It is that of the layers which see everything, or of the first group
-there is.
+`page_map` lists the cache pages in order: 0 free, -1 cached and unreferenced, n referenced by n sequences. Runs of equal
+pages are written as [entry, length]. It shows the group of full-attention layers, or else the first group.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from typing import Any
 
 from whorl.engine.engine import Engine
 
-THROUGHPUT_WINDOW_SECONDS = 5.0  # over which tokens a second are counted
+THROUGHPUT_WINDOW_SECONDS = 5.0  # window of the tokens/s value
 
 
 def engine_counters(engine: Any) -> dict[str, float]:
-    """Numbers by name, for Prometheus; none of what is no `Engine`."""
+    """Return counters by name for Prometheus; empty for an object that is not an `Engine`."""
     if not isinstance(engine, Engine):
         return {}
     stats, pools = engine.stats, [group.pool for group in engine.cache.groups]
@@ -41,15 +39,15 @@ def engine_counters(engine: Any) -> dict[str, float]:
         "pages_used": sum(pool.n_used for pool in pools),
         "pages_cached": sum(pool.n_cached for pool in pools),
         "pages_evicted": sum(pool.n_evicted for pool in pools),
-        "prefix_tokens_asked": engine.cache.queried_tokens,
-        "prefix_tokens_found": engine.cache.hit_tokens,
+        "prefix_cache_queries": engine.cache.queried_tokens,
+        "prefix_cache_hits": engine.cache.hit_tokens,
         "cache_hit_rate": engine.cache.hit_tokens / max(1, engine.cache.queried_tokens),
         "weights_version": engine.version,
     }
 
 
 def evicted_tokens(engine: Any) -> int:
-    """Positions that the prefix cache let go, ever: a router's guess of what is there follows. One read, from any thread."""
+    """Return the number of positions that the prefix cache has evicted so far; routers use it. Callable from any thread."""
     if not isinstance(engine, Engine):
         return 0
     pool = engine.cache.groups[0].pool
@@ -57,7 +55,7 @@ def evicted_tokens(engine: Any) -> int:
 
 
 def engine_snapshot(engine: Any) -> dict[str, Any]:
-    """The engine's page's view (see its `state.js`)."""
+    """Return the state for the engine page (parsed by `pages/state.js`)."""
     if not isinstance(engine, Engine):
         return {}
     now, clock = time.time(), engine.clock()

@@ -1,4 +1,4 @@
-"""What is served: a model under a name, with its words, its chat template and its bounds."""
+"""Entries of the model list: a model with its name, tokenizer, chat template and limits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AnyTokenizer = Tokenizer | HFTokenizer
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A language model as the API knows it.
+    """A language model in the API.
 
-    name: told to clients; aliases: other names that mean it. context: positions of prompt and answer together at most.
-    adapter: LoRA adapter that its requests name.
-    vector: ids -> a unit vector [d], called in the engine's thread; None where there are no embeddings.
+    name: shown to clients; aliases: other accepted names. max_model_len: positions of prompt and output together.
+    adapter: LoRA adapter of its requests.
+    embed: ids -> unit vector [d], called in the engine thread; None without embeddings.
     """
 
     name: str
@@ -38,19 +38,19 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a prompt, with what the model saw before every text."""
+        """Return the ids of a prompt, with the beginning-of-sequence token of the training format."""
         if isinstance(self.tokenizer, HFTokenizer):
             return self.tokenizer.encode_prompt(text)
         return [self.tokenizer.bos_id, *self.tokenizer.encode(text).tolist()]
 
     def encode_healed(self, text: str) -> tuple[list[int], bytes]:
-        """(ids, what the output begins with): the prompt's last piece is the model's to write anew."""
+        """Return (ids, forced prefix) with token healing: the model generates the last token of the prompt again."""
         words = self.tokenizer
         found = words.heal_prompt(text) if isinstance(words, HFTokenizer) else heal(words, text)
         return found.ids, found.forced_prefix
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of a text and nothing else."""
+        """Return the ids of a text without special tokens."""
         return [int(i) for i in self.tokenizer.encode(text)]
 
     @property
@@ -70,7 +70,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServedEmbedder:
-    """The house's sentence embedder beside a language model, or alone. vector: text or ids -> unit vector [d]."""
+    """A Whorl sentence embedder, with or without a language model. embed: ids -> unit vector [d]."""
 
     name: str
     tokenizer: Tokenizer
@@ -96,10 +96,10 @@ class ServedEmbedder:
 
 @torch.inference_mode()
 def mean_pooled_embedding(model: LanguageModel, ids: Sequence[int]) -> list[float]:
-    """The mean of a language model's last hidden states over a text, as a unit vector [d_model].
+    """Return the mean of the last hidden states over a text as a unit vector [d_model].
 
-    A model that was trained to write, not to compare: texts lie in a narrow cone, and cosines are high throughout. Train an
-    embedder (`embedding/train.py`) where search is the purpose.
+    A model trained for generation places texts in a narrow cone, so all cosines are high. For search, train an embedder
+    (`embedding/train.py`).
     """
     hidden = model(torch.tensor([list(ids)], device=model.embedding.device))[0].float().mean(dim=0)
     found: list[float] = torch.nn.functional.normalize(hidden, dim=0).tolist()

@@ -1,7 +1,7 @@
-"""From a model's name to an engine that is ready: weights, words, chat template, cache.
+"""Loads a model for serving: weights, tokenizer, chat template, engine.
 
-A model is an artifact of the store, or a plain folder as `transformers` writes it. The cache gets what was asked for, or a
-quarter of the memory that is free, and never more than all sequences at full length could use.
+A model is an artifact of the store or a folder in the format of `transformers`. The KV cache gets the requested memory, or
+a quarter of the free memory, and never more than all sequences at full length can use.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from whorl.tokens.chat import ChatTemplate, load_chat_template
 from whorl.tokens.hf_tokenizer import load_tokenizer
 from whorl.tokens.tokenizer import Tokenizer
 
-CACHE_MEMORY_FRACTION = 0.25  # of the memory that is free
-DEFAULT_MAX_MODEL_LEN = 4096  # of a model that has no bound of its own
+CACHE_MEMORY_FRACTION = 0.25  # of the free memory
+DEFAULT_MAX_MODEL_LEN = 4096  # for models without a position limit
 
 
 class ModelLocation:
-    """Where a model lies: folder, kind ("model" or "embedder"), and the names that mean it, the one to show first.
+    """The folder of a model, its kind ("model" or "embedder") and its names, the displayed name first.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: the artifact is neither a model nor an embedder.
     """
 
     def __init__(self, ref: str, store: str | None, name: str | None = None) -> None:
@@ -53,7 +53,7 @@ class ModelLocation:
                 raise ConfigError(
                     f"{found.name} is a {found.kind}",
                     expected="a model or an embedder",
-                    do="list what there is with `whorl ls`",
+                    do="list artifacts with `whorl ls`",
                 )
             found.check()
             self.folder, self.kind = found.path, found.kind
@@ -71,21 +71,21 @@ def load_generation_model(
     adapters: Sequence[str] = (),
     **engine_kwargs: Any,
 ) -> tuple[list[ServedModel], Engine]:
-    """A language model, itself and with each of its adapters, and the engine that runs all of them.
+    """Load a language model. Returns one entry for it and one per adapter, and the engine that runs all of them.
 
     Args:
-        context: positions of a text at most; else the model's own bound.
-        cache_bytes: of the paged cache; else a share of the memory that is free.
-        adapters: NAME=FOLDER of each.
-        parts: further arguments of `Engine`.
+        max_model_len: positions per sequence; by default the model's limit.
+        cache_bytes: size of the KV cache; by default a share of the free memory.
+        adapters: NAME=FOLDER for each adapter.
+        engine_kwargs: further arguments of `Engine`.
 
     Raises:
         CheckpointError, DataError: a file is missing or damaged. ConfigError: a size is impossible.
     """
-    loras = [text.partition("=") for text in adapters]  # looked at before the weights are read
+    loras = [text.partition("=") for text in adapters]  # checked before the weights are loaded
     for text, (name, _, folder) in zip(adapters, loras, strict=True):
         if not name or not folder or name in location.names:
-            raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER, with a name of its own")
+            raise ConfigError(f"--adapter {text}", expected="NAME=FOLDER; the name must be unique")
     model = load_for_sampling(location.folder, machine, batch_size=min(8, config.max_num_seqs))
     tokenizer = load_tokenizer(location.folder)
     gc.collect()
@@ -93,8 +93,8 @@ def load_generation_model(
     if max_model_len is not None:
         if model.max_positions is not None and max_model_len > model.max_positions:
             raise ConfigError(
-                f"--context is {max_model_len:,}",
-                expected=f"at most {model.max_positions:,}, the model's own",
+                f"--max-model-len is {max_model_len:,}",
+                expected=f"at most {model.max_positions:,}, the model's limit",
             )
         bound = max_model_len
     each = model.kv_bytes_per_token() or 1
@@ -102,11 +102,11 @@ def load_generation_model(
     tokens = min(config.max_num_seqs * bound, memory // each)
     if tokens < config.block_size:
         raise ConfigError(
-            f"the cache would hold {tokens:,} positions of {each:,} bytes",
-            expected=f"at least a page of {config.block_size}",
-            do="give it more with --cache-memory",
+            f"the KV cache would hold {tokens:,} positions of {each:,} bytes",
+            expected=f"at least one page of {config.block_size}",
+            do="increase --kv-cache-memory",
         )
-    sizes = config.model_copy(update={"max_length": bound, "cache_tokens": tokens})
+    sizes = config.model_copy(update={"max_model_len": bound, "kv_cache_tokens": tokens})
     chat = load_chat_template(location.folder, tokenizer)
     engine = make_engine(model, tokenizer, chat, sizes, **engine_kwargs)
     base = served_model(location.names, tokenizer, chat, engine)
@@ -118,10 +118,10 @@ def load_generation_model(
 
 
 def engine_config(given: Mapping[str, Any]) -> EngineConfig:
-    """Settings of the engine, as a command line gives them.
+    """Build the engine's configuration from command-line options.
 
     Raises:
-        ConfigError: the first that is wrong.
+        ConfigError: names the first invalid option.
     """
     try:
         return EngineConfig(**given)
@@ -132,7 +132,7 @@ def engine_config(given: Mapping[str, Any]) -> EngineConfig:
 
 
 def _default_max_model_len(model: LanguageModel) -> int:
-    """The context of a model that has no bound: as far as it reads well, where that is known."""
+    """Return the default context of a model without a position limit: its evaluated length, if that is stored."""
     known = isinstance(model, Decoder) and model.config.trained_length is not None
     return model.eval_window if known else DEFAULT_MAX_MODEL_LEN
 
@@ -144,7 +144,7 @@ def make_engine(
     config: EngineConfig,
     **engine_kwargs: Any,
 ) -> Engine:
-    """An engine that knows the model's words: what each id says, which must not be said, and how to follow a grammar."""
+    """Build an engine with the model's token bytes, its banned ids and a grammar compiler."""
     said = token_bytes(tokenizer, model)
     ends = sorted(i for i in chat.stop_ids if i < len(said))
     compiler = GrammarCompiler(said, ends, len(said)) if ends else None
@@ -161,7 +161,7 @@ def make_engine(
 def served_model(
     names: Sequence[str], tokenizer: AnyTokenizer, chat: ChatTemplate, engine: Engine
 ) -> ServedModel:
-    """What the API knows of an engine's model."""
+    """Return the API's entry for an engine's model."""
     return ServedModel(
         name=names[0],
         aliases=frozenset(names[1:]),
@@ -174,7 +174,7 @@ def served_model(
 
 
 def load_embedder(location: ModelLocation, machine: Machine) -> ServedEmbedder:
-    """The house's sentence embedder.
+    """Load a Whorl sentence embedder.
 
     Raises:
         CheckpointError, DataError: a file is missing or damaged.
@@ -192,7 +192,7 @@ def load_embedder(location: ModelLocation, machine: Machine) -> ServedEmbedder:
 
 
 def token_bytes(tokenizer: AnyTokenizer, model: LanguageModel) -> list[bytes]:
-    """The bytes of each of the model's rows; special tokens and rows that mean nothing have none."""
+    """Return the bytes of each row of the model's vocabulary; empty for special tokens and padding rows."""
     words = tokenizer.token_bytes
     if isinstance(tokenizer, Tokenizer):
         words = words[: tokenizer.n_ordinary]
@@ -201,7 +201,7 @@ def token_bytes(tokenizer: AnyTokenizer, model: LanguageModel) -> list[bytes]:
 
 
 def banned_ids(tokenizer: AnyTokenizer, model: LanguageModel) -> list[int]:
-    """Ids that are never written: control tokens, and rows that only round the matrix up."""
+    """Return ids that are never sampled: control tokens, and rows that only pad the embedding matrix."""
     rows = model.config.vocab_size
     silent = [i for i in tokenizer.control_ids if i < rows]
     return [*silent, *range(tokenizer.vocab_size, rows)]

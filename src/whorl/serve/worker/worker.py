@@ -1,23 +1,21 @@
-"""The engine in a thread of its own: commands go in through a queue, what each step gave comes out to the event loop.
+"""The engine in a separate thread: commands enter through a queue, deltas of each step go to the event loop.
 
-    event loop                                   engine's thread
+    event loop                                   engine thread
     submit(request) -> Stream    -- queue -->    engine.add
-    stream.admitted()            <-- loop --     taken, or the error that says why not
-    stream.next() -> Delta       <-- loop --     engine.step(): one hand-over a step, whatever the number of sequences
+    stream.admitted()            <-- loop --     admitted, or the error of the rejection
+    stream.next() -> Delta       <-- loop --     engine.step(): one callback per step for all sequences
     stream.close()               -- queue -->    engine.abort
     call(function)               -- queue -->    function(engine), between two steps
 
-The engine belongs to its thread: nothing else touches it, so it needs no locks, and between two steps anything may be
-asked of it (new weights, its statistics, an embedding).
+Only this thread touches the engine, so the engine needs no locks. `call` runs any function between two steps, such as a
+weight update, a read of statistics or an embedding.
 
-The subtle part is the slow reader. The engine's thread never waits for one: it hands over and goes on. What a stream has
-not taken yet is *one* merged delta, which grows with the answer and so is bounded by the answer's length, which was
-bounded when the request was admitted. A reader who takes nothing for long is let go by whoever writes to it. A stream
-that is closed early is aborted and its pages are free before the next step; what the engine says of it after that is
-dropped.
+The engine thread never waits for a slow reader. Unread deltas of a stream are merged into *one*, whose size is bounded by
+the output length. The response writer drops a reader that stalls. A stream that is closed early is aborted: its pages are
+free before the next step, and later deltas of it are dropped.
 
-A step that raises is a bug: every stream is told, `failed` says so, and nothing more is admitted. The process stays up so
-that whoever watches it can ask why.
+An exception in a step is a bug: every stream fails, `error` holds the exception, and no request is admitted any more. The
+process stays up so that monitoring can query it.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ T = TypeVar("T")
 
 
 class EngineProtocol(Protocol):
-    """What is asked of an engine: `engine.Engine` is one."""
+    """The methods of an engine that the worker calls; `engine.Engine` implements them."""
 
     @property
     def busy(self) -> bool: ...
@@ -48,13 +46,13 @@ class EngineProtocol(Protocol):
 
 
 class Stream:
-    """One sequence on its way, as its reader sees it. All times are `time.perf_counter()`."""
+    """One running sequence, as its reader sees it. All times are `time.perf_counter()`."""
 
     def __init__(self, worker: EngineWorker, request: Request) -> None:
         self.request = request
         self.submit_time = time.perf_counter()
         self.first_token_time = self.last_token_time = (
-            0.0  # when its first and newest tokens came; 0: not yet
+            0.0  # times of the first and the latest token; 0: no token yet
         )
         self.n_tokens = self.cached_tokens = 0
         self.finish: FinishReason | None = None
@@ -69,11 +67,11 @@ class Stream:
         self._error: BaseException | None = None
 
     async def admitted(self) -> None:
-        """Returns once the engine has taken the request; raises why it did not."""
+        """Wait until the engine has admitted the request. Raises the error of a rejection."""
         await asyncio.shield(self._admitted)
 
     async def next(self) -> Delta:
-        """All that is new since the last call; waits for something. The one with `finish` is the last.
+        """Wait for new output and return all of it since the last call. The last delta has a `finish_reason`.
 
         Raises:
             RuntimeError: the engine failed, or the worker was stopped.
@@ -98,13 +96,13 @@ class Stream:
         return delta
 
     def close(self) -> None:
-        """No more is wanted. Aborts what still runs; calling it again, or after the end, does nothing."""
+        """Abort the sequence if it still runs. A second call, or a call after the end, has no effect."""
         if not self.closed:
             self.closed = True
             self._worker._abort_stream(self)
 
     def truncate(self) -> None:
-        """Ended from this side: its reader gets what there is, and an end as if the tokens had run out."""
+        """End the sequence from the server's side: its reader gets the available output with finish reason "length"."""
         if not self.closed:
             self.closed, self._has_output = True, True
             self._worker._abort_stream(self)
@@ -132,16 +130,16 @@ class Stream:
         self._error = error
         if not self._admitted.done():
             self._admitted.set_exception(error)
-            self._admitted.exception()  # looked at: nobody may be waiting
+            self._admitted.exception()  # marks the exception as retrieved, in case no task awaits it
         self._event.set()
 
 
 class EngineWorker:
-    """An engine's thread.
+    """The thread of an engine.
 
     Args:
-        engine: belongs to the thread from `start` on.
-        ended: told each stream once, when it ends or is left, in the event loop (metrics).
+        engine: used only by the thread after `start`.
+        on_finish: called in the event loop once per stream, when it ends or is closed (metrics).
     """
 
     def __init__(
@@ -149,7 +147,7 @@ class EngineWorker:
     ) -> None:
         self.engine, self.on_finish = engine, on_finish
         self.error: BaseException | None = None
-        self.streams: dict[str, Stream] = {}  # the event loop's
+        self.streams: dict[str, Stream] = {}  # used only in the event loop
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -158,36 +156,36 @@ class EngineWorker:
 
     @property
     def waiting(self) -> int:
-        """Sequences that have no token yet."""
+        """Sequences without a token."""
         return sum(not stream.first_token_time for stream in self.streams.values())
 
     @property
     def running(self) -> int:
-        """Sequences that have begun."""
+        """Sequences with at least one token."""
         return len(self.streams) - self.waiting
 
     def start(self) -> None:
-        """From inside of the event loop that it will serve."""
+        """Start the thread. Called inside the event loop that it serves."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="whorl-engine", daemon=True)
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread after the step it is in; whoever still waits is told."""
+        """End the thread after the current step; streams that still wait fail."""
         if self._thread is None:
             return
         self._commands.put(None)
         while self._thread.is_alive():
             await asyncio.to_thread(self._thread.join, 1.0)
         self._thread = None
-        self._fail_all(RuntimeError("the server stops"))
+        self._fail_all(RuntimeError("the server was stopped"))
 
     async def wait_drained(self) -> None:
-        """Returns once no stream is left."""
+        """Wait until no stream is left."""
         await self._idle.wait()
 
     def submit(self, request: Request) -> Stream:
-        """Hands `request` to the engine; `Stream.admitted` says what it made of it."""
+        """Send `request` to the engine and return its stream; `Stream.admitted` reports the result."""
         stream = Stream(self, request)
         if self.error is not None:
             stream._fail(RuntimeError("the engine failed"))
@@ -198,9 +196,9 @@ class EngineWorker:
         return stream
 
     async def call(self, function: Callable[[Any], T]) -> T:
-        """`function(engine)` between two steps, in the engine's thread; what it raises is raised here."""
+        """Run `function(engine)` in the engine thread between two steps; return its result or raise its exception."""
         if self.error is not None or self._thread is None:
-            raise RuntimeError("the engine does not run")
+            raise RuntimeError("the engine is not running")
         future: Future[T] = Future()
 
         def run() -> None:
@@ -213,7 +211,7 @@ class EngineWorker:
         self._commands.put(run)
         return await asyncio.wrap_future(future)
 
-    # In the engine's thread.
+    # The following methods run in the engine thread.
 
     def _run(self) -> None:
         while True:
@@ -231,7 +229,7 @@ class EngineWorker:
                 self._call_in_loop(lambda deltas=deltas, now=now: self._deliver(deltas, now))  # type: ignore[misc]
 
     def _run_commands(self) -> bool:
-        """Does what was asked for; waits for something to do while the engine is idle. False: leave."""
+        """Run queued commands; block while the engine is idle. Returns False to end the thread."""
         while True:
             try:
                 command = self._commands.get(block=not self.engine.busy)
@@ -242,7 +240,7 @@ class EngineWorker:
             command()
 
     def _add(self, stream: Stream) -> None:
-        if stream.closed:  # left before its turn came
+        if stream.closed:  # closed before it was added
             return
         try:
             self.engine.add(stream.request)
@@ -258,10 +256,10 @@ class EngineWorker:
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop is closed: nobody is left to be told
-            LOG.debug("the event loop is gone")
+        except RuntimeError:  # the loop is closed, so that no stream can be notified
+            LOG.debug("the event loop is closed")
 
-    # In the event loop.
+    # The following methods run in the event loop.
 
     def _deliver(self, deltas: Sequence[Delta], now: float) -> None:
         for delta in deltas:
