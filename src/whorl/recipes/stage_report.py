@@ -13,7 +13,11 @@ from typing import Any
 
 from whorl.store import Artifact, Store
 
-CURVE_METRICS = {"passed": "passed", "length": "length", "length_wrong": "length_wrong"}
+CURVE_METRICS = {
+    "accuracy": "accuracy",
+    "completion_length": "completion_length/mean",
+    "completion_length_incorrect": "completion_length/incorrect",
+}
 MAX_PROMPT_CHARS = 60  # characters of a prompt that is short enough to be typed
 
 
@@ -38,25 +42,25 @@ def with_ancestors(artifacts: Iterable[Artifact], store: Store) -> list[Artifact
 def stage_summary(stage: Artifact) -> dict[str, Any]:
     """A stage as `report/data.py` has it."""
     summary = stage.summary
-    solved, tasks = summary.get("solved", {}), summary.get("tasks", {})
-    learnt_from, (loss, loss_is) = "", _loss_metric(summary)
+    measured, tasks = summary.get("eval", {}), summary.get("tasks", {})
+    trained_on, (loss, description) = "", _loss_metric(summary)
     if "texts" in summary:
-        learnt_from = f"{summary['texts']:,} texts"
+        trained_on = f"{summary['texts']:,} texts"
     elif "held_out" in summary:
-        learnt_from = f"{summary['items']['train']:,} preferences"
+        trained_on = f"{summary['items']['train']:,} preferences"
     elif "train" in tasks:
-        learnt_from = f"rewards on {tasks['train']:,} tasks"
+        trained_on = f"rewards on {tasks['train']:,} tasks"
     return {
         "name": stage.name.split("/")[-1],
-        "learnt_from": learnt_from,
-        "tested": tasks.get("test"),
-        "passed": _before_after({when: figures.get("passed") for when, figures in solved.items()}),
-        "passed_greedily": _before_after(
-            {when: figures.get("passed_greedily") for when, figures in solved.items()}
+        "trained_on": trained_on,
+        "n_test_tasks": tasks.get("test"),
+        "accuracy": _before_after({when: figures.get("accuracy") for when, figures in measured.items()}),
+        "accuracy_greedy": _before_after(
+            {when: figures.get("accuracy_greedy") for when, figures in measured.items()}
         ),
         "bits_per_byte": _before_after(summary.get("bits_per_byte", {})),
         "seconds": summary.get("seconds", stage.seconds),
-        "loss_is": loss_is,
+        "loss_description": description,
         "points": _curve_points(stage, {"loss": loss, **CURVE_METRICS}),
         "samples": _sample_pairs(stage),
     }

@@ -55,7 +55,7 @@ def load_test_page(entries: Sequence[Entry], title: str, about: str = "", stamp:
         script=Markup((here / "page.js").read_text("utf-8")),
         loads=loads,
         table=[_summary_row(load["entry"]) for load in loads],
-        good=any(load["entry"]["good"] is not None for load in loads),
+        good=any(load["entry"]["slo_attainment"] is not None for load in loads),
         cost=any(load["entry"]["output_cost"] is not None for load in loads),
         charts=[(name, words, Markup(chart)) for name, words, chart in _charts(loads)],
     )
@@ -64,10 +64,14 @@ def load_test_page(entries: Sequence[Entry], title: str, about: str = "", stamp:
 def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """(title, words, markup) of each picture."""
     if (
-        len(curve := [load["entry"] for load in loads if load["entry"]["offered"] and load["entry"]["ttft"]])
+        len(
+            curve := [
+                load["entry"] for load in loads if load["entry"]["offered_rate"] and load["entry"]["ttft"]
+            ]
+        )
         > 1
     ):
-        curve.sort(key=lambda entry: float(entry["offered"]))
+        curve.sort(key=lambda entry: float(entry["offered_rate"]))
         yield from _rate_charts(curve)
     for name, title in (("ttft", "Time to first token"), ("tpot", "Time a token after the first")):
         shown = [
@@ -90,7 +94,7 @@ def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
 
 
 def _rate_charts(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str]]:
-    rates = [float(entry["offered"]) for entry in entries]
+    rates = [float(entry["offered_rate"]) for entry in entries]
 
     def of(name: str, which: str) -> list[float]:
         return [1e3 * entry[name][which] if entry[name] else 0.0 for entry in entries]
@@ -164,14 +168,14 @@ def _latency_rows(entry: Entry) -> list[list[str]]:
     found = []
     for name, words in LATENCIES:
         if (spread := entry[name]) is not None:
-            columns = ("mean", "p50", "p90", "p95", "p99", "most")
+            columns = ("mean", "p50", "p90", "p95", "p99", "maximum")
             found.append([words, *(format_number(1e3 * spread[column]) for column in columns)])
     return found
 
 
 def _summary_row(entry: Entry) -> dict[str, str]:
     """A load as a row of the table of all loads."""
-    share, cost, ttft, tpot = entry["good"], entry["output_cost"], entry["ttft"], entry["tpot"]
+    share, cost, ttft, tpot = entry["slo_attainment"], entry["output_cost"], entry["ttft"], entry["tpot"]
     errors = ", ".join(f"{n} {kind}" for kind, n in entry["errors"].items())
     return {
         "load": entry["load"],

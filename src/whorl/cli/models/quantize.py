@@ -1,4 +1,4 @@
-"""`whorl quantise`: a model of the store in fewer bits, as a model of its own."""
+"""`whorl quantize`: a model of the store in fewer bits, as a model of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quantize(
         int, typer.Option(min=0, help="Rows of training text to round by (GPTQ); 0 rounds to the nearest.")
     ] = 0,
     head: Annotated[bool, typer.Option("--head", help="The output matrix too, in int8.")] = False,
-    ngram: Annotated[bool, typer.Option("--memory", help="N-gram tables too, in int8.")] = False,
+    ngram: Annotated[bool, typer.Option("--ngram", help="N-gram tables too, in int8.")] = False,
     tokens: Annotated[
         str | None,
         typer.Option(metavar="ARTIFACT", help="Token set to calibrate with; else the one it was trained on."),
@@ -38,18 +38,18 @@ def quantize(
 
     Examples:
 
-        whorl quantise quickstart/pretrain --scheme int8 --memory
+        whorl quantize quickstart/pretrain --scheme int8 --ngram
 
-        whorl quantise quickstart/pretrain --scheme int4 --group 64 --calibrate 64
+        whorl quantize quickstart/pretrain --scheme int4 --group 64 --calibrate 64
 
-        whorl quantise quickstart/pretrain --scheme int8 --dynamic --head
+        whorl quantize quickstart/pretrain --scheme int8 --dynamic --head
     """
     from pydantic import ValidationError
 
     from whorl.errors import ConfigError
     from whorl.models.quantization.weights import QuantizationConfig
     from whorl.recipes import Recipe, RecipeStep, run_recipe, step_kinds
-    from whorl.recipes.steps.quantize import QuantiseConfig
+    from whorl.recipes.steps.quantize import QuantizeConfig
     from whorl.store import Store
     from whorl.tracking.progress import Progress
 
@@ -63,18 +63,18 @@ def quantize(
     rounding = "calibrated" if calibrate else "nearest"
     fields = {
         "format": scheme,
-        "group": group,
+        "group_size": group,
         "dynamic": dynamic,
         "rounding": rounding,
         "head": head,
-        "memory": ngram,
+        "ngram": ngram,
     }
     try:
         made = QuantizationConfig.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         flag = (
-            {"format": "--scheme"}.get(str(first["loc"][0]), f"--{first['loc'][0]}")
+            {"format": "--scheme", "group_size": "--group"}.get(str(first["loc"][0]), f"--{first['loc'][0]}")
             if first["loc"]
             else "--dynamic"
         )
@@ -100,11 +100,13 @@ def quantize(
         *(["dynamic"] if dynamic else []),
     ]
     label = re.sub(r"[^A-Za-z0-9_-]+", "-", name or "-".join(parts))
-    config = QuantiseConfig(scheme=made.model_dump(), **({"calibrate": calibrate} if calibrate else {}))
+    config = QuantizeConfig(
+        scheme=made.model_dump(), **({"calibration_samples": calibrate} if calibrate else {})
+    )
     recipe = Recipe(
-        "quantised",
+        "quantized",
         "a model in few bits",
-        {label: RecipeStep(label, step_kinds()["quantise"], {role: role for role in given}, config)},
+        {label: RecipeStep(label, step_kinds()["quantize"], {role: role for role in given}, config)},
     )
     progress = Progress()
     artifact_made = run_recipe(recipe, opened, progress, existing=given).artifacts[label]

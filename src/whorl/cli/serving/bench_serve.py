@@ -39,10 +39,10 @@ def bench_serve(
         str | None, typer.Option(metavar="FILE", help="Pairs of prompt and output lengths, one a line.")
     ] = None,
     input_length: Annotated[
-        str, typer.Option("--input", metavar="LENGTHS", help="128, uniform:16,512 or lognormal:128,0.6,2048.")
+        str, typer.Option(metavar="LENGTHS", help="128, uniform:16,512 or lognormal:128,0.6,2048.")
     ] = "lognormal:128,0.6,2048",
     output_length: Annotated[
-        str, typer.Option(metavar="LENGTHS", help="As --input: tokens to be written.")
+        str, typer.Option(metavar="LENGTHS", help="As --input-length: tokens to be written.")
     ] = "lognormal:64,0.6,1024",
     prefix: Annotated[
         str | None,
@@ -58,7 +58,9 @@ def bench_serve(
     ] = None,
     key: Annotated[str | None, typer.Option(envvar="WHORL_API_KEY", help="API key.")] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
-    same_prompts: Annotated[bool, typer.Option("--same", help="The same prompts in every load.")] = False,
+    same_prompts: Annotated[
+        bool, typer.Option("--same-prompts", help="The same prompts in every load.")
+    ] = False,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before, that do not count.")] = 2,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
     slo_ttft: Annotated[float | None, typer.Option(help="Promised seconds to the first token.")] = None,
@@ -85,7 +87,7 @@ def bench_serve(
 
         whorl bench-serve --rate 2 --burstiness 0.25 --prompts questions.jsonl --chat
 
-        whorl bench-serve --concurrency 32 --input 128 --output 128 --ignore-eos --prefix 1024:1
+        whorl bench-serve --concurrency 32 --input-length 128 --output-length 128 --ignore-eos --prefix 1024:1
     """
     import json
     import sys
@@ -99,7 +101,7 @@ def bench_serve(
 
     if prompts is not None and (text or length_pairs or prefix):
         raise ConfigError(
-            "--prompts was given with --text, --lengths or --prefix",
+            "--prompts was given with --text, --length-pairs or --prefix",
             expected="prompts of their own, or synthetic ones",
         )
     more = _parse_extra(extra) | ({"ignore_eos": True} if ignore_eos else {})
@@ -114,7 +116,7 @@ def bench_serve(
         cost_per_hour=cost_per_hour,
     )  # fmt: skip
     with Progress(sys.stderr).task("Asking", len(loads) * requests, "requests") as task:
-        found = run_load_test_sync(test, done=lambda record: task.advance())
+        found = run_load_test_sync(test, on_done=lambda record: task.advance())
     if save is not None:
         save_lines(found, Path(save))
     if page is not None:
@@ -156,9 +158,9 @@ def _build_loads(
             points = [
                 {"rate": float(part)} for part in (rates or str(rate if rate is not None else 1)).split(",")
             ]
-        shared = {"prefix_tokens": int(tokens), "prefixes": int(kinds or 1)}
+        shared = {"prefix_tokens": int(tokens), "n_prefixes": int(kinds or 1)}
         pairs = read_length_pairs(Path(lengths)) if lengths is not None else ()
-        ins, outs = parse_lengths(input_, "--input"), parse_lengths(output, "--output")
+        ins, outs = parse_lengths(input_, "--input-length"), parse_lengths(output, "--output-length")
         return [
             LoadConfig(
                 requests=requests, burstiness=burstiness, seed=seed, length_pairs=pairs, prompt_lengths=ins,
@@ -292,7 +294,9 @@ def rate_table(summaries: Sequence[LoadSummary], names: Sequence[str]) -> Table:
     )
     for column in ("load", "ended", "failed", "seconds", "ends/s", "in/s", "out/s"):
         table.add_column(column, justify="left" if column == "load" else "right", no_wrap=True)
-    good, cost = (any(getattr(s, name) is not None for s in summaries) for name in ("good", "output_cost"))
+    good, cost = (
+        any(getattr(s, name) is not None for s in summaries) for name in ("slo_attainment", "output_cost")
+    )
     for wanted, columns in ((good, ("good/s", "kept")), (cost, ("cost/M", "of all"))):
         for column in columns if wanted else ():
             table.add_column(column, justify="right", no_wrap=True)

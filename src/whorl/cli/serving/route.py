@@ -63,8 +63,8 @@ def route(
         raise ConfigError(f"{wrong[0]!r} is no server's address", expected="as http://10.0.0.7:8000")
     router = make_router(
         {url.split("://")[1].rstrip("/"): url for url in urls or ()},
-        promise=SLO(slo_ttft, slo_tpot),
-        objectives=AutoscalingConfig(max_num_seqs=max_num_seqs),
+        slo=SLO(slo_ttft, slo_tpot),
+        autoscaling=AutoscalingConfig(max_num_seqs=max_num_seqs),
         admin_key_sha256=admin_key_sha256,
     )
     if discover is not None:

@@ -82,7 +82,7 @@ def serve(
 
         whorl serve quickstart/pretrain
 
-        whorl serve ./Qwen3-0.6B --context 8192 --cache-memory 4 --weights int8
+        whorl serve ./Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 4 --weight-dtype int8
 
         whorl serve ./Qwen3-0.6B --adapter sql=./sql-lora
 
@@ -115,7 +115,7 @@ def serve(
     if manifest is not None:
         from whorl.router.manifests import DeploymentSpec, manifest_for_command
 
-        own = ("--manifest", "--replicas", "--max-sequences", "--drain", "--host", "--port")
+        own = ("--manifest", "--replicas", "--max-num-seqs", "--drain", "--host", "--port")
         what = DeploymentSpec(
             model=model, replicas=replicas, max_num_seqs=max_num_seqs, drain_seconds=max(1, int(drain))
         )
@@ -150,8 +150,8 @@ def serve(
 
         same = drop_options(sys.argv[1:], ("--replicas", "--host", "--port"))
         print(f"{replicas} replicas behind http://{host}:{port}", file=sys.stderr, flush=True)
-        command, promise = [sys.executable, "-m", "whorl.cli", *same], SLO(slo_ttft, slo_tpot)
-        serve_replicas(command, replicas, host, port, grace=drain + 10, promise=promise)
+        command, slo = [sys.executable, "-m", "whorl.cli", *same], SLO(slo_ttft, slo_tpot)
+        serve_replicas(command, replicas, host, port, grace=drain + 10, slo=slo)
         return
     listening = bind_socket(config)  # before the model is read: a port that is taken is known at once
     machine = probe(dtype=dtype, threads=threads)
@@ -162,8 +162,8 @@ def serve(
     if place.kind == "model":
         sizes = engine_config(
             {
-                "max_sequences": max_num_seqs, "token_budget": max_num_batched_tokens, "seed": seed, "slo_tpot": slo_tpot,
-                "weights": weight_dtype, "cache": kv_cache_dtype,
+                "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "seed": seed, "slo_tpot": slo_tpot,
+                "weight_dtype": weight_dtype, "kv_cache_dtype": kv_cache_dtype,
             }
         )  # fmt: skip
         memory = None if kv_cache_memory is None else int(kv_cache_memory * 1e9)

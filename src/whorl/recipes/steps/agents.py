@@ -150,7 +150,7 @@ class _AgentObserver:
         if self.log is None:
             self.log = self.ctx.run.metrics(self.name, resume_at=training.steps)
         self.n_calls += 1
-        self.total_lag += training.metrics["lag_mean"]
+        self.total_lag += training.metrics["policy_lag/mean"]
         if not training.returns:
             self.task.update(done=training.steps)
             return

@@ -55,8 +55,8 @@ def decay_branch(ctx: StepContext, config: DecayBranchConfig) -> None:
     start = branches.branch_state_folder(folder, config.fraction)
     trained = json.loads((folder / "job.json").read_text())
     trained["tokens"] = str(ctx.parents["tokens"].path)  # where they lie today
-    if trained["raw"] is not None:
-        trained["raw"]["tokenizer"] = str(ctx.parents["tokenizer"].path)
+    if trained["stream"] is not None:
+        trained["stream"]["tokenizer"] = str(ctx.parents["tokenizer"].path)
     stable = Job.model_validate(trained)
     job, at = branches.branch_job(stable, config.fraction), branches.branch_step(stable, config.fraction)
     ctx.progress.log(f"    {at:,} of {job.steps:,} steps are those of {ctx.parents['model'].name}")

@@ -61,7 +61,7 @@ class EmbedderConfig(BaseModel):
         if self.d_model % self.n_heads:
             raise ValueError(f"d_model ({self.d_model}) must be a multiple of n_heads ({self.n_heads})")
         if self.min_span > self.max_length:
-            raise ValueError(f"least ({self.min_span}) cannot be more than window ({self.max_length})")
+            raise ValueError(f"min_span ({self.min_span}) cannot be more than max_length ({self.max_length})")
         return self
 
 
@@ -137,7 +137,7 @@ def _build_job(ctx: StepContext, config: EmbedderConfig) -> EmbedJob:
         mlp_hidden=config.mlp_hidden,
         max_length=config.max_length,
     )
-    shapes = {"d_model", "n_layers", "n_heads", "mlp_hidden", "window", "checkpoint_seconds", "threads"}
+    shapes = {"d_model", "n_layers", "n_heads", "mlp_hidden", "max_length", "checkpoint_seconds", "threads"}
     return EmbedJob(
         tokens=str(folder),
         encoder=shape,

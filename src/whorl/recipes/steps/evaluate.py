@@ -96,7 +96,7 @@ def evaluate(ctx: StepContext, config: EvaluateConfig) -> None:
         "bits_per_byte": figure,
         "by_domain": _by_domain(held_out, nats),
         "scoring_tokens_per_second": scored / seconds,
-        "scoring_utilisation": scored / seconds * forward / machine.peak_flops,
+        "scoring_mfu": scored / seconds * forward / machine.peak_flops,
         "peak_flops": machine.peak_flops,
     }
     if config.baselines:

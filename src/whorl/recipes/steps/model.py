@@ -125,7 +125,7 @@ def _with_file_hashes(config: PretrainConfig) -> PretrainConfig:
     sources = [replace(source, files=expand_globs(source.files)) for source in config.stream.sources]
     prints = [RawFiles(source.files, source.text_field).fingerprint for source in sources]
     raw = config.stream.model_copy(update={"sources": sources, "fingerprints": prints})
-    return config.model_copy(update={"raw": raw})
+    return config.model_copy(update={"stream": raw})
 
 
 @step(
@@ -246,14 +246,14 @@ def build_job(ctx: StepContext, config: PretrainConfig) -> Job:
             **planned,
             "tokens": str(ctx.parents["tokens"].path),
             "serial_loader": config.serial_loader,
-            "raw": _stream_settings(ctx, config),
-            "rounding": config.bf16_weights,
+            "stream": _stream_settings(ctx, config),
+            "bf16_weights": config.bf16_weights,
             "schedule": config.schedule,
             **({"ema": config.ema} if config.ema is not None else {}),
-            "watch": config.spike_guard,
+            "spike_guard": config.spike_guard,
             "deterministic": config.deterministic or planned.get("deterministic", False),
             "activation_budget": config.activation_budget,
-            **({"micro_rows": config.micro_batch_size} if config.micro_batch_size is not None else {}),
+            **({"micro_batch_size": config.micro_batch_size} if config.micro_batch_size is not None else {}),
             **({"seed": config.seed} if config.seed is not None else {}),
         }
     )
@@ -292,7 +292,7 @@ class _PretrainObserver:
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         self._log(step)
         assert self.metrics is not None
-        metrics = {**metrics, "utilisation": metrics["flops_per_second"] / self.peak_flops}
+        metrics = {**metrics, "mfu": metrics["flops_per_second"] / self.peak_flops}
         self.metrics.write(step, {**metrics, "seconds": time.monotonic() - self.started})
         self.last.update(metrics)
         held = self.last.get("held_out_bits_per_byte")
@@ -321,7 +321,7 @@ class _PretrainObserver:
         assert self.metrics is not None
         told = {
             "event": event["kind"],
-            "words": event["words"],
+            "message": event["message"],
             "action": event["action"],
             "documents": json.dumps(event.get("documents", []), ensure_ascii=False),
             "n_documents": event.get("n_documents", 0),

@@ -1,4 +1,4 @@
-"""A model in few bits as an artifact: the step `quantise`, which `whorl quantise` runs.
+"""A model in few bits as an artifact: the step `quantize`, which `whorl quantize` runs.
 
 Its parents are the model and, to calibrate with, the token set that the model was trained on. The text is drawn from the
 training split: what the model is measured on must not have shaped it.
@@ -22,13 +22,15 @@ if TYPE_CHECKING:
 BATCH_ROWS = 8
 
 
-class QuantiseConfig(BaseModel):
+class QuantizeConfig(BaseModel):
     """Into which bits, and how they are found."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     # A `Scheme`, as data: its home imports torch, and a recipe is read without.
-    scheme: dict[str, Any] = Field(default={}, description="format, group, dynamic, rounding, head, memory")
+    scheme: dict[str, Any] = Field(
+        default={}, description="format, group_size, dynamic, rounding, head, ngram"
+    )
     calibration_samples: int = Field(
         default=64, ge=1, description="rows of training text, for rounding = 'calibrated'"
     )
@@ -43,8 +45,8 @@ class QuantiseConfig(BaseModel):
         return QuantizationConfig.model_validate(value).model_dump()
 
 
-@step("model", config=QuantiseConfig, parents={"model": "model", "tokens?": "tokens"})
-def quantise(ctx: StepContext, config: QuantiseConfig) -> None:
+@step("model", config=QuantizeConfig, parents={"model": "model", "tokens?": "tokens"})
+def quantize(ctx: StepContext, config: QuantizeConfig) -> None:
     """Keep a model's matrices in few bits."""
     from whorl.models import load_model, save_model
     from whorl.models.exchange.safetensors_io import TOKENIZER_FILES

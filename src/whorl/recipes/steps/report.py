@@ -1,7 +1,7 @@
 """The page that explains a run: the step `report`, and what `whorl report` calls for a run at any stage.
 
     [steps.report]                      # by role: more than one parent makes a model
-    parents = { model = "pretrain", sft = "sft", rlvr = "rlvr" }
+    parents = { model = "pretrain", sft = "sft", rl = "rl" }
 
 A parent that is a model made of another model is told as a stage after pretraining, whichever role it has. Sections for
 which a recipe has no parent are left off the page; those whose parent is not made yet say so.
@@ -36,14 +36,14 @@ REPORT_PARENTS = {
     "base?": "model",
     "sft?": "model",
     "preference?": "model",
-    "rlvr?": "model",
+    "rl?": "model",
     "distil?": "model",
 }
 SECTION_PARENTS = {  # of the page, and the roles of which it needs one
     "scores": {"evaluation"},
     "samples": {"evaluation"},
     "training": {"model"},
-    "stages": {"base", "sft", "preference", "rlvr", "distil"},
+    "stages": {"base", "sft", "preference", "rl", "distil"},
     "plan": {"plan"},
     "corpus": {"selection"},
     "tokenizer": {"tokenizer"},
@@ -127,7 +127,7 @@ def report_data(
             for name, needed in SECTION_PARENTS.items()
             if not needed.isdisjoint(roles) or found.get(name)
         }
-        found["absent"] = [name for name in SECTION_PARENTS if name not in has]
+        found["omitted_sections"] = [name for name in SECTION_PARENTS if name not in has]
     found["time"] = {
         "steps": [
             {"step": a.name.split("/")[-1], "seconds": a.seconds, "bytes": a.manifest.size}
@@ -176,9 +176,9 @@ def _plan(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         "memory_bytes": model.get("peak_memory_bytes"),
         "bits_per_byte": evaluation.get("bits_per_byte"),
         "flops_per_token": expected.get("flops_per_token"),
-        "utilisation": (
-            expected["utilisation"] * model["tokens_per_second"] / expected["tokens_per_second"]
-            if "utilisation" in expected and "tokens_per_second" in model
+        "mfu": (
+            expected["mfu"] * model["tokens_per_second"] / expected["tokens_per_second"]
+            if "mfu" in expected and "tokens_per_second" in model
             else None
         ),
     }
@@ -186,7 +186,7 @@ def _plan(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         "seconds": ("training time", "s"),
         "tokens": ("tokens seen", "tokens"),
         "tokens_per_second": ("speed", "tokens/s"),
-        "utilisation": ("share of the measured peak", "share"),
+        "mfu": ("share of the measured peak", "share"),
         "parameters": ("parameters", "parameters"),
         "flops_per_token": ("arithmetic a token", "FLOP"),
         "memory_bytes": ("peak memory", "bytes"),
@@ -194,7 +194,7 @@ def _plan(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         "bits_per_byte": ("held-out bits per byte", "bits/byte"),
     }
     rows = [
-        {"what": what, "planned": expected.get(key), "actual": actual.get(key), "unit": unit}
+        {"quantity": what, "planned": expected.get(key), "actual": actual.get(key), "unit": unit}
         for key, (what, unit) in names.items()
         if key in expected
     ]
@@ -218,8 +218,8 @@ def _model(model: Artifact) -> dict[str, Any]:
             known["met by a token"] = f"{params['active']:,}"
     else:
         known["heads"] = f"{shape['n_heads']} of {shape['head_dim']}"
-        known["in blocks"] = f"{params['matrices']:,}"
-        known["n-gram tables"] = f"{params['memory']:,}"
+        known["in blocks"] = f"{params['matmul']:,}"
+        known["n-gram tables"] = f"{params['ngram']:,}"
     if kept := model.summary.get("checkpoints"):
         known["state in training"] = kept["anatomy"]
         known["checkpoints"] = kept["line"]
@@ -244,22 +244,22 @@ def _training(artifacts: Mapping[str, Artifact]) -> dict[str, Any]:
         for r in curve
         if "held_out_bits_per_byte" in r
     ]
-    copying = [{"step": r["step"], "nll": r["copy_nll"]} for r in curve if "copy_nll" in r]
-    layers = sorted({int(k.split("/")[1]) for r in curve for k in r if k.startswith("experts/")})
-    experts = [_expert_usage(n, [r for r in curve if f"experts/{n}/gini" in r]) for n in layers]
+    induction = [{"step": r["step"], "nll": r["induction_nll"]} for r in curve if "induction_nll" in r]
+    layers = sorted({int(k.split("/")[1]) for r in curve for k in r if k.startswith("moe/")})
+    experts = [_expert_usage(n, [r for r in curve if f"moe/{n}/gini" in r]) for n in layers]
     expected = artifacts["plan"].summary["expected"] if "plan" in artifacts else {}
     speed = model.summary.get("tokens_per_second")
-    utilisation = None
+    mfu = None
     if speed and expected.get("tokens_per_second"):
-        utilisation = min(1.0, expected["utilisation"] * speed / expected["tokens_per_second"])
+        mfu = min(1.0, expected["mfu"] * speed / expected["tokens_per_second"])
     return {
         "points": points,
         "held_out": held_out,
-        "copying": copying,
+        "induction": induction,
         "experts": experts,
         "events": [_training_event(r) for r in curve if "event" in r],
         "tokens_per_second": speed,
-        "utilisation": utilisation,
+        "mfu": mfu,
         "peak_memory_bytes": model.summary.get("peak_memory_bytes"),
     }
 
@@ -269,7 +269,7 @@ def _training_event(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": record["step"],
         "kind": record["event"],
-        "words": record["words"],
+        "message": record["message"],
         "action": record["action"],
         "documents": [f"{d['path']} ({d.get('id', d.get('offset'))})" for d in documents],
         "n_documents": int(record["n_documents"]),
@@ -277,15 +277,15 @@ def _training_event(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_usage(n: int, records: list[dict[str, Any]]) -> dict[str, Any]:
-    last, share = records[-1], f"experts/{n}/share/"
+    last, share = records[-1], f"moe/{n}/load_fraction/"
     return {
         "layer": n,
-        "uneven": [{"step": r["step"], "gini": r[f"experts/{n}/gini"]} for r in records],
-        "shares": [
+        "gini_points": [{"step": r["step"], "gini": r[f"moe/{n}/gini"]} for r in records],
+        "load_fractions": [
             last[k]
             for k in sorted((k for k in last if k.startswith(share)), key=lambda k: int(k[len(share) :]))
         ],
-        "dropped": max(r[f"experts/{n}/dropped"] for r in records),
+        "dropped_fraction": max(r[f"moe/{n}/dropped_fraction"] for r in records),
     }
 
 

@@ -85,7 +85,7 @@ class PreferencesConfig(SetConfig):
     """Which of two answers is the better."""
 
     source: Literal["python", "files"] = "python"
-    shape: Literal["preferences", "judged"] = Field(
+    shape: Literal["preferences", "unpaired"] = Field(
         default="preferences", description="files: pairs of answers, or single ones with a label (for KTO)"
     )
     bug_kinds: tuple[BugKind, ...] = Field(
@@ -103,7 +103,7 @@ def _with_content_hashes(config: Any) -> Any:
     from whorl.align.data.dataset_files import content_hash
 
     paths = [path for path in (config.path, config.test_path) if path]
-    return config.model_copy(update={"content": [content_hash(Path(path)) for path in paths]})
+    return config.model_copy(update={"content_hashes": [content_hash(Path(path)) for path in paths]})
 
 
 @step("tasks", config=TasksConfig, parents=OPTIONAL_CORPUS_PARENTS, complete_config=_with_content_hashes)
@@ -146,7 +146,7 @@ def preferences(ctx: StepContext, config: PreferencesConfig) -> None:
         else _read_files(ctx, config, needs_test=True)
     )
     counts = {split: write_dataset(ctx.out, config.shape, split, items) for split, items in made.items()}
-    _write_summary(ctx, counts, "pairs" if config.shape == "preferences" else "judged answers")
+    _write_summary(ctx, counts, "pairs" if config.shape == "preferences" else "labelled completions")
 
 
 def _write_summary(ctx: StepContext, counts: dict[str, int], noun: str = "") -> None:
@@ -163,7 +163,7 @@ def _write_summary(ctx: StepContext, counts: dict[str, int], noun: str = "") -> 
 def _empty_split_error(ctx: StepContext, what: str) -> DataError:
     return DataError(
         f"there is no {what}", expected="one at least",
-        do=f"give more text, or raise {ctx.name}.prompt_bytes and {ctx.name}.answer_bytes",
+        do=f"give more text, or raise {ctx.name}.max_prompt_bytes and {ctx.name}.max_completion_bytes",
     )  # fmt: skip
 
 
@@ -189,17 +189,17 @@ def _read_files(ctx: StepContext, config: Any, *, needs_test: bool) -> dict[str,
             train = split_by_prompt(items(config.path, "train"), 0.0, config.seed)["train"]
             made = {"train": train, "test": items(config.test_path, "test")}
         else:
-            made = split_by_prompt(items(config.path, "train"), config.test_share, config.seed)
+            made = split_by_prompt(items(config.path, "train"), config.test_fraction, config.seed)
         bar.update(done=aside.accepted, note=f"{len(aside):,} in quarantine")
     for first in list(aside)[:3]:
         ctx.progress.log(f"    in quarantine: {first}")
     ctx.summary["quarantine"] = aside.summary()
-    made = {"train": made["train"][: config.n], "test": made["test"][: config.n_test]}
+    made = {"train": made["train"][: config.max_train], "test": made["test"][: config.max_test]}
     for split, found in made.items():
         if not found and (split == "train" or needs_test):
             raise DataError(
                 f"{config.path}: nothing is left to {split}", expected="records with two prompts at least",
-                do=f"name a {ctx.name}.test_path, or raise {ctx.name}.test_share",
+                do=f"name a {ctx.name}.test_path, or raise {ctx.name}.test_fraction",
             )  # fmt: skip
     return made
 

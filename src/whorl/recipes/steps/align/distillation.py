@@ -30,7 +30,7 @@ from pydantic import Field, model_validator
 from whorl.align.config import DistilConfig, StudentConfig
 from whorl.errors import ConfigError, DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.rl import (
+from whorl.recipes.steps.align.common import (
     NOT_HASHED,
     evaluate_held_out,
     format_bits_change,
@@ -69,7 +69,8 @@ class DistilStepConfig(DistilConfig):
     def _possible(self) -> DistilStepConfig:
         if self.teacher_top_k and self.on_policy_fraction:
             raise ValueError(
-                f"own is {self.on_policy_fraction:g} and top {self.teacher_top_k}: what the teacher said before is of given texts alone; set top to 0"
+                f"on_policy_fraction is {self.on_policy_fraction:g} and teacher_top_k is {self.teacher_top_k}: cached teacher "
+                "logits cover given texts only; set teacher_top_k to 0"
             )
         return self
 
@@ -111,7 +112,7 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
 
     def look(at: PolicyModel) -> dict[str, float]:
         return evaluate_held_out(
-            at, scribe, tests, {"passed": config.temperature, "passed_greedily": None},
+            at, scribe, tests, {"accuracy": config.temperature, "accuracy_greedy": None},
             max_tokens=config.max_completion_tokens, length=config.seq_len + 1, seed=config.seed,
         )  # fmt: skip
 
@@ -126,8 +127,8 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
             log.write(step, metrics)
             last.update(metrics)
             note = f"{config.divergence} divergence {metrics['kl']:.4f}"
-            if "parity" in metrics:
-                note += f", parity {metrics['parity']:.0e}"
+            if "logprob_diff_max" in metrics:
+                note += f", log-prob difference {metrics['logprob_diff_max']:.0e}"
             bar.update(done=step, note=note)
 
         train_student(
@@ -143,8 +144,8 @@ def distil(ctx: StepContext, config: DistilStepConfig) -> None:
     headline += f"divergence {last.get('kl', 0.0):.4f}"
     summary: dict[str, Any] = {}
     if solved["after"]:
-        summary.update(solved=solved, tasks={"train": len(texts), "test": int(solved["after"]["tasks"])})
-        passed = [f"{solved[who]['passed_greedily']:.0%}" for who in ("before", "after", "teacher")]
+        summary.update(eval=solved, tasks={"train": len(texts), "test": int(solved["after"]["tasks"])})
+        passed = [f"{solved[who]['accuracy_greedy']:.0%}" for who in ("before", "after", "teacher")]
         headline += (
             f"; held-out tasks passed: {passed[0]}, then {passed[1]} (the teacher {passed[2]}), greedily"
         )
@@ -172,7 +173,7 @@ def _load_examples(
         if config.completions_from == "teacher" or config.on_policy_fraction:
             raise ConfigError(
                 f"{ctx.name}: documents of pretraining have no prompts to be answered",
-                expected='tasks as a parent, for given = "teacher" or own above 0',
+                expected='tasks as a parent, for completions_from = "teacher" or on_policy_fraction above 0',
             )
         return _pretraining_examples(ctx, config, scribe), {}
     if config.completions_from == "teacher":
@@ -184,7 +185,7 @@ def _load_examples(
         why = "; ".join(f"{n:,} {reason}" for reason, n in left.items())
         raise DataError(
             f"no text is left to distil with: {why}", expected="one at least",
-            do=f"raise {ctx.name}.length or max_tokens",
+            do=f"raise {ctx.name}.seq_len or max_completion_tokens",
         )  # fmt: skip
     return texts[: config.max_examples], left
 
@@ -252,7 +253,7 @@ def _make_student(
     if ("student" in ctx.parents) == (config.student is not None):
         raise ConfigError(
             f"{ctx.name} has {'two students' if config.student else 'no student'}",
-            expected=f"a parent in the role student, or {ctx.name}.student = {{layers = 2}}: one of them",
+            expected=f"a parent in the role student, or {ctx.name}.student = {{n_layers = 2}}: one of them",
         )
     if config.student is None:
         ctx.parents["student"].check()
@@ -287,7 +288,7 @@ def _make_teacher(
     words = tokenizer_fingerprint(scribe.tokenizer)
     if not config.teacher_top_k:
         return LiveTeacher(model, words), texts
-    place = ctx.scratch / "told"
+    place = ctx.scratch / "teacher_logits"
     if (place / MANIFEST).is_file():
         told = CachedTeacher.load(place)
         if dataset_fingerprint(told.examples) == dataset_fingerprint(texts):

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from whorl.align.config import PreferenceConfig, PreferenceStageConfig, RewardConfig
 from whorl.errors import DataError
 from whorl.recipes.registry import StepContext, step
-from whorl.recipes.steps.align.rl import NOT_HASHED, format_bits_change, held_out_bits_per_byte, pad_id_of
+from whorl.recipes.steps.align.common import NOT_HASHED, format_bits_change, held_out_bits_per_byte, pad_id_of
 from whorl.recipes.steps.model import model_folder
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
         def observe(step: int, metrics: dict[str, float]) -> None:
             log.write(step, metrics)
             last.update(metrics)
-            note = f"loss {metrics['loss']:.3f}, accuracy {metrics['accuracy']:.0%}, margin {metrics['margin']:.3f}"
+            note = f"loss {metrics['loss']:.3f}, accuracy {metrics['rewards/accuracy']:.0%}, margin {metrics['rewards/margin']:.3f}"
             bar.update(done=step, note=note)
 
         learn_preferences(
@@ -98,11 +98,9 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))
     before, after = found
     headline = f"{len(train):,} {each}; held out: "
-    if "likelier" in before:
-        headline += (
-            f"the better one is the likelier in {before['likelier']:.0%}, then {after['likelier']:.0%}; "
-        )
-    headline += f"margin {before['margin']:.3f}, then {after['margin']:.3f}"
+    if "implicit_accuracy" in before:
+        headline += f"the better one is the likelier in {before['implicit_accuracy']:.0%}, then {after['implicit_accuracy']:.0%}; "
+    headline += f"margin {before['rewards/margin']:.3f}, then {after['rewards/margin']:.3f}"
     ctx.summary.update(
         objective=config.objective, items={"train": len(train), "test": len(test)}, left_out=room.rejected,
         final=last, held_out={"before": before, "after": after},
@@ -111,7 +109,7 @@ def preference(ctx: StepContext, config: PreferenceConfig) -> None:
     )  # fmt: skip
 
 
-@step("reward", config=RewardConfig, parents=PREFERENCE_PARENTS, not_hashed=NOT_HASHED)
+@step("reward_model", config=RewardConfig, parents=PREFERENCE_PARENTS, not_hashed=NOT_HASHED)
 def reward_model(ctx: StepContext, config: RewardConfig) -> None:
     """Train a model that says how good an answer is, and report whether it can be believed."""
     from whorl.align.preference.reward_model import RewardModel, save_reward_model, train_reward_model
@@ -130,7 +128,8 @@ def reward_model(ctx: StepContext, config: RewardConfig) -> None:
             log.write(step, metrics)
             last.update(metrics)
             bar.update(
-                done=step, note=f"loss {metrics['loss']:.3f}, right in {metrics['accuracy']:.0%} of the pairs"
+                done=step,
+                note=f"loss {metrics['loss']:.3f}, right in {metrics['rewards/accuracy']:.0%} of the pairs",
             )
 
         train_reward_model(
@@ -178,7 +177,7 @@ def _load_examples(
     if not paired and (pairs_only or getattr(config, "objective", "") != "kto"):
         raise DataError(
             f"{given.name} has single answers with a label, and {ctx.name} learns from pairs",
-            expected="chosen and rejected", do='take prefer.objective = "kto", or pair the answers',
+            expected="chosen and rejected", do='set {ctx.name}.objective = "kto", or pair the answers',
         )  # fmt: skip
     for split in ("train", "test"):
         if paired:
@@ -188,7 +187,7 @@ def _load_examples(
         if not found[split]:
             raise DataError(
                 f"{given.name}: nothing is left to {split}; {room.summary}", expected="one pair at least",
-                do=f"raise {ctx.name}.length, now {config.seq_len}",
+                do=f"raise {ctx.name}.seq_len, now {config.seq_len}",
             )  # fmt: skip
     if room.summary:
         ctx.progress.log(f"    {room.summary}")
@@ -214,5 +213,5 @@ def _evaluate_held_out(
         said = sequence_log_probs(
             network, [text for pair in pairs for text in (pair.chosen, pair.rejected)], pad
         )
-        found["likelier"] = float((said[0::2] > said[1::2]).float().mean())
+        found["implicit_accuracy"] = float((said[0::2] > said[1::2]).float().mean())
     return found

@@ -1,0 +1,146 @@
+"""Helpers that the alignment steps share: parents, training examples, and metrics before and after a stage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from whorl.errors import DataError
+from whorl.recipes.registry import StepContext
+
+if TYPE_CHECKING:
+    from whorl.align.model.example import ExampleTokenizer, LengthFilter, TokenizedExample
+    from whorl.align.model.policy_model import PolicyModel
+    from whorl.evals.verify.task import VerifiableTask
+    from whorl.models import LanguageModel
+    from whorl.tokens.shards import TokenSet
+
+STAGE_PARENTS = {"model": "model", "tasks": "tasks", "tokens?": "tokens"}
+NOT_HASHED = ("checkpoint_seconds", "replicas")
+HELD_OUT_BYTES = 60_000  # of the pretraining test split, for bits per byte before and after a stage
+
+
+def load_sft_examples(
+    ctx: StepContext, example_tokenizer: ExampleTokenizer, max_length: int
+) -> tuple[list[TokenizedExample], LengthFilter]:
+    """Tokenize the solutions and conversations of the parent `tasks`; also return the filter with its counts.
+
+    Raises:
+        DataError: the parent has neither solutions nor conversations.
+    """
+    from whorl.align.data.dataset_files import read_conversations
+    from whorl.align.model.example import LengthFilter
+    from whorl.align.stage.io import read_prompt_completions
+
+    tasks = ctx.parents["tasks"]
+    tasks.check()
+    length_filter = LengthFilter(max_length)
+    pairs, conversations = (
+        read_prompt_completions(tasks.path, "train"),
+        read_conversations(tasks.path, "train"),
+    )
+    if not pairs and not conversations:
+        raise DataError(
+            f"{tasks.name} has tasks but no solutions to train on",
+            expected='pairs or conversations (source = "files": shape = "pairs")',
+        )
+    examples = length_filter.tokenize(
+        pairs, lambda pair: example_tokenizer.prompt_completion(pair.prompt, pair.completion)
+    )
+    examples += length_filter.tokenize(
+        conversations, lambda conversation: example_tokenizer.conversation(conversation.messages)
+    )
+    if length_filter.summary:
+        ctx.progress.log(f"    {length_filter.summary}")
+    return examples, length_filter
+
+
+def evaluate_held_out(
+    network: PolicyModel,
+    example_tokenizer: ExampleTokenizer,
+    tests: Sequence[VerifiableTask],
+    temperatures: Mapping[str, float | None],
+    *,
+    max_tasks: int | None = None,
+    max_tokens: int,
+    length: int,
+    seed: int,
+) -> dict[str, float]:
+    """Return the accuracy on held-out tasks for each temperature, and the number of tasks; empty without tasks.
+
+    Args:
+        temperatures: metric name -> temperature; None decodes greedily.
+        max_tasks: upper limit of the tasks that are answered.
+    """
+    from whorl.align.rl.rollout import filter_by_length
+    from whorl.align.stage.io import evaluate_tasks
+    from whorl.sandbox import Sandbox
+
+    fitting = filter_by_length(example_tokenizer, tests, length, max_tokens)[0][:max_tasks]
+    if not fitting:
+        return {}
+    found = {"tasks": float(len(fitting))}
+    with Sandbox() as sandbox:
+        for name, temperature in temperatures.items():
+            _, verdicts = evaluate_tasks(
+                network, example_tokenizer, fitting, max_tokens=max_tokens, length=length, temperature=temperature,
+                seed=seed, sandbox=sandbox,
+            )  # fmt: skip
+            found[name] = sum(v.passed for v in verdicts) / len(verdicts)
+    return found
+
+
+def held_out_bits_per_byte(
+    ctx: StepContext, model: LanguageModel, example_tokenizer: ExampleTokenizer
+) -> float | None:
+    """Return the bits per byte of held-out pretraining text, or None without a parent `tokens`."""
+    if "tokens" not in ctx.parents:
+        return None
+    from whorl.evals.likelihood import bits_per_byte, document_nats
+
+    split, chosen, n_bytes = open_token_set(ctx, example_tokenizer).split("test"), [], 0
+    for ids in split.iter_documents():
+        chosen.append(ids)
+        n_bytes += len(example_tokenizer.tokenizer.decode(ids[1:-1]))
+        if n_bytes >= HELD_OUT_BYTES:
+            break
+    context_hint, model.context_hint = model.context_hint, None  # the same context as the step `evaluate`
+    try:
+        return bits_per_byte(sum(document_nats(model.eval(), chosen, model.eval_window)), n_bytes)
+    finally:
+        model.context_hint = context_hint
+
+
+def open_token_set(ctx: StepContext, example_tokenizer: ExampleTokenizer) -> TokenSet:
+    """Return the parent `tokens`.
+
+    Raises:
+        ConfigError: it was encoded with another tokenizer than the model's.
+    """
+    from whorl.align.distillation.teacher import check_same_vocabulary
+    from whorl.tokens.hf_tokenizer import load_tokenizer
+    from whorl.tokens.shards import TokenSet
+
+    tokens = ctx.parents["tokens"]
+    tokens.check()
+    encoder = ctx.store.find(tokens.parents.get("tokenizer", ""))
+    if encoder is not None:
+        names = ctx.parents["model"].name, tokens.name
+        check_same_vocabulary(example_tokenizer.tokenizer, load_tokenizer(encoder.path), names=names)
+    return TokenSet(tokens.path)
+
+
+def format_bits_change(before: float | None, after: float | None) -> str:
+    """Return the end of a headline: `; 1.234 then 1.250 bits per byte`, or nothing if it was not measured."""
+    return "" if before is None or after is None else f"; {before:.3f} then {after:.3f} bits per byte"
+
+
+def pad_id_of(example_tokenizer: ExampleTokenizer) -> int:
+    """Return the padding id of the tokenizer, 0 if it has none."""
+    return int(getattr(example_tokenizer.tokenizer, "pad_id", 0))
+
+
+def write_curve(ctx: StepContext) -> None:
+    """Write the metrics of every step of this stage into `curve.json`."""
+    (ctx.out / "curve.json").write_text(json.dumps([*ctx.run.read_metrics(ctx.name)]))

@@ -1,0 +1,98 @@
+"""The step `sft`: supervised fine-tuning on solutions or conversations.
+
+    [steps.sft]
+    parents = ["pretrain", "tasks"]
+    lora = {rank = 16}                  # train an adapter instead of all weights; --set sft.lora.rank=16
+
+Every stage takes a model and leaves a model with its lineage. `whorl sample`, `whorl serve` and `whorl export` accept any.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from pydantic import Field
+
+from whorl.align.config import SFTConfig
+from whorl.recipes.registry import StepContext, step
+from whorl.recipes.steps.align.common import (
+    NOT_HASHED,
+    STAGE_PARENTS,
+    evaluate_held_out,
+    format_bits_change,
+    held_out_bits_per_byte,
+    load_sft_examples,
+    pad_id_of,
+    write_curve,
+)
+from whorl.recipes.steps.model import model_folder
+
+
+class SFTStepConfig(SFTConfig):
+    """Fine-tuning, and the evaluation before and after it where the tasks have a verifier."""
+
+    eval_tasks: int = Field(default=64, ge=0, description="held-out tasks answered before and after, at most")
+    max_completion_tokens: int = Field(default=96, ge=1, description="limit of an answer to a held-out task")
+
+
+@step("model", config=SFTStepConfig, parents=STAGE_PARENTS, not_hashed=NOT_HASHED)
+def sft(ctx: StepContext, config: SFTStepConfig) -> None:
+    """Fine-tune on solutions; only completion tokens and their end token are trained."""
+    from whorl.align.stage.io import (
+        load_example_tokenizer,
+        load_stage_model,
+        make_policy_model,
+        read_tasks,
+        save_stage_model,
+    )
+    from whorl.align.stage.sft import fine_tune
+
+    folder, machine = model_folder(ctx), ctx.machine
+    machine.apply()
+    tokenizer = load_example_tokenizer(folder)
+    network = make_policy_model(
+        load_stage_model(folder, config, machine), tokenizer, config, context_hint=config.seq_len
+    )
+    examples, length_filter = load_sft_examples(ctx, tokenizer, config.seq_len + 1)
+    tests = read_tasks(ctx.parents["tasks"].path, "test")
+
+    def evaluate() -> dict[str, float]:
+        return evaluate_held_out(
+            network, tokenizer, tests, {"accuracy_greedy": None}, max_tasks=config.eval_tasks,
+            max_tokens=config.max_completion_tokens, length=config.seq_len, seed=config.seed,
+        )  # fmt: skip
+
+    measured = {"before": evaluate()}
+    if tests and config.eval_tasks and not measured["before"]:
+        ctx.progress.log(
+            f"    no held-out task fits its prompt and {ctx.name}.max_completion_tokens: {config.max_completion_tokens}"
+        )
+    before = held_out_bits_per_byte(ctx, network.model, tokenizer)
+    started, last = time.monotonic(), dict[str, float]()
+    replay = ctx.parents["tokens"].path if "tokens" in ctx.parents else None
+    with ctx.progress.task("Fine-tuning", total=None) as bar, ctx.run.metrics(ctx.name) as log:
+
+        def on_step(step: int, metrics: dict[str, float]) -> None:
+            log.write(step, metrics)
+            last.update(metrics)
+            bar.update(done=step, note=f"loss {metrics['nll']:.3f}, epoch {metrics['epoch']:.2f}")
+
+        fine_tune(
+            network, examples, config, pad_id=pad_id_of(tokenizer), replay_data=replay, callback=on_step,
+            checkpoint_dir=ctx.scratch, log=ctx.progress.log,
+        )  # fmt: skip
+    measured["after"] = evaluate()
+    after = held_out_bits_per_byte(ctx, network.model, tokenizer)
+    save_stage_model(network, folder, ctx.out)
+    write_curve(ctx)
+    headline, summary = f"{len(examples):,} texts; loss {last.get('nll', 0.0):.3f}", dict[str, Any]()
+    if measured["after"]:
+        summary.update(eval=measured, tasks={"test": int(measured["after"]["tasks"])})
+        passed = [f"{measured[when]['accuracy_greedy']:.0%}" for when in ("before", "after")]
+        headline += f"; greedy accuracy on held-out tasks {passed[0]}, then {passed[1]}"
+    ctx.summary.update(
+        summary, texts=len(examples), left_out=length_filter.rejected, final=last, seconds=time.monotonic() - started,
+        params=network.model.params(), bits_per_byte={"before": before, "after": after},
+        headline=headline + format_bits_change(before, after),
+    )  # fmt: skip
