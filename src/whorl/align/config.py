@@ -58,10 +58,10 @@ class StageConfig(BaseModel):
         usual = OptimConfig()
         rates = {
             name: getattr(usual, name) * self.lr_scale
-            for name in ("matrix_rate", "adamw_rate", "embedding_rate", "scalar_rate", "memory_rate")
+            for name in ("lr_muon", "lr_adamw", "lr_embedding", "lr_scalar", "lr_ngram")
         }
         return usual.model_copy(
-            update={**rates, "matrices": self.optimizer, "matrix_every": 1, "clip_norm": self.clip_norm}
+            update={**rates, "optimizer": self.optimizer, "muon_every": 1, "clip_norm": self.clip_norm}
         )
 
 
@@ -155,7 +155,8 @@ class PreferenceConfig(PreferenceStageConfig):
         default=0.0, ge=0, lt=0.5, description="DPO: share of labels that are wrong"
     )
     length_normalized: bool = Field(default=False, description="IPO: means over tokens in place of sums")
-    weights: tuple[float, float] = Field(default=(1.0, 1.0), description="KTO: of good answers, and of bad")
+    desirable_weight: float = Field(default=1.0, description="KTO: weight of desirable completions")
+    undesirable_weight: float = Field(default=1.0, description="KTO: weight of undesirable completions")
 
 
 class RewardConfig(PreferenceStageConfig):

@@ -73,7 +73,7 @@ def ppo(
     moved = ratio.detach()
     more = {
         "kl": (moved - 1 - log_ratio.detach()).sum(),
-        "clipped": ((moved - 1).abs() > clip).sum(),
+        "clip_fraction": ((moved - 1).abs() > clip).sum(),
     }
     return _actor_critic_loss(-kept.sum(), output, target, value_coef, entropy_coef, more)
 

@@ -178,10 +178,10 @@ def policy_loss(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:
     behaviour_kl = kl_estimate(tokens.behaviour_log_prob, tokens.log_prob.detach(), "k3")
     largest = torch.zeros_like(lengths).scatter_reduce(0, tokens.sequence, ratio, "amax")
     metrics = {
-        "behaviour_kl": (by * behaviour_kl).sum(),
-        "ratio": (by * ratio).sum(),
-        "ratio_max": (by * largest[tokens.sequence]).sum(),
-        "clipped": (by * clipped).sum(),
+        "kl/behaviour": (by * behaviour_kl).sum(),
+        "ratio/mean": (by * ratio).sum(),
+        "ratio/max": (by * largest[tokens.sequence]).sum(),
+        "clip_fraction": (by * clipped).sum(),
         "tokens": lengths.sum(),
     }
     if tokens.reference_log_prob is not None:
@@ -238,7 +238,7 @@ def value_loss(
         cut = (kept > squares).to(squares.dtype)
         squares = torch.maximum(squares, kept)
     total = 0.5 * (weight * squares).sum()
-    return Loss(total, count, {"value_loss": total.detach(), "value_clipped": (by * cut).sum()})
+    return Loss(total, count, {"value_loss": total.detach(), "value_clip_fraction": (by * cut).sum()})
 
 
 def overlong_reward(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

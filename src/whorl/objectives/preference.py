@@ -155,12 +155,12 @@ def kto(
     reward = beta * h.detach()
     count = torch.full_like(total.detach(), float(len(h)))
     metrics = {
-        "good_reward": reward[desirable].sum(),
-        "bad_reward": reward[~desirable].sum(),
-        "good": desirable.sum(),
-        "bad": (~desirable).sum(),
-        "accuracy": (sign * (h.detach() - z) > 0).sum(),
-        "divergence": z * count,
+        "rewards/desirable": reward[desirable].sum(),
+        "rewards/undesirable": reward[~desirable].sum(),
+        "desirable": desirable.sum(),
+        "undesirable": (~desirable).sum(),
+        "rewards/accuracy": (sign * (h.detach() - z) > 0).sum(),
+        "kl": z * count,
     }
     return Loss(total, count, metrics)
 
@@ -193,10 +193,10 @@ def _pair_loss(each: Tensor, chosen: Tensor, rejected: Tensor) -> Loss:
     chosen, rejected = chosen.detach(), rejected.detach()
     total = each.sum()
     metrics = {
-        "chosen_reward": chosen.sum(),
-        "rejected_reward": rejected.sum(),
-        "margin": (chosen - rejected).sum(),
-        "accuracy": (chosen > rejected).sum(),
+        "rewards/chosen": chosen.sum(),
+        "rewards/rejected": rejected.sum(),
+        "rewards/margin": (chosen - rejected).sum(),
+        "rewards/accuracy": (chosen > rejected).sum(),
         "ties": (chosen == rejected).sum(),  # pairs that are identical are, and teach nothing
     }
     return Loss(total, torch.full_like(total.detach(), float(len(each))), metrics)

@@ -50,10 +50,10 @@ def bradley_terry(
         each = each + center_rewards_coef * (chosen + rejected).square()
     total = each.sum()
     metrics = {
-        "chosen_reward": chosen.detach().sum(),
-        "rejected_reward": rejected.detach().sum(),
-        "margin": ahead.detach().sum(),
-        "accuracy": (ahead.detach() > 0).sum(),
+        "rewards/chosen": chosen.detach().sum(),
+        "rewards/rejected": rejected.detach().sum(),
+        "rewards/margin": ahead.detach().sum(),
+        "rewards/accuracy": (ahead.detach() > 0).sum(),
         "ties": (ahead.detach() == 0).sum(),
     }
     return Loss(total, torch.full_like(total.detach(), float(len(chosen))), metrics)

@@ -69,8 +69,8 @@ def read_preferences(folder: Path, split: str) -> list[Preference]:
 def read_unpaired(folder: Path, split: str) -> list[UnpairedPreference]:
     """As `read_conversations`."""
     return _read(
-        folder / f"judged.{split}.jsonl",
-        lambda r: UnpairedPreference(**r | _restore_tuples(r, "prompt", "answer")),
+        folder / f"unpaired.{split}.jsonl",
+        lambda r: UnpairedPreference(**r | _restore_tuples(r, "prompt", "completion")),
     )
 
 

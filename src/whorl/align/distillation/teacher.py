@@ -46,7 +46,7 @@ from whorl.tokens.hf_tokenizer import HFTokenizer
 from whorl.tokens.tokenizer import Tokenizer
 from whorl.train.learner.update import MicroBatch
 
-FORMAT_VERSION, TENSORS, MANIFEST = 1, "told.safetensors", "told.json"
+FORMAT_VERSION, TENSORS, MANIFEST = 1, "teacher_logits.safetensors", "teacher_logits.json"
 FORWARD_POSITIONS = 1 << 13  # positions of a forward
 MAX_LOGITS = 1 << 22  # numbers of logits at once
 
@@ -152,7 +152,9 @@ class CachedTeacher:
         self, batch: MicroBatch, hidden: Tensor, head: Tensor, softcap: float | None, config: DistilConfig
     ) -> Loss:
         """Over the K ids and one outcome for all others.  `part` carries `told`: which row of M, for each target."""
-        rows = batch["told"][batch["loss_mask"]].cpu()  # all that was said stays on the host; these N go over
+        rows = batch["teacher_row"][
+            batch["loss_mask"]
+        ].cpu()  # all that was said stays on the host; these N go over
         log_probs, tops = self.log_probs[rows].to(hidden.device), self.top_ids[rows].to(hidden.device).long()
         return distil_top_k(
             hidden, head, log_probs, tops, hidden.new_ones(len(hidden)), softcap,
@@ -183,16 +185,16 @@ class CachedTeacher:
             "ids": torch.from_numpy(np.concatenate([text.ids for text in self.examples])),
             "mask": torch.from_numpy(np.concatenate([text.loss_mask for text in self.examples])),
             "first": torch.tensor([0, *np.cumsum(lengths).tolist()]),
-            "tops": self.top_ids.int().contiguous(),
+            "top_ids": self.top_ids.int().contiguous(),
             "log_probs": self.log_probs.float().contiguous(),
         }
         aside = folder / f".{TENSORS}"
         save_file(tensors, aside)
         aside.rename(folder / TENSORS)
         manifest = {
-            "form": FORMAT_VERSION, "texts": len(self.examples), "targets": len(self.top_ids), "top": int(self.top_ids.shape[1]),
-            "temperature": self.temperature, "vocab_size": self.vocab_size, "words": self.vocab_fingerprint,
-            "teacher": self.teacher_name, "sha256": file_sha256(folder / TENSORS),
+            "format": FORMAT_VERSION, "texts": len(self.examples), "targets": len(self.top_ids), "top": int(self.top_ids.shape[1]),
+            "temperature": self.temperature, "vocab_size": self.vocab_size, "vocab_fingerprint": self.vocab_fingerprint,
+            "teacher_name": self.teacher_name, "sha256": file_sha256(folder / TENSORS),
         }  # fmt: skip
         aside = folder / f".{MANIFEST}"
         aside.write_text(json.dumps(manifest, indent=2) + "\n")
@@ -208,13 +210,13 @@ class CachedTeacher:
         """
         try:
             manifest = json.loads((folder / MANIFEST).read_text())
-            if manifest["form"] != FORMAT_VERSION:
-                raise _unreadable(folder / MANIFEST, f"form is {manifest['form']!r}", f"{FORMAT_VERSION}")
+            if manifest["format"] != FORMAT_VERSION:
+                raise _unreadable(folder / MANIFEST, f"form is {manifest['format']!r}", f"{FORMAT_VERSION}")
             if file_sha256(folder / TENSORS) != manifest["sha256"]:
                 raise _unreadable(folder / TENSORS, "it is not the file that the manifest was made of", "")
             found = load_file(folder / TENSORS)
             ids, mask, first = (found[name].numpy() for name in ("ids", "mask", "first"))
-            tops, log_probs = found["tops"], found["log_probs"]
+            tops, log_probs = found["top_ids"], found["log_probs"]
             shape = (manifest["targets"], manifest["top"])
             if tuple(tops.shape) != shape or tuple(log_probs.shape) != shape:
                 raise _unreadable(folder / TENSORS, f"tops is {list(tops.shape)}", f"{list(shape)}")
@@ -222,7 +224,10 @@ class CachedTeacher:
                 TokenizedExample(ids[a:b], mask[a:b])
                 for a, b in zip(first[:-1].tolist(), first[1:].tolist(), strict=True)
             )
-            rest = {name: manifest[name] for name in ("vocab_size", "words", "temperature", "teacher")}
+            rest = {
+                name: manifest[name]
+                for name in ("vocab_size", "vocab_fingerprint", "temperature", "teacher_name")
+            }
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise _unreadable(folder, f"{type(error).__name__}: {error}", "what `Told.save` wrote") from error
         return cls(texts, tops, log_probs, _row_offsets(texts), **rest)

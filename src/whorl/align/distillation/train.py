@@ -33,6 +33,7 @@ from whorl.align.config import DistilConfig
 from whorl.align.distillation.teacher import CachedTeacher, Teacher, tokenizer_fingerprint
 from whorl.align.model.batch import micro_batches, pack, pad, sort_by_length
 from whorl.align.model.example import ExampleTokenizer, TokenizedExample, concat
+from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.model.sampling import banned_ids, policy_sampling, rollout_engine, sample_completions
 from whorl.align.stage.trainer import (
@@ -100,7 +101,7 @@ def train_student(
 
     def told(step: int, metrics: dict[str, float]) -> None:
         mixtures.on_step_end()
-        callback(step, {**metrics, **batches.latest.metrics, **objective.pop_metrics()})
+        callback(step, {**metrics, **batches.latest.metrics, **objective.logprob_diff.pop_metrics()})
 
     run_stage(
         network, config, objective, parts, identity=identity, steps=batches.steps,
@@ -162,7 +163,7 @@ class _DistillationObjective:
     ) -> None:
         self.network, self.teacher, self.config = network, teacher, config
         self.moe_balancer, self.banned_mask = mixtures, forbidden
-        self.fresh, self.logprob_diff_max = False, 0.0
+        self.fresh, self.logprob_diff = False, LogProbDiff()
 
     def __call__(self, part: MicroBatch) -> Loss:
         model, mask = self.network.model, part["loss_mask"]
@@ -186,13 +187,7 @@ class _DistillationObjective:
             temperature=self.network.temperature, softcap=self.network.model.logit_softcap,
             banned_mask=self.banned_mask,
         )  # fmt: skip
-        apart = (log_prob - part["behaviour_log_prob"][mask][sampled]).abs().max()
-        self.logprob_diff_max = max(self.logprob_diff_max, float(apart) if apart.isfinite() else float("inf"))
-
-    def pop_metrics(self) -> dict[str, float]:
-        """What was seen since the last call."""
-        parity, self.logprob_diff_max = self.logprob_diff_max, 0.0
-        return {"parity": parity} if self.fresh else {}
+        self.logprob_diff.update(log_prob - part["behaviour_log_prob"][mask][sampled])
 
 
 class _DistillationBatches:
@@ -263,14 +258,14 @@ class _DistillationBatches:
                 else sort_by_length(pad(texts, self.pad_id, streams))
             )
             if isinstance(self.teacher, CachedTeacher):
-                laid["told"] = self.teacher.target_rows(laid, torch.tensor(numbers))
+                laid["teacher_row"] = self.teacher.target_rows(laid, torch.tensor(numbers))
             record = _StepBatch(laid, fresh)
             if mine:
                 lengths = [int(text.loss_mask.sum()) for text, _, _ in mine]
                 record.metrics |= {
-                    "sampled": float(sum(lengths)),
-                    "own_length": sum(lengths) / len(mine),
-                    "cut_off": sum(not ended for _, _, ended in mine) / len(mine),
+                    "on_policy_tokens": float(sum(lengths)),
+                    "completion_length/on_policy": sum(lengths) / len(mine),
+                    "truncated_fraction": sum(not ended for _, _, ended in mine) / len(mine),
                 }
             yield record
 

@@ -156,13 +156,13 @@ class PolicyModel(nn.Module):
         """log_prob (and value, with a critic) of all targets that count, [B, T] fp32, 0 elsewhere; beside the rows."""
         places = torch.arange(len(batch["tokens"]))
         together = sort_by_group if "group" in batch else sort_by_length
-        rows = together({**batch, "place": places[:, None].expand_as(batch["tokens"])})
+        rows = together({**batch, "source_row": places[:, None].expand_as(batch["tokens"])})
         size = max(1, SCORE_POSITIONS // rows["tokens"].shape[1])
         names = ["log_prob"] if self.value is None else ["log_prob", "value"]
         found = {name: torch.zeros(batch["tokens"].shape, device=self.device) for name in names}
         for piece in map(self.to_device, micro_batches(rows, size)):
             judged, mask = self.log_probs(piece), piece["loss_mask"]
-            row, column = piece["place"][mask], mask.nonzero()[:, 1]
+            row, column = piece["source_row"][mask], mask.nonzero()[:, 1]
             found["log_prob"][row, column] = judged.log_prob
             if judged.value is not None:
                 found["value"][row, column] = judged.value

@@ -149,7 +149,7 @@ def evaluate_preferences(
     names = losses[0].metrics
     means = {name: sum(float(loss.metrics[name]) for loss in losses) / count for name in names}
     return normalize_metrics(
-        {"loss": sum(float(loss.total) for loss in losses) / count, **means, "count": count}
+        {"loss": sum(float(loss.total) for loss in losses) / count, **means, "loss_tokens": count}
     )
 
 
@@ -166,12 +166,12 @@ def preference_objective(config: PreferenceConfig, network: PolicyModel) -> Call
         )  # [S]
         each = log_prob.detach() / length
         if name == "kto":
-            good = part["good"]
+            good = part["label"]
             loss = kto(
-                log_prob, part["reference_log_prob"], good, part["divergence"],
-                beta=beta, desirable_weight=config.weights[0], undesirable_weight=config.weights[1],
+                log_prob, part["reference_log_prob"], good, part["kl"],
+                beta=beta, desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight,
             )  # fmt: skip
-            seen = {"chosen_log_prob": each[good].sum(), "rejected_log_prob": each[~good].sum()}
+            seen = {"logps/chosen": each[good].sum(), "logps/rejected": each[~good].sum()}
             return Loss(loss.total, loss.count, {**loss.metrics, **seen})
         reference = part.get("reference_log_prob")
         pairs = PairLogProbs(
@@ -190,7 +190,7 @@ def preference_objective(config: PreferenceConfig, network: PolicyModel) -> Call
             loss = simpo(pairs, beta=beta, gamma=config.gamma)
         else:
             loss = orpo(pairs, weight=beta)
-        seen = {"chosen_log_prob": each[0::2].sum(), "rejected_log_prob": each[1::2].sum()}
+        seen = {"logps/chosen": each[0::2].sum(), "logps/rejected": each[1::2].sum()}
         return Loss(loss.total, loss.count, {**loss.metrics, **seen})
 
     return objective
@@ -198,14 +198,18 @@ def preference_objective(config: PreferenceConfig, network: PolicyModel) -> Call
 
 def normalize_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Metrics under the same names for all objectives: KTO's rewards are means over the answers of their own kind."""
-    if "good_reward" not in metrics:
+    if "rewards/desirable" not in metrics:
         return metrics
-    found = {name: value for name, value in metrics.items() if name not in ("good_reward", "bad_reward")}
-    for kind, name in (("good", "chosen"), ("bad", "rejected")):
+    found = {
+        name: value
+        for name, value in metrics.items()
+        if name not in ("rewards/desirable", "rewards/undesirable")
+    }
+    for kind, name in (("desirable", "chosen"), ("undesirable", "rejected")):
         share = max(metrics[kind], 1e-9)
-        found[f"{name}_reward"] = metrics[f"{kind}_reward"] / share
-        found[f"{name}_log_prob"] = metrics[f"{name}_log_prob"] / share
-    found["margin"] = found["chosen_reward"] - found["rejected_reward"]
+        found[f"rewards/{name}"] = metrics[f"rewards/{kind}"] / share
+        found[f"logps/{name}"] = metrics[f"logps/{name}"] / share
+    found["rewards/margin"] = found["rewards/chosen"] - found["rewards/rejected"]
     return found
 
 
@@ -256,7 +260,7 @@ class _PreferenceBatches:
             return {}
         found = {"reference_log_prob": sequence_log_probs(reference, self.texts, self.pad_id)}
         if self.mismatched:
-            found["crossed_log_prob"] = sequence_log_probs(reference, self.mismatched, self.pad_id)
+            found["mismatched_log_prob"] = sequence_log_probs(reference, self.mismatched, self.pad_id)
         return found
 
     def batches_from(
@@ -275,7 +279,7 @@ class _PreferenceBatches:
         streams = {name: kept[name] for name in ("reference_log_prob",) if name in kept}
         if self.config.objective != "kto":
             return list(self.pair_batches.micro_batches(mine, streams))
-        parts = list(self.pair_batches.micro_batches(mine, {**streams, "good": self.labels}))
+        parts = list(self.pair_batches.micro_batches(mine, {**streams, "label": self.labels}))
         divergence = torch.zeros(())
         if self.mismatched:
             own = sequence_log_probs(network, [self.mismatched[unit] for unit in mine], self.pad_id)
@@ -285,8 +289,8 @@ class _PreferenceBatches:
                 for rank in range(world.size)
                 for u in self.pair_batches.shard(units, ProcessGroup(rank, world.size))
             ]
-            divergence = kto_kl(torch.tensor(now), kept["crossed_log_prob"][torch.tensor(all_units)])
-        return [{**part, "divergence": divergence} for part in parts]
+            divergence = kto_kl(torch.tensor(now), kept["mismatched_log_prob"][torch.tensor(all_units)])
+        return [{**part, "kl": divergence} for part in parts]
 
 
 def mismatched_examples(

@@ -62,13 +62,13 @@ class RewardReport:
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON."""
         curve = self.calibration
-        names = ("edges", "said", "seen", "count")
+        names = ("edges", "predicted", "observed", "count")
         return {
             "pairs": self.pairs,
             "accuracy": self.accuracy,
             "margin": self.margin,
             "calibration_error": curve.expected_error,
-            "calibration_most": curve.max_error,
+            "calibration_max_error": curve.max_error,
             "reliability": {name: [round(x, 6) for x in getattr(curve, name).tolist()] for name in names},
             "length": {name: None if x != x else x for name, x in vars(self.length_bias).items()},
         }

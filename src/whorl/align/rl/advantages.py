@@ -14,7 +14,6 @@ newest weights sampled tells it; of one that is older there is nothing to compar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,10 +22,11 @@ import torch
 from torch import Tensor
 
 from whorl.align.config import RLConfig
+from whorl.align.model.logprob_diff import LogProbDiff
 from whorl.align.model.policy_model import PolicyModel
 from whorl.align.rl.experience import Experience
 from whorl.errors import ConfigError
-from whorl.objectives.advantages.group_advantages import group_advantages as group_advantages
+from whorl.objectives.advantages.group_advantages import group_advantages
 from whorl.objectives.advantages.importance import importance_weights
 from whorl.objectives.advantages.token_gae import token_gae, whiten
 from whorl.objectives.divergences import adapt_kl_coef, kl_reward
@@ -39,6 +39,7 @@ from whorl.objectives.llm_policy import (
     value_loss,
 )
 from whorl.objectives.next_token import Loss
+from whorl.parallel.process_group import ProcessGroup
 from whorl.train.learner.update import MicroBatch
 
 VALUE_COEF = 0.5
@@ -48,19 +49,19 @@ def resolve_method(config: RLConfig) -> PolicyLossConfig:
     """The algorithm with what the configuration changes of it."""
     method = PRESETS[config.algorithm]
     changed: dict[str, Any] = {
-        "kl_weight": config.kl.coef,
-        "kl": config.kl.estimator or method.kl_estimator,
-        "kl_in": config.kl.apply_to or method.kl_apply_to,
-        "entropy_weight": config.loss.entropy_coef,
+        "kl_coef": config.kl.coef,
+        "kl_estimator": config.kl.estimator or method.kl_estimator,
+        "kl_apply_to": config.kl.apply_to or method.kl_apply_to,
+        "entropy_coef": config.loss.entropy_coef,
     }
     if config.loss.ratio == "none":
         changed["clip_low"] = changed["clip_high"] = None
-    for name in ("ratio", "dual_clip", "average", "baseline", "deviation"):
+    for name in ("ratio", "dual_clip", "aggregation", "baseline", "scale_rewards"):
         if (given := getattr(config.loss, name)) is not None:
             changed[name] = given
     if config.clip is not None:
         changed["clip_low"], changed["clip_high"] = config.clip
-    if changed.get("average", method.aggregation) == "constant":
+    if changed.get("aggregation", method.aggregation) == "constant":
         changed["constant"] = float(config.max_completion_tokens)
     return replace(method, **changed)
 
@@ -74,8 +75,8 @@ def check_method(config: RLConfig, network: PolicyModel, reference: PolicyModel 
     method = resolve_method(config)
     if config.kl.coef and reference is None:
         raise ConfigError(
-            f"kl.weight is {config.kl.coef:g}, and there is no reference",
-            expected="the policy as it was before", do="give one, or set kl.weight to 0",
+            f"kl.coef is {config.kl.coef:g}, and there is no reference",
+            expected="the policy as it was before", do="give one, or set kl.coef to 0",
         )  # fmt: skip
     if (method.baseline == "critic") != (network.value is not None):
         raise ConfigError(
@@ -90,7 +91,7 @@ class RLState:
 
     def __init__(self, config: RLConfig) -> None:
         self.kl_coef, self.kl_target = config.kl.coef, config.kl.target_kl
-        self.logprob_diff_max: float | None = None
+        self.logprob_diff = LogProbDiff()
         self.metrics: dict[str, float] = {}
         self._expected_version: int | None = None
 
@@ -101,43 +102,34 @@ class RLState:
     def compare_log_probs(self, batch: MicroBatch, log_prob: Tensor, version: int) -> None:
         """Looks at tokens [...] that the weights of `version` sampled."""
         same = batch["loss_mask"] & (batch["version"] == version)
-        self._update_logprob_diff((log_prob - batch["behaviour_log_prob"])[same])
+        self.logprob_diff.update((log_prob - batch["behaviour_log_prob"])[same])
 
     def observe_micro_batch(self, batch: MicroBatch, log_prob: Tensor) -> None:
         """Of a micro-batch: log_prob [N] of the targets that count."""
         if self._expected_version is not None:
             mask = batch["loss_mask"]
             same = batch["version"][mask] == self._expected_version
-            self._update_logprob_diff((log_prob.detach() - batch["behaviour_log_prob"][mask])[same])
-
-    def _update_logprob_diff(self, difference: Tensor) -> None:
-        if difference.numel():
-            apart = float(difference.abs().max())
-            self.logprob_diff_max = max(
-                self.logprob_diff_max or 0.0, apart if math.isfinite(apart) else math.inf
-            )
+            self.logprob_diff.update((log_prob.detach() - batch["behaviour_log_prob"][mask])[same])
 
     def update_kl_coef(self, kl: float) -> None:
         """KL to the reference of a record, nats a token: the weight is adapted where a target is given."""
         if self.kl_target is not None:
             self.kl_coef = adapt_kl_coef(self.kl_coef, kl, self.kl_target)
-            self.metrics["kl_weight"] = self.kl_coef
+            self.metrics["kl_coef"] = self.kl_coef
 
-    def pop_metrics(self) -> dict[str, float]:
-        """What was seen since the last call."""
-        told = dict(self.metrics)
-        if self.logprob_diff_max is not None:
-            told["parity"] = self.logprob_diff_max
-        self.metrics, self.logprob_diff_max, self._expected_version = {}, None, None
-        return told
+    def pop_metrics(self, process_group: ProcessGroup | None = None) -> dict[str, float]:
+        """Return the metrics since the last call and reset them. process_group: its ranks call this together."""
+        metrics = self.metrics | self.logprob_diff.pop_metrics(process_group)
+        self.metrics, self._expected_version = {}, None
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"kl_weight": self.kl_coef}
+        return {"kl_coef": self.kl_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where another one was."""
-        self.kl_coef = state["kl_weight"]
+        self.kl_coef = state["kl_coef"]
 
 
 @torch.no_grad()
@@ -189,7 +181,7 @@ def compute_advantages(config: RLConfig, experience: Experience, state: RLState)
             high=config.async_rollout.importance_clip,
         )
         found["weight"] = spread(weight)
-        state.metrics |= {f"stale_{name}": value for name, value in vars(ratios).items()}
+        state.metrics |= {f"importance/{name}": value for name, value in vars(ratios).items()}
     return found
 
 

@@ -47,7 +47,7 @@ class Experience:
 def read_rollouts(slot: Slot[Rollouts]) -> Experience:
     """What a slot holds; the columns that no row uses are cut off."""
     views = slot.tensors()
-    length, prompt = views["length"].clone(), views["prompt"]
+    length, prompt = views["length"].clone(), views["prompt_length"]
     stop = max(2, int(length.max()))
     ids = views["ids"][:, :stop]
     place = torch.arange(1, stop)
@@ -70,8 +70,8 @@ def read_rollouts(slot: Slot[Rollouts]) -> Experience:
         views["finished"].clone(),
         length - prompt,
         views["task"].clone(),
-        int(views["redrawn"][0]),
-        int(views["broken"][0]),
+        int(views["resampled_groups"][0]),
+        int(views["failed_verifications"][0]),
     )
 
 
@@ -86,14 +86,14 @@ def rollout_metrics(experience: Experience, group_size: int) -> dict[str, float]
 
     return {
         "reward": float(reward.mean()),
-        "passed": float(passed.float().mean()),
-        "solved": float(passed.view(-1, group_size).any(1).float().mean()),
-        "groups_alike": float((groups == groups[:, :1]).all(1).sum()),
-        "groups_redrawn": float(experience.resampled_groups),
-        "verifier_failed": float(experience.failed_verifications),
-        "cut_off": float((~experience.finished).float().mean()),
-        "empty": float((experience.length <= 1).sum()),
-        "length": float(length.mean()),
-        "length_right": mean(length, passed),
-        "length_wrong": mean(length, wrong),
+        "accuracy": float(passed.float().mean()),
+        "pass_at_k": float(passed.view(-1, group_size).any(1).float().mean()),
+        "zero_std_groups": float((groups == groups[:, :1]).all(1).sum()),
+        "resampled_groups": float(experience.resampled_groups),
+        "verifier_errors": float(experience.failed_verifications),
+        "truncated_fraction": float((~experience.finished).float().mean()),
+        "empty_completions": float((experience.length <= 1).sum()),
+        "completion_length/mean": float(length.mean()),
+        "completion_length/correct": mean(length, passed),
+        "completion_length/incorrect": mean(length, wrong),
     }

@@ -136,12 +136,12 @@ class RolloutWorker:
 
     def join_group(self, group: ReplicaGroup) -> None:
         """From now on it answers its share of each record's tasks, and has the other answers from its peers."""
-        self._peers = group
+        self._replica_group = group
 
     @property
     def replica_group(self) -> ReplicaGroup:
         """Those it shares records with: by default nobody."""
-        return getattr(self, "_peers", None) or ReplicaGroup()
+        return getattr(self, "_replica_group", None) or ReplicaGroup()
 
     def setup(self, rows: int = 64) -> None:
         """Makes engine, scribe and sandbox; `fill` does it where nobody did."""
@@ -281,7 +281,7 @@ def assign_devices(
         devices = others or ([str(learner)] if ahead.device == "cuda" and gpus else ["cpu"])
         if ahead.device == "cuda" and not gpus:
             raise ConfigError(
-                "ahead.device is cuda, and torch sees no GPU here", expected="a machine with one",
+                "async_rollout.device is cuda, and torch sees no GPU here", expected="a machine with one",
                 do="take auto, or cpu",
             )  # fmt: skip
     return [replace(worker, device=devices[n % len(devices)]) for n in range(ahead.workers)]

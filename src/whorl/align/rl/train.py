@@ -50,15 +50,11 @@ from whorl.tracking.seeds import generator
 from whorl.train.checkpoint.format import restore
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.learner.learner import SharedState
-from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch
 from whorl.train.optim.lr_schedule import lr_scale
 
 RolloutCallback = Callable[[int, dict[str, float], Experience], None]
-
-
-class StopTraining(Exception):
-    """Raised by an observer to end training early, with what there is."""
 
 
 def train_policy(
@@ -91,7 +87,8 @@ def train_policy(
     identity = {
         "stage": "rl",
         "config": config.model_dump(
-            mode="json", exclude={"checkpoint_seconds", "max_steps_seconds", "restarts", "replicas"}
+            mode="json",
+            exclude={"checkpoint_seconds", "max_train_seconds", "max_worker_restarts", "replicas"},
         ),
         "tasks": len(worker.tasks),
     }
@@ -218,18 +215,15 @@ def _train_replica(
         )
 
     def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        spent = {f"seconds_{name}": s for name, s in clock.pop_seconds().items()}
-        seen = signals.pop_metrics()
-        if not replicas.is_single:  # each has seen its own rows
-            largest = max(replicas.all_gather_list([seen.get("parity", -1.0)]))
-            seen |= {"parity": largest} if largest >= 0 else {}
+        spent = {f"time/{name}": s for name, s in clock.pop_seconds().items()}
+        seen = signals.pop_metrics(replicas.process_group)  # each replica compared its own rows
         told = {**rollout_metrics(newest[0], config.group_size), **metrics, **seen, **spent}
         told |= {name: value for name, value in draining.pop_stats().metrics().items() if ahead.workers}
-        told["seconds"] = time.monotonic() - began
+        told["time/total"] = time.monotonic() - began
         if keeper is not None and step < config.steps and keeper.due():
             record = {
                 "rounds": learner.rounds,
-                "seconds": told["seconds"],
+                "seconds": told["time/total"],
                 "curriculum": curriculum.state_dict(),
                 "signals": signals.state_dict(),
             }
@@ -237,7 +231,7 @@ def _train_replica(
         observe(step, told, newest[0])
         if replicas.process_group.rank or config.max_train_seconds is None:
             return  # one clock decides; the others hear of it when their links close
-        if told["seconds"] > config.max_train_seconds:
+        if told["time/total"] > config.max_train_seconds:
             say(f"ends after {step:,} of {config.steps:,} steps: the time is up")
             raise StopTraining
 

@@ -179,7 +179,7 @@ def run_stage(
         log(f"continues at step {first:,} of {steps:,}")
 
     def after(done: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        spent = {f"seconds_{name}": s for name, s in clock.pop_seconds().items()}
+        spent = {f"time/{name}": s for name, s in clock.pop_seconds().items()}
         callback(done, {**metrics, **spent})
         if keeper is not None and done < steps and may_save(done) and keeper.due():
             keeper.save(done, {**shared.tensors(), **{PRECOMPUTED_PREFIX + n: t for n, t in kept.items()}})

@@ -44,9 +44,9 @@ Scorer = Callable[[Sequence[TokenizedExample]], Sequence[float]]  # higher is be
 CURVES = {
     "stopped": "thinking cut at the budget",
     "continued": "thinking made to last the budget",
-    "majority": "majority of n",
-    "any": "any of n right, by the verifier",
-    "likeliest": "best of n by its own log-probability",
+    "majority_at_k": "majority of n",
+    "pass_at_k": "any of n right, by the verifier",
+    "max_log_prob": "best of n by its own log-probability",
 }
 
 
@@ -106,7 +106,7 @@ class ScalingResult:
 
     def best(self) -> tuple[str, ScalingPoint]:
         """The most accurate point that asks no verifier, the cheapest among equals."""
-        found = [(name, p) for name, points in self.curves.items() if name != "any" for p in points]
+        found = [(name, p) for name, points in self.curves.items() if name != "pass_at_k" for p in points]
         return max(found, key=lambda pair: (pair[1].accuracy, -pair[1].tokens))
 
 
@@ -202,7 +202,7 @@ def _parallel_curves(
     tokens = float(np.mean([len(one.ids) for one in drawn]))
     good = right.reshape(shape)
     votes = [[vote_key(task, t) for t in texts[i * n : (i + 1) * n]] for i, task in enumerate(tasks)]
-    scores = {"likeliest": [float(np.sum(one.log_probs)) for one in drawn]}
+    scores = {"max_log_prob": [float(np.sum(one.log_probs)) for one in drawn]}
     pairs = [concat(p, one.ids) for p, one in zip(prompts, drawn, strict=True)] if scorers else []
     scores |= {name: [float(x) for x in scorer(pairs)] for name, scorer in scorers.items()}
     counted = majority_at_k(good, votes, ns, numpy_rng(config.seed, "votes"))
@@ -210,7 +210,7 @@ def _parallel_curves(
     def points(values: Callable[[int], NDArray[np.float64]]) -> tuple[ScalingPoint, ...]:
         return tuple(_point(k, values(k), n // k, k * tokens) for k in ns)
 
-    found = {"majority": points(lambda k: counted[k]), "any": points(lambda k: pass_at_k(good, k))}
+    found = {"majority_at_k": points(lambda k: counted[k]), "pass_at_k": points(lambda k: pass_at_k(good, k))}
     for name, row in scores.items():
         table = np.array(row, np.float64).reshape(shape)
         found[name] = points(lambda k, table=table: best_of_n(good, table, k))  # type: ignore[misc]
