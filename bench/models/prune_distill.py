@@ -39,12 +39,12 @@ ROWS, LENGTH, TOP, RATE = 8, 256, 32, 5e-4
 # name -> (measure, what it is trained by)
 KINDS: dict[str, tuple[str | None, str | None]] = {
     "dense": (None, None),
-    "surgeon": ("surgeon", None),
+    "surgeon": ("obs", None),
     "activation": ("activation", None),
     "magnitude": ("magnitude", None),
     "random": ("random", None),
-    "surgeon, distilled": ("surgeon", "distil"),
-    "surgeon, next token": ("surgeon", "next token"),
+    "surgeon, distilled": ("obs", "distil"),
+    "surgeon, next token": ("obs", "next token"),
     "activation, distilled": ("activation", "distil"),
     "random, distilled": ("random", "distil"),
 }

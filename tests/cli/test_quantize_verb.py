@@ -64,7 +64,7 @@ def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
     assert made.files["model.safetensors"]["size"] < 0.4 * source.files["model.safetensors"]["size"]
     scheme = QuantizationConfig(format="int4", group_size=64, rounding="calibrated", head=True, ngram=True)
     assert load_model(made.path).quantization == scheme
-    assert json.loads((made.path / "config.json").read_text())["quantisation"]["group"] == 64
+    assert json.loads((made.path / "config.json").read_text())["quantization"]["group"] == 64
     assert "looked up" in whorl(
         home, "quantise", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--memory"
     ).output  # fmt: skip

@@ -45,7 +45,7 @@ def gradients(model: LanguageModel, remade: int, packed: bool = False) -> tuple[
     model.zero_grad()
     torch.manual_seed(7)
     records: list[Any] = []
-    hidden = model(IDS, POSITIONS, SEGMENTS, None, records) if packed else model(IDS, records=records)
+    hidden = model(IDS, POSITIONS, SEGMENTS, None, records) if packed else model(IDS, routings=records)
     loss = F.cross_entropy(model.logits(hidden).flatten(0, 1), IDS.roll(-1, 1).flatten())
     for r in records:
         loss = loss + r.scores.square().mean() + 1e-2 * r.logits.square().mean()
@@ -127,7 +127,7 @@ def test_what_is_measured_is_what_autograd_keeps(kind: str) -> None:
         3
     ):  # what the last would keep if remade, hooks cannot see: its input is none of autograd's
         model.checkpointed_blocks = remade
-        plain = saved_bytes(lambda: model(IDS, records=[]), own)
+        plain = saved_bytes(lambda: model(IDS, routings=[]), own)
         packed = saved_bytes(lambda: model(IDS, POSITIONS, SEGMENTS, None, []), own)
         assert 0.9 * kept.peak(remade) < max(plain, packed) <= 1.002 * kept.peak(remade), remade
     assert kept.peak(0) > kept.peak(1) > kept.peak(2) == kept.min_peak

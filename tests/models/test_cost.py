@@ -93,7 +93,7 @@ def test_an_example_is_no_data() -> None:
 def test_a_decoder_answers_too() -> None:
     model = decoder()
     sizes = model.params()
-    assert sizes["active"] == sizes["total"] - sizes["memory"] + 2 * 32
+    assert sizes["active"] == sizes["total"] - sizes["ngram"] + 2 * 32
     ids = torch.zeros(3, 16, dtype=torch.int64)
     kept = saved_bytes(lambda: model(ids), model.parameters())
     assert model.activation_bytes(3, 16) == pytest.approx(kept, rel=0.15)

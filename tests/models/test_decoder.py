@@ -111,7 +111,7 @@ def test_flops_and_parameters_are_what_torch_counts() -> None:
     assert counter.get_total_flops() == pytest.approx(expected, rel=0.02)
     params = model.params()
     assert params["total"] == sum(p.numel() for p in model.parameters())
-    assert params["total"] == params["embedding"] + params["memory"] + params["matrices"]
+    assert params["total"] == params["embedding"] + params["ngram"] + params["matmul"]
     assert model.kv_bytes_per_token() == 2 * 2 * 4 * 8 * 4
 
 

@@ -87,7 +87,7 @@ def test_pruning_nothing_is_the_identity(kind: str, changes: dict[str, Any]) -> 
     assert torch.equal(said(same), said(model))
 
 
-@pytest.mark.parametrize("measure", ["surgeon", "activation", "magnitude"])
+@pytest.mark.parametrize("measure", ["obs", "activation", "magnitude"])
 @pytest.mark.parametrize(("kind", "changes"), KINDS)
 def test_what_says_nothing_is_what_goes_and_nothing_changes(
     kind: str, changes: dict[str, Any], measure: Any
@@ -187,9 +187,9 @@ def test_of_two_heads_that_say_the_same_one_goes() -> None:
     before = said(model)
     error = {
         measure: float((said(prune(model, [ids(16)], heads=3, criterion=measure)) - before).norm())
-        for measure in ("surgeon", "activation", "magnitude")
+        for measure in ("obs", "activation", "magnitude")
     }
-    assert error["surgeon"] < 0.35 * min(error["activation"], error["magnitude"])
+    assert error["obs"] < 0.35 * min(error["activation"], error["magnitude"])
 
 
 def test_the_surgeon_hurts_less_than_the_controls() -> None:
@@ -200,9 +200,9 @@ def test_the_surgeon_hurts_less_than_the_controls() -> None:
         measure: float(
             (said(prune(model, [ids(32)], mlp_hidden=24, criterion=measure, generator=g)) - before).norm()
         )
-        for measure in ("surgeon", "activation", "random")
+        for measure in ("obs", "activation", "random")
     }
-    assert error["surgeon"] < 0.9 * error["activation"] and error["activation"] < error["random"]
+    assert error["obs"] < 0.9 * error["activation"] and error["activation"] < error["random"]
 
 
 def test_a_teacher_says_what_its_logits_say() -> None:
@@ -221,9 +221,9 @@ def test_a_teacher_says_what_its_logits_say() -> None:
         ("decoder", {}, {"heads": 0}, "kv_heads is 0"),
         ("decoder", {"n_kv_heads": 2}, {"heads": 3}, "heads is 3"),
         ("decoder", {}, {"mlp_hidden": 41}, "mlp_hidden is 41"),
-        ("decoder", {}, {"mlp_hidden": 8, "measure": "taste"}, "measure is 'taste'"),
+        ("decoder", {}, {"mlp_hidden": 8, "criterion": "taste"}, "criterion is 'taste'"),
         ("transformer", {"mixer": {"alibi": True, "rope": None}}, {"heads": 2}, "alibi"),
-        ("transformer", {"mixer": {"smear": False}, "share_keys": 2}, {"heads": 2}, "lend"),
+        ("transformer", {"mixer": {"smear": False}, "kv_sharing_factor": 2}, {"heads": 2}, "lend"),
         ("transformer", {"experts": MoEConfig(n_experts=4, top_k=2, hidden=16)}, {"mlp_hidden": 8}, "mixture"),
     ],
 )  # fmt: skip

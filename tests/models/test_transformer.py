@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "post": {"post_norm": True, "norm": "layer", "mlp": "gelu"},
     "shared keys": {
-        "mixers": {"full": HEADS.model_copy(update={"smear": True, "qk_norm": True, "window": 6})}, "share_keys": 2,
+        "mixers": {"full": HEADS.model_copy(update={"smear": True, "qk_norm": True, "window": 6})}, "kv_sharing_factor": 2,
     },
     "experts": {"experts": ROUTED},
     "latent": {"mixers": {"latent": LATENT}, "experts": GROUPED, "parallel": True},
@@ -139,13 +139,13 @@ def test_every_parameter_receives_a_gradient(kind: str) -> None:
 
 
 def test_shared_keys_are_the_lenders_and_only_its_own_are_kept() -> None:
-    model, plain = made(share_keys=3), made()
+    model, plain = made(kv_sharing_factor=3), made()
     assert model.kv_bytes_per_token() == plain.kv_bytes_per_token() / 3
     assert not any(n.startswith("blocks.1.mixer.k.") for n, _ in model.named_parameters())
-    with pytest.raises(ValueError, match="share_keys"):
-        config(mixers={"full": HEADS, "slow": CustomMixer(kind="mamba")}, share_keys=2)
+    with pytest.raises(ValueError, match="kv_sharing_factor"):
+        config(mixers={"full": HEADS, "slow": CustomMixer(kind="mamba")}, kv_sharing_factor=2)
     with pytest.raises(ValueError, match="another window"):
-        config(mixers={"full": HEADS, "near": HEADS.model_copy(update={"window": 4})}, share_keys=2)
+        config(mixers={"full": HEADS, "near": HEADS.model_copy(update={"window": 4})}, kv_sharing_factor=2)
 
 
 @pytest.mark.parametrize("kind", ["linear", "pointwise", "mamba"])
@@ -242,7 +242,7 @@ def test_logits_are_capped() -> None:
 
 def test_records_come_from_the_layers_with_experts_alone() -> None:
     model, records = made(experts=ROUTED), []
-    model(IDS, records=records)
+    model(IDS, routings=records)
     assert [int(r.counts.sum()) for r in records] == [2 * 26, 2 * 26]
 
 

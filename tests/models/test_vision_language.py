@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import math
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from bench.models import vision_language
 from torch import nn
 from torch.nn import functional as F
 
@@ -222,33 +219,20 @@ def test_what_cannot_be_is_refused() -> None:
         captioner(torch.ones(2, 3, dtype=torch.int64), torch.zeros(3, 4, 12))
 
 
-# --- what they learn
-
-
-def bench() -> ModuleType:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-    try:
-        return importlib.import_module("models_bridges")
-    finally:
-        sys.path.pop(0)
-
-
 def test_pictures_are_found_by_their_captions_and_put_into_words() -> None:
     """One seed of the bench at a fraction of its steps; chance is 1 of 112."""
-    proof = bench()
-    found = proof.run(0, proof.Plan(clip=220, text=30, caption=200, judged=4))
+    found = vision_language.run(0, vision_language.Plan(clip=220, text=30, caption=200, judged=4))
     assert found["recall_trained"] > 0.4 and found["recall_held_out"] > 0.1
     assert found["caption_trained"] > 0.12
 
 
 def test_a_scene_is_drawn_as_its_caption_says() -> None:
-    proof = bench()
-    number = proof.CAPTIONS.index("a red circle left of a blue square")
-    picture = proof.draw(torch.tensor([number] * 50), gen()).mean(dim=0)  # [3, 32, 32]
+    number = vision_language.CAPTIONS.index("a red circle left of a blue square")
+    picture = vision_language.draw(torch.tensor([number] * 50), gen()).mean(dim=0)  # [3, 32, 32]
     assert picture[:, 15, 8].argmax() == 0 and picture[:, 15, 23].argmax() == 2
     square, circle = (
         picture[channel, 15 - 5 : 15 - 3, at - 5 : at - 3].mean() for channel, at in ((2, 23), (0, 8))
     )
     assert square - circle > 0.3  # the corner of one, and what a circle leaves out
-    assert len(set(proof.CAPTIONS)) == 112
-    assert all(len(proof.encode(c)) == proof.LONGEST for c in proof.CAPTIONS)
+    assert len(set(vision_language.CAPTIONS)) == 112
+    assert all(len(vision_language.encode(c)) == vision_language.LONGEST for c in vision_language.CAPTIONS)

@@ -189,7 +189,7 @@ def test_another_network_is_taken_as_it_is_and_fills_the_budget() -> None:
         ),
         ({"model": LLAMA | {"mixers": {"m": {"kind": "linear", "options": {"n_heads": 3}}}}}, "n_heads"),
         ({"model": LLAMA | {"mixers": {"m": {"kind": "mamba", "options": {"d_state": "x"}}}}}, "wrong type"),
-        ({"model": LLAMA | {"learned_positions": True, "max_length": 128}, "length": 256}, "max_length"),
+        ({"model": LLAMA | {"learned_positions": True, "max_length": 128}, "seq_len": 256}, "max_length"),
     ],
 )
 def test_an_impossible_network_is_refused_by_name(change: dict[str, object], named: str) -> None:

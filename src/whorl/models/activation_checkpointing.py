@@ -202,7 +202,7 @@ def _measure_saved(model: LanguageModel, rows: int, length: int, *, packed: bool
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         ):
-            model(ids, *more, records=[])
+            model(ids, *more, routings=[])
     finally:
         model.checkpointed_blocks = remade_before
         model.train(training)

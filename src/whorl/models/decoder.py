@@ -251,8 +251,8 @@ class Decoder(LanguageModel):
             "total": total,
             "active": total - memory + len(self.config.ngram_orders) * self.config.d_model,
             "embedding": embedding,
-            "memory": memory,
-            "matrices": total - embedding - memory,
+            "ngram": memory,
+            "matmul": total - embedding - memory,
         }
 
     def flops_per_token(self, length: int) -> float:

@@ -275,9 +275,9 @@ def _map_layer_names(
 def _is_row_concat(rule: Any, layer: Linear) -> bool:
     """Whether a rule puts theirs above each other in ours, and does nothing else to them."""
     d_out, d_in = layer.weight.shape
-    n = len(rule.theirs)
+    n = len(rule.hf_names)
     whole = torch.arange(d_out * d_in, dtype=torch.float32).view(d_out, d_in)
-    return d_out % n == 0 and torch.equal(rule.pull(list(whole.chunk(n)))[0], whole)
+    return d_out % n == 0 and torch.equal(rule.from_hf(list(whole.chunk(n)))[0], whole)
 
 
 def _block_diagonal(parts: list[LoRAFactors | None], rows: int) -> LoRAFactors:

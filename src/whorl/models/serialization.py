@@ -19,6 +19,7 @@ from whorl.errors import CheckpointError, ConfigError
 from whorl.models.decoder import Decoder, DecoderConfig
 from whorl.models.exchange import convert
 from whorl.models.language_model import LanguageModel
+from whorl.models.legacy_config import upgrade_quantization
 from whorl.models.quantization.weights import CONFIG_KEY, load_quantized, save_quantized
 from whorl.models.transformer import Transformer, TransformerConfig
 from whorl.nn import Linear
@@ -131,7 +132,7 @@ def _read(folder: Path) -> dict[str, Any]:
         raise _unreadable(folder, error) from error
     if not isinstance(data, dict):
         raise _unreadable(folder, TypeError(f"config.json holds a {type(data).__name__}"))
-    return data
+    return upgrade_quantization(data)
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:

@@ -181,7 +181,7 @@ class TransformerBlock(nn.Module):
         if isinstance(state, PooledState):
             mixed = state.run_mixer(self.mixer, h, positions)
         else:
-            mixed = self.mixer(h, **more, **({"keys_from": shared_kv[0]} if shared_kv else {}))
+            mixed = self.mixer(h, **more, **({"shared_kv": shared_kv[0]} if shared_kv else {}))
         if self.post_norm:
             x = self.mixer_norm(x + mixed)
             normed: Tensor = self.mlp_norm(x + self._mlp(x, routings))

@@ -23,7 +23,7 @@ from whorl.nn.positions.rotary import Layout, RopeScaling
 # Mixers by name, besides "heads" and "latent": where they live. Each is called as Class(d_model, **options, generator=...).
 MIXERS: dict[str, str] = {
     "linear": "whorl.nn.attention.linear:LinearAttention",
-    "pointwise": "whorl.nn.attention.hstu:Pointwise",
+    "pointwise": "whorl.nn.attention.hstu:HSTUAttention",
     "rnn": "whorl.nn.recurrent:RNN",
     "lstm": "whorl.nn.recurrent:LSTM",
     "gru": "whorl.nn.recurrent:GRU",
@@ -109,13 +109,13 @@ class CustomMixer(_FrozenConfig):
 
 def _kind(value: Any) -> str:
     kind = value.get("kind", "heads") if isinstance(value, dict) else getattr(value, "kind", "heads")
-    return kind if kind in ("heads", "latent") else "member"
+    return kind if kind in ("heads", "latent") else "custom"
 
 
 MixerConfig = Annotated[
     Annotated[AttentionConfig, Tag("heads")]
     | Annotated[MLAConfig, Tag("latent")]
-    | Annotated[CustomMixer, Tag("member")],
+    | Annotated[CustomMixer, Tag("custom")],
     Discriminator(_kind),
 ]
 
@@ -207,7 +207,7 @@ class TransformerConfig(_FrozenConfig):
             first = mixers[n - n % self.kv_sharing_factor]
             if not (isinstance(mixer, AttentionConfig) and isinstance(first, AttentionConfig)):
                 raise ValueError(
-                    f"share_keys ({self.kv_sharing_factor}): layer {n} is no attention with heads"
+                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} is no attention with heads"
                 )
             if (mixer.n_kv_heads, mixer.head_dim, mixer.rope) != (
                 first.n_kv_heads,
@@ -215,12 +215,12 @@ class TransformerConfig(_FrozenConfig):
                 first.rope,
             ):
                 raise ValueError(
-                    f"share_keys ({self.kv_sharing_factor}): layer {n} has other n_kv_heads, head_dim or rope than the one it "
+                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has other n_kv_heads, head_dim or rope than the one it "
                     "borrows from"
                 )
             if mixer.window != first.window:
                 raise ValueError(
-                    f"share_keys ({self.kv_sharing_factor}): layer {n} has another window than its lender"
+                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has another window than its lender"
                 )
 
     def layer_names(self) -> list[str]:

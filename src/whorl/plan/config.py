@@ -37,7 +37,7 @@ class PlanConfig(BaseModel):
     deterministic: bool = Field(default=False, description="choose nothing by timing it")
 
     @model_validator(mode="after")
-    def _possible(self) -> PlanConfig:
+    def _validate(self) -> PlanConfig:
         if self.deterministic and self.steps is None and Budget.parse(self.budget).seconds is not None:
             raise ValueError(
                 f"without timing, nobody knows what a budget of {self.budget} buys: give an amount of arithmetic "
@@ -59,11 +59,11 @@ class PlanConfig(BaseModel):
             _check_buildable(shape)
             if shape.tie_embeddings and self.optim is not None and self.optim.mup_base_width is not None:
                 raise ValueError(
-                    f"optim.base_width ({self.optim.mup_base_width}) with model.tie_embeddings: muP gives an embedding and a "
-                    "head different rates; set model.tie_embeddings = false or leave optim.base_width out"
+                    f"optim.mup_base_width ({self.optim.mup_base_width}) with model.tie_embeddings: muP gives an embedding and a "
+                    "head different rates; set model.tie_embeddings = false or leave optim.mup_base_width out"
                 )
             if shape.learned_positions and self.seq_len > shape.max_length:
-                raise ValueError(f"length ({self.seq_len}) is beyond model.max_length ({shape.max_length})")
+                raise ValueError(f"seq_len ({self.seq_len}) is beyond model.max_length ({shape.max_length})")
             if shape.experts is not None and shape.experts.routing == "expert_choice":
                 raise ValueError(
                     "model.experts.routing: experts that choose look at tokens to come, so a model of what comes next "

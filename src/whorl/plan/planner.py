@@ -216,7 +216,7 @@ def _rank_candidates(
     with progress.task("Timing shapes", total=len(shapes), unit="shapes") as task:
         for width, depth in shapes:
             timed = decoder_config(width, depth, 1024, ngram_buckets=config.ngram_buckets)
-            share = config.model_copy(update={"batch_rows": max(1, config.batch_size // replicas)})
+            share = config.model_copy(update={"batch_size": max(1, config.batch_size // replicas)})
             if config.deterministic:  # of no weight: a budget of FLOPs buys steps by arithmetic
                 seconds = _step_flops(config, timed) / machine.peak_flops
             else:
@@ -311,7 +311,7 @@ def _build_plan(
     if timing is not None:
         expected["seconds"] = timing.startup_seconds + job.steps * timing.step_seconds * (1 + EVAL_OVERHEAD)
         expected["tokens_per_second"] = job.batch_size * job.seq_len / timing.step_seconds
-        expected["utilisation"] = expected["tokens_per_second"] * flops / machine.peak_flops
+        expected["mfu"] = expected["tokens_per_second"] * flops / machine.peak_flops
     lines = [
         f"machine: {machine.note}",
         f"shape: {model.n_layers} layers x {model.d_model} wide, {_describe_layers(model)}, vocabulary {model.vocab_size:,}",
@@ -324,7 +324,7 @@ def _build_plan(
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
         f"at about {per_token:.2f} bytes a token",
         f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected at most, {cost.activation_bytes / 1e9:.2f} of it activations "
-        "(pretrain.activation_budget or pretrain.micro_rows lower them)",
+        "(pretrain.activation_budget or pretrain.micro_batch_size lower them)",
     ]
     if timing is not None:
         lines.append(
@@ -332,7 +332,7 @@ def _build_plan(
             f"= {expected['seconds']:.0f} s of {config.budget}"
         )
         lines.append(
-            f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['utilisation']:.0%} of "
+            f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['mfu']:.0%} of "
             f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured here"
         )
     if isinstance(model, DecoderConfig):

@@ -337,7 +337,7 @@ def test_a_window_without_a_word_for_it_ends_the_context(tmp_path: Path) -> None
         ),
         (shaped(LATENT, experts=SIGMOIDS, norm_eps=1e-5), "eps of the latents"),
         (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, dense_layers=(0,))), "dense_layers"),
-        (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, norm_topk_prob=False)), "normalise"),
+        (shaped(heads(qk_norm=True), experts=MoEConfig(n_experts=4, top_k=2, hidden=24, norm_topk_prob=False)), "norm_topk_prob"),
     ],
 )  # fmt: skip
 def test_a_network_that_llama_cpp_lacks_is_refused_by_field(

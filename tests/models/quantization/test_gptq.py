@@ -146,7 +146,7 @@ def test_moments_are_the_sum_over_all_inputs() -> None:
         second_moments(model, [], [name])
     with pytest.raises(ConfigError, match="never called"):
         second_moments(model, batches, [name], stop_after=model.blocks[0])
-    with pytest.raises(ConfigError, match="is a Block"):
+    with pytest.raises(ConfigError, match="is a DecoderBlock"):
         second_moments(model, batches, ["blocks.0"])
 
 

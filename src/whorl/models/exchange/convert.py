@@ -45,6 +45,7 @@ from whorl.models.exchange.weights import (
     unmatched_tensors,
     write_folder,
 )
+from whorl.models.legacy_config import upgrade_transformer
 from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import TransformerConfig
 
@@ -52,7 +53,7 @@ SPECIAL_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def _read_whorl(fields: ConfigReader) -> TransformerConfig:
-    return TransformerConfig.model_validate(fields.get("transformer", dict))
+    return TransformerConfig.model_validate(upgrade_transformer(fields.get("transformer", dict)))
 
 
 def _whorl_rules(config: TransformerConfig) -> list[ConversionRule]:

@@ -39,7 +39,7 @@ from whorl.models.transformer import Transformer
 from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.mlp import GATED
 
-PruneCriterion = Literal["surgeon", "activation", "magnitude", "random"]
+PruneCriterion = Literal["obs", "activation", "magnitude", "random"]
 DAMPING = 0.01  # of the mean of H's diagonal
 
 
@@ -92,7 +92,7 @@ def prune(
     heads: int | None = None,
     kv_heads: int | None = None,
     mlp_hidden: int | None = None,
-    criterion: PruneCriterion = "surgeon",
+    criterion: PruneCriterion = "obs",
     generator: torch.Generator | None = None,
 ) -> LanguageModel:
     """A model of the same class with fewer heads or channels in every layer; `model` stays as it is.
@@ -107,7 +107,7 @@ def prune(
         ConfigError: a number that is impossible, or a layer that cannot be cut so (mixtures, slopes by head, lent keys).
     """
     if criterion not in get_args(PruneCriterion):
-        raise ConfigError(f"measure is {criterion!r}", expected=one_of(criterion, get_args(PruneCriterion)))
+        raise ConfigError(f"criterion is {criterion!r}", expected=one_of(criterion, get_args(PruneCriterion)))
     if model.quantization is not None:
         raise ConfigError("the model is quantised", expected="one in full precision: prune first")
     shapes = [_layer_shape(model, n) for n in range(len(model.blocks))]
@@ -205,7 +205,7 @@ def _target(
                     "heads are to go, with alibi", expected="no slopes that depend on their number"
                 )
             if model.config.kv_sharing_factor > 1 and kv_heads != first.n_kv_heads:
-                raise ConfigError("kv_heads are to go, and layers lend them", expected="share_keys = 1")
+                raise ConfigError("kv_heads are to go, and layers lend them", expected="kv_sharing_factor = 1")
     if mlp_hidden is not None:
         if not all(s.mlp_hidden for s in shapes):
             raise ConfigError("mlp_hidden is to shrink, in a mixture of experts", expected="plain MLPs")
@@ -265,7 +265,7 @@ class _Slicer:
     def __init__(
         self, weight: Tensor, moments: Tensor, measure: PruneCriterion, generator: torch.Generator | None
     ) -> None:
-        self.surgeon = OptimalBrainSurgeon(weight, moments) if measure == "surgeon" else None
+        self.surgeon = OptimalBrainSurgeon(weight, moments) if measure == "obs" else None
         self.plain, self.moments = weight.detach(), moments
         self.measure, self.generator = measure, generator
 

@@ -34,7 +34,7 @@ from whorl.nn.recurrent import Recurrent
 if TYPE_CHECKING:
     from whorl.models.language_model import LanguageModel
 
-CONFIG_KEY = "quantisation"  # of config.json
+CONFIG_KEY = "quantization"  # of config.json
 HEAD_NAME = "head_product"
 MIN_EXTENT = 16
 
@@ -60,7 +60,7 @@ class QuantizationConfig(BaseModel):
         if self.dynamic and (self.group_size is not None or self.format == "int4"):
             raise ValueError("dynamic needs one scale a row: int8 or fp8, without a group")
         if self.group_size is not None and self.group_size % 2:
-            raise ValueError(f"group ({self.group_size}) must be even")
+            raise ValueError(f"group_size ({self.group_size}) must be even")
         return self
 
     def __str__(self) -> str:
