@@ -1,0 +1,245 @@
+"""A loaded model: text in, text, log-probabilities or vectors out.
+
+`load` opens what `whorl serve` opens: an artifact of the store (`quickstart/pretrain`), a folder that Whorl saved, or a
+folder as `transformers` writes it. Generation runs on the engine that serves users: equal seeds give equal tokens in both.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+
+from whorl.engine.config import EngineConfig
+from whorl.engine.engine import Engine
+from whorl.engine.request import Request
+from whorl.engine.sampling_params import SamplingParams
+from whorl.errors import ConfigError
+from whorl.machine.device_probe import probe
+from whorl.models import LanguageModel
+from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
+from whorl.serve.worker.model_loading import ModelLocation, load_embedder, load_generation_model
+
+Message = Mapping[str, Any]
+
+
+class Model:
+    """A language model, its tokenizer and an engine.
+
+    Attributes:
+        name: as given to `load`.
+        network: the `torch.nn.Module`, in its compute type.
+        tokenizer: `encode(text) -> ids`, `decode(ids) -> bytes`.
+        engine: paged KV cache, scheduler and sampler; `engine.add` and `engine.step` for one's own loop.
+    """
+
+    def __init__(self, entry: ServedModel, engine: Engine) -> None:
+        self._entry, self.engine = entry, engine
+        self.name, self.tokenizer = entry.name, entry.tokenizer
+        self.network: LanguageModel = engine.model
+        self._request_ids = itertools.count()
+
+    def __repr__(self) -> str:
+        total = self.network.params()["total"]
+        return f"<whorl.Model {self.name}: {total / 1e6:.1f} M parameters, {self._entry.max_model_len:,} positions>"
+
+    @overload
+    def generate(self, prompts: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompts: Sequence[str], **options: Any) -> list[str]: ...
+    def generate(self, prompts: str | Sequence[str], **options: Any) -> str | list[str]:
+        """Continue one text, or many in one batch.
+
+        Args:
+            options: max_tokens (256), stop (texts that end the output), and the fields of `SamplingParams`: temperature
+                (0.8; 0 is greedy), top_p (0.95), top_k, min_p, seed, repetition_penalty, ...
+
+        Returns:
+            The continuation, without the prompt; a list of them for a list of prompts.
+
+        Raises:
+            ConfigError: an option that does not exist, or a prompt without room for a token.
+        """
+        if isinstance(prompts, str):
+            return "".join(self.stream(prompts, **options))
+        encoded = [self._entry.encode_healed(prompt) for prompt in prompts]
+        return self._complete(
+            [self._request(ids, prefix, n, options) for n, (ids, prefix) in enumerate(encoded)]
+        )
+
+    def stream(self, prompt: str, **options: Any) -> Iterator[str]:
+        """Yield the continuation of a text in pieces, as it is sampled. Options are those of `generate`."""
+        ids, forced_prefix = self._entry.encode_healed(prompt)
+        yield from self._stream(self._request(ids, forced_prefix, 0, options))
+
+    def chat(self, messages: str | Sequence[Message], **options: Any) -> str:
+        """Answer a conversation: messages with `role` and `content`, or one user message as a text.
+
+        The chat template is that of the model's folder. A base model without one gets a plain transcript. Options are
+        those of `generate`.
+        """
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        template = self._entry.chat_template
+        stop = (*(text.decode() for text in template.stop), *_texts(options.get("stop", ())))
+        request = self._request(
+            template.encode_prompt(turns), b"", 0, {**options, "stop": stop}, template.stop_ids
+        )
+        return "".join(self._stream(request))
+
+    @overload
+    def log_probs(self, texts: str) -> Tensor: ...  # type: ignore[overload-overlap]
+    @overload
+    def log_probs(self, texts: Sequence[str]) -> list[Tensor]: ...
+    @torch.inference_mode()
+    def log_probs(self, texts: str | Sequence[str]) -> Tensor | list[Tensor]:
+        """Log-probability of each token of a text, in nats, given the tokens before it.
+
+        Returns:
+            [n] in fp32 for the n ids of `tokenizer.encode(text)`; a list of such tensors for a list of texts. The sum
+            divided by -ln 2 and by the bytes of the text is its bits per byte.
+        """
+        if isinstance(texts, str):
+            return self._log_probs(texts)
+        return [self._log_probs(text) for text in texts]
+
+    @torch.inference_mode()
+    def embed(self, texts: str | Sequence[str]) -> Tensor:
+        """Unit vectors of texts: mean-pooled last hidden states, [d] or [n, d] in fp32.
+
+        For search, load a model that the step `embedder` trained: a language model's vectors lie in a narrow cone.
+        """
+        assert self._entry.embed is not None
+        return _embed(self._entry, texts)
+
+    def _log_probs(self, text: str) -> Tensor:
+        ids = self._entry.encode_prompt(text)
+        rows = torch.tensor([ids], device=self.network.embedding.device)
+        logits = self.network.logits(self.network(rows[:, :-1])).float()
+        n_text = len(self._entry.encode_text(text))
+        picked = logits.log_softmax(-1).gather(-1, rows[:, 1:, None])[0, :, 0]
+        return picked[len(picked) - min(n_text, len(picked)) :].cpu()
+
+    def _request(
+        self,
+        ids: Sequence[int],
+        forced_prefix: bytes,
+        index: int,
+        options: Mapping[str, Any],
+        stop_ids: frozenset[int] | None = None,
+    ) -> Request:
+        settings = dict(options)
+        stop = _texts(settings.pop("stop", ()))
+        max_tokens = settings.pop("max_tokens", 256)
+        unknown = sorted(set(settings) - set(SamplingParams.model_fields))
+        if unknown:
+            allowed = ", ".join(["max_tokens", "stop", *SamplingParams.model_fields])
+            raise ConfigError(f"{unknown[0]} is not an option of generation", expected=allowed)
+        if settings.get("seed") is not None:
+            settings["seed"] += index
+        room = self._entry.max_model_len - len(ids)
+        if room < 1:
+            raise ConfigError(
+                f"prompt {index} has {len(ids):,} tokens",
+                expected=f"at most {self._entry.max_model_len - 1:,}",
+            )
+        return Request(
+            id=str(next(self._request_ids)),
+            ids=tuple(ids),
+            sampling=SamplingParams(**settings),
+            max_tokens=min(max_tokens, room),
+            stop=tuple(text.encode() for text in stop),
+            stop_ids=frozenset(self.tokenizer.end_ids) if stop_ids is None else stop_ids,
+            forced_prefix=forced_prefix,
+        )
+
+    def _stream(self, request: Request) -> Iterator[str]:
+        """The text of one request; it is aborted when the caller stops reading."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        skip, done = len(request.forced_prefix), False  # the forced prefix repeats the prompt's last bytes
+        self.engine.add(request)
+        try:
+            while not done:
+                for delta in self.engine.step():
+                    if delta.request_id != request.id:
+                        continue
+                    cut = min(skip, len(delta.text))
+                    skip, done = skip - cut, delta.finish_reason is not None
+                    if text := decoder.decode(delta.text[cut:], final=done):
+                        yield text
+        finally:
+            if not done:
+                self.engine.abort(request.id)
+
+    def _complete(self, requests: Sequence[Request]) -> list[str]:
+        texts = {request.id: b"" for request in requests}
+        for request in requests:
+            self.engine.add(request)
+        waiting = set(texts)
+        while waiting:
+            for delta in self.engine.step():
+                if delta.request_id in texts:
+                    texts[delta.request_id] += delta.text
+                    if delta.finish_reason is not None:
+                        waiting.discard(delta.request_id)
+        return [texts[r.id][len(r.forced_prefix) :].decode("utf-8", "replace") for r in requests]
+
+
+class Embedder:
+    """A text embedder that the step `embedder` trained.
+
+    Attributes:
+        name, tokenizer: as of a `Model`.
+    """
+
+    def __init__(self, entry: ServedEmbedder) -> None:
+        self._entry = entry
+        self.name, self.tokenizer = entry.name, entry.tokenizer
+
+    def embed(self, texts: str | Sequence[str]) -> Tensor:
+        """Unit vectors of texts, [d] or [n, d] in fp32; their products are cosine similarities."""
+        return _embed(self._entry, texts)
+
+
+def load(
+    name_or_path: str | Path, *, store: str | None = None, context: int | None = None, **engine: Any
+) -> Model | Embedder:
+    """Open a model or an embedder.
+
+    Args:
+        name_or_path: `RECIPE/STEP` or another name of the store (`whorl ls`), or a folder with `config.json`.
+        store: folder or URL of the store; default $WHORL_HOME or `.whorl` here.
+        context: positions of prompt and output at most; default the model's own bound.
+        engine: fields of `EngineConfig`, such as max_num_seqs, kv_cache_dtype="int8", weight_dtype="int8".
+
+    Raises:
+        ConfigError: no such model, or an engine setting that does not exist. CheckpointError, DataError: damaged files.
+    """
+    unknown = sorted(set(engine) - set(EngineConfig.model_fields))
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]} is not a setting of the engine", expected=", ".join(EngineConfig.model_fields)
+        )
+    location = ModelLocation(str(name_or_path), store)
+    if location.kind == "embedder":
+        return Embedder(load_embedder(location, probe()))
+    entries, running = load_generation_model(
+        location, probe(), EngineConfig(**{"max_num_seqs": 32, **engine}), max_model_len=context
+    )
+    return Model(entries[0], running)
+
+
+def _texts(texts: str | Sequence[str]) -> Sequence[str]:
+    return (texts,) if isinstance(texts, str) else texts
+
+
+def _embed(entry: ServedModel | ServedEmbedder, texts: str | Sequence[str]) -> Tensor:
+    embed = entry.embed
+    assert embed is not None
+    if isinstance(texts, str):
+        return torch.tensor(embed(entry.encode_text(texts)))
+    return torch.tensor([embed(entry.encode_text(text)) for text in texts])

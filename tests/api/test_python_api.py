@@ -1,0 +1,151 @@
+"""The Python API: `whorl.load`, `whorl.run`, `whorl.train`."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import whorl
+from whorl.errors import ConfigError, DataError
+
+TEXTS = [f"def add_{n}(a, b):\n    return a + b + {n}\n" * 3 for n in range(30)]
+SMALL: dict[str, Any] = {"width": 32, "depth": 1, "steps": 12, "batch_size": 4, "seq_len": 32, "quiet": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> whorl.Model:
+    folder = tmp_path_factory.mktemp("api") / "model"
+    trained = whorl.train(TEXTS, out=folder, vocab_size=300, **SMALL)
+    assert isinstance(trained, whorl.Model)
+    return trained
+
+
+def test_import_loads_no_dependency() -> None:
+    code = (
+        "import sys, whorl; print([m for m in ('torch', 'numpy', 'pydantic', 'typer') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_train_is_a_package_and_a_function() -> None:
+    import whorl.train.config
+
+    assert callable(whorl.train)
+    assert whorl.train.config.OptimConfig
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'tarin'"):
+        whorl.tarin  # noqa: B018
+
+
+def test_train_writes_a_folder_that_load_opens(model: whorl.Model, tmp_path: Path) -> None:
+    whorl.train(TEXTS, out=tmp_path / "m", vocab_size=300, **SMALL)
+    again = whorl.load(tmp_path / "m")
+    assert isinstance(again, whorl.Model)
+    for (name, a), (_, b) in zip(
+        model.network.named_parameters(), again.network.named_parameters(), strict=True
+    ):
+        assert torch.equal(a, b), name
+    assert (tmp_path / "m" / "metrics.jsonl").read_text().count("\n") >= 2
+
+
+def test_generate_same_seed_same_text(model: whorl.Model) -> None:
+    first = model.generate("def add_", max_tokens=12, seed=3)
+    assert first == model.generate("def add_", max_tokens=12, seed=3)
+    assert first == "".join(model.stream("def add_", max_tokens=12, seed=3))
+    others = model.generate(["def add_", "return"], max_tokens=12, seed=3)
+    assert others[0] == first and len(others) == 2
+
+
+def test_generate_leaves_out_stop_text(model: whorl.Model) -> None:
+    whole = model.generate("def add_", max_tokens=40, temperature=0)
+    stop = whole[3:5]
+    assert model.generate("def add_", max_tokens=40, temperature=0, stop=stop) == whole[: whole.index(stop)]
+
+
+def test_abandoned_stream_frees_the_engine(model: whorl.Model) -> None:
+    pieces = model.stream("def", max_tokens=50, seed=1)
+    next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    model.engine.step()
+    assert not model.engine.busy
+
+
+def test_log_probs_match_a_plain_forward(model: whorl.Model) -> None:
+    text = TEXTS[3]
+    found = model.log_probs(text)
+    ids = torch.tensor([[model.tokenizer.bos_id, *model.tokenizer.encode(text).tolist()]])
+    with torch.inference_mode():
+        logits = model.network.logits(model.network(ids)).float()[0, :-1]
+    wanted = torch.log(torch.softmax(logits.double(), -1))[torch.arange(len(ids[0]) - 1), ids[0, 1:]]
+    assert found.shape == (len(ids[0]) - 1,)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-3, rtol=0)
+    assert -found.sum().item() / math.log(2) / len(text) < 8
+    assert [len(x) for x in model.log_probs([text, "a"])] == [len(found), 1]
+
+
+def test_embed_returns_unit_vectors(model: whorl.Model) -> None:
+    vectors = model.embed(["def a", "return b"])
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.embed("def a"), vectors[0])
+
+
+def test_chat_answers_text_and_messages(model: whorl.Model) -> None:
+    options = {"max_tokens": 8, "seed": 2}
+    assert model.chat("hello", **options) == model.chat([{"role": "user", "content": "hello"}], **options)
+
+
+def test_train_on_files_and_on_ids(tmp_path: Path) -> None:
+    for n, text in enumerate(TEXTS):
+        (tmp_path / f"{n}.py").write_text(text)
+    trained = whorl.train(f"{tmp_path}/*.py", out=tmp_path / "files", vocab_size=300, **SMALL)
+    assert isinstance(trained, whorl.Model)
+    ids = torch.arange(2000) % 7
+    network = whorl.train(ids, out=tmp_path / "ids", vocab_size=7, **{**SMALL, "steps": 60})
+    row = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 0, 1, 2]])
+    guess = network.logits(network(row))[0, -1].argmax()
+    assert guess == 3  # the sequence counts modulo 7
+
+
+def test_run_returns_artifacts(tmp_path: Path) -> None:
+    for n in range(12):
+        (tmp_path / f"{n}.txt").write_text(f"document {n}")
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(f'about = "a small corpus"\n[steps.ingest]\nsources = ["{tmp_path}/*.txt"]\n')
+    result = whorl.run(recipe, store=str(tmp_path / "store"), quiet=True, ingest={"include": ["1*.txt"]})
+    assert result.artifacts["ingest"].kind == "documents"
+    assert result.artifacts["ingest"].config["include"] == ["1*.txt"]
+
+
+REFUSED = [
+    (lambda m, p: m.generate("a", max_token=3), ConfigError, "max_token is not an option of generation"),
+    (lambda m, p: whorl.load(p / "none", store=str(p)), Exception, "none"),
+    (
+        lambda m, p: whorl.load(p, max_sequences=3),
+        ConfigError,
+        "max_sequences is not a setting of the engine",
+    ),
+    (lambda m, p: whorl.train([], out=p), DataError, "holds no text"),
+    (lambda m, p: whorl.train(["text " * 50], out=p, step=3), ConfigError, "step is 3"),
+    (
+        lambda m, p: whorl.train(torch.tensor([1, 9] * 20), vocab_size=5, out=p),
+        DataError,
+        "ids from 1 to 9.*0 to 4",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), REFUSED, ids=[words[:20] for *_, words in REFUSED])
+def test_wrong_argument_is_refused(
+    model: whorl.Model, tmp_path: Path, call: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=f"(?s){words}"):
+        call(model, tmp_path)
