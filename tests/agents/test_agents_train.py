@@ -36,16 +36,16 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_a_run_repeats_bit_for_bit_and_seeds_differ() -> None:
-    config = make_config("ppo", "CartPole-v1", steps=1024, passes=2, minibatches=4)
+    config = make_config("ppo", "CartPole-v1", steps=1024, n_epochs=2, minibatches=4)
     assert same(weights(config), weights(config))
     assert not same(weights(config), weights(config.model_copy(update={"seed": 1})))
 
 
 def test_impala_in_lockstep_is_a2c_with_v_trace() -> None:
     impala = make_config("impala", "CartPole-v1", steps=2048, actors=0)
-    assert same(weights(impala), weights(make_config("a2c", "CartPole-v1", steps=2048, correct=True)))
+    assert same(weights(impala), weights(make_config("a2c", "CartPole-v1", steps=2048, v_trace=True)))
     # One actor in a process of its own, with a single slot that it fills when the last was read, is the same again.
-    lockstep = impala.model_copy(update={"actors": 1, "ahead": 0})
+    lockstep = impala.model_copy(update={"actors": 1, "prefetch": 0})
     assert same(weights(impala), weights(lockstep))
 
 
@@ -69,14 +69,14 @@ def test_an_actor_in_a_process_writes_what_one_in_line_writes() -> None:
 
 
 def test_bootstraps_from_the_final_observation_not_from_the_next_episodes_first() -> None:
-    config = make_config("a2c", "CartPole-v1", n_envs=4, length=60)
+    config = make_config("a2c", "CartPole-v1", n_envs=4, n_steps=60)
     environment = make_env("CartPole-v1", 4)
-    environment.horizon = 20  # type: ignore[attr-defined]
+    environment.max_episode_steps = 20  # type: ignore[attr-defined]
     networks = ActorCritic(environment, (8,), torch.Generator().manual_seed(0))
     board = Board.from_tensors(dict(networks.named_parameters()))
     actor = Actor("CartPole-v1", 4, (8,), 7)
     actor.setup()
-    actor._copies.horizon = 20  # type: ignore[attr-defined]
+    actor._copies.max_episode_steps = 20  # type: ignore[attr-defined]
     actor._seen = actor._copies.reset(7).flatten(1)
     ring = SlotRing(rollout_spec(environment, 60), 1)
     record = next(FIFOReader(ring, [SerialProducer(ring, actor, board=board)])).tensors()
@@ -123,10 +123,10 @@ def test_it_learns_to_balance(algorithm: str, bar: float) -> None:
 
 
 def test_every_parameter_is_trained_in_continuous_actions_too() -> None:
-    config = make_config("ppo", "Pendulum-v1", steps=2048, passes=2)
+    config = make_config("ppo", "Pendulum-v1", steps=2048, n_epochs=2)
     before = {
         n: p.clone()
-        for n, p in train(config.model_copy(update={"steps": 1, "rate": 1e-12})).named_parameters()
+        for n, p in train(config.model_copy(update={"steps": 1, "learning_rate": 1e-12})).named_parameters()
     }
     after = weights(config)
     assert not any(torch.equal(before[n], after[n]) for n in after)
@@ -200,8 +200,8 @@ def test_asynchronous_actors_go_on_with_new_episodes(tmp_path: Path) -> None:
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     config = make_config("a2c", "CartPole-v1", steps=1000, hidden=(16,))
     train(config, scratch=tmp_path, checkpoint_seconds=0.0)
-    with pytest.raises(CheckpointError, match="rate differs"):
-        train(config.model_copy(update={"rate": 0.5}), scratch=tmp_path)
+    with pytest.raises(CheckpointError, match="learning_rate differs"):
+        train(config.model_copy(update={"learning_rate": 0.5}), scratch=tmp_path)
 
 
 def _actors() -> list[psutil.Process]:

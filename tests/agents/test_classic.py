@@ -17,8 +17,8 @@ gymnasium = pytest.importorskip("gymnasium")
 
 def actions(environment: Any, rng: np.random.Generator) -> torch.Tensor:
     if environment.n_actions is None:
-        return torch.from_numpy(rng.uniform(-2.5, 2.5, (environment.n, 1)).astype(np.float32))
-    return torch.from_numpy(rng.integers(0, environment.n_actions, environment.n))
+        return torch.from_numpy(rng.uniform(-2.5, 2.5, (environment.num_envs, 1)).astype(np.float32))
+    return torch.from_numpy(rng.integers(0, environment.n_actions, environment.num_envs))
 
 
 @pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1", "MountainCar-v0"])
@@ -86,7 +86,7 @@ def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
     def run(seed: int) -> tuple[list[torch.Tensor], int]:
         environment, rng = make_env(name, 64), np.random.default_rng(0)
         seen, ends = [environment.reset(seed)], 0
-        for _ in range(environment.horizon + 1):
+        for _ in range(environment.max_episode_steps + 1):
             found = environment.step(actions(environment, rng))
             ended = found.terminated | found.truncated
             ends += int(ended.sum())
@@ -94,7 +94,9 @@ def test_ends_carry_both_observations_and_seeds_repeat(name: str) -> None:
             assert not moved[~ended].any()
             if name != "FrozenLake-v1":  # there a walk may end where it began
                 assert moved[ended].all()
-            assert (environment.deadline[ended] == environment.clock + environment.horizon).all()
+            assert (
+                environment.deadline[ended] == environment.step_count + environment.max_episode_steps
+            ).all()
             seen.append(found.observation)
         return seen, ends
 

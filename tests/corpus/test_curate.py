@@ -100,7 +100,7 @@ def test_split_of_the_standard_library(stdlib: Made) -> None:
     for name in ("validation", "test"):
         assert 850_000 < splits[name]["bytes"] <= 1_000_000
         assert splits[name]["documents"] >= 40
-        assert splits[name]["largest_document_share"] < 0.12
+        assert splits[name]["largest_document_fraction"] < 0.12
     rows = stdlib.rows()
     assert {r["licence"] for r in rows} >= {"PSF-2.0"}
     by_cluster: dict[int, set[str]] = {}
@@ -182,7 +182,7 @@ def test_long_lines_are_wrong_in_code_only(tmp_path: Path) -> None:
 def test_split_is_stable_when_the_corpus_grows(tmp_path: Path) -> None:
     rng = random.Random(3)
     texts = folder_of(200, rng)
-    config = {"test_bytes": 10_000, "validation_bytes": 10_000, "max_cluster_share": 1.0}
+    config = {"test_bytes": 10_000, "validation_bytes": 10_000, "max_cluster_fraction": 1.0}
     small = Made(tmp_path / "a", texts, **config)
     more = texts | {f"new{i}.txt": prose(rng, 20) for i in range(20)}
     # Ids hold the source's name, so the second corpus grows in the same place.
@@ -272,7 +272,7 @@ PEAK = """
 import sys
 from pathlib import Path
 from whorl.corpus import CurateConfig, IngestConfig, curate, document_files, ingest
-from whorl.runs import Progress
+from whorl.tracking.progress import Progress
 documents, curated = map(Path, sys.argv[1:])
 ingest(IngestConfig(), documents, Progress.silent())
 curate(CurateConfig(), document_files(documents), curated, Progress.silent())
@@ -330,12 +330,12 @@ def test_selection_of_another_corpus_is_refused(tmp_path: Path) -> None:
 def test_attributes_of_a_known_text() -> None:
     found = text_attributes("ab 12\n\n  éé\nab 12".encode(), 16)
     assert (found["n_bytes"], found["n_characters"], found["n_lines"]) == (19, 16, 4)
-    assert (found["mean_line"], found["longest_line"]) == (4.0, 6)
-    assert found["repeated_line_share"] == pytest.approx(1 / 3)
-    assert found["alnum_share"] == 1.0
-    assert found["digit_share"] == 4 / 12
-    assert found["non_ascii_share"] == 4 / 12
-    assert found["space_share"] == 7 / 19
+    assert (found["mean_line_length"], found["max_line_length"]) == (4.0, 6)
+    assert found["repeated_line_fraction"] == pytest.approx(1 / 3)
+    assert found["alnum_fraction"] == 1.0
+    assert found["digit_fraction"] == 4 / 12
+    assert found["non_ascii_fraction"] == 4 / 12
+    assert found["space_fraction"] == 7 / 19
     assert text_attributes(b"", 0)["n_lines"] <= 1
 
 

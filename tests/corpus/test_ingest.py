@@ -248,7 +248,7 @@ PEAK = """
 import sys, zstandard
 from pathlib import Path
 from whorl.corpus import IngestConfig, ingest, fingerprint
-from whorl.runs import Progress
+from whorl.tracking.progress import Progress
 out, *sources = sys.argv[1:]
 def peak():  # not ru_maxrss: that of a process started from a large one begins with the large one's
     lines = Path("/proc/self/status").read_text().splitlines()

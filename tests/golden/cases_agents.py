@@ -12,8 +12,8 @@ from whorl.agents.train import TrainingProgress, train
 
 CHANGES: dict[str, dict[str, object]] = {
     "a2c": {"steps": 20 * 16 * 8},
-    "ppo": {"steps": 20 * 16 * 16, "length": 16, "passes": 2, "minibatches": 4},
-    "impala": {"steps": 20 * 16 * 8, "actors": 1, "ahead": 0},  # one actor process in lockstep
+    "ppo": {"steps": 20 * 16 * 16, "n_steps": 16, "n_epochs": 2, "minibatches": 4},
+    "impala": {"steps": 20 * 16 * 8, "actors": 1, "prefetch": 0},  # one actor process in lockstep
 }
 
 

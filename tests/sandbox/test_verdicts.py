@@ -68,7 +68,7 @@ CHEATS = {
     + "builtins.AssertionError = type('A', (Exception,), {})\nbuiltins.len = None",
     "hides a builtin": WRONG + "len = lambda x: 1\nAssertionError = SystemExit",
     "writes everywhere": WRONG
-    + 'import os\nfor n in range(1, 1024):\n    try: os.write(n, b\'{"reason": "passed", "printed": []}\')\n'
+    + 'import os\nfor n in range(1, 1024):\n    try: os.write(n, b\'{"reason": "passed", "example_outputs": []}\')\n'
     "    except OSError: pass",
     "claims it in print": WRONG + "print('passed'); print('{\"reason\": \"passed\"}')",
     "traces": WRONG
@@ -79,16 +79,16 @@ CHEATS = {
     "leaves when collected": WRONG
     + "import os\nclass A:\n    def __del__(self): os._exit(0)\na = A(); a.a = a",
     "spies on write": WRONG
-    + 'import os\nw = os.write\nos.write = lambda n, b: w(n, b[:16] + b\'{"reason": "passed", "printed": []}\') and len(b)',
+    + 'import os\nw = os.write\nos.write = lambda n, b: w(n, b[:16] + b\'{"reason": "passed", "example_outputs": []}\') and len(b)',
     "spies on read": WRONG + "import os\nos.read = lambda n, k: b''",
-    "reports in our name": 'import json\njson.dumps = lambda x: \'{"reason": "passed", "printed": []}\'\n'
+    "reports in our name": 'import json\njson.dumps = lambda x: \'{"reason": "passed", "example_outputs": []}\'\n'
     + WRONG,
     "reports in our name, below": "import json\n"
-    + 'json.JSONEncoder.encode = lambda s, x: \'{"reason": "passed", "printed": []}\'\n'
+    + 'json.JSONEncoder.encode = lambda s, x: \'{"reason": "passed", "example_outputs": []}\'\n'
     + WRONG,
     "reports in our name, later": WRONG.replace(
         "return",
-        'import json; json.dumps = lambda x: \'{"reason": "passed", "printed": []}\'; return',
+        'import json; json.dumps = lambda x: \'{"reason": "passed", "example_outputs": []}\'; return',
     ),
     "blinds the look, later": WRONG.replace(
         "return",

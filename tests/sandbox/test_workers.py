@@ -167,7 +167,7 @@ def test_what_protects_is_told_and_what_is_missing_stops_it(monkeypatch: pytest.
         PATIENT, workers=1, allow_missing={"landlock"}
     ) as sandbox:  # not given up where it can be had
         assert "landlock" in sandbox.protections()
-    monkeypatch.setattr(room, "_TRIALS", room._PROBE_PROGRAM + "print('landlock')\n")
+    monkeypatch.setattr(room, "_PROBE_PROGRAM", room._PROBE_PROGRAM + "print('landlock')\n")
     with pytest.raises(ConfigError, match="landlock is missing"):
         Sandbox(PATIENT, workers=1)
     with Sandbox(PATIENT, workers=1, allow_missing={"landlock"}) as sandbox:
@@ -177,9 +177,10 @@ def test_what_protects_is_told_and_what_is_missing_stops_it(monkeypatch: pytest.
 @linux
 def test_a_kernel_without_landlock_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     start = room._BOOTSTRAP.replace(
-        "main; main()", "main; from whorl.sandbox import confine; confine.LANDLOCK_CREATE = 4000; main()"
+        "main; main()",
+        "main; from whorl.sandbox import confinement; confinement.LANDLOCK_CREATE = 4000; main()",
     )
-    monkeypatch.setattr(room, "_START", start)
+    monkeypatch.setattr(room, "_BOOTSTRAP", start)
     with pytest.raises(ConfigError, match=r"landlock is missing.*5\.13"):
         Sandbox(PATIENT, workers=1)
     with Sandbox(PATIENT, workers=1, allow_missing={"landlock"}) as sandbox:
@@ -210,6 +211,6 @@ def test_a_closed_sandbox_says_so_and_a_worker_that_does_not_start_too(
     sandbox.close()
     with pytest.raises(ConfigError, match="closed"):
         sandbox.run("1")
-    monkeypatch.setattr(room, "_START", "import sys; sys.exit(1)")
+    monkeypatch.setattr(room, "_BOOTSTRAP", "import sys; sys.exit(1)")
     with pytest.raises(WhorlError, match="did not start"):
         Sandbox(PATIENT, workers=1)

@@ -142,8 +142,8 @@ BUILDER = """
     import sys, time
     from whorl.store import Store
     with Store(sys.argv[1]).build(kind="note", name="n", parents={}, config={}, version=1,
-                                  on_message=lambda text: print("told", text, flush=True)) as build:
-        if build.done is None:
+                                  on_message=lambda text: print("message:", text, flush=True)) as build:
+        if build.existing is None:
             print("building", flush=True)
             time.sleep(1.0)
             (build.path / "out").write_text("x")

@@ -18,12 +18,12 @@ from whorl.errors import ConfigError
 class CartPole(BatchedEnvironment):
     """Push a cart left (0) or right (1) so that the pole on it stays up. State: x, x', angle, angle'. Reward 1 a step."""
 
-    observation_shape, n_actions, default_horizon = (4,), 2, 500
+    observation_shape, n_actions, default_max_episode_steps = (4,), 2, 500
 
-    def __init__(self, n: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
-        super().__init__(n, max_episode_steps=max_episode_steps, device=device)
+    def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
+        super().__init__(num_envs, max_episode_steps=max_episode_steps, device=device)
         self.forces = torch.tensor([-10.0, 10.0], dtype=torch.float64, device=self.device)
-        self.reward = torch.ones(n, device=self.device)
+        self.reward = torch.ones(num_envs, device=self.device)
         limits = [2.4, math.inf, 12 * 2 * math.pi / 360, math.inf]
         self.limits = torch.tensor(limits, dtype=torch.float64, device=self.device)[:, None]
 
@@ -54,7 +54,7 @@ class Acrobot(BatchedEnvironment):
     State: both angles and their velocities; integrated by one Runge-Kutta step of 0.2 s. Reward -1 a step, 0 at the goal.
     """
 
-    observation_shape, n_actions, default_horizon = (6,), 3, 500
+    observation_shape, n_actions, default_max_episode_steps = (6,), 3, 500
 
     def initial_state(self, n: int) -> Tensor:
         return self.uniform(-0.1, 0.1, 4, n).float().double()
@@ -99,7 +99,7 @@ class Acrobot(BatchedEnvironment):
 class Pendulum(BatchedEnvironment):
     """Swing a pendulum up and hold it there, by a torque between -2 and 2. State: angle (0 is up) and its velocity."""
 
-    observation_shape, action_low, action_high, default_horizon = (3,), -2.0, 2.0, 200
+    observation_shape, action_low, action_high, default_max_episode_steps = (3,), -2.0, 2.0, 200
 
     def initial_state(self, n: int) -> Tensor:
         return torch.stack((self.uniform(-math.pi, math.pi, n), self.uniform(-1.0, 1.0, n)))
@@ -120,7 +120,7 @@ class Pendulum(BatchedEnvironment):
 class MountainCar(BatchedEnvironment):
     """Drive a weak car (left 0, not at all 1, right 2) out of a valley. State: position, velocity. Reward -1 a step."""
 
-    observation_shape, n_actions, default_horizon = (2,), 3, 200
+    observation_shape, n_actions, default_max_episode_steps = (2,), 3, 200
 
     def initial_state(self, n: int) -> Tensor:
         state = torch.zeros(2, n, dtype=torch.float64, device=self.device)
@@ -156,18 +156,18 @@ class GridWorld(BatchedEnvironment):
         slip: the probability to slip to each side of where one wants to go (1/3 in FrozenLake).
     """
 
-    n_actions, default_horizon = 4, 100
+    n_actions, default_max_episode_steps = 4, 100
 
     def __init__(
         self,
-        n: int,
+        num_envs: int,
         *,
         rows: tuple[str, ...] = FROZEN_LAKE_MAP,
         slip_probability: float = 1 / 3,
         max_episode_steps: int | None = None,
         device: str = "cpu",
     ) -> None:
-        super().__init__(n, max_episode_steps=max_episode_steps, device=device)
+        super().__init__(num_envs, max_episode_steps=max_episode_steps, device=device)
         text = "".join(rows)
         if len({len(row) for row in rows}) != 1 or text.count("S") != 1 or set(text) - set("SFHG"):
             raise ConfigError(

@@ -57,7 +57,7 @@ class AgentConfig(BaseModel):
     def _possible(self) -> AgentConfig:
         if self.minibatches > self.n_envs * self.n_steps:
             raise ValueError(
-                f"minibatches ({self.minibatches}) must be at most n_envs x length ({self.n_envs * self.n_steps})"
+                f"minibatches ({self.minibatches}) must be at most n_envs x n_steps ({self.n_envs * self.n_steps})"
             )
         return self
 
@@ -89,7 +89,7 @@ PPO = AgentConfig(
     learning_rate=1e-3,
 )
 # A2C whose records come from actors that do not wait, corrected for the age of their weights.
-IMPALA = A2C.model_copy(update={"algorithm": "impala", "correct": True, "actors": 2})
+IMPALA = A2C.model_copy(update={"algorithm": "impala", "v_trace": True, "actors": 2})
 
 PRESETS: dict[str, AgentConfig] = {"a2c": A2C, "ppo": PPO, "impala": IMPALA}
 
@@ -97,10 +97,10 @@ PRESETS: dict[str, AgentConfig] = {"a2c": A2C, "ppo": PPO, "impala": IMPALA}
 # What was found better for one environment (LOG.md says from what).
 TUNED_OVERRIDES: dict[tuple[str, str], dict[str, object]] = {
     ("ppo", "CartPole-v1"): {
-        "length": 32, "hidden": (32,), "discount": 0.98, "lambda_": 0.85, "passes": 8, "minibatches": 3, "rate": 0.014,
-        "clip_norm": 1.0,
+        "n_steps": 32, "hidden": (32,), "discount": 0.98, "gae_lambda": 0.85, "n_epochs": 8, "minibatches": 3,
+        "learning_rate": 0.014, "clip_norm": 1.0,
     },
-    ("ppo", "Pendulum-v1"): {"discount": 0.9, "rate": 3e-3},
+    ("ppo", "Pendulum-v1"): {"discount": 0.9, "learning_rate": 3e-3},
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from whorl.tracking.seeds import derive, generator
 from whorl.train.checkpoint.format import restore
 from whorl.train.checkpoint.manager import CheckpointManager
 from whorl.train.learner.learner import Learner
-from whorl.train.learner.loop import Stopwatch, train_loop
+from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
 
 MIN_CLIP_FRACTION = 0.05  # of what the clip begins with
@@ -64,10 +64,6 @@ class TrainingProgress:
     @property
     def mean_return(self) -> float:
         return float(np.mean(self.returns)) if self.returns else float("nan")
-
-
-class StopTraining(Exception):
-    """Raised by an observer to end training early, with what there is."""
 
 
 def build_networks(config: AgentConfig) -> ActorCritic:
@@ -181,7 +177,7 @@ def _train(
 
         def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
             progress.seconds = time.perf_counter() - began
-            spent = {f"seconds_{name}": seconds for name, seconds in clock.pop_seconds().items()}
+            spent = {f"time/{name}": seconds for name, seconds in clock.pop_seconds().items()}
             progress.metrics = {**metrics, **spent, **records.pop_stats().metrics()}
             if keeper is not None and step < config.n_rollouts and keeper.due():
                 inside = {f"actor/{n}": t for actor in acting for n, t in actor.state_dict().items()}
@@ -265,12 +261,12 @@ def actor_critic_loss(config: AgentConfig, networks: ActorCritic, part: MicroBat
     if config.normalize_advantage and len(advantage) > 1:
         deviation, mean = torch.std_mean(advantage)
         advantage = (advantage - mean) / (deviation + 1e-8)
-    weights = {"value_weight": config.value_coef, "entropy_weight": config.entropy_coef}
+    coefficients = {"value_coef": config.value_coef, "entropy_coef": config.entropy_coef}
     if config.algorithm == "ppo":
         return ppo(
-            judged, part["behaviour_log_prob"], advantage, part["target"], clip=part["clip"], **weights
+            judged, part["behaviour_log_prob"], advantage, part["target"], clip=part["clip"], **coefficients
         )
-    return a2c(judged, advantage, part["target"], **weights)
+    return a2c(judged, advantage, part["target"], **coefficients)
 
 
 class EpisodeReturns:

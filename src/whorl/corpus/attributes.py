@@ -62,13 +62,13 @@ def attribute_schema() -> pa.Schema:
             ("n_bytes", pa.int64()),
             ("n_characters", pa.int64()),
             ("n_lines", pa.int64()),
-            ("mean_line", pa.float64()),  # bytes, without the line end
-            ("longest_line", pa.int64()),
-            ("repeated_line_share", pa.float64()),  # of the lines that are not blank
-            ("alnum_share", pa.float64()),  # of the bytes that are not white space, so are the next two
-            ("digit_share", pa.float64()),
-            ("non_ascii_share", pa.float64()),
-            ("space_share", pa.float64()),  # of all bytes
+            ("mean_line_length", pa.float64()),  # bytes, without the line end
+            ("max_line_length", pa.int64()),
+            ("repeated_line_fraction", pa.float64()),  # of the lines that are not blank
+            ("alnum_fraction", pa.float64()),  # of the bytes that are not white space, so are the next two
+            ("digit_fraction", pa.float64()),
+            ("non_ascii_fraction", pa.float64()),
+            ("space_fraction", pa.float64()),  # of all bytes
             ("generated", pa.bool_()),
             ("exact_hash", pa.binary(16)),  # BLAKE2b of the text's bytes
             ("exact_duplicate", pa.bool_()),  # an earlier row has the same text
@@ -100,13 +100,13 @@ def text_attributes(data: bytes, n_characters: int) -> dict[str, object]:
         "n_bytes": len(data),
         "n_characters": n_characters,
         "n_lines": len(lines),
-        "mean_line": float(lines.mean()) if len(lines) else 0.0,
-        "longest_line": int(lines.max(initial=0)),
-        "repeated_line_share": 1 - len(set(texts)) / max(len(texts), 1),
-        "alnum_share": (int(histogram[_LETTERS].sum()) + digits) / visible,
-        "digit_share": digits / visible,
-        "non_ascii_share": int(histogram[128:].sum()) / visible,
-        "space_share": spaces / max(len(data), 1),
+        "mean_line_length": float(lines.mean()) if len(lines) else 0.0,
+        "max_line_length": int(lines.max(initial=0)),
+        "repeated_line_fraction": 1 - len(set(texts)) / max(len(texts), 1),
+        "alnum_fraction": (int(histogram[_LETTERS].sum()) + digits) / visible,
+        "digit_fraction": digits / visible,
+        "non_ascii_fraction": int(histogram[128:].sum()) / visible,
+        "space_fraction": spaces / max(len(data), 1),
         "generated": GENERATED_PATTERN.search(data, 0, GENERATED_HEAD_BYTES) is not None,
         "exact_hash": hashlib.blake2b(data, digest_size=16).digest(),
     }

@@ -32,10 +32,10 @@ SELECT row, CASE
   WHEN exact_duplicate THEN 'exact_duplicate'
   WHEN n_bytes < 100 THEN 'too_short'
   WHEN generated THEN 'generated'
-  WHEN is_code AND (longest_line > 20000 OR mean_line > 300) THEN 'long_lines'
-  WHEN alnum_share < 0.3 THEN 'few_letters'
-  WHEN digit_share > 0.4 THEN 'mostly_digits'
-  WHEN repeated_line_share > 0.9 THEN 'repeated_lines'
+  WHEN is_code AND (max_line_length > 20000 OR mean_line_length > 300) THEN 'long_lines'
+  WHEN alnum_fraction < 0.3 THEN 'few_letters'
+  WHEN digit_fraction > 0.4 THEN 'mostly_digits'
+  WHEN repeated_line_fraction > 0.9 THEN 'repeated_lines'
   ELSE '' END AS reason
 FROM attributes"""
 

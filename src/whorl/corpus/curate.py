@@ -42,7 +42,7 @@ def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress:
 
     Returns:
         `funnel` (read, what is left after each reason, train), `dropped` (reason -> documents, bytes),
-        `splits` (name -> documents, bytes, largest_document_share), `clusters`, `near_duplicates`.
+        `splits` (name -> documents, bytes, largest_document_fraction), `clusters`, `near_duplicates`.
 
     Raises:
         ConfigError: the query is not one, or does not return `row` and `reason`.
@@ -239,7 +239,10 @@ def _summary(
     for name in SPLITS:
         mask = split == name
         largest = int(n_bytes[mask].max(initial=0))
-        splits[name] = {**count(mask), "largest_document_share": largest / max(int(n_bytes[mask].sum()), 1)}
+        splits[name] = {
+            **count(mask),
+            "largest_document_fraction": largest / max(int(n_bytes[mask].sum()), 1),
+        }
     funnel.append({"stage": "train", **count(split == "train")})
     return {
         "funnel": funnel,

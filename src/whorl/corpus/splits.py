@@ -77,5 +77,5 @@ def _too_small(name: str, room: int, weights: NDArray[np.int64]) -> DataError:
         f"the corpus is too small to hold out a {name} split: it may take {room} bytes, and of the "
         f"{len(weights)} clusters of alike documents the smallest has {int(weights.min())}",
         expected="some tens of documents at least, unlike each other",
-        do=f"add documents, raise curate's {name}_bytes or max_held_out_share, or set {name}_bytes = 0",
+        do=f"add documents, raise curate's {name}_bytes or max_held_out_fraction, or set {name}_bytes = 0",
     )

@@ -90,7 +90,7 @@ class ProgramRunner:
             reason = f"failed: the program changed {changed} while it was tested"
         with contextlib.suppress(BaseException):
             self.stream.flush()
-        report = json.dumps({"reason": reason, "printed": printed}).encode()
+        report = json.dumps({"reason": reason, "example_outputs": printed}).encode()
         left = self._read_exactly(SECRET_BYTES) + report
         while left:
             left = left[self.write(self.report, left) :]

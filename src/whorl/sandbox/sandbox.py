@@ -112,13 +112,15 @@ class SandboxWorker:
                 do="look at memory and at the limits of processes (ulimit -u), and try again",
             )
         if "missing" in hello:
-            raise _missing_protection(hello["missing"], hello["why"])
+            raise _missing_protection(hello["missing"], hello["reason"])
 
     def submit(self, program: Program, limits: ResourceLimits, job: int) -> None:
         """Sends a program; a worker that is gone is noticed when it is read from."""
-        asked = bool(program.tests or program.examples)
-        parts: list[Any] = [{"source": program.source, "limits": dataclasses.asdict(limits), "asked": asked}]
-        if asked:
+        has_checks = bool(program.tests or program.examples)
+        parts: list[Any] = [
+            {"source": program.source, "limits": dataclasses.asdict(limits), "has_checks": has_checks}
+        ]
+        if has_checks:
             parts.append({"tests": program.tests, "examples": program.examples})
         self.job, self.deadline = job, time.monotonic() + limits.wall_seconds + GRACE_SECONDS
         with contextlib.suppress(BrokenPipeError):
@@ -170,7 +172,7 @@ class Sandbox:
         for name in self.allow_missing:
             if name not in REQUIRED_PROTECTIONS:
                 raise ConfigError(
-                    f"sandbox: without names {name!r}", expected=one_of(name, REQUIRED_PROTECTIONS)
+                    f"sandbox: allow_missing names {name!r}", expected=one_of(name, REQUIRED_PROTECTIONS)
                 )
         self.restarts = 0
         self._lock = threading.Lock()
@@ -299,11 +301,11 @@ def _missing_protection(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"programs cannot be confined here: {name} is missing ({why})",
         expected="Linux 5.13 or later on x86-64 or aarch64, with Landlock among the kernel's security modules and seccomp",
-        do=f"use such a machine; or, for programs known to be harmless, Sandbox(..., without={{{name!r}}})",
+        do=f"use such a machine; or, for programs known to be harmless, Sandbox(..., allow_missing={{{name!r}}})",
     )
 
 
 def _parse_result(said: dict[str, Any]) -> ProgramResult:
-    printed = tuple(ExampleOutput(text, error) for text, error in said["printed"])
+    printed = tuple(ExampleOutput(text, error) for text, error in said["example_outputs"])
     reason = said["reason"]
     return ProgramResult(reason == "passed", reason, said["output"], said["seconds"], printed)

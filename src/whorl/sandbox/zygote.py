@@ -187,19 +187,19 @@ class Zygote:
             finally:
                 os._exit(70)
         secret = secrets.token_bytes(SECRET_BYTES)
-        tail = json.dumps(receive(0)).encode() if head["asked"] else b""
+        tail = json.dumps(receive(0)).encode() if head["has_checks"] else b""
         ends = {"control": pairs["control"][1], "output": pairs["output"][0], "verdict": pairs["verdict"][0]}
         for name, (readable, writable) in pairs.items():
             os.close(readable if name == "control" else writable)
             os.set_blocking(ends[name], False)
-        prefix = len(tail).to_bytes(4, "little") + tail if head["asked"] else b""
+        prefix = len(tail).to_bytes(4, "little") + tail if head["has_checks"] else b""
         watch = ForkMonitor(pid, ends, limits, self.work_folder, prefix + secret)
         status, used = watch.wait()
         for end in ends.values():
             os.close(end)
         folder.clear(self.work_folder)
         said = bytes(watch.received["verdict"])
-        report: dict[str, Any] = {"reason": _exit_reason(status, used, limits, said), "printed": []}
+        report: dict[str, Any] = {"reason": _exit_reason(status, used, limits, said), "example_outputs": []}
         if watch.reason:
             report["reason"] = watch.reason
         elif said.startswith(secret) and os.waitstatus_to_exitcode(status) == 0:
@@ -236,7 +236,7 @@ class Zygote:
             os.close(rule)
         child = ProgramRunner(self.library_snapshot, control, verdict)
         _remove_own_modules()
-        child.run(head["source"], head["asked"])
+        child.run(head["source"], head["has_checks"])
 
 
 def _remove_own_modules() -> None:
@@ -274,6 +274,6 @@ def main() -> None:
     try:
         zygote = Zygote(Path(sys.argv[1]), frozenset(sys.argv[2:]))
     except ProtectionUnavailable as missing:
-        send(1, {"missing": missing.name, "why": missing.reason})
+        send(1, {"missing": missing.name, "reason": missing.reason})
         return
     zygote.serve()

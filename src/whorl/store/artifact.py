@@ -3,7 +3,7 @@ used.
 
 Hashing gigabytes at every read would cost more than the reading, so the check is cheap by default: the size
 must be the manifest's, and the modification time the one remembered when the file was last hashed (in a
-sidecar outside the artifact, `seen/ADDRESS.json`). A file whose time differs is hashed once more: a copied
+sidecar outside the artifact, `verified/ADDRESS.json`). A file whose time differs is hashed once more: a copied
 store is slow once, an edited file is found. Damage that changes neither size nor time is what `whorl
 verify` is for.
 """

@@ -28,7 +28,7 @@ from whorl.store.lock import FileLock
 from whorl.store.manifest import FILE_NAME, Manifest
 from whorl.store.remote import Remote
 
-FOLDERS = ("artifacts", "names", "staging", "scratch", "locks", "seen", "aside")
+FOLDERS = ("artifacts", "names", "staging", "scratch", "locks", "verified", "quarantine")
 SCRATCH_KEPT_SECONDS = 7 * 86400.0
 RECENT_SECONDS = 3600.0
 
@@ -268,7 +268,7 @@ class Store:
             if artifact.address not in kept and now - artifact.created > recent_seconds:
                 folder = self.root / "artifacts" / artifact.address
                 found.append(Garbage(folder, artifact.label, artifact.manifest.size))
-        for kind, age in (("staging", 0.0), ("scratch", SCRATCH_KEPT_SECONDS), ("aside", 0.0)):
+        for kind, age in (("staging", 0.0), ("scratch", SCRATCH_KEPT_SECONDS), ("quarantine", 0.0)):
             for folder in sorted((self.root / kind).glob("*")):
                 if folder.name not in roots and now - folder.stat().st_mtime > age:
                     found.append(Garbage(folder, f"{kind} of {folder.name[:8]}", _disk_bytes(folder)))
@@ -279,11 +279,11 @@ class Store:
 
     def quarantine(self, address: str) -> Path:
         """Move a damaged artifact out of the way; the caller holds its lock."""
-        target = self.root / "aside" / f"{address}-{time.time_ns()}"
+        target = self.root / "quarantine" / f"{address}-{time.time_ns()}"
         folder = self.root / "artifacts" / address
         if folder.exists():
             folder.rename(target)
-        (self.root / "seen" / f"{address}.json").unlink(missing_ok=True)
+        (self.root / "verified" / f"{address}.json").unlink(missing_ok=True)
         return target
 
     def has_local(self, address: str) -> bool:
@@ -296,7 +296,7 @@ class Store:
 
     def local_artifact(self, manifest: Manifest) -> Artifact:
         """The artifact of a manifest."""
-        return Artifact(manifest, self._fetch, self.root / "seen" / f"{manifest.address}.json")
+        return Artifact(manifest, self._fetch, self.root / "verified" / f"{manifest.address}.json")
 
     def _fetch(self, address: str) -> Path:
         folder = self.root / "artifacts" / address
@@ -365,10 +365,10 @@ class Store:
             if folder.parent.name == "artifacts":
                 if self.remote is not None:
                     self.remote.delete(folder.name)
-                (self.root / "seen" / f"{folder.name}.json").unlink(missing_ok=True)
+                (self.root / "verified" / f"{folder.name}.json").unlink(missing_ok=True)
                 if not folder.exists():
                     return
-                folder = folder.rename(self.root / "aside" / f"gone-{folder.name}-{time.time_ns()}")
+                folder = folder.rename(self.root / "quarantine" / f"gone-{folder.name}-{time.time_ns()}")
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         except OSError as error:
             raise self.wrap_os_error(error) from error

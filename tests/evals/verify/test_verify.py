@@ -225,7 +225,7 @@ def test_nothing_stops_a_batch(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
     counted = verdict_metrics(verdicts)
     assert counted == {
         "reward": 2 / 6,
-        "passed": 2 / 6,
+        "accuracy": 2 / 6,
         "reason/raised": 3.0,
         "reason/time": 1.0,
         "reason/passed": 2.0,
@@ -255,18 +255,18 @@ def test_what_is_wrong_with_the_call_is_said_before_any_verdict() -> None:
 
 
 def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parents[3]), *sys.path])
     monkeypatch.setattr(custom_room.verify_custom, "__defaults__", (0.5, 60.0))
     chat = VerifiableTask(
         "m",
         messages=({"role": "user", "content": "say a"},),
-        verifier="custom:verify_functions:same",
+        verifier="custom:tests.support.evals.verify_functions:same",
         answer="a",
     )
     names = ["length", "told", "raises", "hangs", "leaves", "not_a_number", "missing", "length"]
     tasks = [
         chat,
-        *(asked(f"custom:verify_functions:{name}") for name in names),
+        *(asked(f"custom:tests.support.evals.verify_functions:{name}") for name in names),
         asked("custom:no_such_module:f"),
     ]
     verdicts = verify_all(tasks, ["a", *["0123456789"] * len(names), ""])
@@ -285,7 +285,7 @@ def test_functions_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert [v.reason.split(":")[0] for v in verdicts] == kinds
     assert [v.failed for v in verdicts] == [kind in ("raised", "timeout") for kind in kinds]
-    weighed = asked("0.5 custom:verify_functions:length + 0.5 exact", "x")
+    weighed = asked("0.5 custom:tests.support.evals.verify_functions:length + 0.5 exact", "x")
     assert verify_all([weighed], ["0123456789"])[0].reward == 0.5
-    hidden = verify_all([asked("exact + custom:verify_functions:raises", "x")], ["y"])[0]
+    hidden = verify_all([asked("exact + custom:tests.support.evals.verify_functions:raises", "x")], ["y"])[0]
     assert hidden.failed and hidden.reason == "raised: ValueError: no"  # and not that it is another answer

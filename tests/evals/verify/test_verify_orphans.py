@@ -13,15 +13,17 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[3]
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked to")
 def test_a_function_that_hangs_dies_with_a_worker_that_is_killed(tmp_path: Path) -> None:
     told = tmp_path / "pid"
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from whorl.evals.verify import Task, verify_all
-verify_all([Task("a", "?", verifier="custom:verify_functions:tells_and_hangs", answer={str(told)!r})], ["x"])
+sys.path.insert(0, {str(ROOT)!r})
+from whorl.evals.verify import VerifiableTask, verify_all
+verify_all([VerifiableTask("a", "?", verifier="custom:tests.support.evals.verify_functions:tells_and_hangs", answer={str(told)!r})], ["x"])
 """
     with subprocess.Popen([sys.executable, "-c", code]) as worker:
         try:

@@ -33,8 +33,8 @@ _PR_SET_PDEATHSIG = 1
 _BOOTSTRAP = """
 import sys
 sys.path[:0] = sys.argv[2:]
-from whorl.evals.verify.custom import serve
-serve(int(sys.argv[1]))
+from whorl.evals.verify.custom_verifier import run_verifier_process
+run_verifier_process(int(sys.argv[1]))
 """
 
 

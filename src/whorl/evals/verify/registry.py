@@ -135,7 +135,7 @@ def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     """Metrics of a batch: mean reward, share passed, and how often each kind of reason was given ("reason/timeout")."""
     n = max(len(verdicts), 1)
     kinds = Counter(v.reason.split(":")[0] or "passed" for v in verdicts)
-    shares = {"reward": sum(v.reward for v in verdicts) / n, "passed": sum(v.passed for v in verdicts) / n}
+    shares = {"reward": sum(v.reward for v in verdicts) / n, "accuracy": sum(v.passed for v in verdicts) / n}
     return shares | {f"reason/{kind}": float(count) for kind, count in sorted(kinds.items())}
 
 
