@@ -73,7 +73,14 @@ def job(tokens: Path, **change: Any) -> EmbedJob:
         mlp_hidden=32,
         max_length=12,
     )
-    base = {"tokens": str(tokens), "encoder": shape, "least": 4, "batch": 48, "steps": 12, "rate": 0.01}
+    base = {
+        "tokens": str(tokens),
+        "encoder": shape,
+        "min_span": 4,
+        "batch_size": 48,
+        "steps": 12,
+        "lr_adamw": 0.01,
+    }
     return EmbedJob.model_validate({**base, **change})
 
 
@@ -132,7 +139,7 @@ def test_each_pass_takes_every_document_once_in_an_order_of_its_own(topics: Path
 
 
 def test_a_document_twice_in_a_batch_is_no_negative_of_itself(topics: Path) -> None:
-    made = job(topics, batch=100)
+    made = job(topics, batch_size=100)
     encoder, pairs = build_encoder(made), open_pairs(made)[0]
     batch = next(b for b in (pairs.batch(0, s, 100) for s in range(2, 30)) if len(set(b.documents)) < 100)
     part = collate(batch)
@@ -172,10 +179,10 @@ def test_recall_is_what_counting_says() -> None:
     assert recall(x * np.nan, y, 10) == 0.0
 
 
-@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
-def test_it_learns_which_words_belong_together(optimiser: str, topics: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_it_learns_which_words_belong_together(optimizer: str, topics: Path) -> None:
     for seed in (0, 1):
-        made = job(topics, optimiser=optimiser, steps=80, seed=seed, evaluations=2)
+        made = job(topics, optimizer=optimizer, steps=80, seed=seed, evaluations=2)
         held = open_pairs(made)[1]
         assert held is not None and len(held) == TOPICS
         before, looks = build_encoder(made), list[dict[str, float]]()
@@ -204,9 +211,9 @@ class _Enough(Exception):
     pass
 
 
-@pytest.mark.parametrize("optimiser", ["muon", "adamw"])
-def test_it_goes_on_where_it_was_stopped_bit_for_bit(optimiser: str, topics: Path, tmp_path: Path) -> None:
-    made, said = job(topics, optimiser=optimiser), list[str]()
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_it_goes_on_where_it_was_stopped_bit_for_bit(optimizer: str, topics: Path, tmp_path: Path) -> None:
+    made, said = job(topics, optimizer=optimizer), list[str]()
     straight: list[dict[str, float]] = []
     whole = weights(made, observe=lambda step, metrics, _: straight.append(metrics))
 
@@ -222,7 +229,7 @@ def test_it_goes_on_where_it_was_stopped_bit_for_bit(optimiser: str, topics: Pat
         made,
         observe=lambda step, metrics, _: parts.append((step, metrics["loss"])),
         scratch=tmp_path,
-        say=said.append,
+        log=said.append,
     )
     assert same(whole, last)
     assert parts == [(step, straight[step - 1]["loss"]) for step in (10, 11, 12)]
@@ -236,14 +243,14 @@ def test_it_goes_on_where_it_was_stopped_bit_for_bit(optimiser: str, topics: Pat
 
 def test_what_cannot_be_learnt_from_is_told(topics: Path, tmp_path: Path) -> None:
     said: list[str] = []
-    with pytest.raises(DataError, match=r"(?s)240 documents.*at least the 256.*lower batch or least"):
-        train_embedder(job(topics, batch=256), log=said.append)
+    with pytest.raises(DataError, match=r"(?s)240 documents.*at least the 256.*lower batch_size or min_span"):
+        train_embedder(job(topics, batch_size=256), log=said.append)
     assert "6 of 246 documents passed over" in said[0]
     with pytest.raises(DataError, match="ids and the encoder 300"):
         shape = job(topics).encoder.model_copy(update={"vocab_size": 300})
         train_embedder(job(topics, encoder=shape))
-    with pytest.raises(ValidationError, match=r"least \(13\) is more than max_length \(12\)"):
-        job(topics, least=13)
+    with pytest.raises(ValidationError, match=r"min_span \(13\) is more than max_length \(12\)"):
+        job(topics, min_span=13)
     alone, said = make_topics(tmp_path, train=48, splits=("train",)), []
     metrics: list[dict[str, float]] = []
     train_embedder(job(alone, steps=1), lambda step, found, _: metrics.append(found), log=said.append)
@@ -253,7 +260,7 @@ def test_what_cannot_be_learnt_from_is_told(topics: Path, tmp_path: Path) -> Non
 
 
 def test_held_out_spans_are_the_same_for_every_job(topics: Path) -> None:
-    one, other = (open_pairs(job(topics, seed=s, batch=b))[1] for s, b in ((0, 48), (3, 16)))
+    one, other = (open_pairs(job(topics, seed=s, batch_size=b))[1] for s, b in ((0, 48), (3, 16)))
     assert one is not None and other is not None
     for a, b in zip(one.spans.first, other.spans.first, strict=True):
         np.testing.assert_array_equal(a, b)

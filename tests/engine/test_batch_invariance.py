@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_engine_parity import decoder, made, run
+from tests.support.engine.parity import decoder, run
+from tests.support.models.transformer_shapes import made
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -42,7 +43,10 @@ def test_no_bit_depends_on_the_company(family: str) -> None:
     alone: list[Token] = run(Engine(model, CONFIG), [ASKED])["asked"]
     for seed in range(6):
         rng = random.Random(seed)
-        tight = {"cache_tokens": rng.choice([64, 90, 400]), "token_budget": rng.choice([4, 9, 64])}
+        tight = {
+            "kv_cache_tokens": rng.choice([64, 90, 400]),
+            "max_num_batched_tokens": rng.choice([4, 9, 64]),
+        }
         engine = Engine(model, CONFIG.model_copy(update=tight))
         company = others(rng, 10)
         at = rng.randint(0, 10)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_engine_parity import decoder
+from tests.support.engine.parity import decoder
 
 from whorl.engine.engine import Engine, EngineConfig
 from whorl.engine.request import Request

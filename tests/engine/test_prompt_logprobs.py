@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from tests.engine.test_engine_parity import GREEDY, PROMPTS, check, decoder, run
+from tests.support.engine.parity import GREEDY, PROMPTS, check, decoder, run
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_engine_parity import PROMPTS, check, decoder, made, run
+from tests.support.engine.parity import PROMPTS, check, decoder, run
+from tests.support.models.transformer_shapes import HEADS, made
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine, Proposer
@@ -34,21 +35,21 @@ def requests(temperature: float = 0.7, max_tokens: int = 40) -> list[Request]:
 class Wrong:
     """Guesses at random."""
 
-    wants_hidden = False
+    needs_hidden_states = False
 
     def propose(self, sequences: Any) -> None:
         for s in sequences:
             room = s.request.max_tokens - s.n_output - 1
             s.drafts = torch.randint(0, 50, (max(0, min(3, room)),)).tolist()
 
-    def saw(self, sequence: Any, hidden: Any) -> None: ...
-    def forget(self, sequence: Any) -> None: ...
+    def observe(self, sequence: Any, hidden: Any) -> None: ...
+    def release(self, sequence: Any) -> None: ...
 
 
 def proposers(model: Any) -> dict[str, Proposer]:
     heads = MultiTokenPrediction(32, 4, 4, generator=torch.Generator().manual_seed(0))
     other = decoder(n_layers=1)
-    sizes = {"max_sequences": 4, "max_length": 90, "page_size": 4}
+    sizes = {"max_num_seqs": 4, "max_model_len": 90, "page_size": 4}
     return {
         "wrong": Wrong(),
         "lookup": PromptLookup(),
@@ -83,7 +84,7 @@ def steps_without(model: Any, temperature: float) -> int:
 def test_guesses_survive_preemption() -> None:
     model = decoder()
     want = run(Engine(model, CONFIG), requests())
-    tight = CONFIG.model_copy(update={"cache_tokens": 96})
+    tight = CONFIG.model_copy(update={"kv_cache_tokens": 96})
     engine = Engine(
         model, tight, proposer=DraftModel(model, 4, max_num_seqs=4, max_model_len=90, page_size=4)
     )
@@ -99,7 +100,9 @@ def test_the_distribution_of_guessed_tokens_is_the_models_own() -> None:
     counts = []
     for proposer in (None, PromptLookup()):
         engine = Engine(
-            model, CONFIG.model_copy(update={"max_sequences": 64, "token_budget": 512}), proposer=proposer
+            model,
+            CONFIG.model_copy(update={"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+            proposer=proposer,
         )
         offset = (
             0 if proposer is None else 10**6
@@ -143,7 +146,6 @@ def test_patience_grows_with_luck_and_rests_without() -> None:
 
 
 def test_what_cannot_guess_is_refused() -> None:
-    from test_transformer import HEADS
 
     windowed = made(mixers={"local": HEADS.model_copy(update={"window": 4})})
     with pytest.raises(ConfigError, match="full attention"):

@@ -91,7 +91,7 @@ def requests(kind: str) -> list[Request]:
             "stop_ids": frozenset({49}),
         }
         if kind == "plain" and n % 5 == 0:
-            more["required"] = b"ab"
+            more["forced_prefix"] = b"ab"
         made.append(Request(id=str(n), ids=ids, sampling=seeded, grammar=grammar, **more))
     return made
 

@@ -37,9 +37,9 @@ def config(place: Path, names: str = "ab", **change: Any) -> StreamConfig:
         **{
             "tokenizer": place,
             "sources": sources,
-            "length": 32,
+            "seq_len": 32,
             "block_bytes": 900,
-            "record_bytes": 2700,
+            "shuffle_bytes": 2700,
             **change,
         }
     )
@@ -62,7 +62,7 @@ def test_any_number_of_workers_gives_the_same_rows(place: Path) -> None:
     assert not same(line, read(StreamBatches(config(place, seed=1), batch_size=8, workers=0), 25))
 
 
-@pytest.mark.parametrize("how", [{"rows": 8}, {"tokens": 150}])
+@pytest.mark.parametrize("how", [{"batch_size": 8}, {"min_targets": 150}])
 def test_it_resumes_in_the_middle_on_another_number_of_workers(place: Path, how: dict[str, int]) -> None:
     whole = read(StreamBatches(config(place), workers=0, **how), 30)
     for stop in (1, 7, 19):
@@ -92,7 +92,7 @@ def test_ranks_share_each_batch_and_may_change_their_number(place: Path) -> None
 def test_an_epoch_holds_every_document_once(place: Path) -> None:
     tokenizer = Tokenizer.load(place)
     texts = [json.loads(line)["text"] for line in (place / "a.jsonl").read_text().splitlines()]
-    settings = config(place, "a", record_bytes=1)
+    settings = config(place, "a", shuffle_bytes=1)
     n_blocks = -(-(place / "a.jsonl").stat().st_size // 900)
     found: list[str] = []
     reader = StreamBatches(settings, batch_size=1, workers=0)
@@ -150,7 +150,7 @@ def test_records_that_cannot_be_read_are_counted(place: Path, tmp_path: Path) ->
     lines[5], lines[60] = "{broken\n", '{"no": "text"}\n'
     (tmp_path / "a.jsonl").write_text("".join(lines))
     with StreamBatches(
-        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], record_bytes=180_000),
+        config(place, sources=[Source([str(tmp_path / "a.jsonl")])], shuffle_bytes=180_000),
         batch_size=4,
         workers=0,
     ) as reader:

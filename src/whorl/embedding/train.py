@@ -82,7 +82,7 @@ class EmbedJob(BaseModel):
     @model_validator(mode="after")
     def _possible(self) -> EmbedJob:
         if self.min_span > self.encoder.max_length:
-            raise ValueError(f"least ({self.min_span}) is more than max_length ({self.encoder.max_length})")
+            raise ValueError(f"min_span ({self.min_span}) is more than max_length ({self.encoder.max_length})")
         return self
 
 
@@ -293,7 +293,7 @@ def open_pairs(
         raise DataError(
             f"{len(pairs):,} documents are long enough for two spans of {job.min_span} ids",
             expected=f"at least the {job.batch_size} of a batch",
-            do="lower batch or least, or give it more documents",
+            do="lower batch_size or min_span, or give it more documents",
         )
     held = (
         SpanPairs(tokens.split("validation"), job.encoder.max_length, job.min_span)

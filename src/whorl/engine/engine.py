@@ -202,7 +202,7 @@ class Engine:
             )
         if request.forced_prefix and not self.token_bytes:
             raise ConfigError(
-                "required is given, and the engine has no token_bytes", expected="a request without"
+                "forced_prefix is given, and the engine has no token_bytes", expected="a request without"
             )
         self.adapters.index_of(request.adapter)  # which says so if there is none
         self._n_added += 1

@@ -49,7 +49,7 @@ def accept_tokens(
                     sequence.constraint = None
             if token_bytes:
                 text += sequence.stop_checker.add(token_bytes[token.id])
-            if sequence.stop_checker.met is not None:
+            if sequence.stop_checker.matched is not None:
                 finish = "stop"
             elif sequence.constraint is not None and sequence.constraint.ended:
                 finish = "stop" if sequence.constraint.failed is None else "abort"

@@ -28,7 +28,7 @@ from whorl.tokens.shards import TokenSet, TokenSplit
 from whorl.tracking import seeds
 
 N_SLOTS = 4  # batches filled ahead
-_PICKLED_FIELDS = ("folder", "split", "length", "batch_rows", "seed", "rank", "world")
+_PICKLED_FIELDS = ("folder", "split", "seq_len", "batch_size", "seed", "rank", "world_size")
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class TokenProducer:
             raise BudgetError(
                 f"the split {self.split!r} has {len(self.rows)} rows of {self.seq_len} tokens",
                 expected=f"at least one batch of {self.batch_size} rows of a kind",
-                do="give more text, or a smaller batch or row length (--set plan.batch_rows=..., plan.length=...)",
+                do="give more text, or a smaller batch or row length (--set plan.batch_size=..., plan.seq_len=...)",
             )
         epoch, place = divmod(slot.sequence, self.batches_per_epoch)
         if getattr(self, "_epoch", None) != epoch:

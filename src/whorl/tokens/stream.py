@@ -78,8 +78,8 @@ class StreamConfig:
             )
         if self.seq_len < 2 or min(self.shuffle_bytes, self.block_bytes, self.mixture_warmup_records) < 1:
             raise ConfigError(
-                f"length={self.seq_len}, record_bytes={self.shuffle_bytes}, block_bytes={self.block_bytes}, "
-                f"horizon={self.mixture_warmup_records}",
+                f"seq_len={self.seq_len}, shuffle_bytes={self.shuffle_bytes}, block_bytes={self.block_bytes}, "
+                f"mixture_warmup_records={self.mixture_warmup_records}",
                 expected="positive",
             )
 
@@ -148,7 +148,7 @@ class StreamProducer:
         """(source, its blocks) of a record: the next few of the source's permutation, epoch after epoch."""
         if not self._state:
             self._open_sources()
-        source, nth = self._state["mixture"].place(sequence)
+        source, nth = self._state["mixture"].source_and_index(sequence)
         files, chosen = self._state["files"][source], []
         n_blocks, many = len(files.blocks), blocks_per_record(files, self.config.shuffle_bytes)
         for place in range(nth * many, (nth + 1) * many):

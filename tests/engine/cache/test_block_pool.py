@@ -133,7 +133,7 @@ def test_damaged_books_are_noticed() -> None:
     fill(cache, one)
     cache.check_integrity([one])
     for damage in (
-        lambda p: p.references.__setitem__(0, 3),
+        lambda p: p.ref_counts.__setitem__(0, 3),
         lambda p: p._free.pop(),
         lambda p: p._free.append(one.pages[0][0]),
     ):

@@ -110,7 +110,7 @@ def test_the_engine_with_such_a_cache_is_the_forward_with_rounded_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, texts = decoder(), prompts()
-    found = prompt_log_probs(model, texts, cache="int8")
+    found = prompt_log_probs(model, texts, kv_cache_dtype="int8")
     plain = prompt_log_probs(model, texts)
     own = causal.causal_attention
     monkeypatch.setattr(
@@ -130,7 +130,7 @@ def test_the_engine_with_such_a_cache_is_the_forward_with_rounded_keys(
 def test_windows_and_smeared_keys_go_with_it() -> None:
     model, texts = transformer(), prompts()
     for ours, plain in zip(
-        prompt_log_probs(model, texts, cache="int8"), prompt_log_probs(model, texts), strict=True
+        prompt_log_probs(model, texts, kv_cache_dtype="int8"), prompt_log_probs(model, texts), strict=True
     ):
         assert 0 < (ours - plain).abs().max() < 0.2
 

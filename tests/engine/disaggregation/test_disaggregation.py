@@ -158,6 +158,6 @@ def test_a_decoder_that_dies_ends_what_had_begun_and_starts_the_rest_anew(split:
 def test_a_process_that_has_no_model_says_so() -> None:
     with (
         DisaggregatedEngine(tiny_engine.broken) as both,
-        pytest.raises(ProducerError, match="before it had its model"),
+        pytest.raises(ProducerError, match="before it loaded its model"),
     ):
         both.wait_until_ready()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.test_engine_parity import FAMILIES, GREEDY, check, decoder, run
+from tests.support.engine.parity import FAMILIES, GREEDY, check, decoder, run
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.disaggregation.kv_transfer import KVBlock, export_pages, import_pages, model_fingerprint
@@ -70,7 +70,7 @@ def test_the_receiver_says_what_one_engine_says(family: str) -> None:
 
 
 def test_pages_in_int8_go_over_with_their_scales() -> None:
-    config = CONFIG.model_copy(update={"cache": "int8"})
+    config = CONFIG.model_copy(update={"kv_cache_dtype": "int8"})
     receiver = Engine(decoder(), config)
     with export_pages(prefilled(config=config), IDS) as block:
         assert import_pages(receiver, block) == 28
@@ -88,7 +88,7 @@ def test_a_block_is_taken_in_by_and_by() -> None:
 
 
 def test_without_room_less_is_taken_in_and_what_runs_keeps_its_pages() -> None:
-    receiver = Engine(decoder(), CONFIG.model_copy(update={"cache_tokens": 60}))
+    receiver = Engine(decoder(), CONFIG.model_copy(update={"kv_cache_tokens": 60}))
     receiver.add(Request(id="runs", ids=(7,) * 40, sampling=GREEDY, max_tokens=9))
     while not any(d.tokens for d in receiver.step()):
         pass
@@ -112,9 +112,9 @@ def test_a_beginning_that_nobody_knows_is_an_empty_block() -> None:
 def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
     with export_pages(prefilled(), IDS) as block:
         for receiver, words in [
-            (Engine(decoder(), CONFIG.model_copy(update={"page_size": 8})), "pages of 4 positions"),
+            (Engine(decoder(), CONFIG.model_copy(update={"block_size": 8})), "pages of 4 positions"),
             (Engine(decoder(n_layers=1), CONFIG), "fingerprint"),
-            (Engine(decoder(), CONFIG.model_copy(update={"cache": "int8"})), "same type of cache"),
+            (Engine(decoder(), CONFIG.model_copy(update={"kv_cache_dtype": "int8"})), "same type of cache"),
         ]:
             with pytest.raises(DataError, match=words):
                 import_pages(receiver, block)
@@ -130,8 +130,8 @@ def test_other_weights_types_and_sizes_are_refused_in_words() -> None:
             weight[-1, -1] += 1e-3  # one weight of all
         with pytest.raises(DataError, match="fingerprint"):
             import_pages(receiver, block)
-    with pytest.raises(ConfigError, match="share_prefixes"):
-        export_pages(Engine(decoder(), CONFIG.model_copy(update={"share_prefixes": False})), IDS)
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        export_pages(Engine(decoder(), CONFIG.model_copy(update={"enable_prefix_caching": False})), IDS)
 
 
 def test_the_fingerprint_is_made_once_a_version() -> None:

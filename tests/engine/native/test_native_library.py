@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.engine.native import BOUNDS, SHAPES, Texts, llama
 
 from whorl.engine.model.runner import ModelRunner
 from whorl.engine.native import NativeStep, build, layout, unsupported_reason
 from whorl.engine.native.runner import make_runner
 from whorl.errors import ConfigError
 from whorl.nn.mlp import activate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tests.engine.native.test_native_step import BOUNDS, SHAPES, Texts, llama
 
 pytestmark = pytest.mark.skipif(build.library() is None, reason="there is no C++ compiler here")
 

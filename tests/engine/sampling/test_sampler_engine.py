@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_engine_parity import decoder
+from tests.support.engine.parity import decoder
 
 from whorl.engine import generate
 from whorl.engine.config import EngineConfig

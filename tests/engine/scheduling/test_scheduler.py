@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from tests.engine.test_engine_parity import PROMPTS, check, decoder, made, run
+from tests.support.engine.parity import PROMPTS, check, decoder, run
+from tests.support.models.transformer_shapes import HEADS, made
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -52,14 +53,14 @@ def test_no_step_is_larger_than_the_budget_and_who_decodes_is_never_left_out() -
 
 
 def test_a_lower_priority_number_is_served_first() -> None:
-    engine = Engine(decoder(), SMALL.model_copy(update={"max_sequences": 1}))
+    engine = Engine(decoder(), SMALL.model_copy(update={"max_num_seqs": 1}))
     for name, priority in (("later", 5), ("urgent", -1), ("usual", 0)):
         engine.add(request(name, priority=priority))
     assert finished(engine) == ["urgent", "usual", "later"]
 
 
 def test_a_client_with_many_requests_does_not_hold_up_one_with_few() -> None:
-    engine = Engine(decoder(), SMALL.model_copy(update={"max_sequences": 1}))
+    engine = Engine(decoder(), SMALL.model_copy(update={"max_num_seqs": 1}))
     for n in range(6):
         engine.add(request(f"many {n}", client="many"))
     engine.step()  # the first of them runs
@@ -129,8 +130,10 @@ def test_an_aborted_request_ends_and_leaves_nothing() -> None:
 def test_a_random_history_loses_nobody(seed: int) -> None:
     """Arrivals, cancellations and a cache that holds hardly more than one: everyone ends, and says what it would alone."""
     model, rng = decoder(), random.Random(seed)
-    kinds = {"preemption": rng.choice(["recompute", "swap"]), "cache_tokens": rng.choice([40, 64, 200])}
-    engine = Engine(model, SMALL.model_copy(update={**kinds, "token_budget": rng.choice([1, 5, 16])}))
+    kinds = {"preemption": rng.choice(["recompute", "swap"]), "kv_cache_tokens": rng.choice([40, 64, 200])}
+    engine = Engine(
+        model, SMALL.model_copy(update={**kinds, "max_num_batched_tokens": rng.choice([1, 5, 16])})
+    )
     waiting = [
         request(str(n), ids=tuple(rng.choices(range(50), k=rng.randint(1, 20))), max_tokens=rng.randint(1, 12),
                 sampling=SamplingParams(seed=n), priority=rng.randint(0, 2), client=rng.choice("ab"))
@@ -206,7 +209,7 @@ def _until_idle(engine: Engine) -> list[Delta]:
 
 def test_a_prompt_is_scored_by_the_way() -> None:
     model = decoder()
-    engine = Engine(model, SMALL.model_copy(update={"token_budget": 7}))
+    engine = Engine(model, SMALL.model_copy(update={"max_num_batched_tokens": 7}))
     ids = tuple(PROMPTS[5])
     engine.add(Request(id="scored", ids=ids, sampling=GREEDY, max_tokens=2, prompt_log_probs=True))
     told = [d.prompt_log_probs for d in _until_idle(engine) if d.prompt_log_probs]
@@ -224,7 +227,7 @@ def test_a_prompt_is_scored_by_the_way() -> None:
         ({"ids": (1,) * 64}, "the prompt is 64 tokens long and the model's context holds 64"),
         ({"sampling": SamplingParams(logit_bias={99: 1.0})}, "logit_bias names the id 99"),
         ({"adapter": "nobody"}, "'nobody' is not loaded"),
-        ({"required": b"x"}, "no token_bytes"),
+        ({"forced_prefix": b"x"}, "no token_bytes"),
     ],
 )
 def test_what_cannot_be_served_is_refused_with_words(fields: dict[str, Any], message: str) -> None:
@@ -237,7 +240,7 @@ def test_what_cannot_be_served_is_refused_with_words(fields: dict[str, Any], mes
 
 
 def test_a_cache_too_small_for_a_request_says_so_and_for_an_output_ends_it() -> None:
-    engine = Engine(decoder(), SMALL.model_copy(update={"cache_tokens": 16}))
+    engine = Engine(decoder(), SMALL.model_copy(update={"kv_cache_tokens": 16}))
     with pytest.raises(ConfigError, match="the cache holds 16"):
         engine.add(request("long", ids=(1,) * 20))
     engine.add(request("one", n=10, max_tokens=30))
@@ -257,10 +260,9 @@ def test_a_sequence_preempted_at_its_first_token_comes_back() -> None:
 
 
 def test_a_window_costs_a_window() -> None:
-    from test_transformer import HEADS
 
     local = HEADS.model_copy(update={"window": 6})
-    engine = Engine(made(mixers={"local": local}).eval(), SMALL.model_copy(update={"cache_tokens": 400}))
+    engine = Engine(made(mixers={"local": local}).eval(), SMALL.model_copy(update={"kv_cache_tokens": 400}))
     engine.add(request("one", n=20, max_tokens=40))
     most = 0
     while engine.busy:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from bench.engine.support.static_batching import Batches
-from tests.engine.test_engine_parity import decoder
+from bench.engine.support.static_batching import StaticBatchEngine
+from tests.support.engine.parity import decoder
 
 from whorl.engine.config import EngineConfig
 from whorl.engine.engine import Engine
@@ -45,10 +45,12 @@ def requests(n: int, sampling: SamplingParams, stop: bool = False) -> list[Reque
     ]  # fmt: skip
 
 
-def written(scheme: Engine | Batches, asked: list[Request]) -> dict[str, tuple[list[int], str | None]]:
+def written(
+    scheme: Engine | StaticBatchEngine, asked: list[Request]
+) -> dict[str, tuple[list[int], str | None]]:
     for request in asked:
         scheme.add(request)
-    if isinstance(scheme, Batches):
+    if isinstance(scheme, StaticBatchEngine):
         scheme.close()
     out: dict[str, tuple[list[int], str | None]] = {r.id: ([], None) for r in asked}
     while scheme.busy:
@@ -68,13 +70,13 @@ def test_all_schemes_write_the_same(sampling: SamplingParams, stop: bool) -> Non
     asked, network = requests(11, sampling, stop), model()
     expected = written(Engine(network, EngineConfig(max_num_seqs=4, max_model_len=64, block_size=4)), asked)
     for size in (1, 4, 20):
-        assert written(Batches(network, size), asked) == expected
+        assert written(StaticBatchEngine(network, size), asked) == expected
 
 
 def test_a_static_batch_waits_until_it_is_full_and_a_dynamic_one_until_it_has_waited_enough() -> None:
     now = [0.0]
-    static = Batches(model(), 2, clock=lambda: now[0])
-    dynamic = Batches(model(), 2, max_wait_seconds=3.0, clock=lambda: now[0])
+    static = StaticBatchEngine(model(), 2, clock=lambda: now[0])
+    dynamic = StaticBatchEngine(model(), 2, max_wait_seconds=3.0, clock=lambda: now[0])
     first, second, third = requests(3, SamplingParams(temperature=0))
     for scheme in (static, dynamic):
         scheme.add(first)
@@ -98,7 +100,7 @@ def test_a_static_batch_waits_until_it_is_full_and_a_dynamic_one_until_it_has_wa
 
 def test_what_is_wasted_is_counted() -> None:
     network = model()
-    scheme = Batches(network, 2)
+    scheme = StaticBatchEngine(network, 2)
     scheme.add(Request(id="long", ids=(1, 2, 3, 4), max_tokens=5))
     scheme.add(Request(id="short", ids=(1, 2), max_tokens=1))
     while scheme.busy:
@@ -109,4 +111,4 @@ def test_what_is_wasted_is_counted() -> None:
 
 def test_a_state_that_keeps_no_documents_apart_is_refused() -> None:
     with pytest.raises(ConfigError, match="Decoder"):
-        Batches(decoder(), 2)
+        StaticBatchEngine(decoder(), 2)

@@ -98,7 +98,7 @@ class Int8KVPages(KVPages):
         keep_raw_keys: bool,
     ) -> None:
         super().__init__(n_pages, n_kv_heads, page_size, head_dim, torch.int8, device, False)
-        self.raw = torch.zeros(self.k.shape, dtype=dtype, device=device) if keep_raw_keys else None
+        self.raw_keys = torch.zeros(self.k.shape, dtype=dtype, device=device) if keep_raw_keys else None
         self.k_scale, self.v_scale = (torch.zeros(*self.k.shape[:3], 1, device=device) for _ in "kv")
 
     @property

@@ -150,7 +150,7 @@ import importlib, os, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 if sys.argv[2] and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {int(c) for c in sys.argv[2].split(",")})
-from whorl.serve.fleet.channel import Channel
+from whorl.engine.disaggregation.channel import Channel
 function = getattr(importlib.import_module(sys.argv[3]), sys.argv[4])
 function(Channel(socket.socket(fileno=int(sys.argv[1]))))
 """

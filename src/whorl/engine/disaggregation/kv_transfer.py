@@ -329,7 +329,7 @@ def _check_prefix_caching(engine: Engine) -> None:
             do="serve it with whole replicas instead",
         )
     if not engine.cache.enable_prefix_caching:
-        raise ConfigError("share_prefixes is off", expected="on: pages are handed over as a found prefix")
+        raise ConfigError("enable_prefix_caching is off", expected="on: pages are handed over as a found prefix")
 
 
 def _align(offset: int) -> int:

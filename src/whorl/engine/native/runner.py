@@ -68,7 +68,7 @@ class NativeRunner(ModelRunner):
         if self._needs_torch(batch):
             return super().hidden(batch)
         hidden = torch.empty(len(batch.ids), self.model.config.d_model)
-        none = InputBatch(**{**vars(batch), "wanted": batch.logit_indices[:0]})
+        none = InputBatch(**{**vars(batch), "logit_indices": batch.logit_indices[:0]})
         self.native_step.run(none, self.layers, self.group_of, hidden)  # type: ignore[arg-type]
         return hidden
 
