@@ -115,13 +115,13 @@ def _help() -> Result:
 
 
 # Label of a result -> step of the recipe. Labels never change; steps may be renamed.
-QUICKSTART = {"tokens": "tokens", "pretrain": "pretrain", "sft": "sft", "rl": "rlvr"}
+QUICKSTART = {"tokens": "tokens", "pretrain": "pretrain", "sft": "sft", "rl": "rl"}
 
 
 @case("quickstart", slow=True)
 def _quickstart() -> Result:
     """The weights of each model of a deterministic quickstart of 1e12 operations."""
-    recipe = load_recipe("quickstart", sets=["rlvr.steps=6"], budget="1e12flops", deterministic=True)
+    recipe = load_recipe("quickstart", sets=["rl.steps=6"], budget="1e12flops", deterministic=True)
     with scratch() as folder:
         made = run_recipe(recipe, Store(folder), Progress.silent(), until=QUICKSTART["rl"]).artifacts
         result = Result()

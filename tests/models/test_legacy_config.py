@@ -1,0 +1,83 @@
+"""Models saved before fields were renamed load with today's code.
+
+`configs_before_renames.json` holds the config.json objects that commit fa42690 wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from whorl.models import DecoderConfig, LanguageModel, load_model, make_model, read_config, save_model
+from whorl.models.encoder import EncoderConfig
+from whorl.models.exchange import import_model
+from whorl.models.quantization.gptq import quantize_model
+from whorl.models.quantization.weights import QuantizationConfig
+from whorl.models.transformer_config import AttentionConfig, CustomMixer, MLAConfig, TransformerConfig
+
+OLD: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "support/models/configs_before_renames.json").read_text()
+)
+INT4 = QuantizationConfig(format="int4", group_size=8, head=True, ngram=True)
+SMALL: dict[str, Any] = {"vocab_size": 40, "d_model": 16, "mlp_hidden": 32}
+DECODER = DecoderConfig(**SMALL, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, ngram_buckets=8)
+SHARED = TransformerConfig(
+    **SMALL,
+    n_layers=2,
+    kv_sharing_factor=2,
+    mixers={"a": AttentionConfig(n_heads=2, n_kv_heads=2, head_dim=8)},
+)
+YARN = {"kind": "yarn", "factor": 4.0, "original_length": 16, "attention_factor": 1.25}
+MIXED = TransformerConfig.model_validate({
+    **SMALL, "n_layers": 2,
+    "mixers": {
+        "a": {
+            "kind": "latent", "n_heads": 2, "kv_rank": 8, "nope_dim": 4, "rope_dim": 4, "v_dim": 8,
+            "rope": {"scaling": YARN},
+        },
+        "b": {"kind": "gru", "options": {"backend": "loop"}},
+    },
+    "experts": {"n_experts": 4, "top_k": 2, "hidden": 8, "norm_topk_prob": False},
+})  # fmt: skip
+CONFIGS = {"decoder": DECODER, "mixed": MIXED, "shared": SHARED}
+
+
+def save_as_before(name: str, folder: Path) -> LanguageModel:
+    """Save a model of the kind `name` with the config.json of commit fa42690; return the model."""
+    model = make_model(CONFIGS[name.removeprefix("quantized ")], torch.Generator().manual_seed(0))
+    if name.startswith("quantized"):
+        quantize_model(model, INT4)
+    save_model(model, folder)
+    (folder / "config.json").write_text(json.dumps(OLD[name]))
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in OLD if name != "encoder"])
+def test_load_model_reads_renamed_config_keys(name: str, tmp_path: Path) -> None:
+    model = save_as_before(name, tmp_path / "model")
+    loaded = load_model(tmp_path / "model")
+    assert loaded.config == read_config(tmp_path / "model") == model.config
+    assert loaded.quantization == (INT4 if name.startswith("quantized") else None)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], tensor), key
+    ids = torch.arange(6)[None]
+    assert torch.equal(loaded(ids), model.eval()(ids))
+
+
+def test_import_model_reads_renamed_config_keys(tmp_path: Path) -> None:
+    save_as_before("mixed", tmp_path / "model")
+    config = import_model(tmp_path / "model").config
+    latent, gru = config.mixers["a"], config.mixers["b"]
+    assert isinstance(latent, MLAConfig) and latent.rope.scaling is not None
+    assert latent.rope.scaling.attention_factor == 1.25
+    assert isinstance(gru, CustomMixer) and gru.options == {"backend": "loop"}
+    assert config.experts is not None and not config.experts.norm_topk_prob
+
+
+def test_encoder_config_reads_unchanged_keys() -> None:
+    config = EncoderConfig.model_validate(OLD["encoder"])
+    assert config.model_dump(mode="json") == OLD["encoder"]
