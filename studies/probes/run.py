@@ -123,10 +123,10 @@ def measure_forgetting(seeds: range, quick: bool) -> None:
     print("\nforgetting: bits per byte of held-out source, before and after SFT on sums of digits")
     print(f"{'seed':>4} {'way':28} {'learnt':>7} {'before':>7} {'after':>7} {'cost':>8}  seconds")
     ways: dict[str, dict[str, object]] = {
-        "rate 0.3": {"share": 0.3},
-        "rate 0.1": {"share": 0.1},
-        "rate 0.3, half of it replay": {"share": 0.3, "replay": 0.5},
-        "rate 0.3, LoRA of rank 8": {"share": 0.3, "lora": LoRAConfig(rank=8)},
+        "rate 0.3": {"lr_scale": 0.3},
+        "rate 0.1": {"lr_scale": 0.1},
+        "rate 0.3, half of it replay": {"lr_scale": 0.3, "replay_fraction": 0.5},
+        "rate 0.3, LoRA of rank 8": {"lr_scale": 0.3, "lora": LoRAConfig(rank=8)},
     }
     costs: dict[str, list[float]] = {way: [] for way in ways}
     for seed in seeds:

@@ -34,7 +34,7 @@ from whorl.align.stage.sft import fine_tune
 from whorl.evals.verify.task import VerifiableTask
 from whorl.models import LanguageModel
 
-COMMON: dict[str, Any] = {"dtype": "float32", "share": 0.2}
+COMMON: dict[str, Any] = {"dtype": "float32", "lr_scale": 0.2}
 LORA = LoRAConfig(rank=2)
 
 
@@ -145,7 +145,7 @@ def _in_line() -> Result:
 @case("grpo-one-worker")
 def _one_worker() -> Result:
     """One worker process in lockstep: it samples with the weights that were just published."""
-    return _grpo(ahead=AsyncRolloutConfig(workers=1, max_policy_lag=0))
+    return _grpo(async_rollout=AsyncRolloutConfig(workers=1, max_policy_lag=0))
 
 
 def _distil(**options: Any) -> Callable[[], Result]:
@@ -164,4 +164,4 @@ def _distil(**options: Any) -> Callable[[], Result]:
 
 
 case("distil")(_distil())
-case("distil-on-policy")(_distil(own=0.5, refresh=2))
+case("distil-on-policy")(_distil(on_policy_fraction=0.5, sync_every=2))

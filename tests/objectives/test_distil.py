@@ -26,7 +26,7 @@ KINDS: list[tuple[Divergence, float]] = [
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["whorl.objectives.distil"]
     monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(module, "LEAST_CHUNK", 4)
+    monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 4)
 
 
 def drawn(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ def push(algorithm: str, advantage: float) -> float:
     """How the expected loss moves the logit of ending, by a step downhill; all lengths, each by its chance."""
     logit = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
     end, go_on = torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)
-    method = replace(PRESETS[algorithm], kl_weight=0.0, constant=float(LONGEST))
+    method = replace(PRESETS[algorithm], kl_coef=0.0, constant=float(LONGEST))
     total = torch.zeros((), dtype=torch.float64)
     for length in range(1, LONGEST):
         log_prob = torch.cat([go_on.expand(length - 1), end[None]])

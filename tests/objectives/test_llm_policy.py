@@ -115,7 +115,7 @@ CLIPS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("average", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("more", [{}, {"kl_weight": 0.3, "kl": "k3", "entropy_weight": 0.2}])
+@pytest.mark.parametrize("more", [{}, {"kl_coef": 0.3, "kl_estimator": "k3", "entropy_coef": 0.2}])
 def test_it_is_what_the_papers_say(
     average: LossAggregation, clip: dict[str, Any], more: dict[str, Any]
 ) -> None:
@@ -133,7 +133,7 @@ def test_it_is_what_the_papers_say(
 @pytest.mark.parametrize("missing", ["proximal_log_prob", "weight", "entropy"])
 def test_each_estimator_and_each_stream_left_out(kl: Any, missing: str) -> None:
     tokens = replace(drawn(3), **{missing: None})
-    method = replace(PRESETS["grpo"], kl=kl, kl_weight=0.7)
+    method = replace(PRESETS["grpo"], kl_estimator=kl, kl_coef=0.7)
     loss = policy_loss(tokens, method)
     wanted = by_loops(tokens, method)
     torch.testing.assert_close(loss.total / loss.count, wanted, check_dtype=False)
@@ -155,7 +155,7 @@ def part_of(tokens: CompletionTokens, sequences: tuple[int, ...]) -> CompletionT
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo"])
 def test_micro_batches_give_the_same_step(average: LossAggregation, name: str) -> None:
     tokens = drawn()
-    method = replace(PRESETS[name], average=average, constant=5.0, entropy_weight=0.1)
+    method = replace(PRESETS[name], aggregation=average, constant=5.0, entropy_coef=0.1)
     whole = policy_loss(tokens, method)
     for cut in (((0, 1, 2, 3, 4),), ((0, 3), (1, 2, 4)), ((4,), (1,), (0, 2), (3,))):
         parts = [policy_loss(part_of(tokens, sequences), method) for sequences in cut]
@@ -205,20 +205,20 @@ def test_a_ratio_without_bounds_and_no_advantage_is_not_nan(name: str) -> None:
 
 def test_the_metrics_are_means_of_what_they_say() -> None:
     tokens = replace(drawn(), proximal_log_prob=None)
-    method = replace(PRESETS["grpo"], clip_low=0.1, clip_high=0.1, average="token")
+    method = replace(PRESETS["grpo"], clip_low=0.1, clip_high=0.1, aggregation="token")
     metrics = policy_loss(tokens, method).metrics
     ratio = (tokens.log_prob - tokens.behaviour_log_prob).detach().exp()
     a = tokens.advantage
     assert metrics["tokens"] == 15
-    torch.testing.assert_close(metrics["ratio"] / 15, ratio.mean())
+    torch.testing.assert_close(metrics["ratio/mean"] / 15, ratio.mean())
     clipped = ((ratio > 1.1) & (a > 0)) | ((ratio < 0.9) & (a < 0))
-    assert 0 < metrics["clipped"] == clipped.sum()
-    torch.testing.assert_close(metrics["behaviour_kl"] / 15, (ratio - 1 - ratio.log()).mean())
+    assert 0 < metrics["clip_fraction"] == clipped.sum()
+    torch.testing.assert_close(metrics["kl/behaviour"] / 15, (ratio - 1 - ratio.log()).mean())
     largest = torch.stack([ratio[tokens.sequence == s].max() for s in tokens.sequence])
-    torch.testing.assert_close(metrics["ratio_max"], largest.sum())
+    torch.testing.assert_close(metrics["ratio/max"], largest.sum())
     assert tokens.entropy is not None
     torch.testing.assert_close(metrics["entropy"], tokens.entropy.detach().sum())
-    by_sequence = policy_loss(tokens, replace(method, average="sequence")).metrics["ratio"]
+    by_sequence = policy_loss(tokens, replace(method, aggregation="sequence")).metrics["ratio/mean"]
     torch.testing.assert_close(by_sequence, sum(ratio[tokens.sequence == s].mean() for s in (0, 2, 3, 4)))
 
 
@@ -227,7 +227,7 @@ def test_clipped_tokens_draw_nothing() -> None:
     method = PolicyLossConfig(ratio="token", clip_low=0.1, clip_high=0.1)
     loss = policy_loss(tokens, method)
     (gradient,) = torch.autograd.grad(loss.total, tokens.log_prob)
-    assert int((gradient == 0).sum()) == int(loss.metrics["clipped"]) > 0
+    assert int((gradient == 0).sum()) == int(loss.metrics["clip_fraction"]) > 0
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
@@ -253,7 +253,7 @@ def test_the_critics_loss(clip: float | None, average: LossAggregation) -> None:
         torch.autograd.grad(loss.total, value), torch.autograd.grad(sums.sum(), value), strict=True
     ):
         torch.testing.assert_close(ours, theirs)
-    assert bool(loss.metrics["value_clipped"] > 0) == (clip is not None)
+    assert bool(loss.metrics["value_clip_fraction"] > 0) == (clip is not None)
 
 
 def test_long_answers_lose_reward_evenly() -> None:
@@ -280,7 +280,7 @@ def test_presets_differ_where_their_papers_do() -> None:
     "wrong",
     [
         {"ratio": "tokn"},
-        {"average": "mean"},
+        {"aggregation": "mean"},
         {"baseline": "groups"},
         {"clip_low": 0.2},
         {"ratio": "token", "clip_low": 1.2},

@@ -20,8 +20,8 @@ from whorl.objectives.next_token import next_token
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["whorl.objectives.log_probs"]
     monkeypatch.setattr(module, "CHUNK_LOGITS", 1)
-    monkeypatch.setattr(module, "LEAST_CHUNK", 5)
-    monkeypatch.setattr(module, "KEPT_LOGITS", 200)  # so that both ways are taken
+    monkeypatch.setattr(module, "MIN_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(module, "MAX_SAVED_LOGITS", 200)  # so that both ways are taken
 
 
 def drawn(n: int, vocab: int, d: int = 6, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -81,7 +81,7 @@ def test_chunks_equal_the_definition(
     )
     weights = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(hidden.dtype)
     how = {"temperature": temperature, "softcap": softcap, "entropy": entropy}
-    held_together(hidden, head, targets, weights, forbidden=forbidden if masked else None, **how)
+    held_together(hidden, head, targets, weights, banned_mask=forbidden if masked else None, **how)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
@@ -154,7 +154,7 @@ def test_logits_that_are_kept_give_the_bits_of_those_made_anew(
     hidden, head, forbidden, targets = drawn(40, 50)
     found = []
     for kept in (0, 40 * 50):
-        monkeypatch.setattr(sys.modules["whorl.objectives.log_probs"], "KEPT_LOGITS", kept)
+        monkeypatch.setattr(sys.modules["whorl.objectives.log_probs"], "MAX_SAVED_LOGITS", kept)
         leaves = [hidden.detach().to(dtype).requires_grad_(), head.detach().float().requires_grad_()]
         log_prob, entropy = token_log_probs(
             *leaves, targets, banned_mask=forbidden, entropy=True, temperature=0.9
@@ -184,8 +184,8 @@ def test_bf16_gives_fp32_within_its_noise() -> None:
         {"temperature": 0.0},
         {"temperature": float("nan")},
         {"softcap": 0.0},
-        {"forbidden": torch.zeros(3, dtype=torch.bool)},
-        {"forbidden": torch.zeros(8)},
+        {"banned_mask": torch.zeros(3, dtype=torch.bool)},
+        {"banned_mask": torch.zeros(8)},
     ],
 )
 def test_settings_that_mean_nothing_are_refused(change: dict[str, Any]) -> None:

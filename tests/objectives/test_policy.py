@@ -45,7 +45,7 @@ def test_ppo_is_equation_7_and_9(clip: float, entropy_weight: float) -> None:
     assert torch.allclose(loss.total, total) and float(loss.count) == len(advantage)
     for got, expected in zip(found, torch.autograd.grad(total, inputs), strict=True):
         assert torch.allclose(got, expected)
-    assert int(loss.metrics["clipped"]) == outside > 20
+    assert int(loss.metrics["clip_fraction"]) == outside > 20
 
 
 def test_ppo_that_has_not_moved_has_the_gradient_of_a2c() -> None:

@@ -103,7 +103,7 @@ def test_margins_and_accuracies_are_of_the_implicit_rewards() -> None:
     pairs = PairLogProbs(*torch.tensor([[-1.0, -3, -2], [-2.0, -1, -2], [-2.0, -2, -2], [-2.0, -2, -2]]))
     metrics = dpo(pairs, beta=0.5).metrics
     found = {name: float(value) for name, value in metrics.items()}
-    assert found == {"chosen_reward": 0, "rejected_reward": 0.5, "margin": -0.5, "accuracy": 1, "ties": 1}
+    assert found == {"rewards/chosen": 0, "rewards/rejected": 0.5, "rewards/margin": -0.5, "rewards/accuracy": 1, "ties": 1}
 
 
 @pytest.mark.parametrize("objective", [dpo, simpo, partial(orpo, weight=1.0)])
@@ -117,7 +117,7 @@ def test_pairs_that_are_identical_draw_their_answers_apart_by_nothing(
     (gradient,) = torch.autograd.grad(loss.total, logits)
     sft = torch.autograd.grad(-logits.log_softmax(0)[0], logits)[0] if "sft" in loss.metrics else 0 * gradient
     torch.testing.assert_close(gradient, sft)
-    assert loss.metrics["ties"] == 1 and loss.metrics["accuracy"] == 0
+    assert loss.metrics["ties"] == 1 and loss.metrics["rewards/accuracy"] == 0
 
 
 def test_certain_and_empty_answers_have_finite_odds() -> None:
@@ -151,15 +151,15 @@ def test_kto_is_its_equation(z: float) -> None:
         terms.append(weight - value)
     wanted = torch.stack(terms).sum()
     torch.testing.assert_close(loss.total, wanted, atol=1e-7, rtol=1e-7)
-    assert loss.count == P and not loss.metrics["divergence"].requires_grad
-    assert float(loss.metrics["divergence"] / loss.count) == pytest.approx(z)
+    assert loss.count == P and not loss.metrics["kl"].requires_grad
+    assert float(loss.metrics["kl"] / loss.count) == pytest.approx(z)
     both = [torch.autograd.grad(x, pairs.chosen)[0] for x in (loss.total, wanted)]
     torch.testing.assert_close(*both, atol=1e-7, rtol=1e-7)
     h = (pairs.chosen - pairs.reference_chosen).detach()
-    assert loss.metrics["accuracy"] == ((h > z) == good).sum()
-    assert (loss.metrics["good"], loss.metrics["bad"]) == (3, 3)
-    torch.testing.assert_close(loss.metrics["good_reward"], 0.3 * h[good].sum())
-    torch.testing.assert_close(loss.metrics["bad_reward"], 0.3 * h[~good].sum())
+    assert loss.metrics["rewards/accuracy"] == ((h > z) == good).sum()
+    assert (loss.metrics["desirable"], loss.metrics["undesirable"]) == (3, 3)
+    torch.testing.assert_close(loss.metrics["rewards/desirable"], 0.3 * h[good].sum())
+    torch.testing.assert_close(loss.metrics["rewards/undesirable"], 0.3 * h[~good].sum())
 
 
 def test_ktos_reference_point() -> None:

@@ -26,7 +26,7 @@ def test_it_is_its_equation(margin: torch.Tensor | None, centring: float) -> Non
     for ours, theirs in zip(*both, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert loss.count == 4
-    assert loss.metrics["accuracy"] == (chosen > rejected).sum()
+    assert loss.metrics["rewards/accuracy"] == (chosen > rejected).sum()
 
 
 def test_a_level_that_drifts_is_only_seen_by_the_centring() -> None:

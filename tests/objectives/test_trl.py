@@ -139,11 +139,11 @@ def agree(first: Tensor, second: Tensor, leaves: list[Tensor]) -> None:
 GRPO = replace(PRESETS["grpo"], clip_low=0.2, clip_high=0.2)
 POLICIES = [
     ("grpo", GRPO),
-    ("grpo", replace(GRPO, dual_clip=1.3, kl_weight=0.0)),
+    ("grpo", replace(GRPO, dual_clip=1.3, kl_coef=0.0)),
     ("dr_grpo", replace(PRESETS["dr_grpo"], constant=float(T))),
-    ("dr_grpo", replace(PRESETS["dr_grpo"], constant=float(T), kl_weight=0.5)),
-    ("dapo", replace(PRESETS["dapo"], entropy_weight=0.1)),
-    ("bnpo", replace(GRPO, average="token")),
+    ("dr_grpo", replace(PRESETS["dr_grpo"], constant=float(T), kl_coef=0.5)),
+    ("dapo", replace(PRESETS["dapo"], entropy_coef=0.1)),
+    ("bnpo", replace(GRPO, aggregation="token")),
     ("grpo", replace(PRESETS["gspo"], clip_low=0.03, clip_high=0.04)),
 ]
 
@@ -224,7 +224,7 @@ def test_dpo_and_ipo(kind: str, seed: int) -> None:
     loss = dpo(pairs, beta=0.3) if kind == "sigmoid" else ipo(pairs, beta=0.3, length_normalized=True)
     agree(loss.total / loss.count, theirs, [rows["log_prob"]])
     if kind == "sigmoid":
-        for name, metric in (("accuracies", "accuracy"), ("margins", "margin"), ("chosen", "chosen_reward")):
+        for name, metric in (("accuracies", "rewards/accuracy"), ("margins", "rewards/margin"), ("chosen", "rewards/chosen")):
             told = fake._metrics["train"][f"rewards/{name}"][0]
             assert float(loss.metrics[metric] / loss.count) == pytest.approx(told, abs=1e-6)
 

@@ -134,9 +134,9 @@ def test_states_and_arguments_that_cannot_be_are_refused() -> None:
         ([], {}),
         ([math.nan], {}),
         ([0], {"rule": "hard"}),
-        ([0], {"memory": 0}),
-        ([0], {"floor": 2}),
-        ([0], {"move_on": 0.0}),
+        ([0], {"decay": 0}),
+        ([0], {"min_weight": 2}),
+        ([0], {"advance_rate": 0.0}),
     ):
         with pytest.raises(ConfigError):
             Curriculum(difficulty, **options)  # type: ignore[arg-type]

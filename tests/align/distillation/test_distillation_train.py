@@ -41,10 +41,10 @@ from whorl.tracking.seeds import generator
 def test_what_is_told_of_the_first_step_is_the_definition(kind: Any, packing: bool) -> None:
     texts, network, teacher = some_texts(8), network_of(), model_of(0)
     want = mean_divergence(network.model, teacher, texts, kind)
-    config = config_of(divergence=kind, packing=packing, epochs=1.0, micro_tokens=48)
+    config = config_of(divergence=kind, packing=packing, epochs=1.0, micro_batch_tokens=48)
     told = learn(network, LiveTeacher(teacher), texts, config)
     assert told[0]["kl"] == pytest.approx(want, rel=1e-4)
-    assert told[0]["count"] == sum(int(text.loss_mask.sum()) for text in texts)
+    assert told[0]["loss_tokens"] == sum(int(text.loss_mask.sum()) for text in texts)
 
 
 @pytest.mark.parametrize(("kind", "own"), [("forward", 0.0), ("reverse", 1.0), ("jensen", 0.5)])
@@ -53,14 +53,14 @@ def test_a_student_comes_near_its_teacher_and_every_parameter_learns(kind: Any, 
     before = {name: p.detach().clone() for name, p in network.model.named_parameters()}
     first = mean_divergence(network.model, teacher, texts, kind)
     told = learn(
-        network, LiveTeacher(teacher), texts, config_of(divergence=kind, own=own, epochs=10.0, share=1.0)
+        network, LiveTeacher(teacher), texts, config_of(divergence=kind, on_policy_fraction=own, epochs=10.0, lr_scale=1.0)
     )
     assert mean_divergence(network.model, teacher, texts, kind) < 0.6 * first
     still = [n for n, p in network.model.named_parameters() if torch.equal(p, before[n])]
     assert not still
     if own:
-        assert all(t["parity"] < 1e-4 for t in told) and told[0]["sampled"] > 0
-    assert (told[0].get("own_length") is not None) == (own > 0)
+        assert all(t["logprob_diff_max"] < 1e-4 for t in told) and told[0]["on_policy_tokens"] > 0
+    assert (told[0].get("completion_length/on_policy") is not None) == (own > 0)
 
 
 def test_its_own_answers_follow_the_given_prompts_and_are_its_own() -> None:
@@ -71,7 +71,7 @@ def test_its_own_answers_follow_the_given_prompts_and_are_its_own() -> None:
             seen.append({name: t.clone() for name, t in part.items()})
             return super().loss(part, *rest)
 
-    learn(network_of(), Listening(model_of(0)), texts, config_of(own=0.5, packing=False, epochs=1.0))
+    learn(network_of(), Listening(model_of(0)), texts, config_of(on_policy_fraction=0.5, packing=False, epochs=1.0))
     prompts = {tuple(t.ids[: t.prompt_length].tolist()) for t in texts}
     given = {tuple(t.ids.tolist()) for t in texts}
     whole = []
@@ -91,7 +91,7 @@ def test_its_own_answers_follow_the_given_prompts_and_are_its_own() -> None:
 @pytest.mark.parametrize(("own", "refresh"), [(0.0, 1), (1.0, 1), (0.5, 2)])
 def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, own: float, refresh: int) -> None:
     texts, teacher = some_texts(16), model_of(0)
-    config = config_of(own=own, refresh=refresh, epochs=3.0, checkpoint_seconds=1e-9, divergence="reverse")
+    config = config_of(on_policy_fraction=own, sync_every=refresh, epochs=3.0, checkpoint_seconds=1e-9, divergence="reverse")
 
     class KilledError(Exception):
         pass
@@ -122,9 +122,9 @@ def test_a_run_that_is_killed_goes_on_to_the_same_bits(tmp_path: Path, own: floa
 
 def test_another_teacher_does_not_go_on_with_its_checkpoint(tmp_path: Path) -> None:
     texts, config = some_texts(16), config_of(checkpoint_seconds=1e-9)
-    learn(network_of(), LiveTeacher(model_of(0)), texts, config, scratch=tmp_path)
+    learn(network_of(), LiveTeacher(model_of(0)), texts, config, checkpoint_dir=tmp_path)
     with pytest.raises(CheckpointError, match="teacher differs"):
-        learn(network_of(), LiveTeacher(model_of(5)), texts, config, scratch=tmp_path)
+        learn(network_of(), LiveTeacher(model_of(5)), texts, config, checkpoint_dir=tmp_path)
 
 
 def test_a_step_is_the_same_in_any_micro_batches() -> None:
@@ -136,7 +136,7 @@ def test_a_step_is_the_same_in_any_micro_batches() -> None:
             network,
             LiveTeacher(teacher),
             texts,
-            config_of(epochs=1.0, micro_tokens=micro, divergence="jensen"),
+            config_of(epochs=1.0, micro_batch_tokens=micro, divergence="jensen"),
         )
         found.append(torch.cat([p.detach().flatten() for p in network.model.parameters()]))
     assert torch.allclose(*found, atol=1e-5)
@@ -171,9 +171,9 @@ def test_bad_texts_are_named() -> None:
 def test_prompts_alone_are_enough_for_answers_of_its_own() -> None:
     bare = [TokenizedExample(t.ids[: t.prompt_length], t.loss_mask[: t.prompt_length]) for t in some_texts(8)]
     told = learn(
-        network_of(), LiveTeacher(model_of(0)), bare, config_of(own=1.0, divergence="reverse", epochs=1.0)
+        network_of(), LiveTeacher(model_of(0)), bare, config_of(on_policy_fraction=1.0, divergence="reverse", epochs=1.0)
     )
-    assert told[0]["count"] == told[0]["sampled"] > 0
+    assert told[0]["loss_tokens"] == told[0]["on_policy_tokens"] > 0
 
 
 def test_a_teachers_own_answers_are_texts_that_end() -> None:

@@ -109,7 +109,7 @@ def test_a_narrow_student_is_drawn_by_its_generator() -> None:
 
 @pytest.mark.parametrize(
     "student",
-    [{"width": 0.5}, {"layers": 2}, {"heads": 1, "mlp_hidden": 32}, {"layers": 2, "mlp_hidden": 24}],
+    [{"width_multiplier": 0.5}, {"n_layers": 2}, {"n_heads": 1, "mlp_hidden": 32}, {"n_layers": 2, "mlp_hidden": 24}],
 )
 def test_students_of_every_make_can_be_taught(student: dict[str, Any]) -> None:
     teacher, texts = model_of(0, width=32, layers=3), some_texts(16)

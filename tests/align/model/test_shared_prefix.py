@@ -112,7 +112,7 @@ def holds(net: PolicyModel, rows: dict[str, Tensor], monkeypatch: pytest.MonkeyP
     assert supports_shared_prefix(net.model) and find_shared_prefixes(rows) is not None
     shared, gradients = outcome(net, rows)
     with monkeypatch.context() as m:
-        m.setattr("whorl.align.model.policy_model.can_share", lambda model: False)
+        m.setattr("whorl.align.model.policy_model.supports_shared_prefix", lambda model: False)
         alone, expected = outcome(net, rows)
     torch.testing.assert_close(shared, alone, rtol=1e-4, atol=2e-5)
     assert set(gradients) == set(expected)
@@ -176,7 +176,7 @@ def test_an_adapter_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_target_is_found(seed: int, groups: int, answers: int) -> None:
     rows = ragged(seed, groups, answers)
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(room, "WORTH", 10.0)
+        m.setattr(room, "MAX_POSITIONS_FRACTION", 10.0)
         found = find_shared_prefixes(rows)
     assert found is not None
     f, p, r, a = found.shape

@@ -61,7 +61,7 @@ def pairs(n: int = 12, seed: int = 0) -> list[PreferencePair]:
 
 
 def config(objective: str = "dpo", **change: Any) -> PreferenceConfig:
-    given = {"length": 32, "batch": 4, "share": 0.1, "matrices": "adamw", **change}
+    given = {"seq_len": 32, "batch_size": 4, "lr_scale": 0.1, "optimizer": "adamw", **change}
     return PreferenceConfig.model_validate({"objective": objective, **given})
 
 
@@ -100,7 +100,7 @@ def gradients(net: PolicyModel, settings: PreferenceConfig) -> tuple[dict[str, f
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_how_a_step_is_cut_and_laid_changes_nothing(objective: str, lora: LoRAConfig | None) -> None:
     net = moved(network(lora=lora))
-    want, expected = gradients(net, config(objective, micro_tokens=100_000))
+    want, expected = gradients(net, config(objective, micro_batch_tokens=100_000))
     assert want["parts"] == 1 and want["count"] == (24 if objective == "kto" else 12)
     assert want.get("divergence", 1.0) > 0
     trained = {n for n, p in net.named_parameters() if p.requires_grad}
@@ -255,7 +255,7 @@ def test_only_the_last_turn_is_learnt_and_the_prompt_is_the_one_that_is_sampled_
 def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
     tmp_path: Path, objective: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = config(objective, epochs=2, matrices="muon")
+    settings = config(objective, epochs=2, optimizer="muon")
     whole = train_preferences(network(), pairs(), settings, pad_id=PAD).state_dict()
     with pytest.raises(Killed):
         observe = kill_at(4, monkeypatch)
@@ -285,7 +285,7 @@ def test_it_learns_what_is_preferred(objective: str) -> None:
     draw = np.random.default_rng(0)
     made = [pair(draw.choice(list("abcdef")), "".join(draw.choice(list("uvw"), 3))) for _ in range(160)]
     net = network()
-    settings = config(objective, epochs=6, batch=16, share=0.3)
+    settings = config(objective, epochs=6, batch_size=16, lr_scale=0.3)
     train_preferences(net, made[:128], settings, pad_id=PAD)
     said = sequence_log_probs(net, [t for p in made[128:] for t in (p.chosen, p.rejected)], PAD).view(-1, 2)
     assert (said[:, 0] > said[:, 1]).float().mean() > 0.95

@@ -37,7 +37,7 @@ LORA = LoRAConfig(rank=2, alpha=4.0)
 
 def config(**change: Any) -> RewardConfig:
     return RewardConfig.model_validate(
-        {"length": 32, "batch": 8, "share": 0.1, "matrices": "adamw", **change}
+        {"seq_len": 32, "batch_size": 8, "lr_scale": 0.1, "optimizer": "adamw", **change}
     )
 
 
@@ -85,14 +85,14 @@ def test_how_a_step_is_cut_and_laid_changes_nothing(lora: LoRAConfig | None) -> 
     with torch.no_grad():
         for p in model.factors.values():
             p.add_(0.1)  # an adapter begins as no change, and half of it without a gradient
-    parts, total, expected = gradients(model, given, config(micro_tokens=100_000))
+    parts, total, expected = gradients(model, given, config(micro_batch_tokens=100_000))
     assert parts == 1
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert trained == expected.keys() == model.param_optims(config().optim()).keys()
     assert all(g.any() for g in expected.values()) and "model.head" not in trained
-    for change in ({"micro_tokens": 1}, {"packing": True}, {"packing": True, "micro_tokens": 60}):
+    for change in ({"micro_batch_tokens": 1}, {"packing": True}, {"packing": True, "micro_batch_tokens": 60}):
         n, loss, found = gradients(model, given, config(**change))
-        assert loss == pytest.approx(total, rel=1e-5) and (n > 1 or "micro_tokens" not in change)
+        assert loss == pytest.approx(total, rel=1e-5) and (n > 1 or "micro_batch_tokens" not in change)
         for name, g in found.items():
             torch.testing.assert_close(
                 g, expected[name], rtol=1e-3, atol=1e-5 * float(expected[name].abs().max()) + 1e-6
@@ -118,7 +118,7 @@ def test_it_reads_the_last_token_of_a_text() -> None:
 def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, given = config(epochs=2, matrices="muon"), pairs(24)
+    settings, given = config(epochs=2, optimizer="muon"), pairs(24)
     whole = train_reward_model(RewardModel(decoder()), given, settings, pad_id=PAD).state_dict()
     observe = kill_at(3, monkeypatch)
     with pytest.raises(Killed):
@@ -137,12 +137,12 @@ def test_killed_and_resumed_it_is_as_if_nothing_had_happened(
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_it_learns_who_is_preferred_and_comes_back_from_disk(tmp_path: Path, lora: LoRAConfig | None) -> None:
     model, seen = RewardModel(decoder(), lora=lora), list[dict[str, float]]()
-    settings = config(epochs=6, batch=16, share=1.0 if lora else 0.3)
+    settings = config(epochs=6, batch_size=16, lr_scale=1.0 if lora else 0.3)
     train_reward_model(model, pairs(160), settings, pad_id=PAD, callback=lambda _, m: seen.append(m))
     held = pairs(80, seed=9)
     found = evaluate_reward_model(model, held)
     assert found.accuracy > 0.85, found.table()
-    assert seen[-1]["margin"] > seen[0]["margin"] and seen[-1]["accuracy"] > 0.7
+    assert seen[-1]["rewards/margin"] > seen[0]["rewards/margin"] and seen[-1]["rewards/accuracy"] > 0.7
     save_reward_model(
         model, tmp_path / "r", config=settings, trained_on={"pairs": 160}, metrics=found.to_json()
     )

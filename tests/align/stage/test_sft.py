@@ -49,7 +49,7 @@ def train(settings: SFTConfig, **options: object) -> tuple[PolicyModel, list[dic
 
 @pytest.mark.parametrize("packing", [True, False])
 def test_it_learns_what_is_asked_and_only_that(packing: bool) -> None:
-    net, seen = train(SETTINGS.model_copy(update={"packing": packing, "batch_rows": 4 if packing else 16}))
+    net, seen = train(SETTINGS.model_copy(update={"packing": packing, "batch_size": 4 if packing else 16}))
     assert seen[-1]["nll"] < 0.6 * seen[0]["nll"]
     begun = dict(network().named_parameters())
     assert all(not torch.equal(p, begun[n]) for n, p in net.named_parameters() if "memory" not in n)
@@ -61,8 +61,8 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(lora: LoRAConfig | None, 
     whole, _ = train(settings)
     said: list[str] = []
     with pytest.raises(Killed):
-        train(settings, scratch=tmp_path, kill=20)
-    again, seen = train(settings, scratch=tmp_path, say=said.append)
+        train(settings, checkpoint_dir=tmp_path, kill=20)
+    again, seen = train(settings, checkpoint_dir=tmp_path, log=said.append)
     assert said and said[0].startswith("continues at step ")
     assert len(seen) < 40  # it did not begin anew
     for (name, p), q in zip(whole.named_parameters(), again.parameters(), strict=True):
@@ -73,16 +73,16 @@ def test_the_rows_of_pretraining_take_their_share(tmp_path: Path) -> None:
     words = tokenizer()
     documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
     write_shards(documents, words, tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
-    settings = SETTINGS.model_copy(update={"replay": 0.5})
-    _, seen = train(settings, replay=tmp_path)
-    assert seen[0]["count"] > 2 * 40
+    settings = SETTINGS.model_copy(update={"replay_fraction": 0.5})
+    _, seen = train(settings, replay_data=tmp_path)
+    assert seen[0]["loss_tokens"] > 2 * 40
 
 
 def test_without_texts_or_tokens_it_says_so() -> None:
     with pytest.raises(DataError, match="no text"):
         fine_tune(network(), [], SETTINGS, pad_id=0)
     with pytest.raises(DataError, match="tokens of pretraining"):
-        fine_tune(network(), sums(3), SETTINGS.model_copy(update={"replay": 0.5}), pad_id=0)
+        fine_tune(network(), sums(3), SETTINGS.model_copy(update={"replay_fraction": 0.5}), pad_id=0)
 
 
 def test_replay_has_a_row_at_least_and_leaves_one(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_replay_has_a_row_at_least_and_leaves_one(tmp_path: Path) -> None:
     documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
     write_shards(documents, words, tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
     for share in (0.02, 0.97):
-        _, seen = train(SETTINGS.model_copy(update={"replay": share, "epochs": 1}), replay=tmp_path)
-        assert seen[0]["count"] > 48  # a row of pretraining is full
-    with pytest.raises(ConfigError, match="batch_rows"):
-        train(SETTINGS.model_copy(update={"replay": 0.5, "batch_rows": 1}), replay=tmp_path)
+        _, seen = train(SETTINGS.model_copy(update={"replay_fraction": share, "epochs": 1}), replay_data=tmp_path)
+        assert seen[0]["loss_tokens"] > 48  # a row of pretraining is full
+    with pytest.raises(ConfigError, match="batch_size"):
+        train(SETTINGS.model_copy(update={"replay_fraction": 0.5, "batch_size": 1}), replay_data=tmp_path)
 
 
 def test_an_adapter_that_is_kept_beside_is_what_the_next_stage_reads(tmp_path: Path) -> None:

@@ -52,28 +52,28 @@ def held_together(one: PolicyModel, told: Told, two: PolicyModel, told_two: Told
     for p, q in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=2e-5)
     for x, y in zip(told, told_two, strict=True):
-        assert set(x) == set(y) and y["count"] == x["count"]
-        for name in set(x) - {"gradient_norm"}:
-            if not name.startswith("seconds_"):
+        assert set(x) == set(y) and y["loss_tokens"] == x["loss_tokens"]
+        for name in set(x) - {"grad_norm"}:
+            if not name.startswith("time/"):
                 assert y[name] == pytest.approx(x[name], rel=1e-3, abs=1e-4), name
-        assert y["gradient_norm"] == pytest.approx(x["gradient_norm"], rel=1e-2, abs=1e-5)
+        assert y["grad_norm"] == pytest.approx(x["grad_norm"], rel=1e-2, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"packing": False, "batch_rows": 9}, {"lora": LoRAConfig(rank=2), "replay": 0.5}]
+    "change", [{}, {"packing": False, "batch_size": 9}, {"lora": LoRAConfig(rank=2), "replay_fraction": 0.5}]
 )
 def test_fine_tuning_takes_the_steps_of_one(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = [Written(f"{n}", "test", f"{n}.txt", 0, f"x = {n}\n" * 20) for n in range(40)]
     write_shards(documents, tokenizer(), tmp_path, "train")  # type: ignore[arg-type]  # as good as a Document
-    rest = {"replay": tmp_path} if "replay" in change else {}
+    rest = {"replay_data": tmp_path} if "replay_fraction" in change else {}
     said: list[str] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     used: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     one = train(SHORT.model_copy(update={**change, "replicas": 1}), **rest)
-    two = train(SHORT.model_copy(update={**change, "replicas": 2}), say=said.append, **rest)
+    two = train(SHORT.model_copy(update={**change, "replicas": 2}), log=said.append, **rest)
     assert said == ["2 replicas learn, 1 thread each"] and used[-2:] == [1, 2]  # and as before at the end
     held_together(*one, *two)
 
@@ -99,7 +99,7 @@ def test_preferences_take_the_steps_of_one(objective: str) -> None:
     for n in (1, 2):
         seen: Told = []
         net, other = network(), test_preferences.stranger()
-        config = test_preferences.config(objective, batch=5, epochs=2, replicas=n)
+        config = test_preferences.config(objective, batch_size=5, epochs=2, replicas=n)
         train_preferences(
             net, test_preferences.pairs(), config, pad_id=0, reference=other,
             callback=lambda _, m, seen=seen: seen.append(m),  # type: ignore[misc]
@@ -107,7 +107,7 @@ def test_preferences_take_the_steps_of_one(objective: str) -> None:
         found.append((net, seen))
     held_together(*found[0], *found[1])
     if objective == "kto":
-        assert all(m["divergence"] > 0 for m in found[1][1])
+        assert all(m["kl"] > 0 for m in found[1][1])
 
 
 def test_a_reward_model_takes_the_steps_of_one() -> None:
@@ -115,7 +115,7 @@ def test_a_reward_model_takes_the_steps_of_one() -> None:
     for n in (1, 2):
         seen: Told = []
         model = RewardModel(decoder())
-        config = test_reward_model.config(epochs=2, batch=5, replicas=n)
+        config = test_reward_model.config(epochs=2, batch_size=5, replicas=n)
         train_reward_model(
             model, test_reward_model.pairs(12), config, pad_id=0,
             callback=lambda _, m, seen=seen: seen.append(m),  # type: ignore[misc]
@@ -128,8 +128,8 @@ def test_a_replica_that_is_killed_ends_the_run_and_the_same_command_goes_on(tmp_
     settings = SHORT.model_copy(update={"replicas": 2})
     whole, told = train(settings)
     with pytest.raises(ReplicaError, match="SIGKILL"):
-        train(settings, scratch=tmp_path, at=kill_replicas_at(3))
-    again, rest = train(settings, scratch=tmp_path)
+        train(settings, checkpoint_dir=tmp_path, at=kill_replicas_at(3))
+    again, rest = train(settings, checkpoint_dir=tmp_path)
     assert 0 < len(rest) < len(told)
     for p, q in zip(whole.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -39,7 +39,7 @@ class Script:
             text = next(v for k, v in reversed(self.says.items()) if bytes_of(ids).endswith(k))
             said = [*text.encode(), EOS][: rest["max_tokens"]]  # type: ignore[misc]
             found.append(Completion(said, [-0.5] * len(said), [0] * len(said), said[-1] == EOS))
-        rest["advance"](len(prompts))  # type: ignore[operator]
+        rest["on_finished"](len(prompts))  # type: ignore[operator]
         return found
 
 
@@ -47,9 +47,9 @@ def run(
     monkeypatch: pytest.MonkeyPatch, says: dict[bytes, str], task: VerifiableTask, **settings: object
 ) -> tuple[ScalingResult, list[tuple[str, int]]]:
     script = Script(says)
-    monkeypatch.setattr(scaling, "answer", script)
+    monkeypatch.setattr(scaling, "sample_completions", script)
     config = ScalingConfig(n_samples=1, max_completion_tokens=40, max_answer_tokens=4, **settings)  # type: ignore[arg-type]
-    engine = SimpleNamespace(longest=200)
+    engine = SimpleNamespace(max_positions=200)
     return measure_scaling(engine, scribe(), [task], config, verify_all), script.asked  # type: ignore[arg-type]
 
 
@@ -60,7 +60,7 @@ THINKS = {b"2+3+4\n": "2+3=5\n5+4=9\n#### 9", b"2+3=5\n#### ": "5", b"5+4\n#### 
 def test_a_budget_cuts_thinking_puts_the_marker_on_a_line_of_its_own_and_asks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    got, asked = run(monkeypatch, THINKS, TASK, budgets=(6, 9, 8, 12), continuations=0)
+    got, asked = run(monkeypatch, THINKS, TASK, thinking_budgets=(6, 9, 8, 12), max_continuations=0)
     assert [p.compute for p in got.curves["stopped"]] == [6, 8, 9, 12]
     assert [p.accuracy for p in got.curves["stopped"]] == [0, 0, 1, 1]
     assert [text for text, _ in asked[1:4]] == [
@@ -79,7 +79,7 @@ def test_an_end_before_the_budget_is_replaced_and_every_budget_lies_on_one_path(
         b"2+3+4\n": "2+3=5\n#### 5", b"5\nWait\n": "5+4=9\n#### 9", b"9\nWait\n": "#### 7",
         b"#### ": "1", b"5+4=9\n#### ": "9",
     }  # fmt: skip
-    got, asked = run(monkeypatch, says, TASK, budgets=(6, 17, 30), again="Wait\n", continuations=2)
+    got, asked = run(monkeypatch, says, TASK, thinking_budgets=(6, 17, 30), continuation_text="Wait\n", max_continuations=2)
     assert [p.accuracy for p in got.curves["stopped"]] == [0, 0, 0]
     # 6 and 17 cut the path; at 30 it has ended for the third time, and what it says then counts.
     assert [p.accuracy for p in got.curves["continued"]] == [0, 1, 0]
@@ -90,7 +90,7 @@ def test_an_end_before_the_budget_is_replaced_and_every_budget_lies_on_one_path(
 
 def test_a_border_inside_a_token_and_an_end_without_an_answer() -> None:
     words = SimpleNamespace(token_bytes=[b"ab", b"c\n#", b"### ", b"7", b"<eos>"])
-    writer = SimpleNamespace(tokenizer=words, ends=frozenset({4}))
+    writer = SimpleNamespace(tokenizer=words, stop_ids=frozenset({4}))
     walker = scaling._BudgetForcing(None, writer, ScalingConfig(), None, None, lambda _: None)  # type: ignore[arg-type]
     path = walker.split_thinking([0, 1, 2, 3, 4])
     assert (path.thinking, path.answer_ids) == ([0], [1, 2, 3, 4])
@@ -110,7 +110,7 @@ def test_votes_are_numbers_where_numbers_are_asked_for() -> None:
 
 def test_verifiers_that_fail_are_counted_at_every_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
     fails = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="what?")
-    got, _ = run(monkeypatch, THINKS, fails, budgets=(6, 9), continuations=0)
+    got, _ = run(monkeypatch, THINKS, fails, thinking_budgets=(6, 9), max_continuations=0)
     assert got.n_failed == 1 + 2 * 2  # the sample, then both budgets of both curves
     assert got.first_failure.startswith("raised: DataError")
     raises = VerifiableTask("t", prompt="2+3+4\n", verifier="numeric", answer="9")
@@ -158,19 +158,19 @@ def drawn() -> ScalingResult:
 
 
 def test_all_curves_come_from_one_set_of_samples(drawn: ScalingResult) -> None:
-    assert set(drawn.curves) == {"stopped", "continued", "majority", "any", "likeliest", "short"}
-    first = {name: drawn.curves[name][0].accuracy for name in ("majority", "any", "likeliest", "short")}
+    assert set(drawn.curves) == {"stopped", "continued", "majority_at_k", "pass_at_k", "max_log_prob", "short"}
+    first = {name: drawn.curves[name][0].accuracy for name in ("majority_at_k", "pass_at_k", "max_log_prob", "short")}
     assert len({round(a, 9) for a in first.values()}) == 1  # of one sample there is no choice
     ranges = [p for points in drawn.curves.values() for p in points]
     assert all(0 <= p.low <= p.accuracy <= p.high <= 1 and p.high - p.low > 0.05 for p in ranges)
-    assert [p.compute for p in drawn.curves["any"]] == [1, 2, 4]
-    any_ = [p.accuracy for p in drawn.curves["any"]]
+    assert [p.compute for p in drawn.curves["pass_at_k"]] == [1, 2, 4]
+    any_ = [p.accuracy for p in drawn.curves["pass_at_k"]]
     assert any_ == sorted(any_) and any_[-1] >= drawn.curves["short"][-1].accuracy
-    tokens = [p.tokens for p in drawn.curves["majority"]]
+    tokens = [p.tokens for p in drawn.curves["majority_at_k"]]
     np.testing.assert_allclose(tokens, [tokens[0], 2 * tokens[0], 4 * tokens[0]])
     best = drawn.best()
-    assert best[0] != "any" and best[1].accuracy == max(
-        p.accuracy for n, ps in drawn.curves.items() if n != "any" for p in ps
+    assert best[0] != "pass_at_k" and best[1].accuracy == max(
+        p.accuracy for n, ps in drawn.curves.items() if n != "pass_at_k" for p in ps
     )
 
 

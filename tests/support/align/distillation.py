@@ -49,7 +49,7 @@ def some_texts(n: int = 24) -> list[TokenizedExample]:
 
 def config_of(**options: Any) -> DistilConfig:
     usual: dict[str, Any] = {
-        "share": 0.5, "epochs": 2.0, "batch_texts": 8, "length": 24, "max_tokens": 8, "dtype": "float32",
+        "lr_scale": 0.5, "epochs": 2.0, "batch_size": 8, "seq_len": 24, "max_completion_tokens": 8, "dtype": "float32",
     }  # fmt: skip
     return DistilConfig(**{**usual, **options})
 

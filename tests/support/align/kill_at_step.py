@@ -47,7 +47,7 @@ def kill_replicas_at(step: int) -> Callable[[int], None]:
 
 def kill_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An observer that raises `Killed` at that step, when the one before has been kept."""
-    monkeypatch.setattr("whorl.align.stage.trainer.Keeper", Prompt)
+    monkeypatch.setattr("whorl.align.stage.trainer.CheckpointManager", Prompt)
 
     def observe(done: int, metrics: dict[str, float]) -> None:
         if done == step:

@@ -49,7 +49,7 @@ from whorl.models import save_model
 from whorl.tracking.seeds import generator
 
 LORA = LoRAConfig(rank=2)
-COMMON: dict[str, Any] = {"dtype": "float32", "checkpoint_seconds": 1e-9, "micro_tokens": 96, "share": 0.2}
+COMMON: dict[str, Any] = {"dtype": "float32", "checkpoint_seconds": 1e-9, "micro_batch_tokens": 96, "lr_scale": 0.2}
 TASKS = [
     VerifiableTask(id=str(i), prompt=f"{i}+1=", verifier="format([0-9].*)", answer=str(i + 1))
     for i in range(6)
@@ -73,7 +73,7 @@ class Lesson:
         self.told: list[dict[str, float]] = []
 
     def observe(self, step: int, metrics: dict[str, float], *_: Any) -> None:
-        self.told.append({n: v for n, v in metrics.items() if "seconds" not in n})
+        self.told.append({n: v for n, v in metrics.items() if not n.startswith("time/")})
         if step == self.kill:
             raise Killed
 
@@ -84,12 +84,12 @@ class Lesson:
 
     @property
     def usual(self) -> dict[str, Any]:
-        return {"observe": self.observe, "scratch": self.scratch}
+        return {"callback": self.observe, "checkpoint_dir": self.scratch}
 
     def solved(self, network: PolicyModel) -> None:
         said, verdicts = evaluate_tasks(network, scribe(), TASKS, max_tokens=4, length=24)
         self.told.append(
-            {"said": float(sum(map(len, said))), "passed": float(sum(v.passed for v in verdicts))}
+            {"said": float(sum(map(len, said))), "accuracy": float(sum(v.passed for v in verdicts))}
         )
 
 
@@ -127,7 +127,7 @@ def _reward(lesson: Lesson, lora: LoRAConfig | None = None) -> PolicyModel:
     config = RewardConfig(seq_len=32, batch_size=4, optimizer="adamw", lora=lora, **COMMON)
     model = RewardModel(load_stage_model(lesson.folder, config, lesson.machine), lora=lora, seed=3)
     train_reward_model(model, _pairs(), config, pad_id=PAD, **lesson.usual)
-    lesson.told.append({"margin": evaluate_reward_model(model, _pairs()).margin})
+    lesson.told.append({"rewards/margin": evaluate_reward_model(model, _pairs()).margin})
     return model
 
 
@@ -161,7 +161,7 @@ def _rlvr(lesson: Lesson, judged: bool = False, **options: Any) -> PolicyModel:
 
 def ahead(lesson: Lesson, device: Any = "auto") -> PolicyModel:
     """Reinforcement learning with a worker in a process of its own; in lock-step, so that every record tells parity."""
-    return _rlvr(lesson, ahead=AsyncRolloutConfig(workers=1, max_policy_lag=0, device=device))
+    return _rlvr(lesson, async_rollout=AsyncRolloutConfig(workers=1, max_policy_lag=0, device=device))
 
 
 def _distil(
@@ -204,11 +204,11 @@ STAGES: dict[str, Callable[[Lesson], PolicyModel]] = {
     "reward": _reward,
     "reward-adapter": lambda lesson: _reward(lesson, LORA),
     "grpo": lambda lesson: _rlvr(lesson, kl=KLConfig(coef=0.1)),
-    "ppo": lambda lesson: _rlvr(lesson, algorithm="ppo", epochs=2, minibatches=2, kl=KLConfig(coef=0.1)),
+    "ppo": lambda lesson: _rlvr(lesson, algorithm="ppo", update_epochs=2, minibatches=2, kl=KLConfig(coef=0.1)),
     "rloo-judged": lambda lesson: _rlvr(lesson, judged=True, algorithm="rloo", lora=LORA),
-    "distil-own": lambda lesson: _distil(lesson, own=0.5, refresh=2),
+    "distil-own": lambda lesson: _distil(lesson, on_policy_fraction=0.5, sync_every=2),
     "distil-told": lambda lesson: _distil(lesson, top=6, student=StudentConfig(mlp_hidden=24)),
     "distil-narrow": lambda lesson: _distil(
-        lesson, packing=False, student=StudentConfig(width_multiplier=0.5), own=1.0
+        lesson, packing=False, student=StudentConfig(width_multiplier=0.5), on_policy_fraction=1.0
     ),
 }
