@@ -19,7 +19,7 @@ from whorl.errors import ConfigError, DataError
 from whorl.loadtest.client import RequestRecord, SSEParser, Target, send_requests
 from whorl.loadtest.runs import LoadTest, to_jsonl
 from whorl.loadtest.runs import run_load_test as run_test
-from whorl.loadtest.summary import LatencySLO, client_lagging, latency_stats, summarise
+from whorl.loadtest.summary import LatencySLO, client_lagging, latency_stats, summarize
 from whorl.loadtest.workload import LengthDistribution, LoadConfig, PromptPool, ScheduledRequest
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
@@ -114,8 +114,8 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     records = driven(asked(0.0, 0.3), stalls)
     assert records[1].lag == pytest.approx(1.8, abs=0.01)  # due at 0.3, and at 2.1 the process came back
     assert records[1].ttft == pytest.approx(0.5 + records[1].lag)
-    assert client_lagging(summarise(records))
-    assert not client_lagging(summarise(records[:1]))
+    assert client_lagging(summarize(records))
+    assert not client_lagging(summarize(records[:1]))
 
 
 @given(st.data())
@@ -142,7 +142,7 @@ FAILURES: dict[str, Callable[[], httpx.Response]] = {
     "http 429": lambda: httpx.Response(429, json={"error": {"message": "slow down", "code": None}}),
     "http 500": lambda: httpx.Response(500, text="oh"),
     "broken": lambda: httpx.Response(200, stream=Stream((0.1, event({"choices": [{"text": "x"}]})))),
-    "refused in the stream": lambda: httpx.Response(
+    "error event": lambda: httpx.Response(
         200, stream=Stream((0.1, event({"error": {"message": "no"}})))
     ),
     "unreadable": lambda: httpx.Response(200, stream=Stream((0.1, event(b"{")))),
@@ -154,7 +154,7 @@ FAILURES: dict[str, Callable[[], httpx.Response]] = {
 def test_each_failure_is_a_record_of_its_kind(kind: str) -> None:
     records = driven(asked(0.0, 0.1), lambda body: FAILURES[kind](), Target("m", timeout_seconds=20.0))
     assert [r.error for r in records] == [kind, kind]
-    found = summarise(records, slo=LatencySLO(ttft=100.0))
+    found = summarize(records, slo=LatencySLO(ttft=100.0))
     assert found.errors == {kind: 2} and found.finished == 0 and found.slo_attainment == 0.0
     assert found.ttft is None and found.output_rate == 0.0
 
@@ -210,7 +210,7 @@ def test_figures_of_known_records() -> None:
 
     records = [one(0, 0.1, 11, 0.02), one(1, 0.3, 11, 0.02), one(2, 0.1, 11, 0.05), one(3, 0.2, 1, 0.0)]
     records.append(RequestRecord(4, 4.0, 4.0, finished=5.0, error="timeout"))
-    found = summarise(records, offered_rate=1.0, slo=LatencySLO(0.25, 0.03), cost_per_hour=3.6)
+    found = summarize(records, offered_rate=1.0, slo=LatencySLO(0.25, 0.03), cost_per_hour=3.6)
     assert (found.requests, found.finished, found.errors, found.seconds) == (5, 4, {"timeout": 1}, 5.0)
     assert found.output_rate == pytest.approx(34 / 5) and found.request_rate == pytest.approx(0.8)
     assert found.slo_attainment == pytest.approx(2 / 5) and found.goodput == pytest.approx(

@@ -178,7 +178,7 @@ def test_pairs_of_lengths(tmp_path: Path) -> None:
         with pytest.raises(DataError, match="line 2"):
             read_length_pairs(file)
     file.write_text("a,b\n")
-    with pytest.raises(DataError, match="no lengths"):
+    with pytest.raises(DataError, match="contains no lengths"):
         read_length_pairs(file)
     with pytest.raises(DataError):
         read_length_pairs(tmp_path / "none")

@@ -30,10 +30,10 @@ def test_a_standing_queue_asks_for_as_many_as_work_it_off() -> None:
     # 3.4 a second arrive and 14 wait, to be done in 60 s; each of the two does one a second, to be filled to 0.8.
     advice = advise(window(60, queue=14, arrivals=3.0, done=2.0, good=0.71))
     assert advice.replicas == 4 and advice.change == 2
-    assert str(advice).startswith("2 more: queue 14 deep for 60 s, goodput 0.71 < 0.95")
-    assert "1 a replica done" in str(advice)
+    assert str(advice).startswith("2 more: queue of 14 for 60 s, goodput 0.71 < 0.95")
+    assert "1/s per replica" in str(advice)
     wide = advise(window(60, queue=400, arrivals=40.0, done=2.0))
-    assert wide.change == 2 and "59 would be needed, 4 is the most at once" in str(wide)
+    assert wide.change == 2 and "59 required, 4 allowed at once" in str(wide)
 
 
 def test_a_flash_of_a_queue_asks_for_nothing() -> None:
@@ -43,13 +43,13 @@ def test_a_flash_of_a_queue_asks_for_nothing() -> None:
 
 
 def test_a_short_look_advises_nothing() -> None:
-    assert "seen for 10 s of 60" in str(advise(window(10, queue=50)))
+    assert "observed for 10 s of 60" in str(advise(window(10, queue=50)))
     assert advise([]).change == 0
 
 
 def test_slow_requests_without_a_queue_are_not_mended_by_more_replicas() -> None:
     advice = advise(window(60, good=0.5))
-    assert advice.change == 0 and "slow in themselves" in str(advice)
+    assert advice.change == 0 and "slow without queueing" in str(advice)
 
 
 def test_nothing_finished_is_said_and_one_more_is_tried() -> None:

@@ -124,9 +124,9 @@ def test_what_no_cluster_would_take_is_said_here() -> None:
     with pytest.raises(ConfigError, match="nomad"):
         render_manifest("nomad", FULL)
     for name in ("Shop", "9shop", "shop-", "s" * 60):
-        with pytest.raises(ConfigError, match="small letters"):
+        with pytest.raises(ConfigError, match="lower-case letters"):
             render_manifest("kubernetes", DeploymentSpec(model="m", name=name))
-    with pytest.raises(ConfigError, match="at most 1"):
+    with pytest.raises(ConfigError, match="max_replicas 1"):
         render_manifest("ray", DeploymentSpec(model="m", replicas=2, max_replicas=1))
 
 

@@ -125,7 +125,7 @@ def test_a_request_that_kills_whoever_serves_it_is_tried_twice_and_no_more() -> 
 
 def test_what_never_comes_up_is_said_at_once() -> None:
     async def test() -> None:
-        with pytest.raises(ConfigError, match="ended with exit code 3"):
+        with pytest.raises(ConfigError, match="exited with code 3"):
             async with ReplicaSupervisor([sys.executable, "-c", "import sys; sys.exit(3)"], 2):
                 pass
         hung = ReplicaSupervisor([sys.executable, "-c", "import time; time.sleep(60)"], 1, start_timeout=0.3)

@@ -222,10 +222,10 @@ def test_a_request_that_outlives_its_replica_is_not_booked_to_the_next_of_that_n
 
 
 def test_bad_use_is_named() -> None:
-    with pytest.raises(ConfigError, match="slack -1"):
+    with pytest.raises(ConfigError, match="load_slack -1"):
         policy(1, load_slack=-1)
     made = policy(2)
-    with pytest.raises(ConfigError, match="no replicas"):
+    with pytest.raises(ConfigError, match="no replica to choose"):
         made.choose((), [])
     with pytest.raises(ConfigError, match="'r9'"):
         made.choose((), ["r9"])

@@ -1,1 +1,1 @@
-"""Load on a server, and what it felt like: arrivals that wait for nobody, latencies from the time that was due."""
+"""Load generator for OpenAI-compatible servers: open-loop arrivals, latencies from the scheduled send time, SLOs."""

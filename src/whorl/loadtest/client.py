@@ -1,18 +1,16 @@
-"""Sends a planned load to an OpenAI-compatible server and notes when each thing happened.
+"""Sends a schedule of requests to an OpenAI-compatible server and records the times.
 
-    records = await drive(planned, Target(url, model), client)
+    records = await send_requests(planned, Target(model), client)
 
-Every moment is read from the event loop's clock, in seconds after the beginning. A request's latencies count from the time
-it was *scheduled* for, not from when this client got round to sending it: were the server, or this process, to hold up the
-sending, the delay would be the users' and not vanish from the figures (coordinated omission). How late the sending was
-stands beside them, as `lag`; when it is not small, the client is too slow for the load and the figures say so.
+All times are seconds of the event loop's clock since the start. Latencies count from the *scheduled* send time, not from
+the actual one. Otherwise a stalled server or client would delay the sending, and the delay would vanish from the results
+(coordinated omission). The delay of the sending is reported as `lag`: if it is large, the client is too slow for the load.
 
-A stream is read event by event (`Events`); an event that carries text counts as a moment at which tokens arrived, and how
-many they were the server says itself in its `usage`. Whatever goes wrong is a record with an error of a kind, never a
-missing record: connect, timeout, http 429, refused in the stream, broken (ended without a finish), unreadable.
+A stream is parsed event by event (`SSEParser`). An event with text counts as an arrival of tokens; the number of tokens
+comes from the server's `usage`. Every failure is a record with an error kind: connect, timeout, http 429, error event,
+broken (no finish reason), unreadable.
 
-Tests run all this in an event loop whose clock jumps from timer to timer, against a transport that answers from memory:
-exact times, no waiting.
+Tests run this in an event loop with a virtual clock against an in-memory transport, so times are exact.
 """
 
 from __future__ import annotations
@@ -35,22 +33,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go. extra: fields that every body has besides."""
+    """Destination of requests. extra_fields: added to every body."""
 
     model: str
     endpoint: Endpoint = "completions"
     extra_fields: tuple[tuple[str, Any], ...] = ()
-    timeout_seconds: float = 600.0  # seconds for one request
+    timeout_seconds: float = 600.0  # per request
 
     @property
     def path(self) -> str:
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def body(self, planned: ScheduledRequest) -> bytes:
-        """The request as JSON.
+        """Return the request as JSON.
 
         Raises:
-            ConfigError: a prompt that this endpoint does not take.
+            ConfigError: the endpoint does not support this kind of prompt.
         """
         content = {"model": self.model, "max_tokens": planned.max_tokens, "stream": True}
         content |= {"stream_options": {"include_usage": True}, **dict(self.extra_fields)}
@@ -60,22 +58,20 @@ class Target:
         messages = isinstance(prompt, tuple) and isinstance(prompt[0], tuple)
         if self.endpoint == "completions":
             if messages:
-                raise ConfigError(
-                    "a prompt is a conversation", expected="a text", do="ask for --endpoint chat"
-                )
+                raise ConfigError("a prompt is a list of messages", expected="a text", do="use --chat")
             return {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
         if isinstance(prompt, str):
             return {"messages": [{"role": "user", "content": prompt}]}
         if not messages:
-            raise ConfigError("a prompt is token ids", expected="text: a chat has no place for ids")
+            raise ConfigError("a prompt is token ids", expected="text or messages for the chat endpoint")
         return {"messages": [{"role": turn[0], "content": turn[1]} for turn in prompt]}  # type: ignore[index]
 
 
 @dataclass
 class RequestRecord:
-    """What became of a request; moments in seconds after the beginning.
+    """The result of one request; times in seconds since the start.
 
-    arrivals: of each event that carried text. error: its kind, or None.
+    arrivals: times of events with text. error: the kind of failure, or None.
     """
 
     number: int
@@ -87,58 +83,58 @@ class RequestRecord:
     output_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
-    error_message: str = ""  # the server's words about the error
+    error_message: str = ""  # message of the server
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token, from the scheduled time."""
+        """Seconds from the scheduled time to the first token."""
         return self.arrivals[0] - self.scheduled if self.arrivals else None
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first; None where there is none after it."""
+        """Seconds per token after the first; None with fewer than two tokens."""
         if self.output_tokens < 2 or not self.arrivals:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between events with text, as a reader sees them."""
+        """Seconds between events with text."""
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     @property
     def latency(self) -> float:
-        """Seconds to the end, from the scheduled time."""
+        """Seconds from the scheduled time to the end."""
         return self.finished - self.scheduled
 
     @property
     def lag(self) -> float:
-        """Seconds by which it was sent too late."""
+        """Seconds between the scheduled time and the actual sending."""
         return self.sent - self.scheduled
 
 
 class SSEParser:
-    """Server-sent events out of bytes in any pieces: `feed` returns the data of those that are complete."""
+    """Incremental parser of server-sent events; accepts bytes cut at any position."""
 
     def __init__(self) -> None:
         self._rest, self._data = b"", list[bytes]()
 
     def feed(self, data: bytes) -> list[str]:
-        """Raises UnicodeDecodeError if an event is no UTF-8."""
+        """Add bytes; return the data of complete events. Raises UnicodeDecodeError for invalid UTF-8."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        found = []
+        events = []
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line and self._data:
-                found.append(b"\n".join(self._data).decode())
+                events.append(b"\n".join(self._data).decode())
                 self._data = []
-        return found
+        return events
 
 
 class _RequestError(Exception):
-    """An error of a kind, with the server's words."""
+    """A failed request: error kind and the server's message."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(kind)
@@ -153,17 +149,17 @@ async def send_requests(
     concurrency: int | None = None,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> list[RequestRecord]:
-    """Sends all requests, each at its time, or `concurrency` at a time; returns their records in order.
+    """Send each request at its time, or with `concurrency` in flight; return the records in order.
 
     Raises:
-        ConfigError: a prompt that the endpoint does not take.
+        ConfigError: the endpoint does not support a prompt.
     """
-    bodies = [target.body(one) for one in planned]  # before the clock starts
+    bodies = [target.body(request) for request in planned]  # encoded before the clock starts
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    start = loop.time()
 
     def now() -> float:
-        return loop.time() - began
+        return loop.time() - start
 
     async def send(number: int, scheduled: float | None) -> RequestRecord:
         moment = now()
@@ -183,17 +179,17 @@ async def send_requests(
         await asyncio.gather(*(caller() for _ in range(min(concurrency, len(planned)))))
         return [records[number] for number in range(len(planned))]
     tasks = []
-    for number, one in enumerate(planned):
-        if (early := one.send_time - now()) > 0:
-            await asyncio.sleep(early)
-        tasks.append(asyncio.create_task(send(number, one.send_time)))
+    for number, request in enumerate(planned):
+        if (delay := request.send_time - now()) > 0:
+            await asyncio.sleep(delay)
+        tasks.append(asyncio.create_task(send(number, request.send_time)))
     return list(await asyncio.gather(*tasks))
 
 
 async def _send(
     record: RequestRecord, body: bytes, target: Target, client: httpx.AsyncClient, now: Callable[[], float]
 ) -> None:
-    """Sends one request and fills its record."""
+    """Send one request and fill its record."""
     try:
         async with asyncio.timeout(target.timeout_seconds):
             headers = {"content-type": "application/json", "accept": "text/event-stream"}
@@ -201,8 +197,8 @@ async def _send(
                 if answer.status_code != 200:
                     raise _RequestError(f"http {answer.status_code}", _error_message(await answer.aread()))
                 await _read(record, answer, now)
-    except _RequestError as refusal:
-        record.error, record.error_message = refusal.kind, refusal.message
+    except _RequestError as failure:
+        record.error, record.error_message = failure.kind, failure.message
     except (TimeoutError, httpx.TimeoutException) as error:
         record.error, record.error_message = "timeout", str(error)
     except httpx.ConnectError as error:
@@ -215,8 +211,8 @@ async def _send(
 
 
 async def _read(record: RequestRecord, answer: httpx.Response, now: Callable[[], float]) -> None:
-    """Reads a stream to its end. Raises _Refused."""
-    events, counted = SSEParser(), None
+    """Read a stream to its end. Raises _RequestError."""
+    events, usage = SSEParser(), None
     async for piece in answer.aiter_bytes():
         moment = now()
         for data in events.feed(piece):
@@ -224,26 +220,26 @@ async def _read(record: RequestRecord, answer: httpx.Response, now: Callable[[],
                 continue
             entry = json.loads(data)
             if not isinstance(entry, dict):
-                raise ValueError(f"an event is no object: {data[:80]}")
+                raise ValueError(f"an event is not a JSON object: {data[:80]}")
             if entry.get("error"):
-                raise _RequestError("refused in the stream", _error_message(data.encode()))
+                raise _RequestError("error event", _error_message(data.encode()))
             for choice in entry.get("choices") or ():
                 if _has_output(choice):
                     record.arrivals.append(moment)
                 record.finish_reason = choice.get("finish_reason") or record.finish_reason
-            counted = entry.get("usage") or counted
+            usage = entry.get("usage") or usage
     if record.finish_reason is None:
-        raise _RequestError("broken", "the stream ended before the answer did")
+        raise _RequestError("broken", "the stream ended without a finish reason")
     if not record.arrivals:
-        record.arrivals.append(now())  # all of its text was held back, or there was none
-    if counted is None:
-        counted = {"completion_tokens": len(record.arrivals)}
-    record.prompt_tokens = int(counted.get("prompt_tokens") or 0)
-    record.output_tokens = int(counted.get("completion_tokens") or 0)
+        record.arrivals.append(now())  # the text was empty or held back by the server
+    if usage is None:
+        usage = {"completion_tokens": len(record.arrivals)}
+    record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+    record.output_tokens = int(usage.get("completion_tokens") or 0)
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
-    """Whether an event's choice brought something that was sampled."""
+    """Return whether the choice of an event contains sampled output."""
     delta = choice.get("delta") or {}
     return bool(
         choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
@@ -251,7 +247,7 @@ def _has_output(choice: dict[str, Any]) -> bool:
 
 
 def _error_message(body: bytes) -> str:
-    """What an error's body says, in a line."""
+    """Return the message of an error body in one line."""
     text = body.decode(errors="replace")
     with contextlib.suppress(ValueError, AttributeError):
         error = json.loads(text).get("error")
@@ -260,46 +256,46 @@ def _error_message(body: bytes) -> str:
 
 
 async def first_model(client: httpx.AsyncClient) -> str:
-    """The id of the first model that a server names.
+    """Return the id of the first model of the server.
 
     Raises:
-        DataError: nobody answers, or not as such a server does.
+        DataError: no response, or not in the format of OpenAI's API.
     """
 
-    async def ask() -> str:
+    async def request() -> str:
         answer = await client.get("/v1/models")
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
 
-    return await _call_server(ask, client)
+    return await _call_server(request, client)
 
 
 async def tokenize_pool(client: httpx.AsyncClient, model: str, text: str) -> PromptPool:
-    """A pool of the server's own ids of `text`; of the text itself where it does not tokenise for others."""
+    """Return a pool of the server's token ids of `text`, or of the text itself if the server has no /tokenize."""
 
-    async def ask() -> PromptPool:
+    async def request() -> PromptPool:
         answer = await client.post("/tokenize", json={"model": model, "prompt": text})
         if answer.status_code in (404, 405, 501):
             return PromptPool(text)
         answer.raise_for_status()
         return PromptPool(tuple(int(i) for i in answer.json()["tokens"]))
 
-    return await _call_server(ask, client)
+    return await _call_server(request, client)
 
 
-async def _call_server(ask: Callable[[], Awaitable[T]], client: httpx.AsyncClient) -> T:
+async def _call_server(request: Callable[[], Awaitable[T]], client: httpx.AsyncClient) -> T:
     try:
-        return await ask()
+        return await request()
     except httpx.HTTPStatusError as error:
-        said = f"{error.response.status_code}, {_error_message(error.response.content)}"
-        raise DataError(f"{error.request.url} answered {said}", expected="200") from error
+        message = f"{error.response.status_code}, {_error_message(error.response.content)}"
+        raise DataError(f"{error.request.url} answered {message}", expected="200") from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise DataError(
-            f"{client.base_url} does not answer: {error or type(error).__name__}",
+            f"{client.base_url} does not respond: {error or type(error).__name__}",
             expected="an OpenAI-compatible server",
-            do="start one with `whorl serve MODEL`, or give its address",
+            do="start one with `whorl serve MODEL`, or pass its address",
         ) from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise DataError(
-            f"{client.base_url} answered in another form: {error!r}", expected="that of OpenAI's API"
+            f"{client.base_url} sent an unexpected response: {error!r}", expected="the format of OpenAI's API"
         ) from error

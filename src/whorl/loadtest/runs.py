@@ -1,11 +1,10 @@
-"""A load test from end to end: find the model, make the prompts, warm up, then one load after another.
+"""A complete load test: find the model, build the prompts, warm up, then run one load after another.
 
-Each point of a curve (`Load`) is a load of its own, begun when the one before has ended. The warm-up is not counted: it
-opens connections and lets a server compile what it compiles, and it is of other prompts than the loads, so that it fills no
-prefix cache for them. For the same reason each load draws prompts of its own (`fresh`); only with the same ones would later
-loads profit from what earlier ones left in the cache.
+Each point of a curve is a separate load (`LoadResult`) that starts after the previous one has ended. The warm-up opens
+connections and triggers compilation in the server; it is not counted. Warm-up and loads use different prompts
+(`new_prompts_per_load`), because equal prompts would hit the prefix cache of earlier loads.
 
-Results are JSON lines, one a request and one a load, so that another tool can draw them anew.
+Results are JSON lines, one per request and one per load, for use by other tools.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 import httpx
 
 from whorl.loadtest.client import Endpoint, RequestRecord, Target, first_model, send_requests, tokenize_pool
-from whorl.loadtest.summary import LatencySLO, LoadSummary, summarise
+from whorl.loadtest.summary import LatencySLO, LoadSummary, summarize
 from whorl.loadtest.workload import LoadConfig, Prompt, PromptPool, ScheduledRequest, schedule_requests
 
 MAX_POOL_CHARACTERS = 200_000
@@ -29,7 +28,7 @@ WARMUP_MAX_TOKENS = 8
 
 @dataclass(frozen=True)
 class LoadResult:
-    """One load that was run."""
+    """The result of one load."""
 
     config: LoadConfig
     records: list[RequestRecord]
@@ -37,7 +36,7 @@ class LoadResult:
 
     @property
     def name(self) -> str:
-        """ "4/s", "8 callers"."""
+        """Display name, such as "4/s" or "8 callers"."""
         if self.config.rate is None:
             return f"{self.config.concurrency} callers"
         return "all at once" if self.config.rate == float("inf") else f"{self.config.rate:g}/s"
@@ -45,9 +44,9 @@ class LoadResult:
 
 @dataclass(frozen=True)
 class LoadTest:
-    """What is tested. texts: prompts of their own, or a text that synthetic ones are cut from.
+    """Configuration of a load test. prompts: a list of prompts, or a text from which synthetic prompts are cut.
 
-    model: None asks the server. key: sent as a bearer token. fresh: a seed of its own for each load.
+    model: None selects the server's first. api_key: sent as bearer token. new_prompts_per_load: another seed for each load.
     """
 
     url: str
@@ -71,10 +70,10 @@ async def run_load_test(
     on_done: Callable[[RequestRecord], None] = lambda record: None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> list[LoadResult]:
-    """Runs all loads. `began` is told of each, `done` of each request that ended.
+    """Run all loads. Calls `on_load_start` before each load and `on_done` after each request.
 
     Raises:
-        DataError: the server does not answer; ConfigError: prompts that the endpoint does not take.
+        DataError: the server does not respond. ConfigError: the endpoint does not support a prompt.
     """
     headers = {"authorization": f"Bearer {test.api_key}"} if test.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -94,7 +93,7 @@ async def run_load_test(
         else:
             texts = await tokenize_pool(client, model, test.prompts[:MAX_POOL_CHARACTERS])
         if test.warmup_requests:
-            first = test.loads[0].model_copy(
+            warmup = test.loads[0].model_copy(
                 update={
                     "requests": test.warmup_requests,
                     "seed": -1,
@@ -103,9 +102,9 @@ async def run_load_test(
                 }
             )
             await send_requests(
-                [_limit_warmup_tokens(one) for one in schedule_requests(first, texts)], target, client
+                [_limit_warmup_tokens(one) for one in schedule_requests(warmup, texts)], target, client
             )
-        found = []
+        results = []
         for number, config in enumerate(test.loads):
             if test.new_prompts_per_load and isinstance(texts, PromptPool):
                 config = config.model_copy(update={"seed": config.seed + 1000 * number})
@@ -117,22 +116,22 @@ async def run_load_test(
                 concurrency=config.concurrency,
                 on_done=on_done,
             )
-            summary = summarise(
+            summary = summarize(
                 records, offered_rate=config.rate, concurrency=config.concurrency, slo=test.slo,
                 cost_per_hour=test.cost_per_hour,
             )  # fmt: skip
-            found.append(LoadResult(config, records, summary))
-    return found
+            results.append(LoadResult(config, records, summary))
+    return results
 
 
 def run_load_test_sync(test: LoadTest, **calls: Any) -> list[LoadResult]:
-    """`run` in an event loop of its own."""
+    """Call `run_load_test` in a new event loop."""
     return asyncio.run(run_load_test(test, **calls))
 
 
 def to_jsonl(loads: Sequence[LoadResult]) -> list[str]:
-    """JSON lines: of each load its requests in order, then its summary."""
-    found = []
+    """Return JSON lines: the requests of each load in order, then its summary."""
+    lines = []
     for load in loads:
         for r in load.records:
             entry = {
@@ -141,17 +140,17 @@ def to_jsonl(loads: Sequence[LoadResult]) -> list[str]:
                 "output_tokens": r.output_tokens, "finish_reason": r.finish_reason, "error": r.error,
                 "error_message": r.error_message,
             }  # fmt: skip
-            found.append(json.dumps(entry))
+            lines.append(json.dumps(entry))
         config = load.config.model_dump(
             mode="json", exclude={"length_pairs", "prompt_lengths", "output_lengths"}
         )
         entry = {"kind": "load", "load": load.name, "config": config, **load.summary.to_json()}
-        found.append(json.dumps(_finite_json(entry)))
-    return found
+        lines.append(json.dumps(_finite_json(entry)))
+    return lines
 
 
 def save_jsonl(loads: Sequence[LoadResult], file: Path) -> None:
-    """Writes `lines` to a file."""
+    """Write `to_jsonl` to a file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(line + "\n" for line in to_jsonl(loads)), encoding="utf-8")
 
@@ -161,7 +160,7 @@ def _limit_warmup_tokens(planned: ScheduledRequest) -> ScheduledRequest:
 
 
 def _finite_json(value: Any) -> Any:
-    """JSON has no infinity."""
+    """Replace infinity by None: JSON has no infinity."""
     if isinstance(value, dict):
         return {name: _finite_json(v) for name, v in value.items()}
     return None if isinstance(value, float) and abs(value) == float("inf") else value

@@ -1,24 +1,23 @@
-"""What a load test sends, and when: a pure function of its configuration, its texts and one seed.
+"""The schedule of a load: prompts and send times as a pure function of configuration, texts and seed.
 
-    plan(LoadConfig(requests=100, rate=4.0), pool) -> 100 x Planned(at, prompt, max_tokens)
+    schedule_requests(LoadConfig(requests=100, rate=4.0), pool) -> 100 x ScheduledRequest
 
-Arrivals are open-loop: the n-th request goes out at its time whether or not those before it were answered, as with people
-who do not know of each other. Times between arrivals are gamma distributed with mean 1 / rate and shape b, the burstiness:
+Arrivals are open-loop: a request is sent at its time even if earlier ones are unanswered, as with independent users. Gaps
+are gamma distributed with mean 1 / rate and shape b (the burstiness):
 
-    b = 1: exponential times, a Poisson process;   b < 1: bursts and lulls;   b large: a metronome
+    b = 1: Poisson process;   b < 1: bursts;   large b: nearly constant gaps
     coefficient of variation = 1 / sqrt(b)
 
-Their sequence is drawn for rate 1 and then divided by the rate, and each quantity has a random stream of its own. So the
-points of one curve over several rates see the same requests in the same rhythm, only faster; more requests continue fewer
-ones; and another distribution of output lengths moves no prompt (tests).
+Gaps are drawn for rate 1 and divided by the rate, and each quantity has a separate random stream. So all rates of a curve
+use the same requests in the same rhythm, more requests extend the same sequence, and another distribution of output
+lengths does not change the prompts (tests).
 
-A closed loop (`concurrency` callers who each wait for their answer) cannot overload a server: it slows down with it, and
-the waiting that real users would have suffered is never seen (Tene's "coordinated omission"). It is offered because it
-measures throughput well, and called by its name in the results.
+A closed loop (`concurrency` callers that wait for each response) slows down with the server, so it cannot overload it and
+hides queueing delays (Tene's "coordinated omission"). It is useful for measuring throughput.
 
-Lengths are written as texts: 128, fixed:128, uniform:16,512, lognormal:128,0.8 (median and sigma of the logarithm) with a
-most, lognormal:128,0.8,2048; or pairs of prompt and output lengths from a file, drawn with replacement, which keep what the
-two have to do with each other. Prompts are then stretches of a pool of ids, or of text where the server cannot tokenise.
+Lengths are written as text: 128, fixed:128, uniform:16,512, lognormal:128,0.8 (median, sigma of the logarithm) or
+lognormal:128,0.8,2048 (with a maximum). Pairs of prompt and output lengths can be read from a file and are drawn with
+replacement, which keeps their correlation. Prompts are cut from a pool of ids, or of text without a tokenizer.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from whorl.tracking.seeds import numpy_rng
 if TYPE_CHECKING:
     import numpy as np
 
-MAX_LENGTH = 1 << 20  # tokens: nobody means more
-CHARACTERS_PER_TOKEN = 4  # of English, about; the server's own count is what the results use
+MAX_LENGTH = 1 << 20  # tokens
+CHARACTERS_PER_TOKEN = 4  # approximate, for English; results use the server's count
 Prompt = str | tuple[int, ...] | tuple[tuple[str, str], ...]  # a text, ids, or messages as (role, content)
 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """A distribution of lengths in tokens: `kind` fixed (n), uniform (least, most) or lognormal (median, sigma, most)."""
+    """A distribution of lengths in tokens: fixed (n), uniform (minimum, maximum) or lognormal (median, sigma, maximum)."""
 
     kind: str
     parameters: tuple[float, ...]
 
     def draw(self, rng: np.random.Generator, n: int) -> list[int]:
-        """`n` lengths, each at least 1."""
+        """Draw `n` lengths, each at least 1."""
         if self.kind == "fixed":
             return [int(self.parameters[0])] * n
         if self.kind == "uniform":
@@ -62,10 +61,10 @@ class LengthDistribution:
 
 
 def parse_lengths(text: str, field: str = "lengths") -> LengthDistribution:
-    """A distribution from its text (see the top of this file).
+    """Parse a distribution (format: top of this file).
 
     Raises:
-        ConfigError: it is none; `field` is named.
+        ConfigError: invalid text; the message names `field`.
     """
     kind, colon, rest = text.partition(":")
     if not colon:
@@ -86,43 +85,43 @@ def parse_lengths(text: str, field: str = "lengths") -> LengthDistribution:
     except (ValueError, OverflowError):
         raise ConfigError(
             f"{field} is {text!r}",
-            expected=f"128, uniform:16,512 or lognormal:128,0.8[,2048], in whole tokens from 1 to {MAX_LENGTH:,}",
+            expected=f"128, uniform:16,512 or lognormal:128,0.8[,2048]; integers from 1 to {MAX_LENGTH:,}",
         ) from None
     return LengthDistribution(kind.strip(), tuple(numbers))
 
 
 class LoadConfig(BaseModel):
-    """A load. Of `rate` and `concurrency` exactly one; an infinite rate sends everything at once."""
+    """One load. Exactly one of `rate` and `concurrency` is set; an infinite rate sends all requests at once."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
     requests: int = Field(default=100, ge=1)
-    rate: float | None = Field(default=None, gt=0, description="arrivals a second, whoever waits")
-    concurrency: int | None = Field(default=None, ge=1, description="callers who each wait for their answer")
+    rate: float | None = Field(default=None, gt=0, description="arrivals per second, open loop")
+    concurrency: int | None = Field(
+        default=None, ge=1, description="closed loop: callers that wait for each response"
+    )
     burstiness: float = Field(
-        default=1.0, gt=0, description="shape of the gamma between arrivals; 1 is Poisson"
+        default=1.0, gt=0, description="shape of the gamma distribution of gaps; 1 is Poisson"
     )
     seed: int = 0
     prompt_lengths: LengthDistribution = LengthDistribution("lognormal", (128, 0.6, 2048))
     output_lengths: LengthDistribution = LengthDistribution("lognormal", (64, 0.6, 1024))
     length_pairs: tuple[tuple[int, int], ...] = Field(
-        default=(), description="(prompt, output), instead of both"
+        default=(), description="(prompt, output) lengths, instead of both distributions"
     )
-    prefix_tokens: int = Field(
-        default=0, ge=0, description="that each synthetic prompt begins with, in common"
-    )
-    n_prefixes: int = Field(default=1, ge=1, description="different beginnings")
+    prefix_tokens: int = Field(default=0, ge=0, description="shared prefix length of synthetic prompts")
+    n_prefixes: int = Field(default=1, ge=1, description="number of different shared prefixes")
 
     @model_validator(mode="after")
     def _check_one_mode(self) -> LoadConfig:
         if (self.rate is None) == (self.concurrency is None):
-            raise ValueError("give either a rate or a concurrency")
+            raise ValueError("set exactly one of rate and concurrency")
         return self
 
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """One request to come. at: seconds after the beginning (0 in a closed loop)."""
+    """One planned request. send_time: seconds after the start (0 in a closed loop)."""
 
     number: int
     send_time: float
@@ -132,7 +131,7 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class PromptPool:
-    """What synthetic prompts are stretches of: ids, or a text."""
+    """The text or the ids from which synthetic prompts are cut."""
 
     units: str | tuple[int, ...]
 
@@ -141,7 +140,7 @@ class PromptPool:
         return CHARACTERS_PER_TOKEN if isinstance(self.units, str) else 1
 
     def cut(self, start: int, tokens: int) -> str | tuple[int, ...]:
-        """`tokens` tokens from `start` on, beginning anew at the end."""
+        """Return `tokens` tokens from position `start`, wrapping around at the end."""
         n, at = tokens * self.per_token, start % len(self.units)
         units = self.units
         while len(units) < at + n:
@@ -150,7 +149,7 @@ class PromptPool:
 
 
 def arrival_times(config: LoadConfig) -> list[float]:
-    """Seconds at which requests go out, ascending, the first at 0."""
+    """Return the send times in seconds, ascending from 0."""
     if config.rate is None or math.isinf(config.rate):
         return [0.0] * config.requests
     rng, shape = numpy_rng(config.seed, "load", "arrivals"), config.burstiness
@@ -165,14 +164,14 @@ def arrival_times(config: LoadConfig) -> list[float]:
 def schedule_requests(
     config: LoadConfig, texts: PromptPool | Sequence[tuple[Prompt, int | None]]
 ) -> list[ScheduledRequest]:
-    """All requests of a load, in the order of their times.
+    """Return all requests of a load in order of their send times.
 
     Args:
-        texts: a pool that prompts are cut from, or prompts of their own, each with its output length if it has one; those
-            are taken in a shuffled order, again from the beginning when there are too few.
+        texts: a pool from which prompts are cut, or a list of prompts, each with an output length or None. A list is used in
+            shuffled order and repeated if it is too short.
 
     Raises:
-        ConfigError: there are no texts.
+        ConfigError: `texts` is empty.
     """
 
     def rng(name: str) -> np.random.Generator:
@@ -180,12 +179,12 @@ def schedule_requests(
 
     n = config.requests
     if not (len(texts.units) if isinstance(texts, PromptPool) else len(texts)):
-        raise ConfigError("there is no text to make prompts of", expected="at least one prompt or character")
+        raise ConfigError("no text for prompts", expected="at least one prompt or character")
     if config.length_pairs:
-        chosen = [
+        pairs = [
             config.length_pairs[i] for i in rng("pairs").integers(0, len(config.length_pairs), n).tolist()
         ]
-        ins, outs = [a for a, _ in chosen], [b for _, b in chosen]
+        ins, outs = [a for a, _ in pairs], [b for _, b in pairs]
     else:
         ins = config.prompt_lengths.draw(rng("prompt lengths"), n)
         outs = config.output_lengths.draw(rng("output lengths"), n)
@@ -209,11 +208,11 @@ def schedule_requests(
 
 
 def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
-    """Prompts from a file: a text has one a line; JSON lines have `prompt`, `question`, `messages` or ShareGPT's
-    `conversations` (what stands before the first answer), and may have `max_tokens` or `output_tokens`.
+    """Read prompts from a file: one per line of a text file. JSON lines have `prompt`, `question`, `messages` or ShareGPT's
+    `conversations` (up to the first answer), and optionally `max_tokens` or `output_tokens`.
 
     Raises:
-        DataError: a line is none of it; the line is named.
+        DataError: an invalid line, with its number.
     """
     found: list[tuple[Prompt, int | None]] = []
     for number, line in _lines(path):
@@ -225,20 +224,20 @@ def read_prompts(path: Path) -> list[tuple[Prompt, int | None]]:
         prompt = _prompt(entry)
         if prompt is None or not (length is None or (type(length) is int and 1 <= length <= MAX_LENGTH)):
             raise DataError(
-                f"{path}, line {number} is no prompt: {line[:80]}",
-                expected="prompt, question, messages or conversations, and max_tokens as a whole number if at all",
+                f"{path}, line {number} is not a valid prompt: {line[:80]}",
+                expected="prompt, question, messages or conversations, and optionally max_tokens as an integer",
             )
         found.append((prompt, length))
     if not found:
-        raise DataError(f"{path} holds no prompts", expected="one a line")
+        raise DataError(f"{path} contains no prompts", expected="one per line")
     return found
 
 
 def read_length_pairs(path: Path) -> tuple[tuple[int, int], ...]:
-    """Pairs of prompt and output lengths: two whole numbers a line, or JSON lines with prompt_tokens and output_tokens.
+    """Read pairs of prompt and output lengths: two integers per line, or JSON lines with prompt_tokens and output_tokens.
 
     Raises:
-        DataError: a line is neither; the line is named.
+        DataError: an invalid line, with its number.
     """
     found: list[tuple[int, int]] = []
     for number, line in _lines(path):
@@ -252,14 +251,14 @@ def read_length_pairs(path: Path) -> tuple[tuple[int, int], ...]:
                 raise ValueError
         except (ValueError, KeyError):
             if number == 1 and not line.startswith("{"):
-                continue  # the names of the columns
+                continue  # the header
             raise DataError(
                 f"{path}, line {number}: {line[:80]!r}",
-                expected="a prompt's length and an output's, in tokens",
+                expected="prompt length and output length in tokens",
             ) from None
         found.append((pair[0], pair[1]))
     if not found:
-        raise DataError(f"{path} holds no lengths", expected="two whole numbers a line")
+        raise DataError(f"{path} contains no lengths", expected="two integers per line")
     return tuple(found)
 
 
@@ -276,12 +275,12 @@ def _prompt(entry: dict[str, Any]) -> Prompt | None:
     for turn in turns:
         if not isinstance(turn, dict):
             return None
-        role, said = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        if not isinstance(role, str) or not isinstance(said, str):
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str):
             return None
         if names.get(role, role) == "assistant" and "conversations" in entry:
             break
-        messages.append((names.get(role, role), said))
+        messages.append((names.get(role, role), content))
     return tuple(messages) or None
 
 
@@ -289,7 +288,7 @@ def _lines(path: Path) -> list[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
-        raise DataError(f"{path} cannot be read: {error}", expected="a file of text in UTF-8") from error
+        raise DataError(f"{path} cannot be read: {error}", expected="a UTF-8 text file") from error
     return [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
@@ -297,7 +296,11 @@ def _parse_object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{path}, line {number} is no JSON: {error}", expected="an object a line") from error
+        raise DataError(
+            f"{path}, line {number} is not valid JSON: {error}", expected="one object per line"
+        ) from error
     if not isinstance(entry, dict):
-        raise DataError(f"{path}, line {number} is no object: {line[:80]}", expected="an object a line")
+        raise DataError(
+            f"{path}, line {number} is not an object: {line[:80]}", expected="one object per line"
+        )
     return entry

@@ -1,1 +1,1 @@
-"""Several servers as one: a router that knows what is cached where, replicas, prefill and decode apart, manifests."""
+"""Router over engine replicas: prefix-aware routing, health checks, retries, replica processes, deployment manifests."""

@@ -1,17 +1,17 @@
-"""How many replicas there should be: from a window of counts to advice with its reasons. A pure function; nobody is obliged.
+"""Advice on the number of replicas: a pure function from a window of counters to a number with reasons.
 
-Queue depth and goodput are looked at together, since each alone deceives. A queue that stands is work that arrives faster
-than it is done; but a queue that flashes up is Poisson's, and more machines would only idle between the flashes. Goodput
-(the share of requests that met their objective: Zhong et al. 2024, "DistServe", arXiv 2401.09670) falls for want of them,
-but also because the objective is tighter than an idle replica could keep: then more buy nothing, and the advice says so.
+Queue depth and goodput are both needed. A persistent queue means that requests arrive faster than they are served. A short
+queue is Poisson noise, and more replicas would idle. Goodput is the share of requests that meet the SLO (Zhong et al. 2024,
+"DistServe", arXiv 2401.09670). It falls when replicas are missing, but also when the SLO is tighter than an idle replica
+can meet. In the second case more replicas do not help, and the advice states it.
 
-How many: while a queue stands, what is finished per replica and second is its capacity mu. With arrivals of lambda and a
-queue of q to be worked off within `drain` seconds, at no more than `fill` of the capacity,
+While a queue persists, requests finished per replica and second measure the capacity mu. For an arrival rate lambda and a
+queue q that is to be drained within `drain_seconds` at `target_utilization`:
 
-    wanted = ceil((lambda + q / drain) / (fill mu)),     never more than twice as many as now
+    required = ceil((lambda + q / drain_seconds) / (target_utilization mu)),     at most twice the current number
 
-Up is quick and down is slow: too few is what people feel. Down goes one at a time, after a long calm, and only if what runs
-at the busiest moment would fit into one fewer.
+Scale-up is fast and scale-down is slow, because users notice too few replicas. Scale-down removes one replica at a time,
+after a long period without a queue, if one replica fewer could run the peak number of requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @dataclass(frozen=True)
 class PoolSnapshot:
-    """The fleet at one moment. time: seconds; queue, running: requests now; arrived, finished, good: running totals."""
+    """The pool at one moment.
+
+    time: seconds; queue, running: current requests; arrived, finished, within_slo: running totals.
+    """
 
     time: float
     replicas: int
@@ -37,24 +40,22 @@ class PoolSnapshot:
 
 
 class AutoscalingConfig(BaseModel):
-    """What the advice wants."""
+    """Targets and limits of the advice."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     min_goodput: float = Field(
-        default=0.95, gt=0, le=1, description="share of requests that meet the objective"
+        default=0.95, gt=0, le=1, description="required share of requests within the SLO"
     )
     queue_per_replica: float = Field(
-        default=2.0, gt=0, description="requests waiting, a replica, that are too many"
+        default=2.0, gt=0, description="waiting requests per replica that trigger a scale-up"
     )
-    max_num_seqs: int = Field(default=32, ge=1, description="requests that a replica runs at once")
-    scale_up_seconds: float = Field(default=60.0, gt=0, description="seconds that a want must last")
-    scale_down_seconds: float = Field(default=600.0, gt=0, description="seconds that a calm must last")
-    drain_seconds: float = Field(
-        default=60.0, gt=0, description="seconds in which a queue should be worked off"
-    )
+    max_num_seqs: int = Field(default=32, ge=1, description="concurrent requests per replica")
+    scale_up_seconds: float = Field(default=60.0, gt=0, description="seconds that the condition must last")
+    scale_down_seconds: float = Field(default=600.0, gt=0, description="seconds without a queue")
+    drain_seconds: float = Field(default=60.0, gt=0, description="seconds to drain a queue")
     target_utilization: float = Field(
-        default=0.8, gt=0, le=1, description="of a replica's capacity that may be used"
+        default=0.8, gt=0, le=1, description="used share of a replica's capacity"
     )
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: int = Field(default=64, ge=1)
@@ -62,7 +63,7 @@ class AutoscalingConfig(BaseModel):
 
 @dataclass(frozen=True)
 class ScalingAdvice:
-    """replicas: how many there should be; change: against now; reasons: why, or why not."""
+    """replicas: the advised number; change: the difference to the current number; reasons: short texts."""
 
     replicas: int
     change: int
@@ -70,21 +71,21 @@ class ScalingAdvice:
 
     def __str__(self) -> str:
         n = abs(self.change)
-        head = f"{n} {'more' if self.change > 0 else 'fewer'}" if n else "as many as now"
+        head = f"{n} {'more' if self.change > 0 else 'fewer'}" if n else "no change"
         return f"{head}: " + ", ".join(self.reasons)
 
 
 def goodput(first: PoolSnapshot, last: PoolSnapshot) -> float | None:
-    """Of the requests finished between two snapshots; None where there were none."""
+    """Return the share of requests within the SLO that finished between two snapshots; None if none finished."""
     finished = last.finished - first.finished
     return (last.within_slo - first.within_slo) / finished if finished > 0 else None
 
 
 def advise(window: Sequence[PoolSnapshot], config: AutoscalingConfig | None = None) -> ScalingAdvice:
-    """Advice from snapshots in their order, oldest first; what is older than both spans is not looked at."""
+    """Return advice from snapshots in order, oldest first. Snapshots older than both time spans are ignored."""
     config = config or AutoscalingConfig()
     if not window:
-        return ScalingAdvice(config.min_replicas, 0, ("nothing was seen yet",))
+        return ScalingAdvice(config.min_replicas, 0, ("no snapshots yet",))
     last = window[-1]
     now = last.replicas
     if now < config.min_replicas:
@@ -92,19 +93,19 @@ def advise(window: Sequence[PoolSnapshot], config: AutoscalingConfig | None = No
             config.min_replicas,
             now,
             config,
-            f"{now} serve and {config.min_replicas} is the least that was asked for",
+            f"{now} serving, minimum {config.min_replicas}",
             capped=False,
         )
     recent = _last_seconds(window, config.scale_up_seconds)
     if recent is None:
         return ScalingAdvice(
-            now, 0, (f"seen for {last.time - window[0].time:.0f} s of {config.scale_up_seconds:.0f}",)
+            now, 0, (f"observed for {last.time - window[0].time:.0f} s of {config.scale_up_seconds:.0f}",)
         )
     return _scale_up(recent, config) or _scale_down(window, config) or _keep_replicas(recent, config)
 
 
 def _last_seconds(window: Sequence[PoolSnapshot], seconds: float) -> list[PoolSnapshot] | None:
-    """The snapshots of the last `seconds`; None where the window is shorter."""
+    """Return the snapshots of the last `seconds`; None if the window is shorter."""
     begin = window[-1].time - seconds
     if window[0].time > begin:
         return None
@@ -115,61 +116,61 @@ def _scale_up(recent: list[PoolSnapshot], config: AutoscalingConfig) -> ScalingA
     first, last = recent[0], recent[-1]
     now, seconds = max(1, last.replicas), last.time - first.time
     least = min(s.queue for s in recent)
-    met = goodput(first, last)
-    poor = met is not None and met < config.min_goodput
-    deep = least >= config.queue_per_replica * now
-    if not deep and not (poor and least > 0):
+    attained = goodput(first, last)
+    low_goodput = attained is not None and attained < config.min_goodput
+    long_queue = least >= config.queue_per_replica * now
+    if not long_queue and not (low_goodput and least > 0):
         return None
-    reasons = [f"queue {last.queue} deep" + (f", never below {least}" if least < last.queue else "")]
+    reasons = [f"queue of {last.queue}" + (f", at least {least}" if least < last.queue else "")]
     reasons[0] += f" for {seconds:.0f} s"
-    if poor:
-        reasons.append(f"goodput {met:.2f} < {config.min_goodput:g}")
+    if low_goodput:
+        reasons.append(f"goodput {attained:.2f} < {config.min_goodput:g}")
     done = (last.finished - first.finished) / seconds / now if seconds > 0 else 0.0
     if done == 0:
         return _clamped_advice(
-            now + 1, now, config, *reasons, "nothing finished, so what a replica can do is unknown"
+            now + 1, now, config, *reasons, "no request finished, so the capacity is unknown"
         )
     rate = (last.arrived - first.arrived) / seconds + last.queue / config.drain_seconds
-    reasons.append(f"{rate:.2g} a second to do, {done:.2g} a replica done")
+    reasons.append(f"{rate:.2g}/s required, {done:.2g}/s per replica")
     return _clamped_advice(
         max(now + 1, math.ceil(rate / (config.target_utilization * done))), now, config, *reasons
     )
 
 
 def _scale_down(window: Sequence[PoolSnapshot], config: AutoscalingConfig) -> ScalingAdvice | None:
-    calm = _last_seconds(window, config.scale_down_seconds)
-    if calm is None or any(s.queue for s in calm):
+    quiet = _last_seconds(window, config.scale_down_seconds)
+    if quiet is None or any(s.queue for s in quiet):
         return None
-    now, busiest = calm[-1].replicas, max(s.running for s in calm)
-    met = goodput(calm[0], calm[-1])
-    if now <= max(1, config.min_replicas) or (met is not None and met < config.min_goodput):
+    now, peak = quiet[-1].replicas, max(s.running for s in quiet)
+    attained = goodput(quiet[0], quiet[-1])
+    if now <= max(1, config.min_replicas) or (attained is not None and attained < config.min_goodput):
         return None
-    if busiest > config.target_utilization * config.max_num_seqs * (now - 1):
+    if peak > config.target_utilization * config.max_num_seqs * (now - 1):
         return None
     return _clamped_advice(
         now - 1,
         now,
         config,
         f"no queue for {config.scale_down_seconds:.0f} s",
-        f"never more than {busiest} running on {now} replicas",
+        f"at most {peak} running on {now} replicas",
     )
 
 
 def _keep_replicas(recent: list[PoolSnapshot], config: AutoscalingConfig) -> ScalingAdvice:
-    last, met = recent[-1], goodput(recent[0], recent[-1])
-    if met is not None and met < config.min_goodput:
-        why = f"goodput {met:.2f} < {config.min_goodput:g} though no queue stands"
+    last, attained = recent[-1], goodput(recent[0], recent[-1])
+    if attained is not None and attained < config.min_goodput:
+        reason = f"goodput {attained:.2f} < {config.min_goodput:g} without a queue"
         return ScalingAdvice(
-            last.replicas, 0, (why, "the requests are slow in themselves: more replicas would not mend it")
+            last.replicas, 0, (reason, "requests are slow without queueing: more replicas would not help")
         )
-    told = "no requests finished" if met is None else f"goodput {met:.2f}"
-    return ScalingAdvice(last.replicas, 0, (f"queue {last.queue}", told))
+    goodput_text = "no requests finished" if attained is None else f"goodput {attained:.2f}"
+    return ScalingAdvice(last.replicas, 0, (f"queue of {last.queue}", goodput_text))
 
 
 def _clamped_advice(
-    wanted: int, now: int, config: AutoscalingConfig, *reasons: str, capped: bool = True
+    required: int, now: int, config: AutoscalingConfig, *reasons: str, capped: bool = True
 ) -> ScalingAdvice:
-    most = min(config.max_replicas, 2 * now) if capped and now else config.max_replicas
-    held = max(config.min_replicas, min(wanted, max(most, now)))
-    more = (f"{wanted} would be needed, {held} is the most at once",) if wanted > held else ()
-    return ScalingAdvice(held, held - now, (*reasons, *more))
+    upper = min(config.max_replicas, 2 * now) if capped and now else config.max_replicas
+    advised = max(config.min_replicas, min(required, max(upper, now)))
+    capped_reason = (f"{required} required, {advised} allowed at once",) if required > advised else ()
+    return ScalingAdvice(advised, advised - now, (*reasons, *capped_reason))

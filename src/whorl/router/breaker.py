@@ -1,19 +1,18 @@
-"""When to stop asking a replica that fails, and how many second attempts a fleet can bear. Both pure: the clock comes in.
+"""Circuit breaker and retry budget. Both are pure: the time is an argument.
 
-    closed --(failures in a row)--> open --(time)--> half-open --(one good answer)--> closed
-                                      ^------------------'  one bad answer, and a longer wait than before
+    closed --(consecutive failures)--> open --(time)--> half-open --(one success)--> closed
+                                         ^-------------------'  one failure doubles the open time
 
-A request that waits for a dead replica's timeout is lost twice: its client waits, and it holds a place. So after a few
-failures in a row the replica is not asked at all (open), and after a while a single request is let through to see
-(half-open): one probe at a time, or the crowd that waited would fall on a replica that has just come up. Each failed probe
-doubles the wait. (Nygard 2007, "Release It!", the circuit breaker.)
+A request to a dead replica makes its client wait for the timeout. So after a few consecutive failures the replica gets no
+requests (open). After a while one request at a time is sent as a probe (half-open), so that a recovering replica is not
+flooded. Each failed probe doubles the open time (Nygard 2007, "Release It!").
 
-Second attempts are what turns one slow replica into an outage of all: when everything fails, every request becomes two. So
-they are paid from a budget that first attempts fill: with `ratio` 0.1 at most a tenth of the traffic, over the long run, is
-retries, whatever happens ("Site Reliability Engineering", 2016, chapter 21, "retry budgets").
+Unlimited retries can turn one slow replica into a full outage: when every request fails, each becomes two. So retries are
+paid from a budget that first attempts fill. With `ratio` 0.1, at most a tenth of the traffic is retries in the long run
+("Site Reliability Engineering", 2016, chapter 21, "retry budgets").
 
-The subtle part: a probe whose answer never comes (its client went away) must not leave the breaker half-open for ever. Who
-asks with `admit` ends with exactly one of `success`, `failure` and `released`.
+The subtle point: a probe without a result (its client disconnected) must not leave the breaker half-open. Each `admit` is
+followed by exactly one of `record_success`, `record_failure` and `cancel_probe`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from whorl.errors import ConfigError
 
 
 class CircuitState(StrEnum):
-    """What a breaker lets through: all, nothing, one probe."""
+    """Requests that a breaker admits: all, none, one probe."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -34,28 +33,30 @@ class CircuitState(StrEnum):
 
 @dataclass
 class CircuitBreaker:
-    """Of one replica.
+    """Circuit breaker of one replica.
 
-    failures: in a row, that open it; wait: seconds that it then stays open, doubled by each failed probe up to `longest`.
+    failure_threshold: consecutive failures that open it. open_seconds: time that it stays open, doubled by each failed probe
+    up to `max_open_seconds`.
     """
 
     failure_threshold: int = 3
     open_seconds: float = 1.0
     max_open_seconds: float = 30.0
-    consecutive_failures: int = 0  # in a row
+    consecutive_failures: int = 0
     probing: bool = False
-    opened_at: float | None = None  # when, of the clock that comes in
+    opened_at: float | None = None  # time of the caller's clock
     current_open_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.failure_threshold < 1 or not 0 < self.open_seconds <= self.max_open_seconds:
             raise ConfigError(
-                f"a breaker with failures = {self.failure_threshold}, wait = {self.open_seconds}, longest = {self.max_open_seconds}",
-                expected="at least one failure, and 0 < wait <= longest",
+                f"circuit breaker: failure_threshold {self.failure_threshold}, open_seconds {self.open_seconds}, "
+                f"max_open_seconds {self.max_open_seconds}",
+                expected="failure_threshold >= 1 and 0 < open_seconds <= max_open_seconds",
             )
 
     def state(self, now: float) -> CircuitState:
-        """What it is at `now` (seconds of any clock that does not go back)."""
+        """Return the state at time `now` (seconds of a monotonic clock)."""
         if self.opened_at is None:
             return CircuitState.CLOSED
         return (
@@ -63,18 +64,18 @@ class CircuitBreaker:
         )
 
     def allows_request(self, now: float) -> bool:
-        """Whether a request may be sent; changes nothing."""
+        """Return whether a request may be sent, without changing the state."""
         state = self.state(now)
         return state is CircuitState.CLOSED or (state is CircuitState.HALF_OPEN and not self.probing)
 
     def admit(self, now: float) -> None:
-        """A request is sent. Raises ConfigError where `ready` says no: a bug of the caller's."""
+        """Record that a request is sent. Raises ConfigError if `allows_request` is False: a bug of the caller."""
         if not self.allows_request(now):
-            raise ConfigError("a request was sent through an open breaker", do="ask `ready` first")
+            raise ConfigError("a request was sent through an open circuit", do="check `allows_request` first")
         self.probing = self.state(now) is CircuitState.HALF_OPEN
 
     def record_success(self) -> None:
-        """It answered: closed, whatever it was."""
+        """Record a response and close the circuit."""
         self.consecutive_failures, self.opened_at, self.probing, self.current_open_seconds = (
             0,
             None,
@@ -83,7 +84,7 @@ class CircuitBreaker:
         )
 
     def record_failure(self, now: float) -> None:
-        """It did not answer, or with an error of its own making."""
+        """Record a missing response or an error caused by the replica."""
         self.consecutive_failures += 1
         if self.state(now) is CircuitState.HALF_OPEN:
             self.current_open_seconds = min(self.max_open_seconds, 2 * self.current_open_seconds)
@@ -92,13 +93,13 @@ class CircuitBreaker:
             self.opened_at, self.current_open_seconds = now, self.open_seconds
 
     def cancel_probe(self) -> None:
-        """Nothing was learnt: the client went away before the answer came."""
+        """Record that a request ended without a result, because its client disconnected."""
         self.probing = False
 
 
 @dataclass
 class RetryBudget:
-    """A bucket that every first attempt adds `ratio` to and every retry takes one from; `reserve` is its size and start."""
+    """Token bucket of retries, full at the start: a first attempt adds `ratio`, a retry takes 1."""
 
     ratio: float = 0.1
     capacity: float = 10.0
@@ -106,17 +107,17 @@ class RetryBudget:
     def __post_init__(self) -> None:
         if not (0 <= self.ratio <= 1 and self.capacity >= 0):
             raise ConfigError(
-                f"a retry budget of ratio {self.ratio} and reserve {self.capacity}",
-                expected="a ratio from 0 to 1, a reserve of 0 or more",
+                f"retry budget: ratio {self.ratio}, capacity {self.capacity}",
+                expected="a ratio from 0 to 1 and a capacity of at least 0",
             )
         self.tokens = self.capacity
 
     def deposit(self) -> None:
-        """A first attempt."""
+        """Record a first attempt."""
         self.tokens = min(self.capacity, self.tokens + self.ratio)
 
     def try_spend(self) -> bool:
-        """Whether a retry may be made; if so it is paid."""
+        """Take one retry from the budget; return whether it was available."""
         if self.tokens < 1 - 1e-9:
             return False
         self.tokens -= 1

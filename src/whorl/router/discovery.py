@@ -1,8 +1,8 @@
-"""Replicas that come and go by themselves: a name that resolves to one address each, looked up again and again.
+"""Discovery of replicas by DNS: a name that resolves to one address per replica, resolved repeatedly.
 
-Kubernetes' headless services answer so, and so does any name server with several addresses of one name. Who is new is
-added, and is asked once its first look found it healthy; who is gone is taken from the list, while what runs there goes on.
-A look-up that fails, or finds nobody at all, changes nothing: a name server's hiccup is no reason to forget every replica.
+Headless services of Kubernetes work like this, as does any DNS name with several addresses. A new address is added and gets
+requests after its first successful health check. A missing address is removed from the pool, and its running requests
+continue. A failed or empty lookup changes nothing, so that a DNS outage does not remove all replicas.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ LOOKUP_SECONDS = 2.0
 
 
 def parse_host_port(name: str) -> tuple[str, int]:
-    """ "host:port" -> (host, port). Raises ConfigError."""
+    """Parse "host:port" to (host, port). Raises ConfigError."""
     host, _, port = name.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"--discover {name}", expected="NAME:PORT, as whorl-replica:8000")
+        raise ConfigError(f"--discover {name}", expected="NAME:PORT, for example whorl-replica:8000")
     return host, int(port)
 
 
 async def resolve_urls(host: str, port: int) -> list[str]:
-    """URLs of all that the name stands for; none where it cannot be resolved."""
+    """Return the URLs of all addresses of a name; an empty list if it cannot be resolved."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         LOG.warning("%s cannot be resolved: %s", host, error)
         return []
-    plain = {(str(to[0]), kind) for kind, _, _, _, to in found}
+    addresses = {(str(address[0]), family) for family, _, _, _, address in found}
     return sorted(
-        f"http://[{a}]:{port}" if kind == socket.AF_INET6 else f"http://{a}:{port}" for a, kind in plain
+        f"http://[{a}]:{port}" if family == socket.AF_INET6 else f"http://{a}:{port}"
+        for a, family in addresses
     )
 
 
 def sync_replicas(pool: ReplicaPool, urls: Iterable[str]) -> None:
-    """Makes the fleet those of `urls`, if there are any; a replica's name is its address."""
+    """Make the pool consist of `urls`, unless `urls` is empty. The name of a replica is its address."""
     wanted = {url.removeprefix("http://"): url for url in urls}
     if not wanted:
         return
     for name in [n for n in pool.replicas if n not in wanted]:
-        LOG.info("replica %s is gone", name)
+        LOG.info("replica %s was removed", name)
         pool.remove(name)
     for name, url in wanted.items():
         if name not in pool.replicas:
@@ -56,7 +57,7 @@ def sync_replicas(pool: ReplicaPool, urls: Iterable[str]) -> None:
 
 @asynccontextmanager
 async def dns_discovery(pool: ReplicaPool, name: str) -> AsyncIterator[None]:
-    """The fleet follows `name` while this lasts. Raises ConfigError: it is no "host:port"."""
+    """Keep the pool in sync with DNS while the context is open. Raises ConfigError if `name` is not "host:port"."""
     host, port = parse_host_port(name)
     sync_replicas(pool, await resolve_urls(host, port))
     task = asyncio.ensure_future(poll_dns(pool, name))
@@ -68,9 +69,9 @@ async def dns_discovery(pool: ReplicaPool, name: str) -> AsyncIterator[None]:
             await task
 
 
-async def poll_dns(pool: ReplicaPool, name: str, every: float = LOOKUP_SECONDS) -> None:
-    """Looks `name` ("host:port") up for ever."""
+async def poll_dns(pool: ReplicaPool, name: str, interval: float = LOOKUP_SECONDS) -> None:
+    """Resolve `name` ("host:port") repeatedly and update the pool."""
     host, port = parse_host_port(name)
     while True:
         sync_replicas(pool, await resolve_urls(host, port))
-        await asyncio.sleep(every)
+        await asyncio.sleep(interval)

@@ -1,23 +1,21 @@
-"""The same server beyond one machine: what Kubernetes and Ray Serve are to be told, written and not applied.
+"""Deployment manifests for Kubernetes and Ray Serve. They are printed, not applied.
 
     whorl serve MODEL --manifest kubernetes | kubectl apply -f -
     whorl serve MODEL --manifest ray > serve.yaml && serve deploy serve.yaml
 
-Kubernetes gets the router and the replicas as two deployments: the cluster's own balancing knows neither prefixes nor
-queues, so it only carries clients to a router, and the routers find the replicas by the addresses of a service without an
-address of its own (headless). What moves is written so that nobody's answer is cut:
+On Kubernetes, router and replicas are two deployments. The cluster's load balancing uses neither prefixes nor queues, so it
+only distributes clients over routers. The routers find the replicas through a headless service. No response is cut:
 
-- a replica takes part when /health/ready says so, and is ended when /health/live does not answer: reading a model in is
-  given minutes (startup probe), hanging later is not;
-- who is told to end first leaves the list of addresses (preStop waits for that), then drains, and is given longer for it
-  than the server itself gives its answers; updates add before they take away, and disruptions take one at a time;
-- the number of replicas follows the requests that wait, as `advice.py` would: up after a minute and to the double at most,
-  down by one after ten minutes. The metric comes from the replicas' /metrics through whatever adapter the cluster has; until
-  it is there, the processor's use decides (the greater of the two wins).
+- A replica gets traffic while /health/ready succeeds and is killed when /health/live fails. A startup probe allows minutes
+  for loading the model.
+- A pod that terminates first leaves the endpoints (preStop waits for it) and then drains. Its grace period is longer than
+  the server's drain time. Updates add a pod before they remove one, and disruptions affect one pod at a time.
+- The autoscaler follows the waiting requests with the rules of `autoscaling_advice.py`: at most double after a minute, one
+  fewer after ten minutes. The metric comes from /metrics through a metrics adapter of the cluster. Without an adapter, CPU
+  use decides (the larger number is used).
 
-Ray Serve gets one application with an autoscaled deployment (`ray_app.py`); its own proxies route.
-
-Every field is checked by tests against the schemas of both.
+Ray Serve gets one application with an autoscaled deployment (`ray_app.py`) and routes with its own proxies. Tests validate
+every field against the schemas of both.
 """
 
 from __future__ import annotations
@@ -34,54 +32,55 @@ from whorl.router.replica_processes import drop_options
 
 KINDS = ("kubernetes", "ray")
 PORT = 8000
-PRE_STOP_SECONDS = 5  # until every router has seen that an address is gone
+PRE_STOP_SECONDS = 5  # time until every router has removed the address
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
 
 
 class DeploymentSpec(BaseModel):
-    """What is to run where. model: as `whorl serve` takes it inside of the container; arguments: further ones of it."""
+    """A deployment. model: path in the container, as for `whorl serve`; arguments: further arguments of `whorl serve`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1)
-    name: str = Field(default="whorl", description="of everything that is made")
-    image: str = Field(default="whorl:latest", description="a container that has the command whorl")
+    name: str = Field(default="whorl", description="prefix of all resource names")
+    image: str = Field(default="whorl:latest", description="container image with the command whorl")
     arguments: tuple[str, ...] = ()
     replicas: int = Field(default=2, ge=1)
-    max_replicas: int | None = Field(
-        default=None, ge=1, description="replicas at most; default four times as many"
-    )
+    max_replicas: int | None = Field(default=None, ge=1, description="maximum; default four times `replicas`")
     routers: int = Field(default=2, ge=1)
-    cpus: int = Field(default=4, ge=1, description="cores a replica")
+    cpus: int = Field(default=4, ge=1, description="cores per replica")
     memory_gib: float = Field(default=8.0, gt=0)
     gpus: int = Field(default=0, ge=0)
     volume_claim: str | None = Field(
-        default=None, description="volume claim with the models, mounted at /models"
+        default=None, description="persistent volume claim with models, mounted at /models"
     )
-    key_secret: str | None = Field(default=None, description="secret whose keys.json `whorl keys` wrote")
+    key_secret: str | None = Field(
+        default=None, description="secret with keys.json, written by `whorl keys add`"
+    )
     queue_per_replica: int = Field(
-        default=2, ge=1, description="waiting requests a replica that call for another one"
+        default=2, ge=1, description="waiting requests per replica that trigger a scale-up"
     )
-    max_num_seqs: int = Field(default=32, ge=1, description="requests that a replica runs at once")
+    max_num_seqs: int = Field(default=32, ge=1, description="concurrent requests per replica")
     drain_seconds: int = Field(default=60, ge=1)
-    start_seconds: int = Field(default=600, ge=10, description="given to read the model in")
+    start_seconds: int = Field(default=600, ge=10, description="time for loading the model")
 
 
 def render_manifest(kind: str, spec: DeploymentSpec) -> str:
-    """YAML of `kind` ("kubernetes" or "ray").
+    """Return YAML of `kind` ("kubernetes" or "ray").
 
     Raises:
-        ConfigError: an unknown kind, or a name that a cluster would not take.
+        ConfigError: unknown kind, or a name that a cluster would reject.
     """
     if kind not in KINDS:
         raise ConfigError(f"--manifest {kind}", expected=one_of(kind, KINDS))
     if not NAME.fullmatch(spec.name):
         raise ConfigError(
-            f"name {spec.name!r}", expected="small letters, digits and -, beginning with a letter, 42 at most"
+            f"name {spec.name!r}",
+            expected="lower-case letters, digits and -, starting with a letter, at most 42 characters",
         )
     if spec.max_replicas is not None and spec.max_replicas < spec.replicas:
         raise ConfigError(
-            f"at most {spec.max_replicas} replicas, and {spec.replicas} to begin with", expected="no fewer"
+            f"max_replicas {spec.max_replicas} is below replicas {spec.replicas}", expected="at least as many"
         )
     documents = kubernetes_manifests(spec) if kind == "kubernetes" else [ray_config(spec)]
     return str(yaml.safe_dump_all(documents, sort_keys=False, width=110))
@@ -90,17 +89,17 @@ def render_manifest(kind: str, spec: DeploymentSpec) -> str:
 def manifest_for_command(
     kind: str, spec: DeploymentSpec, arguments: Sequence[str], consumed_options: Sequence[str]
 ) -> str:
-    """The manifest for a command line (`serve MODEL ...`): options that are not in `own` are passed on to the servers."""
+    """Return the manifest for a command line (`serve MODEL ...`); options outside `consumed_options` go to the servers."""
     rest = drop_options(arguments, consumed_options)
-    for word in ("serve", spec.model):
-        if word in rest:
-            rest.remove(word)
-    keyless = [word for word in rest if word != "--no-auth"]
-    return render_manifest(kind, spec.model_copy(update={"arguments": tuple(keyless)}))
+    for argument in ("serve", spec.model):
+        if argument in rest:
+            rest.remove(argument)
+    without_auth = [argument for argument in rest if argument != "--no-auth"]
+    return render_manifest(kind, spec.model_copy(update={"arguments": tuple(without_auth)}))
 
 
 def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
-    """Services, deployments, disruption budgets and the autoscaler."""
+    """Return services, deployments, disruption budgets and the autoscaler."""
     replicas, routers = f"{spec.name}-replica", f"{spec.name}-router"
     command = ["whorl", "serve", spec.model, "--host", "0.0.0.0", "--port", str(PORT)]
     command += ["--max-num-seqs", str(spec.max_num_seqs), "--drain", str(spec.drain_seconds)]
@@ -115,7 +114,7 @@ def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
     server["startupProbe"] = _probe("/health/ready", 2, -(-spec.start_seconds // 2))
     server["env"] = [{"name": "OMP_NUM_THREADS", "value": str(spec.cpus)}]
     small = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "1Gi"}}
-    # The router is alive while it answers at all, even if there is no replica to be had
+    # /metrics is the liveness probe: a router without replicas is still alive.
     router = _container(spec, route, small, _probe("/metrics", 10, 6), _probe("/health", 2, 2))
     volumes: list[dict[str, Any]] = []
     for name, path, source in (
@@ -137,7 +136,7 @@ def kubernetes_manifests(spec: DeploymentSpec) -> list[dict[str, Any]]:
 
 
 def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
-    """The configuration of `serve deploy`."""
+    """Return the configuration for `serve deploy`."""
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": PORT, "request_timeout_s": 600},
@@ -178,25 +177,25 @@ def ray_config(spec: DeploymentSpec) -> dict[str, Any]:
     }
 
 
-def _max_replicas(what: DeploymentSpec) -> int:
-    return what.max_replicas or 4 * what.replicas
+def _max_replicas(spec: DeploymentSpec) -> int:
+    return spec.max_replicas or 4 * spec.replicas
 
 
-def _labels(what: DeploymentSpec, name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": what.name}
+def _labels(spec: DeploymentSpec, name: str) -> dict[str, str]:
+    return {"app.kubernetes.io/name": name, "app.kubernetes.io/part-of": spec.name}
 
 
-def _metadata(what: DeploymentSpec, version: str, kind: str, name: str) -> dict[str, Any]:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": _labels(what, name)}}
+def _metadata(spec: DeploymentSpec, version: str, kind: str, name: str) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name, "labels": _labels(spec, name)}}
 
 
-def _probe(path: str, every: int, failures: int) -> dict[str, Any]:
+def _probe(path: str, period: int, failures: int) -> dict[str, Any]:
     get = {"path": path, "port": "http"}
-    return {"httpGet": get, "periodSeconds": every, "failureThreshold": failures, "timeoutSeconds": 5}
+    return {"httpGet": get, "periodSeconds": period, "failureThreshold": failures, "timeoutSeconds": 5}
 
 
 def _container(
-    what: DeploymentSpec,
+    spec: DeploymentSpec,
     command: list[str],
     resources: dict[str, Any],
     live: dict[str, Any],
@@ -204,7 +203,7 @@ def _container(
 ) -> dict[str, Any]:
     return {
         "name": "whorl",
-        "image": what.image,
+        "image": spec.image,
         "command": command,
         "ports": [{"name": "http", "containerPort": PORT}],
         "resources": resources,
@@ -216,12 +215,12 @@ def _container(
 
 
 def _deployment(
-    what: DeploymentSpec, name: str, n: int, container: dict[str, Any], volumes: list[dict[str, Any]]
+    spec: DeploymentSpec, name: str, n: int, container: dict[str, Any], volumes: list[dict[str, Any]]
 ) -> dict[str, Any]:
     select = {"matchLabels": {"app.kubernetes.io/name": name}}
     apart = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
     pod = {
-        "terminationGracePeriodSeconds": PRE_STOP_SECONDS + what.drain_seconds + 15,
+        "terminationGracePeriodSeconds": PRE_STOP_SECONDS + spec.drain_seconds + 15,
         "automountServiceAccountToken": False,
         "securityContext": {
             "runAsNonRoot": True,
@@ -238,44 +237,44 @@ def _deployment(
         "prometheus.io/path": "/metrics",
     }
     return {
-        **_metadata(what, "apps/v1", "Deployment", name),
+        **_metadata(spec, "apps/v1", "Deployment", name),
         "spec": {
-            # How many there are is the autoscaler's to say from then on; an update adds before it takes away
+            # The initial number; the autoscaler changes it later. An update adds a pod before it removes one.
             "replicas": n,
             "selector": select,
             "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
-            "template": {"metadata": {"labels": _labels(what, name), "annotations": scrape}, "spec": pod},
+            "template": {"metadata": {"labels": _labels(spec, name), "annotations": scrape}, "spec": pod},
         },
     }
 
 
-def _service(what: DeploymentSpec, name: str, headless: bool) -> dict[str, Any]:
+def _service(spec: DeploymentSpec, name: str, headless: bool) -> dict[str, Any]:
     own: dict[Literal["clusterIP"], str] = {"clusterIP": "None"} if headless else {}
     select = {"app.kubernetes.io/name": name}
     ports = [{"name": "http", "port": PORT, "targetPort": "http"}]
-    return {**_metadata(what, "v1", "Service", name), "spec": {**own, "selector": select, "ports": ports}}
+    return {**_metadata(spec, "v1", "Service", name), "spec": {**own, "selector": select, "ports": ports}}
 
 
-def _disruption_budget(what: DeploymentSpec, name: str) -> dict[str, Any]:
+def _disruption_budget(spec: DeploymentSpec, name: str) -> dict[str, Any]:
     select = {"matchLabels": {"app.kubernetes.io/name": name}}
-    spec = {"maxUnavailable": 1, "selector": select}
-    return {**_metadata(what, "policy/v1", "PodDisruptionBudget", name), "spec": spec}
+    body = {"maxUnavailable": 1, "selector": select}
+    return {**_metadata(spec, "policy/v1", "PodDisruptionBudget", name), "spec": body}
 
 
-def _autoscaler(what: DeploymentSpec, name: str) -> dict[str, Any]:
+def _autoscaler(spec: DeploymentSpec, name: str) -> dict[str, Any]:
     waiting = {
         "metric": {"name": "whorl_sequences_waiting"},
-        "target": {"type": "AverageValue", "averageValue": str(what.queue_per_replica)},
+        "target": {"type": "AverageValue", "averageValue": str(spec.queue_per_replica)},
     }
     busy = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 90}}
     up = {"type": "Percent", "value": 100, "periodSeconds": 60}
     down = {"type": "Pods", "value": 1, "periodSeconds": 600}
     return {
-        **_metadata(what, "autoscaling/v2", "HorizontalPodAutoscaler", name),
+        **_metadata(spec, "autoscaling/v2", "HorizontalPodAutoscaler", name),
         "spec": {
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": name},
-            "minReplicas": what.replicas,
-            "maxReplicas": _max_replicas(what),
+            "minReplicas": spec.replicas,
+            "maxReplicas": _max_replicas(spec),
             "metrics": [{"type": "Pods", "pods": waiting}, {"type": "Resource", "resource": busy}],
             "behavior": {
                 "scaleUp": {"stabilizationWindowSeconds": 60, "policies": [up]},

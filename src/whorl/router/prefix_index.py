@@ -1,16 +1,16 @@
-"""What a replica's prefix cache probably holds, guessed from what was sent there: chained block hashes, oldest forgotten.
+"""Estimate of a replica's prefix cache from the prompts that were sent to it: chained block hashes with LRU eviction.
 
-A prompt is cut into blocks, and a block's hash covers everything before it: h(i) = hash(h(i-1), block i). So one number
-stands for a whole prefix, as in the engine's own page table, and a set of such numbers is a radix tree without nodes: the
-longest cached prefix is found by walking a chain until the first number that is not in the set. (The tree itself: Zheng et
-al. 2023, "SGLang", arXiv 2312.07104; chained hashes: Kwon et al. 2023, "PagedAttention", arXiv 2309.06180, section 4.4.)
+A prompt is cut into blocks, and the hash of a block covers all blocks before it: h(i) = hash(h(i-1), block i). One hash thus
+identifies a whole prefix, and a set of hashes is a radix tree without nodes. The longest cached prefix is the number of
+leading hashes in the set. (Tree: Zheng et al. 2023, "SGLang", arXiv 2312.07104. Chained hashes: Kwon et al. 2023,
+"PagedAttention", arXiv 2309.06180, section 4.4.)
 
-The router sees text, not tokens: tokenising each prompt twice would cost more than the guess is worth. A block is `BYTES` of
-the prompt's text, which is close to one page of tokens, or `IDS` ids where ids were sent. The text is made of the fields
-that make up the prompt, in their order (`prompt_of`), so that two requests that differ in their sampling alone are the same.
+The router hashes text, because tokenizing each prompt twice would cost more than the estimate saves. A block is
+`BLOCK_BYTES` of text, about one page of tokens, or `BLOCK_IDS` ids. The text consists of the prompt's fields in order
+(`prompt_and_seed`), so sampling parameters do not change it.
 
-The subtle part is the order of forgetting. A chain is touched from its end to its beginning: then a prefix is always younger
-than what continues it, the oldest entry is always a leaf, and forgetting the oldest never leaves a chain without its start.
+The subtle point is the LRU order. A chain is touched from its end to its start, so a prefix is always newer than its
+continuations. The oldest entry is therefore a leaf, and an eviction never leaves a chain without its start.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import xxhash
 
 BlockHashes = tuple[int, ...]
 
-BLOCK_BYTES = 128  # of text, a block: about 32 tokens
+BLOCK_BYTES = 128  # bytes of text per block, about 32 tokens
 BLOCK_IDS = 32
-MAX_BLOCKS = 2048  # of one prompt; what follows is not looked at
+MAX_BLOCKS = 2048  # per prompt; later blocks are ignored
 
 
 def block_hashes(prompt: bytes | Sequence[int], seed: bytes = b"") -> BlockHashes:
-    """The chained hashes of the prompt's whole blocks; `seed`: what must be equal besides (model, adapter)."""
+    """Return the chained hashes of the prompt's complete blocks. seed: other data that must be equal (model, adapter)."""
     if isinstance(prompt, bytes):
         blocks = [prompt[i : i + BLOCK_BYTES] for i in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES)]
     else:
@@ -44,18 +44,18 @@ def block_hashes(prompt: bytes | Sequence[int], seed: bytes = b"") -> BlockHashe
 
 
 def prompt_and_seed(body: Mapping[str, Any]) -> tuple[bytes | list[int], bytes]:
-    """(prompt, seed) of a request's JSON body, whichever of the API's forms it has; an unknown form is an empty prompt.
+    """Return (prompt, seed) of a request's JSON body in any form of the API; an unknown form gives an empty prompt.
 
-    Nothing is refused here: what is wrong with a body, the replica says.
+    Invalid bodies are not rejected here: the replica reports the error.
     """
     seed = json.dumps([str(body.get("model", "")), str(body.get("adapter", ""))]).encode()
     if isinstance(body.get("messages"), list):
-        # Tools are part of what the template writes before the messages.
+        # The chat template writes tools before the messages.
         head = _text(body["tools"]) if body.get("tools") else b""
         return head + b"".join(_message(m) for m in body["messages"]), seed
     value = body.get("prompt", body.get("input"))
     if isinstance(value, list) and value and isinstance(value[0], list):
-        value = value[0]  # several prompts in one request go to one replica: by the first
+        value = value[0]  # several prompts go to one replica, chosen by the first
     if isinstance(value, list) and value and all(type(x) is int and 0 <= x < 2**63 for x in value):
         return value, seed
     if isinstance(value, str):
@@ -77,7 +77,7 @@ def _text(value: Any) -> bytes:
 
 
 class PrefixIndex:
-    """The hashes of one replica, `capacity` at most."""
+    """The hashes of one replica, at most `capacity`."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -87,24 +87,24 @@ class PrefixIndex:
         return len(self._hashes)
 
     def match_length(self, hashes: BlockHashes) -> int:
-        """Blocks at the chain's start that are known."""
+        """Return the number of leading blocks that are in the index."""
         for n, block in enumerate(hashes):
             if block not in self._hashes:
                 return n
         return len(hashes)
 
     def touch(self, hashes: BlockHashes) -> None:
-        """The prompt was sent: its blocks are the youngest now, the first of them the youngest of all."""
+        """Add the blocks of a sent prompt as the newest entries, the first block newest of all."""
         for block in reversed(hashes[: self.capacity]):
             self._hashes[block] = None
             self._hashes.move_to_end(block)
         self.evict(len(self._hashes) - self.capacity)
 
     def evict(self, blocks: int) -> None:
-        """Forget this many of the oldest (none where negative)."""
+        """Remove this many of the oldest entries (none if negative)."""
         for _ in range(min(blocks, len(self._hashes))):
             self._hashes.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all: the replica began anew."""
+        """Remove all entries."""
         self._hashes.clear()

@@ -1,21 +1,19 @@
-"""One request on its way through the router: to a replica, back to the client, and what happens when either of them goes.
+"""One request through the router: choice of a replica, forwarding, retries, disconnects.
 
-    body -> blocks -> choice -> replica -> answer, event by event -> client
+    body -> block hashes -> routing decision -> replica -> response
 
-- A stream of events is passed on as it comes. Only whole events are passed: half of one is of no use to the client, and
-  after a replica's death in mid-event the error could not be told behind it. Nothing else is held back.
-- Any other answer is gathered before its first byte is sent (answers are small; a large one, `GATHERED` bytes or more, flows
-  through). So a replica that dies in the middle of one costs the client nothing but time.
-- A second attempt is made only while nothing at all was sent to the client, at another replica, out of the budget, and once:
-  a request that kills whoever serves it shall not walk through the fleet. Sampling twice does no harm, but showing half of
-  one answer and half of another would.
-- A client that goes away cancels the task that relays for it; that closes the connection to the replica, which sees its
-  client go away in turn and frees the pages. A client that reads slowly is waited for, and the replica's socket fills up: no
-  answer is ever collected here on a slow reader's behalf.
+- An event stream is forwarded at once, in complete events only, so that an error event can follow if the replica dies in the
+  middle of an event.
+- Other responses are buffered, up to `MAX_BUFFERED_BYTES`, before the first byte is sent. So a replica that dies in the
+  middle of a response costs only time.
+- A request is retried at most once, on another replica, from the retry budget, and only if no byte was sent to the client.
+  A request that crashes replicas thus reaches at most two. Output of two attempts is never mixed.
+- If the client disconnects, the forwarding task is cancelled. This closes the connection to the replica, which then frees
+  its pages. A slow client applies back-pressure to the replica; nothing is buffered for it.
 
-What an answer says of the replica (the breaker): an answer below 500, and 500 itself, is a sign of life: a request that
-finds a bug would otherwise shut out one replica after another. 502, 504, broken connections and timeouts are failures. 503
-is neither: it is full or draining, and another is asked.
+Circuit breaker: a response below 500, or 500 itself, is a success, because a request that triggers a bug must not open one
+circuit after another. 502, 504, broken connections and timeouts are failures. 503 is neither: the replica is full or
+draining, and another one is tried.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ Headers = list[tuple[bytes, bytes]]
 
 MAX_BUFFERED_BYTES = 8 << 20
 MAX_ATTEMPTS = 2
-# Of one connection, not of the message (RFC 9110, section 7.6.1); length and host are written anew.
+# Headers of one connection (RFC 9110, section 7.6.1), and headers that the router sets.
 HOP_BY_HOP_HEADERS = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer", b"transfer-encoding",
     b"upgrade", b"host", b"content-length", b"accept-encoding", b"date", b"server",
@@ -50,7 +48,7 @@ HOP_BY_HOP_HEADERS = {
 
 @dataclass
 class ProxyRequest:
-    """What the client asked."""
+    """A client's request."""
 
     method: str
     target: str  # path and query
@@ -60,7 +58,7 @@ class ProxyRequest:
 
 
 class ProxyResponse:
-    """The client's side: remembers whether anything was sent, and ends every answer in a form that a client understands."""
+    """The response to the client. Stores whether a byte was sent, and ends every response in a valid form."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -75,38 +73,38 @@ class ProxyResponse:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def send_full(self, status: int, headers: Headers, data: bytes) -> None:
-        """An answer in one piece."""
+        """Send a complete response."""
         await self.start(status, [*headers, (b"content-length", str(len(data)).encode())])
         await self.body(data, more=False)
 
     async def send_error(self, status: int, code: str, message: str, retry_after: int | None = None) -> None:
-        """An error in the API's own shape."""
+        """Send an error in the API's format."""
         headers: Headers = [(b"content-type", b"application/json")]
         if retry_after is not None:
             headers.append((b"retry-after", str(retry_after).encode()))
         await self.send_full(status, headers, error_body(status, code, message))
 
     async def send_error_event(self, message: str) -> None:
-        """The replica died behind an answer that had begun: a last event says so."""
+        """End a started stream with an error event, after the replica died."""
         await self.body(b"data: " + error_body(502, "replica_lost", message) + b"\n\n", more=False)
 
 
 def error_body(status: int, code: str, message: str) -> bytes:
-    """The API's error object."""
+    """Return the API's error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
 
 
 class SSEFramer:
-    """Cuts a stream of events into pieces that end where an event ends."""
+    """Cuts a byte stream into pieces of complete events."""
 
-    MAX_EVENT_BYTES = 1 << 20  # an event beyond this is passed on in parts
+    MAX_EVENT_BYTES = 1 << 20  # a longer event is forwarded in parts
 
     def __init__(self) -> None:
         self.tail = b""
 
     def feed(self, data: bytes) -> bytes:
-        """All whole events that were not given yet."""
+        """Return all complete events that were not returned yet."""
         data = self.tail + data
         cut = max(data.rfind(end) + len(end) if end in data else 0 for end in (b"\n\n", b"\r\n\r\n", b"\r\r"))
         if len(data) - cut > self.MAX_EVENT_BYTES:
@@ -117,19 +115,19 @@ class SSEFramer:
 
 @dataclass
 class _Attempt:
-    """One replica, one try. learnt: whether the breaker was told something."""
+    """One attempt on one replica. breaker_updated: whether a result was recorded in the circuit breaker."""
 
     replica: Replica
     ticket: Ticket
     timings: Timings
     breaker_updated: bool = False
-    is_event_stream: bool = False  # the answer is a stream of them
-    failure: str = ""  # it is to be tried elsewhere, or what broke
+    is_event_stream: bool = False
+    failure: str = ""  # the reason to try another replica, or the broken connection
 
 
 @dataclass
 class Proxy:
-    """Answers requests from a fleet. tolls: where everything is counted; patience: seconds that a replica may be silent."""
+    """Forwards requests to a pool of replicas. read_timeout: seconds that a replica may send no data."""
 
     pool: ReplicaPool
     client: httpx.AsyncClient
@@ -139,7 +137,7 @@ class Proxy:
     in_flight: int = field(default=0, init=False)
 
     async def handle(self, request: ProxyRequest, receive: Receive, send: Send) -> None:
-        """Answer `asked`, unless its client goes away first. `receive` has given the whole body already."""
+        """Answer `request` unless its client disconnects first. `receive` must have returned the whole body already."""
         self.in_flight += 1
         work = asyncio.ensure_future(self._handle(request, ProxyResponse(send)))
         gone = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -155,58 +153,58 @@ class Proxy:
                 await work
 
     async def _handle(self, request: ProxyRequest, reply: ProxyResponse) -> None:
-        fleet, tried = self.pool, list[str]()
-        fleet.totals.arrived += 1
-        fleet.budget.deposit()
-        timings = Timings(fleet.clock())
-        why = ""
-        good: bool | None = (
-            None  # None: says nothing of us (the client went away, or asked for what cannot be)
-        )
+        pool, tried = self.pool, list[str]()
+        pool.totals.arrived += 1
+        pool.budget.deposit()
+        timings = Timings(pool.clock())
+        failure = ""
+        within_slo: bool | None = None  # None: not counted (client disconnected or sent an invalid request)
         try:
             for attempt_number in range(MAX_ATTEMPTS):
-                if attempt_number and fleet.available(tried) and not fleet.budget.try_spend():
-                    why += "; too many retries already"
+                if attempt_number and pool.available(tried) and not pool.budget.try_spend():
+                    failure += "; the retry budget is empty"
                     break
-                sent = fleet.dispatch(request.hashes, tried)
+                sent = pool.dispatch(request.hashes, tried)
                 if sent is None:
                     break
-                replica, ticket, choice = sent
-                self.metrics.record_decision(choice, retry=bool(attempt_number))
+                replica, ticket, decision = sent
+                self.metrics.record_decision(decision, retry=bool(attempt_number))
                 tried.append(replica.name)
                 attempt = _Attempt(replica, ticket, timings)
                 try:
                     done = await self._try_replica(request, reply, attempt)
                 finally:
-                    fleet.policy.end(ticket)
+                    pool.policy.end(ticket)
                     if not attempt.breaker_updated:
                         replica.breaker.cancel_probe()
                 if done:
                     if not 400 <= reply.status < 500:
-                        good = not attempt.failure and reply.status < 500 and self.metrics.meets_slo(timings)
+                        within_slo = (
+                            not attempt.failure and reply.status < 500 and self.metrics.meets_slo(timings)
+                        )
                     return
-                why = attempt.failure
+                failure = attempt.failure
             self.metrics.record_rejected()
-            good = False
-            said = (
-                f"no replica can answer: {why}"
-                if tried
-                else "no replica can answer: all are down or draining"
-            )
-            await reply.send_error(503, "no_replica", said, retry_after=1)
+            within_slo = False
+            message = f"no replica answered: {failure}" if tried else "all replicas are down or draining"
+            await reply.send_error(503, "no_replica", message, retry_after=1)
         finally:
-            if good is not None:
-                fleet.totals.finished += 1
-                fleet.totals.within_slo += good
+            if within_slo is not None:
+                pool.totals.finished += 1
+                pool.totals.within_slo += within_slo
 
-    async def _try_replica(self, asked: ProxyRequest, reply: ProxyResponse, attempt: _Attempt) -> bool:
-        """Whether the client has its answer, or part of one; False: nothing was sent, try elsewhere."""
-        replica, fleet = attempt.replica, self.pool
-        patience = httpx.Timeout(self.read_timeout, connect=self.connect_timeout, pool=None)
-        headers = [(k, v) for k, v in asked.headers if k.lower() not in HOP_BY_HOP_HEADERS]
-        headers.append((b"accept-encoding", b"identity"))  # events could not be told apart
+    async def _try_replica(self, proxied: ProxyRequest, reply: ProxyResponse, attempt: _Attempt) -> bool:
+        """Return whether the client got a response, or a part of one. False: nothing was sent, try another replica."""
+        replica, pool = attempt.replica, self.pool
+        timeout = httpx.Timeout(self.read_timeout, connect=self.connect_timeout, pool=None)
+        headers = [(k, v) for k, v in proxied.headers if k.lower() not in HOP_BY_HOP_HEADERS]
+        headers.append((b"accept-encoding", b"identity"))  # compressed events could not be separated
         request = self.client.build_request(
-            asked.method, replica.url + asked.target, headers=headers, content=asked.body, timeout=patience
+            proxied.method,
+            replica.url + proxied.target,
+            headers=headers,
+            content=proxied.body,
+            timeout=timeout,
         )
         outcome = "cancelled"
         try:
@@ -217,32 +215,34 @@ class Proxy:
                 await response.aclose()
         except (httpx.HTTPError, httpx.StreamError) as error:
             attempt.breaker_updated = True
-            replica.breaker.record_failure(fleet.clock())
+            replica.breaker.record_failure(pool.clock())
             if isinstance(error, httpx.ConnectError):
-                replica.healthy = False  # nobody listens there: until the next look finds somebody
+                replica.healthy = False  # unhealthy until the next successful health check
             outcome = "timeout" if isinstance(error, httpx.TimeoutException) else "broken"
             attempt.failure = f"{replica.name} " + (
-                f"was silent for {self.read_timeout:g} s" if outcome == "timeout" else "broke the connection"
+                f"sent no data for {self.read_timeout:g} s"
+                if outcome == "timeout"
+                else "broke the connection"
             )
             if reply.started and not attempt.is_event_stream:
-                raise  # the server cuts the connection: an answer of unknown length must not look whole
+                raise  # the server cuts the connection, so that a response of unknown length does not look complete
             if reply.started:
-                await reply.send_error_event(f"{attempt.failure} in mid-answer; ask again")
+                await reply.send_error_event(f"{attempt.failure} during the response; send the request again")
         finally:
-            self.metrics.record_attempt(replica.name, outcome, attempt.timings, fleet.clock())
+            self.metrics.record_attempt(replica.name, outcome, attempt.timings, pool.clock())
         return reply.started
 
     async def _forward_response(
         self, response: httpx.Response, reply: ProxyResponse, attempt: _Attempt
     ) -> str:
-        """Pass it on; returns the outcome's name. Raises what the connection raises."""
-        replica, fleet, status = attempt.replica, self.pool, response.status_code
+        """Forward a response; return the outcome label. Raises the exceptions of the connection."""
+        replica, pool, status = attempt.replica, self.pool, response.status_code
         if status in (502, 503, 504):
             if status != 503:
                 attempt.breaker_updated = True
-                replica.breaker.record_failure(fleet.clock())
+                replica.breaker.record_failure(pool.clock())
             attempt.failure = f"{replica.name} answered {status}"
-            others = fleet.available([replica.name])
+            others = pool.available([replica.name])
             if others:
                 return f"{status}"
         headers = [(k, v) for k, v in response.headers.raw if k.lower() not in HOP_BY_HOP_HEADERS]
@@ -299,6 +299,6 @@ class Proxy:
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
-    """Returns when the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

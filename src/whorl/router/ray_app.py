@@ -1,10 +1,10 @@
-"""The application that Ray Serve deploys: each of its replicas is one `whorl serve` process, looked after as on one machine.
+"""Ray Serve application: each Ray replica runs one supervised `whorl serve` process.
 
-    serve deploy serve.yaml            import_path: whorl.router.ray_app:app   (`manifests.py` writes the file)
+    serve deploy serve.yaml            import_path: whorl.router.ray_app:app   (written by `manifests.py`)
 
-The server runs in a process of its own below Ray's actor, behind a router with one replica (`replicas.py`): Ray's event loop
-and the engine do not share an interpreter, a server that dies is started again in place, and Ray hears through /health what
-it is to know. Cores and devices are those that Ray gave the actor; a child inherits them.
+The server is a child process of Ray's actor, behind a router with one replica (`replica_processes.py`). So Ray's event loop
+and the engine use separate interpreters, a crashed server is restarted in place, and /health reports its state to Ray. The
+child inherits the cores and devices of the actor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from whorl.router.replica_processes import make_replicated_router
 
 
 def command(args: Mapping[str, Any]) -> list[str]:
-    """What a replica runs. args: model; arguments: further words of `whorl serve`; sequences: at once."""
-    words = ["serve", str(args["model"]), "--max-num-seqs", str(args.get("max_num_seqs", 32))]
-    return [sys.executable, "-m", "whorl.cli", *words, *map(str, args.get("arguments", ()))]
+    """Return the command of a replica. args: model; arguments: further arguments of `whorl serve`; max_num_seqs."""
+    arguments = ["serve", str(args["model"]), "--max-num-seqs", str(args.get("max_num_seqs", 32))]
+    return [sys.executable, "-m", "whorl.cli", *arguments, *map(str, args.get("arguments", ()))]
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Ray Serve's application. Nothing is started before Ray makes a replica."""
+    """Return Ray Serve's application. The server starts when Ray creates a replica."""
     from ray import serve
 
     def build() -> Any:

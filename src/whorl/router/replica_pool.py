@@ -1,17 +1,17 @@
-"""The replicas behind a router: which of them may be asked, what is known of each, and how they are looked after.
+"""The replicas behind a router: availability, health checks, counters.
 
-A replica may be asked when four things hold, each learnt in its own way:
+A replica is available for a request if all of these hold:
 
-- it is *healthy*: its `/health` answered lately (asked every second; two silences in a row are an illness);
-- it is not *draining*: nobody asked for that here, and its `/health` does not say so itself;
-- its circuit is closed, or half-open with no probe on the way (`breaker.py`: what requests met, not what `/health` said: a
-  replica whose model hangs may well answer there);
-- this request has not failed there already.
+- it is *healthy*: it answered one of the last two health checks (`/health`, every second);
+- it is not *draining*, neither by a call of `drain` nor by the status in its `/health`;
+- its circuit is closed, or half-open without a running probe (`breaker.py`). The breaker uses the results of requests,
+  because a replica with a hanging model may still answer `/health`;
+- this request has not failed there before.
 
-Its `/health` may also tell that it began anew (`boot`, any value that changes) and how many tokens its cache let go since
-then (`evicted_tokens`, a running total): the policy's guess of what is cached there follows.
+`/health` may contain `boot_id`, which changes with each restart, and `evicted_tokens`, a running total of evicted cache
+positions. The prefix index of the replica is updated from both.
 
-One loop of events, one thread: nothing here needs a lock, and nothing awaits between a choice and the note that it was made.
+Everything runs in one event loop. There is no await between a routing decision and its registration, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from whorl.router.breaker import CircuitBreaker, CircuitState, RetryBudget
 from whorl.router.prefix_index import BlockHashes
 from whorl.router.routing_policy import RoutingDecision, RoutingPolicy, Ticket
 
-UNHEALTHY_AFTER = 2  # unanswered looks in a row
+UNHEALTHY_AFTER = 2  # consecutive failed health checks
 HEALTH_CHECK_SECONDS = 1.0
 HEALTH_CHECK_TIMEOUT = 2.0
-MAX_SNAPSHOTS = 900  # snapshots kept for advice, one a look
+MAX_SNAPSHOTS = 900  # one per health check
 TOKENS_PER_BLOCK = 32
 
 
 @dataclass
 class Replica:
-    """One server. url: without a slash at its end."""
+    """One server. url: without a trailing slash."""
 
     name: str
     url: str
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     healthy: bool = False
-    drain_requested: bool = False  # here
-    reports_draining: bool = False  # itself
+    drain_requested: bool = False  # by a call of `drain`
+    reports_draining: bool = False  # in its /health
     missed_checks: int = 0
     boot_id: Any = None
     evicted_tokens: int = 0
-    queue: int | None = None  # its own count, where it tells
+    queue: int | None = None  # queue length from /health, if reported
 
     @property
     def draining(self) -> bool:
@@ -60,18 +60,18 @@ class Replica:
 
 @dataclass
 class RequestTotals:
-    """Running totals since the start, over all replicas: what advice takes differences of."""
+    """Running totals since the start over all replicas."""
 
     arrived: int = 0
     finished: int = 0
-    within_slo: int = 0  # finished well and within the objective
+    within_slo: int = 0  # finished successfully and within the SLO
 
 
 class ReplicaPool:
-    """Replicas, the policy that chooses among them, and what happened.
+    """Replicas, the routing policy, and counters.
 
     Args:
-        clock: seconds that never go back.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -86,25 +86,25 @@ class ReplicaPool:
         self.snapshots: deque[PoolSnapshot] = deque(maxlen=MAX_SNAPSHOTS)
 
     def add(self, name: str, url: str, breaker: CircuitBreaker | None = None) -> Replica:
-        """A replica that is not asked before its first look found it healthy."""
+        """Add a replica. It gets no requests before its first successful health check."""
         self.policy.add(name)
         self.replicas[name] = replica = Replica(name, url.rstrip("/"), breaker or CircuitBreaker())
         return replica
 
     def remove(self, name: str) -> None:
-        """Forget it; requests on their way there go on."""
+        """Remove a replica; its running requests continue."""
         self.get(name)
         self.policy.remove(name)
         del self.replicas[name]
 
     def get(self, name: str) -> Replica:
-        """Raises ConfigError for an unknown name."""
+        """Return a replica. Raises ConfigError for an unknown name."""
         if name not in self.replicas:
-            raise ConfigError(f"replica {name!r}", expected=one_of(name, sorted(self.replicas)))
+            raise ConfigError(f"unknown replica {name!r}", expected=one_of(name, sorted(self.replicas)))
         return self.replicas[name]
 
     def available(self, tried: Collection[str] = ()) -> list[str]:
-        """Names of those that a request may go to which failed at `tried`."""
+        """Return the names of available replicas, without those in `tried`."""
         now = self.clock()
         return [
             r.name
@@ -115,24 +115,24 @@ class ReplicaPool:
     def dispatch(
         self, hashes: BlockHashes, tried: Collection[str] = ()
     ) -> tuple[Replica, Ticket, RoutingDecision] | None:
-        """Choose a replica and note that a request goes there; None where there is none.
+        """Choose a replica and register the request there. Returns None if no replica is available.
 
-        The caller ends the ticket (`self.policy.end`) and tells the breaker how it went, once each.
+        The caller ends the ticket (`self.policy.end`) and reports the result to the breaker, once each.
         """
         names = self.available(tried)
         if not names:
             return None
-        choice = self.policy.choose(hashes, names)
-        replica = self.replicas[choice.replica]
+        decision = self.policy.choose(hashes, names)
+        replica = self.replicas[decision.replica]
         replica.breaker.admit(self.clock())
-        return replica, self.policy.begin(hashes, choice.replica), choice
+        return replica, self.policy.begin(hashes, decision.replica), decision
 
     def drain(self, name: str, on: bool = True) -> None:
-        """No new requests there; those under way finish. `on=False`: take it up again."""
+        """Send no new requests to a replica; running ones finish. `on=False` reverts it."""
         self.get(name).drain_requested = on
 
     def on_restart(self, name: str, url: str | None = None) -> None:
-        """Its process is another one: its cache is empty, and it is not healthy before it says so."""
+        """Register a new process of a replica: its cache is empty, and it is unhealthy until a health check succeeds."""
         replica = self.get(name)
         replica.url = url or replica.url
         replica.healthy, replica.reports_draining, replica.missed_checks, replica.boot_id = (
@@ -145,7 +145,7 @@ class ReplicaPool:
         self.policy.clear_prefixes(name)
 
     def on_health_response(self, replica: Replica, status: int, body: dict[str, Any]) -> None:
-        """What its /health answered: 200, or 503 with a status of draining, or anything else, which is an illness."""
+        """Process a response of /health: 200 is healthy, 503 with status "draining" is draining, others are failures."""
         if replica.name not in self.replicas:
             return
         replica.reports_draining = body.get("status") == "draining"
@@ -165,53 +165,53 @@ class ReplicaPool:
         replica.queue = queue if isinstance(queue, int) else None
 
     def on_missed_check(self, replica: Replica) -> None:
-        """A look at it was not answered."""
+        """Record a failed health check."""
         replica.missed_checks += 1
         if replica.missed_checks >= UNHEALTHY_AFTER:
             replica.healthy = False
 
     async def check_health(self, client: httpx.AsyncClient) -> None:
-        """Ask every replica for its health, all at once, and take a snapshot."""
+        """Check the health of all replicas concurrently and take a snapshot."""
 
-        async def one(replica: Replica) -> None:
+        async def check(replica: Replica) -> None:
             url = replica.url
             try:
                 answer = await client.get(f"{url}/health", timeout=HEALTH_CHECK_TIMEOUT)
-                told = answer.json() if "json" in answer.headers.get("content-type", "") else {}
+                body = answer.json() if "json" in answer.headers.get("content-type", "") else {}
             except (httpx.HTTPError, ValueError):
-                if url == replica.url:  # it may have been restarted meanwhile
+                if url == replica.url:  # otherwise it was restarted in the meantime
                     self.on_missed_check(replica)
                 return
             if url == replica.url:
-                self.on_health_response(replica, answer.status_code, told if isinstance(told, dict) else {})
+                self.on_health_response(replica, answer.status_code, body if isinstance(body, dict) else {})
 
-        await asyncio.gather(*(one(r) for r in list(self.replicas.values())))
+        await asyncio.gather(*(check(r) for r in list(self.replicas.values())))
         self.snapshots.append(self.snapshot())
 
     async def run_health_checks(
         self, client: httpx.AsyncClient, interval: float = HEALTH_CHECK_SECONDS
     ) -> None:
-        """Look for ever."""
+        """Run health checks until cancelled."""
         while True:
             await self.check_health(client)
             await asyncio.sleep(interval)
 
     def snapshot(self) -> PoolSnapshot:
-        """What advice is made of."""
-        loads, tally = self.policy.loads, self.totals
+        """Return the current counters as input of the autoscaling advice."""
+        loads, totals = self.policy.loads, self.totals
         serving = [r for r in self.replicas.values() if r.healthy and not r.draining]
         return PoolSnapshot(
             time=self.clock(),
             replicas=len(serving),
             queue=sum(loads[r.name].waiting if r.queue is None else r.queue for r in serving),
             running=sum(loads[r.name].running for r in serving),
-            arrived=tally.arrived,
-            finished=tally.finished,
-            within_slo=tally.within_slo,
+            arrived=totals.arrived,
+            finished=totals.finished,
+            within_slo=totals.within_slo,
         )
 
     def describe(self) -> list[dict[str, Any]]:
-        """Each replica in words and numbers, for people and for the admin's page."""
+        """Return the state of each replica for the admin endpoint."""
         now = self.clock()
         return [
             {
@@ -229,5 +229,5 @@ class ReplicaPool:
         ]
 
     def circuit_state(self, name: str) -> CircuitState:
-        """Of one replica, now."""
+        """Return the circuit state of a replica."""
         return self.get(name).breaker.state(self.clock())

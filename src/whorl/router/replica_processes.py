@@ -1,20 +1,20 @@
-"""Replicas as processes of this machine: started, given their cores, watched, restarted, drained. With the router in front.
+"""Replica processes on this machine: started with their cores, supervised, restarted, drained, behind a router.
 
-    whorl serve MODEL --replicas 2   =   router on the port asked for
+    whorl serve MODEL --replicas 2   =   router on the given port
                                          |- whorl serve MODEL on a free port, cores 0-3
                                          '- whorl serve MODEL on a free port, cores 4-7
 
-A replica is whatever `command + --host H --port P` starts and whose /health then answers 200. Each gets cores of its own
-where there are enough: two servers whose threads share cores wait for one another at every product's end.
+A replica is any process that `command + --host H --port P` starts and whose /health returns 200. Each gets separate cores
+if there are enough: servers that share cores wait for each other at the end of every matrix product.
 
-- One that ends is started again, after a wait that doubles from `FIRST_WAIT` to `LONGEST_WAIT` and is forgotten once it has
-  stayed up for `STEADY` seconds. The router is told, so that nothing is believed to be in the new one's cache.
-- One that starts and never becomes healthy within `start_within` is ended and counts as one that ended.
-- On SIGTERM (which the web server turns into the end of its life-span) the router finishes what it has accepted first; only
-  then are the replicas told to stop, and ended by force `grace` seconds later.
-- If this process is killed outright its replicas get SIGTERM from the kernel (Linux's PR_SET_PDEATHSIG): no orphan keeps the
-  memory. It is asked for by a few lines that run in the child before the server does (`_CHILD`): what runs between fork and
-  exec must not be Python in a process with threads.
+- A process that exits is restarted after a backoff, which doubles from `MIN_BACKOFF` to `MAX_BACKOFF` and is reset after
+  `STABLE_SECONDS`. The pool then clears the prefix index of the replica.
+- A process that is not healthy within `start_timeout` is killed and counts as one that exited.
+- On SIGTERM (uvicorn then ends the lifespan) the router first finishes its requests. Then the replicas get SIGTERM, and
+  SIGKILL after `grace` seconds.
+- If this process is killed, the kernel sends SIGTERM to the replicas (PR_SET_PDEATHSIG on Linux), so no orphan keeps its
+  memory. A short script sets it in the child before the server starts (`_CHILD_SCRIPT`), because Python code between fork
+  and exec is unsafe in a process with threads.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from whorl.router.routing_policy import RoutingPolicy
 
 LOG = logging.getLogger("whorl.router")
 MIN_BACKOFF, MAX_BACKOFF, STABLE_SECONDS = 0.5, 30.0, 60.0
-_POLL_SECONDS = 0.05  # of a starting replica's /health
+_POLL_SECONDS = 0.05  # interval of the /health checks of a starting replica
 
-# argv: the parent's process id, cores ("0,1" or "" for any), the command. An exec keeps both settings.
+# argv: the parent's process id, cores ("0,1", or "" for any), the command. Both settings survive the exec.
 _CHILD_SCRIPT = """
 import os, signal, sys
 parent, cores, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -55,26 +55,26 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0)  # 1: PR_SET_PDEATHSIG
     if cores:
         os.sched_setaffinity(0, {int(c) for c in cores.split(",")})
-if os.getppid() != parent:  # it died before the kernel was asked
+if os.getppid() != parent:  # the parent died before prctl took effect
     sys.exit(1)
 os.execvp(command[0], command)
 """
 
 
 def split_cores(n: int, cores: Sequence[int] | None = None) -> list[tuple[int, ...]]:
-    """The cores split among n replicas, neighbours together; empty tuples (any core) where there are fewer than n."""
+    """Split the cores among n replicas in contiguous groups; return empty tuples (any core) if there are fewer than n."""
     if n < 1:
         raise ConfigError(f"{n} replicas", expected="at least 1")
     if cores is None:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
     if len(cores) < n:
         return [()] * n
-    borders = [i * len(cores) // n for i in range(n + 1)]
-    return [tuple(cores[a:b]) for a, b in itertools.pairwise(borders)]
+    bounds = [i * len(cores) // n for i in range(n + 1)]
+    return [tuple(cores[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 def drop_options(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
-    """A command line's words without some of its options and their values ("--port 80" and "--port=80" alike)."""
+    """Return a command line without some options and their values (both "--port 80" and "--port=80")."""
     out, skip = list[str](), False
     for word in arguments:
         if skip or word in options:
@@ -85,7 +85,7 @@ def drop_options(arguments: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody has at this moment. Somebody may take it before a replica does: that one ends and gets another."""
+    """Return a port that is free now. If another process takes it first, the replica exits and is restarted on another."""
     with socket.socket() as listening:
         listening.bind((host, 0))
         return int(listening.getsockname()[1])
@@ -93,7 +93,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass
 class ReplicaProcess:
-    """One replica's process, or the wait for its next one."""
+    """The process of one replica, or its pending restart."""
 
     name: str
     cores: tuple[int, ...] = ()
@@ -104,21 +104,21 @@ class ReplicaProcess:
 
     @property
     def pid(self) -> int:
-        """0 between two lives."""
+        """Process id; 0 if no process runs."""
         return self.popen.pid if self.popen is not None and self.popen.returncode is None else 0
 
 
 class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
-    """`n` processes of one command, kept alive while the context lasts.
+    """Runs `n` processes of one command while the context is open.
 
     Args:
         command: starts a server when --host and --port are added.
-        fleet: gets them as r0, r1, ...; None: they are only kept alive.
-        start_within: seconds to become healthy in; grace: seconds to end in.
-        any_of: return from entering as soon as so many are healthy (the rest follow); default all.
+        pool: the replicas are added to it as r0, r1, ...; None: they are only supervised.
+        start_timeout: seconds to become healthy; grace: seconds to exit.
+        min_ready: number of healthy replicas that entering waits for; default all.
 
     Raises, on entering:
-        ConfigError: a replica ended before it was ever healthy: the command is wrong, and would be wrong again.
+        ConfigError: a replica exited before it was healthy, so the command is probably wrong.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
         up = asyncio.ensure_future(self._wait_ready())
         try:
             await asyncio.wait([up, *self._supervision_tasks], return_when=asyncio.FIRST_COMPLETED)
-            for keeper in self._supervision_tasks:
-                if keeper.done():
-                    keeper.result()
+            for task in self._supervision_tasks:
+                if task.done():
+                    task.result()
         except BaseException:
             await self._stop_all()
             raise
@@ -168,9 +168,9 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
             await self._ready_count.acquire()
 
     async def _supervise(self, process: ReplicaProcess) -> None:
-        """One replica's lives, one after another."""
+        """Start and restart one replica."""
         while True:
-            began = time.monotonic()
+            start = time.monotonic()
             self._start(process)
             healthy = await self._wait_for_health(process)
             if healthy:
@@ -179,16 +179,16 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
                 LOG.info("replica %s is up at %s", process.name, process.url)
                 await self._wait_for_exit(process)
             elif process.starts == 1:
-                how = _exit_description(process.popen)
+                exit_description = _exit_description(process.popen)
                 raise ConfigError(
-                    f"replica {process.name} {how} before it answered at {process.url}/health",
-                    expected="a server that stays up",
-                    do=f"run it alone and see: {' '.join(self._command(process))}",
+                    f"replica {process.name} {exit_description} before it answered at {process.url}/health",
+                    expected="a server that keeps running",
+                    do=f"run it directly to see the error: {' '.join(self._command(process))}",
                 )
-            if time.monotonic() - began > STABLE_SECONDS:
+            if time.monotonic() - start > STABLE_SECONDS:
                 process.backoff = MIN_BACKOFF
-            how = _exit_description(process.popen)
-            LOG.warning("replica %s %s; started again in %g s", process.name, how, process.backoff)
+            exit_description = _exit_description(process.popen)
+            LOG.warning("replica %s %s; restarting in %g s", process.name, exit_description, process.backoff)
             await asyncio.sleep(process.backoff)
             process.backoff = min(MAX_BACKOFF, 2 * process.backoff)
 
@@ -221,15 +221,15 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
                 answer = await self._client.get(f"{process.url}/health", timeout=2.0)
                 if answer.status_code == 200:
                     if self.pool is not None and process.name in self.pool.replicas:
-                        told = answer.json() if "json" in answer.headers.get("content-type", "") else {}
-                        self.pool.on_health_response(self.pool.get(process.name), 200, told)
+                        body = answer.json() if "json" in answer.headers.get("content-type", "") else {}
+                        self.pool.on_health_response(self.pool.get(process.name), 200, body)
                     return True
             await asyncio.sleep(_POLL_SECONDS)
         await self._stop(process, signal.SIGKILL)
         return False
 
     async def _wait_for_exit(self, process: ReplicaProcess) -> None:
-        """Returns when the process has ended. It is looked at: a handler of SIGCHLD would be the whole program's."""
+        """Wait for the exit of the process by polling: a handler of SIGCHLD would affect the whole program."""
         assert process.popen is not None
         while process.popen.poll() is None:
             await asyncio.sleep(_POLL_SECONDS)
@@ -244,18 +244,18 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
         deadline = time.monotonic() + self.grace
         while popen.poll() is None:
             if time.monotonic() > deadline:
-                LOG.warning("replica %s did not end within %g s and was killed", process.name, self.grace)
+                LOG.warning("replica %s did not exit within %g s and was killed", process.name, self.grace)
                 popen.kill()
                 popen.wait()
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _stop_all(self) -> None:
-        for keeper in self._supervision_tasks:
-            keeper.cancel()
-        for keeper in self._supervision_tasks:
+        for task in self._supervision_tasks:
+            task.cancel()
+        for task in self._supervision_tasks:
             with suppress(asyncio.CancelledError, Exception):
-                await keeper
+                await task
         await asyncio.gather(*(self._stop(p, signal.SIGTERM) for p in self.processes))
         await self._client.aclose()
 
@@ -263,8 +263,8 @@ class ReplicaSupervisor(AbstractAsyncContextManager["ReplicaSupervisor"]):
 def _exit_description(popen: subprocess.Popen[bytes] | None) -> str:
     code = popen.poll() if popen is not None else None
     if code is None:
-        return "did not come up"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return "did not become healthy"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 def make_replicated_router(
@@ -275,11 +275,13 @@ def make_replicated_router(
     policy: RoutingPolicy | None = None,
     **settings: Any,
 ) -> tuple[ReplicaRouter, ReplicaSupervisor]:
-    """A router whose life-span holds `n` processes of `command`; `settings` as `Router` and `Replicas` take them."""
-    own = {k: settings.pop(k) for k in ("env", "start_timeout", "grace", "min_ready") if k in settings}
-    fleet = ReplicaPool(policy or RoutingPolicy(random.Random(seed)))
-    replicas = ReplicaSupervisor(command, n, fleet, **own)
-    return ReplicaRouter(fleet, outer_context=replicas, **settings), replicas
+    """Return a router whose lifespan runs `n` processes of `command`, and their supervisor; `settings` go to both."""
+    supervisor_settings = {
+        k: settings.pop(k) for k in ("env", "start_timeout", "grace", "min_ready") if k in settings
+    }
+    pool = ReplicaPool(policy or RoutingPolicy(random.Random(seed)))
+    replicas = ReplicaSupervisor(command, n, pool, **supervisor_settings)
+    return ReplicaRouter(pool, outer_context=replicas, **settings), replicas
 
 
 def serve_replicas(
@@ -291,14 +293,14 @@ def serve_replicas(
     grace: float = 40.0,
     **settings: Any,
 ) -> None:
-    """Serve on host:port from `n` processes of `command`, until SIGTERM or SIGINT; what runs then gets `grace` seconds.
+    """Serve on host:port with `n` processes of `command` until SIGTERM or SIGINT; running requests get `grace` seconds.
 
     Args:
         command: starts one server when `--host H --port P` are added.
-        settings: of `Router` and `Replicas`.
+        settings: of `ReplicaRouter` and `ReplicaSupervisor`.
 
     Raises:
-        ConfigError: a replica does not come up.
+        ConfigError: a replica does not become healthy.
     """
     router, _ = make_replicated_router(command, n, grace=grace, **settings)
     serve_router(router, host, port, grace)

@@ -1,22 +1,21 @@
-"""The router: one address in front of several replicas. Where what was decided elsewhere becomes an HTTP application.
+"""The router's HTTP application: one address in front of several replicas.
 
     client -> router -> replica 0 | replica 1 | ...
 
-It speaks the replicas' own API: whatever it does not know it passes on, so the same client works with and without it. Of its
-own it has
+It forwards the replicas' API unchanged, so clients work with and without it. Its own endpoints:
 
-    GET  /health                 200 while at least one replica may be asked
-    GET  /metrics                its own counters, per replica (`tolls.py`)
-    GET  /v1/router/replicas     each replica's state
-    GET  /v1/router/advice       how many there should be, and why (`advice.py`)
-    POST /v1/router/drain        {"replica": "r1"}: nothing new goes there, what runs there finishes
-    POST /v1/router/resume       the same, taken back
+    GET  /health                 200 while at least one replica is available
+    GET  /metrics                metrics per replica (`metrics.py`)
+    GET  /v1/router/replicas     state of each replica
+    GET  /v1/router/advice       advised number of replicas with reasons (`autoscaling_advice.py`)
+    POST /v1/router/drain        {"replica": "r1"}: send no new requests there; running ones finish
+    POST /v1/router/resume       revert a drain
 
-The last four tell of the machines behind, and two of them change something: they are answered to callers on the same machine
-(and not through a proxy there), or with the admin's key. The key is kept as a hash.
+The endpoints under /v1/router accept callers on the same machine that did not come through a proxy, or the admin key. Only
+the hash of the key is stored.
 
-The parts: `prefixes.py` (what is cached where), `policy.py` (who answers), `breaker.py` (who is not asked, who is asked
-twice), `fleet.py` (health), `relay.py` (one request), `replicas.py` (the processes).
+Parts: `prefix_index.py` (cached prefixes), `routing_policy.py` (choice of a replica), `breaker.py` (failures and retries),
+`replica_pool.py` (health), `proxy.py` (one request), `replica_processes.py` (processes).
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ from whorl.router.routing_policy import RoutingPolicy
 LOG = logging.getLogger("whorl.router")
 MAX_BODY_BYTES = 32 << 20
 PROMPT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-# Nothing is bounded here: a request waits in its replica's queue, which knows what waiting means, not in a socket pool
+# No limit on connections: requests wait in the queue of their replica, not in a connection pool.
 CONNECTION_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128, keepalive_expiry=4.0)
 
 
 class ReplicaRouter:
-    """The application's state. fleet: its replicas are added by whoever starts them; `app`: what a server runs."""
+    """State of the router. The caller adds replicas to `pool`; `app` is the ASGI application."""
 
     def __init__(
         self,
@@ -72,7 +71,7 @@ class ReplicaRouter:
         health_check_interval: float = HEALTH_CHECK_SECONDS,
         outer_context: AbstractAsyncContextManager[Any] | None = None,
     ) -> None:
-        """around: entered before the first look and left after the last answer (the processes, `replicas.py`)."""
+        """outer_context: entered before the first health check and left after the last response (`replica_processes.py`)."""
         self.pool, self.metrics = pool, RouterMetrics(slo)
         self.autoscaling, self.admin_key_sha256 = autoscaling or AutoscalingConfig(), admin_key_sha256
         self.draining = False
@@ -82,9 +81,7 @@ class ReplicaRouter:
             outer_context,
         )
         self._proxy: Proxy | None = None
-        self.startup_error: ConfigError | None = (
-            None  # why it never began: a web server only says that it did not
-        )
+        self.startup_error: ConfigError | None = None  # uvicorn reports only that the startup failed
         self.app = Starlette(
             lifespan=self._lifespan,
             routes=[
@@ -100,11 +97,11 @@ class ReplicaRouter:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have no answer, or not all of it."""
+        """Requests without a complete response."""
         return self._proxy.in_flight if self._proxy is not None else 0
 
     async def wait_drained(self) -> None:
-        """Returns when no request is under way."""
+        """Wait until no request is in progress."""
         while self.in_flight:
             await asyncio.sleep(0.02)
 
@@ -132,34 +129,34 @@ class ReplicaRouter:
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         reply = ProxyResponse(send)
         if scope["type"] != "http":
-            return  # no web socket has anything to say here; the server closes it
+            return  # no endpoint uses web sockets; the server closes the connection
         if self.draining:
-            await reply.send_error(503, "draining", "the router is shutting down; ask another", retry_after=1)
+            await reply.send_error(503, "draining", "the router is draining; use another", retry_after=1)
             return
         try:
             body = await _read_body(Request(scope, receive))
         except ClientDisconnect:
             return
         if body is None:
-            text = f"the request's body is longer than {MAX_BODY_BYTES >> 20} MiB"
+            text = f"the request body is longer than {MAX_BODY_BYTES >> 20} MiB"
             await reply.send_error(413, "request_too_large", text)
             return
         assert self._proxy is not None
         query = scope.get("query_string", b"")
-        asked = ProxyRequest(
+        proxied = ProxyRequest(
             method=scope["method"],
             target=_target(scope) + (f"?{query.decode('latin-1')}" if query else ""),
             headers=_forwarded_headers(scope),
             body=body,
             hashes=request_block_hashes(scope["path"], body),
         )
-        await self._proxy.handle(asked, receive, send)
+        await self._proxy.handle(proxied, receive, send)
 
     async def _health(self, request: Request) -> Response:
-        free = [] if self.draining else self.pool.available()
-        status = "draining" if self.draining else "ok" if free else "no replica"
-        told = {"status": status, "replicas": len(self.pool.replicas), "available": len(free)}
-        return JSONResponse(told, 200 if free else 503)
+        available = [] if self.draining else self.pool.available()
+        status = "draining" if self.draining else "ok" if available else "no replica"
+        body = {"status": status, "replicas": len(self.pool.replicas), "available": len(available)}
+        return JSONResponse(body, 200 if available else 503)
 
     async def _metrics(self, request: Request) -> Response:
         return Response(
@@ -171,8 +168,8 @@ class ReplicaRouter:
 
     async def _advice(self, request: Request) -> Response:
         advice = advise(self.pool.snapshots, self.autoscaling)
-        told = {"replicas": advice.replicas, "change": advice.change, "reasons": advice.reasons}
-        return JSONResponse({**told, "text": str(advice)})
+        body = {"replicas": advice.replicas, "change": advice.change, "reasons": advice.reasons}
+        return JSONResponse({**body, "text": str(advice)})
 
     async def _drain(self, request: Request) -> Response:
         return await self._set_draining(request, True)
@@ -197,7 +194,7 @@ class ReplicaRouter:
             if self._is_admin(request):
                 return await answer(request)
             return _error_response(
-                401, "admin_key_needed", "the admin's key is needed, or a caller on the same machine"
+                401, "admin_key_needed", "requires the admin key or a caller on the same machine"
             )
 
         return checked
@@ -222,15 +219,15 @@ def make_router(
     budget: RetryBudget | None = None,
     **settings: Any,
 ) -> ReplicaRouter:
-    """A router over replicas that run already, by name and URL; `settings` as `Router` takes them."""
-    fleet = ReplicaPool(policy or RoutingPolicy(random.Random(seed)), budget)
+    """Return a router over running replicas, given by name and URL; `settings` as in `ReplicaRouter`."""
+    pool = ReplicaPool(policy or RoutingPolicy(random.Random(seed)), budget)
     for name, url in replicas.items():
-        fleet.add(name, url)
-    return ReplicaRouter(fleet, **settings)
+        pool.add(name, url)
+    return ReplicaRouter(pool, **settings)
 
 
 class _DrainingServer(uvicorn.Server):
-    """uvicorn, which goes on listening while it drains: /health says so, and what is new is told 503 in words."""
+    """uvicorn server that keeps its port open while it drains: /health reports it, and new requests get 503."""
 
     def __init__(self, config: uvicorn.Config, router: ReplicaRouter, grace: float) -> None:
         super().__init__(config)
@@ -243,7 +240,7 @@ class _DrainingServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal; a second one ends at once. Not kept for later, as uvicorn does: it would spoil the exit code."""
+        """Drain at the first signal, exit at the second. The signal is not stored: uvicorn would change the exit code."""
         if self.router.draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:
@@ -257,38 +254,38 @@ class _DrainingServer(uvicorn.Server):
         try:
             await asyncio.wait_for(self.router.wait_drained(), self.grace)
         except TimeoutError:
-            LOG.warning("%d requests were cut off", self.router.in_flight)
+            LOG.warning("%d requests were aborted", self.router.in_flight)
         self.should_exit = True
 
 
 def serve_router(router: ReplicaRouter, host: str, port: int, grace: float = 40.0) -> None:
-    """Serve until SIGTERM or SIGINT; what runs then gets `grace` seconds.
+    """Serve until SIGTERM or SIGINT; running requests get `grace` seconds.
 
     Raises:
-        ConfigError: it never began, since a replica does not come up.
+        ConfigError: the startup failed, because a replica does not become healthy.
     """
     config = uvicorn.Config(
         router.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2
     )
-    with suppress(SystemExit):  # with which uvicorn leaves if the router never began
+    with suppress(SystemExit):  # uvicorn raises it if the startup failed
         _DrainingServer(config, router, grace).run()
     if router.startup_error is not None:
         raise router.startup_error
 
 
 def request_block_hashes(path: str, body: bytes) -> BlockHashes:
-    """The prompt's blocks; none where there is no prompt, or none that can be read (the replica says what is wrong)."""
+    """Return the block hashes of the prompt; empty if there is no prompt or it cannot be parsed (the replica reports it)."""
     if path not in PROMPT_PATHS:
         return ()
     try:
-        told = orjson.loads(body)
+        parsed = orjson.loads(body)
     except orjson.JSONDecodeError:
         return ()
-    return block_hashes(*prompt_and_seed(told)) if isinstance(told, dict) else ()
+    return block_hashes(*prompt_and_seed(parsed)) if isinstance(parsed, dict) else ()
 
 
 async def _read_body(request: Request) -> bytes | None:
-    """None: too long."""
+    """Return the body, or None if it is too long."""
     parts, size = list[bytes](), 0
     async for part in request.stream():
         size += len(part)

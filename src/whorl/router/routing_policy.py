@@ -1,24 +1,23 @@
-"""Which replica answers: the one where the prompt waits least, given what is cached there and what is being done there.
+"""Routing policy: choose the replica with the shortest expected time to first token.
 
-Round robin spreads a conversation over all replicas, and each of them computes its prefix anew; sending all to where the
-prefix lies piles a popular prefix's traffic onto one. Both ends are priced in one currency, blocks of prompt to be computed:
+Round robin spreads a conversation over all replicas, and each computes the prefix again. Routing only by prefix overloads
+the replica with a popular prefix. The policy puts both in one unit, blocks of prompt to compute:
 
-    cost(r) = blocks of this prompt that r does not have + blocks sent to r that have no answer yet + decode * requests at r
+    cost(r) = prompt blocks not cached on r + blocks sent to r without a first byte + decode_cost * requests on r
 
-Its minimum is the earliest first token, if blocks take equally long everywhere (the idea of Preble, Srivatsa et al. 2024,
-arXiv 2407.00023, and of Mooncake's scheduler, Qin et al. 2024, arXiv 2407.00079, section 6). `decode` is what a running
-sequence slows a step by, in blocks.
+The minimum is the earliest first token if all blocks take equally long (as in Preble, Srivatsa et al. 2024, arXiv
+2407.00023, and Mooncake, Qin et al. 2024, arXiv 2407.00079, section 6). `decode_cost` is the slowdown of a step by one
+running sequence, in blocks.
 
-- Where nobody has any of the prompt: the better of two drawn at random (Mitzenmacher 2001, "The power of two choices in
-  randomized load balancing"): nearly as even as asking all, and two routers that do not know of one another do not both
-  fall upon the one replica that looks empty.
-- Whatever the costs say, no replica gets more than `slack` above its share: with m requests under way on n replicas the
-  next one goes only to where fewer than c = ceil((1 + slack) (m + 1) / n) are (Mirrokni et al. 2016, "Consistent hashing
-  with bounded loads", arXiv 1608.01350). There is always one: c n > m. With few requests under way the bound would forbid
-  every affinity, so it never falls below `floor`.
+- If no replica has a prefix of the prompt: the better of two random replicas (Mitzenmacher 2001, "The power of two choices
+  in randomized load balancing"). This is almost as even as comparing all. Independent routers also avoid sending to the
+  same idle replica at once.
+- Load bound: with m requests on n replicas, a replica is eligible while it has fewer than
+  c = max(min_limit, ceil((1 + load_slack) (m + 1) / n)) requests (Mirrokni et al. 2016, "Consistent hashing with bounded
+  loads", arXiv 1608.01350). One is always eligible since c n > m. `min_limit` keeps affinity possible at low load.
 
-Pure: no clock, no sockets; the random generator comes in. The router tells it what it sends (`begin`), when the first byte
-came back (`answered`: the prompt is computed) and when it ended (`end`).
+Pure: no clock and no sockets; the random generator is an argument. The router reports sent requests (`begin`), first bytes
+(`mark_prefilled`) and ends (`end`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from whorl.router.prefix_index import BlockHashes, PrefixIndex
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """Where to, and why: blocks of the prompt probably cached there, of how many; why: prefix, two choices or bound."""
+    """The chosen replica and its estimated cached blocks. reason: prefix, power_of_two or load_bound."""
 
     replica: str
     cached_blocks: int
@@ -44,7 +43,7 @@ class RoutingDecision:
 
 @dataclass
 class ReplicaLoad:
-    """What a replica has to do: requests under way; blocks of those that have not been answered yet."""
+    """Load of a replica: requests in progress, those without a first byte, and the prompt blocks of the latter."""
 
     running: int = 0
     waiting: int = 0
@@ -53,25 +52,25 @@ class ReplicaLoad:
 
 @dataclass
 class Ticket:
-    """A request on its way. Spent after `end`."""
+    """A request in progress. Unusable after `end`."""
 
     replica: str
-    load: ReplicaLoad  # the replica's own: a replica removed and added again has another one
-    blocks: int  # to be computed
+    load: ReplicaLoad  # a replica that is removed and added again gets a new object
+    blocks: int  # to compute
     prefilled: bool = False
     ended: bool = False
 
 
 @dataclass
 class RoutingPolicy:
-    """Chooses among the replicas added.
+    """Chooses among the added replicas.
 
     Args:
-        rng: for the two that are compared.
-        capacity: blocks remembered of a replica: what its cache holds, or a little less.
-        slack: how far above its share of the requests under way a replica may be.
-        floor: requests that a replica may always have, however few there are elsewhere.
-        decode: blocks that a running request counts as.
+        rng: draws the two candidates.
+        capacity: blocks in the prefix index of a replica: its cache size or a little less.
+        load_slack: relative excess over the mean number of requests that a replica may have.
+        min_limit: requests that a replica may always have.
+        decode_cost: blocks that a running request counts as.
     """
 
     rng: random.Random
@@ -85,74 +84,75 @@ class RoutingPolicy:
     def __post_init__(self) -> None:
         if self.capacity < 0 or self.load_slack < 0 or self.min_limit < 1 or self.decode_cost < 0:
             raise ConfigError(
-                f"a policy with capacity {self.capacity}, slack {self.load_slack}, floor {self.min_limit}, decode {self.decode_cost}",
-                expected="none of them negative, floor at least 1",
+                f"routing policy: capacity {self.capacity}, load_slack {self.load_slack}, min_limit {self.min_limit}, "
+                f"decode_cost {self.decode_cost}",
+                expected="non-negative values, min_limit at least 1",
             )
 
     def add(self, replica: str, capacity: int | None = None) -> None:
-        """A replica about which nothing is known yet; `capacity`: its own, where it is known."""
+        """Add a replica with an empty prefix index. capacity: of this replica, if known."""
         if replica in self.loads:
-            raise ConfigError(f"replica {replica!r} twice", expected="names that differ")
+            raise ConfigError(f"replica {replica!r} was added twice", expected="unique names")
         self.indexes[replica], self.loads[replica] = (
             PrefixIndex(self.capacity if capacity is None else capacity),
             ReplicaLoad(),
         )
 
     def remove(self, replica: str) -> None:
-        """It is gone; tickets of requests that were there may still be ended."""
+        """Remove a replica; tickets of its requests can still be ended."""
         self._check_known(replica)
         del self.indexes[replica], self.loads[replica]
 
     def clear_prefixes(self, replica: str) -> None:
-        """Its cache is empty: it began anew."""
+        """Clear the prefix index of a restarted replica."""
         self._check_known(replica)
         self.indexes[replica].clear()
 
     def evict_prefixes(self, replica: str, blocks: int) -> None:
-        """It says that so many blocks went from its cache: the oldest here are the likeliest."""
+        """Remove this many blocks from the prefix index, oldest first: the replica evicted as many."""
         self._check_known(replica)
         self.indexes[replica].evict(blocks)
 
     def concurrency_limit(self, allowed: Collection[str]) -> int:
-        """Requests under way that none of `allowed` may exceed with the next one."""
-        under_way = sum(self.loads[r].running for r in allowed)
-        return max(self.min_limit, math.ceil((1 + self.load_slack) * (under_way + 1) / len(allowed)))
+        """Return the number of requests that no replica of `allowed` may exceed."""
+        in_progress = sum(self.loads[r].running for r in allowed)
+        return max(self.min_limit, math.ceil((1 + self.load_slack) * (in_progress + 1) / len(allowed)))
 
     def cost(self, replica: str, missing: int) -> float:
-        """Blocks until a prompt of which `missing` blocks are not there would have its first token."""
+        """Return the blocks to compute before the first token of a prompt with `missing` uncached blocks."""
         load = self.loads[replica]
         return missing + load.pending_blocks + self.decode_cost * load.running
 
     def choose(self, hashes: BlockHashes, allowed: Collection[str]) -> RoutingDecision:
-        """One of `allowed` for a prompt of these blocks; changes nothing but the generator.
+        """Return a decision among `allowed` for a prompt with these blocks. Only the random generator changes.
 
         Raises:
-            ConfigError: `allowed` is empty or names an unknown replica.
+            ConfigError: `allowed` is empty or contains an unknown replica.
         """
         if not allowed:
-            raise ConfigError("a choice among no replicas", expected="one at least")
+            raise ConfigError("no replica to choose from", expected="at least one")
         for replica in allowed:
             self._check_known(replica)
-        names = sorted(allowed)  # the same generator makes the same choice, however the set is ordered
-        bound = self.concurrency_limit(names)
-        free = [r for r in names if self.loads[r].running < bound]
+        names = sorted(allowed)  # the same seed gives the same decision for any order of the set
+        limit = self.concurrency_limit(names)
+        eligible = [r for r in names if self.loads[r].running < limit]
         hits = {r: self.indexes[r].match_length(hashes) for r in names}
         known = max(hits.values()) > 0
-        candidates = free if known else self.rng.sample(free, min(2, len(free)))
-        # Of equals, where more of it lies; of those, any (but not always the first).
-        prices = {r: (self.cost(r, len(hashes) - hits[r]), -hits[r]) for r in names}
-        best = min(candidates, key=lambda r: (prices[r], self.rng.random()))
-        held = known and min(prices.values()) < prices[best]
-        reason = "load_bound" if held else "prefix" if known else "power_of_two"
+        candidates = eligible if known else self.rng.sample(eligible, min(2, len(eligible)))
+        # Ties: the replica with more cached blocks, then a random one.
+        costs = {r: (self.cost(r, len(hashes) - hits[r]), -hits[r]) for r in names}
+        best = min(candidates, key=lambda r: (costs[r], self.rng.random()))
+        limited = known and min(costs.values()) < costs[best]
+        reason = "load_bound" if limited else "prefix" if known else "power_of_two"
         return RoutingDecision(best, hits[best], len(hashes), reason)
 
     def begin(self, hashes: BlockHashes, replica: str) -> Ticket:
-        """The prompt is sent to `replica`, which will have it cached."""
+        """Record that a prompt is sent to `replica`, which will cache it."""
         self._check_known(replica)
         index, load = self.indexes[replica], self.loads[replica]
         ticket = Ticket(
             replica, load, 1 + len(hashes) - index.match_length(hashes)
-        )  # 1: what fills no whole block
+        )  # 1: the incomplete last block
         index.touch(hashes)
         load.running += 1
         load.waiting += 1
@@ -160,7 +160,7 @@ class RoutingPolicy:
         return ticket
 
     def mark_prefilled(self, ticket: Ticket) -> None:
-        """The first byte came: the prompt is computed. Again: nothing."""
+        """Record the first byte: the prompt is computed. A second call has no effect."""
         if ticket.prefilled:
             return
         ticket.prefilled = True
@@ -168,7 +168,7 @@ class RoutingPolicy:
         ticket.load.pending_blocks -= ticket.blocks
 
     def end(self, ticket: Ticket) -> None:
-        """It ended, well or badly. Again: nothing."""
+        """Record the end, with or without success. A second call has no effect."""
         if ticket.ended:
             return
         self.mark_prefilled(ticket)
@@ -177,4 +177,4 @@ class RoutingPolicy:
 
     def _check_known(self, replica: str) -> None:
         if replica not in self.loads:
-            raise ConfigError(f"replica {replica!r}", expected=one_of(replica, sorted(self.loads)))
+            raise ConfigError(f"unknown replica {replica!r}", expected=one_of(replica, sorted(self.loads)))

@@ -43,7 +43,7 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start the drain at the first signal. The signal is not stored: uvicorn would raise it again and change the exit code."""
+        """Start the drain. The signal is not stored: uvicorn would raise it again and change the exit code."""
         if self.state.draining or self._loop is None:
             self.should_exit = self.force_exit = True
         else:

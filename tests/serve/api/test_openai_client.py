@@ -153,9 +153,9 @@ def test_embeddings_are_unit_vectors_and_base64_says_the_same(server: Any, clien
         assert np.linalg.norm(one.embedding) == pytest.approx(1, abs=1e-5)
         assert one.embedding == pytest.approx(same.embedding, abs=1e-6)
     served = server.api.models[0]
-    want = server.ask(lambda engine: mean_pooled_embedding(engine.model, served.plain(texts[1])))
+    want = server.ask(lambda engine: mean_pooled_embedding(engine.model, served.encode_text(texts[1])))
     assert plain.data[1].embedding == pytest.approx(want, abs=1e-6)
-    ids = client.embeddings.create(model="tiny", input=served.plain(texts[1]), encoding_format="float")
+    ids = client.embeddings.create(model="tiny", input=served.encode_text(texts[1]), encoding_format="float")
     assert ids.data[0].embedding == pytest.approx(want, abs=1e-6)
 
 

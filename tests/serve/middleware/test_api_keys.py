@@ -134,7 +134,7 @@ def test_the_server_asks_for_a_key_and_counts(tmp_path: Path) -> None:
         assert second.status_code == 429 and second.json()["error"]["type"] == "rate_limit_error"
         assert int(second.headers["retry-after"]) >= 1 and "x-ratelimit-remaining-tokens" in second.headers
         never = httpx.post(url, json=ask | {"prompt": [5] * 101}, headers=own)
-        assert never.status_code == 429 and "longer than" in never.json()["error"]["message"]
+        assert never.status_code == 429 and "exceeds" in never.json()["error"]["message"]
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
         client.completions.create(model="tiny", prompt=[5], max_tokens=1)
         with pytest.raises(openai.RateLimitError):
@@ -147,12 +147,12 @@ def test_others_are_only_let_in_with_keys(tmp_path: Path) -> None:
     check_auth_required(ServeConfig())
     check_auth_required(ServeConfig(host="::1"))
     check_auth_required(ServeConfig(host="0.0.0.0"), no_auth=True)
-    with pytest.raises(ConfigError, match="no file of keys"):
+    with pytest.raises(ConfigError, match="does not exist"):
         check_auth_required(ServeConfig(key_file=tmp_path / "keys.json"))
     KeyFile(tmp_path / "keys.json").add("alice")
     check_auth_required(ServeConfig(host="0.0.0.0", key_file=tmp_path / "keys.json"))
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
-        with pytest.raises(ConfigError, match="can be reached by others"):
+        with pytest.raises(ConfigError, match="reachable from other machines"):
             check_auth_required(ServeConfig(host=host))
 
 

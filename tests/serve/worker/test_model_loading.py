@@ -110,7 +110,7 @@ def test_what_cannot_be_served(tmp_path: Path, folder: Path) -> None:
         ModelLocation("nothing", str(tmp_path))
     runner = CliRunner()
     far = runner.invoke(build_app(), ["serve", str(folder), "--host", "0.0.0.0"])
-    assert far.exit_code == 2 and "can be reached by others" in far.stderr
+    assert far.exit_code == 2 and "reachable from other machines" in far.stderr
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""The routes. What each does lives in its own file; here is which path leads there, and what the API's schema says of it."""
+"""The FastAPI application: routes, pages, OpenAPI schema. The handlers are in the other modules of this folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from whorl.serve.middleware.admission import AdmissionMiddleware
 from whorl.serve.worker.engine_state import engine_counters, engine_snapshot, evicted_tokens
 
 PAGES_FOLDER = Path(__file__).parents[1] / "pages"
-MAX_JSON_DEPTH = 64  # levels of JSON: beyond that somebody tries something
+MAX_JSON_DEPTH = 64  # nesting levels
 MEDIA_TYPES = {
     ".html": "text/html",
     ".js": "text/javascript",
@@ -61,38 +61,38 @@ ERROR_SCHEMA = {
     },
 }
 ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    status: {"description": said, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
-    for status, said in (
-        (400, "what was asked for cannot be; the parameter is named"),
-        (401, "no key, or an unknown one"),
-        (404, "no such model"),
+    status: {"description": text, "content": {"application/json": {"schema": ERROR_SCHEMA}}}
+    for status, text in (
+        (400, "invalid request; the error names the parameter"),
+        (401, "missing or unknown API key"),
+        (404, "unknown model"),
         (413, "too large"),
-        (429, "over the key's limit"),
-        (500, "a bug of the server"),
-        (503, "busy, stopping or failed; retry-after says when to ask again"),
+        (429, "rate limit of the key exceeded"),
+        (500, "internal error"),
+        (503, "busy, draining or failed; see the retry-after header"),
     )
 }
 STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "the answer, whole or as it comes",
+        "description": "a full response, or a stream of events",
         "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
 
 
 class _StrictJSONRequest(HttpRequest):
-    """Reads JSON by the letter: no NaN, no half of a surrogate pair, no depth that would overrun somebody's stack."""
+    """Parses JSON strictly: no NaN, no lone surrogates, bounded depth."""
 
     async def json(self) -> Any:
         body = await self.body()
         try:
-            found = orjson.loads(body)
+            value = orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            said = f"the body is no valid JSON: {error}"
-            raise ApiError(400, said, code="invalid_json") from error
-        if _depth(found) > MAX_JSON_DEPTH:
+            message = f"the body is not valid JSON: {error}"
+            raise ApiError(400, message, code="invalid_json") from error
+        if _depth(value) > MAX_JSON_DEPTH:
             raise ApiError(400, f"the JSON is more than {MAX_JSON_DEPTH} levels deep", code="invalid_json")
-        return found
+        return value
 
 
 class _ErrorHandlingRoute(APIRoute):
@@ -106,116 +106,116 @@ class _ErrorHandlingRoute(APIRoute):
                 return errors.from_validation_errors(error.errors()).response
             except (
                 Exception
-            ) as error:  # here, since outside of the routes it would be logged and raised once more
+            ) as error:  # handled here: outside of the routes it would be logged and raised again
                 return errors.to_api_error(error).response
 
         return handle
 
 
-def create_app(api: AppState) -> FastAPI:
-    """The server's application, guard and all. Its lifespan starts and stops the engine's thread."""
+def create_app(state: AppState) -> FastAPI:
+    """Return the server's application with its middleware. Its lifespan starts and stops the engine thread."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        api.worker.start()
+        state.worker.start()
         yield
-        await api.worker.stop()
+        await state.worker.stop()
 
     app = FastAPI(
         title="Whorl",
         description="An OpenAI-compatible API over one engine: docs/serve.md.",
-        docs_url=None,  # they would be fetched from elsewhere
+        docs_url=None,  # the documentation pages load scripts from other hosts
         redoc_url=None,
         lifespan=lifespan,
         responses=ERROR_RESPONSES,
     )
     app.router.route_class = _ErrorHandlingRoute
-    app.state.api = api
+    app.state.whorl = state
     errors.install_error_handlers(app)
-    app.add_middleware(AdmissionMiddleware, state=api)
-    _add_generation_routes(app, api)
-    _add_model_routes(app, api)
-    _add_monitoring_routes(app, api)
+    app.add_middleware(AdmissionMiddleware, state=state)
+    _add_generation_routes(app, state)
+    _add_model_routes(app, state)
+    _add_monitoring_routes(app, state)
     _add_page_routes(app)
     return app
 
 
-def _add_generation_routes(app: FastAPI, api: AppState) -> None:
+def _add_generation_routes(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/completions", responses=STREAM_RESPONSES, tags=["generate"])
     async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
-        return await text_completions.create_completion(api, body, request)
+        return await text_completions.create_completion(state, body, request)
 
     @app.post("/v1/chat/completions", responses=STREAM_RESPONSES, tags=["generate"])
     async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
-        return await chat.create_chat_completion(api, body, request)
+        return await chat.create_chat_completion(state, body, request)
 
     @app.post("/v1/responses", responses=STREAM_RESPONSES, tags=["generate"])
-    async def new_response(body: ResponsesRequest, request: HttpRequest) -> Response:
-        return await responses.create_response(api, body, request)
+    async def create_response(body: ResponsesRequest, request: HttpRequest) -> Response:
+        return await responses.create_response(state, body, request)
 
     @app.post("/v1/embeddings", tags=["generate"])
-    async def vectors(body: EmbeddingsRequest, request: HttpRequest) -> Response:
-        return await embeddings.create_embeddings(api, body, request)
+    async def create_embeddings(body: EmbeddingsRequest, request: HttpRequest) -> Response:
+        return await embeddings.create_embeddings(state, body, request)
 
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: TokenizeRequest) -> Response:
-        return await embeddings.tokenize(api, body)
+        return await embeddings.tokenize(state, body)
 
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: DetokenizeRequest) -> Response:
-        return await embeddings.detokenize(api, body)
+        return await embeddings.detokenize(state, body)
 
 
-def _add_model_routes(app: FastAPI, api: AppState) -> None:
+def _add_model_routes(app: FastAPI, state: AppState) -> None:
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:
-        return OrjsonResponse({"object": "list", "data": [model.card for model in api.models]})
+        return OrjsonResponse({"object": "list", "data": [model.card for model in state.models]})
 
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> Response:
-        return OrjsonResponse(api.find_model(name).card)
+        return OrjsonResponse(state.find_model(name).card)
 
 
-def _add_monitoring_routes(app: FastAPI, api: AppState) -> None:
-    @app.get("/health", tags=["watch"])
+def _add_monitoring_routes(app: FastAPI, state: AppState) -> None:
+    @app.get("/health", tags=["monitoring"])
     async def health() -> Response:
-        worker = api.worker
-        told = {
-            "status": api.status,
-            "boot_id": api.boot_id,
-            "uptime": round(time.time() - api.start_time, 3),
+        worker = state.worker
+        body = {
+            "status": state.status,
+            "boot_id": state.boot_id,
+            "uptime": round(time.time() - state.start_time, 3),
             "running": worker.running,
             "queue": worker.waiting,
             "evicted_tokens": evicted_tokens(worker.engine),
         }
-        return OrjsonResponse(told, 503 if api.status == "failed" else 200)
+        return OrjsonResponse(body, 503 if state.status == "failed" else 200)
 
-    @app.get("/health/live", tags=["watch"])
+    @app.get("/health/live", tags=["monitoring"])
     async def live() -> Response:
-        return OrjsonResponse({"status": api.status}, 503 if api.status == "failed" else 200)
+        return OrjsonResponse({"status": state.status}, 503 if state.status == "failed" else 200)
 
-    @app.get("/health/ready", tags=["watch"])
+    @app.get("/health/ready", tags=["monitoring"])
     async def ready() -> Response:
-        return OrjsonResponse({"status": api.status}, 200 if api.status == "ok" else 503)
+        return OrjsonResponse({"status": state.status}, 200 if state.status == "ok" else 503)
 
-    @app.get("/metrics", tags=["watch"])
+    @app.get("/metrics", tags=["monitoring"])
     async def metrics() -> Response:
-        if api.worker.error is None:
-            api.metrics.engine_stats = await api.worker.call(engine_counters)
-        return Response(api.metrics.exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
+        if state.worker.error is None:
+            state.metrics.engine_stats = await state.worker.call(engine_counters)
+        return Response(state.metrics.exposition, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get("/v1/engine/state", tags=["watch"])
-    async def state() -> Response:
-        told = await api.worker.call(engine_snapshot) if api.worker.error is None else {}
-        config = api.config
+    @app.get("/v1/engine/state", tags=["monitoring"])
+    async def engine_state() -> Response:
+        snapshot = await state.worker.call(engine_snapshot) if state.worker.error is None else {}
+        config = state.config
         return OrjsonResponse(
             {
-                "model": api.models[0].name,
-                "status": api.status,
-                "uptime": round(time.time() - api.start_time, 3),
+                "model": state.models[0].name,
+                "status": state.status,
+                "uptime": round(time.time() - state.start_time, 3),
                 "slo": {"ttft": config.slo_ttft, "tpot": config.slo_tpot},
-                "latencies": api.metrics.latencies,
-                **told,
+                "latencies": state.metrics.latencies,
+                **snapshot,
             }
         )
 
@@ -228,13 +228,13 @@ def _add_page_routes(app: FastAPI) -> None:
             or not path.is_file()
             or path.suffix not in MEDIA_TYPES
         ):
-            raise ApiError(404, f"there is no page {name!r}")
-        told = {
+            raise ApiError(404, f"no page {name!r}")
+        headers = {
             "content-security-policy": CONTENT_SECURITY_POLICY,
             "x-content-type-options": "nosniff",
             "cache-control": "no-cache",
         }
-        return FileResponse(path, media_type=MEDIA_TYPES[path.suffix], headers=told)
+        return FileResponse(path, media_type=MEDIA_TYPES[path.suffix], headers=headers)
 
     @app.get("/", include_in_schema=False)
     async def chat_page() -> Response:
@@ -250,7 +250,7 @@ def _add_page_routes(app: FastAPI) -> None:
 
 
 def _depth(value: Any) -> int:
-    """Levels of lists and objects inside of one another; without recursion, which is what depth would exhaust."""
+    """Return the nesting depth of lists and objects, computed without recursion."""
     depth, level = 0, [value]
     while level := [v for v in level if isinstance(v, dict | list)]:
         depth += 1

@@ -31,24 +31,24 @@ from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
 
 
-async def create_chat_completion(api: AppState, body: ChatRequest, http: HttpRequest) -> Response:
-    """The next turn of a conversation."""
-    served = api.generation_model(body.model)
+async def create_chat_completion(state: AppState, body: ChatRequest, http: HttpRequest) -> Response:
+    """Return the next turn of a conversation."""
+    served = state.generation_model(body.model)
     size = sum(len(message.text) for message in body.messages)
-    asked = await in_thread_if_large(size, lambda: parse_chat(body, served, api.config, client_id(http)))
-    streams = await api.submit(asked.requests, http, asked.n_prompt_tokens)
+    parsed = await in_thread_if_large(size, lambda: parse_chat(body, served, state.config, client_id(http)))
+    streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
     head = response_head("chatcmpl", "chat.completion", served)
     if body.stream:
         head["object"] = "chat.completion.chunk"
-        events = _chat_events(body, served, asked, streams, readers, head)
-        return EventStream(events, close_all(streams), api.config.stall_seconds, rate_limit_headers(http))
+        events = _chat_events(body, served, parsed, streams, readers, head)
+        return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
 
     async def work() -> dict[str, Any]:
         choices = []
         for index, reader in enumerate(readers):
-            piece = await reader.read_all()
-            text, calls = _extract_tool_calls(body, piece)
+            delta = await reader.read_all()
+            text, calls = _extract_tool_calls(body, delta)
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if calls:
                 message |= {"content": text or None, "tool_calls": [call.message for call in calls]}
@@ -56,11 +56,11 @@ async def create_chat_completion(api: AppState, body: ChatRequest, http: HttpReq
                 {
                     "index": index,
                     "message": message,
-                    "logprobs": _chat_logprobs(body, served, piece),
-                    "finish_reason": "tool_calls" if calls else piece.finish,
+                    "logprobs": _chat_logprobs(body, served, delta),
+                    "finish_reason": "tool_calls" if calls else delta.finish,
                 }
             )
-        return {**head, "choices": choices, "usage": usage(streams, asked.n_prompt_tokens, asked.best_of)}
+        return {**head, "choices": choices, "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
 
     return OrjsonResponse(
         await run_until_disconnect(http, work(), close_all(streams)), headers=rate_limit_headers(http)
@@ -70,7 +70,7 @@ async def create_chat_completion(api: AppState, body: ChatRequest, http: HttpReq
 async def _chat_events(
     body: ChatRequest,
     served: ServedModel,
-    asked: ParsedRequest,
+    parsed: ParsedRequest,
     streams: Sequence[Stream],
     readers: Sequence[StreamDecoder],
     head: dict[str, Any],
@@ -85,47 +85,47 @@ async def _chat_events(
     n_calls = [0] * len(readers)
     for index in range(len(readers)):
         yield chunk(index, {"role": "assistant", "content": "", "refusal": None})
-    async for index, piece in merge_streams(readers):
-        parser, text, calls = parsers[index], piece.text, list[ParsedToolCall]()
+    async for index, delta in merge_streams(readers):
+        parser, text, calls = parsers[index], delta.text, list[ParsedToolCall]()
         if parser is not None:
             text, calls = parser.feed(text)
-            if piece.finish is not None:
+            if delta.finish is not None:
                 rest, last = parser.finish()
                 text, calls = text + rest, [*calls, *last]
-        scores = _chat_logprobs(body, served, piece)
+        scores = _chat_logprobs(body, served, delta)
         if text or (scores and scores["content"]):
             yield chunk(index, {"content": text}, scores)
         for call in calls[: 1 - n_calls[index]] if body.parallel_tool_calls is False else calls:
             yield chunk(index, {"tool_calls": [{"index": n_calls[index], **call.message}]})
             n_calls[index] += 1
-        if piece.finish is not None:
-            yield chunk(index, {}, None, "tool_calls" if n_calls[index] else piece.finish)
+        if delta.finish is not None:
+            yield chunk(index, {}, None, "tool_calls" if n_calls[index] else delta.finish)
     if extra:
         yield format_event(
-            {**head, "choices": [], "usage": usage(streams, asked.n_prompt_tokens, asked.best_of)}
+            {**head, "choices": [], "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
         )
     yield DONE
 
 
-def _extract_tool_calls(body: ChatRequest, piece: TextDelta) -> tuple[str, list[ParsedToolCall]]:
-    """(text, calls) of a whole answer."""
+def _extract_tool_calls(body: ChatRequest, delta: TextDelta) -> tuple[str, list[ParsedToolCall]]:
+    """Return (text, tool calls) of a full output."""
     parser = _tool_call_parser(body)
     if parser is None:
-        return piece.text, []
-    text, calls = parser.feed(piece.text)
+        return delta.text, []
+    text, calls = parser.feed(delta.text)
     rest, last = parser.finish()
     calls = [*calls, *last]
     return text + rest, calls[:1] if body.parallel_tool_calls is False else calls
 
 
 def _tool_call_parser(body: ChatRequest) -> ToolCallParser | None:
-    """What finds calls in the answer, or None where none are looked for."""
+    """Return a parser for tool calls, or None if the request has no tools."""
     if not body.tools or body.tool_choice == "none":
         return None
     return ToolCallParser(forced=body.tool_choice == "required" or isinstance(body.tool_choice, ToolChoice))
 
 
-def _chat_logprobs(body: ChatRequest, served: ServedModel, piece: TextDelta) -> dict[str, Any] | None:
+def _chat_logprobs(body: ChatRequest, served: ServedModel, delta: TextDelta) -> dict[str, Any] | None:
     if not body.logprobs:
         return None
-    return {"content": chat_log_probs(piece.tokens, served.tokenizer), "refusal": None}
+    return {"content": chat_log_probs(delta.tokens, served.tokenizer), "refusal": None}

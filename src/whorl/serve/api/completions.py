@@ -35,31 +35,31 @@ from whorl.serve.worker.model_entry import ServedModel
 from whorl.serve.worker.worker import Stream
 
 
-async def create_completion(api: AppState, body: CompletionRequest, http: HttpRequest) -> Response:
-    """A text goes on."""
-    served = api.generation_model(body.model)
-    asked = await in_thread_if_large(
+async def create_completion(state: AppState, body: CompletionRequest, http: HttpRequest) -> Response:
+    """Return continuations of one or several prompts."""
+    served = state.generation_model(body.model)
+    parsed = await in_thread_if_large(
         _prompt_chars(body.prompt),
-        lambda: parse_completion(body, served, api.config, client_id(http)),
+        lambda: parse_completion(body, served, state.config, client_id(http)),
     )
-    streams = await api.submit(asked.requests, http, asked.n_prompt_tokens)
+    streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
     readers = [StreamDecoder(s, served.tokenizer) for s in streams]
     head = response_head("cmpl", "text_completion", served)
     if body.stream:
-        events = _completion_events(body, served, asked, streams, readers, head)
-        return EventStream(events, close_all(streams), api.config.stall_seconds, rate_limit_headers(http))
+        events = _completion_events(body, served, parsed, streams, readers, head)
+        return EventStream(events, close_all(streams), state.config.stall_seconds, rate_limit_headers(http))
 
     async def work() -> dict[str, Any]:
-        pieces = [await reader.read_all() for reader in readers]
+        outputs = [await reader.read_all() for reader in readers]
         choices = []
-        for p in range(len(asked.prompts)):
-            own = pieces[p * asked.best_of : (p + 1) * asked.best_of]
-            if asked.best_of > asked.n:
-                own = sorted(own, key=_mean_log_prob, reverse=True)[: asked.n]
-            choices += [_completion_choice(body, served, asked, p, piece) for piece in own]
+        for p in range(len(parsed.prompts)):
+            own = outputs[p * parsed.best_of : (p + 1) * parsed.best_of]
+            if parsed.best_of > parsed.n:
+                own = sorted(own, key=_mean_log_prob, reverse=True)[: parsed.n]
+            choices += [_completion_choice(body, served, parsed, p, delta) for delta in own]
         for index, choice in enumerate(choices):
             choice["index"] = index
-        return {**head, "choices": choices, "usage": usage(streams, asked.n_prompt_tokens, asked.best_of)}
+        return {**head, "choices": choices, "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
 
     return OrjsonResponse(
         await run_until_disconnect(http, work(), close_all(streams)), headers=rate_limit_headers(http)
@@ -69,66 +69,66 @@ async def create_completion(api: AppState, body: CompletionRequest, http: HttpRe
 async def _completion_events(
     body: CompletionRequest,
     served: ServedModel,
-    asked: ParsedRequest,
+    parsed: ParsedRequest,
     streams: Sequence[Stream],
     readers: Sequence[StreamDecoder],
     head: dict[str, Any],
 ) -> AsyncIterator[bytes]:
     extra, chunk = usage_field(body), dict(head)
-    offsets = [len(_echo_text(body, asked, i)) for i in range(len(readers))]
+    offsets = [len(_echo_text(body, parsed, i)) for i in range(len(readers))]
     scores = [CompletionLogprobs(served.tokenizer, body.logprobs or 0, offset) for offset in offsets]
     begun = [False] * len(readers)
-    async for index, piece in merge_streams(readers):
-        prompt = asked.prompts[index // asked.best_of]
-        text = piece.text if body.max_tokens != 0 else ""
-        tokens = piece.tokens if body.max_tokens != 0 else []
+    async for index, delta in merge_streams(readers):
+        prompt = parsed.prompts[index // parsed.best_of]
+        text = delta.text if body.max_tokens != 0 else ""
+        tokens = delta.tokens if body.max_tokens != 0 else []
         log_probs = None
         if body.logprobs is not None:
-            log_probs = scores[index].output_logprobs(tokens, piece.prompt_bytes)
+            log_probs = scores[index].output_logprobs(tokens, delta.prompt_bytes)
         if not begun[index] and body.echo:
-            text = _echo_text(body, asked, index) + text
+            text = _echo_text(body, parsed, index) + text
             if log_probs is not None:
                 before = CompletionLogprobs(served.tokenizer, body.logprobs or 0)
                 log_probs = concat_logprobs(
-                    before.prompt_logprobs(prompt.ids, piece.prompt_log_probs), log_probs
+                    before.prompt_logprobs(prompt.ids, delta.prompt_log_probs), log_probs
                 )
         begun[index] = True
-        if not text and not tokens and piece.finish is None:
+        if not text and not tokens and delta.finish is None:
             continue
-        choice = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": piece.finish}
+        choice = {"index": index, "text": text, "logprobs": log_probs, "finish_reason": delta.finish}
         yield format_event({**chunk, "choices": [choice], **extra})
     if extra:
         yield format_event(
-            {**chunk, "choices": [], "usage": usage(streams, asked.n_prompt_tokens, asked.best_of)}
+            {**chunk, "choices": [], "usage": usage(streams, parsed.n_prompt_tokens, parsed.best_of)}
         )
     yield DONE
 
 
 def _completion_choice(
-    body: CompletionRequest, served: ServedModel, asked: ParsedRequest, number: int, piece: TextDelta
+    body: CompletionRequest, served: ServedModel, parsed: ParsedRequest, number: int, delta: TextDelta
 ) -> dict[str, Any]:
-    prompt = asked.prompts[number]
-    text, tokens = (piece.text, piece.tokens) if body.max_tokens != 0 else ("", [])
-    echo = _echo_text(body, asked, number * asked.best_of)
+    prompt = parsed.prompts[number]
+    text, tokens = (delta.text, delta.tokens) if body.max_tokens != 0 else ("", [])
+    echo = _echo_text(body, parsed, number * parsed.best_of)
     log_probs = None
     if body.logprobs is not None:
         scores = CompletionLogprobs(served.tokenizer, body.logprobs)
         if body.echo:
-            before = scores.prompt_logprobs(prompt.ids, piece.prompt_log_probs)
-            log_probs = concat_logprobs(before, scores.output_logprobs(tokens, piece.prompt_bytes))
+            before = scores.prompt_logprobs(prompt.ids, delta.prompt_log_probs)
+            log_probs = concat_logprobs(before, scores.output_logprobs(tokens, delta.prompt_bytes))
         else:
-            log_probs = scores.output_logprobs(tokens, piece.prompt_bytes)
-    finish = piece.finish if body.max_tokens != 0 else "length"
+            log_probs = scores.output_logprobs(tokens, delta.prompt_bytes)
+    finish = delta.finish if body.max_tokens != 0 else "length"
     return {"index": 0, "text": echo + text, "logprobs": log_probs, "finish_reason": finish}
 
 
-def _echo_text(body: CompletionRequest, asked: ParsedRequest, index: int) -> str:
-    return asked.prompts[index // asked.best_of].text.decode("utf-8", "replace") if body.echo else ""
+def _echo_text(body: CompletionRequest, parsed: ParsedRequest, index: int) -> str:
+    return parsed.prompts[index // parsed.best_of].text.decode("utf-8", "replace") if body.echo else ""
 
 
-def _mean_log_prob(piece: TextDelta) -> float:
-    """Mean log-probability a token."""
-    return sum(t.raw_log_prob for t in piece.tokens) / max(1, len(piece.tokens))
+def _mean_log_prob(delta: TextDelta) -> float:
+    """Return the mean log-probability per token."""
+    return sum(t.raw_log_prob for t in delta.tokens) / max(1, len(delta.tokens))
 
 
 def _prompt_chars(prompt: Any) -> int:

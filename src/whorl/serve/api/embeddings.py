@@ -1,8 +1,8 @@
-"""/v1/embeddings, /tokenize and /detokenize: no answer is written, so no sequence is scheduled.
+"""POST /v1/embeddings, /tokenize and /detokenize: endpoints without generation, so no sequence is scheduled.
 
-Vectors of a language model are the mean of its last hidden states (`served.mean_pooled`); those of the house's embedder are
-what it was trained for. Both are unit vectors, and both are computed in the engine's thread, a text at a time between two
-steps: whoever is being answered waits for one text, not for a thousand.
+The embedding of a language model is the mean of its last hidden states (`mean_pooled_embedding`); an embedder model is
+trained for the task. Both are unit vectors. They are computed in the engine thread, one text between two steps, so that
+running sequences wait for one text and not for the whole batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from whorl.serve.worker.model_entry import ServedEmbedder, ServedModel
 MAX_INPUTS = 2048
 
 
-async def create_embeddings(api: AppState, body: EmbeddingsRequest, http: HttpRequest) -> Response:
-    """Vectors of texts."""
-    model = api.find_model(body.model)
+async def create_embeddings(state: AppState, body: EmbeddingsRequest, http: HttpRequest) -> Response:
+    """Return embeddings of the input texts."""
+    model = state.find_model(body.model)
     if model.embed is None:
         raise ApiError(
-            400, f"the model {model.name!r} makes no embeddings", param="model", code="not_supported"
+            400, f"the model {model.name!r} has no embeddings", param="model", code="not_supported"
         )
     given = _input_list(body.input)
     size = sum(len(text) for text in given)
@@ -43,10 +43,10 @@ async def create_embeddings(api: AppState, body: EmbeddingsRequest, http: HttpRe
         )
         check_length(ids, model.max_model_len if isinstance(model, ServedModel) else len(ids), "input")
     n_tokens = sum(map(len, texts))
-    api.charge_rate_limit(http, n_tokens)
+    state.charge_rate_limit(http, n_tokens)
 
     async def work() -> dict[str, Any]:
-        vectors = [await _embed_ids(api, model, ids) for ids in texts]
+        vectors = [await _embed_ids(state, model, ids) for ids in texts]
         data = [
             {"object": "embedding", "index": i, "embedding": _encode_vector(vector, body.encoding_format)}
             for i, vector in enumerate(vectors)
@@ -59,11 +59,11 @@ async def create_embeddings(api: AppState, body: EmbeddingsRequest, http: HttpRe
     )
 
 
-async def tokenize(api: AppState, body: TokenizeRequest) -> Response:
-    """Ids of a text as a prompt, or of a conversation."""
-    model = api.find_model(body.model)
+async def tokenize(state: AppState, body: TokenizeRequest) -> Response:
+    """Return the ids of a prompt, or of a conversation."""
+    model = state.find_model(body.model)
     if body.messages is not None:
-        writer, messages = api.generation_model(body.model), template_messages(body.messages)
+        writer, messages = state.generation_model(body.model), template_messages(body.messages)
         ids = await in_thread_if_large(
             sum(len(m.text) for m in body.messages),
             lambda: writer.chat_template.encode_prompt(
@@ -79,18 +79,18 @@ async def tokenize(api: AppState, body: TokenizeRequest) -> Response:
     return OrjsonResponse({"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len})
 
 
-async def detokenize(api: AppState, body: DetokenizeRequest) -> Response:
-    """The text of ids; bytes that are no text become U+FFFD."""
-    model = api.find_model(body.model)
+async def detokenize(state: AppState, body: DetokenizeRequest) -> Response:
+    """Return the text of ids; bytes that are not UTF-8 become U+FFFD."""
+    model = state.find_model(body.model)
     if body.tokens:
         check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")
     return OrjsonResponse({"prompt": model.tokenizer.decode(body.tokens).decode("utf-8", "replace")})
 
 
-async def _embed_ids(api: AppState, model: ServedModel | ServedEmbedder, ids: Sequence[int]) -> list[float]:
+async def _embed_ids(state: AppState, model: ServedModel | ServedEmbedder, ids: Sequence[int]) -> list[float]:
     vector = model.embed
     assert vector is not None
-    return await api.worker.call(lambda engine: vector(ids))
+    return await state.worker.call(lambda engine: vector(ids))
 
 
 def _encode_vector(vector: list[float], form: str | None) -> list[float] | str:

@@ -1,12 +1,11 @@
-"""What may be asked, field by field: OpenAI's parameters with their meaning and limits, and a few of ours.
+"""Request bodies as pydantic models: OpenAI's parameters with their types and limits, and a few extensions.
 
-Every model here forbids what it does not know, and reads strictly ("3" is no number): a misspelt parameter that is
-silently ignored costs its user an afternoon. Parameters that OpenAI has and we do not implement are absent, so that
-they are refused by name, unless they cannot matter to the answer (`user`, `metadata`, `safety_identifier`,
-`prompt_cache_key`).
+Every model forbids unknown fields and parses strictly ("3" is not a number), so that a misspelled parameter is an error.
+Parameters of OpenAI that are not implemented are absent and therefore rejected by name. Exceptions are parameters that
+cannot affect the output (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`): they are accepted and ignored.
 
-Ours, beside the standard ones: top_k, min_p, repetition_penalty (as other servers call them), regex and grammar (what the
-output must be), priority (lower is served first), ignore_eos (for benchmarks), heal (docs/tokens.md; completions only).
+Extensions: top_k, min_p, repetition_penalty (named as in other servers), regex and grammar (constraints of the output),
+priority (lower is served first), ignore_eos (for benchmarks), token_healing (docs/tokens.md; completions only).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class StrictModel(BaseModel):
-    """Knows its fields, and takes no type for another."""
+    """Forbids unknown fields and type conversion."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -29,12 +28,12 @@ class StrictModel(BaseModel):
 class StreamOptions(StrictModel):
     include_usage: bool = False
     include_obfuscation: bool = (
-        False  # accepted: padding against eavesdroppers, which is the proxy's business here
+        False  # accepted and ignored: padding against traffic analysis is the task of a proxy
     )
 
 
 class GenerationRequest(StrictModel):
-    """How to sample; the same for completions and chat."""
+    """Sampling parameters, shared by completions and chat."""
 
     model: str = Field(min_length=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
@@ -50,8 +49,8 @@ class GenerationRequest(StrictModel):
     stop: StopString | list[StopString] | None = Field(default=None, union_mode="left_to_right")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    regex: str | None = Field(default=None, max_length=65536, description="what the whole output must match")
-    grammar: str | None = Field(default=None, max_length=65536, description="in Lark's notation")
+    regex: str | None = Field(default=None, max_length=65536, description="pattern of the whole output")
+    grammar: str | None = Field(default=None, max_length=65536, description="in Lark's syntax")
     priority: int | None = Field(default=None, ge=-1000, le=1000)
     ignore_eos: bool | None = None
     user: str | None = None
@@ -66,7 +65,7 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
     max_tokens: int | None = Field(default=None, ge=0, lt=1 << 31)
@@ -96,7 +95,7 @@ class ToolCall(StrictModel):
 
 
 class Message(StrictModel):
-    """One turn. Content is text, or parts that are all text."""
+    """One turn. Content is text, or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
@@ -104,7 +103,7 @@ class Message(StrictModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    # What the client library writes into the answers that people hand back:
+    # Fields that the client library adds to responses, which users send back:
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
@@ -153,12 +152,12 @@ class ResponseFormat(StrictModel):
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema comes with the type 'json_schema', and only with it")
+            raise ValueError("json_schema must be given exactly with the type 'json_schema'")
         return self
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(default=None, ge=1, lt=1 << 31)
@@ -183,11 +182,11 @@ class ChatRequest(GenerationRequest):
             raise ValueError("top_logprobs: only with logprobs")
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
-            raise ValueError("tools: two have the same name")
+            raise ValueError("tools: duplicate name")
         if self.tool_choice in ("required",) and not names:
-            raise ValueError("tool_choice: there are no tools")
+            raise ValueError("tool_choice: requires tools")
         if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-            raise ValueError(f"tool_choice: there is no tool {self.tool_choice.function.name!r}")
+            raise ValueError(f"tool_choice: no tool named {self.tool_choice.function.name!r}")
         return self
 
 
@@ -218,7 +217,7 @@ class TextSettings(StrictModel):
 
 
 class ResponsesRequest(StrictModel):
-    """POST /v1/responses, its plain part: text in, text out, nothing stored."""
+    """Body of POST /v1/responses, the basic part: text in, text out, no storage."""
 
     model: str = Field(min_length=1)
     input: str | Annotated[list[InputItem], Field(min_length=1)]
@@ -238,7 +237,7 @@ class ResponsesRequest(StrictModel):
 
 
 class EmbeddingsRequest(StrictModel):
-    """POST /v1/embeddings."""
+    """Body of POST /v1/embeddings."""
 
     model: str = Field(min_length=1)
     input: str | list[str] | TokenIds | list[TokenIds]
@@ -247,7 +246,7 @@ class EmbeddingsRequest(StrictModel):
 
 
 class TokenizeRequest(StrictModel):
-    """POST /tokenize: of a text, or of a conversation with the template's tokens."""
+    """Body of POST /tokenize: a text, or a conversation including the tokens of the template."""
 
     model: str | None = None
     prompt: str | None = None
@@ -262,7 +261,7 @@ class TokenizeRequest(StrictModel):
 
 
 class DetokenizeRequest(StrictModel):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     model: str | None = None
     tokens: TokenIds

@@ -1,9 +1,9 @@
-"""From what was asked for to what the engine is given: prompts as ids, bounds checked, parameters under the engine's names.
+"""Converts request bodies to engine requests: prompts to ids, limits checked, sampling parameters renamed.
 
-One request may be many sequences: `n` answers to each of several prompts. The first answer's seed is the one given, the next
-that plus one, and so on: the same request with the same seed gives the same answers.
+One request may be many sequences: `n` outputs for each of several prompts. Output i uses the given seed plus i, so the
+same request with the same seed returns the same outputs.
 
-Defaults are OpenAI's: temperature 1, top_p 1; max_tokens 16 for completions and what fits for chat.
+Defaults are OpenAI's: temperature 1, top_p 1, max_tokens 16 for completions and the remaining context for chat.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """ids: what the model reads; required: what its output then begins with, part of `text`, which is what was given."""
+    """One prompt. text: its bytes; required: the end of `text` that the output must repeat (token healing)."""
 
     ids: list[int]
     text: bytes = b""
@@ -38,7 +38,7 @@ class ParsedPrompt:
 
 @dataclass(frozen=True)
 class ParsedRequest:
-    """requests: `each` to a prompt, in the prompts' order; of `each` the best `n` are told."""
+    """Engine requests of one body: `best_of` for each prompt, in the order of the prompts. The best `n` are returned."""
 
     prompts: list[ParsedPrompt]
     requests: list[Request]
@@ -54,18 +54,16 @@ class ParsedRequest:
 def parse_completion(
     body: CompletionRequest, served: ServedModel, config: ServeConfig, client: str = ""
 ) -> ParsedRequest:
-    """The sequences of a completion.
+    """Return the sequences of a completion.
 
     Raises:
-        ApiError: what does not fit, naming the parameter.
+        ApiError: an invalid parameter, with its name.
     """
     n, best = body.n or 1, body.best_of or body.n or 1
     if best < n:
-        raise ApiError(400, f"best_of is {best} and n {n}: the best n are of best_of", param="best_of")
+        raise ApiError(400, f"best_of is {best} and n is {n}: best_of must be at least n", param="best_of")
     if best > n and body.stream:
-        raise ApiError(
-            400, "best_of: which is best is only known at the end; not with stream", param="best_of"
-        )
+        raise ApiError(400, "best_of: cannot be used with stream", param="best_of")
     scoring = bool(body.echo and body.logprobs is not None)
     plain = not scoring and body.grammar is None and body.regex is None
     prompts = [
@@ -74,10 +72,10 @@ def parse_completion(
     _check_sequence_count(best * len(prompts), config, "best_of" if body.best_of else "n")
     wanted = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if wanted == 0 and not body.echo:
-        raise ApiError(400, "max_tokens is 0: nothing would be written (only with echo)", param="max_tokens")
+        raise ApiError(400, "max_tokens: 0 is allowed only with echo", param="max_tokens")
     requests = []
     for prompt in prompts:
-        room = _max_new_tokens(prompt.ids, max(1, wanted), served, "max_tokens", "prompt")
+        max_tokens = _max_new_tokens(prompt.ids, max(1, wanted), served, "max_tokens", "prompt")
         for i in range(best):
             requests.append(
                 _request(
@@ -85,7 +83,7 @@ def parse_completion(
                     served,
                     prompt.ids,
                     client=client,
-                    max_tokens=room,
+                    max_tokens=max_tokens,
                     index=i,
                     stop=(),
                     stop_ids=frozenset(served.tokenizer.end_ids),
@@ -101,10 +99,10 @@ def parse_completion(
 def parse_chat(
     body: ChatRequest, served: ServedModel, config: ServeConfig, client: str = ""
 ) -> ParsedRequest:
-    """The sequences of a chat's next turn.
+    """Return the sequences of the next turn of a chat.
 
     Raises:
-        ApiError: what does not fit, naming the parameter; DataError: the template refuses the messages.
+        ApiError: an invalid parameter, with its name. DataError: the chat template rejects the messages.
     """
     n = body.n or 1
     _check_sequence_count(n, config, "n")
@@ -112,25 +110,27 @@ def parse_chat(
         raise ApiError(400, "give max_completion_tokens or max_tokens, not both", param="max_tokens")
     choice = body.tool_choice
     grammar = _output_grammar(body)
-    made = tool_choice_grammar(body.tools or [], choice)
-    if made is not None:
+    forced = tool_choice_grammar(body.tools or [], choice)
+    if forced is not None:
         if grammar is not None:
             raise ApiError(
-                400, "tool_choice forces the output's form, and so does another field", param="tool_choice"
+                400, "tool_choice and another field both constrain the output", param="tool_choice"
             )
-        grammar = made
+        grammar = forced
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if choice != "none" else []
     variables = _template_kwargs(body.chat_template_kwargs)
     ids = served.chat_template.encode_prompt(template_messages(body.messages), tools, variables=variables)
     which = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
-    room = _max_new_tokens(ids, body.max_tokens or body.max_completion_tokens, served, which, "messages")
+    max_tokens = _max_new_tokens(
+        ids, body.max_tokens or body.max_completion_tokens, served, which, "messages"
+    )
     requests = [
         _request(
             body,
             served,
             ids,
             client=client,
-            max_tokens=room,
+            max_tokens=max_tokens,
             index=i,
             stop=served.chat_template.stop,
             stop_ids=served.chat_template.stop_ids,
@@ -143,7 +143,7 @@ def parse_chat(
 
 
 def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
-    """Messages as templates read them: content is text, a call's arguments an object."""
+    """Return messages in the form that chat templates expect: content as text, arguments of calls as objects."""
     out = []
     for message in messages:
         one: dict[str, object] = {"role": message.role, "content": message.text}
@@ -168,7 +168,7 @@ def template_messages(messages: Iterable[Message]) -> list[dict[str, object]]:
 
 
 def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
-    """Raises ApiError if `ids` alone are more than the context."""
+    """Raise ApiError if `ids` alone exceed the context."""
     if len(ids) > max_model_len:
         raise ApiError(
             400,
@@ -179,12 +179,14 @@ def check_length(ids: Sequence[int], max_model_len: int, param: str) -> None:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises ApiError if there are none, or one is outside of the vocabulary."""
+    """Raise ApiError if `ids` is empty or contains an id outside of the vocabulary."""
     if not ids:
         raise ApiError(400, f"{param} is empty", param=param, code="invalid_value")
     if max(ids) >= vocab_size:
         raise ApiError(
-            400, f"{param}: the id {max(ids)} is outside of the vocabulary of {vocab_size:,}", param=param
+            400,
+            f"{param}: the id {max(ids)} is outside of the vocabulary of size {vocab_size:,}",
+            param=param,
         )
 
 
@@ -250,7 +252,7 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
         if not 0 <= number < vocab_size:
             raise ApiError(
                 400,
-                f"logit_bias: {text!r} is no token id of this model (0 to {vocab_size - 1})",
+                f"logit_bias: {text!r} is not a token id of this model (0 to {vocab_size - 1})",
                 param="logit_bias",
             )
         out[number] = value
@@ -258,30 +260,30 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def _output_grammar(body: GenerationRequest) -> Grammar | None:
-    """What the output must be.
+    """Return the grammar that constrains the output, or None.
 
     Raises:
-        ApiError: two fields say so.
+        ApiError: two fields set a grammar.
     """
-    said: dict[str, Grammar] = {}
+    grammars: dict[str, Grammar] = {}
     if body.regex is not None:
-        said["regex"] = Grammar(regex=body.regex)
+        grammars["regex"] = Grammar(regex=body.regex)
     if body.grammar is not None:
-        said["grammar"] = Grammar(lark=body.grammar)
+        grammars["grammar"] = Grammar(lark=body.grammar)
     form = body.response_format if isinstance(body, ChatRequest) else None
     if form is not None and form.type == "json_object":
-        said["response_format"] = Grammar(json_schema='{"type":"object"}')
+        grammars["response_format"] = Grammar(json_schema='{"type":"object"}')
     if form is not None and form.json_schema is not None:
-        said["response_format"] = Grammar(json_schema=orjson.dumps(form.json_schema.schema_).decode())
-    if len(said) > 1:
-        raise ApiError(400, f"{' and '.join(said)}: give one of them", param=next(iter(said)))
-    return next(iter(said.values()), None)
+        grammars["response_format"] = Grammar(json_schema=orjson.dumps(form.json_schema.schema_).decode())
+    if len(grammars) > 1:
+        raise ApiError(400, f"{' and '.join(grammars)}: give one of them", param=next(iter(grammars)))
+    return next(iter(grammars.values()), None)
 
 
 def _prompt_list(
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
 ) -> list[str | list[int]]:
-    """The prompts of a request, which has four ways to say one or many."""
+    """Return the prompts of a request; the API has four forms for one or many."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
@@ -307,39 +309,39 @@ def _prompt(given: str | list[int], served: ServedModel, heal: bool) -> ParsedPr
 def _max_new_tokens(
     ids: Sequence[int], wanted: int | None, served: ServedModel, param: str, source: str
 ) -> int:
-    """Tokens that may be written: what was asked for, or all that fits.
+    """Return the number of tokens to generate: the requested number, or the remaining context.
 
     Raises:
-        ApiError: the prompt leaves no room, or not as much as was asked for.
+        ApiError: the prompt and the requested tokens exceed the context.
     """
-    room = served.max_model_len - len(ids)
-    if room < (wanted or 1):
-        asked = f" and {wanted:,} for the answer ({param})" if wanted else ""
+    remaining = served.max_model_len - len(ids)
+    if remaining < (wanted or 1):
+        output = f" and {wanted:,} for the output ({param})" if wanted else ""
         raise ApiError(
             400,
-            f"This model's context is {served.max_model_len:,} tokens; you asked for {len(ids):,} in {source}{asked}.",
-            param=source if room < 1 else param,
+            f"This model's context is {served.max_model_len:,} tokens; the request has {len(ids):,} in {source}{output}.",
+            param=source if remaining < 1 else param,
             code="context_length_exceeded",
         )
-    return wanted or room
+    return wanted or remaining
 
 
 def _check_sequence_count(count: int, config: ServeConfig, param: str) -> None:
     if count > config.max_choices:
         raise ApiError(
             400,
-            f"{param}: this asks for {count:,} sequences; {config.max_choices} at most",
+            f"{param}: {count:,} sequences requested, at most {config.max_choices} allowed",
             param=param,
             code="invalid_value",
         )
 
 
 def _template_kwargs(given: dict[str, object] | None) -> dict[str, object]:
-    """What a template may be told beside the conversation; not what the conversation is."""
+    """Check the extra variables of a chat template; they must not replace the conversation."""
     taken = {"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"} & (given or {}).keys()
     if taken:
         name = sorted(taken)[0]
-        raise ApiError(400, f"chat_template_kwargs may not set {name!r}", param="chat_template_kwargs")
+        raise ApiError(400, f"chat_template_kwargs must not set {name!r}", param="chat_template_kwargs")
     return given or {}
 
 

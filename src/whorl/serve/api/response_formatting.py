@@ -1,12 +1,13 @@
-"""From the engine's deltas to what clients read: text that never breaks a character, log-probabilities, usage.
+"""Converts engine deltas to response fields: text, log-probabilities, usage.
 
-The engine gives bytes. A character may end in the next delta, so bytes go through an incremental decoder; bytes that are no
-text become U+FFFD, as everywhere in JSON, and stand as they are in the `bytes` of log-probabilities.
+The engine returns bytes, and a character may be split across deltas, so bytes pass through an incremental decoder. Bytes
+that are not UTF-8 become U+FFFD in the text and are kept in the `bytes` field of log-probabilities.
 
-A healed prompt's last piece is written anew by the model (docs/tokens.md): it is the prompt's, and cut from the answer.
+With token healing the model generates the last token of the prompt again (docs/tokens.md). These bytes belong to the prompt
+and are removed from the output.
 
-Log-probabilities are the model's own (`raw_log_prob`), in OpenAI's two forms; the chat form also says, as `sampled_logprob`,
-the one under the distribution that was sampled from, which is what learning from these tokens needs.
+Log-probabilities are the model's own (`raw_log_prob`), in the two formats of OpenAI. The chat format also has
+`sampled_logprob`: the log-probability under the distribution that was sampled from, which training on these tokens needs.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from whorl.serve.worker.model_entry import AnyTokenizer, ServedModel
 from whorl.serve.worker.worker import Stream
 from whorl.tokens.tokenizer import Tokenizer
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON has no word for
+MIN_LOGPROB = -9999.0  # replaces minus infinity, which JSON cannot represent
 
 
 @dataclass
 class TextDelta:
-    """What is new: text to be shown, tokens, and at the end the reason.
+    """New output of a sequence: text, tokens, and at the end the finish reason.
 
-    lead: bytes of the first token that belong to the prompt.
+    prompt_bytes: bytes of the first token that belong to the prompt.
     """
 
     text: str = ""
@@ -44,7 +45,7 @@ class TextDelta:
 
 
 class StreamDecoder:
-    """A stream as text. What its output must begin with (`required`) is the prompt's, and is left out."""
+    """Decodes a stream to text, without the forced prefix, which belongs to the prompt."""
 
     def __init__(self, stream: Stream, tokenizer: AnyTokenizer) -> None:
         self.stream, self.tokenizer = stream, tokenizer
@@ -52,51 +53,51 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     async def next(self) -> TextDelta:
-        """Waits for more.
+        """Wait for new output and return it.
 
         Raises:
-            ApiError: the engine gave it up.
+            ApiError: the engine aborted the sequence.
         """
         delta = await self.stream.next()
         if delta.finish_reason == "abort":
-            raise ApiError(503, "the engine gave this request up", code="aborted", retry_after=1)
+            raise ApiError(503, "the engine aborted this request", code="aborted", retry_after=1)
         cut = min(self._skip_bytes, len(delta.text))
         self._skip_bytes -= cut
         text = self._decoder.decode(delta.text[cut:], final=delta.finish_reason is not None)
-        tokens, lead = list(delta.tokens), 0
+        tokens, prompt_bytes = list(delta.tokens), 0
         while tokens and self._skip_token_bytes:
             size = len(_token_bytes(tokens[0].id, self.tokenizer))
             if size > self._skip_token_bytes:
-                lead, self._skip_token_bytes = self._skip_token_bytes, 0
+                prompt_bytes, self._skip_token_bytes = self._skip_token_bytes, 0
                 break
             self._skip_token_bytes -= size
             del tokens[0]
         if delta.finish_reason == "stop" and tokens and tokens[-1].id in self.stream.request.stop_ids:
-            del tokens[-1]  # it ended the text and is no part of it
-        return TextDelta(text, tokens, lead, delta.finish_reason, list(delta.prompt_log_probs))
+            del tokens[-1]  # a stop token is not part of the output
+        return TextDelta(text, tokens, prompt_bytes, delta.finish_reason, list(delta.prompt_log_probs))
 
     async def read_all(self) -> TextDelta:
-        """All of it, as one piece."""
-        texts, whole = [], TextDelta()
-        while whole.finish is None:
-            piece = await self.next()
-            texts.append(piece.text)
-            whole.prompt_bytes = whole.prompt_bytes or piece.prompt_bytes
-            whole.tokens += piece.tokens
-            whole.prompt_log_probs += piece.prompt_log_probs
-            whole.finish = piece.finish
-        whole.text = "".join(texts)
-        return whole
+        """Return the full output."""
+        texts, full = [], TextDelta()
+        while full.finish is None:
+            delta = await self.next()
+            texts.append(delta.text)
+            full.prompt_bytes = full.prompt_bytes or delta.prompt_bytes
+            full.tokens += delta.tokens
+            full.prompt_log_probs += delta.prompt_log_probs
+            full.finish = delta.finish
+        full.text = "".join(texts)
+        return full
 
 
 async def merge_streams(readers: Sequence[StreamDecoder]) -> AsyncIterator[tuple[int, TextDelta]]:
-    """(index, piece) of several readers as they come, each to its end."""
-    if len(readers) == 1:  # the usual: no tasks
+    """Yield (index, delta) of several streams in order of arrival until all have ended."""
+    if len(readers) == 1:  # the usual case, without tasks
         finish = None
         while finish is None:
-            piece = await readers[0].next()
-            finish = piece.finish
-            yield 0, piece
+            delta = await readers[0].next()
+            finish = delta.finish
+            yield 0, delta
         return
     tasks = {asyncio.ensure_future(reader.next()): i for i, reader in enumerate(readers)}
     try:
@@ -104,10 +105,10 @@ async def merge_streams(readers: Sequence[StreamDecoder]) -> AsyncIterator[tuple
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 i = tasks.pop(task)
-                piece = task.result()
-                if piece.finish is None:
+                delta = task.result()
+                if delta.finish is None:
                     tasks[asyncio.ensure_future(readers[i].next())] = i
-                yield i, piece
+                yield i, delta
     finally:
         for task in tasks:
             task.cancel()
@@ -124,21 +125,21 @@ def response_head(prefix: str, kind: str, served: ServedModel) -> dict[str, Any]
 
 
 def usage(streams: Sequence[Stream], n_prompt: int, best_of: int) -> dict[str, Any]:
-    """Tokens of one request: each prompt counted once, whatever the number of its answers.
+    """Return the token counts of one request; each prompt counts once for all its outputs.
 
-    Tokens of prompts that were found in the cache are those of each prompt's first answer.
+    Cached prompt tokens are counted for the first output of each prompt.
     """
-    written = sum(stream.n_tokens for stream in streams)
+    generated = sum(stream.n_tokens for stream in streams)
     return {
         "prompt_tokens": n_prompt,
-        "completion_tokens": written,
-        "total_tokens": n_prompt + written,
+        "completion_tokens": generated,
+        "total_tokens": n_prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in streams[::best_of])},
     }
 
 
 def usage_field(body: GenerationRequest) -> dict[str, Any]:
-    """What every chunk but the last says of usage, where it was asked for."""
+    """Return the `usage` field of all chunks but the last: null if usage was requested, else absent."""
     wanted = body.stream_options is not None and body.stream_options.include_usage
     return {"usage": None} if wanted else {}
 
@@ -152,7 +153,7 @@ def close_all(streams: Sequence[Stream]) -> Callable[[], None]:
 
 
 def chat_log_probs(tokens: Sequence[Token], tokenizer: AnyTokenizer) -> list[dict[str, Any]]:
-    """The chat form: an entry a token."""
+    """Return log-probabilities in the chat format: one entry per token."""
     return [
         {
             **_logprob_entry(token.id, token.raw_log_prob, tokenizer),
@@ -164,18 +165,18 @@ def chat_log_probs(tokens: Sequence[Token], tokenizer: AnyTokenizer) -> list[dic
 
 
 class CompletionLogprobs:
-    """The completions' form: parallel lists, whose offsets count the characters of the answer so far."""
+    """Log-probabilities in the completions format: parallel lists. Offsets count characters of the output so far."""
 
     def __init__(self, tokenizer: AnyTokenizer, n_top: int, offset: int = 0) -> None:
         self.tokenizer, self.n_top, self.offset = tokenizer, n_top, offset
 
     def prompt_logprobs(self, ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any]:
-        """Of an echoed prompt: nothing comes before its first token, and alternatives are not known."""
+        """Return the lists of an echoed prompt. The first token has no log-probability, and no token has alternatives."""
         known: list[float | None] = [None] * (len(ids) - len(log_probs)) + [_finite(p) for p in log_probs]
         return self._lists([(i, p, None) for i, p in zip(ids, known, strict=True)])
 
     def output_logprobs(self, tokens: Sequence[Token], prompt_bytes: int = 0) -> dict[str, Any]:
-        """Of new tokens; `lead` bytes of the first are the prompt's."""
+        """Return the lists of new tokens; the first `prompt_bytes` bytes belong to the prompt."""
         out = self._lists([(t.id, _finite(t.raw_log_prob), self._top_logprobs(t)) for t in tokens])
         if prompt_bytes and tokens:
             raw = _token_bytes(tokens[0].id, self.tokenizer)
@@ -193,7 +194,7 @@ class CompletionLogprobs:
         return out
 
     def _top_logprobs(self, token: Token) -> dict[str, float] | None:
-        """The likeliest by text, and the chosen one. Of two that are spelled alike the likelier is told."""
+        """Return the most likely tokens and the chosen one, by text (for equal texts the likelier one)."""
         if not self.n_top:
             return None
         return {token_text(i, self.tokenizer): p for i, p in _sorted_log_probs(token, self.n_top)}
@@ -214,12 +215,12 @@ class CompletionLogprobs:
 
 
 def concat_logprobs(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Two of the completions' form, one after the other."""
+    """Concatenate two results of the completions format."""
     return {k: None if first[k] is None else first[k] + second[k] for k in first}
 
 
 def token_text(i: int, tokenizer: AnyTokenizer) -> str:
-    """A token as completions write it: its text, or where it is none "bytes:" and each byte as backslash, x, two digits."""
+    r"""Return a token as the completions format writes it: its text, or "bytes:\xHH..." if it is not UTF-8."""
     return _text_or_escaped(_token_bytes(i, tokenizer))
 
 
@@ -231,13 +232,13 @@ def _text_or_escaped(raw: bytes) -> str:
 
 
 def _sorted_log_probs(token: Token, n: int) -> list[tuple[int, float]]:
-    """The n likeliest and the chosen one, the likeliest last."""
+    """Return the n most likely tokens and the chosen one, in ascending order."""
     every = {**dict(token.alternatives[:n]), token.id: token.raw_log_prob}
     return sorted(((i, _finite(p)) for i, p in every.items()), key=lambda entry: entry[1])
 
 
 def _token_bytes(i: int, tokenizer: AnyTokenizer) -> bytes:
-    """What a token adds to the text: nothing, if it is a special one."""
+    """Return the bytes that a token adds to the text; empty for special tokens."""
     ordinary = tokenizer.n_ordinary if isinstance(tokenizer, Tokenizer) else tokenizer.vocab_size
     return tokenizer.token_bytes[i] if i < ordinary else b""
 
@@ -246,9 +247,9 @@ def _logprob_entry(i: int, log_prob: float, tokenizer: AnyTokenizer) -> dict[str
     raw = _token_bytes(i, tokenizer)
     name = raw.decode("utf-8", "replace")
     if not raw and isinstance(tokenizer, Tokenizer) and i < tokenizer.vocab_size:
-        name = tokenizer.token_bytes[i].decode()  # a special token has a name, and no bytes
+        name = tokenizer.token_bytes[i].decode()  # a special token has a name but no bytes
     return {"token": name, "logprob": _finite(log_prob), "bytes": list(raw)}
 
 
 def _finite(log_prob: float) -> float:
-    return log_prob if log_prob > MIN_LOGPROB else MIN_LOGPROB  # also for what is no number
+    return log_prob if log_prob > MIN_LOGPROB else MIN_LOGPROB  # also replaces NaN

@@ -1,15 +1,15 @@
-"""/v1/responses, its plain part: text or messages in, one message out; nothing is stored.
+"""POST /v1/responses, the basic part: text or messages in, one message out, no storage.
 
-A streamed answer is a sequence of typed events, each with its number:
+A streamed response is a sequence of numbered, typed events:
 
     response.created  response.in_progress
       response.output_item.added  response.content_part.added
-        response.output_text.delta  ...                          the text, as it comes
+        response.output_text.delta  ...                          the text
         response.output_text.done
       response.content_part.done  response.output_item.done
-    response.completed, or response.incomplete where the tokens ran out; response.failed where the engine did
+    response.completed, or response.incomplete at the token limit, or response.failed after an engine error
 
-It goes the way of a chat: the request is turned into one.
+The request is converted to a chat request.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from whorl.serve.errors import ApiError, OrjsonResponse, from_validation_errors,
 from whorl.serve.worker.worker import Stream
 
 
-async def create_response(api: AppState, body: ResponsesRequest, http: HttpRequest) -> Response:
-    """One answer."""
-    served = api.generation_model(body.model)
-    asked_as = _to_chat_request(body)
-    size = sum(len(message.text) for message in asked_as.messages)
+async def create_response(state: AppState, body: ResponsesRequest, http: HttpRequest) -> Response:
+    """Return one response, full or streamed."""
+    served = state.generation_model(body.model)
+    chat_request = _to_chat_request(body)
+    size = sum(len(message.text) for message in chat_request.messages)
     try:
-        asked = await in_thread_if_large(
-            size, lambda: requests.parse_chat(asked_as, served, api.config, client_id(http))
+        parsed = await in_thread_if_large(
+            size, lambda: requests.parse_chat(chat_request, served, state.config, client_id(http))
         )
     except ApiError as error:
         renamed = {"messages": "input", "max_completion_tokens": "max_output_tokens"}
         error.param = renamed.get(error.param or "", error.param)
         raise
-    streams = await api.submit(asked.requests, http, asked.n_prompt_tokens)
-    answer = _ResponseBuilder(body, served.name, streams[0], asked.n_prompt_tokens)
+    streams = await state.submit(parsed.requests, http, parsed.n_prompt_tokens)
+    answer = _ResponseBuilder(body, served.name, streams[0], parsed.n_prompt_tokens)
     reader = StreamDecoder(streams[0], served.tokenizer)
     if body.stream:
         return EventStream(
-            _events(answer, reader), streams[0].close, api.config.stall_seconds, rate_limit_headers(http)
+            _events(answer, reader), streams[0].close, state.config.stall_seconds, rate_limit_headers(http)
         )
 
     async def work() -> dict[str, Any]:
-        piece = await reader.read_all()
-        answer.text, answer.finish = piece.text, piece.finish
+        delta = await reader.read_all()
+        answer.text, answer.finish = delta.text, delta.finish
         return answer.response
 
     return OrjsonResponse(
@@ -72,7 +72,7 @@ async def create_response(api: AppState, body: ResponsesRequest, http: HttpReque
 
 
 class _ResponseBuilder:
-    """A response as it grows."""
+    """A response under construction."""
 
     def __init__(self, body: ResponsesRequest, model: str, stream: Stream, n_prompt: int) -> None:
         self.body, self.model, self.stream, self.n_prompt = body, model, stream, n_prompt
@@ -105,7 +105,7 @@ class _ResponseBuilder:
     def response(self) -> dict[str, Any]:
         body, ended = self.body, self.finish is not None
         form = body.text.format if body.text and body.text.format else TextFormat(type="text")
-        told = usage([self.stream], self.n_prompt, 1)
+        counts = usage([self.stream], self.n_prompt, 1)
         return {
             "id": self.id,
             "object": "response",
@@ -128,11 +128,11 @@ class _ResponseBuilder:
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
             "usage": {
-                "input_tokens": told["prompt_tokens"],
-                "input_tokens_details": told["prompt_tokens_details"],
-                "output_tokens": told["completion_tokens"],
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": told["total_tokens"],
+                "total_tokens": counts["total_tokens"],
             }
             if ended
             else None,
@@ -153,14 +153,14 @@ async def _events(answer: _ResponseBuilder, reader: StreamDecoder) -> AsyncItera
     yield typed("response.output_item.added", output_index=0, item=answer.item)
     yield typed("response.content_part.added", **at, part=answer.part)
     try:
-        async for _, piece in merge_streams([reader]):
-            if piece.text:
-                answer.text += piece.text
-                yield typed("response.output_text.delta", **at, delta=piece.text, logprobs=[])
-            answer.finish = piece.finish
+        async for _, delta in merge_streams([reader]):
+            if delta.text:
+                answer.text += delta.text
+                yield typed("response.output_text.delta", **at, delta=delta.text, logprobs=[])
+            answer.finish = delta.finish
     except Exception as error:
-        told = to_api_error(error)
-        answer.error = {"code": "server_error", "message": told.message}
+        api_error = to_api_error(error)
+        answer.error = {"code": "server_error", "message": api_error.message}
         yield typed("response.failed", response=answer.response)
         return
     yield typed("response.output_text.done", **at, text=answer.text, logprobs=[])
@@ -174,7 +174,7 @@ def _to_chat_request(body: ResponsesRequest) -> ChatRequest:
     schema = None
     if form is not None and form.type == "json_schema":
         if form.schema_ is None:
-            raise ApiError(400, "text.format: json_schema without a schema", param="text.format.schema")
+            raise ApiError(400, "text.format: json_schema requires a schema", param="text.format.schema")
         schema = JsonSchema(name=form.name or "answer", schema=form.schema_)
     try:
         return ChatRequest(

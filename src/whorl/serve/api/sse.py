@@ -1,11 +1,11 @@
-"""Answers that take their time: server-sent events, and the watch over whoever waits for them.
+r"""Server-sent events, and the detection of disconnected clients.
 
-    data: {...}\\n\\n      one event;  data: [DONE]\\n\\n  the last of OpenAI's older forms
-    event: NAME\\ndata: {...}\\n\\n   the typed ones of /v1/responses
+    data: {...}\n\n                  one event;   data: [DONE]\n\n   the last event of completions and chat
+    event: NAME\ndata: {...}\n\n     the typed events of /v1/responses
 
-Three ways in which a reader leaves: it closes the connection (noticed at once, by waiting for the disconnect beside the
-writing); it stops reading (the socket's buffers fill, `send` waits, and after `stall_seconds` it is let go); it dies (the
-same). Each ends in the `finally` that closes the streams, which aborts their sequences and frees their pages.
+A client can leave in three ways. It closes the connection: a task that waits for the disconnect notices at once. It stops
+reading: the socket buffers fill, `send` blocks, and after `stall_seconds` the client is dropped. It dies: same as the
+second. In each case the `finally` block closes the streams, which aborts their sequences and frees their pages.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ DONE = b"data: [DONE]\n\n"
 
 
 def format_event(content: Mapping[str, Any], name: str = "") -> bytes:
-    """One event."""
+    """Encode one event."""
     head = b"event: " + name.encode() + b"\n" if name else b""
     return head + b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends what `events` yields, as it comes; `close` is called at the end, whatever that was."""
+    """Response that sends the items of `events` as they are produced; `close` is called at the end in every case."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class EventStream(Response):
         try:
             await _run_until_disconnect(receive, self._write(send))
         except TimeoutError:
-            LOG.warning("a reader took nothing for %.0f s and was let go", self.stall_seconds)
+            LOG.warning("a reader received no data for %.0f s and was dropped", self.stall_seconds)
         finally:
             self.close()
 
@@ -64,7 +64,7 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
             raise
-        except Exception as error:  # the status is long sent: the error goes where the client reads
+        except Exception as error:  # the status was already sent, so the error is sent as an event
             await send(
                 {
                     "type": "http.response.body",
@@ -78,7 +78,7 @@ class EventStream(Response):
 async def run_until_disconnect(
     http: HttpRequest, work: Coroutine[Any, Any, T], close: Callable[[], None]
 ) -> T | None:
-    """What `work` returns, or None if the client went away before; `close` is called at the end, whatever that was."""
+    """Return the result of `work`, or None if the client disconnects first; `close` is called in every case."""
     try:
         return await _run_until_disconnect(http.receive, work)
     finally:
@@ -86,11 +86,11 @@ async def run_until_disconnect(
 
 
 async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    async def gone() -> None:
+    async def wait_for_disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None

@@ -1,15 +1,14 @@
-"""Function calls: asked for by grammar, or found in what the model wrote.
+"""Tool calls: forced by a grammar, or parsed from the output.
 
-tool_choice "required", or one function by name: the output is constrained to the JSON of a call (`forced`), so it is
-one whatever the model is. "auto": the model was shown the tools by its chat template and may write calls as Hermes
-models do,
+tool_choice "required" or a function name: the output is constrained to the JSON of a call, so it is a valid call for any
+model. "auto": the chat template lists the tools, and the model may write calls in the format of Hermes models:
 
     <tool_call>
     {"name": "f", "arguments": {"x": 1}}
     </tool_call>
 
-which `Calls` takes out of the text as it streams. What may be the beginning of a tag is held back until it is known;
-what turns out to be no call, for it is no JSON or names nothing, is text again: nothing that a model wrote is lost.
+`ToolCallParser` removes these from the streamed text. Text that may be the beginning of a tag is buffered. A block that is
+not a valid call is returned as text, so no output is lost.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ParsedToolCall:
-    """A function with its arguments, as JSON."""
+    """A function name with its arguments as JSON."""
 
     name: str
     arguments: str
@@ -45,7 +44,7 @@ class ParsedToolCall:
 
 
 def tool_choice_grammar(tools: Sequence[Tool], choice: str | ToolChoice | None) -> Grammar | None:
-    """The grammar of a call that must come, or None where none must."""
+    """Return the grammar of a forced call, or None if no call is forced."""
     if isinstance(choice, ToolChoice):
         wanted = [tool for tool in tools if tool.function.name == choice.function.name]
     elif choice == "required":
@@ -69,7 +68,7 @@ def tool_choice_grammar(tools: Sequence[Tool], choice: str | ToolChoice | None) 
 
 
 def parse_tool_call(text: str) -> ParsedToolCall | None:
-    """The call that `text` is, if it is one."""
+    """Return the call that `text` encodes, or None."""
     try:
         found = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -83,16 +82,16 @@ def parse_tool_call(text: str) -> ParsedToolCall | None:
 
 
 class ToolCallParser:
-    """Takes calls out of a text that comes in pieces.
+    """Extracts tool calls from streamed text.
 
-    whole: the text as such is a call (it was forced).
+    forced: the whole text is one call (the grammar forced it).
     """
 
     def __init__(self, forced: bool = False) -> None:
         self.forced, self._buffer = forced, ""
 
     def feed(self, text: str) -> tuple[str, list[ParsedToolCall]]:
-        """(text that can be shown, calls that are complete)."""
+        """Add text. Returns (text to show, complete calls)."""
         self._buffer += text
         if self.forced:
             return "", []
@@ -115,7 +114,7 @@ class ToolCallParser:
         return shown, calls
 
     def finish(self) -> tuple[str, list[ParsedToolCall]]:
-        """The rest, once nothing more comes: a call that lacks its closing tag is one if it is whole."""
+        """Return the rest at the end of the stream. A complete call without its closing tag counts as a call."""
         held, self._buffer = self._buffer, ""
         call = parse_tool_call(held if self.forced else held.removeprefix(OPEN_TAG)) if held else None
         return ("", [call]) if call else (held, [])

@@ -49,9 +49,7 @@ class AdmissionMiddleware:
 
         async def counted(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                path = getattr(
-                    scope.get("route"), "path", "other"
-                )  # the route's path, so that the number of labels is bounded
+                path = getattr(scope.get("route"), "path", "other")  # the route: a bounded number of labels
                 self.state.metrics.http_requests.labels(path, str(message["status"])).inc()
             await send(message)
 

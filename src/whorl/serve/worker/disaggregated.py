@@ -161,7 +161,7 @@ class DisaggregatedEngine:
             hashes = block_hashes(way.request.ids, str(way.request.adapter).encode())
             decoders = self._policies["decode"]
             known = max(decoders.indexes[n].match_length(hashes) for n in self._ready("decode")) * BLOCK_IDS
-            # Prompt log-probabilities come from the process that computes the prompt. Blocks of adapters are not transferred.
+            # The process that computes the prompt returns its log-probabilities. Blocks of adapters are not transferred.
             whole = way.request.prompt_log_probs or way.request.adapter is not None
             short = len(way.request.ids) - known < self.min_prefill_tokens
             readers = self._ready("prefill")
