@@ -48,7 +48,7 @@ def golden_job(shape: str, tokens: Path, **change: object) -> Job:
         else TransformerConfig.model_validate({**small, **changes})
     )
     base = {
-        "tokens": str(tokens), "model": model, "length": 32, "batch_rows": 8, "steps": STEPS, "compile": False,
+        "tokens": str(tokens), "model": model, "seq_len": 32, "batch_size": 8, "steps": STEPS, "compile": False,
         "evaluations": 1, "serial_loader": True, "deterministic": True,
     }  # fmt: skip
     return Job.model_validate({**base, **change})
@@ -86,7 +86,7 @@ def _branch() -> Result:
     """A branch at half of the steps, trained from the stable run's state."""
     with scratch() as folder:
         tokens = make_tokens(folder / "tokens")
-        schedule = {"warmup": 0.1, "decay": 0.4}
+        schedule = {"warmup_ratio": 0.1, "decay_ratio": 0.4}
         whole = golden_job("decoder", tokens, steps=2 * STEPS, schedule=schedule, ema=0.9)
         at = branches.branch_step(whole, 0.5)
         pretrain(whole, folder / "whole", Losses(), stable=[at], stop_after=at + 1)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ def test_no_reader_sees_half_of_an_update() -> None:
 def test_a_writer_that_died_in_the_middle_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     board = Board.from_tensors({"w": torch.zeros(3)})
     board._header[0] += 1
-    monkeypatch.setattr(board_module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(board_module, "_READ_TIMEOUT", 0.1)
     with pytest.raises(ProducerError, match="publishing for"):
         board.read({"w": torch.zeros(3)})
 
@@ -88,7 +88,7 @@ def test_processes_act_with_whole_updates_and_their_lag_is_told(order: str) -> N
             assert slot.data.label == 1 and slot.data.values[0] == slot.policy_version <= version
             board.publish(dict(filled(version + 1.0).named_parameters()), version + 1)
         figures = drain.pop_stats()
-    assert figures.records == 60 and 0 < figures.metrics()["lag_mean"] <= figures.metrics()["lag_max"] < 30
+    assert figures.records == 60 and 0 < figures.metrics()["policy_lag/mean"] <= figures.metrics()["policy_lag/max"] < 30
     assert figures.busy > 0 and figures.wait > 0 and figures.idle >= 0
 
 

@@ -19,13 +19,14 @@ from whorl.slots.ray import RayProducer
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.xdist_group("ray")
+ROOT = Path(__file__).parents[2]
 SPEC = Spec.from_dataclass(Numbers, N=5)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    here = str(Path(__file__).parent)
+    here = str(ROOT)
     paths = os.pathsep.join([here, *(p for p in sys.path if p)])
     ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000,

@@ -27,7 +27,7 @@ def test_the_newest_are_kept_and_only_they_are_drawn(
 ) -> None:
     if n_slots <= n_producers:
         n_slots = n_producers + 1
-    reader = pool(n_slots, 4, n_producers, fresh=fresh)
+    reader = pool(n_slots, 4, n_producers, inserts_per_sample=fresh)
     for draw in range(1, draws + 1):
         drawn = next(reader)
         received = max(fresh * draw, 1) if fresh else 1
@@ -53,11 +53,11 @@ def test_processes_give_the_same_draws_as_in_line() -> None:
     there = labels(
         ReplayReader(ring, producers, 5, np.random.default_rng(0), inserts_per_sample=2, learning_starts=4)
     )
-    assert there == labels(pool(8, 5, 2, fresh=2, least=4))
+    assert there == labels(pool(8, 5, 2, inserts_per_sample=2, learning_starts=4))
 
 
 def test_draws_are_in_proportion_to_priorities_and_weights_undo_it() -> None:
-    reader = pool(6, 20_000, fresh=0, least=5, alpha=0.7, beta=1.0)
+    reader = pool(6, 20_000, inserts_per_sample=0, learning_starts=5, alpha=0.7, beta=1.0)
     next(reader)
     slots = [reader.ring.slots[i] for i in reader.stored]
     priorities = np.array([1.0, 2.0, 4.0, 8.0, 16.0])
@@ -74,7 +74,7 @@ def test_draws_are_in_proportion_to_priorities_and_weights_undo_it() -> None:
 
 
 def test_a_new_record_has_the_highest_priority() -> None:
-    reader = pool(4, 1, fresh=1, alpha=1.0)
+    reader = pool(4, 1, inserts_per_sample=1, alpha=1.0)
     drawn = next(reader)
     reader.update_priorities(drawn.slots, np.array([50.0]))
     next(reader)
@@ -84,6 +84,6 @@ def test_a_new_record_has_the_highest_priority() -> None:
 
 
 def test_pools_that_cannot_be_are_refused() -> None:
-    for n_slots, more in ((1, {}), (4, {"least": 4}), (4, {"fresh": -1})):
+    for n_slots, more in ((1, {}), (4, {"learning_starts": 4}), (4, {"inserts_per_sample": -1})):
         with pytest.raises(ConfigError, match="pool of"):
             pool(n_slots, 1, **more)

@@ -75,7 +75,7 @@ def test_one_killed_while_it_fills_is_started_again(slots: int) -> None:
         got += read(drain, 5)
         thread.join()
         got += read(drain, 2)
-        assert drain.pop_stats().metrics()["restarts"] == 1 and drain.pop_stats().restarts == 0
+        assert drain.pop_stats().metrics()["worker_restarts"] == 1 and drain.pop_stats().restarts == 0
     assert got == undisturbed(10)
     assert len(said) == 1 and "was killed by signal SIGKILL in slot" in said[0] and "started again" in said[0]
 

@@ -21,6 +21,7 @@ from whorl.errors import ConfigError, ProducerError
 from whorl.slots import FIFOReader, ProducerProcess, SerialProducer, SlotRing, SlotState, Spec
 from whorl.slots.spec import FieldArray
 
+ROOT = Path(__file__).parents[2]
 SPEC = Spec.from_dataclass(Numbers, N=5)
 
 
@@ -113,18 +114,18 @@ def test_a_producer_ends_with_its_killed_parent(tmp_path: Path) -> None:
         textwrap.dedent("""
             import sys, time
             sys.path.insert(0, sys.argv[1])
-            from slot_examples import Draws, Numbers
+            from tests.support.slots.examples import Draws, Numbers
             from whorl.slots import *
             spec = Spec.from_dataclass(Numbers, N=5)
             ring = SlotRing(spec, 2)
             producer = ProducerProcess(ring, Draws())
-            next(Drain(ring, [producer]))
+            next(FIFOReader(ring, [producer]))
             print(producer.pid, flush=True)
             time.sleep(60)
         """)
     )
     parent = subprocess.Popen(
-        [sys.executable, str(script), str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), str(ROOT)], stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout is not None
     child = psutil.Process(int(parent.stdout.readline()))

@@ -25,10 +25,13 @@ BRAILLE = re.compile("[\u2801-\u28ff]")
 SCRIPT = """
 import sys, time
 from pathlib import Path
-from whorl.runs import Dashboard, Guarded, Progress, Run
+from whorl.tracking.dashboard import Dashboard
+from whorl.tracking.progress import Progress
+from whorl.tracking.run import Run
+from whorl.tracking.sinks import SafeSinks
 progress = Progress()
-sinks = [Dashboard(progress)] if Dashboard.wanted(progress, None) else []
-run = Run(Path(sys.argv[1]), tensorboard=False, sinks=Guarded(sinks, progress.say))
+sinks = [Dashboard(progress)] if Dashboard.enabled(progress, None) else []
+run = Run(Path(sys.argv[1]), tensorboard=False, sinks=SafeSinks(sinks, progress.log))
 with progress.task("Training", total=40, unit="steps") as task, run.metrics("pretrain") as log:
     for step in range(1, 41):
         log.write(step, {"nll": 5 / step ** 0.5, "tokens_per_second": 21000.0, "held_out_bits_per_byte": 2.125})
@@ -36,7 +39,7 @@ with progress.task("Training", total=40, unit="steps") as task, run.metrics("pre
             log.write(step, {"sample": "def add(a, b): return a"})
         task.update(done=step, note=f"loss {5 / step:.3f}")
         time.sleep(0.03)
-progress.say("done")
+progress.log("done")
 """
 
 
@@ -156,7 +159,7 @@ def test_an_event_is_not_taken_for_a_sample(tmp_path: Path) -> None:
     board = Dashboard(Progress.silent())
     board.write("pretrain", 1, {"nll": 3.0, "sample": "def f():"})
     board.write(
-        "pretrain", 2, {"event": "spike", "words": "the loss is 9", "documents": '[{"path": "a.txt"}]'}
+        "pretrain", 2, {"event": "spike", "message": "the loss is 9", "documents": '[{"path": "a.txt"}]'}
     )
     drawn = board.render(100, 30)
     assert drawn is not None and "def f():" in drawn.plain and "a.txt" not in drawn.plain

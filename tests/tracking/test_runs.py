@@ -342,7 +342,7 @@ def test_a_measurement_beside_others_is_not_kept_for_long(
 
     def measure(cores: int, *, gpu: bool) -> machine.Measurement:
         calls.append(cores)
-        return replace(measurement(bf16=1e10), alone=alone, taken=time.time() - age)
+        return replace(measurement(bf16=1e10), uncontended=alone, measured_at=time.time() - age)
 
     monkeypatch.setattr(machine, "measure", measure)
     for _ in range(2):

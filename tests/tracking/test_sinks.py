@@ -149,7 +149,7 @@ def test_bad_requests_are_refused_before_any_work(fakes: Path) -> None:
 
 
 def test_nothing_is_imported_unless_asked() -> None:
-    code = "import sys, whorl.runs, whorl.recipes\nfrom whorl.runs import parse_log\nassert parse_log([]) == []\n"
+    code = "import sys, whorl.tracking.run, whorl.recipes\nfrom whorl.tracking.sinks import parse_loggers\nassert parse_loggers([]) == []\n"
     code += "print([m for m in ('wandb', 'trackio', 'rich', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.replace("'", '"')) == []

@@ -69,7 +69,7 @@ def test_threads_do_not_change_a_bit(tokens: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(LMObjective, "__call__", watched)
     model = shape({"n_heads": 4, "n_kv_heads": 4, "head_dim": 64}, d_model=256, mlp_hidden=1024)
-    wanted = job(tokens, model=model, length=64, steps=2, deterministic=True)
+    wanted = job(tokens, model=model, seq_len=64, steps=2, deterministic=True)
     ends = [weights(train(wanted.model_copy(update={"threads": n}), tmp_path / f"{n}")) for n in (1, 2)]
     assert all(torch.equal(t, ends[1][n]) for n, t in ends[0].items()) and seen == {1}
     assert not torch.are_deterministic_algorithms_enabled()

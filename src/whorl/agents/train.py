@@ -1,11 +1,11 @@
-"""Training an agent: the loop of `train/learner/loop.py` over records of experience.
+"""Train an agent: the loop of `train/learner/loop.py` over rollouts.
 
-Everything specific to actor-critics is `passes_over`: from a record to what is learnt from it. It judges the
-record's states with the newest values, estimates advantages (GAE, or V-trace where the record may be older than the
-weights), and hands out minibatches. Acting is `rollout.Actor`, what is learnt `objectives.policy`.
+The code specific to actor-critics is `rollout_minibatches`. It evaluates a rollout's states with the newest values,
+estimates advantages (GAE, or V-trace if the rollout may be stale), and yields minibatches. `rollout.Actor` acts, and
+`objectives.actor_critic` has the losses.
 
-With `actors=0` an actor fills a slot when the learner asks (and with the weights that it has just published); with more they
-run ahead in processes of their own, by the same code.
+With `actors=0` one actor runs in this process and fills a slot on demand, with the weights just published. With more,
+actors run ahead in separate processes, with the same code.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ from whorl.train.learner.learner import Learner
 from whorl.train.learner.loop import StopTraining, Stopwatch, train_loop
 from whorl.train.learner.update import MicroBatch, Update, all_adamw
 
-MIN_CLIP_FRACTION = 0.05  # of what the clip begins with
-RETURN_WINDOW = 100  # what the return while training is averaged over
+MIN_CLIP_FRACTION = 0.05  # of the initial clip
+RETURN_WINDOW = 100  # number of episodes in the training return
 
 
 @dataclass
 class TrainingProgress:
-    """How far training is. returns: of the last episodes that ended; metrics: of the last record, and where time went."""
+    """Progress of a run.
+
+    returns: of the last episodes that ended; metrics: of the last rollout, with seconds per phase.
+    """
 
     steps: int = 0
     seconds: float = 0.0
@@ -52,13 +55,13 @@ class TrainingProgress:
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def from_state(cls, record: dict[str, Any]) -> TrainingProgress:
-        """As it was when `record` was made."""
-        returns = deque[float](record["returns"], RETURN_WINDOW)
-        return cls(record["steps"], record["seconds"], returns)
+    def from_state(cls, state: dict[str, Any]) -> TrainingProgress:
+        """Restore progress from a checkpoint."""
+        returns = deque[float](state["returns"], RETURN_WINDOW)
+        return cls(state["steps"], state["seconds"], returns)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return a JSON-serializable dictionary for a checkpoint."""
         return {"steps": self.steps, "seconds": self.seconds, "returns": list(self.returns)}
 
     @property
@@ -67,7 +70,7 @@ class TrainingProgress:
 
 
 def build_networks(config: AgentConfig) -> ActorCritic:
-    """The untrained networks, the same bits for the same seed."""
+    """Return untrained networks. The same seed gives the same bits."""
     environment = make_env(config.environment, 1)
     try:
         return ActorCritic(environment, config.hidden, generator(config.seed, "weights"))
@@ -83,21 +86,23 @@ def train(
     checkpoint_seconds: float = 30.0,
     log: Callable[[str], None] = lambda text: None,
 ) -> ActorCritic:
-    """Trains an agent to its last step, from the newest checkpoint if there is one, and returns its networks.
+    """Train an agent to its last step, from the newest checkpoint if there is one, and return its networks.
 
-    What goes on is exact where an actor acts in line in environments of our own: as if it had never stopped. Other
-    environments, and those in other processes, begin new episodes.
+    A resumed run is exact if an actor in this process acts in built-in environments. Other environments, and
+    environments in other processes, start new episodes.
 
     Args:
-        observe: called after every record; may raise `Stop`.
-        scratch: folder for checkpoints; None keeps none.
+        observe: called after every rollout; may raise `StopTraining`.
+        scratch: folder for checkpoints; None writes none.
+        checkpoint_seconds: time between checkpoints.
 
     Raises:
-        ConfigError: no such environment, or one of an unsupported kind. ProducerError: an actor failed.
-        CheckpointError: the checkpoint in `scratch` is of other settings.
+        ConfigError: the environment does not exist or is unsupported.
+        ProducerError: an actor failed.
+        CheckpointError: the checkpoint in `scratch` has other settings.
     """
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # networks this small are slower on more
+    torch.set_num_threads(1)  # networks this small are slower on more threads
     try:
         return _train(config, observe, scratch, checkpoint_seconds, log)
     finally:
@@ -109,122 +114,132 @@ def _train(
     observe: Callable[[TrainingProgress, ActorCritic], None],
     scratch: Path | None,
     checkpoint_seconds: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> ActorCritic:
     networks = build_networks(config)
     n_actors = max(1, config.actors)
-    tally, progress, first, rounds = EpisodeReturns(n_actors, config.n_envs), TrainingProgress(), 0, 0
+    episode_returns, progress, first, rounds = (
+        EpisodeReturns(n_actors, config.n_envs),
+        TrainingProgress(),
+        0,
+        0,
+    )
     identity = config.model_dump(mode="json")
-    keeper = (
-        CheckpointManager(scratch, identity, seconds=checkpoint_seconds, log=say)
+    checkpoints = (
+        CheckpointManager(scratch, identity, seconds=checkpoint_seconds, log=log)
         if scratch is not None
         else None
     )
-    found = keeper.resume() if keeper is not None else None
-    if found is not None:
-        first, rounds = found.step, found.metadata["rounds"]
-        progress = TrainingProgress.from_state(found.metadata)
-        say(f"continues after {progress.steps:,} of {config.steps:,} steps")
-    treatments = {
+    checkpoint = checkpoints.resume() if checkpoints is not None else None
+    if checkpoint is not None:
+        first, rounds = checkpoint.step, checkpoint.metadata["rounds"]
+        progress = TrainingProgress.from_state(checkpoint.metadata)
+        log(f"resumed after {progress.steps:,} of {config.steps:,} steps")
+    param_optims = {
         **all_adamw(networks, config.learning_rate),
         **all_adamw(networks, config.value_learning_rate or config.learning_rate, "value."),
     }
     update = Update(
-        partial(actor_critic_loss, config, networks), treatments, clip_norm=config.clip_norm, eps=1e-5
+        partial(actor_critic_loss, config, networks), param_optims, clip_norm=config.clip_norm, eps=1e-5
     )
     learner = Learner(networks, [update], steps_done=rounds)
     actors = [
         Actor(config.environment, config.n_envs, config.hidden, derive(config.seed, "environment", number, first))
         for number in range(n_actors)
     ]  # fmt: skip
-    acting = actors if not config.actors else []  # those whose state is at hand, being in this process
-    for actor in acting:
+    local_actors = actors if not config.actors else []  # actors in this process: their state can be saved
+    for actor in local_actors:
         actor.setup()
-    if found is not None:
-        mine = {n: t for n, t in found.tensors.items() if not n.startswith("actor/")}
-        restore({**learner.shared.tensors(), "returns": tally.partial_returns}, mine)
-        for actor in acting:
-            inside = {
-                n: t.clone() for n, t in found.tensors.items() if n.startswith("actor/")
-            }  # actors keep them
-            actor.load_state_dict({n.removeprefix("actor/"): t for n, t in inside.items()})
+    if checkpoint is not None:
+        learner_state = {n: t for n, t in checkpoint.tensors.items() if not n.startswith("actor/")}
+        restore({**learner.shared.tensors(), "returns": episode_returns.partial_returns}, learner_state)
+        for actor in local_actors:
+            actor_state = {
+                n: t.clone() for n, t in checkpoint.tensors.items() if n.startswith("actor/")
+            }  # cloned: actors keep them
+            actor.load_state_dict({n.removeprefix("actor/"): t for n, t in actor_state.items()})
     board = Board.from_tensors(learner.weights)
     board.publish(learner.weights, first)
     environment = make_env(config.environment, config.n_envs)
     spec = rollout_spec(environment, config.n_steps)
     environment.close()
     ring: SlotRing[Any] = SlotRing(spec, n_actors * (1 + config.prefetch if config.actors else 1))
-    # A killed actor ends the run: its environments go with it, and one that is started again would begin other episodes
-    # without saying that the old ones were cut, whose returns would run on into theirs. (So no `restarts` here.)
+    # No `restarts`: a restarted actor would begin new episodes without marking the old ones as truncated. Their returns
+    # would be added to those of the new episodes. A killed actor therefore ends the run.
     producers: Any = [
         (ProducerProcess if config.actors else SerialProducer)(
             ring, actor, seed=config.seed, number=number, board=board
         )
         for number, actor in enumerate(actors)
     ]
-    began = time.perf_counter() - progress.seconds
+    start_time = time.perf_counter() - progress.seconds
     order: Literal["sequence", "ready"] = "ready" if config.actors else "sequence"
-    draining = FIFOReader(
-        ring, producers, start=first, order=order, board=board, max_lag=config.max_policy_lag
-    )
-    with keeper or nullcontext(), draining as records:
+    reader = FIFOReader(ring, producers, start=first, order=order, board=board, max_lag=config.max_policy_lag)
+    with checkpoints or nullcontext(), reader as rollouts:
 
-        def watched() -> Iterator[Slot[Any]]:
-            for slot in records:
-                progress.returns.extend(tally.add(slot))
+        def with_progress() -> Iterator[Slot[Any]]:
+            for slot in rollouts:
+                progress.returns.extend(episode_returns.add(slot))
                 progress.steps += slot.length
                 yield slot
 
-        def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-            progress.seconds = time.perf_counter() - began
-            spent = {f"time/{name}": seconds for name, seconds in clock.pop_seconds().items()}
-            progress.metrics = {**metrics, **spent, **records.pop_stats().metrics()}
-            if keeper is not None and step < config.n_rollouts and keeper.due():
-                inside = {f"actor/{n}": t for actor in acting for n, t in actor.state_dict().items()}
-                tensors = {**learner.shared.tensors(), "returns": tally.partial_returns, **inside}
-                keeper.save(step, tensors, {"rounds": learner.rounds, **progress.state_dict()})
+        def on_step_end(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
+            progress.seconds = time.perf_counter() - start_time
+            times = {f"time/{name}": seconds for name, seconds in clock.pop_seconds().items()}
+            progress.metrics = {**metrics, **times, **rollouts.pop_stats().metrics()}
+            if checkpoints is not None and step < config.n_rollouts and checkpoints.due():
+                actor_state = {
+                    f"actor/{n}": t for actor in local_actors for n, t in actor.state_dict().items()
+                }
+                tensors = {
+                    **learner.shared.tensors(),
+                    "returns": episode_returns.partial_returns,
+                    **actor_state,
+                }
+                checkpoints.save(step, tensors, {"rounds": learner.rounds, **progress.state_dict()})
             observe(progress, networks)
 
         with suppress(StopTraining):
             train_loop(
                 learner,
-                watched(),
+                with_progress(),
                 partial(rollout_minibatches, config, networks),
                 first=first,
                 last=config.n_rollouts,
                 lr_scale=partial(remaining_fraction, config),
                 sync_weights=lambda step: board.publish(learner.weights, step),
-                on_step_end=after,
+                on_step_end=on_step_end,
             )
     return networks
 
 
-def remaining_fraction(config: AgentConfig, record: int) -> float:
-    """What decays, from 1 to 0: the share of the run that is to come. 1 where nothing decays."""
-    return max(0.0, 1 - record / config.n_rollouts) if config.anneal else 1.0
+def remaining_fraction(config: AgentConfig, rollout_index: int) -> float:
+    """Return the fraction of the run that remains, from 1 to 0; 1 without annealing."""
+    return max(0.0, 1 - rollout_index / config.n_rollouts) if config.anneal else 1.0
 
 
 def rollout_minibatches(
     config: AgentConfig, networks: ActorCritic, slot: Slot[Any]
 ) -> Iterator[list[MicroBatch]]:
-    """From a record to minibatches of observation, action, behaviour_log_prob, advantage and target, each [N, ...].
+    """Yield minibatches of observation, action, behaviour_log_prob, advantage and target, each [N, ...], from a
+    rollout.
 
-    As the run goes on, the clip narrows and the passes become fewer, along with the learning rate: a policy that is good is
-    left in peace, and time is spent where there is something to learn.
+    During the run the clip narrows and the number of epochs falls together with the learning rate. A good policy then
+    changes less, and late rollouts cost less time.
     """
-    record = {name: view.clone() for name, view in slot.tensors().items()}
-    estimated = estimate_advantages(config, networks, record)
-    to_come = remaining_fraction(config, slot.sequence)
+    rollout = {name: view.clone() for name, view in slot.tensors().items()}
+    estimates = estimate_advantages(config, networks, rollout)
+    remaining = remaining_fraction(config, slot.sequence)
     flat = {
-        "observation": record["observation"][:-1].flatten(0, 1),
-        "action": record["action"].flatten(0, 1),
-        "behaviour_log_prob": record["behaviour_log_prob"].flatten(),
-        **{name: t.flatten() for name, t in estimated.items()},
+        "observation": rollout["observation"][:-1].flatten(0, 1),
+        "action": rollout["action"].flatten(0, 1),
+        "behaviour_log_prob": rollout["behaviour_log_prob"].flatten(),
+        **{name: t.flatten() for name, t in estimates.items()},
     }
-    clip = {"clip": torch.tensor(config.clip * max(to_come, MIN_CLIP_FRACTION))}
+    clip = {"clip": torch.tensor(config.clip * max(remaining, MIN_CLIP_FRACTION))}
     n, rng = len(flat["action"]), generator(config.seed, "order", slot.sequence)
-    for _ in range(max(1, round(config.n_epochs * to_come))):
-        if config.minibatches == 1:  # all of it: the order means nothing
+    for _ in range(max(1, round(config.n_epochs * remaining))):
+        if config.minibatches == 1:  # the full batch: order has no effect
             yield [{**flat, **clip}]
             continue
         order = torch.randperm(n, generator=rng)
@@ -235,28 +250,30 @@ def rollout_minibatches(
 
 @torch.no_grad()
 def estimate_advantages(
-    config: AgentConfig, networks: ActorCritic, record: dict[str, Tensor]
+    config: AgentConfig, networks: ActorCritic, rollout: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """advantage and target [T, B] of a record, by the newest values (and, with V-trace, the newest policy)."""
-    value = networks.values(record["observation"])  # [T + 1, B]
-    ended = record["terminated"] | record["truncated"]
+    """Return advantage and target [T, B] of a rollout, from the newest values (and, with V-trace, the newest
+    policy).
+    """
+    value = networks.values(rollout["observation"])  # [T + 1, B]
+    ended = rollout["terminated"] | rollout["truncated"]
     next_value = value[1:].clone()
     if ended.any():
-        next_value[ended] = networks.values(record["final_observation"][ended])
-    steps = Trajectory(record["reward"], value[:-1], next_value, record["terminated"], record["truncated"])
+        next_value[ended] = networks.values(rollout["final_observation"][ended])
+    steps = Trajectory(rollout["reward"], value[:-1], next_value, rollout["terminated"], rollout["truncated"])
     if not config.v_trace:
         advantage = gae(steps, config.discount, config.gae_lambda)
         return {"advantage": advantage, "target": advantage + steps.value}
-    log_prob = networks.log_prob(networks.policy(record["observation"][:-1]), record["action"])
-    found = v_trace(
-        steps, log_prob - record["behaviour_log_prob"], config.discount, lambda_=config.gae_lambda
+    log_prob = networks.log_prob(networks.policy(rollout["observation"][:-1]), rollout["action"])
+    estimate = v_trace(
+        steps, log_prob - rollout["behaviour_log_prob"], config.discount, lambda_=config.gae_lambda
     )
-    return {"advantage": found.advantage, "target": found.target}
+    return {"advantage": estimate.advantage, "target": estimate.target}
 
 
 def actor_critic_loss(config: AgentConfig, networks: ActorCritic, part: MicroBatch) -> Loss:
-    """The loss of a minibatch."""
-    judged = networks.evaluate_actions(part["observation"], part["action"])
+    """Return the loss of a minibatch."""
+    output = networks.evaluate_actions(part["observation"], part["action"])
     advantage = part["advantage"]
     if config.normalize_advantage and len(advantage) > 1:
         deviation, mean = torch.std_mean(advantage)
@@ -264,39 +281,39 @@ def actor_critic_loss(config: AgentConfig, networks: ActorCritic, part: MicroBat
     coefficients = {"value_coef": config.value_coef, "entropy_coef": config.entropy_coef}
     if config.algorithm == "ppo":
         return ppo(
-            judged, part["behaviour_log_prob"], advantage, part["target"], clip=part["clip"], **coefficients
+            output, part["behaviour_log_prob"], advantage, part["target"], clip=part["clip"], **coefficients
         )
-    return a2c(judged, advantage, part["target"], **coefficients)
+    return a2c(output, advantage, part["target"], **coefficients)
 
 
 class EpisodeReturns:
-    """Returns of whole episodes, from records that cut them anywhere. One running sum for each copy of each actor."""
+    """Returns of whole episodes, summed over rollouts that cut them. One partial sum per copy of each actor."""
 
     def __init__(self, actors: int, num_envs: int) -> None:
         self.partial_returns = torch.zeros(actors, num_envs, dtype=torch.float64)
 
     def add(self, slot: Slot[Any]) -> list[float]:
-        """Undiscounted returns of the episodes that ended in this record."""
-        data, running, found = slot.data, self.partial_returns[slot.producer].numpy(), []
+        """Return the undiscounted returns of the episodes that ended in this rollout."""
+        data, running, finished = slot.data, self.partial_returns[slot.producer].numpy(), []
         ended = data.terminated | data.truncated
         for t in range(len(ended)):
             running += data.reward[t]
             if ended[t].any():
-                found.extend(running[ended[t]].tolist())
+                finished.extend(running[ended[t]].tolist())
                 running[ended[t]] = 0.0
-        return found
+        return finished
 
 
 @torch.no_grad()
 def evaluate(networks: ActorCritic, environment: str, episodes: int, seed: int) -> list[float]:
-    """Undiscounted returns of `episodes` episodes under the likeliest actions, one in each of as many copies."""
-    copies = make_env(environment, episodes)
-    seen = copies.reset(seed).flatten(1)
-    total, going = torch.zeros(episodes), torch.ones(episodes, dtype=torch.bool)
-    while going.any():
-        found = copies.step(networks.greedy_action(seen))
-        total += found.reward * going
-        going &= ~(found.terminated | found.truncated)
-        seen = found.observation.flatten(1)
-    copies.close()
+    """Return undiscounted returns of `episodes` episodes with greedy actions. Each episode runs in a separate copy."""
+    envs = make_env(environment, episodes)
+    observation = envs.reset(seed).flatten(1)
+    total, running = torch.zeros(episodes), torch.ones(episodes, dtype=torch.bool)
+    while running.any():
+        transition = envs.step(networks.greedy_action(observation))
+        total += transition.reward * running
+        running &= ~(transition.terminated | transition.truncated)
+        observation = transition.observation.flatten(1)
+    envs.close()
     return total.tolist()

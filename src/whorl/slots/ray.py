@@ -124,7 +124,7 @@ class RayProducer:
     def request(self, slot: int, sequence: int) -> None:
         """Have record `sequence` made for a free slot."""
         weights, version = self._weights_ref()
-        self._asked.append((slot, sequence, self._actor.make.remote(sequence, weights, version)))
+        self._asked.append((slot, sequence, self._actor.make_record.remote(sequence, weights, version)))
 
     def _weights_ref(self) -> tuple[Any, int]:
         """A reference to the newest weights, put into the object store once a version."""

@@ -54,9 +54,9 @@ class ReaderStats:
     def metrics(self) -> dict[str, float]:
         """As metrics."""
         return {
-            "records": float(self.records), "producer_idle": self.idle, "producer_busy": self.busy,
-            "reader_waited": self.wait, "stale": float(self.stale), "lag_mean": self.lag_sum / max(1, self.records),
-            "lag_max": float(self.lag_max), "restarts": float(self.restarts),
+            "records": float(self.records), "time/producer_idle": self.idle, "time/producer_busy": self.busy,
+            "time/reader_wait": self.wait, "stale_records": float(self.stale), "policy_lag/mean": self.lag_sum / max(1, self.records),
+            "policy_lag/max": float(self.lag_max), "worker_restarts": float(self.restarts),
         }  # fmt: skip
 
 

@@ -36,11 +36,11 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a Braille
 # What stands beside the curve: metric, its name here, how it is written.
 _METRIC_ROWS = (
     ("held_out_bits_per_byte", "held-out", "{:.3f} bits per byte"),
-    ("copy_nll", "copying", "{:.3f} nats"),
+    ("induction_nll", "induction", "{:.3f} nats"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
-    ("utilisation", "utilisation", "{:.0%}"),
-    ("loader_share", "waits for data", "{:.1%}"),
-    ("gradient_norm", "gradient", "{:.3f}"),
+    ("mfu", "MFU", "{:.0%}"),
+    ("time/data_fraction", "data wait", "{:.1%}"),
+    ("grad_norm", "grad norm", "{:.3f}"),
     ("learning_rate", "learning rate", "{:.2e}"),
 )
 

@@ -20,7 +20,7 @@ from whorl.tokens.stream import StreamConfig
 from whorl.train.config import OptimConfig, RoutingConfig, ScheduleConfig, SpikeGuardConfig
 from whorl.train.optim.stochastic_rounding import RoundingMode
 
-NON_IDENTITY_FIELDS = {"tokens", "replicas", "threads", "device", "serial_loader", "raw", "activation_budget"}
+NON_IDENTITY_FIELDS = {"tokens", "replicas", "threads", "device", "serial_loader", "stream", "activation_budget"}
 
 
 class TextStreamConfig(BaseModel):
@@ -109,5 +109,5 @@ def identity(job: Job) -> dict[str, Any]:
     whole = job.model_dump(mode="json", exclude=NON_IDENTITY_FIELDS)
     if job.stream is not None:
         inside: Any = {"tokenizer": True, "workers": True, "sources": {"__all__": {"files": True}}}
-        whole["raw"] = job.stream.model_dump(mode="json", exclude=inside)
+        whole["stream"] = job.stream.model_dump(mode="json", exclude=inside)
     return {**whole, "data": TokenSet(Path(job.tokens)).split("train").fingerprint}

@@ -53,7 +53,7 @@ class Dies(Draws):
             slot.data.label[...] = -5
             if self.when == "whole":
                 super().fill(slot, weights, rng)
-                slot.step(SlotState.WRITING, SlotState.READY, length=5)
+                slot.transition(SlotState.WRITING, SlotState.READY, length=5)
             if self.when in ("forked", "never"):
                 child = os.fork()
                 if not child:

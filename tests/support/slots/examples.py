@@ -60,7 +60,7 @@ class Acts:
 
         if not hasattr(self, "net"):
             self.net = torch.nn.Linear(300, 300)
-        weights.into(self.net)
+        weights.load_into(self.net)
         both = torch.cat([self.net.weight.flatten(), self.net.bias]).detach()
         time.sleep(self.pause)
         slot.data.values[:] = float(both[0])

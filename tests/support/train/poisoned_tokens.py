@@ -34,8 +34,8 @@ def make_poisoned(folder: Path, *, letters: int = 400) -> Path:
 
 def poisoned(tokens: Path, scratch: Path, *, ids: slice | int = 120, **change: object) -> Job:
     """A job whose checkpoint of step 0, in `scratch`, has NaN in the embeddings of `ids`."""
-    watch = {"most_skipped": 1.0, "patience": 1000}
-    wanted = job(tokens, **{"steps": 48, "watch": watch, **change})
+    watch = {"max_skipped": 1.0, "patience": 1000}
+    wanted = job(tokens, **{"steps": 48, "spike_guard": watch, **change})
     shared = allocate_shared(build_model(wanted), wanted)
     shared.weights["embedding"][ids] = torch.nan
     with CheckpointManager(scratch, identity(wanted), thread=True) as keeper:

@@ -53,7 +53,7 @@ def job(tokens: Path, **change: object) -> Job:
         mlp_hidden=64,
         ngram_buckets=256,
     )
-    base = {"tokens": str(tokens), "model": model, "length": 32, "batch_rows": 8, "steps": 12, "compile": False,
+    base = {"tokens": str(tokens), "model": model, "seq_len": 32, "batch_size": 8, "steps": 12, "compile": False,
             "evaluations": 3, "serial_loader": True}  # fmt: skip
     return Job.model_validate({**base, **change})
 

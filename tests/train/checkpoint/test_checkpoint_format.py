@@ -111,7 +111,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step, state(step), {})
     index = tmp_path / "step-00000002" / "state.json"
-    index.write_text(json.dumps({"body": {"format": 3, "step": 2}}))
+    index.write_text(json.dumps({"body": {"format": 4, "step": 2}}))
     for read in (lambda: load_latest(tmp_path), CheckpointManager(tmp_path, {}).resume):
         with pytest.raises(NewerFormatError, match="checkpoint format 3") as raised:
             read()

@@ -136,7 +136,7 @@ def test_a_run_on_a_full_disk_stops_cleanly_and_goes_on_when_there_is_room(tmp_p
     found = load_latest(tmp_path / "b")
     assert found is not None and 4 <= found.step <= 5
     said: list[str] = []
-    again = pretrain(wanted, tmp_path / "b", Notes(), say=said.append)
+    again = pretrain(wanted, tmp_path / "b", Notes(), log=said.append)
     assert f"continues at step {found.step} of 40" in said[0]
     theirs = dict(undisturbed.named_parameters())
     assert all(torch.equal(p, theirs[n]) for n, p in again.named_parameters())

@@ -157,7 +157,7 @@ def run(
 @pytest.mark.parametrize("scheme", ["file", "memory"])
 def test_the_durable_tier_takes_over_when_the_machine_is_gone(tmp_path: Path, scheme: str) -> None:
     url = f"file://{tmp_path}/far" if scheme == "file" else f"memory://{tmp_path.name}"
-    tiers = durable(url, durable_keep=2)
+    tiers = durable(url, remote_keep=2)
     keeper = run(tmp_path / "near", tiers, range(1, 5), thread=scheme == "memory")  # memory is of one process
     assert keeper.stats.remote_written == 4 and not keeper.stats.remote_failed
     far = RemoteStore(url, keeper.job_id)
@@ -221,8 +221,8 @@ def test_a_durable_tier_that_cannot_be_written_is_reported_and_training_goes_on(
 def test_a_durable_tier_that_cannot_be_reached_stops_nothing(tmp_path: Path, url: str) -> None:
     tokens = make_tokens(tmp_path / "tokens")
     account, said, notes = CheckpointStats(), list[str](), Notes()
-    pretrain(job(tokens), tmp_path / "s", notes, checkpoint_seconds=0.0, tiers=durable(url), account=account,
-             say=said.append)  # fmt: skip
+    pretrain(job(tokens), tmp_path / "s", notes, checkpoint_seconds=0.0, checkpoint_config=durable(url), checkpoint_stats=account,
+             log=said.append)  # fmt: skip
     assert notes.checkpoints == list(range(1, 13)) and account.written == 12
     assert account.remote_failed and account.remote_error
     assert account.summary() and "failed" in account.summary()
@@ -231,14 +231,14 @@ def test_a_durable_tier_that_cannot_be_reached_stops_nothing(tmp_path: Path, url
 def test_figures_after_a_kill_are_of_all_their_steps(tmp_path: Path) -> None:
     """The first report after going on covers the steps before the kill too, as in an undisturbed run."""
     tokens = make_tokens(tmp_path / "tokens")
-    wanted = job(tokens, steps=1500, batch_rows=1)  # reported every third step
+    wanted = job(tokens, steps=1500, batch_size=1)  # reported every third step
     whole, parts = Notes(), Notes()
     pretrain(wanted, tmp_path / "a", whole, stop_after=12)
     pretrain(wanted, tmp_path / "b", parts, stop_after=8, checkpoint_seconds=0.0)
     parts.steps = parts.steps[:2]  # steps 3 and 6; a stop reports at once
     shutil.rmtree(tmp_path / "b" / "step-00000008")  # as if killed after step 7
     pretrain(wanted, tmp_path / "b", parts, stop_after=12)
-    names = ("loss", "nll", "gradient_norm")
+    names = ("loss", "nll", "grad_norm")
     assert [[s[n] for n in names] for s in parts.steps[2:]] == [
         [s[n] for n in names] for s in whole.steps[2:]
     ]
@@ -362,13 +362,13 @@ def test_a_run_from_far_away_may_still_go_back(tmp_path: Path) -> None:
     from whorl.train.resilience.rollback import RollbackStore, ensure_local_snapshot
 
     with CheckpointManager(tmp_path, {}, seconds=0.0) as keeper:
-        record = {"guard": {"anchor": 40, "bad": [], "astray": 0}}
+        record = {"spike_guard": {"snapshot_step": 40, "bad_steps": [], "diverged_steps": 0}}
         here = ensure_local_snapshot(keeper, record, 50, state(5))
-        assert here["guard"]["anchor"] == 50 and record["guard"]["anchor"] == 40
+        assert here["spike_guard"]["snapshot_step"] == 50 and record["spike_guard"]["snapshot_step"] == 40
         keeper.finish()
         assert ensure_local_snapshot(keeper, here, 60, state(6)) is here, "it has one that is here"
         tensors = state(0)
         RollbackStore(keeper).restore(50, tensors)
         assert same(tensors, state(5))
-        troubled = {"guard": {"anchor": 40, "bad": ["spike"], "astray": 0}}
-        assert ensure_local_snapshot(keeper, troubled, 70, state(7))["guard"]["anchor"] is None
+        troubled = {"spike_guard": {"snapshot_step": 40, "bad_steps": ["spike"], "diverged_steps": 0}}
+        assert ensure_local_snapshot(keeper, troubled, 70, state(7))["spike_guard"]["snapshot_step"] is None

@@ -34,9 +34,9 @@ def test_experts_take_the_same_step_however_the_batch_is_cut(
     balance: float, tokens: Path, tmp_path: Path
 ) -> None:
     wanted = job(
-        tokens, model=shape(HEADS, experts=EXPERTS), steps=3, routing={"balance": balance, "z": 0.01}
+        tokens, model=shape(HEADS, experts=EXPERTS), steps=3, routing={"aux_loss_coef": balance, "z_loss_coef": 0.01}
     )
-    ways: list[dict[str, Any]] = [{}, {"micro_rows": 4}, {"micro_rows": 1}, {"replicas": 2}]
+    ways: list[dict[str, Any]] = [{}, {"micro_batch_size": 4}, {"micro_batch_size": 1}, {"replicas": 2}]
     ends = [train(wanted.model_copy(update=way), tmp_path / str(number)) for number, way in enumerate(ways)]
     for end in ends[1:]:
         assert_close(weights(ends[0]), weights(end))
@@ -62,6 +62,6 @@ def test_the_loss_of_the_parts_is_that_of_the_whole() -> None:
     whole = loss(batch)
     for size in (4, 1):
         parts = [loss({n: t[i : i + size] for n, t in batch.items()}) for i in range(0, 8, size)]
-        for name in ("nll", "router_z", "balance"):
+        for name in ("nll", "moe/z_loss", "moe/aux_loss"):
             torch.testing.assert_close(whole.metrics[name], sum(p.metrics[name] for p in parts))
         torch.testing.assert_close(whole.total, sum(p.total for p in parts))

@@ -50,7 +50,7 @@ def test_each_update_trains_its_own_parameters_as_often_as_it_says() -> None:
     history = []
 
     def after(step: int, metrics: dict[str, float], clock: Stopwatch) -> None:
-        assert set(clock.pop_seconds()) == {"wait", "score", "gradients", "step"}
+        assert set(clock.pop_seconds()) == {"data", "logprobs", "backward", "optimizer"}
         history.append({n: w.clone() for n, w in learner.weights.items()})
 
     train_loop(learner, itertools.repeat(part()), lambda p: [[p]], last=6, on_step_end=after)
@@ -81,7 +81,7 @@ def test_what_is_asked_before_each_pass_is_counted_as_scoring(monkeypatch: pytes
         last=1,
         on_step_end=lambda step, metrics, clock: spent.append(clock.pop_seconds()),
     )
-    assert spent == [{"wait": 0.0, "score": 3.5, "gradients": 0.0, "step": 0.0}]
+    assert spent == [{"data": 0.0, "logprobs": 3.5, "backward": 0.0, "optimizer": 0.0}]
 
 
 def test_adamw_is_torchs() -> None:
@@ -128,7 +128,7 @@ def test_several_passes_are_averaged_by_their_counts() -> None:
         last=1, on_step_end=lambda step, metrics, clock: seen.append(metrics),
     )  # fmt: skip
     want = squared(nets["a"])(part(6))
-    assert seen[0]["count"] == 6 and learner.rounds == 2
+    assert seen[0]["loss_tokens"] == 6 and learner.rounds == 2
     assert seen[0]["loss"] == seen[0]["error"] == pytest.approx(want.total.item() / 6, rel=1e-4)
 
 

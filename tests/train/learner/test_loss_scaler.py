@@ -49,7 +49,7 @@ def steps(
     for _ in range(5):
         for _ in range(cut):
             update.accumulate(update.objective(random_batch(wanted, wanted.batch_size // cut)))
-        norms.append(update.step(1.0)["gradient_norm"])
+        norms.append(update.step(1.0)["grad_norm"])
     return {n: t.clone() for n, t in learner.shared.tensors().items()}, norms
 
 
@@ -129,7 +129,7 @@ def test_rows_of_tables_that_overflow_alone_are_seen(tokens: Path) -> None:
     table = next(iter(learner.shared.row_gradients.values()))
     table[0, 3, 0] = math.inf
     found = update.step(1.0)
-    assert found["overflow"] == 1.0 and math.isfinite(found["gradient_norm"])
+    assert found["overflow"] == 1.0 and math.isfinite(found["grad_norm"])
 
 
 def test_the_guard_takes_an_overflow_for_no_event() -> None:
@@ -199,7 +199,7 @@ def test_a_run_that_was_stopped_among_overflows_goes_on_exactly(
 def test_fp16_learns_as_fp32_does_on_one_replica_and_on_two(tokens: Path, tmp_path: Path) -> None:
     reached = []
     for number, change in enumerate(
-        ({}, {"dtype": "float16"}, {"dtype": "float16", "replicas": 2, "micro_rows": 2})
+        ({}, {"dtype": "float16"}, {"dtype": "float16", "replicas": 2, "micro_batch_size": 2})
     ):
         notes = Notes()
         train(job(tokens, steps=24, evaluations=1, **change), tmp_path / str(number), notes)

@@ -126,7 +126,7 @@ def still(networks: nn.Module, found: dict[str, ParamOptim]) -> dict[str, float]
 
 @pytest.mark.parametrize("matrices", ["muon", "adamw"])
 def test_a_step_without_gradients_shrinks_matrices_alone(matrices: str) -> None:
-    optim = OptimConfig.model_validate({"matrices": matrices, "matrix_rate": 0.1, "adamw_rate": 0.1})
+    optim = OptimConfig.model_validate({"optimizer": matrices, "lr_muon": 0.1, "lr_adamw": 0.1})
     network = transformer(experts=EXPERTS)
     left = still(network, param_optims(network, optim))  # type: ignore[arg-type]
     rates = {"head": optim.lr_embedding, "blocks.0.mlp.router.weight": optim.lr_scalar}
@@ -170,7 +170,7 @@ def test_the_fused_kernel_trains_alike_in_pretraining(tokens: Path) -> None:
         assert b["nll"] == pytest.approx(a["nll"], rel=1e-4)
 
 
-@pytest.mark.parametrize("bad", [{"matrices": "soap"}, {"base_width": 0}, {"adamw_rate": 0.0}])
+@pytest.mark.parametrize("bad", [{"optimizer": "soap"}, {"mup_base_width": 0}, {"lr_adamw": 0.0}])
 def test_what_does_not_fit_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         OptimConfig.model_validate(bad)

@@ -46,7 +46,7 @@ def test_it_learns_is_stored_and_samples(kind: str, tokens: Path, tmp_path: Path
     more = {"experts": {"experts": EXPERTS}, "capped": {"logit_softcap": 8.0, "learned_positions": True}}
     config = shape(MIXERS.get(kind, HEADS), **more.get(kind, {}))
     notes = Notes()
-    model = train(job(tokens, model=config, steps=80, length=32), tmp_path / "run", notes)
+    model = train(job(tokens, model=config, steps=80, seq_len=32), tmp_path / "run", notes)
     # Letters come twice. Without context a letter costs log 4 = 1.39 nats, after the one before it 1.07, and with
     # knowing which of the pair it is 0.69, which 80 steps teach to some.
     assert notes.evaluations[-1]["held_out_nll"] < 1.15 < math.log(4)
@@ -80,7 +80,7 @@ def test_experts_are_balanced_alike_by_all_replicas_and_over_a_stop(tokens: Path
     assert found is not None and "buffers/blocks.0.mlp.router.balance_bias" in found.tensors
     continued = train(wanted, tmp_path / "b")
     assert all(torch.equal(t, continued.state_dict()[n]) for n, t in undisturbed.state_dict().items())
-    for change in ({"replicas": 2}, {"micro_rows": 2}, {"replicas": 2, "micro_rows": 1}):
+    for change in ({"replicas": 2}, {"micro_batch_size": 2}, {"replicas": 2, "micro_batch_size": 1}):
         # few steps: where two experts are about as good, rounding decides, and then all that follows differs
         few = wanted.model_copy(update={"steps": 3})
         whole, cut = (

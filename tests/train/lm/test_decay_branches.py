@@ -58,12 +58,12 @@ def experts() -> TransformerConfig:
 
 def test_branches_are_the_runs_that_were_planned_for_their_budgets(tokens: Path, tmp_path: Path) -> None:
     """However often the stable run and the branch were killed on the way."""
-    whole = job(tokens, steps=37, schedule={"warmup": 0.07, "decay": 0.4}, ema=0.9)
+    whole = job(tokens, steps=37, schedule={"warmup_ratio": 0.07, "decay_ratio": 0.4}, ema=0.9)
     points = {share: branches.branch_step(whole, share) for share in (0.3, 0.7)}
     assert points == {0.3: 7, 0.7: 16}  # of 11 and 26 steps, of which 0.4 decays
     for stop in (7, 12, 37):  # at the first point, between the two, to the end
         end = train(
-            whole, tmp_path / "whole", stop_after=stop, stable=points.values(), checkpoint_seconds=0.0
+            whole, tmp_path / "whole", stop_after=stop, branch_points=points.values(), checkpoint_seconds=0.0
         )
     assert same(end, train(whole, tmp_path / "without"))  # putting aside leaves no trace
     assert branches.export_branches(tmp_path / "whole", tmp_path / "model", points) == [0.3, 0.7]
@@ -73,7 +73,7 @@ def test_branches_are_the_runs_that_were_planned_for_their_budgets(tokens: Path,
         start, scratch = branches.branch_state_folder(tmp_path / "model", share), tmp_path / str(share)
         for stop in (at + 2, budget.steps):
             notes = Notes()
-            end = train(budget, scratch, notes, start=start, stop_after=stop, checkpoint_seconds=0.0)
+            end = train(budget, scratch, notes, branch_start=start, stop_after=stop, checkpoint_seconds=0.0)
         assert len(notes.steps) == budget.steps - at - 2
         assert same(end, train(budget, tmp_path / f"planned {share}"))
 
@@ -84,15 +84,15 @@ def test_the_place_in_a_stream_the_loads_of_experts_and_replicas_go_on_too(
 ) -> None:
     more: dict[str, object] = {"replicas": 2} if name == "two replicas" else {"model": experts()}
     if name == "raw text":
-        more = {"raw": raw_text(tokens, tmp_path / "raw")}
+        more = {"stream": raw_text(tokens, tmp_path / "raw")}
     whole = job(tokens, steps=14, **more)
     assert branches.branch_step(whole, 0.5) == 4
-    train(whole, tmp_path / "whole", stable=[4], stop_after=6)
+    train(whole, tmp_path / "whole", branch_points=[4], stop_after=6)
     budget, start = (
         branches.branch_job(whole, 0.5),
         branches.branch_folder(tmp_path / "whole", 4) / "step-00000004",
     )
-    assert same(train(budget, tmp_path / "branch", start=start), train(budget, tmp_path / "planned"))
+    assert same(train(budget, tmp_path / "branch", branch_start=start), train(budget, tmp_path / "planned"))
 
 
 @given(st.integers(8, 4000), st.floats(0.01, 0.99), st.floats(0.05, 0.95), st.floats(0, 0.3))
@@ -121,27 +121,27 @@ def test_a_branch_begins_at_the_end_of_the_plateau_of_its_budget(
 
 def test_a_state_of_other_data_or_another_seed_is_refused(tokens: Path, tmp_path: Path) -> None:
     whole = job(tokens, steps=12)
-    train(whole, tmp_path / "whole", stable=[3])
+    train(whole, tmp_path / "whole", branch_points=[3])
     start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
     other = branches.branch_job(job(make_tokens(tmp_path / "other", seed=1), steps=12), 0.5)
     with pytest.raises(CheckpointError, match="of another job: data differs"):
-        train(other, tmp_path / "a", start=start)
+        train(other, tmp_path / "a", branch_start=start)
     with pytest.raises(CheckpointError, match="of another job: seed differs"):
-        train(branches.branch_job(job(tokens, steps=12, seed=1), 0.5), tmp_path / "b", start=start)
+        train(branches.branch_job(job(tokens, steps=12, seed=1), 0.5), tmp_path / "b", branch_start=start)
     damaged = start / "state.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(CheckpointError, match="differs from its recorded hash"):
-        train(branches.branch_job(whole, 0.5), tmp_path / "c", start=start)
+        train(branches.branch_job(whole, 0.5), tmp_path / "c", branch_start=start)
 
 
 def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = {"patience": 2, "rewinds": 1, "most_skipped": 1.0, "good_every": 2}
+    watch = {"patience": 2, "max_rollbacks": 1, "max_skipped": 1.0, "snapshot_every": 2}
     whole = poisoned(
-        tokens, tmp_path / "whole", steps=12, watch=watch
+        tokens, tmp_path / "whole", steps=12, spike_guard=watch
     )  # NaN for the letter x, which no text has
-    train(whole, tmp_path / "whole", stable=[3], stop_after=4)
+    train(whole, tmp_path / "whole", branch_points=[3], stop_after=4)
     start = branches.branch_folder(tmp_path / "whole", 3) / "step-00000003"
     plain = module._micro_batches
 
@@ -152,7 +152,7 @@ def test_a_branch_that_goes_astray_goes_back_to_where_it_began(
 
     monkeypatch.setattr(module, "_share", spoilt)
     notes = Notes()
-    back = train(branches.branch_job(whole, 0.5), tmp_path / "branch", notes, start=start, stop_after=5)
+    back = train(branches.branch_job(whole, 0.5), tmp_path / "branch", notes, branch_start=start, stop_after=5)
     assert "those of step 3" in notes.events[-1]["action"]
     kept = load(start).tensors
     assert all(torch.equal(w.nan_to_num(7), kept[f"weights/{n}"].nan_to_num(7)) for n, w in back.items())

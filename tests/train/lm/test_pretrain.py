@@ -45,8 +45,8 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
 def test_micro_batches_and_replicas_take_the_same_step(tokens: Path, tmp_path: Path) -> None:
     wanted = job(tokens, steps=4)
     whole = weights(train(wanted, tmp_path / "1x8"))
-    assert_close(whole, weights(train(wanted.model_copy(update={"micro_rows": 4}), tmp_path / "2x4")))
-    assert_close(whole, weights(train(wanted.model_copy(update={"micro_rows": 1}), tmp_path / "8x1")))
+    assert_close(whole, weights(train(wanted.model_copy(update={"micro_batch_size": 4}), tmp_path / "2x4")))
+    assert_close(whole, weights(train(wanted.model_copy(update={"micro_batch_size": 1}), tmp_path / "8x1")))
     assert_close(whole, weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two")))
 
 
@@ -62,7 +62,7 @@ def test_stopped_and_continued_equals_undisturbed_bit_for_bit(tokens: Path, tmp_
     train(job(tokens), tmp_path / "b", notes, stop_after=5, checkpoint_seconds=0.0)
     assert notes.checkpoints[-1] == 5
     said: list[str] = []
-    continued = weights(train(job(tokens), tmp_path / "b", say=said.append))
+    continued = weights(train(job(tokens), tmp_path / "b", log=said.append))
     assert any("continues at step 5 of 12" in line for line in said)
     assert all(torch.equal(undisturbed[n], continued[n]) for n in undisturbed)
 
@@ -77,7 +77,7 @@ def raw_text(tokens: Path, folder: Path, seed: int = 1) -> dict[str, object]:
 
 
 def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path, tmp_path: Path) -> None:
-    wanted = job(tokens, raw=raw_text(tokens, tmp_path), steps=30)
+    wanted = job(tokens, stream=raw_text(tokens, tmp_path), steps=30)
     notes = Notes()
     undisturbed = weights(train(wanted, tmp_path / "a", notes))
     assert notes.evaluations[-1]["held_out_nll"] < notes.evaluations[0]["held_out_nll"]
@@ -86,7 +86,7 @@ def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path,
     )  # a process tokenises, another number of replicas
     assert wanted.stream is not None
     for stop, replicas in ((11, 1), (17, 1)):
-        change = {"raw": wanted.stream.model_copy(update={"workers": stop % 3}), "replicas": replicas}
+        change = {"stream": wanted.stream.model_copy(update={"workers": stop % 3}), "replicas": replicas}
         train(other.model_copy(update=change), tmp_path / "b", stop_after=stop, checkpoint_seconds=0.0)
     again = weights(train(wanted, tmp_path / "b"))
     assert all(torch.equal(undisturbed[n], again[n]) for n in again)
@@ -94,7 +94,7 @@ def test_raw_text_is_learnt_from_and_a_stopped_run_goes_on_exactly(tokens: Path,
 
 
 def test_raw_text_that_changed_is_refused(tokens: Path, tmp_path: Path) -> None:
-    wanted = job(tokens, raw=raw_text(tokens, tmp_path), steps=8)
+    wanted = job(tokens, stream=raw_text(tokens, tmp_path), steps=8)
     train(wanted, tmp_path / "a", stop_after=3, checkpoint_seconds=0.0)
     raw_text(tokens, tmp_path, seed=2)
     with pytest.raises(CheckpointError, match="the data or the settings of the stream changed"):
@@ -174,7 +174,7 @@ def test_batches_that_do_not_divide_or_do_not_fill_are_refused(tokens: Path, tmp
     with pytest.raises(BudgetError, match="for 3 replicas"):
         train(job(tokens, replicas=3), tmp_path)
     with pytest.raises(BudgetError, match="rows of 32 tokens"):
-        train(job(tokens, batch_rows=100_000), tmp_path)
+        train(job(tokens, batch_size=100_000), tmp_path)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -182,9 +182,9 @@ def test_it_learns_what_there_is_to_learn_and_no_more(tmp_path: Path, seed: int)
     """Letters come in pairs: the second of a pair is certain, the first is one of 8. Entropy: ln(8) / 2 a letter."""
     tokens = make_tokens(tmp_path / "tokens", documents=300, seed=seed)
     notes = Notes()
-    train(job(tokens, steps=150, seed=seed, length=64), tmp_path / "s", notes)
+    train(job(tokens, steps=150, seed=seed, seq_len=64), tmp_path / "s", notes)
     entropy = math.log(8) / 2
     reached = notes.evaluations[-1]["held_out_nll"]
     assert entropy - 0.06 < reached < entropy + 0.12, reached
     assert notes.evaluations[0]["held_out_nll"] > reached
-    assert 0 <= notes.steps[-1]["loader_share"] < 1
+    assert 0 <= notes.steps[-1]["time/data_fraction"] < 1

@@ -76,10 +76,10 @@ def test_norms_are_those_of_the_weights_and_add_up_to_the_whole_gradient(
     for group, square in squares.items():
         assert last[f"weight_norm/{group}"] == pytest.approx(square**0.5, rel=1e-5), group
         assert 0 < last[f"update_ratio/{group}"] < 1, group
-        assert last[f"gradient_norm/{group}"] > 0, group
-    dense = sum(last[f"gradient_norm/{g}"] ** 2 for g in squares if g != "memory")
-    assert dense**0.5 == pytest.approx(last["gradient_norm"], rel=1e-5)
-    assert 0 < last["figures_share"] < 1
+        assert last[f"grad_norm/{group}"] > 0, group
+    dense = sum(last[f"grad_norm/{g}"] ** 2 for g in squares if g != "memory")
+    assert dense**0.5 == pytest.approx(last["grad_norm"], rel=1e-5)
+    assert 0 < last["stats_overhead"] < 1
 
 
 def test_the_way_of_the_weights_is_what_separate_runs_say(tokens: Path, tmp_path: Path, often: None) -> None:
@@ -99,9 +99,9 @@ def test_the_way_of_the_weights_is_what_separate_runs_say(tokens: Path, tmp_path
 def test_two_replicas_find_the_same(tokens: Path, tmp_path: Path) -> None:
     one = train(job(tokens, steps=6), tmp_path / "one")[1].steps[-1]
     two = train(job(tokens, steps=6, replicas=2), tmp_path / "two")[1].steps[-1]
-    names = [n for n in one if n.partition("/")[0] in ("gradient_norm", "weight_norm", "update_ratio")]
+    names = [n for n in one if n.partition("/")[0] in ("grad_norm", "weight_norm", "update_ratio")]
     assert set(names) == {
-        n for n in two if n.partition("/")[0] in ("gradient_norm", "weight_norm", "update_ratio")
+        n for n in two if n.partition("/")[0] in ("grad_norm", "weight_norm", "update_ratio")
     }
     for name in names:
         assert two[name] == pytest.approx(one[name], rel=2e-2), name

@@ -137,12 +137,12 @@ def test_micro_batches_and_replicas_find_the_same_and_a_single_part_none(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(figures, "LEAST_EVERY", 2)
-    parts = noise_of(job(tokens, steps=2, micro_rows=4), tmp_path / "parts")
+    parts = noise_of(job(tokens, steps=2, micro_batch_size=4), tmp_path / "parts")
     replicas = noise_of(job(tokens, steps=2, replicas=2), tmp_path / "replicas")
-    assert parts["noise_scale/trace"] > 0 and parts["noise_scale/rows"] > 0
+    assert parts["noise_scale/tr_sigma"] > 0 and parts["noise_scale/sequences"] > 0
     for name in parts:
         assert replicas[name] == pytest.approx(parts[name], rel=1e-3), name
-    ratio = parts["noise_scale/tokens"] / parts["noise_scale/rows"]
+    ratio = parts["noise_scale/tokens"] / parts["noise_scale/sequences"]
     assert 30 <= ratio <= 32  # tokens a row with a target
     assert noise_of(job(tokens, steps=2), tmp_path / "one") == {}
 
@@ -151,10 +151,10 @@ def test_ratios_are_of_averages_and_none_is_told_where_there_is_no_signal() -> N
     noise = NoiseScale()
     assert noise.finalize(1, 10, 3.0, 0.2, 2) == {} and noise.finalize(2, 10, math.nan, 0.2, 2) == {}
     first = noise.finalize(2, 10, 8.0, 0.5, 2)  # trace 3, square 0.2
-    assert first["noise_scale/tokens"] == pytest.approx(15) and first["noise_scale/rows"] == pytest.approx(3)
+    assert first["noise_scale/tokens"] == pytest.approx(15) and first["noise_scale/sequences"] == pytest.approx(3)
     second = noise.finalize(2, 10, 8.0, 0.2, 2)  # trace 6, square -0.4
-    assert second["noise_scale/square"] == pytest.approx(-0.4) and set(second) == {
-        "noise_scale/trace", "noise_scale/square"
+    assert second["noise_scale/grad_sq"] == pytest.approx(-0.4) and set(second) == {
+        "noise_scale/tr_sigma", "noise_scale/grad_sq"
     }  # fmt: skip
     third = noise.finalize(2, 10, 13.0, 1.2, 2)  # trace 1, square 1.1
     trace, square = 0.9 * (0.9 * 0.3 + 0.6) + 0.1, 0.9 * (0.9 * 0.02 - 0.04) + 0.11

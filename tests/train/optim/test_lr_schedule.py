@@ -25,11 +25,11 @@ KINDS = ("wsd", "cosine", "linear", "constant")
 @st.composite
 def schedules(draw: st.DrawFn) -> ScheduleConfig:
     kind = draw(st.sampled_from(KINDS))
-    values: dict[str, object] = {"kind": kind, "warmup": draw(st.floats(0, 0.9))}
+    values: dict[str, object] = {"kind": kind, "warmup_ratio": draw(st.floats(0, 0.9))}
     if kind == "wsd":
-        values["decay"] = draw(st.floats(0.01, 1.0)) * (1 - float(values["warmup"]))  # type: ignore[arg-type]
+        values["decay_ratio"] = draw(st.floats(0.01, 1.0)) * (1 - float(values["warmup_ratio"]))  # type: ignore[arg-type]
     if kind != "constant":
-        values["floor"] = draw(st.floats(0, 1))
+        values["min_lr_ratio"] = draw(st.floats(0, 1))
     return ScheduleConfig.model_validate(values)
 
 
@@ -69,29 +69,29 @@ def test_the_kinds_are_what_their_names_say() -> None:
     def at(step: int, kind: str, **more: float) -> float:
         return lr_scale(step, 1000, ScheduleConfig.model_validate({"kind": kind, **more}))
 
-    assert at(510, "linear", floor=0.0) == pytest.approx(0.5)  # halfway from 20 to 1000
-    assert at(510, "cosine", floor=0.0) == pytest.approx(0.5)
-    assert at(265, "cosine", floor=0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-    assert at(265, "cosine", floor=0.2) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
+    assert at(510, "linear", min_lr_ratio=0.0) == pytest.approx(0.5)  # halfway from 20 to 1000
+    assert at(510, "cosine", min_lr_ratio=0.0) == pytest.approx(0.5)
+    assert at(265, "cosine", min_lr_ratio=0.0) == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+    assert at(265, "cosine", min_lr_ratio=0.2) == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi / 4)) / 2)
     assert at(510, "wsd") == pytest.approx(0.02 + 0.98 * 490 / 500) and at(999, "constant") == 1.0
     assert at(3, "constant", warmup_steps=40) == 0.1 and at(39, "constant", warmup_steps=40) == 1.0
     for step in range(0, 1000, 37):  # a line is a decay that has no plateau before it
-        wsd = at(step, "wsd", warmup=0.25, decay=0.75)
-        assert at(step, "linear", warmup=0.25) == pytest.approx(wsd, rel=1e-12)
+        wsd = at(step, "wsd", warmup_ratio=0.25, decay_ratio=0.75)
+        assert at(step, "linear", warmup_ratio=0.25) == pytest.approx(wsd, rel=1e-12)
 
 
 @pytest.mark.parametrize(
     ("settings_", "words"),
     [
-        (["warmup=0.7"], r"warmup \(0.7\) and decay \(0.5\) make 1.2 of the steps: together at most 1"),
-        (["kind=cosine", "decay=0.3"], r"decay \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end"),
+        (["warmup_ratio=0.7"], r"warmup \(0.7\) and decay \(0.5\) make 1.2 of the steps: together at most 1"),
+        (["kind=cosine", "decay_ratio=0.3"], r"decay \(0.3\) belongs to kind = 'wsd'; 'cosine' falls from the end"),
         (
-            ["kind=constant", "floor=0.1"],
+            ["kind=constant", "min_lr_ratio=0.1"],
             r"floor \(0.1\) belongs to a schedule that falls; 'constant' does not",
         ),
-        (["warmup=0.1", "warmup_steps=10"], r"warmup \(0.1\) stands beside warmup_steps \(10\): give one"),
+        (["warmup_ratio=0.1", "warmup_steps=10"], r"warmup \(0.1\) stands beside warmup_steps \(10\): give one"),
         (["kind=cosin"], r"pretrain.schedule.kind cannot be 'cosin'.*'cosine'"),
-        (["floor=-1"], r"pretrain.schedule.floor cannot be '-1'.*greater than or equal to 0"),
+        (["min_lr_ratio=-1"], r"pretrain.schedule.floor cannot be '-1'.*greater than or equal to 0"),
         (["rise=1"], "no setting 'rise'"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_warm_up_in_steps_must_leave_room() -> None:
 def test_the_run_takes_the_schedule_and_tells_its_rates(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path / "tokens", documents=20)
     for kind in KINDS:
-        wanted = job(tokens, steps=6, schedule={"kind": kind, "warmup": 0.4})
+        wanted = job(tokens, steps=6, schedule={"kind": kind, "warmup_ratio": 0.4})
         notes = Notes()
         pretrain(wanted, tmp_path / kind, notes)
         rates = [m["learning_rate"] for m in notes.steps]

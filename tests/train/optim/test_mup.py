@@ -74,7 +74,7 @@ def growth(shape: str, **optim: object) -> dict[str, float]:
 
 def test_the_coordinate_check_passes_with_mup_and_fails_without() -> None:
     for shape in ("decoder", "llama"):
-        with_it = growth(shape, matrices="adamw", base_width=64)
+        with_it = growth(shape, matrices="adamw", mup_base_width=64)
         assert max(with_it.values()) < 0.2, with_it
         assert min(with_it.values()) > -0.6, with_it
         without = growth(shape, matrices="adamw")
@@ -84,7 +84,7 @@ def test_the_coordinate_check_passes_with_mup_and_fails_without() -> None:
 
 def test_muon_needs_it_for_the_head_alone() -> None:
     for shape in ("decoder", "llama"):
-        plain, with_it = growth(shape), growth(shape, base_width=64)
+        plain, with_it = growth(shape), growth(shape, mup_base_width=64)
         assert plain.pop("logits") > 0.5 and abs(with_it.pop("logits")) < 0.2
         assert max(map(abs, [*plain.values(), *with_it.values()])) < 0.25
 
@@ -95,8 +95,8 @@ def test_at_the_base_width_nothing_changes() -> None:
     mup.scale_head_init(model, OptimConfig(mup_base_width=64))
     assert torch.equal(model.head_weight, before)
     for matrices in ("muon", "adamw"):
-        there = param_optims(model, OptimConfig.model_validate({"matrices": matrices, "base_width": 64}))
-        assert there == param_optims(model, OptimConfig.model_validate({"matrices": matrices}))
+        there = param_optims(model, OptimConfig.model_validate({"optimizer": matrices, "mup_base_width": 64}))
+        assert there == param_optims(model, OptimConfig.model_validate({"optimizer": matrices}))
 
 
 def test_rate_times_decay_stays_and_so_do_the_rates_of_what_is_no_matrix() -> None:
@@ -133,5 +133,5 @@ def test_a_tied_head_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"base_width \(64\) with model\.tie_embeddings"
     ):  # when a recipe is read
-        PlanConfig.model_validate({"model": shape, "optim": {"base_width": 64}})
+        PlanConfig.model_validate({"model": shape, "optim": {"mup_base_width": 64}})
     PlanConfig.model_validate({"model": shape, "optim": {"weight_decay": 0.1}})

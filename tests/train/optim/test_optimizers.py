@@ -57,7 +57,7 @@ def test_adamw_equals_the_reference_and_torchs(decay: float, fused: bool) -> Non
         mine.step(gradients, 1.0)
         for name, gradient in gradients.items():
             theirs[name].grad = gradient.clone()
-            more = {"rate": rates[name], "betas": betas, "eps": eps, "decay": decays[name]}
+            more = {"lr": rates[name], "betas": betas, "eps": eps, "weight_decay": decays[name]}
             adamw_reference(plain[name], *moments[0][name], gradient, step, **more)  # type: ignore[arg-type]
             adamw_reference(hatless[name], *moments[1][name], gradient, step, **more, eps_hat=False)  # type: ignore[arg-type]
         peer.step()

@@ -82,7 +82,7 @@ def test_chance_comes_from_seed_step_and_name_alone() -> None:
 
 
 def test_the_blocks_matrices_take_two_bytes_and_the_rest_four(tokens: Path) -> None:
-    wanted = job(tokens, rounding="stochastic")
+    wanted = job(tokens, bf16_weights="stochastic")
     model = build_model(wanted)
     shared = allocate_shared(model, wanted)
     narrow = {n for n, t in shared.weights.items() if t.dtype == torch.bfloat16}
@@ -95,13 +95,13 @@ def test_the_blocks_matrices_take_two_bytes_and_the_rest_four(tokens: Path) -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_goes_on_exactly_and_is_stored(tokens: Path, tmp_path: Path, dtype: str) -> None:
-    wanted, notes = job(tokens, steps=30, rounding="stochastic", dtype=dtype), Notes()
+    wanted, notes = job(tokens, steps=30, bf16_weights="stochastic", dtype=dtype), Notes()
     model = train(wanted, tmp_path / "a", notes)
     undisturbed = weights(model)
     train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
     again = weights(train(wanted, tmp_path / "b"))
     assert all(torch.equal(undisturbed[n], again[n]) for n in undisturbed)
-    other = weights(train(wanted.model_copy(update={"rounding": "nearest"}), tmp_path / "n"))
+    other = weights(train(wanted.model_copy(update={"bf16_weights": "nearest"}), tmp_path / "n"))
     assert any(not torch.equal(undisturbed[n], other[n]) for n in other)
     save_model(model, tmp_path / "model")
     ids = torch.arange(16)[None]
@@ -111,7 +111,7 @@ def test_a_run_goes_on_exactly_and_is_stored(tokens: Path, tmp_path: Path, dtype
 
 def test_replicas_take_the_same_steps_but_for_the_rounding_of_gradients(tokens: Path, tmp_path: Path) -> None:
     """A gradient of a bf16 weight is bf16, so two halves of a batch sum to another last digit than the whole."""
-    wanted = job(tokens, steps=4, rounding="stochastic")
+    wanted = job(tokens, steps=4, bf16_weights="stochastic")
     one = weights(train(wanted, tmp_path / "one"))
     two = weights(train(wanted.model_copy(update={"replicas": 2}), tmp_path / "two"))
     for name, weight in one.items():
@@ -122,7 +122,7 @@ def test_replicas_take_the_same_steps_but_for_the_rounding_of_gradients(tokens: 
 
 def test_averages_of_narrow_weights_are_wide(tokens: Path, tmp_path: Path) -> None:
     """And what is stored of an averaged run is the average."""
-    wanted = job(tokens, steps=30, rounding="stochastic", ema=0.9)
+    wanted = job(tokens, steps=30, bf16_weights="stochastic", ema=0.9)
     model = train(wanted, tmp_path / "a")
     train(wanted, tmp_path / "b", stop_after=13, checkpoint_seconds=0.0)
     again = weights(train(wanted, tmp_path / "b"))
@@ -132,7 +132,7 @@ def test_averages_of_narrow_weights_are_wide(tokens: Path, tmp_path: Path) -> No
 
 def test_experts_too(tokens: Path, tmp_path: Path) -> None:
     notes = Notes()
-    wanted = job(tokens, steps=30, rounding="stochastic", model=shape(HEADS, experts=EXPERTS))
+    wanted = job(tokens, steps=30, bf16_weights="stochastic", model=shape(HEADS, experts=EXPERTS))
     model = train(wanted, tmp_path, notes)
     assert notes.evaluations[-1]["held_out_nll"] < notes.evaluations[0]["held_out_nll"]
     assert sum(p.dtype == torch.bfloat16 for p in model.parameters()) > 4

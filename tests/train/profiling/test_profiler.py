@@ -66,7 +66,7 @@ def test_a_trace_is_read_by_part_and_class() -> None:
         event("autograd::engine::evaluate_function: MmBackward0", 300, 100, Sequence_number=7),
         event("aten::mul", 310, 30),
         event("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad", 450, 10),
-        event(RANGE + "exchange", 500, 50, cat="user_annotation"),
+        event(RANGE + "all-gather", 500, 50, cat="user_annotation"),
         event(RANGE + "attention | fused:1", 600, 20, cat="user_annotation"),
         event("aten::mm", 2000, 500),  # in no step
     ]
@@ -77,7 +77,7 @@ def test_a_trace_is_read_by_part_and_class() -> None:
     assert sum(cost.seconds for cost in found.classes.values()) == pytest.approx(900e-6)
     assert found.parts["MLP, experts", False] == pytest.approx(60e-6)
     assert found.parts["MLP, experts", True] == pytest.approx(100e-6)
-    assert found.parts["gradients summed", False] == pytest.approx(10e-6)
+    assert found.parts["gradient accumulation", False] == pytest.approx(10e-6)
     assert found.parts["attention", False] == pytest.approx(20e-6)
     assert found.classes[MATMULS].seconds == pytest.approx(40e-6)
     assert found.classes[MATMULS].flops == 2 * 4 * 8 * 2
@@ -115,7 +115,7 @@ def test_a_gpus_kernels_are_ascribed_to_what_launched_them() -> None:
 
 def test_operators_have_their_class() -> None:
     for name, part, kind in (
-        ("aten::mm", "attention", MATMULS), ("aten::bmm", "attention", ATTENTION), ("aten::bmm", "optimiser", MATMULS),
+        ("aten::mm", "attention", MATMULS), ("aten::bmm", "attention", ATTENTION), ("aten::bmm", "optimizer", MATMULS),
         ("aten::_softmax", "attention", ATTENTION), ("aten::_softmax", "head, loss", REDUCTIONS),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "other", ATTENTION), ("aten::copy_", "other", COPIES),
         ("aten::index_select", "embed", LOOKUPS), ("aten::mul", "other", POINTWISE), ("aten::view", "other", None),
@@ -176,8 +176,8 @@ def test_the_parts_of_a_step_add_up_and_each_is_there(eager: Profile) -> None:
     total = sum(sum(both.values()) for both in eager.parts.values())
     assert total == pytest.approx(eager.traced_seconds, rel=1e-6)
     assert sum(cost.seconds for cost in eager.classes.values()) == pytest.approx(total, rel=1e-6)
-    for part in ("data wait", "embed", "attention", "MLP, experts", "norms, residuals", "head, loss", "gradients summed",
-                 "optimiser", "exchange"):  # fmt: skip
+    for part in ("data wait", "embed", "attention", "MLP, experts", "norms, residuals", "head, loss", "gradient accumulation",
+                 "optimizer", "all-gather"):  # fmt: skip
         assert eager.parts[part]["forward"] > 0, part
     for part in ("embed", "attention", "MLP, experts", "norms, residuals"):
         assert eager.parts[part]["backward"] > 0, part
@@ -203,7 +203,7 @@ def test_perfetto_can_open_the_trace_and_its_figures_are_json(eager: Profile) ->
     with gzip.open(eager.trace) as file:
         events = json.load(file)["traceEvents"]
     names = {e.get("name") for e in events}
-    assert {RANGE + STEP, RANGE + "attention", RANGE + "optimiser"} <= names
+    assert {RANGE + STEP, RANGE + "attention", RANGE + "optimizer"} <= names
     assert sum(e.get("name") == RANGE + STEP for e in events) == 3
     figures = json.loads(json.dumps(eager.to_json()))
     assert figures["classes"][MATMULS]["bound_seconds"] == eager.roofline_seconds(MATMULS)
@@ -212,7 +212,7 @@ def test_perfetto_can_open_the_trace_and_its_figures_are_json(eager: Profile) ->
 
 def test_two_replicas_are_profiled_together(tokens: Path, tmp_path: Path) -> None:
     found = profile(job(tokens, replicas=2, serial_loader=False), tmp_path / "t.json.gz", steps=2)
-    assert found.replicas == 2 and found.parts["exchange"]["forward"] > 0
+    assert found.replicas == 2 and found.parts["all-gather"]["forward"] > 0
     assert found.machine_flops > found.peak_flops["float32"]
 
 

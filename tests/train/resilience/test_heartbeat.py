@@ -86,13 +86,13 @@ def test_training_keeps_a_heartbeat_and_reads_that_of_a_process_that_vanished(
     tokens: Path, tmp_path: Path
 ) -> None:
     said: list[str] = []
-    train(job(tokens), tmp_path / "a", folder=tmp_path / "watch", say=said.append)
+    train(job(tokens), tmp_path / "a", folder=tmp_path / "watch", log=said.append)
     beat = json.loads((tmp_path / "watch" / "heartbeat.json").read_text())
     assert beat["state"] == "ended" and beat["step"] == beat["steps"] == 12 and beat["memory_bytes"] > 1e7
     assert not said and not list((tmp_path / "watch").glob("stacks-*")), "nothing to look at"
     beat |= {"state": "training", "pid": 2**22 + 1, "step": 7}
     (tmp_path / "watch" / "heartbeat.json").write_text(json.dumps(beat))
-    train(job(tokens), tmp_path / "b", folder=tmp_path / "watch", say=said.append)
+    train(job(tokens), tmp_path / "b", folder=tmp_path / "watch", log=said.append)
     assert any("ended without a word after step 7" in line and "out of memory" in line for line in said)
 
 
@@ -136,8 +136,8 @@ def test_torchs_own_allocator_is_understood_in_training(
     with pytest.raises(OutOfMemoryError, match=r"pretrain\.micro_rows=4 \(now 8"):
         train(job(tokens), tmp_path)
     with pytest.raises(OutOfMemoryError) as raised:
-        train(job(tokens, batch_rows=1), tmp_path / "one")
-    assert "micro_rows" not in str(raised.value) and "plan.length=16" in str(raised.value), (
+        train(job(tokens, batch_size=1), tmp_path / "one")
+    assert "micro_batch_size" not in str(raised.value) and "plan.length=16" in str(raised.value), (
         "what is left to change"
     )
 

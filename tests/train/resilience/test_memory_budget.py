@@ -47,7 +47,7 @@ def weights(wanted: Job, scratch: Path) -> dict[str, torch.Tensor]:
 
 CHANGES: dict[str, dict[str, object]] = {
     "plain": {},
-    "micro-batches": {"micro_rows": 2},
+    "micro-batches": {"micro_batch_size": 2},
     "experts and chance": {"model": MIXTURE},
     "fp8": {
         "dtype": "float8"
@@ -94,10 +94,10 @@ def test_a_budget_that_cannot_be_met_names_the_least_that_can_and_what_else_to_s
     met = build_model(wanted.model_copy(update={"activation_budget": f"{said}MB"}))
     assert met.checkpointed_blocks > 0, "what is typed suffices"
     rows = int(words.split("--set pretrain.micro_rows=")[1].split(" ")[0])
-    build_model(wanted.model_copy(update={"activation_budget": f"{need // 2}B", "micro_rows": rows}))
+    build_model(wanted.model_copy(update={"activation_budget": f"{need // 2}B", "micro_batch_size": rows}))
     with pytest.raises(BudgetError) as raised:
         build_model(wanted.model_copy(update={"activation_budget": "10B"}))
-    assert "micro_rows" not in str(raised.value), "one row needs more"
+    assert "micro_batch_size" not in str(raised.value), "one row needs more"
 
 
 def test_out_of_memory_names_the_budget(tokens: Path) -> None:

@@ -73,7 +73,7 @@ def test_sigterm_at_any_moment_keeps_what_was_learnt(
 
         module, _, attribute = owner.rpartition(".")
         owner = getattr(importlib.import_module(module), attribute)
-    text = {"raw": {**raw_text(tokens, tmp_path), "record_bytes": 3000, "block_bytes": 1000}} if raw else {}
+    text = {"stream": {**raw_text(tokens, tmp_path), "shuffle_bytes": 3000, "block_bytes": 1000}} if raw else {}
     wanted = job(tokens, **text)
     undisturbed = weights(train(wanted, tmp_path / "a"))
     before = signal.getsignal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_sigterm_at_any_moment_keeps_what_was_learnt(
     assert found is not None and 0 < found.step < 12
     assert f"after step {found.step} of 12; a checkpoint of step {found.step} is written" in str(raised.value)
     said: list[str] = []
-    again = weights(train(wanted, tmp_path / "b", say=said.append))
+    again = weights(train(wanted, tmp_path / "b", log=said.append))
     assert any(f"continues at step {found.step}" in line for line in said)
     assert all(torch.equal(undisturbed[n], again[n]) for n in again)
 

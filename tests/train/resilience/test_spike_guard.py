@@ -37,7 +37,7 @@ def guard(state: dict[str, Any] | None = None, first: int = 0, **settings: Any) 
 
 
 def figures(loss: float = 2.0, norm: float = 0.5, count: float = 8.0) -> dict[str, float]:
-    return {"loss": loss, "nll": loss, "gradient_norm": norm, "count": count}
+    return {"loss": loss, "nll": loss, "grad_norm": norm, "loss_tokens": count}
 
 
 def ripple(step: int) -> dict[str, float]:
@@ -48,10 +48,10 @@ def test_a_spike_of_the_loss_or_of_the_norm_is_refused_and_ripples_are_not() -> 
     judge = guard()
     assert all(judge.accept_step(ripple(step)) for step in range(40))
     assert judge.accept_step(figures(2.5, 0.9)), "a hard batch is no spike"
-    assert not judge.accept_step(figures(5.0)) and "loss is 5" in judge.events[-1]["words"]
+    assert not judge.accept_step(figures(5.0)) and "loss is 5" in judge.events[-1]["message"]
     assert (
         not judge.accept_step(figures(norm=20.0))
-        and "norm of the gradient is 20" in judge.events[-1]["words"]
+        and "norm of the gradient is 20" in judge.events[-1]["message"]
     )
     assert [e["step"] for e in judge.events] == [42, 43] and judge.skipped == 2
     assert all(guard(spike=0.0).accept_step(f) for f in (*map(ripple, range(40)), figures(1e9, 1e9)))
@@ -108,7 +108,7 @@ def test_the_state_holds_all_that_later_judgements_depend_on() -> None:
 
 
 def test_limits_end_in_an_error_that_says_what_to_change() -> None:
-    judge = guard(patience=2, rewinds=1)
+    judge = guard(patience=2, max_rollbacks=1)
     judge.snapshot_step = 7
     for _ in range(2):
         judge.accept_step(figures(math.nan))
@@ -200,11 +200,11 @@ def test_batches_with_nan_are_skipped_and_their_documents_named(tokens: Path, tm
     notes, said = Notes(), list[str]()
     wanted = poisoned(tokens, tmp_path)
     assert Tokenizer.load(tokens).encode_document("x")[1] == ord("x")
-    model = train(wanted, tmp_path, notes, say=said.append)
+    model = train(wanted, tmp_path, notes, log=said.append)
     bad = batches_with_x(tokens, wanted)
     assert 2 < len(bad) < 20 and [e["step"] for e in notes.events] == [n + 1 for n in bad]
     for event in notes.events:
-        assert event["kind"] == "not finite" and event["loss"] is None and event["documents"]
+        assert event["kind"] == "nonfinite" and event["loss"] is None and event["documents"]
         assert f"id-{BAD}" in [d["id"] for d in event["documents"]], "the document that did it"
         assert f"{BAD}.txt (id-{BAD})" in next(s for s in said if s.startswith(f"step {event['step']}:"))
     kept = {n: p for n, p in model.named_parameters() if n != "embedding"}
@@ -245,15 +245,15 @@ def texts_of(tokens: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("watch", [{"patience": 1000}, {"patience": 1, "rewinds": 1000, "good_every": 4}])
+@pytest.mark.parametrize("watch", [{"patience": 1000}, {"patience": 1, "max_rollbacks": 1000, "snapshot_every": 4}])
 def test_a_run_with_events_that_was_killed_ends_with_the_same_bits(
     tokens: Path, tmp_path: Path, watch: dict[str, object]
 ) -> None:
-    change = {"watch": {"most_skipped": 1.0, **watch}}
+    change = {"spike_guard": {"max_skipped": 1.0, **watch}}
     whole = Notes()
     undisturbed = train(poisoned(tokens, tmp_path / "a", **change), tmp_path / "a", whole)
     kinds = [e["kind"] for e in whole.events]
-    assert kinds.count("not finite") > 2 and ("rewind" in kinds) == (watch["patience"] == 1)
+    assert kinds.count("nonfinite") > 2 and ("rollback" in kinds) == (watch["patience"] == 1)
     wanted, notes = poisoned(tokens, tmp_path / "b", **change), Notes()
     for stop, seconds in ((5, 0.0), (21, 1e9), (20, 0.0), (42, 1e9), (31, 0.0), (47, 1e9)):
         # Those of 1e9 write no checkpoint, as if they were killed; what they left lies in the future.
@@ -278,8 +278,8 @@ def test_going_back_restores_the_weights_of_the_last_good_copy(tmp_path: Path) -
     tokens = make_tokens(
         tmp_path / "tokens"
     )  # no x in it: its embedding does no harm until it is put into two batches
-    watch = {"patience": 2, "good_every": 3, "rewinds": 1, "most_skipped": 1.0}
-    wanted = job(tokens, steps=9, watch=watch)
+    watch = {"patience": 2, "snapshot_every": 3, "max_rollbacks": 1, "max_skipped": 1.0}
+    wanted = job(tokens, steps=9, spike_guard=watch)
     calls = itertools.count()
     plain = module._micro_batches
 
@@ -293,15 +293,15 @@ def test_going_back_restores_the_weights_of_the_last_good_copy(tmp_path: Path) -
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_share", spoilt)
-        poisoned(tokens, tmp_path / "a", steps=9, watch=watch)
+        poisoned(tokens, tmp_path / "a", steps=9, spike_guard=watch)
         notes = Notes()
         back = train(
             wanted, tmp_path / "a", notes, stop_after=6, checkpoint_seconds=0.0
         )  # steps 5 and 6 are bad
-    assert [e["kind"] for e in notes.events][-1] == "rewind" and "those of step 3" in notes.events[-1][
+    assert [e["kind"] for e in notes.events][-1] == "rollback" and "those of step 3" in notes.events[-1][
         "action"
     ]
-    poisoned(tokens, tmp_path / "b", steps=9, watch=watch)
+    poisoned(tokens, tmp_path / "b", steps=9, spike_guard=watch)
     three = train(wanted, tmp_path / "b", stop_after=3)
     assert same(back, three)
 
@@ -335,7 +335,7 @@ def test_a_batch_without_a_target_is_skipped(
 
     monkeypatch.setattr(module, "_share", masked)
     notes = Notes()
-    model = train(job(tokens, watch={"most_skipped": 1.0}), tmp_path, notes)
+    model = train(job(tokens, spike_guard={"max_skipped": 1.0}), tmp_path, notes)
     assert [(e["step"], e["kind"]) for e in notes.events] == [(n, "empty") for n in (2, 5, 8, 11)]
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -344,7 +344,7 @@ def test_a_batch_without_a_target_is_skipped(
 def test_a_learning_rate_of_a_thousand_ends_with_words_that_name_it(
     tokens: Path, tmp_path: Path, kind: str
 ) -> None:
-    rates = {"matrix_rate": 1e3, "embedding_rate": 1e3, "scalar_rate": 1e3, "memory_rate": 1e3}
+    rates = {"lr_muon": 1e3, "lr_embedding": 1e3, "lr_scalar": 1e3, "lr_ngram": 1e3}
     more = {} if kind == "decoder" else {"model": shape(HEADS)}
     with pytest.raises(DivergedError, match=r"optim\.matrix_rate=") as raised:
         train(job(tokens, optim=rates, steps=200, **more), tmp_path)
@@ -357,7 +357,7 @@ def test_in_raw_text_the_blocks_are_named(tokens: Path, tmp_path: Path) -> None:
         tokens,
         tmp_path / "a",
         ids=slice(None),
-        raw={**raw_text(tokens, tmp_path), "record_bytes": 500, "block_bytes": 250},
+        stream={**raw_text(tokens, tmp_path), "shuffle_bytes": 500, "block_bytes": 250},
         steps=6,
     )
     train(wanted, tmp_path / "a", notes)
@@ -377,8 +377,8 @@ def test_an_overflow_in_the_first_step_leaves_the_level_that_training_began_at()
     """Some networks begin above guessing; fp16's first step often overflows, and its loss is finite all the same."""
     guard = SpikeGuard(SpikeGuardConfig(), uniform_loss=5.0, steps=1000)
     assert not guard.accept_step(
-        {"loss": 20.0, "nll": 20.0, "gradient_norm": math.inf, "count": 8.0, "overflow": 1.0}
+        {"loss": 20.0, "nll": 20.0, "grad_norm": math.inf, "loss_tokens": 8.0, "overflow": 1.0}
     )
     for _ in range(200):
-        assert guard.accept_step({"loss": 20.0, "nll": 20.0, "gradient_norm": 1.0, "count": 8.0})
+        assert guard.accept_step({"loss": 20.0, "nll": 20.0, "grad_norm": 1.0, "loss_tokens": 8.0})
     assert not guard.needs_rollback

@@ -91,7 +91,7 @@ def build_index(step: int, layout: Layout, metadata: Mapping[str, Any]) -> dict[
         shape = list(entry.shape)
         whole = {"file": TENSORS, "start": [0] * len(shape), "shape": shape, "offset": entry.offset}
         tensors[name] = {"dtype": entry.dtype, "shape": shape, "pieces": [whole]}
-    return {"step": step, "bytes": layout.n_bytes, "tensors": tensors, "record": dict(metadata)}
+    return {"step": step, "bytes": layout.n_bytes, "tensors": tensors, "metadata": dict(metadata)}
 
 
 def save(
@@ -186,7 +186,7 @@ def load(path: Path, staging: StagingBuffer | None = None) -> Checkpoint:
                     threads,
                 )
         tensors = {name: _assemble(t, staging, starts) for name, t in body["tensors"].items()}
-        return Checkpoint(int(body["step"]), tensors, body["record"])
+        return Checkpoint(int(body["step"]), tensors, body["metadata"])
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:

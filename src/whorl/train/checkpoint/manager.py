@@ -141,13 +141,13 @@ class CheckpointManager:
             return None
         self._check_identity(found, self.folder, "remove that folder to train from the start")
         for each in fields(CheckpointStats):
-            if each.name != "passed_over":
+            if each.name != "rejected":
                 setattr(
                     self.stats,
                     each.name,
-                    found.metadata["account"].get(each.name, getattr(self.stats, each.name)),
+                    found.metadata["stats"].get(each.name, getattr(self.stats, each.name)),
                 )
-        self.stats.rejected = [*found.metadata["account"]["passed_over"], *self.stats.rejected]
+        self.stats.rejected = [*found.metadata["stats"]["rejected"], *self.stats.rejected]
         self.stats.resumes += 1
         if self.stats.written:
             self.expected_write_seconds = self.stats.write_seconds / self.stats.written
@@ -286,7 +286,7 @@ class CheckpointManager:
         kept = {
             **(metadata or {}),
             "job": self.identity,
-            "account": asdict(account),
+            "stats": asdict(account),
             "generators": rng_metadata(),
         }
         self._submit(self.folder, step, kept, far, wait_for_upload=upload)
@@ -342,8 +342,8 @@ class CheckpointManager:
         assert self.layout is not None and self.writer is not None
         self.writer.submit(
             {
-                "folder": str(folder), "index": build_index(step, self.layout, metadata), "durable": upload, "forced": wait_for_upload,
-                "tiers": self.config.model_dump(mode="json"), "job": self.job_id,
+                "folder": str(folder), "index": build_index(step, self.layout, metadata), "upload": upload, "wait_for_upload": wait_for_upload,
+                "config": self.config.model_dump(mode="json"), "job_id": self.job_id,
             }
         )  # fmt: skip
         self.step_in_progress, self.writing_named = step, folder != self.folder
@@ -352,7 +352,7 @@ class CheckpointManager:
         """Takes in what the writer has told; waits for the first answer for `patience` seconds (None: however long)."""
         while self.writer is not None and (answer := self.writer.poll_reply(timeout)) is not None:
             timeout = 0.0
-            if answer["tier"] == "durable":
+            if answer["tier"] == "remote":
                 self._on_upload_reply(answer)
                 continue
             self.step_in_progress = None
@@ -367,7 +367,7 @@ class CheckpointManager:
 
     def _on_upload_reply(self, reply: dict[str, Any]) -> None:
         account = self.stats
-        if "late" in reply:
+        if "deferred" in reply:
             account.remote_failed += 1
             account.remote_error = "an upload took longer than the time to the next"
         elif "error" in reply:

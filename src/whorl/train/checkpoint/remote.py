@@ -143,6 +143,6 @@ class Uploader:
             self.store = self.store or RemoteStore(self.config.remote_url, self.job)
             name = self.store.upload(folder, self.config)
         except Exception as error:  # any back end, any reason: training goes on
-            self.notify({"tier": "durable", "step": step, "error": f"{type(error).__name__}: {error}"})
+            self.notify({"tier": "remote", "step": step, "error": f"{type(error).__name__}: {error}"})
             return
-        self.notify({"tier": "durable", "step": step, "name": name, "seconds": time.monotonic() - began})
+        self.notify({"tier": "remote", "step": step, "name": name, "seconds": time.monotonic() - began})

@@ -31,7 +31,7 @@ import xxhash
 
 from whorl.errors import CheckpointError, DiskFullError
 
-FORMAT = 2
+FORMAT = 3
 HASH = "xxh3-128"
 CHUNK = 8 << 20
 PAGE = 4096
@@ -91,7 +91,7 @@ def write_checkpoint(
         body = {
             "format": FORMAT, "step": step, "time": time.time(),
             "files": {TENSORS: {"bytes": n_bytes, "hash": HASH, "chunk": CHUNK, "chunks": chunks}},
-            "tensors": index["tensors"], "record": index["record"],
+            "tensors": index["tensors"], "metadata": index["metadata"],
         }  # fmt: skip
         (aside / INDEX).write_text(dump_index(body))
         for path in (aside / INDEX, aside):

@@ -62,8 +62,8 @@ class WriterWorker:
                 Path(request["folder"]),
                 request["index"],
                 self.staged_bytes(int(request["size"])),
-                keep=request["tiers"]["keep"],
-                keep_seconds=request["tiers"]["keep_hours"] and request["tiers"]["keep_hours"] * 3600,
+                keep=request["config"]["keep"],
+                keep_seconds=request["config"]["keep_hours"] and request["config"]["keep_hours"] * 3600,
                 in_use=self.in_use,
             )
         except (DiskFullError, CheckpointError) as error:
@@ -76,19 +76,19 @@ class WriterWorker:
             return
         self.notify({"tier": "local", "step": step, "seconds": time.monotonic() - began,
                    "cpu": time.thread_time() - used, "bytes": request["index"]["bytes"]})  # fmt: skip
-        if request["durable"]:
+        if request["upload"]:
             self._upload(request, path, step)
 
     def _upload(self, request: dict[str, Any], path: Path, step: int) -> None:
-        if request["forced"]:  # the last before the end: it waits for its turn
+        if request["wait_for_upload"]:  # the last before the end: it waits for its turn
             self.finish()
         if self.upload_thread is not None and self.upload_thread.is_alive():
-            self.notify({"tier": "durable", "step": step, "late": True})
+            self.notify({"tier": "remote", "step": step, "deferred": True})
             return
         from whorl.train.checkpoint.remote import CheckpointConfig, Uploader
 
         uploads = self.uploader = self.uploader or Uploader(
-            CheckpointConfig.model_validate(request["tiers"]), request["job"], self.notify
+            CheckpointConfig.model_validate(request["config"]), request["job_id"], self.notify
         )
         self.in_use.add(path.name)
 

@@ -98,7 +98,7 @@ class SharedState:
             if name not in param_optims:  # a target, or frozen
                 continue
             rule = param_optims[name].optimizer
-            if rule == "rows":
+            if rule == "sparse_adagrad":
                 ids[name] = shared(replicas, max_rows, dtype=torch.int64)
                 values[name] = shared(replicas, max_rows, p.shape[1])
                 state[f"{name}/square"] = shared(p.shape[0])
@@ -232,7 +232,7 @@ class UpdateState:
         ]
         self.dense_names = sorted(self.local_shard, key=list(self.named).index)
         data = {n: p.data for n, p in self.named.items()}
-        self.sparse_tables = [(n, data[n]) for n in update.names_for("rows")]
+        self.sparse_tables = [(n, data[n]) for n in update.names_for("sparse_adagrad")]
 
         def allocate(name: str, _shape: tuple[int, ...]) -> Tensor:
             return self.shared.state[name]
@@ -268,7 +268,7 @@ class UpdateState:
             decay_scale=decay,
             allocate=allocate,
         )
-        self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rate("rows"), allocate=allocate)
+        self.sparse_adagrad = SparseAdagrad(self.sparse_tables, rate("sparse_adagrad"), allocate=allocate)
         # The same memory in every step: a single replica's own gradients, or the sums over all.
         parts = {name: self.shared.gradients[name] for name in self.dense_names}
         one = self.process_group.size == 1
@@ -315,7 +315,7 @@ class UpdateState:
         for p in self.other_parameters:
             p.grad = None
         self.no_gradients = False
-        for key, value in (("loss", loss.total), ("count", loss.count), *loss.metrics.items()):
+        for key, value in (("loss", loss.total), ("loss_tokens", loss.count), *loss.metrics.items()):
             self.metric_sums[key] = self.metric_sums.get(key, 0.0) + float(value.detach())
 
     @torch.no_grad()
@@ -331,20 +331,20 @@ class UpdateState:
         sums = dict(
             zip(self.metric_sums, (sum(column) for column in zip(*everybody, strict=True)), strict=False)
         )
-        divisor = max(sums["count"], 1.0)
+        divisor = max(sums["loss_tokens"], 1.0)
         gradients, dense = self.reduced_gradients, self.flat_gradients
         if self.process_group.size > 1:
             for name, into in gradients.items():
                 torch.sum(self.shared.gradients[name], dim=0, out=into)
         square = sum(float(norm) ** 2 for norm in torch._foreach_norm(dense)) if dense else 0.0
-        figures = {k: v / divisor for k, v in sums.items() if k != "count"}
+        figures = {k: v / divisor for k, v in sums.items() if k != "loss_tokens"}
         scaling, infinite = self.update.loss_scaler, 0.0
         if scaling is not None:
             divisor *= scaling.scale  # of gradients from here on
             infinite = self._nonfinite_rows()
         total, infinite = self.process_group.all_reduce_scalars(square, infinite)
         norm = total**0.5 / divisor
-        figures |= {"count": sums["count"], "gradient_norm": norm}
+        figures |= {"loss_tokens": sums["loss_tokens"], "grad_norm": norm}
         if scaling is not None:
             figures["loss_scale"] = scaling.scale
             if scaling.check_overflow(figures["loss"], norm, not infinite):

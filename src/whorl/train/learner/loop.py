@@ -22,6 +22,10 @@ from whorl.train.learner.update import MicroBatch
 T = TypeVar("T")
 
 
+class StopTraining(Exception):
+    """Raise this in a callback to end training early and keep the current weights."""
+
+
 class Stopwatch:
     """Seconds by what they were spent on. Always on: a reading costs microseconds, a step milliseconds."""
 
@@ -66,21 +70,21 @@ def train_loop(
     """
     stopwatch = stopwatch or Stopwatch()
     for step in range(first, last):
-        with stopwatch("wait"):
+        with stopwatch("data"):
             record = next(batches)
             work = iter(minibatches(record))
         found: list[dict[str, float]] = []
         while True:
-            with stopwatch("score"):
+            with stopwatch("logprobs"):
                 parts = next(work, None)
             if parts is None:
                 break
             for update in learner.updates:
                 if learner.rounds % update.every == 0:
-                    with stopwatch("gradients"):
+                    with stopwatch("backward"):
                         for part in parts:
                             update.accumulate(update.objective(part))
-                    with stopwatch("step"):
+                    with stopwatch("optimizer"):
                         found.append(update.step(lr_scale(step)))
             learner.end_round()
         sync_weights(step + 1)
@@ -91,7 +95,7 @@ def _mean(found: list[dict[str, float]]) -> dict[str, float]:
     """Means over a record's steps, weighted by their counts; `count` is the sum."""
     if len(found) == 1:
         return found[0]
-    total = max(1.0, sum(f["count"] for f in found))
-    names = {name: None for f in found for name in f if name != "count"}
-    means = {n: sum(f.get(n, 0.0) * f["count"] for f in found) / total for n in names}
-    return {**means, "count": sum(f["count"] for f in found)}
+    total = max(1.0, sum(f["loss_tokens"] for f in found))
+    names = {name: None for f in found for name in f if name != "loss_tokens"}
+    means = {n: sum(f.get(n, 0.0) * f["loss_tokens"] for f in found) / total for n in names}
+    return {**means, "loss_tokens": sum(f["loss_tokens"] for f in found)}

@@ -46,12 +46,12 @@ class LossScaler:
     ) -> None:
         at = state or {}
         self.scale, self.growth_interval = float(at.get("scale", init_scale)), growth_interval
-        self.growth_tracker, self.overflows = int(at.get("good", 0)), int(at.get("overflows", 0))
+        self.growth_tracker, self.overflows = int(at.get("growth_tracker", 0)), int(at.get("overflows", 0))
 
     @property
     def state(self) -> dict[str, Any]:
         """All that later scales depend on (JSON)."""
-        return {"scale": self.scale, "good": self.growth_tracker, "overflows": self.overflows}
+        return {"scale": self.scale, "growth_tracker": self.growth_tracker, "overflows": self.overflows}
 
     def check_overflow(self, loss: float, norm: float, rows_finite: bool = True) -> bool:
         """Whether the gradients, and nothing else, are not finite: then the scale is halved and the step is to be left out.

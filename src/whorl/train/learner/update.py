@@ -39,7 +39,7 @@ def accept_if_finite(metrics: Mapping[str, float]) -> bool:
     if is_finite(metrics):
         return True
     raise DivergedError(
-        f"the loss is {metrics['loss']:g} and the norm of its gradient {metrics['gradient_norm']:g}; "
+        f"the loss is {metrics['loss']:g} and the norm of its gradient {metrics['grad_norm']:g}; "
         "no weight was changed by it",
         expected="finite numbers",
         do="look for NaN in the data or the rewards, or lower the learning rate",
@@ -47,11 +47,11 @@ def accept_if_finite(metrics: Mapping[str, float]) -> bool:
 
 
 def is_finite(figures: Mapping[str, float]) -> bool:
-    return math.isfinite(figures["loss"]) and math.isfinite(figures["gradient_norm"])
+    return math.isfinite(figures["loss"]) and math.isfinite(figures["grad_norm"])
 
 
 MicroBatch = Mapping[str, Tensor]  # a micro-batch: tensors by field name
-OptimizerName = Literal["muon", "adamw", "rows"]
+OptimizerName = Literal["muon", "adamw", "sparse_adagrad"]
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def check_updates(networks: nn.Module, updates: list[Update], target_networks: l
     for number, update in enumerate(updates):
         if update.every < 1:
             raise ConfigError(f"update {number} is taken every {update.every} rounds", expected="at least 1")
-        for rule in ("muon", "rows"):
+        for rule in ("muon", "sparse_adagrad"):
             if len({update.param_optims[name].lr for name in update.names_for(rule)}) > 1:
                 raise ConfigError(f"update {number} has several rates under {rule!r}", expected="one")
         for name in update.param_optims:

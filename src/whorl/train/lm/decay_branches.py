@@ -81,7 +81,7 @@ def branch_job(job: Job, fraction: float) -> Job:
     """The run for `share` of the steps of `job` that a branch is equal to: it warms up as long as `job` does."""
     schedule = {
         "warmup_steps": warmup_steps(job.steps, job.schedule),
-        "warmup": ScheduleConfig().warmup_ratio,
+        "warmup_ratio": ScheduleConfig().warmup_ratio,
     }
     return job.model_copy(
         update={"steps": round(fraction * job.steps), "schedule": job.schedule.model_copy(update=schedule)}
@@ -165,4 +165,4 @@ def resume_from_branch(
     found = checkpointer.load_branch(folder, MAY_DIFFER)
     restore(tensors, found.tensors)
     record = ensure_local_snapshot(checkpointer, found.metadata, found.step, dict(tensors), overwrite=True)
-    return found.step, {**record, "window": None}
+    return found.step, {**record, "meter": None}

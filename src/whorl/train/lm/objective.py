@@ -45,7 +45,7 @@ def param_optims(model: LanguageModel, optim: OptimConfig) -> dict[str, ParamOpt
     found = {}
     for name, _ in model.named_parameters():
         if name.startswith("memory."):
-            found[name] = ParamOptim("rows", optim.lr_ngram)
+            found[name] = ParamOptim("sparse_adagrad", optim.lr_ngram)
         elif name in ("embedding", "head", "positions"):
             found[name] = adamw(name, optim.lr_embedding)
         elif name not in matrices:

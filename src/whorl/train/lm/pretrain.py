@@ -198,7 +198,7 @@ def _train(
     def look(done: int) -> None:
         model.eval()
         with averaged.average_parameters(model):
-            with monitor.preemption.during("held_out"):
+            with monitor.preemption.during("validation"):
                 figures = held_out(model, process_group)
             monitor.validation_pending = False
             if callback is not None:

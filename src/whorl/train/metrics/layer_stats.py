@@ -144,7 +144,7 @@ class LayerStats:
         share = self._seconds / max(1e-9, now - self._since)
         found, self._found = self._found, {}
         self._seconds, self._since = 0.0, now
-        return {**found, "figures_share": share} if found else {}
+        return {**found, "stats_overhead": share} if found else {}
 
     def learning_rates(self, lr_scale: float) -> dict[str, float]:
         """The learning rates at `factor` of their peaks: of matrices by itself, the others by name."""
@@ -152,7 +152,7 @@ class LayerStats:
         matrices = o.lr_muon if o.optimizer == "muon" else o.lr_adamw * inverse_width_mult(self.model, o)
         rates = {"": matrices, "/embedding": o.lr_embedding, "/scalars": o.lr_scalar}
         if self.tables:
-            rates["/memory"] = o.lr_ngram
+            rates["/ngram"] = o.lr_ngram
         return {f"learning_rate{name}": lr_scale * rate for name, rate in rates.items()}
 
     def _snapshot_weights(self) -> None:
@@ -187,7 +187,7 @@ class LayerStats:
         for group in self.layer_groups:
             gradient, weight, way, start = (math.sqrt(next(summed)) for _ in kinds)
             if not math.isnan(whole):  # else the step was not taken
-                self._found[f"gradient_norm/{group}"] = gradient
+                self._found[f"grad_norm/{group}"] = gradient
             self._found[f"weight_norm/{group}"] = weight
             if start:
                 self._found[f"update_ratio/{group}"] = way / start / self.muon_every

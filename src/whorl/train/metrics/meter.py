@@ -34,22 +34,22 @@ class Meter:
 
     def add(self, metrics: dict[str, float], seconds: dict[str, float]) -> None:
         self.seconds += sum(seconds.values())
-        self.wait_seconds += seconds["wait"]
+        self.wait_seconds += seconds["data"]
         if "skipped" in metrics:  # what may be NaN is in its event
             return
         for name, value in metrics.items():
-            if name not in ("count", "gradient_norm"):
-                self.sums[name] = self.sums.get(name, 0.0) + value * metrics["count"]
-        self.grad_norm_sum += metrics["gradient_norm"]
-        self.tokens += metrics["count"]
+            if name not in ("loss_tokens", "grad_norm"):
+                self.sums[name] = self.sums.get(name, 0.0) + value * metrics["loss_tokens"]
+        self.grad_norm_sum += metrics["grad_norm"]
+        self.tokens += metrics["loss_tokens"]
         self.steps += 1
 
     def pop_metrics(self) -> dict[str, float]:
         out = {
             **{name: total / self.tokens for name, total in self.sums.items()},
-            "gradient_norm": self.grad_norm_sum / self.steps,
+            "grad_norm": self.grad_norm_sum / self.steps,
             "tokens_per_second": self.tokens / self.seconds,
-            "loader_share": self.wait_seconds / self.seconds,
+            "time/data_fraction": self.wait_seconds / self.seconds,
         }
         self._reset()
         return out

@@ -74,7 +74,7 @@ class MoEBalancer:
             z = z + router_z(record.logits, mask.flatten()).total
         total = loss.total + self.config.aux_loss_coef * balance + self.config.z_loss_coef * z
         layers = len(self.layers)
-        figures = {"balance": balance.detach() / layers, "router_z": z.detach() / layers}
+        figures = {"moe/aux_loss": balance.detach() / layers, "moe/z_loss": z.detach() / layers}
         return Loss(total, loss.count, {**loss.metrics, **figures})
 
     @torch.no_grad()
@@ -114,8 +114,8 @@ class MoEBalancer:
         for n, (wished, counts) in enumerate(self.logged_load):
             if counts.any():
                 even = load_stats(counts, wished)
-                found |= {f"experts/{n}/share/{e}": float(c) for e, c in enumerate(even.pop("share"))}
-                found |= {f"experts/{n}/{name}": float(value) for name, value in even.items()}
+                found |= {f"moe/{n}/load_fraction/{e}": float(c) for e, c in enumerate(even.pop("load_fraction"))}
+                found |= {f"moe/{n}/{name}": float(value) for name, value in even.items()}
             wished.zero_()
             counts.zero_()
         return found

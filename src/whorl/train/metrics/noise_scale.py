@@ -100,8 +100,8 @@ class NoiseScale:
         trace, square = unbiased_estimates(int(n_micro_batches), tokens, weighted_sq, batch_sq)
         self.tr_sigma += (1 - EMA_DECAY) * (trace - self.tr_sigma)
         self.grad_sq += (1 - EMA_DECAY) * (square - self.grad_sq)
-        found = {"noise_scale/trace": trace, "noise_scale/square": square}
+        found = {"noise_scale/tr_sigma": trace, "noise_scale/grad_sq": square}
         if self.grad_sq > 0:
             scale = self.tr_sigma / self.grad_sq
-            found |= {"noise_scale/tokens": scale, "noise_scale/rows": scale * rows / tokens}
+            found |= {"noise_scale/tokens": scale, "noise_scale/sequences": scale * rows / tokens}
         return found

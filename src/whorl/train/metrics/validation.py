@@ -57,7 +57,7 @@ class Validator:
         nll, count = self._nll(model, self.rows, 0) if self.rows is not None else (0.0, 0.0)
         copy_nll, copy_count = self._nll(model, self.induction_rows, self.induction_rows.shape[1] // 2)
         sums = process_group.all_reduce_scalars(nll, count, copy_nll, copy_count)
-        figures = {"copy_nll": sums[2] / max(1.0, sums[3])}
+        figures = {"induction_nll": sums[2] / max(1.0, sums[3])}
         if sums[1]:
             figures["held_out_nll"] = sums[0] / sums[1]
         return figures

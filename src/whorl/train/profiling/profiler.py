@@ -92,7 +92,7 @@ class Profile:
             }
             for kind, cost in self.classes.items()
         }
-        return {**asdict(self), "classes": classes, "utilisation": self.mfu}
+        return {**asdict(self), "classes": classes, "mfu": self.mfu}
 
 
 def profile(job: Job, trace: Path, *, steps: int = 8) -> Profile:
@@ -255,11 +255,11 @@ class ProfilerRanges:
 
     def instrument(self, learner: Learner, model: LanguageModel, process_group: ProcessGroup) -> None:
         """On one replica's own objects."""
-        self._wrap_method(process_group, "exchange", "exchange")
+        self._wrap_method(process_group, "all_gather_scalars", "all-gather")
         self._wrap_method(model, "prepare", "embed")
         for update in learner.updates:
-            self._wrap_method(update, "accumulate", "gradients summed")
-            self._wrap_method(update, "step", "optimiser")
+            self._wrap_method(update, "accumulate", "gradient accumulation")
+            self._wrap_method(update, "step", "optimizer")
             objective = update.objective
             if isinstance(
                 objective, LMObjective

@@ -35,13 +35,13 @@ PARTS = (
     "MLP, experts",
     "norms, residuals",
     "head, loss",
-    "gradients summed",
-    "optimiser",
-    "exchange",
+    "gradient accumulation",
+    "optimizer",
+    "all-gather",
     "other",
 )
-MATMULS, ATTENTION, POINTWISE = "matrix products", "attention", "pointwise"
-REDUCTIONS, LOOKUPS, COPIES = "norms, softmax, sums", "look-ups", "copies"
+MATMULS, ATTENTION, POINTWISE = "matmul", "attention", "pointwise"
+REDUCTIONS, LOOKUPS, COPIES = "reductions", "gather, scatter", "copies"
 WAITING, FRAMEWORK = "waiting", "framework"
 CLASSES = (MATMULS, ATTENTION, POINTWISE, REDUCTIONS, LOOKUPS, COPIES, WAITING, FRAMEWORK)
 
@@ -198,7 +198,7 @@ class _Reader:
         number = node.args.get("Sequence number")
         if node.name.startswith("autograd::engine::evaluate_function"):
             accumulates = node.name.endswith("AccumulateGrad")
-            part = "gradients summed" if accumulates else self.part_by_sequence.get(number or -1, part)
+            part = "gradient accumulation" if accumulates else self.part_by_sequence.get(number or -1, part)
             backward = not accumulates
         elif node.name in self.kernels:
             kernel = self.kernels[node.name]
@@ -219,7 +219,7 @@ class _Reader:
             return
         seconds = node.device_seconds if self.on_device else node.self_seconds
         self.parts[part, backward] += seconds
-        self.classes[WAITING if part in ("data wait", "exchange") else FRAMEWORK].add(seconds)
+        self.classes[WAITING if part in ("data wait", "all-gather") else FRAMEWORK].add(seconds)
         for child in node.children:
             self.visit(child, part, backward)
 

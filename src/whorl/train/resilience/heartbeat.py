@@ -176,8 +176,8 @@ class Heartbeat:
         write_json(
             self.folder / "heartbeat.json",
             {
-                "state": state, "pid": os.getpid(), "step": self.step, "steps": self.steps, "doing": self.phase(),
-                "began": self.started_at, "written": time.time(), "last_step": time.time() - (time.monotonic() - self._step_at),
+                "state": state, "pid": os.getpid(), "step": self.step, "steps": self.steps, "phase": self.phase(),
+                "started_at": self.started_at, "updated_at": time.time(), "last_step_at": time.time() - (time.monotonic() - self._step_at),
                 "step_seconds": median(list(self.step_seconds)) if self.step_seconds else None,
                 "replicas": [child.pid for child in self.replicas],
                 "memory_bytes": held, "memory_free_bytes": psutil.virtual_memory().available,

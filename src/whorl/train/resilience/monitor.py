@@ -64,14 +64,14 @@ class RunMonitor:
         self.steps_done = self.last_saved_step = first
         self.stream_state: dict[str, Any] | None = metadata.get("stream")  # of the next batch, in raw text
         self.expert_loads: list[list[float]] | None = metadata.get(
-            "routing"
+            "expert_loads"
         )  # of the experts in the step before
         self.moe: MoEBalancer | None = None
-        self.loss_scaler = LossScaler(metadata.get("scaling")) if job.dtype == "float16" else None
-        self.meter = Meter(metadata.get("window"))
-        self.validation_pending = bool(metadata.get("owes_a_look"))  # at held-out text: SIGTERM broke it off
+        self.loss_scaler = LossScaler(metadata.get("loss_scaler")) if job.dtype == "float16" else None
+        self.meter = Meter(metadata.get("meter"))
+        self.validation_pending = bool(metadata.get("validation_pending"))  # at held-out text: SIGTERM broke it off
         self.guard = SpikeGuard(
-            job.spike_guard, uniform_loss=math.log(job.model.vocab_size), steps=job.steps, first=first, state=metadata.get("guard")
+            job.spike_guard, uniform_loss=math.log(job.model.vocab_size), steps=job.steps, first=first, state=metadata.get("spike_guard")
         )  # fmt: skip
         self.snapshot_every = job.spike_guard.snapshot_every or max(1, job.steps // 8)
         self.rollback_store = RollbackStore(checkpointer) if checkpointer is not None else None
@@ -100,7 +100,7 @@ class RunMonitor:
         try:
             if isinstance(error, Preempted) or (error is None and self.preemption.requested):
                 self.validation_pending = self.validation_pending or (
-                    error is not None and self.preemption.phase == "held_out"
+                    error is not None and self.preemption.phase == "validation"
                 )
                 self.save(upload=True)  # what was broken off had changed nothing
                 if self.checkpointer is not None:
@@ -148,7 +148,7 @@ class RunMonitor:
         ):
             guard.snapshot_step = steps_done
             if self.rollback_store is not None:
-                with self.preemption.during("anchor"):
+                with self.preemption.during("snapshot"):
                     self.rollback_store.save(steps_done, self.shared.tensors())
         if steps_done in self.branch_points and self.checkpointer is not None:
             with self.preemption.during("branch"):
@@ -162,22 +162,22 @@ class RunMonitor:
             self.heartbeat.beat(steps_done)
             for words in self.heartbeat.stall_messages:
                 self._log_event(
-                    {"step": steps_done, "kind": "stall", "words": words, "action": "stacks were written"}
+                    {"step": steps_done, "kind": "stall", "message": words, "action": "stacks were written"}
                 )
             self.heartbeat.stall_messages.clear()
         return went_back
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps besides tensors."""
-        kept: dict[str, Any] = {"guard": self.guard.state, "window": self.meter.state_dict()}
+        kept: dict[str, Any] = {"spike_guard": self.guard.state, "meter": self.meter.state_dict()}
         if self.stream_state is not None:
             kept["stream"] = self.stream_state
         if self.moe:
-            kept["routing"] = self.moe.state
+            kept["expert_loads"] = self.moe.state
         if self.loss_scaler is not None:
-            kept["scaling"] = self.loss_scaler.state
+            kept["loss_scaler"] = self.loss_scaler.state
         if self.validation_pending:
-            kept["owes_a_look"] = True
+            kept["validation_pending"] = True
         return kept
 
     def save(self, *, upload: bool = False) -> float:
@@ -202,7 +202,7 @@ class RunMonitor:
         event = self.guard.last_event
         if self.callback is None or event is None:
             return
-        if event["kind"] != "rewind":
+        if event["kind"] != "rollback":
             event |= documents_in_batch(self.job, steps_done - 1, stream_state)
         self._log_event(event)
 
@@ -212,6 +212,6 @@ class RunMonitor:
         where = (
             f"; in the batch: {', '.join(named)}" + (f" and {more} more" if more > 0 else "") if named else ""
         )
-        self.log(f"step {event['step']:,}: {event['words']}: {event['action']}{where}")
+        self.log(f"step {event['step']:,}: {event['message']}: {event['action']}{where}")
         if self.callback is not None:
             self.callback.on_event(int(event["step"]), event)

@@ -38,7 +38,7 @@ class Preempted(BaseException):
 class PreemptionHandler(Stopwatch):
     """Hears SIGTERM while it is entered. A clock, since what may be broken off is told by what the time is spent on."""
 
-    INTERRUPTIBLE = frozenset({"wait", "gradients", "held_out"})
+    INTERRUPTIBLE = frozenset({"data", "backward", "validation"})
 
     def __init__(self, *, listen: bool = True) -> None:
         super().__init__()

@@ -36,14 +36,14 @@ def ensure_local_snapshot(
 
     anew: whatever is here, the anchor is this state, unless it is itself in trouble.
     """
-    guard = dict(metadata.get("guard") or {})
+    guard = dict(metadata.get("spike_guard") or {})
     anchors = RollbackStore(checkpointer)
-    if not guard or (not overwrite and (guard["anchor"] is None or anchors.has(guard["anchor"]))):
+    if not guard or (not overwrite and (guard["snapshot_step"] is None or anchors.has(guard["snapshot_step"]))):
         return metadata
-    guard["anchor"] = None if guard["bad"] or guard["astray"] else step
-    if guard["anchor"] is not None:
+    guard["snapshot_step"] = None if guard["bad_steps"] or guard["diverged_steps"] else step
+    if guard["snapshot_step"] is not None:
         anchors.save(step, tensors)
-    return {**metadata, "guard": guard}
+    return {**metadata, "spike_guard": guard}
 
 
 class RollbackStore:

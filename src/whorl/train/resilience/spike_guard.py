@@ -68,11 +68,11 @@ class SpikeGuard:
         self.losses = deque[float](at.get("losses", ()), config.window)
         self.norms = deque[float](at.get("norms", ()), config.window)
         self.bad_steps: list[str] = list(
-            at.get("bad", ())
+            at.get("bad_steps", ())
         )  # what was wrong with the steps just before, in a row
-        self.skipped, self.diverged_steps = int(at.get("skipped", 0)), int(at.get("astray", 0))
-        self.baseline_loss = at.get("level", uniform_loss)
-        self.rollbacks, self.snapshot_step = int(at.get("rewinds", 0)), at.get("anchor")
+        self.skipped, self.diverged_steps = int(at.get("skipped", 0)), int(at.get("diverged_steps", 0))
+        self.baseline_loss = at.get("baseline_loss", uniform_loss)
+        self.rollbacks, self.snapshot_step = int(at.get("rollbacks", 0)), at.get("snapshot_step")
         self.events: list[dict[str, Any]] = list(at.get("events", ()))
         self.last_event: dict[str, Any] | None = None  # of the step judged last
 
@@ -80,8 +80,8 @@ class SpikeGuard:
     def state(self) -> dict[str, Any]:
         """All that later judgements depend on, and every event (JSON)."""
         return {
-            "losses": list(self.losses), "norms": list(self.norms), "bad": list(self.bad_steps), "skipped": self.skipped,
-            "astray": self.diverged_steps, "level": self.baseline_loss, "rewinds": self.rollbacks, "anchor": self.snapshot_step,
+            "losses": list(self.losses), "norms": list(self.norms), "bad_steps": list(self.bad_steps), "skipped": self.skipped,
+            "diverged_steps": self.diverged_steps, "baseline_loss": self.baseline_loss, "rollbacks": self.rollbacks, "snapshot_step": self.snapshot_step,
             "events": list(self.events),
         }  # fmt: skip
 
@@ -103,7 +103,7 @@ class SpikeGuard:
             self.last_event = None
             return False
         kind, words = self._diagnose(metrics)
-        loss, norm = metrics["loss"], metrics["gradient_norm"]
+        loss, norm = metrics["loss"], metrics["grad_norm"]
         if kind in ("", "spike"):  # a level that stays is not a spike for ever
             self.losses.append(loss)
             self.norms.append(norm)
@@ -144,7 +144,7 @@ class SpikeGuard:
             raise DivergedError(f"{what}, and weights cannot go back: {why}", do=self._remedy())
         self.rollbacks += 1
         self._record_event(
-            "rewind",
+            "rollback",
             what,
             f"weights went back to those of step {self.snapshot_step:,}; the batches since then are left out",
             None,
@@ -164,18 +164,18 @@ class SpikeGuard:
         limit = max(MIN_SKIPS_FACTOR * self.config.patience, self.config.max_skipped * self.step)
         if self.skipped > limit:
             raise DivergedError(
-                f"{self.skipped} of {self.step:,} batches had to be skipped, the last because {self.events[-1]['words']}",
+                f"{self.skipped} of {self.step:,} batches had to be skipped, the last because {self.events[-1]['message']}",
                 expected=f"at most {self.config.max_skipped:.0%} of them (watch.most_skipped)",
                 do=self._remedy(),
             )
 
     def _diagnose(self, metrics: Mapping[str, float]) -> tuple[str, str]:
         """(kind, words) of what is wrong with a step, or two empty texts."""
-        loss, norm = metrics["loss"], metrics["gradient_norm"]
-        if not metrics["count"]:
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+        if not metrics["loss_tokens"]:
             return "empty", "no token of the batch has a target"
         if not is_finite(metrics):
-            return "not finite", f"the loss is {loss:g} and the norm of its gradient {norm:g}"
+            return "nonfinite", f"the loss is {loss:g} and the norm of its gradient {norm:g}"
         if self.config.threshold and len(self.losses) >= self.config.window // 4:
             for name, value, seen, least in (
                 ("loss", loss, self.losses, MIN_LOSS_DEVIATION),
@@ -197,7 +197,7 @@ class SpikeGuard:
 
     def _describe(self) -> str:
         if len(self.bad_steps) >= self.config.patience:
-            last = self.events[-1]["words"]
+            last = self.events[-1]["message"]
             return f"step {self.step:,}: {len(self.bad_steps)} steps in a row went wrong, the last because {last}"
         return (
             f"step {self.step:,}: {self.diverged_steps} steps ago the loss rose far above the {self.baseline_loss:.2f} nats a token that "
@@ -214,8 +214,8 @@ class SpikeGuard:
         self, kind: str, message: str, action: str, loss: float | None, norm: float | None
     ) -> None:
         self.last_event = {
-            "step": self.step, "kind": kind, "words": message, "action": action,
+            "step": self.step, "kind": kind, "message": message, "action": action,
             "loss": loss if loss is not None and math.isfinite(loss) else None,
-            "gradient_norm": norm if norm is not None and math.isfinite(norm) else None,
+            "grad_norm": norm if norm is not None and math.isfinite(norm) else None,
         }  # fmt: skip
         self.events.append(self.last_event)
