@@ -1,11 +1,10 @@
-"""The family of errors, the ground every room stands on.
+"""Error types of the package.
 
-An error that a user can mend is a `WhorlError`: its message names the file, record or field, says what was
-expected, and ends with what to do. The command line prints the message alone; any other exception is a bug of
-ours and keeps its traceback.
+An error that a user can fix is a `WhorlError`. Its message names the file, record or field, the expected value, and the
+next action. The command line prints that message without a traceback. Any other exception is a bug and keeps its
+traceback.
 
-This file is the one module below floor 0: `store` and `runs` are neighbours and may not import each other, yet
-both raise these.
+This module is the lowest layer: it imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from typing import Any
 
 
 class WhorlError(Exception):
-    """Something the user can mend: what is wrong, what was expected, what to do.
+    """An error that a user can fix: the problem, the expected value, and the next action.
 
     Args:
-        what: one sentence that names the file, record or field, and what was found there.
-        expected: what would have been right.
-        do: the next thing to type or change.
+        `what`: one sentence that names the file, record or field, and the value found there.
+        expected: the correct value or format.
+        do: the command to run or the value to change.
     """
 
     exit_code = 1
@@ -35,7 +34,8 @@ class WhorlError(Exception):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exceptions cross process borders (producers raise in their parent): rebuild from parts.
+        # Exceptions cross process boundaries (a producer's error is raised in its parent), so they are rebuilt from
+        # parts.
         return (_rebuild, (type(self), self.what, self.expected, self.do))
 
 
@@ -44,13 +44,13 @@ def _rebuild(kind: type[WhorlError], what: str, expected: str, do: str) -> Whorl
 
 
 class ConfigError(WhorlError):
-    """A recipe, a configuration value or a command-line flag is wrong; found before any work."""
+    """A recipe, a configuration value or a command-line flag is wrong. Raised before any work starts."""
 
     exit_code = 2
 
 
 class DataError(WhorlError):
-    """Input data cannot be used (as a whole: single bad records go to quarantine instead)."""
+    """Input data as a whole cannot be used. Single bad records go to quarantine instead."""
 
 
 class StoreError(WhorlError):
@@ -58,27 +58,27 @@ class StoreError(WhorlError):
 
 
 class CorruptArtifactError(StoreError):
-    """A file of an artifact is not what its manifest says; it is named and never used."""
+    """A file of an artifact differs from its manifest. The file is named and never used."""
 
 
 class BudgetError(WhorlError):
-    """The budget cannot buy what was asked for."""
+    """The budget is too small for the request."""
 
 
 class DiskFullError(WhorlError):
-    """A write failed for want of space; what was whole before is still whole."""
+    """A write failed because the disk is full. Files that were complete before stay complete."""
 
 
 class ProducerError(WhorlError):
-    """A producer process raised, died or hung; carries its traceback."""
+    """A producer process raised, died or hung. Carries its traceback."""
 
 
 class CheckpointError(WhorlError):
-    """A checkpoint cannot be loaded: missing, damaged, or of another shape."""
+    """A checkpoint cannot be loaded: it is missing, damaged, or has another shape."""
 
 
 def one_of(value: str, allowed: Sequence[str]) -> str:
-    """Phrase for `expected`: the allowed values, and the nearest to what was typed."""
+    """Return a phrase for `expected`: the allowed values, and the one closest to `value`."""
     import difflib
 
     near = difflib.get_close_matches(value, allowed, n=1)

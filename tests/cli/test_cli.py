@@ -134,7 +134,7 @@ def test_damage_is_named_and_mended(home: Path) -> None:
     found = whorl("verify", "tokens", cwd=home)
     assert found.returncode == 1 and str(path) in found.stdout and "1 problem found" in found.stderr
     mended = whorl("run", "tiny.toml", cwd=home)
-    assert mended.returncode == 0 and "set aside" in mended.stdout
+    assert mended.returncode == 0 and "moved to" in mended.stdout
     assert whorl("verify", cwd=home).returncode == 0
 
 

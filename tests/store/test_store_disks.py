@@ -93,7 +93,7 @@ def test_a_store_where_nothing_can_be_is_refused(tmp_path: Path, monkeypatch: py
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(self))  # as /proc does
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(StoreError, match=r"(?s)cannot be made.*--store"):
+    with pytest.raises(StoreError, match=r"(?s)cannot be created.*--store"):
         make(Store(tmp_path / "store"))
 
 

@@ -1,4 +1,4 @@
-"""Agents that act: environments, and the presets that learn in them."""
+"""Environments, and presets of reinforcement-learning algorithms that train in them."""
 
 from whorl.agents.classic_control import TENSOR_ENVIRONMENTS
 from whorl.agents.environments import BatchedEnvironment, Environment, Transition

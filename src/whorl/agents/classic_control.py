@@ -1,7 +1,8 @@
-"""The classic control problems and a grid world, each as a few lines of tensor operations over all copies.
+"""Classic control problems and a grid world, each written as tensor operations over all environments.
 
-Dynamics, limits, rewards and horizons are those of gymnasium 1.4 (which names their sources: Barto, Sutton & Anderson 1983
-for CartPole, Sutton 1996 for Acrobot, Moore 1990 for MountainCar); `tests/agents/test_classic.py` steps both side by side.
+Dynamics, limits, rewards and time limits are those of gymnasium 1.4. Its sources are Barto, Sutton & Anderson 1983 for
+CartPole, Sutton 1996 for Acrobot, and Moore 1990 for MountainCar. `tests/agents/test_classic.py` compares both step by
+step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from whorl.errors import ConfigError
 
 
 class CartPole(BatchedEnvironment):
-    """Push a cart left (0) or right (1) so that the pole on it stays up. State: x, x', angle, angle'. Reward 1 a step."""
+    """Push a cart left (0) or right (1) to keep its pole upright. State: x, x', angle, angle'. Reward: 1 per step."""
 
     observation_shape, n_actions, default_max_episode_steps = (4,), 2, 500
 
@@ -39,10 +40,10 @@ class CartPole(BatchedEnvironment):
         lever = cos.square().mul_(-half_length * pole_mass / total_mass).add_(half_length * 4.0 / 3.0)
         spin_up = (gravity * sin).addcmul_(cos, push, value=-1.0).div_(lever)
         speed_up = push.addcmul_(spin_up, cos, value=-pole_mass * half_length / total_mass)
-        # Positions by the old velocities, velocities by the accelerations: explicit Euler.
-        following = torch.add(state, torch.stack((velocity, speed_up, spin, spin_up)), alpha=tau)
-        off_track, _, fallen, _ = (following.abs() > self.limits).unbind()
-        return following, self.reward, off_track | fallen
+        # Explicit Euler: positions advance by the old velocities, velocities by the accelerations.
+        next_state = torch.add(state, torch.stack((velocity, speed_up, spin, spin_up)), alpha=tau)
+        off_track, _, fallen, _ = (next_state.abs() > self.limits).unbind()
+        return next_state, self.reward, off_track | fallen
 
     def observe(self, state: Tensor) -> Tensor:
         return state.t().float()
@@ -51,7 +52,8 @@ class CartPole(BatchedEnvironment):
 class Acrobot(BatchedEnvironment):
     """Swing the tip of a two-link pendulum above a line, by torque -1, 0 or +1 at the joint between the links.
 
-    State: both angles and their velocities; integrated by one Runge-Kutta step of 0.2 s. Reward -1 a step, 0 at the goal.
+    State: both angles and their velocities, integrated by one Runge-Kutta step of 0.2 s. Reward: -1 per step, 0 at the
+        goal.
     """
 
     observation_shape, n_actions, default_max_episode_steps = (6,), 3, 500
@@ -65,29 +67,31 @@ class Acrobot(BatchedEnvironment):
         k2 = self._derivative(torch.add(state, k1, alpha=dt / 2), torque)
         k3 = self._derivative(torch.add(state, k2, alpha=dt / 2), torque)
         k4 = self._derivative(torch.add(state, k3, alpha=dt), torque)
-        following = torch.add(state, k1.add_(k4).add_(k2.add_(k3), alpha=2.0), alpha=dt / 6)
-        following[:2] = torch.remainder(following[:2] + math.pi, 2 * math.pi) - math.pi
-        following[2].clamp_(-4 * math.pi, 4 * math.pi)
-        following[3].clamp_(-9 * math.pi, 9 * math.pi)
-        up = -following[0].cos() - (following[1] + following[0]).cos() > 1.0
-        return following, up.float() - 1.0, up
+        next_state = torch.add(state, k1.add_(k4).add_(k2.add_(k3), alpha=2.0), alpha=dt / 6)
+        next_state[:2] = torch.remainder(next_state[:2] + math.pi, 2 * math.pi) - math.pi
+        next_state[2].clamp_(-4 * math.pi, 4 * math.pi)
+        next_state[3].clamp_(-9 * math.pi, 9 * math.pi)
+        up = -next_state[0].cos() - (next_state[1] + next_state[0]).cos() > 1.0
+        return next_state, up.float() - 1.0, up
 
     def _derivative(self, state: Tensor, torque: Tensor) -> Tensor:
-        """Time derivative of the state; masses, lengths and moments of inertia are 1, centres of mass at 1/2.
+        """Return the time derivative of the state. Masses, lengths and moments of inertia are 1, centers of mass are at
+        1/2.
 
-        d1, d2, phi1, phi2 as in Sutton & Barto (2018, section 11.3 of the first edition), cos(x - pi/2) written as sin(x).
+        d1, d2, phi1 and phi2 as in Sutton & Barto (2018, section 11.3 of the first edition); cos(x - pi/2) is written
+        as sin(x).
         """
         gravity = 9.8
         one, two, spin_one, spin_two = state.unbind()
         sin_one, sin_two, sin_both = torch.stack((one, two, one + two)).sin_().unbind()
         d2 = two.cos().mul_(0.5).add_(1.25)
         d1 = d2.mul(2.0).add_(1.0)
-        share = d2 / d1
+        ratio = d2 / d1
         phi2 = sin_both.mul_(0.5 * gravity)
         swing = torch.add(spin_one, spin_two, alpha=0.5).mul_(spin_two).mul_(sin_two)
         phi1 = torch.add(phi2, sin_one, alpha=1.5 * gravity).sub_(swing)
-        pull = (torque - phi2).addcmul_(share, phi1).addcmul_(spin_one.square(), sin_two, value=-0.5)
-        speed_two = pull.div_((d2 * share).neg_().add_(1.25))
+        pull = (torque - phi2).addcmul_(ratio, phi1).addcmul_(spin_one.square(), sin_two, value=-0.5)
+        speed_two = pull.div_((d2 * ratio).neg_().add_(1.25))
         speed_one = phi1.addcmul_(d2, speed_two).div_(d1).neg_()
         return torch.stack((spin_one, spin_two, speed_one, speed_two))
 
@@ -97,7 +101,7 @@ class Acrobot(BatchedEnvironment):
 
 
 class Pendulum(BatchedEnvironment):
-    """Swing a pendulum up and hold it there, by a torque between -2 and 2. State: angle (0 is up) and its velocity."""
+    """Swing a pendulum up and hold it there, by a torque in [-2, 2]. State: angle (0 is up) and angular velocity."""
 
     observation_shape, action_low, action_high, default_max_episode_steps = (3,), -2.0, 2.0, 200
 
@@ -118,7 +122,7 @@ class Pendulum(BatchedEnvironment):
 
 
 class MountainCar(BatchedEnvironment):
-    """Drive a weak car (left 0, not at all 1, right 2) out of a valley. State: position, velocity. Reward -1 a step."""
+    """Drive a weak car (left 0, coast 1, right 2) out of a valley. State: position, velocity. Reward: -1 per step."""
 
     observation_shape, n_actions, default_max_episode_steps = (2,), 3, 200
 
@@ -132,11 +136,11 @@ class MountainCar(BatchedEnvironment):
         velocity = (velocity + (action - 1) * 0.001 - 0.0025 * (3 * position).cos()).clamp_(-0.07, 0.07)
         position = (position + velocity).clamp_(-1.2, 0.6)
         velocity = velocity.masked_fill((position == -1.2) & (velocity < 0), 0.0)
-        there = (position >= 0.5) & (velocity >= 0)
+        at_goal = (position >= 0.5) & (velocity >= 0)
         return (
             torch.stack((position, velocity)),
             torch.full((self.num_envs,), -1.0, device=self.device),
-            there,
+            at_goal,
         )
 
     def observe(self, state: Tensor) -> Tensor:
@@ -147,13 +151,13 @@ FROZEN_LAKE_MAP = ("SFFF", "FHFH", "FFFH", "HFFG")
 
 
 class GridWorld(BatchedEnvironment):
-    """Walk over a grid (left 0, down 1, right 2, up 3) from S to G, which gives 1; H is a hole and ends the episode.
+    """Walk over a grid (left 0, down 1, right 2, up 3) from S to the goal G (reward 1). A hole H ends the episode.
 
-    The map, and by default the rules, of gymnasium's FrozenLake. The observation is the cell, one-hot.
+    The defaults are the map and rules of gymnasium's FrozenLake. The observation is the one-hot cell.
 
     Args:
         rows: the map, strings of equal length.
-        slip: the probability to slip to each side of where one wants to go (1/3 in FrozenLake).
+        slip_probability: probability of slipping to each side of the chosen direction (1/3 in FrozenLake).
     """
 
     n_actions, default_max_episode_steps = 4, 100
@@ -171,8 +175,8 @@ class GridWorld(BatchedEnvironment):
         text = "".join(rows)
         if len({len(row) for row in rows}) != 1 or text.count("S") != 1 or set(text) - set("SFHG"):
             raise ConfigError(
-                f"the map {list(rows)} is no grid world",
-                expected="rows of equal length of S (once), F, H and G",
+                f"invalid grid world map {list(rows)}",
+                expected="rows of equal length, made of one S and any number of F, H and G",
             )
         self.slip_probability, self.start_cell = slip_probability, text.index("S")
         self.observation_shape = (len(text),)
@@ -183,7 +187,7 @@ class GridWorld(BatchedEnvironment):
             r = (row + down).clamp(0, len(rows) - 1)
             c = (column + right).clamp(0, len(rows[0]) - 1)
             moves.append(r * len(rows[0]) + c)
-        self.next_cell = torch.stack(moves)  # [4, cells] where each action leads
+        self.next_cell = torch.stack(moves)  # [4, cells] the cell that each action leads to
         self.goal_cells = torch.tensor([c == "G" for c in text], device=self.device)
         self.terminal_cells = torch.tensor([c in "GH" for c in text], device=self.device)
         self.one_hot = torch.eye(len(text), device=self.device)
@@ -197,8 +201,8 @@ class GridWorld(BatchedEnvironment):
             action = (
                 action + (draw < self.slip_probability).long() - (draw >= 1 - self.slip_probability).long()
             ) % 4
-        following = self.next_cell[action, state[0]]
-        return following[None], self.goal_cells[following].float(), self.terminal_cells[following]
+        next_state = self.next_cell[action, state[0]]
+        return next_state[None], self.goal_cells[next_state].float(), self.terminal_cells[next_state]
 
     def observe(self, state: Tensor) -> Tensor:
         return self.one_hot[state[0]]

@@ -1,4 +1,4 @@
-"""The settings of an agent, and the presets: each algorithm told as its difference from the one before."""
+"""Settings of an agent, and presets. Each preset is written as the difference from its parent algorithm."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ Algorithm = Literal["a2c", "ppo", "impala"]
 
 
 class AgentConfig(BaseModel):
-    """All that decides an agent's weights."""
+    """All settings that determine an agent's weights."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     algorithm: Algorithm
     environment: str
-    steps: int = Field(default=100_000, ge=1, description="steps of the environment, all copies together")
+    steps: int = Field(default=100_000, ge=1, description="environment steps, summed over all copies")
     seed: int = 0
-    n_envs: int = Field(default=8, ge=1, description="copies that an actor steps together")
-    n_steps: int = Field(default=32, ge=1, description="steps of each copy in a record")
+    n_envs: int = Field(default=8, ge=1, description="environments per actor")
+    n_steps: int = Field(default=32, ge=1, description="steps per environment in a rollout")
     actors: int = Field(
-        default=0, ge=0, description="processes that act while the learner learns; 0: in turn with it"
+        default=0, ge=0, description="actor processes that run ahead of the learner; 0: act and learn in turn"
     )
     prefetch: int = Field(
-        default=1, ge=0, description="records that an actor fills before the last was read; 0: lockstep"
+        default=1, ge=0, description="rollouts that an actor fills before the last one is read; 0: lockstep"
     )
     max_policy_lag: int | None = Field(
-        default=None, ge=0, description="records acted with older weights are made anew"
+        default=None, ge=0, description="drop rollouts whose weights lag by more versions"
     )
     hidden: tuple[int, ...] = (64, 64)
     discount: float = Field(default=0.99, ge=0, le=1)
-    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="of GAE or V-trace")
-    v_trace: bool = Field(default=False, description="V-trace in place of GAE: for records of older weights")
-    n_epochs: int = Field(default=1, ge=1, description="times that a record is learnt from")
-    minibatches: int = Field(default=1, ge=1, description="parts of a record, a step each")
-    clip: float = Field(default=0.2, gt=0, description="PPO")
+    gae_lambda: float = Field(default=0.95, ge=0, le=1, description="lambda of GAE or V-trace")
+    v_trace: bool = Field(default=False, description="V-trace in place of GAE, for stale rollouts")
+    n_epochs: int = Field(default=1, ge=1, description="passes over each rollout")
+    minibatches: int = Field(default=1, ge=1, description="minibatches per pass, one optimizer step each")
+    clip: float = Field(default=0.2, gt=0, description="PPO's clip range")
     normalize_advantage: bool = Field(
-        default=True, description="advantages to mean 0 and deviation 1 in each minibatch"
+        default=True, description="scale advantages to mean 0 and standard deviation 1 in each minibatch"
     )
     learning_rate: float = Field(default=1e-3, gt=0, description="AdamW's learning rate")
     value_learning_rate: float | None = Field(
-        default=None, gt=0, description="of the value network; left out, the same"
+        default=None, gt=0, description="of the value network; default: learning_rate"
     )
     anneal: bool = Field(
-        default=True, description="learning rate, clip and passes fall linearly over the run"
+        default=True, description="decrease learning rate, clip and epochs linearly over the run"
     )
     value_coef: float = Field(default=0.5, ge=0)
     entropy_coef: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=0.5, gt=0)
 
     @model_validator(mode="after")
-    def _possible(self) -> AgentConfig:
+    def _validate(self) -> AgentConfig:
         if self.minibatches > self.n_envs * self.n_steps:
             raise ValueError(
                 f"minibatches ({self.minibatches}) must be at most n_envs x n_steps ({self.n_envs * self.n_steps})"
@@ -63,22 +63,22 @@ class AgentConfig(BaseModel):
 
     @property
     def rollout_steps(self) -> int:
-        """Steps of the environment in a record."""
+        """Environment steps per rollout."""
         return self.n_envs * self.n_steps
 
     @property
     def n_rollouts(self) -> int:
-        """Records that the run learns from."""
+        """Number of rollouts in the run."""
         return -(-self.steps // self.rollout_steps)
 
 
-# The value network learns five times faster than the policy: a policy whose advantages come from values that lag behind
-# stops at a plateau (LOG.md).
+# The value network learns five times faster than the policy: with lagging values, the policy stops at a plateau
+# (LOG.md).
 A2C = AgentConfig(
     algorithm="a2c", environment="CartPole-v1", steps=200_000, n_envs=16, n_steps=8, hidden=(64,), gae_lambda=0.95,
     normalize_advantage=False, learning_rate=2e-3, value_learning_rate=1e-2, clip_norm=2.0,
 )  # fmt: skip
-# The clip allows several passes over the same steps, and so more learning from each.
+# The clip allows several epochs over the same rollout.
 PPO = AgentConfig(
     algorithm="ppo",
     environment="CartPole-v1",
@@ -88,13 +88,13 @@ PPO = AgentConfig(
     minibatches=4,
     learning_rate=1e-3,
 )
-# A2C whose records come from actors that do not wait, corrected for the age of their weights.
+# A2C on rollouts of asynchronous actors, with V-trace correction for stale weights.
 IMPALA = A2C.model_copy(update={"algorithm": "impala", "v_trace": True, "actors": 2})
 
 PRESETS: dict[str, AgentConfig] = {"a2c": A2C, "ppo": PPO, "impala": IMPALA}
 
 
-# What was found better for one environment (LOG.md says from what).
+# Tuned settings per environment (LOG.md has the experiments).
 TUNED_OVERRIDES: dict[tuple[str, str], dict[str, object]] = {
     ("ppo", "CartPole-v1"): {
         "n_steps": 32, "hidden": (32,), "discount": 0.98, "gae_lambda": 0.85, "n_epochs": 8, "minibatches": 3,
@@ -105,23 +105,23 @@ TUNED_OVERRIDES: dict[tuple[str, str], dict[str, object]] = {
 
 
 def make_config(algorithm: str, environment: str, **changes: object) -> AgentConfig:
-    """An algorithm's preset for an environment, with changes."""
+    """Return an algorithm's preset for an environment, with `changes` applied."""
     base = {**PRESETS[algorithm].model_dump(), **TUNED_OVERRIDES.get((algorithm, environment), {})}
     return AgentConfig.model_validate({**base, "environment": environment, **changes})
 
 
 def parse_config(algorithm: str, environment: str, changes: Mapping[str, object]) -> AgentConfig:
-    """A preset with changes by field; texts are read as the field's type.
+    """Return a preset with changes by field. Strings are parsed as the field's type.
 
     Raises:
-        ConfigError: an algorithm or field that does not exist, or a value that the field cannot have.
+        ConfigError: unknown algorithm or field, or an invalid value.
     """
     if algorithm not in PRESETS:
-        raise ConfigError(f"there is no algorithm {algorithm!r}", expected=one_of(algorithm, list(PRESETS)))
+        raise ConfigError(f"unknown algorithm {algorithm!r}", expected=one_of(algorithm, list(PRESETS)))
     known = [name for name in AgentConfig.model_fields if name not in ("algorithm", "environment")]
     for name in changes:
         if name not in known:
-            raise ConfigError(f"agents have no setting {name!r}", expected=one_of(name, known))
+            raise ConfigError(f"unknown agent setting {name!r}", expected=one_of(name, known))
     try:
         return make_config(algorithm, environment, **changes)
     except ValidationError as error:

@@ -1,12 +1,12 @@
-"""Environments: B copies that step together, as tensors.
+"""Batched environments: B copies step together, as tensors.
 
-One Python call then pays for thousands of steps, and the same code runs on a GPU. The dynamics of our own are in
-`classic.py`; any environment of gymnasium can be used through its vector interface (`gymnasium.py`).
+One Python call advances thousands of copies, and the same code runs on a GPU. Built-in dynamics are in
+`classic_control.py`. Any gymnasium environment can be used through its vector interface (`gymnasium_env.py`).
 
-The subtle part is the end of an episode. A copy that ended is reset within the same step, so there is always an observation
-to act on; but what the step *led to* is the final observation, and whoever bootstraps needs its value, not that of the new
-episode's first. So a transition carries both, and both ways to end: `terminated` (nothing follows) and `truncated` (it was
-cut off, by a time limit, and would have gone on).
+The subtle part is the end of an episode. A copy that ended is reset within the same step, so an observation to act on
+is always available. Bootstrapping needs the value of the *final* observation, not of the new episode's first one. A
+transition therefore carries both observations and two flags: `terminated` (the task ended) and `truncated` (a time
+limit cut it off).
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from whorl.errors import ConfigError
 
 
 class Transition(NamedTuple):
-    """What a step of B copies gave.
+    """The result of one step of B copies.
 
-    observation: [B, ...] what to act on next (of the new episode where one ended); final_observation: [B, ...] what the
-    step led to, the same where the episode goes on; reward: [B] fp32; terminated, truncated: [B] bool, both may be set.
-    They stay as they are while the environment goes on, but may share memory: nobody writes into them.
+    observation: [B, ...] the next input of the policy; the first observation of the new episode where one ended.
+    final_observation: [B, ...] the result of the step; equals `observation` where the episode continues.
+    reward: [B] fp32.
+    terminated, truncated: [B] bool; both may be set.
+
+    Later steps do not modify these tensors. The tensors may share memory, so callers must not write into them.
     """
 
     observation: Tensor
@@ -38,8 +41,10 @@ class Transition(NamedTuple):
 class Environment(Protocol):
     """B copies of one environment.
 
-    n: B. observation_shape: of one copy, fp32. n_actions: how many discrete actions, or None where actions are vectors of
-    `action_size` numbers between `action_low` and `action_high`.
+    num_envs: B.
+    observation_shape: shape of one copy's observation, fp32.
+    n_actions: number of discrete actions; None if an action is a vector of `action_size` numbers in [action_low,
+        action_high].
     """
 
     num_envs: int
@@ -50,19 +55,21 @@ class Environment(Protocol):
     action_high: float
 
     def reset(self, seed: int) -> Tensor:
-        """Starts every copy anew; all that is random from here on follows from the seed. -> observation [B, ...]."""
+        """Reset every copy, seed all later randomness, and return observations [B, ...]."""
         ...
 
     def step(self, action: Tensor) -> Transition:
-        """action: [B] int64, or [B, action_size] fp32."""
+        """Advance every copy. action: [B] int64, or [B, action_size] fp32."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that what comes next depends on; nothing where that cannot be had."""
+        """Return all state that determines later steps; empty if the environment does not expose it."""
         ...
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Goes on where another was (of as many copies, and reset before); from nothing, where this one is."""
+        """Restore the state of an environment with as many copies. Call `reset` first. An empty state changes
+        nothing.
+        """
         ...
 
     def close(self) -> None: ...
@@ -71,12 +78,12 @@ class Environment(Protocol):
 class BatchedEnvironment(ABC):
     """An environment whose dynamics are tensor operations over all copies.
 
-    A subclass gives `start`, `advance` and `observe`, on a state [k, B] of k numbers a copy (fp64 as the dynamics of
-    gymnasium's single environments, which a test compares step by step).
+    A subclass implements `initial_state`, `transition` and `observe` on a state [k, B]: k numbers per copy, in fp64
+    like gymnasium's single environments.
 
     Args:
-        n: copies.
-        horizon: steps after which an episode is cut; default the environment's own.
+        num_envs: number of copies B.
+        max_episode_steps: steps after which an episode is truncated; by default the environment's own limit.
     """
 
     observation_shape: tuple[int, ...]
@@ -88,7 +95,7 @@ class BatchedEnvironment(ABC):
 
     def __init__(self, num_envs: int, *, max_episode_steps: int | None = None, device: str = "cpu") -> None:
         if num_envs < 1:
-            raise ConfigError(f"{num_envs} copies of an environment", expected="at least 1")
+            raise ConfigError(f"num_envs is {num_envs}", expected="at least 1")
         self.num_envs, self.device = num_envs, torch.device(device)
         self.max_episode_steps = (
             self.default_max_episode_steps if max_episode_steps is None else max_episode_steps
@@ -97,15 +104,15 @@ class BatchedEnvironment(ABC):
 
     @abstractmethod
     def initial_state(self, n: int) -> Tensor:
-        """[k, n] states to begin with, drawn from `self.generator`."""
+        """Return n initial states [k, n], drawn from `self.generator`."""
 
     @abstractmethod
     def transition(self, state: Tensor, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[k, B] and the actions -> (next state [k, B], reward [B], terminated [B] bool)."""
+        """Map a state [k, B] and actions to (next state [k, B], reward [B], terminated [B] bool)."""
 
     @abstractmethod
     def observe(self, state: Tensor) -> Tensor:
-        """[k, B] -> [B, ...] fp32."""
+        """Map a state [k, B] to observations [B, ...] in fp32."""
 
     def reset(self, seed: int) -> Tensor:
         self.generator = torch.Generator(self.device).manual_seed(seed)
@@ -117,10 +124,10 @@ class BatchedEnvironment(ABC):
 
     def step(self, action: Tensor) -> Transition:
         if self.state is None:
-            raise ConfigError(f"{type(self).__name__} was not started", do="call reset(seed) first")
+            raise ConfigError(f"{type(self).__name__} was not reset", do="call reset(seed) first")
         state, reward, terminated = self.transition(self.state, action)
         self.step_count += 1
-        # Nobody's time is up before the first deadline, and deadlines only move on: most steps need not compare.
+        # No episode can be truncated before the earliest deadline, so most steps skip the comparison.
         due = self.step_count >= self.next_deadline
         truncated = self.deadline <= self.step_count if due else self.none_ended
         final = observation = self.observe(state)
@@ -128,7 +135,7 @@ class BatchedEnvironment(ABC):
         if len(ended):
             state.index_copy_(1, ended, self.initial_state(len(ended)))
             self.deadline.index_fill_(0, ended, self.step_count + self.max_episode_steps)
-            observation = self.observe(state)  # all of them: cheaper than to pick rows
+            observation = self.observe(state)  # for all copies: cheaper than indexing rows
         if due:
             self.next_deadline = int(self.deadline.min())
         self.state = state
@@ -148,9 +155,9 @@ class BatchedEnvironment(ABC):
         self.generator.set_state(state["generator"])
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
-        """fp64 numbers in [low, high) from the environment's own generator."""
+        """Draw fp64 numbers in [low, high) from the environment's generator."""
         drawn = torch.empty(shape, dtype=torch.float64, device=self.device)
         return drawn.uniform_(low, high, generator=self.generator)
 
     def close(self) -> None:  # noqa: B027 - there is nothing to free, and a subclass need not say so
-        """Frees what it holds: nothing."""
+        """Release resources. Tensor environments hold none."""

@@ -1,7 +1,7 @@
 """Any gymnasium environment, through its vector interface, as an `Environment`.
 
-gymnasium keeps the copies in this process and steps them one after another: forking pays only where one step costs more
-than about a millisecond. Copies that ended are reset within the same step, as ours are.
+The copies are stepped in this process one after another; subprocesses pay only if one step costs over about 1 ms.
+Copies that ended are reset within the same step, like the built-in environments.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from whorl.errors import ConfigError
 
 
 class GymnasiumEnvironment:
-    """`n` copies of the gymnasium environment `name`. Observations: Box spaces as they are, Discrete ones one-hot.
+    """`num_envs` copies of the gymnasium environment `name`. Box observations are unchanged, Discrete ones become
+    one-hot.
 
     Raises:
-        ConfigError: gymnasium is missing or does not know the name, or a space is neither Box nor Discrete.
+        ConfigError: gymnasium is missing, the name is unknown, or a space is neither Box nor Discrete.
     """
 
     def __init__(self, name: str, num_envs: int, **settings: Any) -> None:
@@ -29,8 +30,8 @@ class GymnasiumEnvironment:
             from gymnasium.vector import AutoresetMode
         except ImportError as error:
             raise ConfigError(
-                f"the environment {name!r} is gymnasium's, which is not installed",
-                do="pip install gymnasium; `whorl rl environments` lists those that work without it",
+                f"the environment {name!r} needs gymnasium, which is not installed",
+                do="pip install gymnasium; `whorl rl environments` lists the built-in environments",
             ) from error
         try:
             self.envs = gymnasium.make_vec(
@@ -42,8 +43,8 @@ class GymnasiumEnvironment:
             )
         except gymnasium.error.Error as error:
             raise ConfigError(
-                f"there is no environment {name!r}: {error}",
-                do="see `whorl rl environments`, or gymnasium's own list",
+                f"unknown environment {name!r}: {error}",
+                do="run `whorl rl environments`, or see gymnasium's list",
             ) from error
         self.num_envs, self.name = num_envs, name
         observation, action = self.envs.single_observation_space, self.envs.single_action_space
@@ -55,7 +56,7 @@ class GymnasiumEnvironment:
         elif isinstance(observation, gymnasium.spaces.Box):
             self.observation_shape = observation.shape
         else:
-            raise self._unsupported("observes", observation)
+            raise self._unsupported("observation", observation)
         self.n_actions: int | None = None
         self.action_size, self.action_low, self.action_high = 1, 0.0, 0.0
         if isinstance(action, gymnasium.spaces.Discrete):
@@ -64,20 +65,22 @@ class GymnasiumEnvironment:
             self.action_size = action.shape[0]
             self.action_low, self.action_high = float(action.low.min()), float(action.high.max())
         else:
-            raise self._unsupported("takes", action)
+            raise self._unsupported("action", action)
 
-    def _unsupported(self, does: str, space: Any) -> ConfigError:
+    def _unsupported(self, kind: str, space: Any) -> ConfigError:
         self.envs.close()
         return ConfigError(
-            f"the environment {self.name!r} {does} {space}",
+            f"the environment {self.name!r} has the {kind} space {space}",
             expected="a Box or Discrete space (actions: a Box of one dimension)",
-            do="wrap it, as with gymnasium.wrappers.FlattenObservation",
+            do="wrap it, for example with gymnasium.wrappers.FlattenObservation",
         )
 
     def _to_tensor(self, observation: Any) -> Tensor:
         if self.one_hot is not None:
             return self.one_hot[torch.as_tensor(observation) - self.first_observation]
-        return torch.from_numpy(np.array(observation, dtype=np.float32))  # a copy: theirs may be reused
+        return torch.from_numpy(
+            np.array(observation, dtype=np.float32)
+        )  # copied: gymnasium may reuse its buffer
 
     def reset(self, seed: int) -> Tensor:
         return self._to_tensor(self.envs.reset(seed=seed)[0])
@@ -100,10 +103,10 @@ class GymnasiumEnvironment:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {}  # gymnasium's environments do not tell theirs
+        return {}  # gymnasium does not expose its state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """From nothing nothing follows."""
+        """Do nothing: gymnasium does not expose its state."""
 
     def close(self) -> None:
         self.envs.close()

@@ -1,8 +1,8 @@
-"""Policies and value functions for the small problems: two perceptrons, apart.
+"""Policy and value networks for small problems: two separate multi-layer perceptrons.
 
-Apart, because the value's gradients, which are larger and change sign less, would otherwise decide what the policy sees.
-Initial weights are orthogonal, the policy's last layer a hundred times smaller than the others: it starts by choosing all
-actions alike (Andrychowicz et al. 2021, arXiv:2006.05990, sections 3.2 and 3.5).
+They are separate because the value's gradients are larger and change sign less often; in a shared network they would
+dominate. Initial weights are orthogonal. The policy's last layer is 100 times smaller than the others, so the first
+policy is close to uniform (Andrychowicz et al. 2021, arXiv:2006.05990, sections 3.2 and 3.5).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whorl.agents.environments import Environment
 
 @dataclass(frozen=True)
 class ActionEvaluation:
-    """What the networks say about N steps; each [N]."""
+    """Log-probability, entropy and value of N steps; each [N]."""
 
     log_prob: Tensor
     entropy: Tensor
@@ -28,11 +28,11 @@ class ActionEvaluation:
 
 
 def mlp(sizes: Sequence[int], output_gain: float, generator: torch.Generator) -> nn.Sequential:
-    """Linear layers with tanh between them."""
+    """Return linear layers with tanh between them."""
     layers: list[nn.Module] = []
-    for number, (inside, outside) in enumerate(pairwise(sizes)):
+    for number, (n_in, n_out) in enumerate(pairwise(sizes)):
         last = number == len(sizes) - 2
-        linear = nn.Linear(inside, outside)
+        linear = nn.Linear(n_in, n_out)
         with torch.no_grad():
             nn.init.orthogonal_(linear.weight, output_gain if last else math.sqrt(2), generator=generator)
             linear.bias.zero_()
@@ -41,58 +41,61 @@ def mlp(sizes: Sequence[int], output_gain: float, generator: torch.Generator) ->
 
 
 class ActorCritic(nn.Module):
-    """A policy over discrete actions (logits) or vectors (a Gaussian with a learned width), and a value."""
+    """A policy and a value function. Discrete actions have logits, vector actions a Gaussian with a learned log-
+    width.
+    """
 
     def __init__(self, environment: Environment, hidden: Sequence[int], generator: torch.Generator) -> None:
         super().__init__()
-        inside = math.prod(environment.observation_shape)
+        n_in = math.prod(environment.observation_shape)
         self.discrete = environment.n_actions is not None
-        outside = environment.n_actions or environment.action_size
-        self.policy = mlp([inside, *hidden, outside], 0.01, generator)
-        self.value = mlp([inside, *hidden, 1], 1.0, generator)
+        n_out = environment.n_actions or environment.action_size
+        self.policy = mlp([n_in, *hidden, n_out], 0.01, generator)
+        self.value = mlp([n_in, *hidden, 1], 1.0, generator)
         self.log_width = None if self.discrete else nn.Parameter(torch.zeros(environment.action_size))
         self.action_low, self.action_high = environment.action_low, environment.action_high
 
     def values(self, observation: Tensor) -> Tensor:
-        """[..., *observation] flattened to [..., d] -> [...]."""
+        """Return values [...] for observations [..., d]."""
         out: Tensor = self.value(observation).squeeze(-1)
         return out
 
     def act(self, observation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, d] -> (action, what the policy said: logits [B, A] or means [B, k]).
+        """Return actions and distribution parameters (logits [B, A] or means [B, k]) for observations [B, d].
 
         noise: [B] uniform in [0, 1) for discrete actions, [B, k] standard normal for vectors.
         """
-        said = self.policy(observation)
+        output = self.policy(observation)
         if not self.discrete:
             assert self.log_width is not None
-            return said + self.log_width.exp() * noise, said
-        reached = said.softmax(dim=-1).cumsum(dim=-1)
-        # The first action whose cumulative probability exceeds the draw; the last one has it all, up to rounding.
-        return (reached[:, :-1] <= noise[:, None]).sum(dim=-1), said
+            return output + self.log_width.exp() * noise, output
+        cumulative = output.softmax(dim=-1).cumsum(dim=-1)
+        # The first action whose cumulative probability exceeds the draw. The last sum is 1 up to rounding, so it is
+        # left out.
+        return (cumulative[:, :-1] <= noise[:, None]).sum(dim=-1), output
 
     def greedy_action(self, observation: Tensor) -> Tensor:
-        """[B, d] -> the likeliest action of each."""
-        said: Tensor = self.policy(observation)
-        return said.argmax(dim=-1) if self.discrete else said
+        """Return the most likely action of each observation [B, d]."""
+        output: Tensor = self.policy(observation)
+        return output.argmax(dim=-1) if self.discrete else output
 
     def log_prob(self, distribution: Tensor, action: Tensor) -> Tensor:
-        """said: [..., A] or [..., k], as `act` returned; action: [...] or [..., k] -> [...]."""
+        """Return log-probabilities [...]. distribution: [..., A] or [..., k], from `act`. action: [...] or [..., k]."""
         if self.discrete:
             return distribution.log_softmax(dim=-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
         assert self.log_width is not None
-        standard = (action - distribution) / self.log_width.exp()
-        found: Tensor = (-0.5 * standard.square() - self.log_width - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
-        return found
+        z = (action - distribution) / self.log_width.exp()
+        total: Tensor = (-0.5 * z.square() - self.log_width - 0.5 * math.log(2 * math.pi)).sum(dim=-1)
+        return total
 
     def evaluate_actions(self, observation: Tensor, action: Tensor) -> ActionEvaluation:
-        """observation: [N, d]; action: [N] or [N, k]."""
-        said = self.policy(observation)
+        """Evaluate actions [N] or [N, k] at observations [N, d]."""
+        output = self.policy(observation)
         value = self.values(observation)
         if self.discrete:
-            log_probs = said.log_softmax(dim=-1)
+            log_probs = output.log_softmax(dim=-1)
             entropy = -(log_probs.exp() * log_probs).sum(dim=-1)
             return ActionEvaluation(log_probs.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropy, value)
         assert self.log_width is not None
         each = 0.5 + 0.5 * math.log(2 * math.pi) + self.log_width
-        return ActionEvaluation(self.log_prob(said, action), each.sum().expand(len(value)), value)
+        return ActionEvaluation(self.log_prob(output, action), each.sum().expand(len(value)), value)

@@ -1,4 +1,4 @@
-"""Environments by name: our own dynamics where there are some, gymnasium's for everything else."""
+"""Environments by name: built-in dynamics where they exist, otherwise gymnasium's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from whorl.agents.gymnasium_env import GymnasiumEnvironment
 
 
 def make_env(name: str, num_envs: int, *, device: str = "cpu") -> Environment:
-    """`n` copies of an environment by its gymnasium name: our own dynamics where there are some, else gymnasium's.
+    """Return `num_envs` copies of an environment by its gymnasium name, with built-in dynamics where they exist.
 
     Raises:
-        ConfigError: nobody knows the name, or its spaces are of a kind that no agent here can use.
+        ConfigError: the name is unknown, or the environment has unsupported spaces.
     """
     if name in TENSOR_ENVIRONMENTS:
         return TENSOR_ENVIRONMENTS[name](num_envs, device=device)

@@ -1,10 +1,9 @@
-"""Experience: what an actor writes into a slot, and the actor, a producer like any other.
+"""Rollouts: the record that an actor writes into a slot, and the actor, a producer.
 
-A record is T steps of B environments. The environments go on where the last record ended, so an actor's records
-depend on one another, unlike a tokeniser's; what is random within one still follows from the record's own seed.
+A rollout is T steps of B environments. Environments continue where the last rollout ended, so an actor's rollouts
+depend on one another. Random choices within a rollout depend only on the slot's seed.
 
-The actor writes log-probabilities under the weights that acted, and the version of these stands in the slot's
-header: whoever learns from the record knows how old it is.
+The actor stores log-probabilities of the weights that acted. The slot's header holds the version of these weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,9 @@ STEP_FIELDS = ("observation", "action", "reward", "terminated", "truncated", "fi
 
 @dataclass(frozen=True)
 class Rollout:
-    """T steps of B environments with discrete actions. observation has one step more: what the last one led to."""
+    """T steps of B environments with discrete actions. `observation` has T + 1 steps: the last is the result of step
+    T.
+    """
 
     observation: Annotated[NDArray[np.float32], "T1", "B", "D"]
     final_observation: Annotated[NDArray[np.float32], "T", "B", "D"]
@@ -40,7 +41,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ContinuousRollout:
-    """The same where actions are vectors of K numbers."""
+    """Like `Rollout`, with actions that are vectors of K numbers."""
 
     observation: Annotated[NDArray[np.float32], "T1", "B", "D"]
     final_observation: Annotated[NDArray[np.float32], "T", "B", "D"]
@@ -52,7 +53,7 @@ class ContinuousRollout:
 
 
 def rollout_spec(environment: Environment, n_steps: int) -> Spec[Any]:
-    """The record of `length` steps of an environment's copies; observations are flattened."""
+    """Return the slot spec of `n_steps` steps of all copies. Observations are flattened."""
     sizes = {
         "T": n_steps, "T1": n_steps + 1, "B": environment.num_envs, "D": int(np.prod(environment.observation_shape))
     }  # fmt: skip
@@ -63,9 +64,10 @@ def rollout_spec(environment: Environment, n_steps: int) -> Spec[Any]:
 
 @dataclass
 class Actor:
-    """Acts in `n` copies of an environment with the board's newest weights. It pickles small: all is made where it runs.
+    """Producer that acts in `num_envs` copies of an environment with the board's newest weights.
 
-    seed: of the environments, apart for each actor.
+    It pickles small: environments and networks are created in the process that runs it. `seed` seeds the environments
+    and must differ between actors.
     """
 
     environment: str
@@ -74,51 +76,53 @@ class Actor:
     seed: int
 
     def setup(self) -> None:
-        """Makes the environments and the networks; `fill` does it where nobody did."""
+        """Create the environments and the networks. `fill` calls it if it was not called before."""
         torch.set_num_threads(1)
-        self._copies = make_env(self.environment, self.num_envs)
-        self._networks = ActorCritic(self._copies, self.hidden, torch.Generator())
-        self._seen = self._copies.reset(self.seed).flatten(1)
+        self._envs = make_env(self.environment, self.num_envs)
+        self._networks = ActorCritic(self._envs, self.hidden, torch.Generator())
+        self._observation = self._envs.reset(self.seed).flatten(1)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """What the next record depends on besides the weights; nothing where an environment does not tell."""
-        inside = self._copies.state_dict()
-        return {**inside, "seen": self._seen} if inside else {}
+        """Return the state that determines the next rollout, weights excepted; empty if the environment exposes
+        none.
+        """
+        state = self._envs.state_dict()
+        return {**state, "seen": self._observation} if state else {}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Goes on where another one was."""
-        self._copies.load_state_dict(state)
-        self._seen = state.get("seen", self._seen)
+        """Restore the state of another actor."""
+        self._envs.load_state_dict(state)
+        self._observation = state.get("seen", self._observation)
 
     @torch.no_grad()
     def fill(self, slot: Slot[Any], weights: BoardReader, rng: np.random.Generator) -> int:
-        """Write T steps; returns their number, T * B."""
-        if not hasattr(self, "_copies"):
+        """Write T steps into the slot and return T * B."""
+        if not hasattr(self, "_envs"):
             self.setup()
         weights.load_into(self._networks)
-        record = slot.tensors()
-        length, copies, networks, seen = len(record["reward"]), self._copies, self._networks, self._seen
+        rollout = slot.tensors()
+        n_steps, envs, networks, seen = len(rollout["reward"]), self._envs, self._networks, self._observation
         generator = torch.Generator().manual_seed(slot.seed)
         noise = (
-            torch.rand(length, self.num_envs, generator=generator)
+            torch.rand(n_steps, self.num_envs, generator=generator)
             if networks.discrete
-            else torch.randn(length, self.num_envs, copies.action_size, generator=generator)
+            else torch.randn(n_steps, self.num_envs, envs.action_size, generator=generator)
         )
-        said, steps = [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
-        for t in range(length):
+        outputs, steps = [], {name: list[torch.Tensor]() for name in STEP_FIELDS}
+        for t in range(n_steps):
             steps["observation"].append(seen)
-            action, words = networks.act(seen, noise[t])
-            said.append(words)
-            found = copies.step(action)
+            action, output = networks.act(seen, noise[t])
+            outputs.append(output)
+            transition = envs.step(action)
             steps["action"].append(action)
-            steps["reward"].append(found.reward)
-            steps["terminated"].append(found.terminated)
-            steps["truncated"].append(found.truncated)
-            steps["final_observation"].append(found.final_observation.flatten(1))
-            seen = found.observation.flatten(1)
+            steps["reward"].append(transition.reward)
+            steps["terminated"].append(transition.terminated)
+            steps["truncated"].append(transition.truncated)
+            steps["final_observation"].append(transition.final_observation.flatten(1))
+            seen = transition.observation.flatten(1)
         steps["observation"].append(seen)
-        for name, values in steps.items():  # at once: an operation costs more than what it copies
-            torch.stack(values, out=record[name])
-        record["behaviour_log_prob"][:] = networks.log_prob(torch.stack(said), record["action"])
-        self._seen = seen
-        return length * self.num_envs
+        for name, values in steps.items():  # stacked once: the cost is per operation, not per byte
+            torch.stack(values, out=rollout[name])
+        rollout["behaviour_log_prob"][:] = networks.log_prob(torch.stack(outputs), rollout["action"])
+        self._observation = seen
+        return n_steps * self.num_envs

@@ -1,8 +1,8 @@
-"""What several seeds say together: the inter-quartile mean, with an interval.
+"""Statistics over seeds: the interquartile mean with a confidence interval.
 
-The mean of a handful of runs is one lucky or unlucky run; the median throws most of them away. The inter-quartile
-mean is the mean of the middle half, and its interval comes from drawing runs anew with replacement, within each
-task where there are several (stratified bootstrap; Agarwal et al. 2021, arXiv:2108.13264).
+The mean of a few runs depends on outliers; the median ignores most runs. The interquartile mean is the mean of the
+middle half. Its interval comes from a bootstrap that resamples runs within each task (Agarwal et al. 2021,
+arXiv:2108.13264).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class SeedSummary:
-    """The inter-quartile mean of runs, and the interval that holds 95 % of what drawing them anew gives."""
+    """The interquartile mean of runs and its 95 % bootstrap interval."""
 
     mean: float
     low: float
@@ -27,27 +27,33 @@ class SeedSummary:
 
 
 def interquartile_mean(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """scores: [..., n] -> [...]: the mean of the middle half; on its edge, by the share that lies inside."""
+    """Return the mean of the middle half of scores [..., n]. Values on the edge are weighted by the fraction inside."""
     n = scores.shape[-1]
-    place = np.arange(n)
-    inside = np.clip(np.minimum(place + 1, 0.75 * n) - np.maximum(place, 0.25 * n), 0, 1)
-    found: NDArray[np.float64] = (np.sort(scores, axis=-1) * inside).sum(axis=-1) / inside.sum()
-    return found
+    index = np.arange(n)
+    inside = np.clip(np.minimum(index + 1, 0.75 * n) - np.maximum(index, 0.25 * n), 0, 1)
+    means: NDArray[np.float64] = (np.sort(scores, axis=-1) * inside).sum(axis=-1) / inside.sum()
+    return means
 
 
 def summarize_seeds(
     tasks: Sequence[Sequence[float]], rng: np.random.Generator, n_bootstrap: int = 2000
 ) -> SeedSummary:
-    """tasks: for each task the score of each run. All runs of all tasks together make the mean.
+    """Return the interquartile mean over all runs of all tasks, and its interval.
+
+    Args:
+        tasks: the scores of each task's runs.
+        n_bootstrap: number of bootstrap samples.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: a task has no runs.
     """
     runs = [np.asarray(task, np.float64) for task in tasks]
     if not runs or any(len(task) == 0 for task in runs):
-        raise ValueError("there are no runs to summarise")
-    whole = float(interquartile_mean(np.concatenate(runs)))
-    again = [task[rng.integers(0, len(task), (n_bootstrap, len(task)))] for task in runs]  # within each task
-    means = interquartile_mean(np.concatenate(again, axis=1))
+        raise ValueError("a task has no runs")
+    mean = float(interquartile_mean(np.concatenate(runs)))
+    resampled = [
+        task[rng.integers(0, len(task), (n_bootstrap, len(task)))] for task in runs
+    ]  # resampled within each task
+    means = interquartile_mean(np.concatenate(resampled, axis=1))
     low, high = np.quantile(means, [0.025, 0.975])
-    return SeedSummary(whole, float(low), float(high))
+    return SeedSummary(mean, float(low), float(high))

@@ -1,4 +1,4 @@
-"""Content-addressed artifacts: made once, found by what they are made from, checked before they are used."""
+"""Content-addressed artifacts: built once, found by the hash of their inputs, checked before use."""
 
 from whorl.store.artifact import Artifact
 from whorl.store.build import Build

@@ -1,12 +1,12 @@
-"""Content addresses: what a step is made from, not what came out.
+"""Content addresses: hashes of a step's inputs.
 
-An artifact's address is the hash of its kind, its parents' addresses, its configuration and its step's
-version, so that it is known *before* the work and a finished step is found by look-up. What came out is
-hashed too, file by file, but into the manifest. The name is not in the address: renaming makes nothing
-again.
+An artifact's address is the hash of its kind, its parents' addresses, its configuration and its step's version. It is
+known *before* the work, so a finished step is found by lookup. The output files are hashed into the manifest instead.
+The name is
+not part of the address: renaming an artifact rebuilds nothing.
 
-The hash is over canonical JSON: keys sorted, no spaces, UTF-8, and no value that JSON would write in two ways
-(NaN, tuples against lists are settled by a round trip; a float that is whole stays a float).
+The hash is over canonical JSON: sorted keys, no spaces, UTF-8, no NaN. Tuples and lists are equal after a JSON round
+trip; a whole float stays a float.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*(/[A-Za-z0-9][A-Za-z0-9_.
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one way to write a JSON value. Raises StoreError for what JSON cannot hold."""
+    """Return the canonical JSON of a value. Raises StoreError if JSON cannot represent it."""
     try:
         text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise StoreError(
-            f"a configuration cannot be written as JSON: {error}",
-            expected="text, finite numbers, true/false, null, lists and tables",
+            f"a configuration is not valid JSON: {error}",
+            expected="strings, finite numbers, booleans, null, lists and tables",
         ) from error
     return text.encode()
 
@@ -39,28 +39,30 @@ def canonical_json(value: Any) -> bytes:
 def address_of(
     kind: str, parents: Mapping[str, str], config: Mapping[str, Any], version: int, step: str = ""
 ) -> str:
-    """The address of what version `version` of `step` makes: a `kind`, from `parents` (role -> address)."""
-    made_from = {
+    """Return the address of an artifact: kind, parents (role -> address), configuration, version and name of its
+    step.
+    """
+    inputs = {
         "kind": kind,
         "parents": dict(parents),
         "config": dict(config),
         "version": version,
         "step": step,
     }
-    return hashlib.sha256(canonical_json(made_from)).hexdigest()[:ADDRESS_DIGITS]
+    return hashlib.sha256(canonical_json(inputs)).hexdigest()[:ADDRESS_DIGITS]
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, read in bounded memory."""
+    """Return the SHA-256 of a file's bytes, read in bounded memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def validate_name(name: str) -> str:
-    """`name` if it can be a file path under `names/` on every file system; StoreError otherwise."""
+    """Return `name` if it can be a path under `names/` on every file system; raise StoreError otherwise."""
     if not NAME_PATTERN.fullmatch(name):
         raise StoreError(
-            f"{name!r} cannot name an artifact",
-            expected="parts joined by '/', of letters, digits and . _ + -, starting with a letter or digit",
+            f"invalid artifact name {name!r}",
+            expected="parts joined by '/'; each starts with a letter or digit and has only letters, digits and . _ + -",
         )
     return name

@@ -1,11 +1,9 @@
-"""An artifact as its readers see it: a manifest, a local folder, and files that are checked before they are
-used.
+"""A finished artifact: a manifest, a local folder, and files that are checked before use.
 
-Hashing gigabytes at every read would cost more than the reading, so the check is cheap by default: the size
-must be the manifest's, and the modification time the one remembered when the file was last hashed (in a
-sidecar outside the artifact, `verified/ADDRESS.json`). A file whose time differs is hashed once more: a copied
-store is slow once, an edited file is found. Damage that changes neither size nor time is what `whorl
-verify` is for.
+Hashing gigabytes on every read would cost more than the read. The default check is therefore cheap: the size must match
+the manifest, and the modification time must match the time of the last hash. These times are stored outside the
+artifact, in `verified/ADDRESS.json`. A file with another time is hashed again. So a copied store is slow once, and an
+edited file is detected. `whorl verify` detects damage that changes neither size nor time.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ from whorl.store.manifest import Manifest
 
 
 class Artifact:
-    """A finished artifact. `path` is its local folder; take files through `file`, which checks them.
+    """A finished artifact. `path` is its local folder; `file` returns a checked path of one file.
 
     Attributes:
-        address, kind, name, step, version, config, parents, summary, created, seconds, files: as in
-        `Manifest`.
+        address, kind, name, step, version, config, parents, summary, created, seconds, files: see `Manifest`.
     """
 
     def __init__(self, manifest: Manifest, folder: Callable[[str], Path], mtime_cache: Path) -> None:
@@ -44,15 +41,15 @@ class Artifact:
 
     @property
     def path(self) -> Path:
-        """The local folder (of a store under a URL: downloaded now if it is not here yet)."""
+        """Return the local folder. For a store under a URL, download it first if it is missing."""
         return self._folder(self.address)
 
     def file(self, name: str) -> Path:
-        """The path of one file, checked cheaply.
+        """Return the path of one file after the cheap check.
 
         Raises:
             StoreError: the artifact has no such file.
-            CorruptArtifactError: the file is missing or is not what the manifest says.
+            CorruptArtifactError: the file is missing or differs from the manifest.
         """
         if name not in self.files:
             raise StoreError(f"{self.label} has no file {name!r}", expected=one_of(name, sorted(self.files)))
@@ -60,13 +57,11 @@ class Artifact:
         return self.path / name
 
     def check(self, *, full: bool = False) -> None:
-        """Check every file, cheaply or by hashing all of it. Raises CorruptArtifactError at the first bad
-        one.
-        """
+        """Check every file, cheaply or by hashing. Raises CorruptArtifactError at the first damaged file."""
         self._check(sorted(self.files), full=full)
 
     def find_damage(self) -> list[str]:
-        """Every file that is not what the manifest says, found by hashing all of them; and files too many."""
+        """Hash every file; return one sentence per file that differs from the manifest or is not part of it."""
         found = []
         for name in sorted(self.files):
             try:
@@ -74,33 +69,33 @@ class Artifact:
             except CorruptArtifactError as error:
                 found.append(error.what)
         for extra in sorted(set(relative_files(self.path)) - set(self.files)):
-            found.append(f"{self.label}: {self.path / extra} does not belong to it")
+            found.append(f"{self.label}: {self.path / extra} is not part of the artifact")
         return found
 
     def _check(self, names: list[str], *, full: bool) -> None:
-        folder, seen = self.path, self._read_mtimes()
-        learned = False
+        folder, mtimes = self.path, self._read_mtimes()
+        changed = False
         for name in names:
-            path, wanted = folder / name, self.files[name]
+            path, expected = folder / name, self.files[name]
             try:
                 status = path.stat()
             except OSError as error:
                 raise self._corrupt(path, "is missing") from error
-            if status.st_size != wanted["size"]:
-                raise self._corrupt(path, f"has {status.st_size:,} bytes instead of {wanted['size']:,}")
-            if not full and seen.get(name) == status.st_mtime_ns:
+            if status.st_size != expected["size"]:
+                raise self._corrupt(path, f"has {status.st_size:,} bytes instead of {expected['size']:,}")
+            if not full and mtimes.get(name) == status.st_mtime_ns:
                 continue
-            if file_sha256(path) != wanted["sha256"]:
-                raise self._corrupt(path, "is not the content that was published")
-            learned |= seen.get(name) != status.st_mtime_ns
-            seen[name] = status.st_mtime_ns
-        if learned:
-            self.record_mtimes(seen)
+            if file_sha256(path) != expected["sha256"]:
+                raise self._corrupt(path, "differs from the published content")
+            changed |= mtimes.get(name) != status.st_mtime_ns
+            mtimes[name] = status.st_mtime_ns
+        if changed:
+            self.record_mtimes(mtimes)
 
-    def _corrupt(self, path: Path, what: str) -> CorruptArtifactError:
+    def _corrupt(self, path: Path, damage: str) -> CorruptArtifactError:
         return CorruptArtifactError(
-            f"artifact {self.label} is damaged: {path} {what}",
-            do="run the recipe again (it sets the damaged artifact aside and makes it anew); "
+            f"artifact {self.label} is damaged: {path} {damage}",
+            do="run the recipe again (it quarantines the damaged artifact and rebuilds it); "
             "`whorl verify` lists all damage",
         )
 
@@ -111,19 +106,17 @@ class Artifact:
             return {}
 
     def record_mtimes(self, times: dict[str, int]) -> None:
-        """Note the modification times at which the content was known good; without effect in a read-only
-        store.
-        """
-        aside = self._mtime_cache.with_suffix(f".{os.getpid()}")
+        """Store the modification times at which the files were last hashed. Does nothing in a read-only store."""
+        temporary = self._mtime_cache.with_suffix(f".{os.getpid()}")
         try:
-            aside.write_text(json.dumps(times))
-            aside.replace(self._mtime_cache)
+            temporary.write_text(json.dumps(times))
+            temporary.replace(self._mtime_cache)
         except OSError:
-            aside.unlink(missing_ok=True) if os.access(aside.parent, os.W_OK) else None
+            temporary.unlink(missing_ok=True) if os.access(temporary.parent, os.W_OK) else None
 
 
 def relative_files(folder: Path) -> dict[str, os.stat_result]:
-    """Every file under `folder` but the manifest, by its path relative to it ('/' between parts)."""
+    """Return the status of every file under `folder` except the manifest, by relative path with '/' separators."""
     found: dict[str, Any] = {}
     for path in folder.rglob("*"):
         if path.is_file():

@@ -1,10 +1,10 @@
-"""Making one artifact: lock, stage, hash, publish. All of it or nothing.
+"""Build one artifact atomically: lock, stage, hash, publish.
 
     lock the address -> empty staging folder -> the step writes -> hash and fsync -> manifest -> one rename
 
-The rename is the commit point: before it nothing is published, after it everything is. A crash leaves a
-staging folder that the next builder empties, and the scratch folder, which is meant to survive: a long step
-keeps its checkpoints there and continues from them. The scratch folder goes when the artifact is published.
+The rename is the commit point. A crash before it publishes nothing; the next builder empties the staging folder. The
+scratch folder survives a crash, so a long step stores its checkpoints there and resumes from them. Publishing deletes
+it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 class Build:
-    """A context in which one artifact is made, or found. Made by `Store.build`.
+    """Context manager that builds one artifact or finds it. Created by `Store.build`.
 
     Attributes:
-        done: the artifact if it exists already; then there is nothing to do in the body.
-        path: empty folder to write the files into.
-        summary: free JSON to be kept in the manifest (counts, figures); not part of the address.
-        artifact: what was made or found, once the body has ended.
+        existing: the artifact if it already exists; then the body has no work.
+        path: empty folder for the files.
+        summary: JSON for the manifest (counts, metrics); not part of the address.
+        artifact: the built or found artifact, set when the body has ended.
     """
 
     def __init__(
@@ -66,47 +66,49 @@ class Build:
 
     @property
     def scratch(self) -> Path:
-        """A folder for this address that survives crashes, until the artifact is published."""
+        """Return this address's folder that survives crashes until the artifact is published."""
         folder = self.store.root / "scratch" / self.address
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier, unfinished build left something in `scratch`."""
+        """Return whether an earlier, unfinished build left files in `scratch`."""
         folder = self.store.root / "scratch" / self.address
         return folder.is_dir() and any(folder.iterdir())
 
     def __enter__(self) -> Build:
         self._start_time = time.monotonic()
-        if self._look_up():  # before any lock: a read-only store whose work is done serves as well
+        if self._look_up():  # before any lock, so that a finished artifact of a read-only store works
             return self
         try:
             self.store.make_folders()
             self._lock = FileLock(self.store.root / "locks" / self.address)
             parents = sorted(self.parents.values())
             self._lock.wait(
-                info={"parents": parents}, on_wait=lambda who: self._on_message(f"{self.name}: {who}")
+                info={"parents": parents}, on_wait=lambda text: self._on_message(f"{self.name}: {text}")
             )
             if self.store.remote is not None:
                 self._remote_lock = HeartbeatLock(self.store.remote, f"locks/{self.address}")
-                self._remote_lock.wait(on_wait=lambda who: self._on_message(f"{self.name}: {who}"))
+                self._remote_lock.wait(on_wait=lambda text: self._on_message(f"{self.name}: {text}"))
             if not self._look_up(quarantine=True):
                 shutil.rmtree(self.path, ignore_errors=True)
                 self.path.mkdir(parents=True)
         except BaseException as error:
             self._unlock()
-            explained = self.store.wrap_os_error(error)
-            if explained is error:
+            wrapped = self.store.wrap_os_error(error)
+            if wrapped is error:
                 raise
-            raise explained from error
+            raise wrapped from error
         if self.existing is not None:
             self._unlock()
         self._start_time = time.monotonic()
         return self
 
     def _look_up(self, *, quarantine: bool = False) -> bool:
-        """Whether the artifact is there and whole; a damaged one is moved out of the way (under the lock)."""
+        """Return whether the artifact exists and is intact. With `quarantine` (under the lock), move a damaged one
+        away.
+        """
         try:
             found = self.store.find(self.address)
             if found is None:
@@ -118,8 +120,8 @@ class Build:
         except CorruptArtifactError as error:
             if quarantine:
                 kept = self.store.quarantine(self.address)
-                self._on_message(f"{error.what}; set aside as {kept}")
-                return self.store.remote is not None and self._look_up()  # the far end may be whole
+                self._on_message(f"{error.what}; moved to {kept}")
+                return self.store.remote is not None and self._look_up()  # the remote copy may be intact
             return False
         self.existing = self.artifact = found
         self.store.set_name(self.name, found)
@@ -136,9 +138,9 @@ class Build:
             self.artifact = self._publish()
         except BaseException as problem:
             shutil.rmtree(self.path, ignore_errors=True)
-            explained = self.store.wrap_os_error(problem)
-            if explained is not error:
-                raise explained from problem
+            wrapped = self.store.wrap_os_error(problem)
+            if wrapped is not error:
+                raise wrapped from problem
         finally:
             self._unlock()
 
@@ -151,7 +153,7 @@ class Build:
             files[name] = {"sha256": file_sha256(path), "size": status.st_size}
             times[name] = status.st_mtime_ns
         if not files:
-            raise StoreError(f"the step that makes {self.name} wrote no file", do="report this: it is a bug")
+            raise StoreError(f"the step of {self.name} wrote no file", do="report this bug")
         manifest = Manifest(
             self.address,
             self.kind,
@@ -189,9 +191,9 @@ class Build:
 
 
 def wrap_os_error(error: BaseException, root: Path) -> BaseException:
-    """The store's word for an operating-system error: disk full, read-only; anything else as it is.
+    """Return a DiskFullError or StoreError for a full or read-only disk; return any other error unchanged.
 
-    Libraries wrap "disk full" in errors of their own, so the message is read as well as the number.
+    Libraries wrap "disk full" in their own errors, so the message is checked as well as the error number.
     """
     number = error.errno if isinstance(error, OSError) else None
     if isinstance(error, WhorlError) or not isinstance(error, Exception):
@@ -200,21 +202,21 @@ def wrap_os_error(error: BaseException, root: Path) -> BaseException:
         free = shutil.disk_usage(next(place for place in (root, *root.parents) if place.exists())).free
         return DiskFullError(
             f"the disk of the store {root} is full ({free / 1e6:,.0f} MB left): {error}",
-            do="free some space (`whorl gc` shows what the store can spare) and give the same command again; "
-            "what was finished is kept",
+            do="free some space (`whorl gc` lists what can be removed) and run the same command again; "
+            "finished work is kept",
         )
     if number in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR) and _names_path_in_store(
         error, root
     ):
         return StoreError(
             f"the store {root} cannot be written: {error}",
-            do="give a folder that you may write: --store FOLDER, or WHORL_HOME=FOLDER",
+            do="use a writable folder: --store FOLDER, or WHORL_HOME=FOLDER",
         )
     return error
 
 
 def _names_path_in_store(error: BaseException, root: Path) -> bool:
-    """Whether the file that an OSError names lies in the store (or is the store's folder or above it)."""
+    """Return whether an OSError names a file in the store, the store's folder, or a folder above it."""
     name = getattr(error, "filename", None)
     if name is None:
         return False

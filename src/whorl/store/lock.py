@@ -1,14 +1,14 @@
-"""One builder per address: locks that a dead owner cannot hold.
+"""Locks with one builder per address that a dead owner cannot hold.
 
-On a local file system the lock is `flock` on a file: the kernel releases it when its owner dies, however it
-dies. Two subtleties. A forked child inherits the open file and would keep the lock alive after its parent's
-death, so children close it right after the fork. And a lock file may be removed (by `gc`) between our
-opening it and our locking it, so after locking we check that the path still names the file that we hold.
+On a local file system the lock is `flock` on a file; the kernel releases it when its owner dies. There are two
+subtleties. A forked child inherits the open file and would hold the lock after its parent's death, so children close it
+right after the fork. `gc` may remove the lock file between open and lock, so `acquire` checks that the path still names
+the locked file.
 
-Object stores have no such lock. There the owner writes a small heartbeat object again and again, and one
-that has stood still for a minute counts as dead. Two contenders may, in a rare race, both believe that they
-won: then the work is done twice, but nothing is corrupted, since each uploads under a folder of its own and
-only the manifest, written last, says which folder counts (see `remote`).
+Object stores have no such lock. There the owner rewrites a small heartbeat object, and an owner whose heartbeat has not
+changed for a minute counts as dead. In a rare race two builders both acquire the lock. The work is then done twice, but
+nothing is corrupted: each uploads to a separate folder, and the manifest, written last, names the valid one (see
+`remote`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def owner_info() -> dict[str, Any]:
 
 
 class FileLock:
-    """An exclusive lock on a local path. What the owner writes into it tells those who wait whom they wait
-    for.
+    """An exclusive lock on a local path. The owner writes its identity into the file, for the messages of waiting
+    processes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class FileLock:
         self._descriptor = -1
 
     def acquire(self, *, info: Mapping[str, Any] | None = None) -> bool:
-        """Try once; True if it is ours now. Raises OSError when the folder cannot be written."""
+        """Try once; return whether the lock is acquired. Raises OSError if the folder is not writable."""
         while True:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
@@ -68,7 +68,7 @@ class FileLock:
                 current = False
             if current:
                 break
-            os.close(descriptor)  # removed under our feet: lock the new one
+            os.close(descriptor)  # removed after the open: lock the new file
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps({**owner_info(), **(info or {})}).encode())
         self._descriptor = descriptor
@@ -78,25 +78,25 @@ class FileLock:
     def wait(
         self, *, info: Mapping[str, Any] | None = None, on_wait: Callable[[str], None] | None = None
     ) -> None:
-        """Take the lock, however long it takes; `on_wait` is told once whom we wait for."""
-        told = False
+        """Wait for the lock and acquire it. `on_wait` is called once, with a text that names the owner."""
+        reported = False
         while not self.acquire(info=info):
-            if not told and on_wait is not None:
+            if not reported and on_wait is not None:
                 owner = self.owner()
                 on_wait(f"waiting for process {owner.get('pid', '?')} on {owner.get('host', '?')}")
-                told = True
+                reported = True
             time.sleep(POLL_SECONDS)
 
     def owner(self) -> dict[str, Any]:
-        """What the present (or last) owner wrote about itself."""
+        """Return the identity that the current or last owner wrote."""
         try:
             found = json.loads(self.path.read_text())
-        except (OSError, ValueError):  # released just now, or about to be written
+        except (OSError, ValueError):  # just released, or not yet written
             return {}
         return dict(found)
 
     def release(self, *, remove: bool = True) -> None:
-        """Give it up; the file goes too, so that locks do not pile up."""
+        """Release the lock and, by default, remove its file, so that lock files do not accumulate."""
         if self._descriptor < 0:
             return
         if remove:
@@ -107,7 +107,7 @@ class FileLock:
 
 
 class ObjectStore(Protocol):
-    """The little of an object store that a heartbeat needs."""
+    """The object-store operations that a heartbeat needs."""
 
     def read(self, path: str) -> bytes | None: ...
     def write(self, path: str, data: bytes) -> None: ...
@@ -115,10 +115,10 @@ class ObjectStore(Protocol):
 
 
 class HeartbeatLock:
-    """A lock for stores without locks: an object that its owner keeps rewriting.
+    """A lock for object stores: an object that its owner rewrites periodically.
 
-    Liveness is judged by whether the beat *changes* while we watch, on our own clock, so that hosts whose
-    clocks disagree do not rob each other.
+    An owner is alive while its heartbeat *changes*, measured on the waiting host's clock. Differing clocks of hosts
+    therefore have no effect.
     """
 
     def __init__(
@@ -135,21 +135,23 @@ class HeartbeatLock:
         self._thread: threading.Thread | None = None
 
     def wait(self, *, on_wait: Callable[[str], None] | None = None) -> None:
-        """Take the lock; a beat that stands still for `dead_after` seconds is taken over."""
-        last, since, told = b"", time.monotonic(), False
+        """Wait for the lock and acquire it. A heartbeat that has not changed for `timeout` seconds is taken over."""
+        last, since, reported = b"", time.monotonic(), False
         while True:
             beat = self.objects.read(self.path)
             if beat != last:
                 last, since = beat or b"", time.monotonic()
             if beat is None or time.monotonic() - since > self.timeout:
                 self._write()
-                time.sleep(min(1.0, self.interval / 10))  # a rival who wrote at the same moment shows by now
+                time.sleep(
+                    min(1.0, self.interval / 10)
+                )  # a simultaneous write of another builder is visible by now
                 if self._is_owner():
                     break
                 continue
-            if not told and on_wait is not None:
+            if not reported and on_wait is not None:
                 on_wait("waiting for another builder that uses the same store")
-                told = True
+                reported = True
             time.sleep(min(1.0, self.interval / 5))
         self._thread = threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
         self._thread.start()

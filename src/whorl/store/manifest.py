@@ -1,8 +1,8 @@
-"""The manifest: the one small file that makes a folder an artifact.
+"""The manifest: the file that makes a folder an artifact.
 
-It names kind, name, parents, configuration and step version (which the address covers), and the hash and
-size of every file (which the address does not: see `address`). It carries a hash of itself, so that a
-damaged summary or configuration is found like a damaged file.
+It holds kind, name, parents, configuration and step version, which the address covers, and the hash and size of every
+file, which the address does not cover (see `address`). It also holds its own hash, so that a damaged manifest is
+detected.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ FILE_NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` holds. `files` maps a relative path to {"sha256": hex, "size": bytes}."""
+    """Contents of `manifest.json`. `files` maps a relative path to {"sha256": hex, "size": bytes}."""
 
     address: str
     kind: str
     name: str
-    step: str  # what made it: two steps may make the same kind
+    step: str  # name of the step; two steps may build the same kind
     version: int
     config: dict[str, Any]
     parents: dict[str, str]  # role -> address
     summary: dict[str, Any]
     created: float  # seconds since the epoch
-    seconds: float  # wall-clock of the build that finished
+    seconds: float  # wall-clock time of the finished build
     files: dict[str, dict[str, Any]]
 
     @property
     def label(self) -> str:
-        """How messages call it: `quickstart/tokens (3f2a90c1)`."""
+        """Name and short address for messages: `quickstart/tokens (3f2a90c1)`."""
         return f"{self.name or self.kind} ({self.address[:8]})"
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of all files."""
         return sum(int(file["size"]) for file in self.files.values())
 
     def to_json(self) -> str:
@@ -51,22 +51,22 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes, location: str) -> Manifest:
-        """Read and check a manifest. Raises CorruptArtifactError that names `where`."""
+        """Parse and check a manifest. Raises CorruptArtifactError that names `location`."""
         try:
             record = json.loads(data)
             claimed = record.pop("sha256")
-            record.pop("upload", None)  # where a remote store keeps the files: not part of what was made
+            record.pop("upload", None)  # location of the files in a remote store; not covered by the hash
             if _digest(record) != claimed or record.pop("format") != FORMAT:
-                raise ValueError("its content does not match its own hash")
+                raise ValueError("the content does not match its hash")
             manifest = cls(**record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptArtifactError(
                 f"the manifest {location} is damaged: {error}",
-                do="run the recipe again: it sets this one aside",
+                do="run the recipe again: it quarantines this artifact",
             ) from error
-        made_from = (manifest.kind, manifest.parents, manifest.config, manifest.version, manifest.step)
-        if address_of(*made_from) != manifest.address:
-            raise CorruptArtifactError(f"the manifest {location} does not belong to its address")
+        inputs = (manifest.kind, manifest.parents, manifest.config, manifest.version, manifest.step)
+        if address_of(*inputs) != manifest.address:
+            raise CorruptArtifactError(f"the manifest {location} does not match its address")
         return manifest
 
 

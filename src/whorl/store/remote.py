@@ -1,12 +1,12 @@
-"""The far end of a store that lives under an fsspec URL (`s3://`, `gs://`, `memory://`, ...).
+"""The remote side of a store under an fsspec URL (`s3://`, `gs://`, `memory://`, ...).
 
-Work always happens in a local folder; this is what is pushed up and pulled down. Objects cannot be renamed as
-one, so a folder cannot be published in one move. Instead
+Work happens in a local folder; this module uploads and downloads it. Object stores cannot rename a folder in one
+operation, so an artifact is published as
 
     artifacts/ADDRESS/manifest.json        the commit point, written last; names its upload
-    uploads/ADDRESS/TOKEN/...              the files, under a token of the uploader's own
+    uploads/ADDRESS/TOKEN/...              the files, under a token of the upload
 
-so that a half-finished upload, or two at once, leave garbage that `gc` removes, never a mixture.
+An unfinished upload, or two concurrent ones, leave garbage that `gc` removes, never a mixture.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from whorl.store.manifest import Manifest
 
 
 class Remote:
-    """An fsspec location as a flat space of small objects and uploaded files. Raises StoreError for a bad
-    URL.
-    """
+    """An fsspec location as a flat space of small objects and uploaded files. Raises StoreError for an invalid URL."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -34,8 +32,8 @@ class Remote:
         except (ValueError, ImportError) as error:
             raise StoreError(
                 f"the store URL {url!r} cannot be used: {error}",
-                expected="a folder, or a URL that fsspec knows (memory://, s3://, gs://, ...)",
-                do="install the package that the message names, or give a folder",
+                expected="a folder, or a URL that fsspec supports (memory://, s3://, gs://, ...)",
+                do="install the package named in the message, or use a folder",
             ) from error
         self.root = root.rstrip("/")
 
@@ -43,7 +41,7 @@ class Remote:
         return f"{self.root}/{path}"
 
     def read(self, path: str) -> bytes | None:
-        """An object's bytes; None if there is none."""
+        """Return an object's bytes, or None if it does not exist."""
         try:
             return bytes(self.fs.cat_file(self._full_path(path)))
         except FileNotFoundError:
@@ -58,7 +56,7 @@ class Remote:
             self.fs.rm(self._full_path(path), recursive=True)
 
     def names(self, folder: str) -> list[str]:
-        """Paths of all objects under `folder`, relative to it."""
+        """Return the paths of all objects under `folder`, relative to it."""
         top = self._full_path(folder)
         if not self.fs.exists(top):
             return []
@@ -87,10 +85,12 @@ class Remote:
         self.write(f"artifacts/{manifest.address}/manifest.json", json.dumps(record).encode())
 
     def pull(self, address: str, folder: Path) -> Manifest:
-        """Download the files of an artifact into `folder`. Raises StoreError if one is missing."""
+        """Download the files of an artifact into `folder` and return its manifest. Raises StoreError if one is
+        missing.
+        """
         data = self.read(f"artifacts/{address}/manifest.json")
         if data is None:
-            raise StoreError(f"{self.url} holds no artifact {address}")
+            raise StoreError(f"{self.url} has no artifact {address}")
         manifest = Manifest.parse(data, f"{self.url} artifacts/{address}/manifest.json")
         token = json.loads(data)["upload"]
         for name in manifest.files:
@@ -99,12 +99,12 @@ class Remote:
                 self.fs.get_file(self._full_path(f"uploads/{address}/{token}/{name}"), str(folder / name))
             except FileNotFoundError as error:
                 raise StoreError(
-                    f"{self.url} has lost the file {name} of artifact {manifest.label}",
-                    do="run `whorl verify` on that store, then the recipe again",
+                    f"{self.url} is missing the file {name} of artifact {manifest.label}",
+                    do="run `whorl verify` on that store, then run the recipe again",
                 ) from error
         return manifest
 
     def delete(self, address: str) -> None:
-        """Forget an artifact: the manifest first, so that no reader finds half of one."""
+        """Delete an artifact: the manifest first, so that no reader finds a partial artifact."""
         self.remove(f"artifacts/{address}")
         self.remove(f"uploads/{address}")

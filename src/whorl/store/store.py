@@ -1,12 +1,12 @@
-"""The store: every artifact that was ever made here, found by address or by name.
+"""The store: artifacts, found by address or by name.
 
-    artifacts/ADDRESS/   manifest.json and the files; immutable once there
-    names/NAME           the address that the name points at now
-    staging/, scratch/   builds under way, and what they must keep across a crash
-    locks/, seen/        who builds what; when each file was last known good
-    aside/               damaged artifacts, moved out of the way
+    artifacts/ADDRESS/   manifest.json and the files; immutable once published
+    names/NAME           the address that the name currently points to
+    staging/, scratch/   builds in progress, and their files that survive a crash
+    locks/, verified/    the owner of each build; modification times at the last hash of each file
+    quarantine/          damaged artifacts
 
-A store under a URL has the same folder as a local cache, and the URL's end as the truth (see `remote`).
+A store under a URL uses the same folder as a local cache; the remote side is authoritative (see `remote`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RECENT_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Garbage:
-    """Something that `gc` removes (or would): an artifact, or what a build left behind."""
+    """Something that `gc` removes or would remove: an artifact, or a leftover of a build."""
 
     path: Path
     label: str
@@ -46,8 +46,8 @@ class Store:
     """A content-addressed store.
 
     Args:
-        location: a folder or an fsspec URL; `$WHORL_HOME`, else `.whorl` in the current folder.
-        cache: the local folder of a store under a URL; `$XDG_CACHE_HOME/whorl/stores/HASH` by default.
+        location: a folder or an fsspec URL; default `$WHORL_HOME`, then `.whorl` in the current folder.
+        cache: local folder of a store under a URL; default `$XDG_CACHE_HOME/whorl/stores/HASH`.
     """
 
     def __init__(self, location: str | Path | None = None, *, cache: Path | None = None) -> None:
@@ -63,7 +63,7 @@ class Store:
             self.root = Path(location.removeprefix("file://")).expanduser().absolute()
         self.location = location
 
-    # Making
+    # Build
 
     def address(
         self,
@@ -73,7 +73,7 @@ class Store:
         version: int,
         step: str = "",
     ) -> str:
-        """The address of what these make; parents by role -> address."""
+        """Return the address of an artifact with these inputs (parents: role -> address)."""
         return address_of(kind, parents, config, version, step)
 
     def build(
@@ -87,12 +87,12 @@ class Store:
         step: str = "",
         on_message: Callable[[str], None] | None = None,
     ) -> Build:
-        """A context that makes one artifact, or finds it made; see `Build`.
+        """Return a context manager that builds one artifact or finds it; see `Build`.
 
-        Entering waits while another live process makes the same one; `on_message` hears of that.
+        Entering waits while another live process builds the same artifact, and reports this through `on_message`.
 
         Raises (on entering or leaving):
-            DiskFullError, StoreError: the store's disk is full, or cannot be written.
+            DiskFullError, StoreError: the store's disk is full or not writable.
         """
         return Build(
             self,
@@ -106,7 +106,7 @@ class Store:
         )
 
     def set_name(self, name: str, artifact: Artifact) -> None:
-        """Let `name` mean `artifact` from now on."""
+        """Point `name` to `artifact`."""
         if self._read_name(validate_name(name)) == artifact.address:
             return
         if self.remote is not None:
@@ -115,34 +115,34 @@ class Store:
         path = self.root / "names" / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside = self.root / "staging" / f"name-{os.getpid()}-{artifact.address}"
-            aside.write_text(artifact.address)
-            aside.replace(path)
+            temporary = self.root / "staging" / f"name-{os.getpid()}-{artifact.address}"
+            temporary.write_text(artifact.address)
+            temporary.replace(path)
         except OSError as error:
             raise self.wrap_os_error(error) from error
 
     def make_folders(self) -> None:
-        """Create the store's folders. Raises StoreError where they cannot be."""
+        """Create the store's folders. Raises StoreError if that fails."""
         try:
             for folder in FOLDERS:
                 (self.root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            explained = self.wrap_os_error(error)
-            if explained is error:  # a place where nothing can be, as /proc
-                explained = StoreError(
-                    f"the store {self.root} cannot be made: {error}",
-                    do="give a folder that you may write: --store FOLDER, or WHORL_HOME=FOLDER",
+            wrapped = self.wrap_os_error(error)
+            if wrapped is error:  # a path that cannot hold folders, such as /proc
+                wrapped = StoreError(
+                    f"the store {self.root} cannot be created: {error}",
+                    do="use a writable folder: --store FOLDER, or WHORL_HOME=FOLDER",
                 )
-            raise explained from error
+            raise wrapped from error
 
     def wrap_os_error(self, error: BaseException) -> BaseException:
-        """`error`, put in the store's words when it means a full or read-only disk."""
+        """Return a DiskFullError or StoreError for a full or read-only disk; return any other error unchanged."""
         return wrap_os_error(error, self.root)
 
-    # Finding
+    # Find
 
     def find(self, address: str) -> Artifact | None:
-        """The artifact at a full address, or None. Raises CorruptArtifactError for a damaged manifest."""
+        """Return the artifact at a full address, or None. Raises CorruptArtifactError for a damaged manifest."""
         path = self.root / "artifacts" / address / FILE_NAME
         if path.exists():
             return self.local_artifact(Manifest.parse(path.read_bytes(), str(path)))
@@ -150,11 +150,10 @@ class Store:
         return None if manifest is None else self.local_artifact(manifest)
 
     def open(self, ref: str) -> Artifact:
-        """The artifact that `ref` means: a name, its last part if unique, an address, or a unique start of
-        one.
+        """Return the artifact for a name, the unique last part of a name, an address, or a unique address prefix.
 
         Raises:
-            StoreError: no such artifact, or more than one.
+            StoreError: no artifact matches, or more than one.
         """
         names = self.names()
         address = names.get(ref)
@@ -164,20 +163,20 @@ class Store:
             candidates = sorted(ends or starts)
             if len(candidates) > 1:
                 labels = [found.label for found in map(self.find, candidates) if found is not None]
-                raise StoreError(f"{ref!r} means several artifacts", expected=one_of(ref, labels))
+                raise StoreError(f"{ref!r} matches several artifacts", expected=one_of(ref, labels))
             address = candidates[0] if candidates else None
         found = self.find(address) if address is not None else None
         if found is None:
-            expected = one_of(ref, sorted(names)) if names else "an artifact, but this store has none yet"
+            expected = one_of(ref, sorted(names)) if names else "an artifact, but this store is empty"
             raise StoreError(
                 f"the store {self.location} has no artifact {ref!r}",
                 expected=expected,
-                do="`whorl ls` lists what there is; `whorl run quickstart` makes some",
+                do="`whorl ls` lists all artifacts; `whorl run quickstart` creates some",
             )
         return found
 
     def names(self) -> dict[str, str]:
-        """Every name and the address that it points at."""
+        """Return every name with its address."""
         if self.remote is not None:
             named = {name: self.remote.read(f"names/{name}") for name in self.remote.names("names")}
             return {name: target.decode() for name, target in named.items() if target is not None}
@@ -186,7 +185,7 @@ class Store:
         return {path.relative_to(folder).as_posix(): path.read_text().strip() for path in paths}
 
     def artifacts(self) -> list[Artifact]:
-        """Every artifact with a readable manifest, oldest first."""
+        """Return every artifact with a readable manifest, oldest first."""
         found = []
         for address in self._addresses():
             try:
@@ -198,12 +197,12 @@ class Store:
         return sorted(found, key=lambda artifact: (artifact.created, artifact.address))
 
     def lineage(self, artifact: Artifact) -> dict[str, Any]:
-        """What an artifact was made from, all the way down: nested, parents by role."""
+        """Return an artifact's ancestry as nested dictionaries, with parents by role."""
         parents: dict[str, Any] = {}
         for role, address in artifact.parents.items():
             parent = self.find(address)
-            gone = {"address": address, "missing": True, "parents": {}}
-            parents[role] = self.lineage(parent) if parent is not None else gone
+            missing = {"address": address, "missing": True, "parents": {}}
+            parents[role] = self.lineage(parent) if parent is not None else missing
         return {
             "address": artifact.address,
             "kind": artifact.kind,
@@ -217,23 +216,23 @@ class Store:
             "parents": parents,
         }
 
-    # Keeping
+    # Maintain
 
     def verify(
         self, ref: str | None = None, *, on_artifact: Callable[[Artifact], None] | None = None
     ) -> list[str]:
-        """Hash every file of an artifact and of all that it was made from (or of the whole store).
+        """Hash every file of an artifact and its ancestors, or of the whole store.
 
-        Returns one sentence for each problem; none means that all is whole. Of a store under a URL the local
-        copies are checked, downloading what is not here.
+        Returns one sentence per problem; an empty list means no damage. For a store under a URL the local copies are
+        checked, and missing ones are downloaded.
         """
         problems: list[str] = []
         if ref is not None:
             addresses = sorted(self._reachable({self.open(ref).address}, problems))
         else:
             addresses = self._addresses()
-            gone = (name for name, target in self.names().items() if target not in set(addresses))
-            problems += [f"the name {name} points at an artifact that is gone" for name in gone]
+            dangling = (name for name, target in self.names().items() if target not in set(addresses))
+            problems += [f"the name {name} points to a missing artifact" for name in dangling]
         for address in addresses:
             try:
                 artifact = self.find(address)
@@ -241,7 +240,7 @@ class Store:
                 problems.append(error.what)
                 continue
             if artifact is None:
-                problems.append(f"artifact {address}, a parent of another, is gone")
+                problems.append(f"artifact {address}, the parent of another, is missing")
                 continue
             if on_artifact is not None:
                 on_artifact(artifact)
@@ -249,13 +248,12 @@ class Store:
         return problems
 
     def gc(self, *, dry_run: bool = True, recent_seconds: float = RECENT_SECONDS) -> list[Garbage]:
-        """Remove what no name reaches: artifacts, old scratch folders, staging folders of dead builds,
-        damage.
+        """Remove unreachable artifacts, old scratch folders, staging folders of dead builds, and damaged artifacts.
 
-        Kept besides what names reach: what a build under way uses, artifacts made in the last
-        `recent_seconds` (a run may be between two steps), and scratch folders of the last week.
+        An artifact is reachable from a name, or from a build in progress. Artifacts of the last `recent_seconds` are
+        kept, since a run may be between two steps, and so are scratch folders of the last week.
 
-        Returns what was removed, or with `dry_run` what would be.
+        Returns the removed items, or with `dry_run` the removable ones.
         """
         roots = set(self.names().values())
         for lock in (self.root / "locks").glob("*"):
@@ -278,7 +276,7 @@ class Store:
         return found
 
     def quarantine(self, address: str) -> Path:
-        """Move a damaged artifact out of the way; the caller holds its lock."""
+        """Move a damaged artifact into `quarantine/` and return its new path. The caller must hold its lock."""
         target = self.root / "quarantine" / f"{address}-{time.time_ns()}"
         folder = self.root / "artifacts" / address
         if folder.exists():
@@ -290,12 +288,12 @@ class Store:
         return (self.root / "artifacts" / address / FILE_NAME).exists()
 
     def push_if_missing(self, artifact: Artifact) -> None:
-        """A store under a URL: upload an artifact that only the local cache has."""
+        """For a store under a URL: upload an artifact that only the local cache has."""
         if self.remote is not None and self.remote.manifest(artifact.address) is None:
             self.remote.push(artifact.manifest, artifact.path)
 
     def local_artifact(self, manifest: Manifest) -> Artifact:
-        """The artifact of a manifest."""
+        """Return the artifact of a manifest."""
         return Artifact(manifest, self._fetch, self.root / "verified" / f"{manifest.address}.json")
 
     def _fetch(self, address: str) -> Path:
@@ -304,17 +302,17 @@ class Store:
             return folder
         try:
             self.make_folders()
-            arriving = self.root / "staging" / f"pull-{address}-{os.getpid()}-{time.time_ns()}"
-            arriving.mkdir()
+            download = self.root / "staging" / f"pull-{address}-{os.getpid()}-{time.time_ns()}"
+            download.mkdir()
             try:
-                manifest = self.remote.pull(address, arriving)
-                (arriving / FILE_NAME).write_text(manifest.to_json())
+                manifest = self.remote.pull(address, download)
+                (download / FILE_NAME).write_text(manifest.to_json())
                 if not folder.exists():
-                    arriving.rename(folder)
+                    download.rename(folder)
             finally:
-                shutil.rmtree(arriving, ignore_errors=True)
+                shutil.rmtree(download, ignore_errors=True)
         except OSError as error:
-            if not folder.exists():  # else another process was first: its copy is as good
+            if not folder.exists():  # otherwise another process downloaded the same files first
                 raise self.wrap_os_error(error) from error
         return folder
 
@@ -332,22 +330,22 @@ class Store:
         return sorted(name for name in found if len(name) == ADDRESS_DIGITS)
 
     def _reachable(self, roots: set[str], problems: list[str]) -> set[str]:
-        """The roots and all that they were made from."""
-        reached: set[str] = set()
-        waiting = list(roots)
-        while waiting:
-            address = waiting.pop()
-            if address in reached:
+        """Return the roots and all their ancestors."""
+        reachable: set[str] = set()
+        pending = list(roots)
+        while pending:
+            address = pending.pop()
+            if address in reachable:
                 continue
-            reached.add(address)
+            reachable.add(address)
             try:
                 artifact = self.find(address)
             except CorruptArtifactError as error:
                 problems.append(error.what)
                 continue
             if artifact is not None:
-                waiting += artifact.parents.values()
-        return reached
+                pending += artifact.parents.values()
+        return reachable
 
     def _is_locked(self, path: Path) -> bool:
         lock = FileLock(path)
@@ -360,7 +358,7 @@ class Store:
         return False
 
     def _delete(self, folder: Path) -> None:
-        """Remove a folder: first from sight, in one move, then for good."""
+        """Remove a folder: one rename hides it, then its files are deleted."""
         try:
             if folder.parent.name == "artifacts":
                 if self.remote is not None:
@@ -368,7 +366,7 @@ class Store:
                 (self.root / "verified" / f"{folder.name}.json").unlink(missing_ok=True)
                 if not folder.exists():
                     return
-                folder = folder.rename(self.root / "quarantine" / f"gone-{folder.name}-{time.time_ns()}")
+                folder = folder.rename(self.root / "quarantine" / f"deleted-{folder.name}-{time.time_ns()}")
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
         except OSError as error:
             raise self.wrap_os_error(error) from error
