@@ -1,10 +1,10 @@
 """The command line: one file per verb, registered here.
 
-A verb is a module of this folder with a function of the same name, whose docstring is its help. What a verb
-needs is imported inside its function, so that `whorl --help` answers at once.
+A verb is a function in a module of the same name; its docstring is the help text. Verbs import what they need inside the
+function, so that `whorl --help` starts fast.
 
-An error that the user can mend is printed as its message on standard error, with its exit code; Ctrl-C says
-that the same command continues (130); anything else is a bug of ours and keeps its traceback.
+A WhorlError is printed to standard error as a message, with its exit code. Ctrl-C exits with 130; the same command then
+continues the run. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from keyword import iskeyword
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from whorl.errors import WhorlError
+from whorl.recipes.renamed import OPTIONS
+from whorl.recipes.renamed import VERBS as OLD_VERBS
 
 VERBS = {
     "run": "jobs",
@@ -52,12 +55,34 @@ A first model, from the Python standard library, in about ten minutes:
 
     whorl run quickstart
 
-Everything made is kept in a store (.whorl here, $WHORL_HOME, or --store) and looked up when asked for again.
+Artifacts are kept in a store (./.whorl, $WHORL_HOME, or --store). A step that is in the store already is not run again.
 """
 
 
+class _Command(TyperCommand):
+    """A verb that refuses its old options and names the new ones."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for argument in args:
+            if argument == "--":
+                break
+            option = argument.partition("=")[0]
+            if new := OPTIONS.get(self.name or "", {}).get(option):
+                raise typer.BadParameter(f"the option {option} is now {new}")
+        return super().parse_args(ctx, args)
+
+
+class _Group(TyperGroup):
+    """The verbs; an old verb is refused with the new name."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and (new := OLD_VERBS.get(args[0])):
+            raise typer.BadParameter(f"`whorl {args[0]}` is now `whorl {new}`")
+        return super().resolve_command(ctx, args)
+
+
 def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
-    """A verb with its errors turned into messages and exit codes."""
+    """Wrap a verb: turn its errors into messages and exit codes."""
 
     @functools.wraps(verb)
     def call(*args: Any, **options: Any) -> None:
@@ -70,7 +95,7 @@ def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             print("\ninterrupted; the same command continues", file=sys.stderr)
             raise typer.Exit(130) from None
-        except BrokenPipeError:  # the reader (head, less) has seen enough
+        except BrokenPipeError:  # the reader of the pipe (head, less) has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
 
@@ -78,8 +103,9 @@ def with_error_handling(verb: Callable[..., None]) -> Callable[..., None]:
 
 
 def build_app() -> typer.Typer:
-    """The command line with every verb."""
+    """Return the command line with every verb."""
     app = typer.Typer(
+        cls=_Group,
         help=HELP,
         no_args_is_help=True,
         add_completion=False,
@@ -88,9 +114,9 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_version)
     for name, folder in VERBS.items():
-        inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` is no name for a module
+        inside = name.replace("-", "_") + "_" * iskeyword(name)  # `import` cannot name a module
         module = importlib.import_module(f"whorl.cli.{folder}.{inside}")
-        app.command(name)(with_error_handling(getattr(module, inside)))
+        app.command(name, cls=_Command)(with_error_handling(getattr(module, inside)))
     for group, (folder, verbs) in GROUPS.items():
         module = importlib.import_module(f"whorl.cli.{folder}.{group}")
         inner = typer.Typer(help=module.__doc__, no_args_is_help=True, rich_markup_mode=None)
@@ -101,7 +127,7 @@ def build_app() -> typer.Typer:
 
 
 def _version(
-    version: bool = typer.Option(False, "--version", help="Show the version and leave.", is_eager=True),
+    version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True),
 ) -> None:
     if version:
         import whorl
@@ -111,5 +137,5 @@ def _version(
 
 
 def main() -> None:
-    """The entry point of the command `whorl`."""
+    """Run the command `whorl`."""
     build_app()()

@@ -1,4 +1,4 @@
-"""`python -m whorl.cli`: the same as the command `whorl`."""
+"""`python -m whorl.cli` is the same as the command `whorl`."""
 
 from whorl.cli import main
 

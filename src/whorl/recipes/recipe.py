@@ -9,9 +9,9 @@
     [steps.curate]
     parents = ["ingest"]            # by kind; or by role: parents = {documents = "ingest"}
 
-A mistake is refused with file, line, what was found and what was expected: an unknown key or step (with the
-nearest known one), a parent that does not exist or makes the wrong kind, a cycle, an impossible value. `--set
-step.field=value` replaces one value, typed by the step's configuration, and is checked the same way.
+A mistake raises ConfigError with file, line, the value found and the value expected. Mistakes are: an unknown key or step
+(the error gives the nearest known one), an old name (the error gives the new one), a missing parent or one of the wrong
+kind, a cycle, and a value out of range. `--set step.field=value` replaces one value and is checked in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from whorl.errors import ConfigError, one_of
+from whorl.recipes.old_names import leaf_paths, refuse_old_key
 from whorl.recipes.registry import StepKind, step_kinds
+from whorl.recipes.renamed import ROLES, STEPS
 from whorl.recipes.toml_lines import key_lines, line_of
 
 STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -36,7 +38,7 @@ STEP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class RecipeStep:
-    """One step of a recipe, checked. `parents` maps role -> the name of the step that makes it."""
+    """One validated step; `parents` maps role -> name of the step that makes it."""
 
     name: str
     kind: StepKind
@@ -46,17 +48,18 @@ class RecipeStep:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A checked recipe; its steps in an order in which parents come first."""
+    """A validated recipe; its steps are in topological order, parents first.
+
+    log: metric sinks with their settings; not part of any address.
+    """
 
     name: str
     about: str
     steps: Mapping[str, RecipeStep]
-    log: Mapping[str, Mapping[str, Any]] = field(
-        default_factory=dict
-    )  # sinks of metrics; decides no artifact
+    log: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The resolved recipe: every value that was used, defaults too."""
+        """Return the resolved recipe with every value, defaults included."""
         steps = {
             step.name: {
                 "uses": step.kind.name,
@@ -68,8 +71,10 @@ class Recipe:
         return {"name": self.name, "about": self.about, "steps": steps}
 
     def with_ancestors(self, name: str) -> Recipe:
-        """Only the step `name` and what it needs. Raises ConfigError if there is no such step."""
+        """Return the recipe reduced to the step `name` and its ancestors. Raises ConfigError for an unknown step."""
         if name not in self.steps:
+            if STEPS.get(name) in self.steps:
+                raise ConfigError(f"--until {name}: the step `{name}` is now `{STEPS[name]}`")
             raise ConfigError(f"--until {name}: no such step", expected=one_of(name, list(self.steps)))
         wanted, waiting = set[str](), [name]
         while waiting:
@@ -81,14 +86,14 @@ class Recipe:
 
 
 def ready_recipes() -> dict[str, str]:
-    """Name -> text of the recipes that come with the package."""
+    """Return name -> text of the recipes in the package."""
     folder = resources.files("whorl.recipes")
     found = (entry for entry in folder.iterdir() if entry.name.endswith(".toml"))
     return {entry.name.removesuffix(".toml"): entry.read_text(encoding="utf-8") for entry in found}
 
 
 def read_recipe_text(name: str) -> tuple[str, str]:
-    """(text, where it stands) of a ready recipe or a TOML file. Raises ConfigError if there is neither."""
+    """Return (text, source name) of a packaged recipe or a TOML file. Raises ConfigError if neither exists."""
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
         try:
@@ -102,7 +107,7 @@ def read_recipe_text(name: str) -> tuple[str, str]:
         raise ConfigError(
             f"there is no recipe {name!r}",
             expected=f"a .toml file, or {one_of(name, sorted(ready))}",
-            do="`whorl recipes` lists the ready ones",
+            do="list the packaged recipes with `whorl recipes`",
         )
     return ready[name], f"{name}.toml"
 
@@ -110,7 +115,7 @@ def read_recipe_text(name: str) -> tuple[str, str]:
 def load_recipe(
     name: str, *, sets: Iterable[str] = (), budget: str | None = None, deterministic: bool = False
 ) -> Recipe:
-    """Find, read and check a recipe, with `--set`, `--budget` and `--deterministic` applied. Raises ConfigError."""
+    """Read and validate a recipe with `--set`, `--budget` and `--deterministic` applied. Raises ConfigError."""
     text, where = read_recipe_text(name)
     return parse_recipe(text, where, sets=sets, budget=budget, deterministic=deterministic)
 
@@ -124,7 +129,7 @@ def parse_recipe(
     deterministic: bool = False,
     kinds: Mapping[str, StepKind] | None = None,
 ) -> Recipe:
-    """Check a recipe's text; `where` is how messages call the file. Raises ConfigError."""
+    """Validate the text of a recipe; `source_name` is the file name in error messages. Raises ConfigError."""
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -136,16 +141,14 @@ def parse_recipe(
 
 
 class _RecipeParser:
-    """One recipe under examination; knows where each key stands."""
+    """Validates one recipe and finds the line of each key for error messages."""
 
     def __init__(self, text: str, where: str, kinds: Mapping[str, StepKind]) -> None:
         self.lines, self.source_name, self.kinds = key_lines(text), where, kinds
-        self.flag_of_key: dict[
-            tuple[str, ...], str
-        ] = {}  # keys that a flag of the command line set, and which
+        self.flag_of_key: dict[tuple[str, ...], str] = {}  # key path -> command-line flag that set it
 
     def location(self, *path: str) -> str:
-        """Where a key was given: the flag, or file and line."""
+        """Return the flag that set a key, or its file and line."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.flag_of_key:
                 return self.flag_of_key[path[:length]]
@@ -185,7 +188,7 @@ class _RecipeParser:
         }
         log = data.get("log", {})
         if not isinstance(log, dict) or not all(isinstance(table, dict) for table in log.values()):
-            raise ConfigError(f"{self.location('log')}: log is no table of tables", expected="[log.wandb]")
+            raise ConfigError(f"{self.location('log')}: log is not a table of tables", expected="[log.wandb]")
         return Recipe(name, str(data.get("about", "")), steps, log)
 
     def kind_of(self, step: str, table: Any) -> StepKind:
@@ -195,18 +198,23 @@ class _RecipeParser:
                 f"{here}: a step cannot be called {step!r}", expected="letters, digits, _ and -"
             )
         if not isinstance(table, dict):
-            raise ConfigError(f"{here}: the step {step} is no table", expected=f"[steps.{step}]")
+            raise ConfigError(f"{here}: the step {step} is not a table", expected=f"[steps.{step}]")
         uses = table.get("uses", step)
+        if uses not in self.kinds and isinstance(uses, str) and uses in STEPS:
+            raise ConfigError(
+                f"{self.location('steps', step, 'uses')}: the step `{uses}` is now `{STEPS[uses]}`",
+                do=f'write [steps.{STEPS[uses]}], or uses = "{STEPS[uses]}"',
+            )
         if not isinstance(uses, str) or uses not in self.kinds:
             raise ConfigError(
                 f"{self.location('steps', step, 'uses')}: unknown step {uses!r}",
                 expected=one_of(str(uses), sorted(self.kinds)),
-                do="write uses = ... if the step's name is not what it does" if uses == step else "",
+                do="if the name is your own, add uses = ..." if uses == step else "",
             )
         return self.kinds[uses]
 
     def parents_of(self, step: str, tables: dict[str, Any], kinds: dict[str, StepKind]) -> dict[str, str]:
-        """Role -> step, from `parents = [...]` (roles follow from the kinds) or `parents = {...}`."""
+        """Return role -> step. In a list, the kind of a parent decides its role."""
         here, given, kind = (
             self.location("steps", step, "parents"),
             tables[step].get("parents", []),
@@ -217,17 +225,19 @@ class _RecipeParser:
         values = list(given.values()) if named else given
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise ConfigError(
-                f"{here}: the parents of {step} are neither a list of steps nor a table of them",
+                f"{here}: the parents of {step} are neither a list nor a table of steps",
                 expected='parents = ["ingest"] or parents = {documents = "ingest"}',
             )
         for parent in values:
             if parent not in tables:
                 raise ConfigError(
-                    f"{here}: the parent {parent!r} of {step} is no step of this recipe",
+                    f"{here}: the parent {parent!r} of {step} is not a step of this recipe",
                     expected=one_of(parent, [other for other in tables if other != step]),
                 )
         found: dict[str, str] = {}
         for role, parent in given.items() if named else ((None, parent) for parent in values):
+            if role not in roles and ROLES.get(role or "") in roles:
+                raise ConfigError(f"{here}: the parent role `{role}` of {step} is now `{ROLES[role or '']}`")
             makes = kinds[parent].output_kind
             fitting = [r for r, (wanted, _) in roles.items() if wanted == makes and r not in found]
             if (role is None and not fitting) or (role in roles and roles[role][0] != makes):
@@ -245,25 +255,25 @@ class _RecipeParser:
             if role not in found and not optional:
                 makers = [other for other in tables if kinds[other].output_kind == wanted]
                 raise ConfigError(
-                    f"{here}: {step} lacks its parent {role!r}",
+                    f"{here}: {step} has no parent in the role {role!r}",
                     expected=f"a step that makes {wanted!r}" + (f": {', '.join(makers)}" if makers else ""),
                 )
         return found
 
     def topological_order(self, parents: dict[str, dict[str, str]]) -> list[str]:
-        """Steps with parents first, else as written. Raises ConfigError that shows a cycle."""
+        """Return the steps with parents first, otherwise in the order of the text. Raises ConfigError on a cycle."""
         done: dict[str, None] = {}
 
-        def visit(step: str, way: tuple[str, ...]) -> None:
-            if step in way:
-                cycle = " -> ".join((*way[way.index(step) :], step))
+        def visit(step: str, path: tuple[str, ...]) -> None:
+            if step in path:
+                cycle = " -> ".join((*path[path.index(step) :], step))
                 raise ConfigError(
-                    f"{self.location('steps', step, 'parents')}: the steps need each other in a circle: {cycle}",
-                    expected="parents that do not need the step itself",
+                    f"{self.location('steps', step, 'parents')}: the parents form a cycle: {cycle}",
+                    expected="parents that do not depend on the step itself",
                 )
             if step not in done:
                 for parent in parents[step].values():
-                    visit(parent, (*way, step))
+                    visit(parent, (*path, step))
                 done[step] = None
 
         for step in parents:
@@ -272,6 +282,8 @@ class _RecipeParser:
 
     def config_of(self, step: str, table: dict[str, Any], kind: StepKind) -> BaseModel:
         values = {key: value for key, value in table.items() if key not in ("uses", "parents")}
+        for key in leaf_paths(values):
+            refuse_old_key(self.location("steps", step, *key), step, kind.config, key)
         try:
             return kind.config.model_validate(values)
         except ValidationError as error:
@@ -285,13 +297,13 @@ class _RecipeParser:
                     f"{here}: the step {step} has no setting {path[-1]!r}",
                     expected=one_of(path[-1], allowed) if len(path) == 1 else "",
                 ) from error
-            said = first["msg"].removeprefix("Value error, ")
+            message = first["msg"].removeprefix("Value error, ")
             about = kind.config.model_fields[path[0]].description if path else ""
             raise ConfigError(
                 f"{here}: {dotted} cannot be {first['input']!r}"
                 if path
-                else f"{here}: {step} is not possible",
-                expected=f"{said[:1].lower()}{said[1:]}" + (f" ({about})" if about else ""),
+                else f"{here}: the settings of {step} contradict each other",
+                expected=f"{message[:1].lower()}{message[1:]}" + (f" ({about})" if about else ""),
             ) from error
 
     def apply_to_all(
@@ -301,26 +313,29 @@ class _RecipeParser:
         field: str,
         value: Any,
         flag: str,
-        words: str,
+        description: str,
     ) -> None:
-        """`--budget`, `--deterministic`: the value of every step that has such a setting."""
+        """Set a field in every step that has it (`--budget`, `--deterministic`)."""
         takers = [step for step, kind in kinds.items() if field in kind.config.model_fields]
         if not takers:
-            raise ConfigError(f"{flag}: no step of this recipe takes {words}")
+            raise ConfigError(f"{flag}: no step of this recipe takes {description}")
         for step in takers:
             tables[step][field] = value
             self.flag_of_key["steps", step, field] = flag
 
     def apply_set(self, tables: dict[str, Any], kinds: dict[str, StepKind], text: str) -> None:
-        """`--set step.field=value`, deeper fields with more dots."""
+        """Apply `--set step.field=value`; deeper fields have more dots."""
         key, equals, value = text.partition("=")
         step, _, rest = key.strip().partition(".")
         path = rest.split(".")
         if not equals or not rest or not all(path):
-            raise ConfigError(f"--set {text}: not understood", expected="--set step.field=value")
+            raise ConfigError(f"--set {text}: not a setting", expected="--set step.field=value")
         if step not in tables:
+            if STEPS.get(step) in tables:
+                raise ConfigError(f"--set {text}: the step `{step}` is now `{STEPS[step]}`")
             raise ConfigError(f"--set {text}: no step {step!r}", expected=one_of(step, list(tables)))
         fields = kinds[step].config.model_fields
+        refuse_old_key(f"--set {text}", step, kinds[step].config, path)
         if path[0] not in fields:
             raise ConfigError(
                 f"--set {text}: the step {step} has no setting {path[0]!r}",
@@ -330,15 +345,13 @@ class _RecipeParser:
         for part in path[:-1]:
             inside = inside.setdefault(part, {})
             if not isinstance(inside, dict):
-                raise ConfigError(f"--set {text}: {part!r} has no settings inside it")
+                raise ConfigError(f"--set {text}: {part!r} is not a table")
         inside[path[-1]] = _parse_value(value, fields[path[0]].annotation if len(path) == 1 else None)
         self.flag_of_key["steps", step, *path] = f"--set {text}"
 
 
 def _parse_value(text: str, annotation: Any) -> Any:
-    """The value of a flag: lists, tables and quoted text as in TOML; the rest as text, which pydantic
-    converts.
-    """
+    """Return the value of a flag: lists, tables and quoted text as TOML, the rest as text for pydantic to convert."""
     text = text.strip()
     if text.lower() in ("none", "null") and type(None) in typing.get_args(annotation):
         return None

@@ -29,6 +29,7 @@ def report(
     import json
 
     from whorl.errors import ConfigError
+    from whorl.recipes.old_names import refuse_old_run
     from whorl.recipes.steps.report import ReportConfig, report_data
     from whorl.report import render
     from whorl.store import Store
@@ -47,6 +48,7 @@ def report(
             do="start one: whorl run quickstart",
         )
     steps = json.loads((folder / "steps.json").read_text())
+    refuse_old_run(folder.name, json.loads((folder / "config.json").read_text()))
     made = {name: opened.find(entry["address"]) for name, entry in steps.items()}
     artifacts = {found.kind: found for found in made.values() if found is not None and found.kind != "report"}
     # The recipe's own report says which of several models is which, and what it will never have.

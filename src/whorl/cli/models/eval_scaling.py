@@ -156,9 +156,16 @@ def _reward_scorer(reward: str, store: str | None, model: LanguageModel) -> Scor
     """What the reward model called `reward` says of texts of `model`."""
     from whorl.align.preference.reward_model import load_reward_model
     from whorl.errors import ConfigError
+    from whorl.recipes.renamed import KINDS
     from whorl.store import Store
 
     found = Store(store).open(reward)
+    if found.kind != "reward_model":
+        raise ConfigError(
+            f"--reward {found.name} is a {found.kind}",
+            expected="a reward_model",
+            do="run its recipe again" if found.kind in KINDS else "list the artifacts with `whorl ls`",
+        )
     found.check()
     judge, _ = load_reward_model(found.path, device=str(model.embedding.device))
     rows, own = judge.model.config.vocab_size, model.config.vocab_size

@@ -47,8 +47,11 @@ class AgentsConfig(BaseModel):
         Raises:
             ConfigError: no such algorithm or setting, or an impossible value.
         """
-        from whorl.agents.config import parse_config
+        from whorl.agents.config import AgentConfig, parse_config
+        from whorl.recipes.old_names import refuse_old_key
 
+        for name in self.settings:
+            refuse_old_key("agent settings", "agents", AgentConfig, (name,))
         given = {**self.settings, "seed": seed, **({"steps": self.steps} if self.steps else {})}
         return parse_config(self.algorithm, self.environment, given)
 
