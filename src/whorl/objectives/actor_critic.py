@@ -1,14 +1,14 @@
-"""Policy gradients: A2C, and PPO told as its difference.
+"""Actor-critic losses: A2C, and PPO as a change to A2C.
 
-    A2C   loss = - log pi(a|s) A  +  w_v (V(s) - R)^2 / 2  -  w_e H(pi(.|s))           summed over steps
+    A2C   loss = - log pi(a|s) A  +  c_v (V(s) - R)^2 / 2  -  c_e H(pi(.|s))           summed over steps
     PPO   the first term becomes  - min(r A, clip(r, 1 - e, 1 + e) A),  r = pi(a|s) / pi_old(a|s)
 
-(Mnih et al. 2016, arXiv:1602.01783, section 4; Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9.) IMPALA is A2C whose
-advantages and targets come from V-trace (`estimators.v_trace`): nothing differs here. PPO takes several passes over the same
-steps, and the clip removes what would draw a step's probability further than e from where it was acted with.
+Sources: Mnih et al. 2016, arXiv:1602.01783, section 4; Schulman et al. 2017, arXiv:1707.06347, eq. 7 and 9.
+IMPALA is A2C with advantages and targets from V-trace (`advantages.estimators.v_trace`). PPO makes several passes over
+the same steps. The clip removes the gradient of steps whose probability has already moved further than e.
 
-Three log-probabilities have three names: `behaviour_log_prob`, of the weights that acted; `log_prob`, of those that learn.
-For PPO the proximal policy is the one that acted, since its records are drained once.
+`behaviour_log_prob` comes from the weights that acted, `log_prob` from the weights in training. In PPO the proximal
+policy is the one that acted, because each record is used once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from whorl.objectives.next_token import Loss
 
 
 class ActorCriticOutput(Protocol):
-    """What a policy says about N steps; each is [N]."""
+    """Output of a policy for N steps; each field is [N]."""
 
     @property
     def log_prob(self) -> Tensor: ...
@@ -41,10 +41,10 @@ def a2c(
     value_coef: float = 0.5,
     entropy_coef: float = 0.0,
 ) -> Loss:
-    """The advantage actor-critic's loss over N steps.
+    """Return the advantage actor-critic loss over N steps.
 
     Args:
-        judged: log-probabilities of the actions taken, entropies and values, with gradients; each [N].
+        output: log-probabilities of the actions taken, entropies and values, with gradients; each [N].
         advantage, target: [N], without gradients.
     """
     policy = -(output.log_prob * advantage).sum()
@@ -61,14 +61,16 @@ def ppo(
     value_coef: float = 0.5,
     entropy_coef: float = 0.0,
 ) -> Loss:
-    """A2C with the clipped ratio. behaviour_log_prob: [N], of the policy that acted; the rest as in `a2c`.
+    """Return the A2C loss with the clipped ratio of PPO.
 
-    Metrics: kl, the estimate (r - 1) - log r of how far the policy moved (http://joschu.net/blog/kl-approx.html, k3);
-    clipped, the share of steps whose ratio left the range.
+    behaviour_log_prob: [N], of the policy that acted. The other arguments are those of `a2c`.
+
+    Metrics: `kl`, the k3 estimate (r - 1) - log r of the KL (http://joschu.net/blog/kl-approx.html), and `clip_fraction`,
+    the share of steps whose ratio left the range.
     """
     log_ratio = output.log_prob - behaviour_log_prob
     ratio = log_ratio.exp()
-    # min(r A, clip(r) A) = min(r A, A + e |A|): where A > 0 the range binds from above, where A < 0 from below.
+    # min(r A, clip(r) A) = min(r A, A + e |A|): where A > 0 the upper bound is active, where A < 0 the lower bound.
     kept = torch.minimum(ratio * advantage, advantage + clip * advantage.abs())
     moved = ratio.detach()
     more = {
@@ -89,7 +91,7 @@ def _actor_critic_loss(
     squares = mse_loss(output.value, target, reduction="sum")
     entropy = output.entropy.sum()
     total = policy + 0.5 * value_weight * squares
-    if entropy_weight:  # its gradient costs as much as the policy's
+    if entropy_weight:  # skipped at 0, because its gradient costs as much as that of the policy
         total = total - entropy_weight * entropy
     metrics = {
         "policy_loss": policy.detach(),

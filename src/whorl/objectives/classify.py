@@ -1,9 +1,9 @@
-"""Classification: the cross-entropy of each row's label, summed over a batch.
+"""Classification loss: cross-entropy of one label per row, summed over a batch.
 
     total = sum over rows n of  lse(z_n) - sum_k q_nk z_nk,      q = (1 - e) onehot(label) + e / K
 
-(Label smoothing e: Szegedy et al. 2016, arXiv:1512.00567, section 7; with e = 0 it is the negative log-likelihood.) It is
-`next_token` without the head, which here is small and belongs to the network.
+Label smoothing e: Szegedy et al. 2016, arXiv:1512.00567, section 7. With e = 0 it is the negative log-likelihood.
+Unlike `next_token`, it takes logits: the head is small and belongs to the network.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from whorl.objectives.next_token import Loss
 
 
 def classification(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Loss:
-    """Summed cross-entropy, in nats, taken in fp32.
+    """Return the summed cross-entropy in nats, computed in fp32.
 
     Args:
-        logits: [N, K]. labels: [N] integers from 0 to K - 1. smoothing: e above, from 0 to below 1.
+        logits: [N, K].
+        labels: [N] integers from 0 to K - 1.
+        label_smoothing: e above, from 0 to below 1.
 
     Returns:
-        Loss: `total` [] fp32, `count` [] = N, metrics `nll` (without the smoothing) and `correct` (rows whose largest
-        logit is their label).
+        Loss: `total` [] fp32, `count` [] = N, metrics `nll` (without smoothing) and `correct` (rows whose largest logit is
+        their label).
 
     Raises:
-        ConfigError: shapes that do not fit, or a smoothing outside its range.
+        ConfigError: shapes do not fit, or label_smoothing is out of range.
     """
     if logits.ndim != 2 or labels.shape != logits.shape[:1]:
         raise ConfigError(

@@ -1,17 +1,16 @@
-"""Contrastive learning of pairs: of all texts of a batch, which one belongs to this image? And the other way round.
+"""Contrastive learning of pairs: select the partner of each item among all items of the batch, in both directions.
 
     z_ij  = scale * x_i . y_j                                      [N, N], x and y unit vectors
     total = sum_i  1/2 (lse_j z_ij - z_ii)  +  1/2 (lse_j z_ji - z_ii)
 
-The symmetric loss of CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3), each half InfoNCE (van den Oord et al. 2018,
-arXiv:1807.03748, eq. 4). The two sides may as well be questions and answers, or two readings of one text.
+The symmetric loss of CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3). Each half is InfoNCE (van den Oord et al.
+2018, arXiv:1807.03748, eq. 4). The two sides may be images and captions, questions and answers, or two spans of a document.
 
-Subtle, first: false negatives. If two images of a batch have the same caption, the loss as written pushes an image away from
-words that describe it. `groups` names what each pair is about, and pairs of one group are no negatives of each other: they
-are left out of the sums.
+First subtle point: false negatives. If two images of a batch share a caption, the plain loss separates an image from a
+text that describes it. Pairs with the same number in `groups` are not negatives of each other.
 
-Subtle, second: unlike everywhere else in this house, micro-batches change the loss. The negatives of a pair are the other
-pairs in the call, so a batch cut into two has half as many of them. The count of negatives is a setting, not a detail.
+Second subtle point: micro-batches change this loss. The negatives of a pair are the other pairs of the call, so the batch
+size of a call is a setting of the method.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from whorl.objectives.next_token import Loss
 
 
 def info_nce(x: Tensor, y: Tensor, scale: Tensor | float, groups: Tensor | None = None) -> Loss:
-    """The symmetric contrastive loss, summed over pairs, in nats, taken in fp32.
+    """Return the symmetric contrastive loss, summed over pairs, in nats, computed in fp32.
 
     Args:
-        x, y: [N, d] unit vectors; row i of one belongs to row i of the other.
-        scale: the inverse temperature, a number or [] tensor (learned).
-        groups: [N] integers; pairs i and j of one group are not told apart. None: all pairs differ.
+        x, y: [N, d] unit vectors; row i of x and row i of y are a pair.
+        scale: inverse temperature, a number or a learned [] tensor.
+        groups: [N] integers; pairs of one group are not negatives of each other. None: all pairs differ.
 
     Returns:
-        Loss: `total` [] fp32, `count` [] = N, metrics `correct` (rows of x whose best y is their own or of their group,
-        and the other way round, averaged over both ways).
+        Loss: `total` [] fp32, `count` [] = N. Metric `correct`: rows whose best match is their partner or one of its group,
+        averaged over both directions.
 
     Raises:
-        ConfigError: shapes that do not fit.
+        ConfigError: shapes do not fit.
     """
     if x.ndim != 2 or x.shape != y.shape:
         raise ConfigError(f"x is {list(x.shape)} and y {list(y.shape)}", expected="[N, d], both alike")

@@ -1,24 +1,23 @@
-"""Distillation: a student learns what a teacher says, not only what came next.
+"""Distillation: a divergence between the next-token distributions of a teacher and a student.
 
     total = sum over t with mask[t] of  D(p_t, q_t),     p the teacher, q the student, in nats
 
-    forward    KL(p || q)                                    covers whatever the teacher might say
-    reverse    KL(q || p)                                    seeks what it says most: q's mass where p has none is dear
-    jensen     b KL(p || m) + (1 - b) KL(q || m),            between the two (generalised Jensen-Shannon)
+    forward    KL(p || q)                                    mode covering
+    reverse    KL(q || p)                                    mode seeking
+    jensen     b KL(p || m) + (1 - b) KL(q || m),            generalized Jensen-Shannon
                m = b p + (1 - b) q
 
-(Hinton et al. 2015, arXiv:1503.02531, forward; Agarwal et al. 2024, arXiv:2306.13649, eq. 1 and section 3, all three, and
-taken on what the student itself samples.) Both at one temperature; not times its square, as Hinton has it, so that a
-number is a divergence and nothing else. It is told as the difference from `next_token.py`: there p is all on one id. A
-teacher's distribution over thousands of ids tells far more about a position than one draw from it.
+Sources: Hinton et al. 2015, arXiv:1503.02531 (forward); Agarwal et al. 2024, arXiv:2306.13649, eq. 1 and section 3 (all
+three, also on completions of the student). Both sides use one temperature. The loss is not multiplied by its square, so
+the metric is a divergence. `next_token` is the special case in which p is one-hot.
 
-`distil` takes a teacher of whom the K likeliest ids were kept (stored, or told by an engine). The subtle part is the
-others. Leaving them out, or spreading 1 over the K, both teach that the rest is impossible. Here the rest is one more
-outcome, whose probability the student is to have too, so D is of the coarser distributions: never above that of the whole
-ones, and 0 for the right student (tests). `distil_whole` takes a teacher that stands beside, by its hidden states and head.
+`distil_top_k` takes the log-probabilities of the teacher's K most likely ids, from a cache or an engine. The subtle point
+is the remaining probability: dropping it, or renormalizing over K ids, teaches that other ids are impossible. Here the
+rest is one more outcome, so D is a divergence between coarser distributions. It never exceeds the full one and is 0 for
+the exact student. `distil_full_vocab` takes a live teacher, by its hidden states and head.
 
-As in `next_token.py` the loss is taken over chunks of tokens and its gradient finished while a chunk's logits are hot, by
-autograd within the chunk, so that neither the student's [N, V] nor the teacher's is ever held.
+The loss is computed over chunks of tokens, as in `next_token.py`. Autograd runs inside a chunk, so neither [N, V] matrix
+of logits is ever held.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from whorl.objectives.log_probs import accumulate_dtype
 from whorl.objectives.next_token import CHUNK_LOGITS, MIN_CHUNK_TOKENS, Loss
 
 Divergence = Literal["forward", "reverse", "jensen"]
-MIN_TAIL_PROB = 1e-6  # of a probability: below that there is no rest to speak of
+MIN_TAIL_PROB = 1e-6  # of a probability: a smaller tail counts as this
 
-# (the student's logits of a chunk [n, V] fp32, which positions) -> summed divergence []
+# (the student's logits of a chunk [n, V] fp32, its positions) -> summed divergence []
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 
 
 def divergence(teacher: Tensor, student: Tensor, kind: Divergence = "forward", beta: float = 0.5) -> Tensor:
-    """[n] D above of log-probabilities [n, K], over K outcomes that are all there are; the definition.
+    """Return D [n] of log-probabilities [n, K] over all K outcomes; the definition.
 
     Raises:
-        ConfigError: no such divergence, or beta not between 0 and 1.
+        ConfigError: unknown divergence, or beta is not between 0 and 1.
     """
     if kind == "forward":
         return (teacher.exp() * (teacher - student)).sum(-1)
@@ -75,17 +74,16 @@ def distil_top_k(
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Loss:
-    """Summed divergence between a student and a teacher's likeliest ids.
+    """Return the summed divergence between a student and the teacher's K most likely ids.
 
     Args:
-        hidden: [N, d_model], the student's output; head: [vocab, d_model].
-        teacher: [N, K] log-probabilities of its likeliest ids, taken at the same temperature; ids: [N, K] which they are,
-            each once.
+        hidden: [N, d_model], output of the student; head: [vocab, d_model].
+        teacher: [N, K] log-probabilities at the same temperature; ids: [N, K] their distinct ids.
         mask: [N], True where a position counts.
         softcap: of the student's logits.
 
     Returns:
-        Loss: `total` [] fp32, `count` [] = number of positions, metrics `kl` (the total, whichever divergence it is).
+        Loss: `total` [] fp32, `count` [] = number of positions, metric `kl` (the total, for every divergence).
     """
     keep = mask.to(accumulate_dtype(hidden))
 
@@ -116,15 +114,15 @@ def distil_full_vocab(
     beta: float = 0.5,
     temperature: float = 1.0,
 ) -> Loss:
-    """Summed divergence over the whole vocabulary.
+    """Return the summed divergence over the whole vocabulary.
 
     Args:
         hidden: [N, d_model] of the student; head: [vocab, d_model].
-        teacher_hidden: [N, d_teacher]; teacher_head: [vocab, d_teacher]; neither learns.
-        mask: [N]; the rest as in `distil`.
+        teacher_hidden: [N, d_teacher]; teacher_head: [vocab, d_teacher]; both without gradient.
+        mask: [N]; the other arguments are those of `distil_top_k`.
 
     Raises:
-        ConfigError: the two do not have one vocabulary.
+        ConfigError: the two vocabularies differ in size.
     """
     if len(head) != len(teacher_head):
         raise ConfigError(
@@ -156,7 +154,7 @@ def _chunked_loss(hidden: Tensor, head: Tensor, chunk: ChunkLoss, keep: Tensor) 
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The sum of `chunk` over all positions, with the gradients made on the way."""
+    """Sum `chunk` over all positions and compute its gradients in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, chunk: ChunkLoss) -> Tensor:

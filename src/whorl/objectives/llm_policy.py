@@ -1,6 +1,6 @@
-"""Policy objectives over tokens: REINFORCE, and all others told as differences from it.
+"""Policy-gradient objectives over tokens: REINFORCE, and the other methods as changes to it.
 
-    total = - sum over tokens t of  w_t surrogate_t  +  kl_weight sum_t w_t kl_t  -  entropy_weight sum_t w_t H_t
+    total = - sum over tokens t of  w_t surrogate_t  +  kl_coef sum_t w_t kl_t  -  entropy_coef sum_t w_t H_t
 
     surrogate   REINFORCE   A log pi                                   (Williams 1992, doi:10.1007/BF00992696)
                 PPO         min(r A, clip(r, 1 - low, 1 + high) A)     r = pi / pi_old (arXiv:1707.06347, eq. 7)
@@ -8,20 +8,18 @@
                 dual clip   max(the above, c A) where A < 0            (Ye et al. 2020, arXiv:1912.09729, eq. 5)
                 GSPO        r of the sequence, (prod_t r_t)^(1/|y|)    (arXiv:2507.18071, eq. 5 to 7)
 
-    average     token       w = 1,             count = tokens          DAPO, eq. 8
+    aggregation token       w = 1,             count = tokens          DAPO, eq. 8
                 sequence    w = 1 / |y|,       count = sequences that have a token        GRPO, arXiv:2402.03300, eq. 3
-                constant    w = 1 / constant,  count = sequences       Dr. GRPO, arXiv:2503.20783: no bias by length
+                constant    w = 1 / constant,  count = sequences       Dr. GRPO, arXiv:2503.20783: no length bias
 
-N tokens of S sequences lie one behind the other, prompts and padding left out, so no mask can be wrong here. Three policies
-have three names: `behaviour`, whose weights sampled; `proximal`, which the ratio is taken to (the behaviour if not given;
-another if those were stale, Hilton et al. 2021, arXiv:2110.00641); and the one that learns.
+The N tokens of S sequences are concatenated, without prompts and padding, so no mask is needed. Three policies have three
+names. `behaviour` sampled the tokens. `proximal` is the denominator of the ratio: `behaviour`, or other weights if the
+samples are stale (Hilton et al. 2021, arXiv:2110.00641). The third one is in training.
 
-The subtle part is the average. A mean of micro-batches' means weighs a token by the company it was in. Here totals are
-summed and divided once, by the count of all micro-batches, so how a batch is cut (never through a sequence) changes
-nothing: a test.
+The subtle point is aggregation. A mean of micro-batch means weights a token by the size of its micro-batch. Here totals
+are summed and divided once by the global count, so the split of a batch (never inside a sequence) changes nothing.
 
-`PRESETS` says which arguments make which method. Metrics are sums that go by the same count: over tokens if the average is
-by tokens, else over sequences of the mean over each one's tokens.
+`PRESETS` maps methods to arguments. Metrics are sums for the same count: over tokens, or over sequences of token means.
 """
 
 from __future__ import annotations
@@ -45,12 +43,13 @@ LossAggregation = Literal["token", "sequence", "constant"]
 
 @dataclass(frozen=True)
 class CompletionTokens:
-    """N tokens of S sequences, as a learner is given them; fields are [N] unless they say otherwise.
+    """N tokens of S sequences; fields are [N] unless noted.
 
-    log_prob: of the policy that learns, with gradient; behaviour_log_prob: of the one that sampled; advantage: no gradient;
-    sequence: int64, which of the S each belongs to, 0 to S - 1; n_sequences: S, where some may have no token (else those
-    that do are counted); proximal_log_prob: what ratios are taken to, else behaviour_log_prob; reference_log_prob: what the
-    KL is taken to; entropy: with gradient; weight: from `importance.py`.
+    log_prob: of the policy in training, with gradient. behaviour_log_prob: of the policy that sampled.
+    advantage: without gradient. sequence: int64 index from 0 to S - 1.
+    n_sequences: S, where some sequences may have no token; default: the number of those that have one.
+    proximal_log_prob: denominator of the ratio; default behaviour_log_prob. reference_log_prob: for the KL.
+    entropy: with gradient. weight: from `advantages/importance.py`.
     """
 
     log_prob: Tensor
@@ -74,14 +73,14 @@ class CompletionTokens:
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """A policy objective as its arguments; the first half is read by `policy_loss`, the second by whoever makes advantages.
+    """Arguments of a policy objective. `policy_loss` reads the first half, the code that computes advantages the second.
 
-    ratio: "none" for log pi itself; clip_low, clip_high: how far a ratio may leave 1 and still be drawn further, None for
-    no clip; dual_clip: c above; average, constant: as above; kl_weight, kl, kl_in: the penalty, its estimator, and whether
-    it is a term of the loss or of the reward; entropy_weight.
+    ratio: "none" uses log pi. clip_low, clip_high: distance from 1 at which the gradient stops; None for no clip.
+    dual_clip: c above. aggregation, constant: as above. entropy_coef: weight of the entropy bonus.
+    kl_coef, kl_estimator, kl_apply_to: the KL penalty, its estimator, and whether it is part of the loss or of the reward.
 
-    baseline, deviation: `group_estimators.py`. DAPO's two other parts, groups that are drawn again and a reward that falls
-    before the limit (`overlong_reward`), are its rollouts' (`align/config.py`).
+    baseline, scale_rewards: see `advantages/group_advantages.py`. Two parts of DAPO belong to its rollouts
+    (`align/config.py`): resampling of groups with equal rewards, and `overlong_reward`.
     """
 
     ratio: RatioLevel = "none"
@@ -120,7 +119,7 @@ class PolicyLossConfig:
             raise ConfigError(f"dual_clip is {self.dual_clip}", expected="above 1")
 
 
-# REINFORCE and RLOO as printed sum over an answer and take the mean of answers: by all tokens it is the same direction.
+# As printed, REINFORCE and RLOO sum over a completion and average over completions. Token aggregation scales this only.
 _REINFORCE = PolicyLossConfig()
 _PPO = replace(
     _REINFORCE,
@@ -156,15 +155,15 @@ PRESETS: Mapping[str, PolicyLossConfig] = MappingProxyType(
 
 
 def policy_loss(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:
-    """The objective at the top of this file.
+    """Return the objective at the top of this file.
 
     Returns:
-        Loss: `total` [] and `count` [], metrics (sums, see there): policy_loss, entropy (if given), kl (to the reference, if
-        given), behaviour_kl (k3, of the policy that sampled from this one), ratio, ratio_max (the largest of its
-        sequence), clipped (tokens that the clip keeps from drawing further); and tokens, their number.
+        Loss: `total` [], `count` [] and metrics (sums, see above): policy_loss, entropy and kl to the reference (if given),
+        kl/behaviour (k3 between the sampling policy and this one), ratio/mean, ratio/max (largest of the sequence),
+        clip_fraction (tokens without gradient because of the clip), tokens (their number).
 
     Raises:
-        ConfigError: a constant average without its constant, or a KL in the loss without a reference.
+        ConfigError: constant aggregation without its constant, or a KL term without a reference.
     """
     lengths = _lengths(tokens.sequence, tokens.n_sequences, tokens.log_prob.dtype)
     weight, by, count = _aggregation_weights(
@@ -214,15 +213,15 @@ def value_loss(
     constant: float | None = None,
     n_sequences: int | None = None,
 ) -> Loss:
-    """A critic's loss: squares, and those of values that moved too far taken where they were cut off.
+    """Return the loss of a critic: squared errors, with the clipped value where that error is larger.
 
     total = sum_t w_t max((V - R)^2, (clip(V, V_old - e, V_old + e) - R)^2) / 2     (the code of arXiv:1707.06347)
 
     Args:
-        value: [N] with gradient; old_value: [N] when the tokens were sampled; target: [N] R; the rest as in `policy_loss`.
+        value: [N] with gradient. old_value: [N] at sampling time. target: [N] R. The others as in `policy_loss`.
 
     Returns:
-        Loss, with the metrics value_loss and value_clipped (tokens whose gradient the clip took).
+        Loss with metrics value_loss and value_clip_fraction (tokens without gradient because of the clip).
     """
     for name, given in (("old_value", old_value), ("target", target), ("sequence", sequence)):
         if given.shape != value.shape:
@@ -242,15 +241,15 @@ def value_loss(
 
 
 def overlong_reward(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """[S] what is added to the rewards of answers that come near the limit (DAPO, arXiv:2503.14476, eq. 13).
+    """Return the reward penalty [S] of completions near the length limit (DAPO, arXiv:2503.14476, eq. 13).
 
-    0 up to longest - buffer tokens, then falling evenly to -1 at `longest`, and -1 beyond.
+    0 up to max_length - buffer tokens, then linear down to -1 at max_length, and -1 beyond.
 
     Args:
-        lengths: [S] tokens of each answer.
+        lengths: [S] tokens of each completion.
 
     Raises:
-        ConfigError: a buffer that is not within 1 to longest.
+        ConfigError: buffer is not within 1 to max_length.
     """
     if not 1 <= buffer <= max_length:
         raise ConfigError(
@@ -260,7 +259,7 @@ def overlong_reward(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 def _lengths(sequence: Tensor, n_sequences: int | None, dtype: torch.dtype) -> Tensor:
-    """[S] tokens of each sequence; S at least 1, so that there is something to index."""
+    """Return [S] tokens per sequence; S is at least 1, so that indexing works."""
     least = max(1, n_sequences or 0)
     found = torch.bincount(sequence, minlength=least)
     if n_sequences is not None and len(found) > least:
@@ -277,7 +276,7 @@ def _aggregation_weights(
     average: LossAggregation,
     constant: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(w [N], what metrics are weighed by [N], count [])."""
+    """Return (w [N], weights of metrics [N], count [])."""
     ones = torch.ones_like(lengths[sequence])
     if average == "token":
         return ones, ones, lengths.sum()
@@ -298,7 +297,7 @@ def _aggregation_weights(
 def _surrogate(
     tokens: CompletionTokens, lengths: Tensor, method: PolicyLossConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(surrogate [N] with gradient, ratio [N], clipped [N] 0 or 1)."""
+    """Return (surrogate [N] with gradient, ratio [N], clipped [N] 0 or 1)."""
     old = tokens.behaviour_log_prob if tokens.proximal_log_prob is None else tokens.proximal_log_prob
     log_ratio = tokens.log_prob - old
     if method.ratio == "sequence":

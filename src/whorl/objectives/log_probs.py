@@ -1,24 +1,24 @@
-"""How likely the tokens are that were said: the log-probability of each, one by one, and the entropy of where it was drawn.
+"""Log-probability of each target token, and optionally the entropy of its distribution.
 
-    z_n = c tanh(W h_n / c) / temperature        (c: softcap; without, z_n = W h_n / temperature), -inf at forbidden ids
+    z_n = c tanh(W h_n / c) / temperature        (c: softcap; without, z_n = W h_n / temperature), -inf at banned ids
     log_prob_n = z_n[target_n] - lse(z_n)        entropy_n = - sum_v p_n(v) log p_n(v),   p_n = softmax(z_n)
 
-`next_token` sums these, so it can finish its gradient before it knows who asks. A policy's objective weighs each token by
-what came of it, and clips by the ratio to what it was, so here each is handed out and its weight g_n comes back:
+`next_token` sums these and computes its gradient in the forward pass. A policy objective weights each token, so here the
+backward pass receives the weights g_n (of log_prob) and e_n (of entropy):
 
-    d z_n = g_n (onehot_n - p_n) - e_n p_n (log p_n + entropy_n)           g, e: gradients of log_prob and entropy
+    d z_n = g_n (onehot_n - p_n) - e_n p_n (log p_n + entropy_n)
     d W h_n = d z_n (1 - tanh^2) / temperature,     d_h = d W h @ W,    d_W = (d W h)^T @ h
 
-As there, a large [N, V] tensor is never held: the logits are made chunk by chunk, and made anew in the backward, which costs
-one product in four. Up to `KEPT_LOGITS` they are kept instead, in the type that their product has, so that the gradient is
-the same to the bit. Where the head learns nothing (adapters) and no entropy is asked there is a way cheaper still: the
-gradient of h is then linear in g_n, row by row, so it is finished in the forward and only scaled later.
+A large [N, V] tensor is never held. Logits are computed by chunks and recomputed in the backward pass, which costs one
+matrix product in four. Up to `MAX_SAVED_LOGITS` they are saved in their own dtype instead; the gradient has the same
+bits. If the head is frozen (adapters) and no entropy is requested, the gradient of h is linear in g_n for each row. It is
+then computed in the forward pass and only scaled later.
 
-The subtle part is that a number is right only under the distribution that was sampled from. A sampler at temperature 0.9
-that never draws `pad` did not draw from softmax(W h): scored like that, its ratio is off by a little in every token, always
-in one direction. So temperature and the ids that are never drawn are arguments here, and a forbidden target is an error.
+The subtle point: a log-probability is right only under the distribution that was sampled from. With another temperature,
+or with ids that the sampler never draws, every ratio would be biased in one direction. So temperature and banned ids are
+arguments, and a banned target is an error.
 
-`token_log_probs_reference` is the definition, with all logits; tests hold values and gradients together.
+`token_log_probs_reference` is the definition, with all logits. Tests compare values and gradients.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ def token_log_probs(
     banned_mask: Tensor | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of N tokens in nats, with gradients to `hidden` and `head`.
+    """Return the log-probabilities of N tokens in nats, with gradients to `hidden` and `head`.
 
     Args:
-        hidden: [N, d_model], the network's output, in its compute type; head: [vocab, d_model], fp32.
-        targets: [N] the ids that were said.
-        temperature: that they were sampled at; softcap: c above.
-        forbidden: [vocab] bool, True for ids that the sampler never draws; they have no share of the normaliser.
-        entropy: whether it is wanted too. Its gradient is only taken if something asks for it.
+        hidden: [N, d_model], output of the network, in its compute dtype. head: [vocab, d_model], fp32.
+        targets: [N] token ids.
+        temperature: of the sampler. softcap: c above.
+        banned_mask: [vocab] bool, True for ids that the sampler never draws; they have no probability.
+        entropy: return the entropy too. Its gradient is computed only if it is used.
 
     Returns:
-        (log_prob [N] fp32, entropy [N] fp32 or None); fp64 if `hidden` is.
+        (log_prob [N] fp32, entropy [N] fp32 or None); fp64 if `hidden` is fp64.
 
     Raises:
-        ConfigError: shapes that do not fit, or a temperature or softcap that is not above 0.
-        DataError: a target that is forbidden.
+        ConfigError: shapes do not fit, or temperature or softcap is not above 0.
+        DataError: a target is banned.
     """
     _check(hidden, head, targets, temperature, softcap, banned_mask)
     learning = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
@@ -80,7 +80,7 @@ def token_log_probs_reference(
     banned_mask: Tensor | None = None,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The definition, with all logits. Arguments and results as in `token_log_probs`."""
+    """Return the definition, with all logits. Arguments and results as in `token_log_probs`."""
     dtype = accumulate_dtype(hidden)
     z = F.linear(hidden.to(dtype), head.to(dtype))
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
@@ -128,14 +128,14 @@ def _check(
 
 
 def accumulate_dtype(x: Tensor) -> torch.dtype:
-    """What sums over a vocabulary are taken in: fp32, or fp64 where that is what is given."""
+    """Return the dtype of sums over a vocabulary: fp64 for fp64 input, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _scale_logits(
     logits: Tensor, room: Tensor, temperature: float, softcap: float | None, out: Tensor | None
 ) -> Tensor:
-    """What is sampled from, before the softmax: z [n, V] of logits [n, V], written into `room`; out: ids."""
+    """Return z [n, V], the logits of the sampled distribution before the softmax, written into `buffer`. banned: ids."""
     z = room[: len(logits)].copy_(logits)
     if softcap is not None:
         z.div_(softcap).tanh_().mul_(softcap)
@@ -155,12 +155,12 @@ def _grad_logits(
     softcap: float | None,
     out: Tensor | None,
 ) -> Tensor:
-    """[n, V] gradient of the logits, in few passes over them, written into `room`.
+    """Return the gradient [n, V] of the logits, written into `buffer` in few passes.
 
-    log_normaliser: [n, 1] of z; g: [n] gradient of log_prob; e: [n] that of the entropy, and the entropy itself.
+    log_normalizer: [n, 1] of z. g: [n] gradient of log_prob. e: [n] gradient of the entropy, and the entropy.
     """
     log_p = torch.sub(z, log_normaliser, out=room[: len(z)])
-    pull = g[:, None]  # on p, and the target's onehot pulls the other way
+    pull = g[:, None]  # coefficient of -p; the onehot has the opposite sign
     if e is not None:
         pull = pull + e[0][:, None] * (_zero_banned_(log_p.clone(), out) + e[1][:, None])
     d = log_p.exp_().mul_(-pull).scatter_add_(1, targets[:, None], g[:, None])
@@ -170,12 +170,12 @@ def _grad_logits(
 
 
 def _zero_banned_(x: Tensor, out: Tensor | None) -> Tensor:
-    """x [n, V], in place, with 0 at the ids that are never drawn: p log p is 0 where p is, not 0 times -inf."""
+    """Set x [n, V] to 0 at banned ids, in place: p log p is 0 at p = 0, not 0 times -inf."""
     return x if out is None else x.index_fill_(1, out, 0.0)
 
 
 class _LogProbFunction(torch.autograd.Function):
-    """(log_prob [N], entropy [N] or None), by chunks of positions; see the top of this file."""
+    """Compute (log_prob [N], entropy [N] or None) by chunks of positions; see the top of this file."""
 
     @staticmethod
     def forward(
@@ -206,7 +206,7 @@ class _LogProbFunction(torch.autograd.Function):
             top = z.amax(dim=-1, keepdim=True)
             below = torch.sub(z, top, out=spare[: len(z)])
             said = below.gather(1, target[:, None])
-            p = torch.exp(below, out=z) if entropy else below.exp_()  # times the sum behind it
+            p = torch.exp(below, out=z) if entropy else below.exp_()  # unnormalized
             total = p.sum(dim=-1, keepdim=True)
             log_probs.append((said - total.log()).squeeze(1))
             normalisers.append(top + total.log())
@@ -255,7 +255,7 @@ class _LogProbFunction(torch.autograd.Function):
 
 
 def _scratch_buffers(hidden: Tensor, head: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Two of [chunk, V] in the wide type, that all chunks are worked out in: memory that is new costs more than the work."""
+    """Return two [chunk, V] buffers in the accumulation dtype for all chunks: new memory costs more than the computation."""
     shape = min(chunk, len(hidden)), len(head)
     return hidden.new_empty(shape, dtype=accumulate_dtype(hidden)), hidden.new_empty(
         shape, dtype=accumulate_dtype(hidden)

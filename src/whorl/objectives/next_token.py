@@ -1,18 +1,19 @@
-"""Next-token prediction: the cross-entropy of each token given those before it, summed over a batch.
+"""Next-token prediction: cross-entropy of each token given the tokens before it, summed over a batch.
 
     total = sum over t with mask[t] of  lse(z_t) - z_t[target_t]  +  z_loss * lse(z_t)^2,    z_t = W h_t
 
-(Shannon 1951, in nats; the second term keeps the normaliser near 1: PaLM, Chowdhery et al. 2022,
-arXiv:2204.02311, section 5.) The loss is summed and comes with its count: whoever accumulates over micro-batches
-and ranks divides once, by the global count, so that how a batch was cut never changes the step.
+In nats (Shannon 1951). The z-loss keeps the normalizer near 1 (PaLM, Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+The loss is a sum with a count. A caller that accumulates over micro-batches and ranks divides once by the global count,
+so the split of a batch never changes the step.
 
-The fast path never holds all logits. [tokens, vocab] in fp32 is by far the largest tensor of a small model, and
-written, read and written again it costs more time than the products that make it. So the loss is taken over
-chunks of tokens, and while a chunk's logits are hot its gradient is finished too: dz = softmax(z) - onehot, d_h =
-dz W, d_W += dz^T h, and where logits are capped, z = c tanh(W h / c), dz is multiplied by 1 - z^2 / c^2. The backward
-then only scales. (The scheme of Liger Kernel, Hsu et al. 2024, arXiv:2410.10989, section 3.2.) What happens to a chunk
-of logits between the products is one function, `logits_step`; on a GPU a caller may hand in a way to choose another
-(`nn/kernels/dispatch.py`). `next_token_reference` is the definition; a test holds values and gradients together.
+The fused path never holds all logits: [tokens, vocab] in fp32 is the largest tensor of a small model. It processes
+chunks of tokens and computes the gradient of a chunk while its logits are in cache:
+
+    dz = softmax(z) - onehot,   d_h = dz W,   d_W += dz^T h;    with a softcap z = c tanh(W h / c), dz *= 1 - z^2 / c^2
+
+The backward pass only scales these gradients (Liger Kernel, Hsu et al. 2024, arXiv:2410.10989, section 3.2). The step
+between the two matrix products is `logits_step`; on a GPU the caller may select another one (`nn/kernels/dispatch.py`).
+`next_token_reference` is the definition. A test compares values and gradients.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-CHUNK_LOGITS = 1 << 20  # how many are held at a time: 4 MB in fp32, about what a cache holds
-MIN_CHUNK_TOKENS = 128  # tokens; fewer make poor products
+CHUNK_LOGITS = 1 << 20  # logits held at a time: 4 MB in fp32, about the size of a cache
+MIN_CHUNK_TOKENS = 128  # tokens; smaller chunks make inefficient matrix products
 
-# (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V], logits' type);
-# the gradient may be written over the logits.
+# (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V] in the logits' dtype).
+# The gradient may overwrite the logits.
 LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
-# (hidden, head, softcap, the step below) -> the step to use
+# (hidden, head, softcap, the default step) -> the step to use
 LogitsStepSelector = Callable[[Tensor, Tensor, float | None, LogitsStep], LogitsStep]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What an objective returns: `total` is differentiable and summed, `count` is what to divide it by."""
+    """Result of an objective: `total` is differentiable and summed, `count` is its divisor."""
 
     total: Tensor
     count: Tensor
@@ -52,7 +53,7 @@ def next_token_reference(
     z_loss: float = 0.0,
     softcap: float | None = None,
 ) -> Loss:
-    """The definition, with all logits in fp32. Shapes as in `next_token`."""
+    """Return the loss by its definition, with all logits in fp32. Shapes as in `next_token`."""
     logits = F.linear(hidden.float(), head.float())  # [N, V]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -66,7 +67,7 @@ def next_token_reference(
 def logits_step(
     logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float = 0.0, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A `LogitsStep` by tensor operations, in fp32."""
+    """Compute a `LogitsStep` with tensor operations, in fp32."""
     given, logits = logits, logits.float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -75,7 +76,7 @@ def logits_step(
     total = (nll + z_loss * log_normaliser.square() * keep[:, None]).sum()
     p = (logits - log_normaliser).exp()
     onehot = torch.arange(logits.shape[-1], device=logits.device)[None, :] == targets[:, None]
-    # Of each chunk the gradient of sum(nll + z lse^2): p (1 + 2 z lse) - onehot, where there is a target.
+    # Gradient of sum(nll + z_loss lse^2) of a chunk: p (1 + 2 z_loss lse) - onehot, where there is a target.
     d_logits = (p * (1.0 + 2.0 * z_loss * log_normaliser) - onehot.float()) * keep[:, None]
     if softcap is not None:
         d_logits = d_logits * (1.0 - (logits / softcap).square())
@@ -83,7 +84,7 @@ def logits_step(
 
 
 class _Fused(torch.autograd.Function):
-    """(total, nll) with the gradients made on the way (see the top of this file)."""
+    """Compute (total, nll) and the gradients in one forward pass; see the top of this file."""
 
     @staticmethod
     def forward(
@@ -129,18 +130,18 @@ def next_token(
     softcap: float | None = None,
     select_step: LogitsStepSelector | None = None,
 ) -> Loss:
-    """Summed cross-entropy of the next tokens, in nats.
+    """Return the summed cross-entropy of the next tokens, in nats.
 
     Args:
-        hidden: [N, d_model], the network's output, in its compute type.
+        hidden: [N, d_model], output of the network, in its compute dtype.
         head: [vocab, d_model], fp32.
-        targets: [N] ids; mask: [N], True where there is a target (made with the tokens).
-        z_loss: weight of the squared log-normaliser.
+        targets: [N] ids. mask: [N], True where there is a target (made together with the tokens).
+        z_loss: weight of the squared log-normalizer.
         softcap: c, for a model whose logits are c tanh(W h / c) (Gemma 2, arXiv:2408.00118, section 2).
-        choose: names another `LogitsStep` than the one here, if there is a better one for the device.
+        select_step: returns another `LogitsStep` if there is a faster one for the device.
 
     Returns:
-        Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z term).
+        Loss: `total` [] fp32, `count` [] = number of targets, metrics `nll` (total without the z-loss).
     """
     keep = mask.float()
     step = logits_step if select_step is None else select_step(hidden, head, softcap, logits_step)

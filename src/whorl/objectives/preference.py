@@ -1,23 +1,23 @@
-"""Preferences: of two answers to a prompt one was chosen; or of one, whether it was good. No reward model, no sampling.
+"""Preference objectives: learn from pairs of completions, or from single labelled ones, without a reward model.
 
-A policy says of each answer y what it weighs, log pi(y|x), summed over its tokens; a frozen reference says the same. With
-    h = log pi(y) / ref(y), the implicit reward is beta h, and  D = h(chosen) - h(rejected), sigma the logistic function:
+log pi(y|x) is summed over the tokens of completion y. A frozen reference gives ref(y|x). With h = log pi(y) / ref(y)
+the implicit reward is beta h. D = h(chosen) - h(rejected), and sigma is the logistic function:
 
     DPO     - log sigma(beta D)                                          Rafailov et al. 2023, arXiv:2305.18290, eq. 7
             (1 - e) of that, and e of it with -D                         labels that are wrong with probability e (same page)
     IPO     (D - 1 / (2 beta))^2                                         Azar et al. 2023, arXiv:2310.12036, eq. 17
     SimPO   - log sigma(beta (log pi(c) / |c| - log pi(r) / |r|) - gamma)        Meng et al. 2024, arXiv:2405.14734, eq. 6
     ORPO    - log P(c) - weight log sigma(log odds(c) - log odds(r))     Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7
-            with P = pi^(1/|y|), odds = P / (1 - P)                      no reference; the first term is SFT's
-    KTO     w_good (1 - sigma(beta (h - z)))  of a good answer,          Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8
-            w_bad (1 - sigma(beta (z - h)))   of a bad one,              z = KL(pi || ref), held fixed
+            with P = pi^(1/|y|), odds = P / (1 - P)                      no reference; the first term is the SFT loss
+    KTO     w_d (1 - sigma(beta (h - z)))  of a desirable completion,    Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8
+            w_u (1 - sigma(beta (z - h)))  of an undesirable one,        z = KL(pi || ref), held fixed
 
-The subtle parts. DPO asks for a larger D without end, IPO for one value of it; as printed, over summed log-probs, IPO's aim
-is the same for a long answer as for a short one. Its authors' figures, and TRL's code, come from means over tokens:
-`per_token` says which. KTO's z is estimated from prompts with the answers of other prompts, and belongs to the whole batch:
-it is an argument, so that micro-batches do not change it.
+DPO increases D without limit; IPO moves it to one value. As printed, over summed log-probabilities, IPO's target does not
+depend on length. Its authors' experiments and TRL's code use means over tokens: `length_normalized` selects them. KTO's
+z is estimated on prompts paired with completions of other prompts. It belongs to the whole batch, so it is an argument
+and micro-batches do not change it.
 
-Log-probabilities are fp32 sums from `log_probs.py`; all arguments are [P], one a pair. Metrics are sums over pairs.
+Log-probabilities are fp32 sums from `log_probs.py`. All arguments are [P], one per pair. Metrics are sums over pairs.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from torch.nn import functional as F
 from whorl.errors import ConfigError
 from whorl.objectives.next_token import Loss
 
-MAX_LOG_PROB = -1e-6  # of a token's mean log-probability under the odds, which have no end at 0
+MAX_LOG_PROB = -1e-6  # upper bound of a mean log-probability: the odds diverge at 0
 
 
 @dataclass(frozen=True)
 class PairLogProbs:
-    """P pairs of answers; each field is [P].
+    """P pairs of completions; each field is [P].
 
-    chosen, rejected: summed log-probs under the policy, with gradient; reference_chosen, reference_rejected: under the
-    reference (DPO, IPO); chosen_length, rejected_length: how many tokens they were summed over (SimPO, ORPO, IPO per token).
+    chosen, rejected: summed log-probabilities under the policy, with gradient.
+    reference_chosen, reference_rejected: the same under the reference (DPO, IPO).
+    chosen_length, rejected_length: number of summed tokens (SimPO, ORPO, length-normalized IPO).
     """
 
     chosen: Tensor
@@ -59,7 +60,7 @@ class PairLogProbs:
                 )
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """h of the chosen and of the rejected.
+        """Return h of the chosen and of the rejected completions.
 
         Raises:
             ConfigError: there is no reference.
@@ -69,7 +70,7 @@ class PairLogProbs:
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def length_normalized(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-        """Both over their lengths; an answer without tokens says 0.
+        """Return both divided by their lengths; a completion without tokens gives 0.
 
         Raises:
             ConfigError: there are no lengths.
@@ -80,7 +81,7 @@ class PairLogProbs:
 
 
 def dpo(pairs: PairLogProbs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
-    """Direct preference optimisation. smoothing: e above, 0 to below 0.5."""
+    """Return the loss of direct preference optimization. label_smoothing: e above, 0 to below 0.5."""
     if not 0 <= label_smoothing < 0.5:
         raise ConfigError(f"smoothing is {label_smoothing}", expected="0 to below 0.5: half is no preference")
     chosen, rejected = pairs.log_ratios()
@@ -90,7 +91,7 @@ def dpo(pairs: PairLogProbs, *, beta: float = 0.1, label_smoothing: float = 0.0)
 
 
 def ipo(pairs: PairLogProbs, *, beta: float = 0.1, length_normalized: bool = False) -> Loss:
-    """Identity preference optimisation; beta is the paper's tau. per_token: h are means over tokens, see above."""
+    """Return the loss of identity preference optimization; beta is the paper's tau. length_normalized: h are means over tokens."""
     chosen, rejected = pairs.log_ratios()
     if length_normalized:
         chosen, rejected = pairs.length_normalized(chosen, rejected)
@@ -99,13 +100,13 @@ def ipo(pairs: PairLogProbs, *, beta: float = 0.1, length_normalized: bool = Fal
 
 
 def simpo(pairs: PairLogProbs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss:
-    """Preferences by mean log-probability, no reference; gamma: the margin that is asked for."""
+    """Return the SimPO loss on mean log-probabilities, without a reference. gamma: the target margin."""
     chosen, rejected = (beta * mean for mean in pairs.length_normalized(pairs.chosen, pairs.rejected))
     return _pair_loss(-F.logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
 def orpo(pairs: PairLogProbs, *, weight: float = 0.1) -> Loss:
-    """SFT on the chosen, and the odds ratio; metrics sft and odds too. weight: the paper's lambda."""
+    """Return the SFT loss of the chosen plus the odds-ratio term; adds metrics sft and log_odds_ratio. weight: the paper's lambda."""
     chosen, rejected = pairs.length_normalized(pairs.chosen, pairs.rejected)
     odds = _log_odds(chosen) - _log_odds(rejected)
     ratio = -F.logsigmoid(odds)
@@ -127,19 +128,20 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Loss:
-    """Kahneman-Tversky optimisation of single answers.
+    """Return the Kahneman-Tversky loss of single completions.
 
     Args:
-        log_prob, reference_log_prob: [S] summed over each answer, the first with gradient; good: [S] bool.
-        divergence: z above, of the whole batch (`kto_divergence`).
-        good_weight, bad_weight: to make up for one kind being rarer.
+        log_prob, reference_log_prob: [S] summed over each completion, the first with gradient.
+        desirable: [S] bool.
+        kl: z above, of the whole batch (`kto_kl`).
+        desirable_weight, undesirable_weight: w_d and w_u, for unequal class sizes.
 
     Returns:
-        Loss, count = S; metrics good_reward, bad_reward (sums over those), good, bad (how many), accuracy (good ones above z
-        and bad ones below), divergence (z once for each, so that the mean is z).
+        Loss with count = S. Metrics: rewards/desirable and rewards/undesirable (sums over each class), desirable and
+        undesirable (class sizes), rewards/accuracy (desirable above z, undesirable below), kl (z once per completion).
 
     Raises:
-        ConfigError: shapes that do not fit.
+        ConfigError: shapes do not fit.
     """
     if not log_prob.shape == reference_log_prob.shape == desirable.shape or log_prob.ndim != 1:
         raise ConfigError(
@@ -167,9 +169,9 @@ def kto(
 
 @torch.no_grad()
 def kto_kl(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
-    """[] the z of KTO (section 4.1): the mean of h over prompts with another prompt's answer, and not below 0.
+    """Return KTO's z [] (section 4.1): the mean of h over mismatched completions, at least 0.
 
-    log_prob, reference_log_prob: [M] summed over each such answer, of the whole batch.
+    log_prob, reference_log_prob: [M] summed over each completion of another prompt, of the whole batch.
     """
     if not len(log_prob):
         return torch.zeros((), device=log_prob.device)
@@ -177,7 +179,7 @@ def kto_kl(log_prob: Tensor, reference_log_prob: Tensor) -> Tensor:
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """log (P / (1 - P)) for log P < 0, by whichever way keeps the digits (Maechler 2012, "log1mexp")."""
+    """Return log (P / (1 - P)) for log P < 0, by the numerically stable branch (Maechler 2012, "log1mexp")."""
     x = log_p.clamp(max=MAX_LOG_PROB)
     near = x > -math.log(2)
     one_minus = torch.where(
@@ -189,7 +191,7 @@ def _log_odds(log_p: Tensor) -> Tensor:
 
 
 def _pair_loss(each: Tensor, chosen: Tensor, rejected: Tensor) -> Loss:
-    """Summed over pairs. chosen, rejected: [P] implicit rewards."""
+    """Return the loss summed over pairs. chosen, rejected: [P] implicit rewards."""
     chosen, rejected = chosen.detach(), rejected.detach()
     total = each.sum()
     metrics = {
@@ -197,6 +199,6 @@ def _pair_loss(each: Tensor, chosen: Tensor, rejected: Tensor) -> Loss:
         "rewards/rejected": rejected.sum(),
         "rewards/margin": (chosen - rejected).sum(),
         "rewards/accuracy": (chosen > rejected).sum(),
-        "ties": (chosen == rejected).sum(),  # pairs that are identical are, and teach nothing
+        "ties": (chosen == rejected).sum(),  # identical pairs tie, and have no gradient
     }
     return Loss(total, torch.full_like(total.detach(), float(len(each))), metrics)

@@ -1,17 +1,17 @@
-"""What keeps a mixture of experts in shape: equal loads, and small logits. Both are added to a task's loss.
+"""Auxiliary losses of mixtures of experts: load balance and router z-loss. Both are added to the loss of a task.
 
 Load balance (Switch, Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6), over the N tokens of a batch and E experts:
 
-    loss = E sum_e f_e P_e,    f_e = share of all choices that fell on e,    P_e = 1/N sum_n p_n(e)
+    loss = E sum_e f_e P_e,    f_e = share of all choices that selected e,    P_e = 1/N sum_n p_n(e)
 
-It is 1 when all loads are equal. f comes from a choice and has no gradient; P has. Router z-loss (ST-MoE, Zoph et al.
-2022, arXiv:2202.08906, eq. 5): the mean over tokens of (log sum_e exp z_n(e))^2.
+It is 1 when all loads are equal. f comes from a discrete choice and has no gradient; P has one. Router z-loss (ST-MoE,
+Zoph et al. 2022, arXiv:2202.08906, eq. 5): the mean over tokens of (log sum_e exp z_n(e))^2.
 
-The subtle part. As everywhere in the house a loss is summed over tokens and comes with its count. But the balance loss is a
-product of two means, so cut into micro-batches it would ask for balance within each. Given f, it is linear in p: pass the
-`loads` of the whole batch and any cut gives the same gradient; pass a micro-batch's own and it balances that.
+Both losses are summed over tokens and come with a count. The subtle point: the balance loss is a product of two means,
+so the `loads` of a micro-batch would balance each micro-batch on its own. For fixed f it is linear in p. With the
+`loads` of the whole batch, every split into micro-batches gives the same gradient.
 
-Shapes: scores and logits [N, E], loads [E], mask [N], True = a real token: fields of `nn.experts.Routing`,
+Shapes: scores and logits [N, E], loads [E], mask [N], True = a real token. They are fields of `nn.experts.Routing`,
 passed as tensors.
 """
 
@@ -25,7 +25,7 @@ from whorl.objectives.next_token import Loss
 
 
 def _weight(rows: Tensor, mask: Tensor | None) -> Tensor:
-    """[N] fp32: 1 for the tokens that count."""
+    """Return [N] fp32 weights: 1 for tokens that count, else 0."""
     if rows.dim() != 2:
         raise ConfigError(f"scores or logits have shape {tuple(rows.shape)}", expected="[tokens, experts]")
     if mask is None:
@@ -36,19 +36,19 @@ def _weight(rows: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def load_balance(scores: Tensor, loads: Tensor, mask: Tensor | None = None) -> Loss:
-    """Switch's balancing loss, summed over tokens.
+    """Return the Switch load-balancing loss, summed over tokens.
 
     Args:
-        scores: [N, E], softmax or sigmoid; each row is divided by its sum (DeepSeek-V3, arXiv:2412.19437, eq. 18), which
-            leaves a softmax as it is.
-        loads: [E], how often each expert was chosen, before any limit (`Routing.wished`); of this batch, or of a
-            larger one that this is a part of.
+        scores: [N, E], softmax or sigmoid. Each row is divided by its sum (DeepSeek-V3, arXiv:2412.19437, eq. 18), which
+            leaves a softmax unchanged.
+        loads: [E], how often each expert was chosen, before any capacity limit (`Routing.requested`). Of this batch, or of
+            a larger one that contains it.
 
     Returns:
         Loss: total [], count [] = tokens; metric `load_balance`, the summed loss without its graph.
 
     Raises:
-        ConfigError: the shapes do not belong together.
+        ConfigError: the shapes do not match.
     """
     weight = _weight(scores, mask)
     n_experts = scores.shape[1]
@@ -63,12 +63,12 @@ def load_balance(scores: Tensor, loads: Tensor, mask: Tensor | None = None) -> L
 
 
 def router_z(logits: Tensor, mask: Tensor | None = None) -> Loss:
-    """ST-MoE's z-loss, summed over tokens: sum_n (logsumexp z_n)^2.
+    """Return the ST-MoE router z-loss, summed over tokens: sum_n (logsumexp z_n)^2.
 
     logits: [N, E] -> Loss: total [], count [] = tokens; metric `router_z`.
 
     Raises:
-        ConfigError: the shapes do not belong together.
+        ConfigError: the shapes do not match.
     """
     weight = _weight(logits, mask)
     total = logits.float().logsumexp(dim=1).square() @ weight

@@ -73,7 +73,7 @@ def test_layers_with_names_keep_their_names() -> None:
 
 def test_layers_that_lend_keys_cannot_go_one_by_one() -> None:
     head = AttentionConfig(n_heads=2, n_kv_heads=2, head_dim=8)
-    config = mixed(share_keys=2, mixers={"a": head}, pattern=("a",))
+    config = mixed(kv_sharing_factor=2, mixers={"a": head}, pattern=("a",))
     with pytest.raises(ConfigError, match="lend keys"):
         select_layers(make_model(config, generator(0, "test")), 2)
 
@@ -122,7 +122,7 @@ def test_students_of_every_make_can_be_taught(student: dict[str, Any]) -> None:
     )
     network = PolicyModel(made)
     before = mean_divergence(made, teacher, texts, "forward")
-    learn(network, LiveTeacher(teacher), texts, config_of(epochs=12.0, share=0.5))
+    learn(network, LiveTeacher(teacher), texts, config_of(epochs=12.0, lr_scale=0.5))
     assert mean_divergence(made, teacher, texts, "forward") < 0.7 * before
     assert not any(p.requires_grad for p in teacher.parameters())
 

@@ -39,13 +39,13 @@ def told_of(n: int = 8, top: int = 6, **options: Any) -> CachedTeacher:
 
 
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
-    told = told_of(words=tokenizer_fingerprint(TOKENIZER))
+    told = told_of(vocab_fingerprint=tokenizer_fingerprint(TOKENIZER))
     found = CachedTeacher.load(told.save(tmp_path / "a"))
     assert [t.ids.tolist() for t in found.examples] == [t.ids.tolist() for t in told.examples]
     assert [t.loss_mask.tolist() for t in found.examples] == [t.loss_mask.tolist() for t in told.examples]
     assert torch.equal(found.top_ids, told.top_ids) and torch.equal(found.log_probs, told.log_probs)
     assert torch.equal(found.row_offsets, told.row_offsets) and found.identity() == told.identity()
-    for name in ("vocab_size", "words", "temperature", "teacher"):
+    for name in ("vocab_size", "vocab_fingerprint", "temperature", "teacher_name"):
         assert getattr(found, name) == getattr(told, name)
     manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
     assert manifest["top"] == 6 and manifest["texts"] == 8 and manifest["vocab_size"] == VOCAB
@@ -59,15 +59,15 @@ def test_any_texts_come_back_with_as_many_rows_as_targets(tmp_path_factory: Any,
         text = concat([257, *(i for i, _ in pairs)], [])
         texts.append(TokenizedExample(text.ids, torch.tensor([False, *(m for _, m in pairs)]).numpy()))
     model = model_of(0)
-    if not any(t.mask.any() for t in texts):
+    if not any(t.loss_mask.any() for t in texts):
         with pytest.raises(DataError, match="no id that is to be learnt"):
             cache_teacher_logits(model, texts, pad_id=258)
         return
     told = cache_teacher_logits(model, texts, pad_id=258, top_k=3)
     found = CachedTeacher.load(told.save(tmp_path_factory.mktemp("told")))
-    assert len(found.top_ids) == sum(int(t.mask.sum()) for t in texts) == int(found.row_offsets[-1])
+    assert len(found.top_ids) == sum(int(t.loss_mask.sum()) for t in texts) == int(found.row_offsets[-1])
     assert all(
-        (a.ids == b.ids).all() and (a.loss_mask == b.mask).all()
+        (a.ids == b.ids).all() and (a.loss_mask == b.loss_mask).all()
         for a, b in zip(found.examples, texts, strict=True)
     )
     assert torch.equal(found.log_probs, told.log_probs) and bool((found.log_probs.diff(dim=1) <= 0).all())
@@ -83,7 +83,7 @@ def test_the_passes_batches_change_nothing() -> None:
         assert torch.allclose(told.log_probs[told.row_offsets[n] : told.row_offsets[n + 1]], want, atol=1e-5)
 
 
-@pytest.mark.parametrize("damage", ["cut", "bit", "gone", "manifest", "field", "form", "not json"])
+@pytest.mark.parametrize("damage", ["cut", "bit", "gone", "manifest", "field", "format", "not json"])
 def test_what_is_damaged_is_named_and_never_used(tmp_path: Path, damage: str) -> None:
     folder = told_of().save(tmp_path)
     tensors, manifest = folder / TENSORS, folder / MANIFEST
@@ -100,7 +100,7 @@ def test_what_is_damaged_is_named_and_never_used(tmp_path: Path, damage: str) ->
         manifest.write_text("{")
     else:
         record = (
-            {**record, "form": 9} if damage == "form" else {k: v for k, v in record.items() if k != "words"}
+            {**record, "format": 9} if damage == "format" else {k: v for k, v in record.items() if k != "vocab_fingerprint"}
         )
         manifest.write_text(json.dumps(record))
     with pytest.raises(DataError, match=str(tmp_path)):
@@ -109,14 +109,14 @@ def test_what_is_damaged_is_named_and_never_used(tmp_path: Path, damage: str) ->
 
 def test_a_student_learns_from_few_ids_that_were_kept(tmp_path: Path) -> None:
     told = CachedTeacher.load(told_of(16, top=40).save(tmp_path))
-    figures = learn(network_of(), told, list(told.examples), config_of(epochs=12.0, share=1.0))
+    figures = learn(network_of(), told, list(told.examples), config_of(epochs=12.0, lr_scale=1.0))
     assert figures[-1]["kl"] < 0.6 * figures[0]["kl"]
 
 
 def test_what_was_kept_cannot_judge_anything_else() -> None:
     told, texts = told_of(), some_texts(8)
-    with pytest.raises(ConfigError, match=r"own is 0\.5"):
-        learn(network_of(), told, texts, config_of(own=0.5))
+    with pytest.raises(ConfigError, match=r"on_policy_fraction is 0\.5"):
+        learn(network_of(), told, texts, config_of(on_policy_fraction=0.5))
     with pytest.raises(ConfigError, match="asked at 1"):
         learn(network_of(), told, texts, config_of(temperature=2.0))
     with pytest.raises(DataError, match="nothing of these texts"):
@@ -127,6 +127,6 @@ def test_a_teacher_beside_learns_nothing() -> None:
     teacher = model_of(0)
     beside = LiveTeacher(teacher)
     before = beside.identity()
-    learn(network_of(), beside, some_texts(8), config_of(own=0.5, divergence="reverse"))
+    learn(network_of(), beside, some_texts(8), config_of(on_policy_fraction=0.5, divergence="reverse"))
     assert beside.identity() == before != LiveTeacher(model_of(3)).identity()
     assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())

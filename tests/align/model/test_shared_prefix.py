@@ -80,7 +80,7 @@ MODELS: dict[str, Any] = {
     "slopes": transformer(heads={"alibi": True, "rope": None}),
     "soft caps and sinks": transformer(heads={"softcap": 5.0, "sink": True}, logit_softcap=10.0),
     "learned positions": transformer(heads={"rope": None}, learned_positions=True),
-    "shared keys": transformer(share_keys=2),
+    "shared keys": transformer(kv_sharing_factor=2),
     "parallel": transformer(parallel=True),
 }  # fmt: skip
 

@@ -102,17 +102,17 @@ def test_how_a_step_is_cut_and_laid_changes_nothing(objective: str, lora: LoRACo
     net = moved(network(lora=lora))
     want, expected = gradients(net, config(objective, micro_batch_tokens=100_000))
     assert want["parts"] == 1 and want["count"] == (24 if objective == "kto" else 12)
-    assert want.get("divergence", 1.0) > 0
+    assert want.get("kl", 1.0) > 0
     trained = {n for n, p in net.named_parameters() if p.requires_grad}
     assert trained == expected.keys() and all(g.any() for g in expected.values())  # every one learns
     for change in (
-        {"micro_tokens": 1},
-        {"micro_tokens": 64},
+        {"micro_batch_tokens": 1},
+        {"micro_batch_tokens": 64},
         {"packing": True},
-        {"packing": True, "micro_tokens": 50},
+        {"packing": True, "micro_batch_tokens": 50},
     ):
         told, found = gradients(net, config(objective, **change))
-        assert told.pop("parts") > 1 or "micro_tokens" not in change
+        assert told.pop("parts") > 1 or "micro_batch_tokens" not in change
         for name, value in told.items():
             assert value == pytest.approx(want[name], rel=1e-4, abs=1e-4), (change, name)
         for name, g in found.items():
@@ -129,7 +129,7 @@ def test_dpo_by_hand() -> None:
         logits = of.model.logits(of.model(torch.from_numpy(text.ids)[None]))[0]
         assert of.banned_mask is not None
         log_p = logits.masked_fill(of.banned_mask, -torch.inf).log_softmax(-1)
-        each = [log_p[t - 1, text.ids[t]] for t in range(1, len(text)) if text.mask[t]]
+        each = [log_p[t - 1, text.ids[t]] for t in range(1, len(text)) if text.loss_mask[t]]
         return torch.stack(each).sum()
 
     terms = [
@@ -146,28 +146,28 @@ def test_dpo_by_hand() -> None:
     ]
     found = evaluate_preferences(net, pairs(), config(beta=0.3), pad_id=PAD, reference=reference)
     assert found["loss"] == pytest.approx(float(torch.stack(terms).mean().detach()), rel=1e-5)
-    assert 0 < found["accuracy"] < 1 and found["margin"] == pytest.approx(
-        found["chosen_reward"] - found["rejected_reward"], abs=1e-5
+    assert 0 < found["rewards/accuracy"] < 1 and found["rewards/margin"] == pytest.approx(
+        found["rewards/chosen"] - found["rewards/rejected"], abs=1e-5
     )
 
 
 def test_the_reference_is_asked_once_and_is_the_network_as_it_was() -> None:
     net, seen = network(), list[dict[str, float]]()
     train_preferences(
-        net, pairs(), config(epochs=4, share=0.01), pad_id=PAD, callback=lambda _, m: seen.append(m)
+        net, pairs(), config(epochs=4, lr_scale=0.01), pad_id=PAD, callback=lambda _, m: seen.append(m)
     )
     assert len(seen) == 12
     assert (
-        seen[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(seen[0]["margin"]) < 1e-4
+        seen[0]["loss"] == pytest.approx(np.log(2), abs=1e-4) and abs(seen[0]["rewards/margin"]) < 1e-4
     )  # nothing has moved
-    assert seen[-1]["margin"] > 0.01
+    assert seen[-1]["rewards/margin"] > 0.01
     again = evaluate_preferences(net, pairs(), config(), pad_id=PAD, reference=network())
-    assert again["margin"] > 0.01 and again["accuracy"] > 0.9
+    assert again["rewards/margin"] > 0.01 and again["rewards/accuracy"] > 0.9
 
 
 def test_a_stranger_answers_each_prompt() -> None:
     texts = [t for pair in pairs(8) for t in (pair.chosen, pair.rejected)]
-    made = mismatched_examples(texts, config("kto", length=10))
+    made = mismatched_examples(texts, config("kto", seq_len=10))
     assert len(made) == len(texts)
     for own, other in zip(texts, made, strict=True):
         n = own.prompt_length
@@ -194,12 +194,12 @@ def test_a_pair_is_two_opinions() -> None:
         evaluate_preferences(net, given, config("kto"), pad_id=PAD, reference=reference)
         for given in (pairs(), both)
     ]
-    assert told[0] == told[1] and told[0]["divergence"] > 0
+    assert told[0] == told[1] and told[0]["kl"] > 0
     only_good = evaluate_preferences(
         net, both[::2], config("kto"), pad_id=PAD, reference=reference
     )  # no NaN for the kind that is missing
-    assert only_good["chosen_reward"] == pytest.approx(told[0]["chosen_reward"], rel=1e-4)
-    assert only_good["rejected_reward"] == 0
+    assert only_good["rewards/chosen"] == pytest.approx(told[0]["rewards/chosen"], rel=1e-4)
+    assert only_good["rewards/rejected"] == 0
 
 
 def test_what_teaches_nothing_is_left_out_and_counted() -> None:

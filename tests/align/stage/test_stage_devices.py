@@ -173,7 +173,7 @@ def test_where_workers_sample(
 
 def test_a_gpu_that_is_not_there_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"ahead\.device is cuda"):
+    with pytest.raises(ConfigError, match=r"async_rollout\.device is cuda"):
         assign_devices(worker(folder), AsyncRolloutConfig(workers=1, device="cuda"), torch.device("cpu"))
 
 
@@ -236,7 +236,7 @@ def test_a_recipe_on_a_machine_with_another_device(
 ) -> None:
     """The steps themselves: figures before and after, a judge, an adapter that is merged on the way."""
     found = replace(probe(dtype="float32"), device=HERE)
-    monkeypatch.setattr("whorl.runs.probe", lambda: found)
+    monkeypatch.setattr("whorl.machine.device_probe.probe", lambda: found)
     monkeypatch.chdir(tmp_path)
     pairs = [json.dumps({"prompt": f"{i}?", "chosen": "yes", "rejected": "nay"}) for i in range(24)]
     Path("likes.jsonl").write_text("\n".join(pairs) + "\n")

@@ -131,8 +131,8 @@ def check_teacher(
         return
     if config.on_policy_fraction:
         raise ConfigError(
-            f"own is {config.on_policy_fraction:g}, and the teacher is not there: what it said is of given texts alone",
-            expected="a model beside, for what the student writes", do="set own to 0, or load the teacher",
+            f"on_policy_fraction is {config.on_policy_fraction:g}, and the teacher is not there: what it said is of given texts alone",
+            expected="a model beside, for what the student writes", do="set on_policy_fraction to 0, or load the teacher",
         )  # fmt: skip
     if teacher.temperature != config.temperature:
         raise ConfigError(
@@ -170,7 +170,7 @@ class _DistillationObjective:
         segments = part.get("segment_ids")
         records: list[Any] | None = [] if self.moe_balancer else None
         positions = None if segments is None else part["positions"]
-        hidden = model(part["tokens"], positions, segments, records=records)[mask]
+        hidden = model(part["tokens"], positions, segments, routings=records)[mask]
         if self.fresh:
             self._compare_log_probs(part, hidden.detach())
         loss = self.teacher.loss(part, hidden, model.head_weight, model.logit_softcap, self.config)

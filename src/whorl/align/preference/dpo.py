@@ -316,7 +316,7 @@ def mismatched_examples(
         own, start = texts[n].prompt_length, giver.prompt_length
         stop = start + max(1, config.seq_len - own)
         ids = np.concatenate([texts[n].ids[:own], giver.ids[start:stop]])
-        found[n] = TokenizedExample(ids, np.concatenate([np.zeros(own, np.bool_), giver.mask[start:stop]]))
+        found[n] = TokenizedExample(ids, np.concatenate([np.zeros(own, np.bool_), giver.loss_mask[start:stop]]))
         if prompts[n] != prompts[follows]:
             stranger = follows
         follows = n

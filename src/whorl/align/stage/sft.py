@@ -82,8 +82,8 @@ def fine_tune(
         )
     if config.replay_fraction and replay_data is None:
         raise DataError(
-            f"replay is {config.replay_fraction:g}, and there are no tokens of pretraining",
-            expected="the token set as a parent", do="name it, or set replay to 0",
+            f"replay_fraction is {config.replay_fraction:g}, and there are no tokens of pretraining",
+            expected="the token set as a parent", do="name it, or set replay_fraction to 0",
         )  # fmt: skip
     batches = _SFTBatches(examples, config, pad_id, replay_data)
     settings = config.model_dump(mode="json", exclude={"checkpoint_seconds", "replicas"})
@@ -143,7 +143,7 @@ class _SFTBatches:
         if config.replay_fraction:
             if config.batch_size < 2:
                 raise ConfigError(
-                    f"replay is {config.replay_fraction:g} and batch_rows {config.batch_size}",
+                    f"replay_fraction is {config.replay_fraction:g} and batch_size {config.batch_size}",
                     expected="2 rows a step at least: one of each kind",
                 )
             self.n_replay = min(

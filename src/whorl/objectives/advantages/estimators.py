@@ -1,18 +1,17 @@
-"""Returns and advantages: what a stretch of experience says about how good its states and actions were.
+"""Return and advantage estimators over trajectories.
 
-All are pure functions of time-major tensors [T, B] (T steps of B environments side by side), and none carries a gradient.
-What they share, in one convention:
+All are pure functions of time-major tensors [T, B] (T steps of B environments), without gradients. Conventions:
 
-    reward[t], value[t] = V(s_t), next_value[t] = V(s') for the state that the step really led to
-    terminated[t]: the episode ended there, nothing follows, so V(s') counts as 0
-    truncated[t]:  it was cut off there (a time limit), so V(s') counts, and nothing after it belongs to the episode
+    reward[t], value[t] = V(s_t), next_value[t] = V(s') for the state that the step led to
+    terminated[t]: the episode ended, so V(s') counts as 0
+    truncated[t]:  a time limit cut the episode off, so V(s') counts, and no later step belongs to the episode
 
-The subtle part is the last line. An environment that was cut off is reset, and the observation that comes back is the new
-episode's first; the value of *that* one is not what the cut step led to. So `next_value` comes from the final observation,
-which transitions carry, and a truncated step is bootstrapped like any other but never linked to its successor.
+The subtle point is truncation. A truncated environment is reset and returns the first observation of the next episode.
+Its value is not V(s'). So `next_value` comes from the final observation of the transition. A truncated step is
+bootstrapped like any other, but is never linked to its successor.
 
-They are one family (tests hold the identities): GAE with lambda = 1 is Monte Carlo minus the baseline, with lambda = 0 the
-one-step error; TD(lambda) is GAE plus the baseline; V-trace with all ratios 1 is the n-step return.
+The estimators are one family, and tests check the identities. GAE with lambda = 1 is Monte Carlo minus the baseline; with
+lambda = 0 it is the one-step error. TD(lambda) is GAE plus the baseline. V-trace with all ratios 1 is the n-step return.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch import Tensor
 class Trajectory:
     """T steps of B environments; each field is [T, B].
 
-    reward, value, next_value: fp32; terminated, truncated: bool. See the top of this file.
+    reward, value, next_value: fp32. terminated, truncated: bool. See the top of this file.
     """
 
     reward: Tensor
@@ -38,21 +37,21 @@ class Trajectory:
 
     @property
     def episode_end(self) -> Tensor:
-        """[T, B] True where the next step belongs to another episode."""
+        """Return [T, B], True where the next step belongs to another episode."""
         return self.terminated | self.truncated
 
     @property
     def same_episode(self) -> Tensor:
-        """[T, B] 1 where the next step belongs to the same episode, else 0."""
+        """Return [T, B], 1 where the next step belongs to the same episode, else 0."""
         return (~self.episode_end).to(self.reward.dtype)
 
     def td_error(self, discount: float) -> Tensor:
-        """[T, B] the one-step temporal-difference error r + discount V(s') - V(s) (Sutton & Barto 2018, eq. 6.5)."""
+        """Return [T, B] one-step TD errors, r + discount V(s') - V(s) (Sutton & Barto 2018, eq. 6.5)."""
         return self.reward + discount * self.next_value * ~self.terminated - self.value
 
 
 def _reverse_scan(first: Tensor, decay: Tensor) -> Tensor:
-    """x[t] = first[t] + decay[t] x[t + 1], from the end, where x[T] = 0.  first, decay: [T, B] -> [T, B]."""
+    """Return x[t] = first[t] + decay[t] x[t + 1] with x[T] = 0.  first, decay: [T, B] -> [T, B]."""
     out = torch.empty_like(first)
     following = torch.zeros_like(first[0])
     for t in range(first.shape[0] - 1, -1, -1):
@@ -62,7 +61,7 @@ def _reverse_scan(first: Tensor, decay: Tensor) -> Tensor:
 
 @torch.no_grad()
 def discounted_returns(steps: Trajectory, discount: float) -> Tensor:
-    """[T, B] discounted rewards to the end of the episode; V(s') stands for what lies beyond a cut or the last step."""
+    """Return [T, B] discounted rewards to the end of the episode; V(s') replaces the rewards after a cut or the last step."""
     beyond = steps.truncated.clone()
     beyond[-1] = True
     first = steps.reward + discount * steps.next_value * (beyond & ~steps.terminated)
@@ -71,7 +70,7 @@ def discounted_returns(steps: Trajectory, discount: float) -> Tensor:
 
 @torch.no_grad()
 def n_step_returns(steps: Trajectory, discount: float, n: int) -> Tensor:
-    """[T, B] n rewards and the value behind them (Sutton & Barto 2018, eq. 7.1); fewer where the episode or the data end.
+    """Return [T, B] n-step returns (Sutton & Barto 2018, eq. 7.1), with fewer rewards where the episode or the data end.
 
     Raises:
         ValueError: n < 1.
@@ -83,7 +82,7 @@ def n_step_returns(steps: Trajectory, discount: float, n: int) -> Tensor:
     out = one.clone()
     going = ~steps.episode_end
     for _ in range(n - 1):
-        # A return with k + 1 rewards is one reward and the next state's return with k.
+        # A return with k + 1 rewards is one reward plus the next state's return with k rewards.
         longer = one.clone()
         longer[: length - 1] = torch.where(going[:-1], steps.reward[:-1] + discount * out[1:], one[:-1])
         out = longer
@@ -92,19 +91,19 @@ def n_step_returns(steps: Trajectory, discount: float, n: int) -> Tensor:
 
 @torch.no_grad()
 def gae(steps: Trajectory, discount: float, lambda_: float) -> Tensor:
-    """[T, B] generalised advantage estimates (Schulman et al. 2016, arXiv:1506.02438, eq. 16)."""
+    """Return [T, B] generalized advantage estimates (Schulman et al. 2016, arXiv:1506.02438, eq. 16)."""
     return _reverse_scan(steps.td_error(discount), discount * lambda_ * steps.same_episode)
 
 
 @torch.no_grad()
 def td_lambda_returns(steps: Trajectory, discount: float, lambda_: float) -> Tensor:
-    """[T, B] lambda-returns (Sutton & Barto 2018, eq. 12.18): targets for a value function."""
+    """Return [T, B] lambda-returns (Sutton & Barto 2018, eq. 12.18), targets of a value function."""
     return gae(steps, discount, lambda_) + steps.value
 
 
 @dataclass(frozen=True)
 class VTrace:
-    """target: [T, B] what V(s_t) is to learn; advantage: [T, B] what the policy gradient is weighted with."""
+    """target: [T, B] regression target of V(s_t). advantage: [T, B] weight of the policy gradient."""
 
     target: Tensor
     advantage: Tensor
@@ -120,11 +119,11 @@ def v_trace(
     rho: float = 1.0,
     c: float = 1.0,
 ) -> VTrace:
-    """Off-policy corrected targets (Espeholt et al. 2018, IMPALA, arXiv:1802.01561, eq. 1).
+    """Return off-policy corrected targets and advantages (Espeholt et al. 2018, IMPALA, arXiv:1802.01561, eq. 1).
 
     Args:
-        log_ratio: [T, B] log of pi(a|s), the policy that learns, over mu(a|s), the one that acted.
-        rho, c: where the ratios are cut: rho bounds what is learnt towards, c how far back an error reaches.
+        log_ratio: [T, B] log of pi(a|s) / mu(a|s), policy in training over policy that acted.
+        rho, c: upper bounds of the ratios. rho bounds the fixed point, c how far an error propagates back.
     """
     ratio = log_ratio.exp()
     weight = ratio.clamp(max=rho)

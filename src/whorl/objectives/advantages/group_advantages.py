@@ -1,21 +1,20 @@
-"""Advantages without a critic: an answer is as good as it is better than others, to the same question or to all.
+"""Advantages without a critic: the reward of a completion relative to other completions.
 
-Of S answers with rewards r, those with the same number in `group` answer one prompt; n is how many do.
+Of S completions with rewards r, those with the same number in `group` belong to one prompt; n is their number.
 
     none            A = r
-    batch           A = r - mean of all                                     (Williams 1992: any baseline, less variance)
+    batch           A = r - mean of the batch                               (Williams 1992: any baseline, less variance)
     group           A = r - mean of the group                               GRPO, arXiv:2402.03300, section 4.1
     leave_one_out   A = r - mean of the group's others = n / (n - 1) (r - mean)          RLOO, arXiv:2402.14740, eq. 8
-    critic          not here: `text_estimators.py`
+    critic          see `token_gae.py`
 
-    deviation       none: as above (Dr. GRPO, arXiv:2503.20783); biased, unbiased: A / (deviation + eps), of the group, or of
-                    all where the baseline is; dividing by n or by n - 1. GRPO's paper does not say which; TRL's and verl's
-                    code is unbiased.
+    scale_rewards   none: as above (Dr. GRPO, arXiv:2503.20783)
+                    biased, unbiased: A / (std + eps), with divisor n or n - 1, of the group, or of the batch where the
+                    baseline is. The GRPO paper does not define the divisor; TRL and verl use n - 1.
 
-The subtle part is a group whose rewards are all equal. It says nothing about any answer, so its advantages are 0, exactly:
-a mean of n equal numbers may be off by its last bit, and divided by a deviation of the same bit becomes 1. Such groups are
-found by their extremes, and counted: of what share a batch teaches nothing is the first figure of a curriculum. eps does the
-same for rewards that differ by next to nothing.
+The subtle point is a group with equal rewards. Its advantages must be exactly 0, but a mean of n equal numbers may differ
+in its last bit, and divided by a deviation of the same size it becomes 1. Such groups are detected by minimum and
+maximum, set to 0, and counted. eps has the same effect for almost equal rewards.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ StdEstimator = Literal["none", "biased", "unbiased"]
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """advantage: [S]; groups: how many there are; even: how many of them have rewards that are all equal (n = 1 included);
-    all_equal: [S] True for answers of such a group."""
+    """advantage: [S]. n_groups: number of groups. n_zero_std: groups with equal rewards (including n = 1). zero_std: [S] bool,
+    True for completions of such a group.
+    """
 
     advantage: Tensor
     n_groups: int
@@ -52,15 +52,15 @@ def group_advantages(
     scale_rewards: StdEstimator = "none",
     eps: float = 1e-4,
 ) -> GroupAdvantages:
-    """Advantages of S answers by the baseline named.
+    """Return the advantages of S completions for a baseline.
 
     Args:
-        reward: [S]; group: [S] int64, any numbers from 0; groups may differ in size and lie anyhow.
-        eps: added to the deviation.
+        reward: [S]. group: [S] int64, any numbers from 0; groups may differ in size and order.
+        eps: added to the standard deviation.
 
     Raises:
-        ConfigError: shapes that do not fit, or a baseline that cannot be had here.
-        DataError: a reward that is not finite.
+        ConfigError: shapes do not fit, or the baseline needs a critic.
+        DataError: a reward is not finite.
     """
     if reward.ndim != 1 or reward.shape != group.shape:
         raise ConfigError(
@@ -87,7 +87,7 @@ def group_advantages(
     if scale_rewards != "none":
         divisor = told.n if scale_rewards == "biased" else (told.n - 1).clamp(min=1)
         scale = (told.sum_squares / divisor).sqrt() + eps
-        found = torch.where(told.zero_std, found, found / scale)  # no deviation, no division
+        found = torch.where(told.zero_std, found, found / scale)  # zero standard deviation: no division
     if baseline != "none":
         found = found.masked_fill(told.zero_std, 0.0)
     even = torch.zeros(len(names), dtype=torch.bool, device=reward.device).scatter(0, where, own.zero_std)
@@ -96,8 +96,10 @@ def group_advantages(
 
 @dataclass(frozen=True)
 class _GroupStats:
-    """Of those that each answer is compared with: how many, their mean, the sum of squares around it, whether all are
-    equal; each [S]."""
+    """Statistics of the completions that each one is compared with; each field is [S].
+
+    n: their number. mean: their mean. sum_squares: squared deviations, summed. zero_std: whether all are equal.
+    """
 
     n: Tensor
     mean: Tensor

@@ -1,18 +1,17 @@
-"""Stale samples put right: how much a token counts whose policy is no longer the one that learns.
+"""Importance weights of stale samples.
 
-With r_t = pi(y_t) / mu(y_t), pi the policy that the objective means (the proximal one, or the one that learns), mu the one
-that sampled (older weights, another precision), `rule` says what each token's term is multiplied with:
+With r_t = pi(y_t) / mu(y_t), pi is the policy of the objective (proximal, or in training). mu is the policy that sampled
+(older weights, or another precision). `rule` maps ratios to the weight of each token:
 
-    truncate    min(r_t, high)                        Espeholt et al. 2018, arXiv:1802.01561 (rho); below `low`, low
-    mask        r_t if low <= r_t <= high, else 0     a token that could not have come from pi teaches nothing about it
-    trace       min(r_t, high) prod over s < t of min(r_s, 1)       V-trace's weights: what came before must be likely too
+    truncate    min(r_t, high)                        Espeholt et al. 2018, arXiv:1802.01561 (rho); at least `low`
+    mask        r_t if low <= r_t <= high, else 0     drops tokens that are improbable under pi
+    trace       min(r_t, high) prod over s < t of min(r_s, 1)       the weights of V-trace, with the likelihood of the prefix
 
-level "token" takes r_t as it is. "sequence" takes the product over the sequence, which is the exact correction for a reward
-that comes at the end, and of hopeless variance for long answers; "mean" its geometric mean, as in GSPO (arXiv:2507.18071).
+level "token" uses r_t. "sequence" uses the product over the sequence: the exact correction for a reward at the end, with
+a variance that is too large for long completions. "mean" uses its geometric mean, as in GSPO (arXiv:2507.18071).
 
-The subtle part: weights carry no gradient. They say under which distribution an expectation is meant; if they were
-differentiated, the objective could be raised by moving them. And their statistics are the first to look at when a run goes
-wrong: an effective sample size well below 1 says that few tokens make the whole step.
+The subtle point: weights carry no gradient. They define the distribution of an expectation; differentiating them would
+optimize the distribution instead. An effective sample size far below 1 means that few tokens determine the step.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ ImportanceLevel = Literal["token", "sequence", "mean"]
 
 @dataclass(frozen=True)
 class ImportanceStats:
-    """What N ratios are like: mean (1 if mu really sampled them), least, largest, effective share of the sample
-    (sum r)^2 / (N sum r^2), mean absolute log-ratio, and share of tokens that the rule changed."""
+    """Statistics of N ratios before the rule.
+
+    ratio_mean: 1 in expectation if mu sampled the tokens. effective_sample_size: (sum r)^2 / (N sum r^2).
+    log_ratio_abs: mean absolute log-ratio. clip_fraction: share of tokens that the rule changed.
+    """
 
     ratio_mean: float
     ratio_min: float
@@ -54,14 +56,14 @@ def importance_weights(
     low: float = 0.0,
     high: float = 2.0,
 ) -> tuple[Tensor, ImportanceStats]:
-    """Weights [N] for `Tokens.weight`, without gradient, and the statistics of the ratios before the rule.
+    """Return weights [N] for `CompletionTokens.weight`, without gradient, and statistics of the ratios before the rule.
 
     Args:
-        log_prob: [N] of pi; behaviour_log_prob: [N] of mu; sequence: [N] int64, tokens of a sequence in their order.
-        low, high: the rule's bounds, as ratios.
+        log_prob: [N] of pi. behaviour_log_prob: [N] of mu. sequence: [N] int64, tokens of a sequence in order.
+        low, high: bounds of the rule, as ratios.
 
     Raises:
-        ConfigError: shapes that do not fit, bounds the wrong way round, or a trace of whole sequences.
+        ConfigError: shapes do not fit, low > high, or rule "trace" with a level other than "token".
     """
     if not log_prob.shape == behaviour_log_prob.shape == sequence.shape or log_prob.ndim != 1:
         raise ConfigError(
@@ -88,14 +90,14 @@ def importance_weights(
 
 
 def _prefix_ratio(log_ratio: Tensor, sequence: Tensor) -> Tensor:
-    """[N] exp of the sum over the tokens before, each in its sequence."""
+    """Return [N] exp of the sum over earlier tokens of the same sequence."""
     order = sequence.argsort(stable=True)
     ordered = log_ratio[order].double()
-    sums = ordered.cumsum(0) - ordered  # of all tokens before, those of other sequences too
+    sums = ordered.cumsum(0) - ordered  # over all earlier tokens, of other sequences too
     numbers = sequence[order]
     first = torch.ones_like(numbers, dtype=torch.bool)
     first[1:] = numbers[1:] != numbers[:-1]
-    begins = sums[first][first.cumsum(0) - 1]  # [N] what had gathered where the sequence begins
+    begins = sums[first][first.cumsum(0) - 1]  # [N] the cumulative sum at the start of the sequence
     out = torch.empty_like(log_ratio)
     out[order] = (sums - begins).exp().to(log_ratio.dtype)
     return out

@@ -1,13 +1,11 @@
-"""Advantages of tokens from a critic: `estimators.py` over texts that lie one behind the other.
+"""Advantages of tokens from a critic: GAE over concatenated completions.
 
-Each token that was sampled is a step: the state is the text before it, the action the token, the reward mostly 0 but at
-the last (plus a KL penalty at each, `divergences.kl_reward`). N tokens of S sequences are laid out [T, S], as long as the
-longest, and `gae` does the rest. Texts end: behind the last token nothing follows, so its next value is 0,
-unless it was cut off at the limit and is to be bootstrapped (`beyond`).
+Each sampled token is a step. The state is the text before it, the action is the token. The reward is usually 0 except at
+the last token, plus a KL penalty at each token (`divergences.kl_reward`). N tokens of S sequences are laid out as [T, S]
+for `gae`. After the last token of a completion the next value is 0, unless it was truncated and `bootstrap_value` is given.
 
-The subtle part is what a step is. Tokens that nobody chose (a prompt, a tool's answer, an id that was forced) are no steps:
-they are left out beforehand, and the next sampled token follows directly. So `value[t]` is the critic's word before token t,
-wherever it stood.
+The subtle point: tokens that the policy did not choose (prompt, tool output, forced ids) are not steps. The caller removes
+them, so the next sampled token follows directly. `value[t]` is the critic's value before token t.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ def token_gae(
     lambda_: float = 0.95,
     bootstrap_value: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantages of N tokens (PPO on texts: Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+    """Return the generalized advantages of N tokens (PPO for text: Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     Args:
-        reward, value: [N]; sequence: [N] int64, tokens of a sequence in their order.
-        beyond: [S] values behind the last token; 0, or none at all, where the text ended.
+        reward, value: [N]. sequence: [N] int64, tokens of a sequence in order.
+        bootstrap_value: [S] values after the last token; 0, or None for all, where the completion ended.
 
     Returns:
-        (advantage [N], target [N] for the critic).
+        (advantage [N], target [N] of the critic).
 
     Raises:
-        ConfigError: shapes that do not fit.
+        ConfigError: shapes do not fit.
     """
     place, steps = _to_trajectory(reward, value, sequence, bootstrap_value)
     advantage = gae(steps, discount, lambda_)[place] if len(reward) else torch.zeros_like(reward)
@@ -49,7 +47,7 @@ def token_gae(
 
 @torch.no_grad()
 def whiten(advantage: Tensor, std_estimator: StdEstimator = "biased", eps: float = 1e-8) -> Tensor:
-    """[N] less their mean, over their deviation: of a whole batch, before it is cut. 0 where all are equal."""
+    """Return [N] minus their mean, over their standard deviation, for a whole batch; 0 where all are equal."""
     if not len(advantage) or bool(advantage.min() == advantage.max()):
         return torch.zeros_like(advantage)
     centred = advantage - advantage.mean()
@@ -62,7 +60,7 @@ def whiten(advantage: Tensor, std_estimator: StdEstimator = "biased", eps: float
 def _to_trajectory(
     reward: Tensor, value: Tensor, sequence: Tensor, bootstrap_value: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], Trajectory]:
-    """(where each token lies in [T, S], the steps)."""
+    """Return (index of each token in [T, S], the steps)."""
     if not reward.shape == value.shape == sequence.shape or reward.ndim != 1:
         raise ConfigError(
             f"reward is {list(reward.shape)}, value {list(value.shape)}, sequence {list(sequence.shape)}",
@@ -94,5 +92,5 @@ def _to_trajectory(
     last[lengths[some] - 1, some] = True
     if bootstrap_value is not None:
         following[lengths[some] - 1, some] = bootstrap_value[some].to(value.dtype)
-    # What lies behind a text's end is 0 all through and linked to nothing; `truncated` bootstraps from `beyond`.
+    # Padding is 0 and linked to nothing; `truncated` bootstraps from `bootstrap_value`.
     return place, Trajectory(spread(reward), values, following, torch.zeros_like(last), last)
