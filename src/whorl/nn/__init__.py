@@ -1,7 +1,7 @@
-"""Layers, each written once: norms, rotary positions, attention, MLPs, n-gram memories.
+"""Layers, each written once: norms, positions, attention, MLPs, experts, recurrent layers, convolutions, kernels.
 
-A layer knows no objective and no optimiser. Weights are kept in fp32 (the master copy) and cast to the type of
-the activations where they are used, so the same module runs in whatever type the machine is fastest in.
+Layers do not depend on objectives or optimizers. Weights are kept in fp32 (the master copy) and cast to the type of
+the activations where they are used, so a module runs in the type that is fastest on the machine.
 """
 
 from whorl.nn.attention import Attention, LayerState, causal_attention, causal_attention_reference

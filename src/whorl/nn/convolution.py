@@ -1,21 +1,19 @@
-"""Two-dimensional convolution, its transpose, and what is better than its transpose for making pictures larger.
+"""Two-dimensional convolution, its transpose, and resize-convolution for upsampling.
 
     y[b, o, i, j] = sum over c, u, v of  w[o, c, u, v] x[b, c, s i + u - p, s j + v - p]           stride s, padding p
 
-(A correlation, strictly; the field never flips the kernel.) `convolve` says it as what it is, windows times one matrix;
-`Conv2d` asks the library, and a test holds the two together.
+`conv2d_reference` is the definition: windows times one matrix. `Conv2d` calls torch.
 
-The transpose maps a gradient of y back to one of x, and so makes pictures s times larger: every input pixel stamps its
-kernel, s pixels apart, and stamps that overlap add up. `transpose_convolve` says it as zero insertion: s - 1 zeros between
-the pixels, then a plain convolution with the kernel turned by half a turn. Read so, its flaw is plain. An output pixel
-sees only the taps that fall on real pixels, and which those are depends on its position modulo s, its phase. Each of the
-s^2 phases has a filter of its own, and nothing makes them agree. With kernel 3 and stride 2 they even differ in how many
-taps they have (4, 2, 2 and 1): a checkerboard. A kernel that is a multiple of the stride evens the counts out, but the
-filters stay different (Odena et al. 2016, "Deconvolution and Checkerboard Artifacts", doi:10.23915/distill.00003).
+The transpose makes images s times larger. `conv_transpose2d_reference` computes it by zero insertion: s - 1 zeros
+between the pixels, then a convolution with the kernel rotated by 180 degrees. An output pixel then uses only the taps
+on real pixels, which depend on its position modulo s, the phase. Each of the s^2 phases has a different filter. With
+kernel 3 and stride 2 the phases even differ in the number of taps (4, 2, 2 and 1): a checkerboard. A kernel that is a
+multiple of the stride has equal counts but different filters (Odena et al. 2016, "Deconvolution and Checkerboard
+Artifacts", doi:10.23915/distill.00003).
 
-`ResizeConv` enlarges first and convolves then: one filter for all. `checkerboard` measures the difference: the share of
-the output's energy that is a pattern of period s, for an input that has none (a constant). bench/nn/checkerboard.py has
-figures.
+`ResizeConv` upsamples first and convolves then: one filter for all phases. `checkerboard_energy` measures the
+difference: the fraction of the output's energy in a pattern of period s, for a constant input
+(bench/nn/checkerboard.py).
 
 Shapes are [B, C, H, W]; weights [c_out, c_in / groups, k, k], and [c_in, c_out / groups, k, k] for the transpose, as in
 torch.
@@ -42,10 +40,10 @@ def conv2d_reference(
     padding: int = 0,
     groups: int = 1,
 ) -> Tensor:
-    """The definition: all windows of the padded picture, times the kernels as one matrix.
+    """Return the convolution by the definition, [B, c_out, H', W']: all windows, times the kernels as one matrix.
 
-    x: [B, c_in, H, W]; weight: [c_out, c_in / groups, kh, kw]; bias: [c_out] -> [B, c_out, H', W'] with
-    H' = (H + 2 padding - kh) // stride + 1. Group g of the outputs reads group g of the inputs.
+    x: [B, c_in, H, W]; weight: [c_out, c_in / groups, kh, kw]; bias: [c_out];
+    H' = (H + 2 padding - kh) // stride + 1. Group g of the outputs uses group g of the inputs.
     """
     c_out, per_group, kh, kw = weight.shape
     padded = F.pad(x, (padding,) * 4)
@@ -66,16 +64,16 @@ def conv_transpose2d_reference(
     output_padding: int = 0,
     groups: int = 1,
 ) -> Tensor:
-    """The transpose of `convolve`, as zero insertion and a convolution with the turned kernel.
+    """Return the transposed convolution, as zero insertion and a convolution with the rotated kernel. -> [B, c_out, H', W'].
 
-    x: [B, c_in, H, W]; weight: [c_in, c_out / groups, k, k] -> [B, c_out, H', W'] with
+    x: [B, c_in, H, W]; weight: [c_in, c_out / groups, k, k];
     H' = (H - 1) stride - 2 padding + k + output_padding. Several H' have the same H under a strided convolution;
-    `output_padding` (less than the stride) says which is meant.
+    `output_padding` (less than the stride) selects one.
     """
     batch, c_in, height, width = x.shape
     spread = x.new_zeros(batch, c_in, (height - 1) * stride + 1, (width - 1) * stride + 1)
     spread[:, :, ::stride, ::stride] = x
-    # Inputs and outputs change places within each group: [g (c_in / g), c_out / g] -> [g (c_out / g), c_in / g].
+    # Inputs and outputs are exchanged within each group: [g (c_in / g), c_out / g] -> [g (c_out / g), c_in / g].
     _, per_group, kh, kw = weight.shape
     turned = weight.flip(2, 3).view(groups, c_in // groups, per_group, kh, kw).transpose(1, 2).flatten(0, 1)
     left, top = kw - 1 - padding, kh - 1 - padding  # may be negative: F.pad then crops
@@ -84,17 +82,17 @@ def conv_transpose2d_reference(
 
 
 def he_std(fan_in: float) -> float:
-    """He et al. 2015, arXiv:1502.01852, eq. 10: keeps the size of activations through a layer that a ReLU follows."""
+    """Return the std that keeps the size of activations through a layer and a ReLU (He et al. 2015, arXiv:1502.01852, eq. 10)."""
     return float((2.0 / fan_in) ** 0.5)
 
 
 class Conv2d(nn.Module):
-    """`convolve` by the library, with the weight kept in fp32.  x: [B, c_in, H, W] -> [B, c_out, H', W'].
+    """Convolution with an fp32 weight: x [B, c_in, H, W] -> [B, c_out, H', W'].
 
     Args:
         padding: by default half of the kernel, which keeps H and W at stride 1 (for an odd kernel).
         groups: c_in groups make a depthwise convolution.
-        std: of the initial weights, by default `he_std`; 0 for a layer that first outputs nothing.
+        std: of the initial weights, by default `he_std`; 0 for a layer whose first output is 0.
 
     Raises:
         ConfigError: a size is not positive, or the channels do not divide into the groups.
@@ -128,19 +126,19 @@ class Conv2d(nn.Module):
         return F.conv2d(x, weight, bias, self.stride, self.padding, groups=self.groups)
 
     def output_size(self, size: int) -> int:
-        """Side of the output for an input of side `size`."""
+        """Return the side of the output for an input of side `size`."""
         return (size + 2 * self.padding - self.kernel_size) // self.stride + 1
 
     def flops(self, size: int) -> float:
-        """Of the products for one picture of side `size`; a multiplication and an addition count as two."""
+        """Return the FLOPs for one image of side `size`; a multiplication and an addition count as two."""
         return 2.0 * self.weight.numel() * self.output_size(size) ** 2
 
 
 class ConvTranspose2d(nn.Module):
-    """`transpose_convolve` by the library: exactly `stride` times larger.  [B, c_in, H, W] -> [B, c_out, s H, s W].
+    """Transposed convolution, exactly `stride` times larger: [B, c_in, H, W] -> [B, c_out, s H, s W].
 
     Args:
-        kernel: at least the stride, or some outputs would see no input at all.
+        kernel_size: at least the stride, or some outputs would depend on no input.
 
     Raises:
         ConfigError: as for `Conv2d`; a kernel smaller than the stride; an even kernel at stride 1.
@@ -161,16 +159,18 @@ class ConvTranspose2d(nn.Module):
         _check(c_in, c_out, kernel_size, stride, 1)
         if kernel_size < stride:
             raise ConfigError(
-                f"kernel is {kernel_size}", expected=f"at least the stride, {stride}: else outputs have holes"
+                f"kernel_size is {kernel_size}",
+                expected=f"at least the stride, {stride}: otherwise some outputs depend on no input",
             )
         if stride == 1 and kernel_size % 2 == 0:
             raise ConfigError(
-                f"kernel is {kernel_size} at stride 1", expected="an odd number, so that the size is kept"
+                f"kernel_size is {kernel_size} at stride 1",
+                expected="an odd number, so that the size is kept",
             )
         self.stride = stride
         self.padding = (kernel_size - stride + 1) // 2
         self.output_padding = stride - kernel_size + 2 * self.padding
-        taps = c_in * (kernel_size / stride) ** 2  # that an output sees, on average
+        taps = c_in * (kernel_size / stride) ** 2  # taps per output, on average
         self.weight = _weight(
             (c_in, c_out, kernel_size, kernel_size), he_std(taps) if std is None else std, generator
         )
@@ -183,12 +183,12 @@ class ConvTranspose2d(nn.Module):
 
 
 class ResizeConv(nn.Module):
-    """Enlarge, then convolve: `TransposedConv2d` without the checkerboard.  [B, c_in, H, W] -> [B, c_out, s H, s W].
+    """Upsampling, then a convolution, without a checkerboard: [B, c_in, H, W] -> [B, c_out, s H, s W].
 
-    At kernel 3 and scale 2 it costs four times the products of the transposed convolution: that is the price.
+    At kernel 3 and scale 2 it costs four times the products of the transposed convolution.
 
     Args:
-        kernel: odd, so that the size is kept. scale: how many times larger. mode: how pixels are enlarged.
+        kernel_size: odd, so that the size is kept. scale: how many times larger. mode: of the upsampling.
 
     Raises:
         ConfigError: as for `Conv2d`; an even kernel; an unknown mode.
@@ -208,7 +208,9 @@ class ResizeConv(nn.Module):
     ) -> None:
         super().__init__()
         if kernel_size % 2 == 0:
-            raise ConfigError(f"kernel is {kernel_size}", expected="an odd number, so that the size is kept")
+            raise ConfigError(
+                f"kernel_size is {kernel_size}", expected="an odd number, so that the size is kept"
+            )
         if mode not in ("nearest", "bilinear"):
             raise ConfigError(f"mode is {mode!r}", expected="'nearest' or 'bilinear'")
         if scale < 1:
@@ -224,10 +226,10 @@ class ResizeConv(nn.Module):
 
 
 def phase_variance(y: Tensor, period: int) -> Tensor:
-    """Energy of the pattern of period `period` in pictures y [..., H, W] -> [...], constant part left out.
+    """Return the energy of patterns of period `period` in images y [..., H, W] -> [...], without the constant part.
 
-    The variance of the means of the period^2 classes of pixels. By Parseval it is the power of the spectrum at the
-    frequencies (i / period, j / period) but (0, 0), which are those of a checkerboard.
+    It is the variance of the means of the period^2 classes of pixels. By Parseval it equals the power of the spectrum
+    at the frequencies (i / period, j / period) except (0, 0), which are those of a checkerboard.
 
     Raises:
         ConfigError: H or W is not a multiple of the period.
@@ -235,7 +237,7 @@ def phase_variance(y: Tensor, period: int) -> Tensor:
     height, width = y.shape[-2:]
     if period < 1 or height % period or width % period:
         raise ConfigError(
-            f"pictures are {height} x {width} and the period is {period}", expected="multiples of the period"
+            f"images are {height} x {width} and the period is {period}", expected="multiples of the period"
         )
     cells = y.reshape(*y.shape[:-2], height // period, period, width // period, period)
     phases = cells.mean((-4, -2))  # [..., period, period]
@@ -253,12 +255,12 @@ def checkerboard_energy(
     margin: int = 2,
     generator: torch.Generator | None = None,
 ) -> float:
-    """Share of a layer's output energy that is a pattern of period `scale` though the input is constant: 0 is none, 1 all.
+    """Return the fraction of output energy in patterns of period `scale` for constant inputs: 0 is none, 1 all.
 
     Args:
         layer: [B, c_in, size, size] -> [B, c, scale size, scale size].
-        draws: constant inputs, of random values a channel.
-        margin: input pixels at each border whose outputs are left out: they see the padding.
+        n_samples: constant inputs, of random values per channel.
+        margin: input pixels at each border whose outputs are left out, because they depend on the padding.
     """
     values = torch.randn(n_samples, c_in, 1, 1, generator=generator)
     y = layer(values.expand(-1, -1, size, size).contiguous()).float()

@@ -1,24 +1,20 @@
-"""Products in fp8: eight bits a number, and a scale for each tensor.
+"""Matrix products in fp8, with one scale per tensor.
 
-    forward    y  = x W^T     x and W in E4M3 (4 bits of exponent, 3 of mantissa; the largest number is 448)
-    backward   dx = g W       g in E5M2 (5 and 2; 57,344): gradients need reach more than they need digits
+    forward    y  = x W^T     x and W in E4M3 (4 exponent bits, 3 mantissa bits; the largest number is 448)
+    backward   dx = g W       g in E5M2 (5 and 2; 57,344): gradients need range more than precision
                dW = g^T x
 
-(Micikevicius et al. 2022, arXiv:2209.05433, tables 1 and 2, section 3: E4M3 for weights and activations, E5M2 for gradients,
-sums and everything between products wider.) A tensor is first divided by its scale, max |t| / largest number, so that it
-fills the range; the product is multiplied by both scales. The scale is that of the tensor at hand ("current" scaling):
-a pass over it more than reusing the last steps' maxima costs, and no state that could be stale when a batch is odd or that a
-checkpoint would have to keep.
+Source: Micikevicius et al. 2022, arXiv:2209.05433, tables 1 and 2, section 3. A tensor is divided by its scale,
+max |t| / largest number, and the product is multiplied by both scales. The scale is computed from the current tensor
+("current" scaling). This costs one pass more than delayed scaling, but has no state to go stale or to save.
 
-What stays wide: the embedding, the head and routers, whose errors go straight into probabilities; norms, softmax,
-residual stream (bf16); experts' matrices, which have a path of their own (`nn/experts`); mixers that use a weight otherwise
-than through `Linear.forward`. Operands are kept for the backward in eight bits: half of what bf16 keeps.
+Not in fp8: embedding, head, routers, norms, softmax, the residual stream, experts' matrices (`nn/experts`), and mixers
+that use a weight without `Linear.forward`. Operands are kept for the backward in eight bits: half the bytes of bf16.
 
-The subtle part is that there are two paths. On a GPU that has it, `torch._scaled_mm` multiplies the eight bits; it wants
-the second operand column by column and every extent a multiple of 16. Elsewhere the numbers are rounded to eight bits and
-multiplied in fp32: the same rounding of the operands, sums in fp32, so what fp8 costs in bits per byte can be seen without
-such a GPU (it is slower than not doing it). A test holds the emulation to a reference that rounds number by number. The
-GPU's path is written against the documentation and has NOT been run on a GPU.
+The subtle part is that there are two paths. On a GPU with fp8, `torch._scaled_mm` multiplies; it requires the second
+operand in column-major order and all sizes to be multiples of 16. Elsewhere operands are rounded to fp8 and multiplied
+in fp32, which gives the same rounding but is slow. A test compares this emulation with a reference. The GPU path
+follows the documentation and has NOT been run on a GPU.
 """
 
 from __future__ import annotations
@@ -32,15 +28,15 @@ from torch import Tensor, nn
 from whorl.nn.linear import Linear
 
 FORWARD_DTYPE, BACKWARD_DTYPE = torch.float8_e4m3fn, torch.float8_e5m2
-ALIGNMENT = 16  # of every extent of a product, on a GPU
-MIN_SCALE = 1e-30  # of a scale: a tensor of zeros has none
+ALIGNMENT = 16  # of every size of a product, on a GPU
+MIN_SCALE = 1e-30  # the smallest scale, for a tensor of zeros
 
 
 def use_float8(model: nn.Module, prefix: str = "blocks.") -> list[str]:
-    """Lets the matrices of `model` under `prefix` multiply in fp8; returns the names of those layers.
+    """Make the linear layers of `model` under `prefix` multiply in fp8; return their names.
 
-    Weights stay as they are: rounding happens at each product. Layers with an extent that is no multiple of 16 are left out
-    (gates, small routers), here as on a GPU, so that both compute the same.
+    Weights stay unchanged and are rounded at each product. Layers with a size that is not a multiple of 16 (gates, small
+    routers) are skipped on every device, so that all devices compute the same.
     """
     names = []
     for name, module in model.named_modules():
@@ -53,9 +49,10 @@ def use_float8(model: nn.Module, prefix: str = "blocks.") -> list[str]:
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x: [..., d_in]; weight: [d_out, d_in]; bias: [d_out] or None -> [..., d_out] in the type of x.
+    """Return x W^T + bias by fp8 products, [..., d_out], in the type of x.
 
-    Rows that do not fit (their number is no multiple of 16: a sampler's) are multiplied in the type of x.
+    x: [..., d_in]; weight: [d_out, d_in]; bias: [d_out] or None. If the number of rows is not a multiple of 16 (as in
+    sampling), the product runs in the type of x.
     """
     flat = x.reshape(-1, x.shape[-1])
     if flat.shape[0] % ALIGNMENT or not flat.shape[0]:
@@ -67,9 +64,9 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def quantize(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(t / scale rounded to `dtype`, scale []), with the largest number of t at the end of the range.
+    """Return t / scale rounded to `dtype`, and the scale [], which maps the largest number of t to the end of the range.
 
-    What is NaN or infinite stays so, for the guard to see: an infinite maximum makes the quotients NaN.
+    NaN and infinity stay visible for the spike guard: an infinite maximum makes the quotients NaN.
     """
     scale = (t.abs().amax().float() / torch.finfo(dtype).max).clamp(min=MIN_SCALE)
     return (t.float() / scale).to(dtype), scale
@@ -101,12 +98,12 @@ class _Float8Matmul(torch.autograd.Function):
 def _scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """a b^T times both scales, in `dtype`.  a: [n, k], b: [m, k], both in eight bits -> [n, m].
+    """Return a b^T times both scales, [n, m] in `dtype`. a: [n, k], b: [m, k], both fp8.
 
-    fast: a GPU may add up in fewer bits, which forward products bear.
+    fast: a GPU may accumulate in fewer bits, which forward products tolerate.
     """
     if is_native(a):
-        # The second operand is read column by column: the transpose of a matrix that lies row by row.
+        # The second operand must be column-major: the transpose of a row-major matrix.
         found: Tensor = torch._scaled_mm(
             a.contiguous(), b.contiguous().t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=fast
         )  # fmt: skip
@@ -115,13 +112,13 @@ def _scaled_matmul(
 
 
 def is_native(t: Tensor) -> bool:
-    """Whether products of `t` are multiplied in eight bits, not emulated."""
+    """Return whether products of `t` run in fp8, not emulated."""
     return t.is_cuda and _has_float8()
 
 
 @cache
 def _has_float8() -> bool:
-    """Whether this GPU multiplies fp8 (capability 8.9: Ada, Hopper and later) and this torch lets it."""
+    """Return whether this GPU multiplies fp8 (capability 8.9 or higher: Ada, Hopper) and this torch supports it."""
     return (
         torch.cuda.is_available()
         and torch.cuda.get_device_capability() >= (8, 9)

@@ -1,8 +1,8 @@
-"""A linear layer whose master weight stays fp32.
+"""A linear layer with an fp32 master weight.
 
-The product runs in the type of its input: bf16 activations meet a bf16 copy of the weight, made on the fly (a
-weight is small beside the activations it multiplies). The gradient arrives in fp32, through the cast. Another product
-may be put in its place (`product`): fp8's, `nn/float8.py`.
+The product runs in the type of its input: bf16 activations are multiplied with a bf16 copy of the weight, cast at each
+call. The gradient reaches the fp32 weight through the cast. `matmul` replaces the product, for example by fp8
+(`nn/float8.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T, plus a bias if asked for.  x: [..., d_in] -> [..., d_out]; weight: [d_out, d_in].
+    """y = x W^T, plus an optional bias. x: [..., d_in] -> [..., d_out]; weight: [d_out, d_in].
 
     Args:
-        std: standard deviation of the initial weights; 0 makes a layer that first outputs nothing, which leaves
-            a residual branch silent at the start (as in muP and GPT-2's successors).
+        std: standard deviation of the initial weights; 0 makes a layer whose first output is 0, which makes a new
+            residual branch the identity (as in muP).
     """
 
-    # (x, weight as it is kept, bias in the type of x) -> y; None: the one in the type of x
+    # (x, fp32 weight, bias in the type of x) -> y; None is the product in the type of x.
     matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
 
     def __init__(

@@ -1,32 +1,26 @@
-"""Mamba: a linear recurrence whose memory chooses, at each position, what to keep.
+"""Mamba: a selective state space layer (Gu & Dao 2023, arXiv:2312.00752, algorithm 2).
 
-Gu & Dao 2023, arXiv:2312.00752, algorithm 2. Told as the difference from linear attention (`nn/attention/linear.py`): each
-of the E = expand * d_model features has a memory h of N numbers of its own, and each of these its own rate of decay,
-which depends on the input through the step size delta (eq. 2 and 4, B discretised by Euler as in the authors' program):
+Difference from linear attention (`nn/attention/linear.py`): each of the E = expand * d_model features has a separate
+state h of N numbers. Each of these has its own decay, which depends on the input through the step size delta (eq. 2
+and 4, B discretized by Euler as in the authors' program):
 
     h[t] = exp(delta[t] A) * h[t-1] + delta[t] B[t] x[t]          y[t] = C[t] h[t] + D x[t]
 
-A < 0 is learned; delta, B and C are made from x. A large delta forgets and writes, a small one passes over the position.
-Around it: x and a gate z come from one product, x goes through a causal convolution of width 4 and a SiLU, y * silu(z)
-through the way out (figure 3).
+A < 0 is learned; delta, B and C are computed from x. A large delta resets and writes, a small one skips the position.
 
-Three forms of the scan that a test holds together:
+x and a gate z come from one product. x passes a causal convolution of width 4 and a SiLU. The output is
+out(y * silu(z)) (figure 3).
 
-- `selective_scan_reference`, the definition, a loop that autograd can follow;
-- `selective_scan`, for training: rows are cut into chunks; of a chunk all decays and writes are made at once, then h
-  runs through it in place, one fused multiply-add a position, then all outputs at once. Only the memories between chunks
-  are kept for the backward, which makes the others again: a chunk bounds what is held beyond them;
-- `selective_scan_step`, for decoding.
+Three equal forms of the scan: `selective_scan_reference`, the definition as a loop; `selective_scan`, for training, in
+chunks, which keeps only the states between chunks and recomputes the others in the backward; `selective_scan_step`.
 
-The subtle parts. (1) A scan by prefix sums divides by products of decays, which underflow after tens of positions; here
-nothing is divided and each exponent is negative, so nothing can overflow. An associative scan would be safe too, but does
-log2(chunk) times the work, and on a CPU the work is the bound. (2) Memory lies as [N, E]: the long axis is the inner
-one, and what is the same for all features of a position is a scalar to it. (3) It is fp32 whatever comes in: decays near 1
-are what carries far, and bf16 knows nothing between 1 - 1/256 and 1. (4) Nothing crosses the border of a document: decay
-at its first position is 0, and the convolution does not look back over it.
+The subtle parts. (1) A scan by prefix sums divides by products of decays, which underflow. Here nothing is divided and
+each exponent is negative. An associative scan does log2(chunk) times the work. (2) The state is laid out as [N, E], with
+the long axis inside. (3) The state is always fp32: bf16 has no number between 1 - 1/256 and 1. (4) At a document border
+the decay is 0, and the convolution does not reach back over it.
 
-Shapes: x, delta, y [B, T, E]; A [E, N]; b, c [B, T, N]; keep [B, T], 0 where memory is emptied first, else 1; memory
-[B, N, E].
+Shapes: x, delta, y [B, T, E]; A [E, N]; b, c [B, T, N]; state [B, N, E]; keep [B, T], 0 where the state is reset
+before the position, else 1.
 """
 
 from __future__ import annotations
@@ -45,16 +39,18 @@ from whorl.nn.attention.short_conv import ShortConvolution, ShortConvState
 from whorl.nn.linear import Linear
 from whorl.nn.recurrent import document_starts, upcast
 
-CHUNK_ELEMENTS = 1 << 20  # memories a chunk: 4 MB, so that the buffers of a chunk stay in the cache
-# Memories a step: enough that calling the kernel does not count for much, and at the bound below which torch stays on one
-# thread: with two, they would meet at a barrier at every position.
+CHUNK_ELEMENTS = (
+    1 << 20
+)  # state elements per chunk: 4 MB, so that the buffers of a chunk stay in the CPU cache
+# State elements per step: enough to amortize the kernel call, and below the size at which torch uses several threads,
+# which would synchronize at every position.
 ROW_ELEMENTS = 1 << 15
 
 
 def selective_scan_reference(
     x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor, keep: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The definition (without D).  -> (y, the memory behind the last position)."""
+    """Return y and the state after the last position, by the definition (without D)."""
     outputs = []
     for t in range(x.shape[1]):
         if keep is not None:
@@ -67,7 +63,7 @@ def selective_scan_reference(
 def selective_scan_step(
     x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One position.  x, delta: [B, E]; b, c: [B, N] -> (y [B, E], the new memory)."""
+    """Return y [B, E] and the new state for one position. x, delta: [B, E]; b, c: [B, N]."""
     decay = torch.exp(delta[:, None] * a.t())  # [B, N, E]
     state = decay * state + b[..., None] * (delta * x)[:, None]
     return (c[:, None] @ state).squeeze(1), state
@@ -83,9 +79,9 @@ def selective_scan(
     keep: Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, for whole rows. Gradients go to x, delta, a, b and c; the memories have none, before and behind.
+    """Return y and the state after the last position, for whole rows. Gradients reach x, delta, a, b and c, not the states.
 
-    chunk: positions a chunk; None for what the cache holds.
+    chunk: positions per chunk; None for the size that fits the cache.
     """
     out: tuple[Tensor, Tensor] = _scan(x, delta, a, b, c, state, keep, chunk)
     return out
@@ -106,7 +102,7 @@ def _scan(
     rows = max(1, min(x.shape[0], ROW_ELEMENTS // row))
     chunk = chunk or max(8, min(64, CHUNK_ELEMENTS // (rows * row)))
     with torch.no_grad():
-        # Time first: the rows of one position lie together.
+        # Time first: the rows of one position are adjacent in memory.
         keep_ = None if keep is None else keep.to(x.dtype).t()[..., None, None].contiguous()  # [T, B, 1, 1]
     first = [t.transpose(0, 1).contiguous() for t in (x, delta, b, c)]
     y, last = _Scan.apply(*first, a.t().contiguous(), keep_, memory, rows, chunk)  # type: ignore[no-untyped-call]
@@ -114,7 +110,10 @@ def _scan(
 
 
 class _Scan(torch.autograd.Function):
-    """x, delta, y: [T, B, E]; b, c: [T, B, N]; a: [N, E]; keep: [T, B, 1, 1]. `rows` and `chunk` are worked on at a time."""
+    """The scan with its backward. `rows` rows and `chunk` positions are processed at a time.
+
+    x, delta, y: [T, B, E]; b, c: [T, B, N]; a: [N, E]; keep: [T, B, 1, 1].
+    """
 
     @staticmethod
     def forward(
@@ -131,7 +130,7 @@ class _Scan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         length, batch, _ = x.shape
         chunks = list(range(0, length, chunk))
-        before = x.new_empty(len(chunks), *memory.shape)  # the memory that each chunk begins with
+        before = x.new_empty(len(chunks), *memory.shape)  # the state at the start of each chunk
         y, last = torch.empty_like(x), torch.empty_like(memory)
         write = delta * x
         for r in _chunk_slices(batch, rows):
@@ -184,7 +183,7 @@ class _Scan(torch.autograd.Function):
 
 
 class _ScanBuffers:
-    """Buffers that the chunks use one after the other: fresh ones cost more than what is written to them."""
+    """Buffers that all chunks reuse, because allocating them costs more than filling them."""
 
     def __init__(self, chunk: int, memory: Tensor) -> None:
         self.decay = memory.new_empty(chunk, *memory.shape)  # [C, B, N, E]
@@ -193,8 +192,10 @@ class _ScanBuffers:
     def run_chunk(
         self, write: Tensor, delta: Tensor, b: Tensor, a: Tensor, keep: Tensor | None, memory: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """write (delta x), delta: [C, B, E]; b: [C, B, N]; keep: [C, B, 1, 1]; memory: [B, N, E], before the chunk.
-        -> (decay [C, B, N, E], memories [C + 1, B, N, E]: before the chunk, then behind each position), until the next call.
+        """Return decay [C, B, N, E] and states [C + 1, B, N, E] (before the chunk, then after each position).
+
+        write (delta x), delta: [C, B, E]; b: [C, B, N]; keep: [C, B, 1, 1]; memory: [B, N, E], the first state.
+        The returned buffers are valid until the next call.
         """
         n = len(write)
         # exp(x) = 2^(x log2(e)): torch's exp2 took a fifth of the time of its exp.
@@ -215,8 +216,7 @@ def _chunk_slices(length: int, size: int) -> Iterator[slice]:
 
 
 def causal_conv1d(x: Tensor, layer: ShortConvolution) -> Tensor:
-    """`layer` on whole rows of one document each: nothing to hide, so a multiply-add for each of its positions, in less
-    than half of the time.  x: [B, T, E] -> same."""
+    """Return `layer` applied to whole rows of one document each, [B, T, E]: one multiply-add per tap, in half the time."""
     assert layer.bias is not None
     length, width = x.shape[1], layer.width
     padded, weight = F.pad(x, (0, 0, width - 1, 0)), layer.weight.to(x.dtype).t().contiguous()
@@ -228,9 +228,9 @@ def causal_conv1d(x: Tensor, layer: ShortConvolution) -> Tensor:
 
 @dataclass
 class MambaState:
-    """memory: [B, N, E]; window: the last positions before the convolution; both fp32, of one size whatever the length.
+    """State of one layer. ssm_state: [B, N, E]; conv_state: the last inputs of the convolution. Both fp32, of fixed size.
 
-    segment, document: [B] the newest position's segment (once segments have been given), and how many came before it.
+    segment, document: [B] the newest position's segment (after the first segments), and the number of earlier documents.
     """
 
     ssm_state: Tensor
@@ -247,22 +247,22 @@ class MambaState:
 
 
 class Mamba(nn.Module):
-    """A `Mixer`.  x: [B, T, d_model] -> [B, T, d_model].
+    """Mamba layer, a `Mixer`: x [B, T, d_model] -> [B, T, d_model].
 
-    Weights: `inward` [2 E, d_model] (x, then the gate), `convolution`, `selection` [rank + 2 N, E] (delta, b, c), `delta`
-    [E, rank] with a bias, `a_log` [E, N] (A = -exp of it, from -1 .. -N: S4D-real, sec. 3.6), `d` [E], `out` [d_model, E],
-    which starts at 0 as the last layer of every branch here.
+    Weights: `inward` [2 E, d_model] (x, then the gate); `convolution`; `selection` [rank + 2 N, E] (delta, b, c).
+    `delta` [E, rank] with a bias; `a_log` [E, N] (A = -exp(a_log), from -1 .. -N: S4D-real, sec. 3.6); `d` [E].
+    `out` [d_model, E], which starts at 0.
 
     Args:
-        d_state: N, numbers of memory a feature.
+        d_state: N, state numbers per feature.
         expand: E / d_model.
         width: of the convolution.
-        delta_rank: features that delta is made from; d_model / 16 rounded up by default.
-        delta_min, delta_max: between them softplus of delta's bias starts, uniform in the logarithm (sec. 3.6).
+        delta_rank: rank of the projection to delta; d_model / 16 rounded up by default.
+        delta_min, delta_max: range of softplus of delta's initial bias, uniform in the logarithm (sec. 3.6).
         chunk: as in `selective_scan`.
 
     Raises:
-        ConfigError: a size is below 1, or not 0 < delta_min < delta_max. In `forward`: x does not fit, the state is of
+        ConfigError: a size is below 1, or not 0 < delta_min < delta_max. In `forward`: x does not fit, the state has
             other rows, or segments begin in the middle of a row.
     """
 
@@ -307,7 +307,7 @@ class Mamba(nn.Module):
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> MambaState:
-        """Empty. Capacity is of no account; dtype only if it is wider than fp32."""
+        """Return an empty state. Capacity is ignored; dtype counts only if it is wider than fp32."""
         dtype = torch.promote_types(dtype, torch.float32)
         window = self.convolution.new_state(batch, dtype=dtype, device=device)
         return MambaState(torch.zeros(batch, self.d_state, self.d_inner, dtype=dtype, device=device), window)
@@ -320,13 +320,16 @@ class Mamba(nn.Module):
         segments: Tensor | None = None,
         state: MambaState | None = None,
     ) -> Tensor:
-        """As `Mixer` says; positions are of no account. What the state keeps carries no gradient. Behind a state, no
-        segments mean that each row goes on in its last document."""
+        """Return the layer's output, as in `Mixer`. Positions are ignored. The state carries no gradient.
+
+        With a state and without segments, each row continues its last document.
+        """
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
         if state is not None and len(state.ssm_state) != len(x):
             raise ConfigError(
-                f"the state is of {len(state.ssm_state)} rows and x of {len(x)}", expected="as many rows"
+                f"the state is of {len(state.ssm_state)} rows and x of {len(x)}",
+                expected="the same number of rows",
             )
         begins, documents = self._document_starts(segments, state)
         mixed, gate = self.inward(x).chunk(2, dim=-1)  # [B, T, E] each
@@ -345,7 +348,7 @@ class Mamba(nn.Module):
     def _select_and_scan(
         self, x: Tensor, begins: Tensor | None, state: MambaState | None
     ) -> tuple[Tensor, Tensor]:
-        """x: [B, T, E], convolved -> (y [B, T, E], the memory behind it)."""
+        """Return y [B, T, E] and the state after it, for convolved x [B, T, E]."""
         low, b, c = self.selection(x).split([self.rank, self.d_state, self.d_state], dim=-1)
         assert self.delta.bias is not None
         # The bias is added in fp32: it starts near -6, where bf16 is too coarse for the exponent that follows.
@@ -364,8 +367,10 @@ class Mamba(nn.Module):
     def _document_starts(
         segments: Tensor | None, state: MambaState | None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """[B, T] where a document begins, and the number of each position's document in its row: an id that returns
-        after another is a new document, which the convolution could not tell from the ids."""
+        """Return [B, T] document starts, and the number of each position's document in its row.
+
+        An id that returns after another is a new document, which the convolution could not derive from the ids.
+        """
         if state is None:
             begins = document_starts(segments, None, 0)
             return begins, None if begins is None else begins.cumsum(1)

@@ -1,15 +1,16 @@
-"""The two-layer perceptron of a transformer block, plain or gated.
+"""The MLP of a transformer block, plain or gated.
 
 - `relu2`: down(relu(up(x))^2), the squared ReLU of Primer (So et al. 2021, arXiv:2109.08668).
-- `gelu`: down(gelu(up(x))), gelu(x) = x * Phi(x), Phi the normal distribution's (Hendrycks & Gimpel 2016,
-  arXiv:1606.08415): BERT, ViT. `gelu_tanh`: its approximation by a tanh (sec. 2 there): GPT-2. The two differ by up
-  to 5e-4, so a checkpoint should meet the one it was trained with. `quick_gelu`: x * sigmoid(1.702 x) (ibid.), off by up
-  to 0.02: CLIP's published weights. Written as silu(1.702 x) / 1.702, it keeps one tensor for its backward pass.
-- `swiglu`: down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202, eq. 6): Llama. Three matrices instead of two:
-  at equal parameters its hidden width is 2/3 of the plain one's.
-- `geglu`: down(gelu_tanh(gate(x)) * up(x)) (ibid.): Gemma, whose GELU is the approximated one.
+- `gelu`: down(gelu(up(x))), gelu(x) = x * Phi(x), with Phi the normal distribution's CDF (Hendrycks & Gimpel 2016,
+  arXiv:1606.08415): BERT, ViT.
+- `gelu_tanh`: its tanh approximation (sec. 2 there): GPT-2. The two differ by up to 5e-4.
+- `quick_gelu`: x * sigmoid(1.702 x) (ibid.), off by up to 0.02: CLIP's published weights. It is computed as
+  silu(1.702 x) / 1.702, which keeps one tensor for the backward pass.
+- `swiglu`: down(silu(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202, eq. 6): Llama. It has three matrices; at equal
+  parameters its hidden width is 2/3 of the plain one's.
+- `geglu`: down(gelu_tanh(gate(x)) * up(x)) (ibid.): Gemma.
 
-The gate and the up projection of a gated kind are one matrix, `up`, gate first: one product makes both.
+The gate and the up projection of a gated kind are one matrix, `up`, gate first: one product computes both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ GATED = ("swiglu", "geglu")
 
 
 def up_width(hidden: int, kind: Activation) -> int:
-    """Outputs of the up projection: the gate needs as many again.
+    """Return the output width of the up projection, which is doubled by a gate.
 
     Raises:
         ConfigError: `kind` is unknown.
@@ -39,7 +40,7 @@ def up_width(hidden: int, kind: Activation) -> int:
 
 
 def activate(h: Tensor, kind: Activation) -> Tensor:
-    """h: [..., up_width(hidden, kind)], gate first where there is one -> [..., hidden]."""
+    """Return the activations [..., hidden] of h [..., up_width(hidden, kind)], where a gate comes first."""
     if kind in GATED:
         gate, h = h.chunk(2, dim=-1)
         return (F.silu(gate) if kind == "swiglu" else F.gelu(gate, approximate="tanh")) * h
@@ -51,7 +52,7 @@ def activate(h: Tensor, kind: Activation) -> Tensor:
 
 
 class MLP(nn.Module):
-    """x: [..., d] -> [..., d].  `down` starts at zero, so that a new block is the identity.
+    """Two-layer MLP: x [..., d] -> [..., d]. `down` starts at zero, so that a new block is the identity.
 
     Args:
         d, hidden: widths outside and inside.

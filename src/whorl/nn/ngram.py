@@ -1,16 +1,15 @@
-"""A memory addressed by n-grams: one embedding row for each hash of the last n token ids.
+"""N-gram embedding: one embedding row for each hash of the last n token ids.
 
     x_t += sum over n of table_n[hash(ids[t-n+1 .. t]) mod buckets]
 
-Why. What follows two or three given tokens is mostly a matter of looking it up, and a look-up costs no products:
-a row read and, in the backward, a row written. A transformer that is given these rows need not spend its few
-layers on imitating an n-gram model, and reaches in minutes what its own products would take many times longer to
-learn. Sources: hash embeddings (Svenstrup et al. 2017, arXiv:1709.03933); over-encoding (Huang et al. 2025,
-Over-Tokenized Transformer, arXiv:2501.16975). What it buys here is measured in bench/plan/ngram_token_shift.py.
+The prediction after two or three given tokens is mostly a table lookup, which costs no matrix products: a row read and,
+in the backward, a row written. With these rows, a transformer does not have to learn an n-gram model in its layers.
+Sources: hash embeddings (Svenstrup et al. 2017, arXiv:1709.03933); over-encoding (Huang et al. 2025, Over-Tokenized
+Transformer, arXiv:2501.16975). The gain is measured in bench/plan/ngram_token_shift.py.
 
-Subtle: the gradient of a table is sparse (a few thousand rows of hundreds of thousands), so look-ups use sparse
-gradients and stay outside of a compiled region, and the optimiser touches those rows only. An n-gram that
-would reach over the start of a document takes a boundary mark for the missing tokens, never the neighbour's ids.
+The subtle part: the gradient of a table is sparse (a few thousand rows of hundreds of thousands). Lookups use sparse
+gradients outside compiled regions, and the optimizer updates those rows only. An n-gram that would cross the start of
+a document has a boundary mark for the missing tokens.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ def ngram_bucket_ids(
     segments: Tensor | None = None,
     prefix_ids: Tensor | None = None,
 ) -> list[Tensor]:
-    """Row numbers of the n-gram that ends at each position, for each order.
+    """Return the row number of the n-gram that ends at each position: one [B, T] int64 tensor per order, 0..buckets-1.
 
-    ids: [B, T] integers; segments: [B, T] or None; before: [B, K] ids that precede the row (a decoder's state; -1
-    where there are none) -> one [B, T] int64 tensor an order, each value in 0..buckets-1.
+    ids: [B, T] integers; segments: [B, T] or None; prefix_ids: [B, K] ids that precede the row (a decoder's state),
+    -1 where none exist.
     """
     reach = max(orders) - 1
     if prefix_ids is None:
         prefix_ids = ids.new_full((ids.shape[0], reach), -1, dtype=torch.int64)
     padded = torch.cat([prefix_ids[:, prefix_ids.shape[1] - reach :], ids.long()], dim=1)  # [B, reach + T]
     length = ids.shape[1]
-    if padded.shape == (1, reach + 1):  # decoding: integers in place of thirty tiny tensor operations
+    if padded.shape == (1, reach + 1):  # decoding: Python integers replace thirty tiny tensor operations
         *earlier, last = padded[0].tolist()
         return [
             ids.new_tensor([[row]], dtype=torch.int64) for row in _hash(last, earlier[::-1], orders, buckets)
@@ -63,7 +62,7 @@ def ngram_bucket_ids(
 
 
 def _hash(last: T, past: Sequence[T], orders: Sequence[int], buckets: int) -> list[T]:
-    """Rows for the n-grams that end with `last`; past: the ids before it, the nearest first, -1 where there are none."""
+    """Return the rows of the n-grams that end with `last`. past: the ids before it, nearest first, -1 where none exist."""
     rows, state = [], (last + 1) * _MULTIPLIER & _MASK
     for back, previous in enumerate(past, start=1):
         state = ((state ^ (state >> 15)) * 0x2C1B3C6D + (previous + 2) * _MULTIPLIER) & _MASK
@@ -74,11 +73,11 @@ def _hash(last: T, past: Sequence[T], orders: Sequence[int], buckets: int) -> li
 
 
 class NGramEmbedding(nn.Module):
-    """ids: [B, T] -> [B, T, d]: the sum of the rows of each order's n-gram. Tables start at zero.
+    """N-gram embedding: ids [B, T] -> [B, T, d], the sum of the rows of each order's n-gram. Tables start at zero.
 
     Args:
         orders: n-gram lengths, ascending, each at least 2.
-        buckets: rows a table; n-grams that collide share a row.
+        buckets: rows per table; n-grams that collide share a row.
     """
 
     def __init__(self, orders: Sequence[int], buckets: int, d: int) -> None:

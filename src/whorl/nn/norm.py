@@ -1,18 +1,17 @@
-"""Normalisation: take out what the scale (and the offset) of x says, and give back a learned one.
+"""Normalization layers.
 
 - `RMSNorm` (Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4): y = x / sqrt(mean(x^2) + eps) * gain, over the features.
 - `LayerNorm` (Ba et al. 2016, arXiv:1607.06450, eq. 4): y = (x - mean) / sqrt(variance + eps) * gain + bias, over the
   features of each position.
 - `GroupNorm` (Wu & He 2018, arXiv:1803.08494, eq. 7): the same over groups of channels and all places of an image.
-- `BatchNorm` (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2): the same over rows and places, each channel
-  by itself; so an example's output depends on its companions, and evaluation uses running statistics instead.
+- `BatchNorm` (Ioffe & Szegedy 2015, arXiv:1502.03167, algorithms 1 and 2): the same over rows and places, for each
+  channel. An example's output depends on its batch; evaluation uses running statistics.
 
-Statistics are taken in fp32 whatever the type of x: in bf16, eight bits of mantissa would make a sum of hundreds
-of squares drift. The variance is the mean of squared deviations, not E[x^2] - E[x]^2, which loses all digits
-where the mean is large. The result goes back to the type of x, after gain and bias.
+Statistics are computed in fp32 for any type of x: in bf16, a sum of hundreds of squares would drift. The variance is
+the mean of squared deviations; E[x^2] - E[x]^2 would lose all digits where the mean is large. The result is cast to
+the type of x after gain and bias.
 
-The subtle part is in `BatchNorm`: it normalises by the biased variance (1 / n), and what it remembers is the unbiased
-one (1 / (n - 1)).
+The subtle part of `BatchNorm`: it normalizes by the biased variance (1 / n) and stores the unbiased one (1 / (n - 1)).
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ EPS = 1e-6
 
 
 def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """x: [..., d] -> [..., d], same dtype; gain: [d], [heads, 1] (x: [..., heads, d]) or None for 1.
+    """Return x / rms(x) * gain. x: [..., d], same shape and dtype out; gain: [d], [heads, 1] (x: [..., heads, d]) or None for 1.
 
-    On a GPU by a kernel where one was chosen (`nn/kernels/autotune.py`), elsewhere `rms_norm_reference`.
+    On a GPU it runs a Triton kernel where one was selected (`nn/kernels/autotune.py`), elsewhere `rms_norm_reference`.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
         return dispatch.rms_norm(x, gain, eps, rms_norm_reference)
@@ -37,7 +36,7 @@ def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, gain: Tensor | None = None, eps: float = EPS) -> Tensor:
-    """The definition, in fp32. Shapes as in `rms_norm`."""
+    """Return the RMS norm by the definition, in fp32. Shapes as in `rms_norm`."""
     x32 = x.float()
     y = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return (y if gain is None else y * gain).to(x.dtype)
@@ -46,7 +45,7 @@ def rms_norm_reference(x: Tensor, gain: Tensor | None = None, eps: float = EPS) 
 def layer_norm(
     x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """x: [..., d] -> [..., d], same dtype; gain, bias: [d], or None for 1 and 0."""
+    """Return the layer norm of x [..., d], same shape and dtype. gain, bias: [d], or None for 1 and 0."""
     deviation, variance = _moments(x.float(), (-1,))[1:]
     y = deviation * torch.rsqrt(variance + eps)
     y = y if gain is None else y * gain
@@ -54,7 +53,7 @@ def layer_norm(
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with a learned gain, which starts at 1.  x: [..., d].
+    """`rms_norm` with a learned gain, initialized to 1. x: [..., d].
 
     Args:
         d: width.
@@ -74,12 +73,12 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """`layer_norm` with a learned gain (from 1) and bias (from 0).  x: [..., d].
+    """`layer_norm` with a learned gain (from 1) and bias (from 0). x: [..., d].
 
     Args:
         d: width.
         eps: added to the variance.
-        bias: False leaves the bias out; the mean is still taken away.
+        bias: False leaves the bias out; the mean is still subtracted.
     """
 
     def __init__(self, d: int, eps: float = 1e-5, bias: bool = True) -> None:
@@ -93,9 +92,9 @@ class LayerNorm(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Each group of neighbouring channels of each row to mean 0 and variance 1.  x: [B, channels, ...], same out.
+    """Group norm: each group of adjacent channels of each row gets mean 0 and variance 1. x: [B, channels, ...], same out.
 
-    One group is a layer norm over channels and places; `channels` groups is instance normalisation.
+    One group is a layer norm over channels and places; `channels` groups is instance normalization.
 
     Raises:
         ConfigError: `groups` does not divide `channels`; in `forward`, x has other channels.
@@ -120,20 +119,20 @@ class GroupNorm(nn.Module):
 
 
 class BatchNorm(nn.Module):
-    """Each channel to mean 0 and variance 1 over rows and places.  x: [B, channels] or [B, channels, ...], same out.
+    """Batch norm: each channel gets mean 0 and variance 1 over rows and places. x: [B, channels, ...], same shape out.
 
-    In training by the statistics of the batch, which also move the running ones:
-    running = (1 - momentum) * running + momentum * batch. In evaluation by the running ones, which then stay.
-    Statistics are those of this process: data-parallel ranks do not exchange them. Parameters and buffers have
-    torch's names, so that its checkpoints load.
+    Training uses the statistics of the batch and updates the running ones:
+    running = (1 - momentum) * running + momentum * batch. Evaluation uses the running ones unchanged.
+    Statistics are per process: data-parallel ranks do not exchange them. Parameters and buffers have torch's names, so
+    that its checkpoints load.
 
     Args:
         channels: of x.
         eps: added to the variance.
-        momentum: weight of the newest batch; None for the plain average of all batches so far.
+        momentum: weight of the newest batch; None for the average of all batches.
 
     Raises:
-        ConfigError: in `forward`: x has other channels, or one value a channel in training, which has no variance.
+        ConfigError: in `forward`: x has other channels, or one value per channel in training, which has no variance.
     """
 
     running_mean: Tensor
@@ -165,10 +164,10 @@ class BatchNorm(nn.Module):
 
     @torch.no_grad()
     def _update_running_stats(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """mean, variance (biased): [1, channels, 1...] over `count` values of each channel."""
+        """Update the running statistics. mean, variance (biased): [1, channels, 1...] over `count` values per channel."""
         if count < 2:
             raise ConfigError(
-                f"a batch in training has {count} value a channel",
+                f"a batch in training has {count} value per channel",
                 expected="at least 2: one value has no variance",
                 do="make the batch larger, drop the last incomplete one, or call eval()",
             )
@@ -180,14 +179,14 @@ class BatchNorm(nn.Module):
 
 
 def _moments(x: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, deviations from it and biased variance over `dims`, which are kept with size 1."""
+    """Return mean, deviations and biased variance over `dims`, which are kept with size 1."""
     mean = x.mean(dims, keepdim=True)
     deviation = x - mean
     return mean, deviation, deviation.square().mean(dims, keepdim=True)
 
 
 def _broadcast_channels(values: Tensor, x: Tensor) -> Tensor:
-    """values: [channels] -> [1, channels, 1, ...], to meet x: [B, channels, ...]."""
+    """Return values [channels] as [1, channels, 1, ...], which broadcasts over x [B, channels, ...]."""
     return values.view(1, -1, *[1] * (x.ndim - 2))
 
 

@@ -1,11 +1,10 @@
-"""Images as rows of tokens: square patches, each one vector (Dosovitskiy et al. 2020, arXiv:2010.11929, eq. 1).
+"""Images as rows of tokens: square patches, one vector each (Dosovitskiy et al. 2020, arXiv:2010.11929, eq. 1).
 
     images [B, C, H, W]  ->  patches [B, N, C p p]  ->  tokens [B, N, d],       N = (H / p) (W / p), row by row
 
-Cutting is a reshape, and exact both ways. The linear map behind it is the same for every patch, which makes the two together
-a convolution with kernel p and stride p (a test). Written as a product it is one large matrix product, and it is the same
-`Linear` as everywhere else. A patch is laid out channel by channel, as in the kernel of that convolution, so its weights are
-a reshape of those of other people's models.
+Cutting is an exact reshape. With the linear map after it, it equals a convolution with kernel p and stride p (tested).
+Here it is one matrix product by `Linear`. A patch is laid out channel by channel, as the kernel of that convolution,
+so published weights need a reshape only.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from whorl.nn.linear import Linear
 
 
 def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
-    """(rows, columns) of patches.
+    """Return (rows, columns) of patches.
 
     Raises:
         ConfigError: the patch does not divide the image.
@@ -33,7 +32,7 @@ def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
 
 
 def to_patches(images: Tensor, patch: int) -> Tensor:
-    """[B, C, H, W] -> [B, N, C patch patch], row by row.
+    """Return patches [B, N, C patch patch] of images [B, C, H, W], row by row.
 
     Raises:
         ConfigError: the patch does not divide the image, or the images are not [B, C, H, W].
@@ -46,10 +45,10 @@ def to_patches(images: Tensor, patch: int) -> Tensor:
 
 
 def from_patches(patches: Tensor, patch: int, height: int, width: int) -> Tensor:
-    """The inverse of `to_patches`: [B, N, C patch patch] -> [B, C, height, width].
+    """Return images [B, C, height, width] of patches [B, N, C patch patch]: the inverse of `to_patches`.
 
     Raises:
-        ConfigError: the patches do not make up an image of that size.
+        ConfigError: the patches do not fill an image of that size.
     """
     rows, columns = patch_grid(height, width, patch)
     if patches.ndim != 3 or patches.shape[1] != rows * columns or patches.shape[2] % patch**2:
@@ -62,10 +61,10 @@ def from_patches(patches: Tensor, patch: int, height: int, width: int) -> Tensor
 
 
 class PatchEmbedding(nn.Module):
-    """Images [B, C, H, W] -> tokens [B, N, d].
+    """Patch embedding: images [B, C, H, W] -> tokens [B, N, d].
 
     Args:
-        channels: C. patch: side of a patch in pixels. d: width of a token. bias: of the map.
+        channels: C. patch: side of a patch in pixels. d: width of a token. bias: whether the map has one.
 
     Raises:
         ConfigError: a size is not positive; when called, the patch does not divide the image.

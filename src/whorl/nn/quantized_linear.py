@@ -1,25 +1,23 @@
-"""Weights in few bits: how they lie, what they mean, and a `Linear` that multiplies with them.
+"""Quantized weights: storage formats, their meaning, and a `Linear` that multiplies with them.
 
-    w[o, i] ~ codes[o, i] * scales[o, g],      g = i // group: a scale for each row, or for each group of a row's columns
+    w[o, i] ~ codes[o, i] * scales[o, g],      g = i // group_size: a scale per row, or per group of a row's columns
 
     int8   codes -127 .. 127, scale = max |w| / 127
-    int4   codes -8 .. 7, scale = -(the number farthest from 0, with its sign) / 8: it becomes -8 exactly, all 16 codes are
-           of use, and a step is an eighth of it instead of a seventh. Two codes a byte, the earlier column in the low half,
-           each as code + 8 (0 .. 15)
-    fp8    E4M3, scale = max |w| / 448 (`nn/float8.py` tells the format)
+    int4   codes -8 .. 7, scale = -(the number farthest from 0, with its sign) / 8, so all 16 codes are used. Two codes per
+           byte, the earlier column in the low half, each as code + 8 (0 .. 15)
+    fp8    E4M3, scale = max |w| / 448 (`nn/float8.py`)
 
-Symmetric (no zero point): weights of a trained matrix lie around 0, and integer products need no correction.
+Quantization is symmetric (no zero point): trained weights are centered at 0, and integer products need no correction.
 
-Weights only: the product is that of the weights written out again, in the type of x; what is saved is memory and its
-traffic. Dynamic: activations are rounded too, a scale for each row of x made on the spot, and the sums are of integers
-(Dettmers et al. 2022, arXiv:2208.07339, section 2.1, vector-wise), so that
+Weight-only: the weights are dequantized to the type of x, which saves memory and memory traffic. Dynamic: activations
+are quantized too, with one scale per row of x (Dettmers et al. 2022, arXiv:2208.07339, section 2.1, vector-wise):
 
     y[n, o] = x_scale[n] * scales[o] * sum over i of x_code[n, i] codes[o, i]
 
-which wants one scale a row of weights. The subtle part is which of several ways of one product is fastest: it depends on
-the machine, the shape and the rows of x, so `QuantisedLinear` times those that fit at the first call of each kind and keeps
-the best (`KERNELS`; a name in `kernel` forces one). All are held to `dequantise` by tests. The fp8 product is written for
-GPUs against the documentation and has NOT been run on one.
+This requires one scale per row of weights. The subtle part is that the fastest product depends on the machine, the
+shape and the rows of x. `QuantizedLinear` times the kernels that apply at the first call of each kind and keeps the
+fastest (`KERNELS`; a name in `kernel` forces one). Tests compare each with `dequantize`. The fp8 product follows the
+documentation and has NOT been run on a GPU.
 
 Shapes: weight [out, in]; codes [out, in], of int4 [out, in / 2] uint8; scales [out, groups] fp32; x [..., in] -> [..., out].
 """
@@ -43,11 +41,11 @@ WeightFormat = Literal["int8", "int4", "fp8"]
 FORMATS = ("int8", "int4", "fp8")
 CODE_MIN = {"int8": -127, "int4": -8}
 CODE_MAX = {"int8": 127, "int4": 7}
-MIN_SCALE = 1e-30  # of a scale
+MIN_SCALE = 1e-30  # smallest scale
 
 
 def check_group(d_in: int, group_size: int | None, kind: str, name: str = "weight") -> None:
-    """Raises ConfigError unless `group` columns divide a row of `d_in`, and int4 finds them in pairs."""
+    """Raise ConfigError unless `group_size` divides a row of `d_in`, and is even for int4."""
     if kind not in FORMATS:
         raise ConfigError(f"the format of {name} is {kind!r}", expected=one_of(kind, FORMATS))
     if group_size is not None and (group_size < 1 or d_in % group_size):
@@ -59,17 +57,17 @@ def check_group(d_in: int, group_size: int | None, kind: str, name: str = "weigh
     if kind == "int4" and (d_in if group_size is None else group_size) % 2:
         raise ConfigError(
             f"{name} has groups of {group_size or d_in} columns",
-            expected="an even number: int4 keeps two in a byte",
+            expected="an even number: int4 packs two codes per byte",
         )
 
 
 def split_groups(t: Tensor, groups: int) -> Tensor:
-    """[out, in] -> [out, groups, in / groups]."""
+    """Return weight [out, in] as [out, groups, in / groups]."""
     return t.reshape(t.shape[0], groups, t.shape[1] // groups)
 
 
 def compute_scales(weight: Tensor, kind: WeightFormat, group_size: int | None = None) -> Tensor:
-    """The scales with which nothing is cut off.  weight: [out, in] -> [out, groups] fp32, none of them 0."""
+    """Return the smallest scales without clipping, [out, groups] fp32, none of them 0. weight: [out, in]."""
     check_group(weight.shape[1], group_size, kind)
     w = split_groups(weight.float(), weight.shape[1] // (group_size or weight.shape[1]))
     if kind == "int4":
@@ -83,7 +81,7 @@ def compute_scales(weight: Tensor, kind: WeightFormat, group_size: int | None = 
 
 
 def encode(weight: Tensor, scales: Tensor, kind: WeightFormat) -> Tensor:
-    """The nearest codes.  weight: [out, in]; scales: [out, groups] -> [out, in] int8 (fp8: float8)."""
+    """Return the nearest codes, [out, in] int8 (fp8: float8). weight: [out, in]; scales: [out, groups]."""
     ratio = (split_groups(weight.float(), scales.shape[1]) / scales[:, :, None]).flatten(1)
     if kind == "fp8":
         top = torch.finfo(float8.FORWARD_DTYPE).max
@@ -92,40 +90,40 @@ def encode(weight: Tensor, scales: Tensor, kind: WeightFormat) -> Tensor:
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """codes: [out, in], not packed; scales: [out, groups] -> [out, in] fp32: what the codes mean."""
+    """Return the weights [out, in] fp32 of codes [out, in], not packed, and scales [out, groups]."""
     return (split_groups(codes.float(), scales.shape[1]) * scales[:, :, None]).flatten(1)
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """int4: codes [out, in] in -8 .. 7 -> [out, in / 2] uint8, the earlier column in the low four bits, each as code + 8."""
+    """Return int4 codes [out, in] in -8 .. 7 as [out, in / 2] uint8: the earlier column in the low bits, each as code + 8."""
     pairs = (codes.to(torch.int16) + 8).view(len(codes), -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """[out, in / 2] uint8 -> [out, in] int8 in -8 .. 7: the inverse of `pack`."""
+    """Return [out, in] int8 in -8 .. 7 of packed codes [out, in / 2] uint8: the inverse of `pack_int4`."""
     halves = torch.stack([packed & 15, packed >> 4], dim=-1)
     return (halves.to(torch.int8) - 8).flatten(1)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [..., d] -> (codes int8 [..., d], scale fp32 [..., 1]): each row by its own largest number."""
+    """Return int8 codes [..., d] and scales fp32 [..., 1] of x [..., d]: each row has the scale of its largest number."""
     x = x.float()
     scale = (x.abs().amax(-1, keepdim=True) / CODE_MAX["int8"]).clamp(min=MIN_SCALE)
     return (x / scale).round_().clamp_(CODE_MIN["int8"], CODE_MAX["int8"]).to(torch.int8), scale
 
 
 class QuantizedLinear(Linear):
-    """A `Linear` whose weight is kept in few bits; to be run, not trained.  x: [..., in] -> [..., out] in the type of x.
+    """A `Linear` with quantized weights, for inference only: x [..., in] -> [..., out] in the type of x.
 
     Attributes:
         codes, scales: as at the top of this file (int4 packed).
-        kernel: "auto", or a name in `KERNELS` that is to be used.
+        kernel: "auto", or a name in `KERNELS`.
 
-    `weight` writes the matrix out, in fp32, for whoever looks at it.
+    `weight` returns the dequantized matrix in fp32.
 
     Raises:
-        ConfigError: a group that does not divide a row; `dynamic` with groups or int4.
+        ConfigError: a group size that does not divide a row; `dynamic` with groups or int4.
     """
 
     kernel: str = "auto"
@@ -140,7 +138,7 @@ class QuantizedLinear(Linear):
         if dynamic and (group_size is not None or kind == "int4"):
             raise ConfigError(
                 f"dynamic, with {kind}" + (f" in groups of {group_size}" if group_size else ""),
-                expected="int8 or fp8 with one scale a row: sums of integers have one scale",
+                expected="int8 or fp8 with one scale per row: integer sums have one scale",
             )
         self.d_in, self.d_out, self.kind, self.group_size, self.dynamic = (
             d_in,
@@ -160,7 +158,7 @@ class QuantizedLinear(Linear):
         cls, linear: Linear, kind: WeightFormat, group_size: int | None = None, *, dynamic: bool = False,
         codes: Tensor | None = None, scales: Tensor | None = None,
     ) -> QuantizedLinear:  # fmt: skip
-        """`linear` in few bits: rounded to the nearest, or as `codes` [out, in] and `scales` say."""
+        """Return `linear` quantized: rounded to nearest, or with the given `codes` [out, in] and `scales`."""
         weight = linear.weight.detach()
         layer = cls(
             weight.shape[1], weight.shape[0], kind, group_size, dynamic=dynamic, bias=linear.bias is not None
@@ -174,12 +172,12 @@ class QuantizedLinear(Linear):
 
     @property
     def unpacked_codes(self) -> Tensor:
-        """[out, in]: the codes, not packed."""
+        """Return the codes [out, in], not packed."""
         return unpack_int4(self.codes) if self.kind == "int4" else self.codes
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """[out, in] fp32: what the codes mean."""
+        """Return the dequantized weights [out, in], fp32."""
         return dequantize(self.unpacked_codes, self.scales)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -189,7 +187,7 @@ class QuantizedLinear(Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def torch_int4_operands(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """codes and scales as torch's int4 product wants them; made once, and anew if the codes are replaced."""
+        """Return codes and scales in the layout of torch's int4 product; cached until the codes are replaced."""
         if self._packed is None or self._packed[0] is not self.codes:
             made = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
                 self.unpacked_codes.to(torch.int32) + 8, 1
@@ -204,14 +202,14 @@ class QuantizedLinear(Linear):
 
 
 class MatmulKernel(NamedTuple):
-    """One way of a layer's product. x: [n, in], not empty -> [n, out] in the type of x, without the bias."""
+    """One implementation of the product. x: [n, in], not empty -> [n, out] in the type of x, without the bias."""
 
     fits: Callable[[QuantizedLinear, Tensor], bool]
     run: Callable[[QuantizedLinear, Tensor], Tensor]
 
 
 def _dequantized_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    """The definition. Of a dynamic layer: sums of the same integers in fp64, which is exact."""
+    """Return the product by the definition. For a dynamic layer it sums the integers in fp64, which is exact."""
     if not layer.dynamic:
         return F.linear(x, layer.weight.to(x.dtype))
     if layer.kind == "fp8":
@@ -223,7 +221,7 @@ def _dequantized_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
 
 
 def _torch_packed_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    """torch's products of bf16 rows with int8 or int4 weights, which write no matrix out."""
+    """Return torch's product of bf16 rows with int8 or int4 weights, which does not dequantize the matrix."""
     if layer.kind == "int8":
         return torch._weight_int8pack_mm(x, layer.codes, layer.scales[:, 0].to(x.dtype))
     packed, pairs = layer.torch_int4_operands(x.dtype)
@@ -234,14 +232,14 @@ def _torch_packed_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
 
 
 def _int8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    """Sums of integers by the machine's own instructions for them (VNNI, AMX; a GPU's), through torch."""
+    """Return the product by torch's integer instructions (VNNI, AMX, or a GPU's)."""
     codes, scale = quantize_rows(x)
     sums = torch._int_mm(codes, layer.codes.t())
     return (sums.float() * scale * layer.scales[:, 0]).to(x.dtype)
 
 
 def _float8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    """A GPU's product in eight bits, a scale for each row of both. Not run."""
+    """Return a GPU's fp8 product, with a scale per row of both operands. Not run on a GPU yet."""
     codes, scale = quantize_rows_float8(x)
     found: Tensor = torch._scaled_mm(
         codes, layer.codes.t(), scale_a=scale, scale_b=layer.scales.t().contiguous(), out_dtype=torch.bfloat16
@@ -250,7 +248,7 @@ def _float8_matmul(layer: QuantizedLinear, x: Tensor) -> Tensor:
 
 
 def quantize_rows_float8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [n, d] -> (E4M3 [n, d], scale fp32 [n, 1])."""
+    """Return x [n, d] as E4M3 [n, d] and scales fp32 [n, 1]."""
     top = torch.finfo(float8.FORWARD_DTYPE).max
     scale = (x.float().abs().amax(-1, keepdim=True) / top).clamp(min=MIN_SCALE)
     return (x.float() / scale).clamp(-top, top).to(float8.FORWARD_DTYPE), scale
@@ -258,7 +256,7 @@ def quantize_rows_float8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _fits_torch(layer: QuantizedLinear, x: Tensor) -> bool:
     if layer.dynamic or x.device.type != "cpu" or x.dtype != torch.bfloat16:
-        return False  # in fp32 those products are a plain loop, hundreds of times slower
+        return False  # in fp32, torch runs these products as a plain loop, hundreds of times slower
     if layer.codes.data_ptr() % 64 or layer.d_in % 32:
         return False  # where torch's kernel crashes, or reads past the end of a row
     if layer.kind == "int8":
@@ -291,7 +289,7 @@ _kernel_cache: dict[tuple[object, ...], str] = {}
 
 
 def _fastest_kernel(layer: QuantizedLinear, x: Tensor) -> str:
-    """The fastest kernel for so many rows (to the next power of 2): timed at the first call, then remembered."""
+    """Return the fastest kernel for this number of rows (to the next power of 2), timed at the first call and cached."""
     if not len(x):
         return "dequantize"
     fitting = [name for name, kernel in KERNELS.items() if kernel.fits(layer, x)]
@@ -304,7 +302,7 @@ def _fastest_kernel(layer: QuantizedLinear, x: Tensor) -> str:
     )  # fmt: skip
     if key not in _kernel_cache:
         seconds = dict.fromkeys(fitting, float("inf"))
-        for _ in range(4):  # the first makes what is made once
+        for _ in range(4):  # the first call builds cached operands
             for name in fitting:
                 began = time.perf_counter()
                 KERNELS[name].run(layer, x)
@@ -314,7 +312,7 @@ def _fastest_kernel(layer: QuantizedLinear, x: Tensor) -> str:
 
 
 class QuantizedNGramEmbedding(nn.Module):
-    """An `NGramMemory` whose tables are int8, with a scale for each row: a look-up reads a quarter of the bytes."""
+    """An `NGramEmbedding` with int8 tables and a scale per row: a lookup reads a quarter of the bytes."""
 
     def __init__(self, orders: tuple[int, ...], buckets: int, d: int) -> None:
         super().__init__()
@@ -325,7 +323,7 @@ class QuantizedNGramEmbedding(nn.Module):
 
     @classmethod
     def from_embedding(cls, embedding: NGramEmbedding) -> QuantizedNGramEmbedding:
-        """`memory`, each row rounded by its own largest number."""
+        """Return `embedding` quantized, each row with the scale of its largest number."""
         made = cls(embedding.orders, embedding.buckets, embedding.tables[0].shape[1])
         for order, table in zip(embedding.orders, embedding.tables, strict=True):
             codes, scales = quantize_rows(table.detach())
@@ -336,7 +334,7 @@ class QuantizedNGramEmbedding(nn.Module):
     def forward(
         self, ids: Tensor, segments: Tensor | None = None, prefix_ids: Tensor | None = None
     ) -> Tensor:
-        """As `NGramMemory`: ids [B, T] -> [B, T, d] fp32."""
+        """Return the embeddings as `NGramEmbedding` does: ids [B, T] -> [B, T, d] fp32."""
         total: Tensor | None = None
         for order, rows in zip(
             self.orders, ngram_bucket_ids(ids, self.orders, self.buckets, segments, prefix_ids), strict=True

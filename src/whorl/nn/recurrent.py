@@ -1,27 +1,26 @@
-"""Recurrent layers: a past of fixed size, taken in one position at a time.
+"""Recurrent layers: RNN, LSTM and GRU.
 
-With x[t] the input, h[t] what is carried on (and is the output), s the logistic sigmoid and * elementwise:
+With x[t] the input, h[t] the hidden state and output, s the logistic sigmoid and * elementwise:
 
-- `RNN` (Elman 1990, Finding Structure in Time):  h[t] = tanh(W x[t] + U h[t-1] + b). Through the products with U the
-  gradient of an early position shrinks or grows geometrically.
+- `RNN` (Elman 1990, Finding Structure in Time):  h[t] = tanh(W x[t] + U h[t-1] + b). Its gradients shrink or grow
+  geometrically with distance.
 - `LSTM` (Hochreiter & Schmidhuber 1997, Long Short-Term Memory; with the forget gate of Gers et al. 2000, Learning to
-  Forget): a second memory c, which is added to and not multiplied by a matrix, so that gradients last.
-      i, f, o = s(W x[t] + U h[t-1] + b), g = tanh(the same of its own)
+  Forget): an additive cell state c, through which gradients last.
+      i, f, o = s(W x[t] + U h[t-1] + b), g = tanh(W_g x[t] + U_g h[t-1] + b_g)
       c[t] = f * c[t-1] + i * g                        h[t] = o * tanh(c[t])
-- `GRU` (Cho et al. 2014, arXiv:1406.1078, eq. 5 to 8): the LSTM with one memory: what is written (1 - z) is what is let go.
+- `GRU` (Cho et al. 2014, arXiv:1406.1078, eq. 5 to 8): one state; the write gate (1 - z) is the complement of the keep gate.
       r, z = s(W x[t] + U h[t-1] + b)                  n = tanh(W_n x[t] + b_n + r * (U_n h[t-1] + b'_n))
       h[t] = (1 - z) * n + z * h[t-1]
-  The paper has U_n (r * h[t-1]). Here r comes after the product, as in every fast kernel: all three products are then one.
+  The paper has U_n (r * h[t-1]). Here r comes after the product, as in all fast kernels, so one product computes all three.
 
-The products with x of all positions are one matrix product; the loop over time has the one with U. That loop is the
-definition. Where no document begins inside of a row, torch's own kernels walk through time in C++; a test holds the two
-together. Everything runs in fp32 at least: a recurrence feeds its rounding errors back to itself.
+The input products of all positions are one matrix product. The loop over time is the definition. torch's fused kernels
+are used where no document begins inside a row. Types below fp32 are computed in fp32, because rounding errors
+accumulate.
 
-The subtle parts. Memory starts at zero for every document of a packed row: what arrives at its first position is
-multiplied by 0. The forget gate starts with a bias of 1 (Gers et al., sec. 4): at 0 half of the memory would go at each
-step.
+Two subtle parts. The state is reset to 0 at every document of a packed row. The forget gate's bias starts at 1 (Gers et
+al., sec. 4), because at 0 half of the cell state would be lost at each step.
 
-Shapes: x [B, T, d_model]; gates [B, T, n_gates * d_hidden]; memory [B, d_hidden] each.
+Shapes: x [B, T, d_model]; gates [B, T, n_gates * d_hidden]; hidden states [B, d_hidden] each.
 """
 
 from __future__ import annotations
@@ -39,19 +38,19 @@ RecurrentBackend = Literal["auto", "loop", "fused"]
 
 
 def upcast(x: Tensor) -> Tensor:
-    """x in fp32, or as it is in fp64."""
+    """Return x in fp32, or unchanged if it is fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def document_starts(segments: Tensor | None, last: Tensor | None, length: int) -> Tensor | None:
-    """[B, T] True where a document begins and something else came before, or None if that is nowhere asked for.
+    """Return [B, T], True where a document begins after another one, or None if no state must be reset.
 
     An id that returns after another one is a new document.
 
     Args:
-        segments: [B, T] or None: every row goes on with what it was in.
-        last: [B] the segment of the position before the first, or None if none has been named.
-        length: positions before; as in every mixer they lie in segment 0 until one is named.
+        segments: [B, T] or None: every row continues its document.
+        last: [B] the segment of the position before the first, or None without earlier segments.
+        length: number of earlier positions; they have segment 0 until the first segments.
     """
     if segments is None:
         return None
@@ -62,8 +61,10 @@ def document_starts(segments: Tensor | None, last: Tensor | None, length: int) -
 
 @dataclass
 class RecurrentState:
-    """memory: one tensor [B, d_hidden] for each thing carried on (h; for an LSTM h and c), of one size whatever the length;
-    segment: [B] of the newest position, once segments have been given."""
+    """State of one layer. hidden: one tensor [B, d_hidden] per state (h; for an LSTM h and c), of fixed size.
+
+    segment: [B] of the newest position, after the first segments.
+    """
 
     hidden: tuple[Tensor, ...]
     length: int = 0
@@ -76,20 +77,20 @@ class RecurrentState:
 
 
 class Recurrent(nn.Module):
-    """What the three share: a `Mixer`.  x: [B, T, d_model] -> [B, T, d_model].
+    """Base of the recurrent layers, a `Mixer`: x [B, T, d_model] -> [B, T, d_model].
 
     Weights: `inward` [n_gates * d_hidden, d_model] with a bias, `recurrent` [n_gates * d_hidden, d_hidden]; gates in torch's
-    order. `out`, back to d_model, only where d_hidden differs; it starts at 0 as the last layer of every branch here.
+    order. `out`, back to d_model, exists only where d_hidden differs; it starts at 0.
 
     Args:
-        d_hidden: features carried on; d_model by default.
-        path: "loop" (the definition), "fused" (torch's kernels), "auto": fused where no document begins inside of a row.
+        d_hidden: features of the hidden state; d_model by default.
+        backend: "loop" (the definition), "fused" (torch's kernels), "auto": fused unless a document begins inside a row.
         generator: of the initial weights; the recurrent ones are orthogonal (Saxe et al. 2013, arXiv:1312.6120), so that
-            what goes around neither grows nor shrinks.
+            the hidden state keeps its norm.
 
     Raises:
-        ConfigError: d_hidden is below 1, or the path is unknown. In `forward`: x does not fit, the state is of other rows,
-            or the path is "fused" and a memory must be emptied inside of a row.
+        ConfigError: d_hidden is below 1, or the backend is unknown. In `forward`: x does not fit, the state has other
+            rows, or the backend is "fused" and a state must be reset inside a row.
     """
 
     n_gates: ClassVar[int]
@@ -109,7 +110,7 @@ class Recurrent(nn.Module):
         if d_hidden < 1:
             raise ConfigError(f"d_hidden is {d_hidden}", expected="1 or more features")
         if backend not in get_args(RecurrentBackend):
-            raise ConfigError(f"path is {backend!r}", expected=one_of(backend, get_args(RecurrentBackend)))
+            raise ConfigError(f"backend is {backend!r}", expected=one_of(backend, get_args(RecurrentBackend)))
         self.d_model, self.d_hidden, self.backend = d_model, d_hidden, backend
         gates = self.n_gates * d_hidden
         self.inward = Linear(d_model, gates, std=d_model**-0.5, bias=True, generator=generator)
@@ -122,7 +123,7 @@ class Recurrent(nn.Module):
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> RecurrentState:
-        """Empty. Capacity is of no account; dtype only if it is wider than fp32."""
+        """Return an empty state. Capacity is ignored; dtype counts only if it is wider than fp32."""
         dtype = torch.promote_types(dtype, torch.float32)
         return RecurrentState(self._zero_state(batch, dtype, torch.device(device)))
 
@@ -134,14 +135,16 @@ class Recurrent(nn.Module):
         segments: Tensor | None = None,
         state: RecurrentState | None = None,
     ) -> Tensor:
-        """As `Mixer` says; positions are of no account. What the state keeps carries no gradient. Behind a state, no
-        segments mean that each row goes on in its last document."""
+        """Return the layer's output, as in `Mixer`. Positions are ignored. The state carries no gradient.
+
+        With a state and without segments, each row continues its last document.
+        """
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
         if state is not None and state.hidden[0].shape[0] != x.shape[0]:
             raise ConfigError(
                 f"the state is of {state.hidden[0].shape[0]} rows and x of {x.shape[0]}",
-                expected="as many rows",
+                expected="the same number of rows",
             )
         x_wide = upcast(x)
         if state is None:
@@ -170,12 +173,13 @@ class Recurrent(nn.Module):
     def _run_sequence(
         self, x: Tensor, memory: tuple[Tensor, ...], begins: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x: [B, T, d_model]; begins: [B, T] where memory is emptied first -> (h of all positions, the last memory)."""
+        """Return h of all positions and the last hidden states. x: [B, T, d_model]; begins: [B, T], True where a state is reset."""
         resets = begins is not None and bool(begins.any())
         if self.backend == "loop" or resets:
             if self.backend == "fused":
                 raise ConfigError(
-                    "path is 'fused' and a document begins inside of a row", expected="path 'auto' or 'loop'"
+                    "backend is 'fused' and a document begins inside a row",
+                    expected="backend 'auto' or 'loop'",
                 )
             return self._loop(x, memory, begins if resets else None)
         return self._fused(x, memory)
@@ -183,7 +187,7 @@ class Recurrent(nn.Module):
     def _loop(
         self, x: Tensor, memory: tuple[Tensor, ...], begins: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The definition."""
+        """Return the outputs by the definition."""
         weight, own = self.recurrent.weight.to(x.dtype).t(), self.recurrent.bias
         bias: Tensor = x.new_zeros(()) if own is None else own.to(x.dtype)
         keeps = (
@@ -201,11 +205,11 @@ class Recurrent(nn.Module):
     def _cell(
         self, from_input: Tensor, from_memory: Tensor, memory: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """One step.  from_input, from_memory: [B, n_gates * d_hidden], biases in them -> the new memory."""
+        """Return the new hidden states after one step. from_input, from_memory: [B, n_gates * d_hidden], with biases."""
         raise NotImplementedError
 
     def _fused(self, x: Tensor, memory: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The same by torch's kernel."""
+        """Return the outputs by torch's kernel."""
         assert self.inward.bias is not None
         own = self.recurrent.bias
         second: Tensor = torch.zeros_like(self.inward.bias) if own is None else own
@@ -241,7 +245,7 @@ class RNN(Recurrent):
 
 
 class LSTM(Recurrent):
-    """Gates i, f, g, o; the memory is (h, c)."""
+    """Gates i, f, g, o; the hidden states are (h, c)."""
 
     n_gates = 4
     n_hidden_states = 2
@@ -256,7 +260,7 @@ class LSTM(Recurrent):
     ) -> None:
         super().__init__(d_model, d_hidden, backend=backend, generator=generator)
         assert self.inward.bias is not None
-        self.inward.bias.detach()[self.d_hidden : 2 * self.d_hidden] = 1.0  # f
+        self.inward.bias.detach()[self.d_hidden : 2 * self.d_hidden] = 1.0  # forget gate
 
     def _cell(
         self, from_input: Tensor, from_memory: Tensor, memory: tuple[Tensor, ...]
@@ -272,7 +276,7 @@ class LSTM(Recurrent):
 
 
 class GRU(Recurrent):
-    """Gates r, z, n. `recurrent` has a bias too: in n it stands inside of what r multiplies."""
+    """Gates r, z, n. `recurrent` has a bias too, because r multiplies it in n."""
 
     n_gates = 3
     recurrent_bias = True

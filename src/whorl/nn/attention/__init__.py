@@ -1,11 +1,14 @@
-"""Attention: one interface (`nn/mixer.py`), a file for each member.
+"""Attention layers. All implement the `Mixer` interface of `nn/mixer.py`.
 
-causal.py      the decoder's own: grouped queries, QK-norm, smeared keys; the blocked path for CPUs
-heads.py       multi-head, grouped-query, multi-query and cross-attention, with what published models vary
-latent.py      multi-head latent attention (DeepSeek-V2 and V3): the cache holds a latent
-linear.py      a kernel in place of the softmax: time linear in length, a state of fixed size
-pointwise.py   HSTU: SiLU in place of the softmax, biases by distance and time
-mask.py, backends.py, state.py, short.py   who sees whom; how it is computed; what decoding keeps; short mixing
+causal.py       grouped queries, QK-norm and smeared keys, as in the plain decoder; the blocked path for CPUs
+multi_head.py   multi-head, grouped-query, multi-query and cross-attention, with the options of published models
+mla.py          multi-head latent attention (DeepSeek-V2 and V3): the cache holds a latent
+linear.py       linear attention: time linear in length, a state of fixed size
+hstu.py         HSTU: SiLU in place of the softmax, biases by distance and by time
+mask.py         which keys a query may attend to
+backends.py     softmax attention by several backends
+state.py        the KV cache of one layer; paged.py: its paged form
+short_conv.py   smeared keys and short causal convolutions
 """
 
 from whorl.nn.attention.backends import BACKENDS, attend

@@ -1,29 +1,26 @@
-"""Attention, softmax(q k^T * scale + bias) v over what a `Mask` allows, by backends that agree.
+"""Softmax attention, softmax(q k^T * scale + bias) v under a `Mask`, by several backends with equal results.
 
-- "reference": the definition, a few lines, with fp32 scores; every option.
-- "sdpa": torch's scaled_dot_product_attention, which fuses (Dao et al. 2022, FlashAttention, arXiv:2205.14135) where
-  the device has a kernel. A causal row needs no mask at all, anything else is given as a dense one.
-- "flex": torch's flex_attention (Dong et al. 2024, arXiv:2412.05496): the mask stays a function, and blocks of which
-  nothing may be seen are never computed. Compiled on CUDA; on a CPU it is a check of the forward pass, for torch has no
-  backward there.
-- "blocked": causal rows on a CPU, with gradients, as plain products over blocks of queries (`nn/attention/causal.py`).
-- "triton": FlashAttention-2 as a kernel of our own (`nn/kernels/attention.py`), on a GPU: causal, window, documents,
-  padding; neither bias, softcap nor sink. "auto" takes it where it was measured to beat "sdpa" (`nn/kernels/autotune.py`).
+- "reference": the definition with fp32 scores; supports every option.
+- "sdpa": torch's scaled_dot_product_attention, fused where the device has a kernel (Dao et al. 2022, FlashAttention,
+  arXiv:2205.14135). Causal rows need no mask; any other mask is passed as a dense one.
+- "flex": torch's flex_attention (Dong et al. 2024, arXiv:2412.05496). The mask stays a function, and fully masked
+  blocks are skipped. It is compiled on CUDA. On a CPU only the forward pass exists.
+- "blocked": causal rows on a CPU, with gradients, in blocks of queries (`nn/attention/causal.py`).
+- "triton": FlashAttention-2 as a Triton kernel (`nn/kernels/attention.py`) on a GPU. It supports causal, window, document
+  and padding masks; no bias, softcap or sink. "auto" uses it where it was measured to be faster than "sdpa".
 
-What each score goes through, in this order (capital letters are what the papers add to plain attention):
+Scores are computed in this order:
 
     s = q k^T * scale
-    s = softcap * tanh(s / softcap)         SOFTCAP, Gemma 2 (arXiv:2408.00118, sec. 2)
-    s = s + bias                            BIAS; slopes [H] stand for -slope * |i - j|, ALiBi (arXiv:2108.12409, sec. 3)
-    p = exp(s) / (exp(SINK) + sum exp(s))   SINK: a learned logit a head, to which no value belongs, so that a head can look
-                                            at nothing (Xiao et al. 2023, arXiv:2309.17453, on why models make one of the
-                                            first token; learned as in gpt-oss, arXiv:2508.10925)
+    s = softcap * tanh(s / softcap)         Gemma 2 (arXiv:2408.00118, sec. 2)
+    s = s + bias                            slopes [H] stand for -slope * |i - j|, ALiBi (arXiv:2108.12409, sec. 3)
+    p = exp(s) / (exp(sink) + sum exp(s))   a learned logit per head without a value (Xiao et al. 2023, arXiv:2309.17453;
+                                            learned as in gpt-oss, arXiv:2508.10925)
 
-The subtle part is a query that may look at nothing (padding; a packed row's filler). Its softmax is 0 / 0, and even
-where a NaN is overwritten afterwards it comes back in the gradient. So such a row is first let see everything, and its
-output is then set to 0: value and gradient are both exactly 0.
+The subtle part is a query without any allowed key (padding). Its softmax is 0 / 0, and a NaN that is overwritten in the
+output still reaches the gradient. Such a row therefore attends to every key, and its output is set to 0 afterwards.
 
-Grouped queries (arXiv:2305.13245): KV heads divide H; query head h reads key head h // (H / KV).
+Grouped queries (arXiv:2305.13245): KV heads divide H; query head h uses key head h // (H / KV).
 """
 
 from __future__ import annotations
@@ -44,7 +41,7 @@ from whorl.nn.attention.mask import Mask
 from whorl.nn.kernels import dispatch
 
 BACKENDS = ("auto", "reference", "sdpa", "flex", "blocked", "triton")
-MAX_BLOCKED_LENGTH = 2048  # positions: the blocked path keeps all probabilities for its backward
+MAX_BLOCKED_LENGTH = 2048  # positions; the blocked path keeps all probabilities for its backward
 
 
 def attend(
@@ -58,18 +55,20 @@ def attend(
     sink: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """q: [B, H, Tq, d]; k: [B, KV, Tk, d]; v: [B, KV, Tk, dv] -> [B, H, Tq, dv], of q's type.
+    """Return softmax attention of q over k and v, [B, H, Tq, dv], in the type of q.
+
+    q: [B, H, Tq, d]; k: [B, KV, Tk, d]; v: [B, KV, Tk, dv].
 
     Args:
-        mask: what may be seen; None is everything.
-        scale: of the products; None is d^-0.5.
-        bias: added to the scores: [H] slopes, or [H, Tq, Tk] or [B, H, Tq, Tk] as it is (sizes of 1 are spread).
+        mask: which keys each query may attend to; None allows all.
+        scale: factor of the products; None is d^-0.5.
+        bias: added to the scores: [H] slopes, or a tensor that broadcasts to [H, Tq, Tk] or [B, H, Tq, Tk].
         softcap: bound of the scores.
         sink: [H] logits.
-        backend: "auto" is the fastest that can do all of it, or one of the others.
+        backend: "auto" selects the fastest backend that supports all options.
 
     Raises:
-        ConfigError: shapes that do not fit; a backend that is unknown, or cannot do what is asked.
+        ConfigError: shapes that do not fit; an unknown backend; a backend that does not support the options.
     """
     mask = mask if mask is not None else Mask(causal=False)
     _check(q, k, v, bias, softcap, sink)
@@ -86,27 +85,27 @@ def attend(
         for name, option in (("softcap", softcap), ("sink", sink)):
             if option is not None:
                 raise ConfigError(
-                    f'backend is "sdpa" and {name} is given: torch\'s fused attention has no such thing',
+                    f'backend is "sdpa" and {name} is given, which torch\'s fused attention does not support',
                     expected='"reference" or "flex"',
-                    do='backend = "auto" chooses one that can',
+                    do='backend = "auto" selects a backend that can',
                 )
         return _sdpa(q, k, v, mask, scale, bias)
     if backend == "flex":
-        learning = torch.is_grad_enabled() and any(
+        with_grad = torch.is_grad_enabled() and any(
             t is not None and t.requires_grad for t in (q, k, v, bias, sink)
         )
-        if q.device.type == "cpu" and learning:
+        if q.device.type == "cpu" and with_grad:
             raise ConfigError(
-                'backend is "flex" on a CPU, with gradients: torch has no backward of it there',
+                'backend is "flex" on a CPU, with gradients: torch has no backward for it on a CPU',
                 expected='"reference" or "sdpa", a GPU, or torch.no_grad()',
-                do='backend = "auto" chooses one that can',
+                do='backend = "auto" selects a backend that can',
             )
         return _flex(q, k, v, mask, scale, bias, softcap, sink)
     if backend == "blocked":
         if bias is not None or softcap is not None or sink is not None or not _can_be_blocked(q, k, mask):
             raise ConfigError(
                 'backend is "blocked"',
-                expected="causal queries that stand last in their row, without bias, softcap and sink",
+                expected="causal queries at the end of their row, without bias, softcap and sink",
             )
         return _blocked(q, k, v, mask, scale)
     return _reference(q, k, v, mask, scale, bias, softcap, sink)
@@ -115,7 +114,7 @@ def attend(
 def _select_backend(
     q: Tensor, k: Tensor, mask: Mask, bias: Tensor | None, softcap: float | None, sink: Tensor | None
 ) -> str:
-    """The fastest that was measured to be: flex, which no GPU has shown yet, has to be asked for."""
+    """Return the backend that was measured to be fastest. "flex" has no GPU measurement and is used only on request."""
     if softcap is not None or sink is not None:
         return "reference"
     short = (
@@ -128,12 +127,12 @@ def _select_backend(
 
 
 def _can_be_blocked(q: Tensor, k: Tensor, mask: Mask) -> bool:
-    last = mask.offset == k.shape[2] - q.shape[2]  # the queries are the newest of the positions
+    last = mask.offset == k.shape[2] - q.shape[2]  # the queries are the newest positions
     return last and mask.causal and replace(mask, query_segments=None, key_segments=None).is_causal_only
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """Causal rows over blocks of queries (`nn/attention/causal.py`), 3 times as fast as sdpa on a CPU with gradients."""
+    """Return causal attention in blocks of queries: 3 times as fast as sdpa on a CPU with gradients."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     return causal_attention(q * scale, k, v, mask.key_segments)
 
@@ -154,7 +153,7 @@ def _triton(
         raise ConfigError(
             'backend is "triton"',
             expected="attention without bias, softcap and sink",
-            do='backend = "auto" chooses one that can',
+            do='backend = "auto" selects a backend that can',
         )
     y: Tensor = attention(q, k, v, mask, scale)
     return y
@@ -170,7 +169,7 @@ def _reference(
     softcap: float | None,
     sink: Tensor | None,
 ) -> Tensor:
-    """The definition."""
+    """Return attention by the definition."""
     k, v = (t.float().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scores = q.float() @ k.transpose(-1, -2) * scale  # [B, H, Tq, Tk]
     if softcap is not None:
@@ -184,7 +183,7 @@ def _reference(
         column = sink.float()[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
     p = scores.softmax(dim=-1)[..., :n_keys]
-    # A row without any key is now uniform: an exact 0 instead, in which no gradient flows.
+    # A row without any allowed key is uniform here. Its output becomes an exact 0, with zero gradient.
     return (p.masked_fill(~allowed, 0.0) @ v).to(q.dtype)
 
 
@@ -194,7 +193,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, bias: Tenso
     if bias is None and mask.allows_all(n_queries, n_keys):
         if (
             n_queries == 1 and heads != kv_heads
-        ):  # the heads of a group as queries: keys are read once, not repeated
+        ):  # the heads of a group become extra queries, so keys are read once, not repeated
             y = F.scaled_dot_product_attention(q.reshape(*k.shape[:2], -1, q.shape[-1]), k, v, scale=scale)
             return y.reshape(*q.shape[:3], v.shape[-1])
         return fused(q, k, v)
@@ -244,7 +243,7 @@ def _flex(
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
-    if sink is not None:  # exp(log_sum) / (exp(log_sum) + exp(sink)) of what was attended to without it
+    if sink is not None:  # exp(log_sum) / (exp(log_sum) + exp(sink)), with log_sum over the allowed keys
         y = y * torch.sigmoid(log_sum.float() - sink.float()[:, None])[..., None].to(y.dtype)
     result: Tensor = y
     return result
@@ -252,7 +251,7 @@ def _flex(
 
 @functools.cache
 def _flex_attention(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-    """(q, k, v, ...) -> (y, log of the softmax's denominator [B, H, Tq])."""
+    """Return torch's flex_attention: (q, k, v, ...) -> (y, log of the softmax's denominator [B, H, Tq])."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def run(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -263,8 +262,10 @@ def _flex_attention(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
         return torch.compile(run)
 
     def quiet(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        args = tuple(t.detach() for t in args)  # on a CPU it refuses tensors that could have a gradient
-        with warnings.catch_warnings():  # it warns of being slow uncompiled; here it is only a check
+        args = tuple(
+            t.detach() for t in args
+        )  # on a CPU, flex_attention rejects tensors that require a gradient
+        with warnings.catch_warnings():  # the uncompiled form warns that it is slow; here it is only a check
             warnings.simplefilter("ignore", UserWarning)
             return run(*args, **options)
 
@@ -272,7 +273,7 @@ def _flex_attention(compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _dense_bias(bias: Tensor, like: Tensor, mask: Mask, n_keys: int | None = None) -> Tensor:
-    """bias -> [H, Tq, Tk] or as it is.  like: [B, H, Tq, ...]."""
+    """Return a bias as [H, Tq, Tk] or unchanged. like: [B, H, Tq, ...]."""
     if bias.dim() != 1:
         return bias
     n_queries = like.shape[2]
@@ -304,4 +305,4 @@ def _check(
     if softcap is not None and softcap <= 0:
         raise ConfigError(f"softcap is {softcap}", expected="above 0, or None")
     if sink is not None and sink.shape != (heads,):
-        raise ConfigError(f"sink has the shape {list(sink.shape)}", expected=f"[{heads}]: a logit a head")
+        raise ConfigError(f"sink has the shape {list(sink.shape)}", expected=f"[{heads}]: one logit per head")

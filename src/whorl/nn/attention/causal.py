@@ -1,22 +1,18 @@
-"""Causal self-attention: grouped queries, QK-norm, rotary positions, smeared keys; state as an argument.
+"""Causal self-attention: grouped queries, QK-norm, rotary positions, smeared keys; the KV cache is an argument.
 
-Told as differences from multi-head attention (Vaswani et al. 2017, arXiv:1706.03762):
+Differences from multi-head attention (Vaswani et al. 2017, arXiv:1706.03762):
 
 - grouped queries (Ainslie et al. 2023, arXiv:2305.13245): `n_kv_heads` key/value heads serve `n_heads` query heads;
-- QK-norm (Henry et al. 2020, arXiv:2010.04245): queries and keys are RMS-normalised over head_dim, and one learned
-  temperature a query head takes the place of 1/sqrt(head_dim): logits cannot blow up, whatever the learning rate;
-- smeared keys (Olsson et al. 2022, In-context Learning and Induction Heads): each key is mixed with the key of
-  the position before, by one learned weight a head. A single layer can then look up "what followed the token I
-  am at": copying heads form thousands of steps earlier. Keys are mixed before norm and rotation, and never over
-  the border of a document.
+- QK-norm (Henry et al. 2020, arXiv:2010.04245): queries and keys are RMS-normalized over head_dim. One learned
+  temperature per query head replaces 1/sqrt(head_dim), which bounds the logits at any learning rate;
+- smeared keys (Olsson et al. 2022, In-context Learning and Induction Heads): each key is mixed with the previous
+  position's key, by one learned weight per head. Induction heads then form in one layer and thousands of steps
+  earlier. Keys are mixed before norm and rotation, and never across a document border.
 
-Why the fast path is written out. On a CPU, torch's fused attention computes all T^2 products and its backward
-runs far below the speed of matrix products; for the short rows that a small model trains on, plain batched
-products over blocks of queries, each against the keys up to its own end, are 3 times as fast (bench/nn/causal_attention.py).
-There scores leave their product in the compute type, and the softmax sums them in fp32: in bf16 a score of 64 is rounded
-by up to 0.25, where the definition would keep it (a test holds the difference).
-`causal_attention` does that with its own backward; `causal_attention_reference` is the definition in a few lines,
-and a test holds the two (and torch's) together.
+torch's fused attention on a CPU computes all T^2 products, and its backward is far slower than matrix products. For
+short rows, batched products over blocks of queries are 3 times as fast (bench/nn/causal_attention.py). The scores have
+the compute type, and the softmax sums them in fp32. In bf16 a score of 64 is rounded by up to 0.25, which the
+definition would keep. `causal_attention` has a hand-written backward; `causal_attention_reference` is the definition.
 """
 
 from __future__ import annotations
@@ -36,14 +32,14 @@ from whorl.nn.linear import Linear
 from whorl.nn.norm import rms_norm
 from whorl.nn.positions.rotary import apply_rotary
 
-QUERY_BLOCK = 256  # queries a block: 128 skips more masked products, but ran a fifth slower (many small ones)
+QUERY_BLOCK = 256  # queries per block; 128 skips more masked products, but ran 20 % slower
 
 
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
-    """The definition: softmax over allowed keys of q k^T, in fp32, times v.
+    """Return attention by the definition: softmax over allowed keys of q k^T, in fp32, times v. -> [B, H, T, d].
 
-    q: [B, H, T, d] (any scale is already in it); k, v: [B, H, Tk, d], of which the last T positions are the queries' own;
-    segments: [B, Tk] or None -> [B, H, T, d]. Position i may attend to j when j <= i and both lie in the same segment.
+    q: [B, H, T, d], already scaled; k, v: [B, H, Tk, d], where the last T positions belong to the queries; segments:
+    [B, Tk] or None. Position i may attend to j when j <= i and both are in the same segment.
     """
     length, n_keys = q.shape[2], k.shape[2]
     allowed = torch.ones(length, n_keys, dtype=torch.bool, device=q.device).tril(n_keys - length)
@@ -55,11 +51,11 @@ def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, segments: Tensor
 
 
 def _block_bias(start: int, stop: int, segments: Tensor | None, like: Tensor, heads: int) -> Tensor:
-    """What is added to the scores of the queries at the positions start..stop against keys 0..stop: 0 or -inf.
+    """Return the mask, as 0 or -inf to add to the scores, of the queries at start..stop against keys 0..stop.
 
-    -> [stop-start, stop] or, with segments, [B * heads, stop-start, stop].
+    Shape: [stop-start, stop] or, with segments, [B * heads, stop-start, stop].
     """
-    # int32: in a compiled kernel comparisons of int64 cost more than the exponentials
+    # int32: in a compiled kernel, comparisons of int64 cost more than the exponentials.
     queries = torch.arange(start, stop, dtype=torch.int32, device=like.device)
     keys = torch.arange(stop, dtype=torch.int32, device=like.device)
     allowed = keys[None, :] <= queries[:, None]
@@ -71,7 +67,7 @@ def _block_bias(start: int, stop: int, segments: Tensor | None, like: Tensor, he
 
 
 class _BlockedAttention(torch.autograd.Function):
-    """Attention over query blocks; keeps the probabilities for the backward.  q: [N, T, d]; k, v: [N, Tk, d], N = B * H."""
+    """Attention over query blocks; keeps the probabilities for the backward. q: [N, T, d]; k, v: [N, Tk, d], N = B * H."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None, heads: int) -> Tensor:
@@ -108,10 +104,10 @@ class _BlockedAttention(torch.autograd.Function):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = None) -> Tensor:
-    """Causal attention by the fastest path for the device; equals `causal_attention_reference`.
+    """Return causal attention by the fastest path for the device, equal to `causal_attention_reference`. -> [B, H, T, dv].
 
-    q: [B, H, T, d], scale already in it; k: [B, H, Tk, d] and v: [B, H, Tk, dv], of which the last T positions are the
-    queries' own; segments: [B, Tk] or None (each row is one segment) -> [B, H, T, dv].
+    q: [B, H, T, d], already scaled. k: [B, H, Tk, d]; v: [B, H, Tk, dv]. The last T positions belong to the queries.
+    segments: [B, Tk], or None where each row is one segment.
     """
     if q.is_cuda and not torch.compiler.is_compiling():
         before = k.shape[2] - q.shape[2]
@@ -127,7 +123,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None = 
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
-    """torch's attention: without documents it needs no mask, with them a dense one."""
+    """Return torch's fused attention. Without documents it needs no mask; with documents the mask is dense."""
     length, n_keys = q.shape[2], k.shape[2]
     if segments is None and length == n_keys:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
@@ -139,9 +135,9 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: Tensor | None) -> Tensor:
 
 @dataclass
 class LayerState:
-    """Keys and values of one layer, preallocated for `capacity` positions, `length` of them filled.
+    """KV cache of one layer, preallocated for `capacity` positions, of which `length` are filled.
 
-    k, v: [B, n_kv_heads, capacity, head_dim] (keys smeared, normalised, rotated); last_key: [B, 1, n_kv_heads,
+    k, v: [B, n_kv_heads, capacity, head_dim], keys smeared, normalized and rotated; last_key: [B, 1, n_kv_heads,
     head_dim], the newest key before smearing, which the next position mixes in.
     """
 
@@ -152,7 +148,7 @@ class LayerState:
 
 
 class Attention(nn.Module):
-    """x: [B, T, d_model] -> [B, T, d_model]. Weights: qkv in one matrix, so that one product makes all three."""
+    """Causal self-attention layer: x [B, T, d_model] -> [B, T, d_model]. One matrix computes queries, keys and values."""
 
     def __init__(
         self,
@@ -176,9 +172,7 @@ class Attention(nn.Module):
         self.out = Linear(n_heads * head_dim, d_model, std=0.0)
         # Unit-RMS queries and keys have products of up to head_dim; 1.2 starts attention mildly peaked.
         self.temperature = nn.Parameter(torch.full((n_heads, 1), 1.2))
-        self.smear = (
-            nn.Parameter(torch.zeros(n_kv_heads, 1)) if smear_keys else None
-        )  # sigmoid -> 1/2 at first
+        self.smear = nn.Parameter(torch.zeros(n_kv_heads, 1)) if smear_keys else None  # sigmoid(0) = 1/2
 
     def forward(
         self,
@@ -187,13 +181,16 @@ class Attention(nn.Module):
         segments: Tensor | None = None,
         state: LayerState | PagedState | None = None,
     ) -> Tensor:
-        """rotary: tables for the positions of x; segments: [B, T] or None; state: extended in place by x."""
+        """Return attention over x and the cache. segments: [B, T] or None.
+
+        rotary: tables for the positions of x; state: extended in place by x.
+        """
         batch, length, _ = x.shape
         heads = [self.n_heads, self.n_kv_heads, self.n_kv_heads]
         q, k, v = self.qkv(x).view(batch, length, sum(heads), self.head_dim).split(heads, dim=2)
         if self.smear is not None:
             k = self._smear_keys(k, segments, state)
-        # The temperature is applied in fp32 inside the norm's cast back.
+        # The temperature is applied in fp32, before the norm casts back.
         q = apply_rotary(rms_norm(q, self.temperature), *rotary)
         k = apply_rotary(rms_norm(k), *rotary)
         if state is None:
@@ -212,12 +209,14 @@ class Attention(nn.Module):
     def _smear_keys(
         self, k: Tensor, segments: Tensor | None, state: LayerState | PagedState | None
     ) -> Tensor:
-        """k: [B, T, n_kv_heads, head_dim] -> the same, each mixed with its predecessor in the same segment."""
+        """Return k [B, T, n_kv_heads, head_dim], each key mixed with its predecessor in the same segment."""
         assert self.smear is not None
         share = torch.sigmoid(self.smear).to(k.dtype)  # [n_kv_heads, 1]
         if isinstance(state, PagedState):
             return k + share * (state.predecessors(k) - k)
-        previous = k[:, :1] if state is None or state.length == 0 else state.last_key  # the first: itself
+        previous = (
+            k[:, :1] if state is None or state.length == 0 else state.last_key
+        )  # the first position is its own predecessor
         if k.shape[1] > 1:
             previous = torch.cat([previous, k[:, :-1]], dim=1)
         if state is not None:
@@ -229,7 +228,7 @@ class Attention(nn.Module):
         return mixed
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor, state: LayerState) -> Tensor:
-        """New positions attend to the state and to each other.  q: [B, H, T, d]; k, v: [B, KV, T, d]."""
+        """Return attention of new positions over the cache and themselves. q: [B, H, T, d]; k, v: [B, KV, T, d]."""
         batch, heads, length, d = q.shape
         stop = state.length + length
         state.k[:, :, state.length : stop] = k

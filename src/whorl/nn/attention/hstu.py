@@ -1,20 +1,19 @@
-"""Pointwise attention of sequence recommenders: HSTU (Zhai et al. 2024, arXiv:2402.17152, section 3).
+"""HSTU, pointwise attention for sequence recommenders (Zhai et al. 2024, arXiv:2402.17152, section 3).
 
-Told as the difference from softmax attention. A softmax divides each weight by the sum of all of them, so it can say
-which event of a history matters most, and not how often a user did something. Here each weight stands by itself, and
-the gate, the values, queries and keys come from one matrix (eqs. 1 to 3):
+Difference from softmax attention: weights are not divided by their sum, so the output keeps how often a user did
+something. The gate, values, queries and keys come from one matrix (eqs. 1 to 3):
 
     U, V, Q, K = split(SiLU(x W))
     A_ij = SiLU(scale q_i k_j + position_bias[i - j] + time_bias[bucket(t_i - t_j)]) / n_i     for allowed j <= i
     y = (norm(A V) * U) W_out
 
-`norm` is a layer norm over all heads, without gains (W_out has them). Time differences fall into buckets that double:
-bucket(s) = floor(log2(1 + s)). "A minute ago" and "a month ago" are then 16 buckets apart, and 32 hold a century of
-seconds. (The authors' buckets grow by e^0.301 = 1.35, from 128 of them.)
+`norm` is a layer norm over all heads, without gains (W_out has them). Time differences fall into doubling buckets:
+bucket(s) = floor(log2(1 + s)). A minute and a month are 16 buckets apart, and 32 buckets cover a century in seconds.
+(The authors use 128 buckets that grow by e^0.301 = 1.35.)
 
-The subtle part is n. The authors' program divides by the length that rows are padded to; the same row would then give
-other outputs in another batch (by the eps of the norm). Here n_i counts the positions that i may see, so that rows in
-pieces, packed rows and single rows agree; the norm that follows takes any factor of a position out again.
+The subtle part is n. The authors' program divides by the padded length. The same row would then give other outputs in
+another batch, because of the eps of the norm. Here n_i counts the positions that i may attend to, so rows in pieces,
+packed rows and single rows give equal outputs. The norm removes any factor of a position.
 
 Shapes: x [B, T, D]; q, k [B, H, T, dk]; v, U [B, H, T, dv]; position_bias [H, P]; time_bias [H, K]; times [B, T].
 """
@@ -33,26 +32,26 @@ from whorl.nn.linear import Linear
 from whorl.nn.mixer import check_state
 
 QUERY_BLOCK = (
-    256  # queries a block, each block against the keys up to its end: half of all pairs are never made
+    256  # queries per block; each block uses the keys up to its end, so half of all pairs are skipped
 )
 EPS = 1e-6
 
 
 def time_buckets(seconds: Tensor, n_buckets: int) -> Tensor:
-    """seconds: any shape, what lies between two events -> floor(log2(1 + seconds)) as integers, 0 .. n_buckets - 1.
+    """Return floor(log2(1 + seconds)) as integers, 0 .. n_buckets - 1. seconds: time differences, any shape.
 
-    Negative differences count as none, and those beyond the last bucket fall into it.
+    Negative differences count as 0; those beyond the last bucket fall into it.
     """
-    # By comparison with the bounds: a logarithm may round 2^k down to k - 1, and not the same way on every device.
+    # Compares with the bounds, because a logarithm may round 2^k down to k - 1, depending on the device.
     bounds = torch.exp2(torch.arange(1, n_buckets, device=seconds.device, dtype=torch.float32)) - 1
     return torch.bucketize(seconds.float(), bounds, right=True)
 
 
 def hstu_attention_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, allowed: Tensor) -> Tensor:
-    """The definition: SiLU(q k^T + bias) / n over allowed keys, in fp32, times v.
+    """Return SiLU(q k^T + bias) / n over allowed keys, in fp32, times v: the definition. -> [B, H, Tq, dv], type of q.
 
-    q: [B, H, Tq, dk] (any scale is already in it); k: [B, H, Tk, dk]; v: [B, H, Tk, dv]; bias: [B, H, Tq, Tk];
-    allowed: [B, 1, Tq, Tk], True = attend -> [B, H, Tq, dv] in the type of q; 0 where nothing is allowed.
+    q: [B, H, Tq, dk], already scaled; k: [B, H, Tk, dk]; v: [B, H, Tk, dv]; bias: [B, H, Tq, Tk];
+    allowed: [B, 1, Tq, Tk], True = attend. Rows without an allowed key return 0.
     """
     weights = F.silu(q.float() @ k.float().transpose(-1, -2) + bias) * allowed
     return (weights / allowed.sum(-1, keepdim=True).clamp(min=1) @ v.float()).to(q.dtype)
@@ -68,10 +67,11 @@ def hstu_attention(
     segments: Tensor | None = None,
     block: int = QUERY_BLOCK,
 ) -> Tensor:
-    """Causal, in blocks of queries; biases and masks are made for a block at a time.  -> [B, H, Tq, dv].
+    """Return causal HSTU attention, [B, H, Tq, dv]. Biases and masks are made for one block of queries at a time.
 
-    q: [B, H, Tq, dk], the newest Tq of the Tk positions; k: [B, H, Tk, dk]; v: [B, H, Tk, dv]; position_bias: [H, P],
-    whose last entry serves all distances from P - 1 on; time_bias: [H, K]; times, segments: [B, Tk] or None.
+    q: [B, H, Tq, dk], the newest Tq of the Tk positions; k: [B, H, Tk, dk]; v: [B, H, Tk, dv].
+    position_bias: [H, P]; its last entry serves all distances from P - 1 on. time_bias: [H, K].
+    times, segments: [B, Tk] or None.
     """
     n_queries, n_keys = q.shape[2], k.shape[2]
     offset = n_keys - n_queries
@@ -81,28 +81,32 @@ def hstu_attention(
         stop = rows.stop
         step = torch.arange(stop, device=q.device)
         distance = step[rows, None] - step[None, :]  # [t, s]
-        # index_select and embedding: their gradients are sums over rows, where that of an index goes element by element.
+        # index_select and embedding have gradients that are sums over rows; the gradient of an index runs element by element.
         near = distance.clamp(0, position_bias.shape[1] - 1)
         bias = (
             position_bias.float().index_select(1, near.flatten()).view(-1, *near.shape)[None]
         )  # [1, H, t, s]
         if time_bias is not None and times is not None:
-            passed = times[:, rows, None] - times[:, None, :stop]  # [B, t, s], before any rounding to fp32
+            passed = (
+                times[:, rows, None] - times[:, None, :stop]
+            )  # [B, t, s], subtracted before rounding to fp32
             bucket = time_buckets(passed, time_bias.shape[1])
             bias = bias + F.embedding(bucket, time_bias.float().t()).permute(0, 3, 1, 2)
         allowed = (distance >= 0)[None, None]  # [1 or B, 1, t, s]
         if segments is not None:
             allowed = allowed & (segments[:, None, rows, None] == segments[:, None, None, :stop])
         scores = (q[:, :, start : start + block] @ k[:, :, :stop].transpose(-1, -2)).float() + bias
-        share = allowed / allowed.sum(-1, keepdim=True)  # every position sees itself: never 0
+        share = allowed / allowed.sum(-1, keepdim=True)  # every position may attend to its own key: never 0
         out.append((F.silu(scores) * share).to(v.dtype) @ v[:, :, :stop])
     return torch.cat(out, dim=2)
 
 
 @dataclass
 class HSTUState:
-    """k: [B, H, capacity, dk]; v: [B, H, capacity, dv]; `length` of them filled. times: [B, capacity] if the first piece
-    brought them; segments: [B, capacity] once one was named."""
+    """State of one layer. k: [B, H, capacity, dk]; v: [B, H, capacity, dv], `length` positions filled.
+
+    times: [B, capacity] if the first piece has times; segments: [B, capacity] from the first call with segments.
+    """
 
     k: Tensor
     v: Tensor
@@ -115,7 +119,7 @@ class HSTUState:
         return sum(t.nbytes for t in (self.k, self.v, self.times, self.segments) if t is not None)
 
     def extend_times(self, times: Tensor | None, start: int) -> None:
-        """Raises ConfigError when some pieces of a row bring times and others do not: there is no time to take instead."""
+        """Write the times of new positions. Raises ConfigError when only some pieces of a row have times."""
         if start and (self.times is None) != (times is None):
             raise ConfigError(
                 "times are given with some pieces of a row and not with others",
@@ -129,16 +133,16 @@ class HSTUState:
 
 
 class HSTUAttention(nn.Module):
-    """A `Mixer` of HSTU.  x: [B, T, d_model] -> [B, T, d_model]; a residual and a norm of x are its block's.
+    """HSTU layer, a `Mixer`: x [B, T, d_model] -> [B, T, d_model]. The block adds the residual and the norm of x.
 
     Args:
-        head_dim, v_dim: features of queries and keys, and of values, a head; by default d_model / n_heads both.
-        max_distance: distances with a bias of their own (P).
-        n_time_buckets: K; 0 for a layer that knows no times.
-        scale: of q k^T; 1 as in the paper (the authors' fused kernels take head_dim^-1/2).
+        head_dim, v_dim: features per head of queries and keys, and of values; both d_model / n_heads by default.
+        max_distance: number of distances with a separate bias (P).
+        n_time_buckets: K; 0 for a layer without times.
+        scale: of q k^T; 1 as in the paper (the authors' fused kernels use head_dim^-1/2).
 
     Raises:
-        ConfigError: n_heads does not divide d_model and a dimension is left open; max_distance is below 1;
+        ConfigError: n_heads does not divide d_model and a dimension is not given; max_distance is below 1;
             n_time_buckets is negative.
     """
 
@@ -192,14 +196,14 @@ class HSTUAttention(nn.Module):
         state: HSTUState | None = None,
         times: Tensor | None = None,
     ) -> Tensor:
-        """As `Mixer` says. Distances are counted in a row's order, so positions are of no account.
+        """Return HSTU attention, as in `Mixer`. Distances are counted along the row, so positions are ignored.
 
-        times: [B, T] when each event happened, in seconds (or any unit), integers or fp64 (fp32 cannot tell two minutes of
-        this year apart); None leaves the time bias out.
+        times: [B, T] time of each event in seconds (or any unit), as integers or fp64; None leaves the time bias out.
+        fp32 cannot distinguish two minutes of this year.
 
         Raises:
-            ConfigError: times are given to a layer without buckets for them; the state is full; times come with some
-                pieces of a row and not with others.
+            ConfigError: times are given to a layer without time buckets; the state is full; only some pieces of a row
+                have times.
         """
         batch, length, _ = x.shape
         if times is not None and self.time_bias is None:
@@ -216,7 +220,7 @@ class HSTUAttention(nn.Module):
             state.k[:, :, start:stop] = k.detach()
             state.v[:, :, start:stop] = v.detach()
             state.length = stop
-            if start:  # else the new ones are all there is, and carry gradients
+            if start:  # without a past, the new keys and values are used directly and carry gradients
                 k, v = state.k[:, :, :stop].to(x.dtype), state.v[:, :, :stop].to(x.dtype)
             times, segments = (None if t is None else t[:, :stop] for t in (state.times, state.segments))
         y = hstu_attention(q * self.scale, k, v, self.position_bias, self.time_bias, times, segments)

@@ -1,28 +1,26 @@
-"""Linear attention: a kernel takes the place of the softmax, so the past fits in a matrix of fixed size.
+"""Linear attention: a kernel replaces the softmax, so the past is a matrix of fixed size.
 
-Katharopoulos et al. 2020, Transformers are RNNs, arXiv:2006.16236. Told as the difference from softmax attention: the
-weight of key j for query i is not exp(q_i k_j) but phi(q_i) phi(k_j), with phi(x) = elu(x) + 1 > 0 (their eq. 7). The
-sum over j can then be taken before the query is known (eq. 9), and is a recurrence (eqs. 16 to 20):
+Katharopoulos et al. 2020, Transformers are RNNs, arXiv:2006.16236. Difference from softmax attention: the weight of
+key j for query i is phi(q_i) phi(k_j) with phi(x) = elu(x) + 1 > 0 (eq. 7), not exp(q_i k_j). The sum over j then
+becomes a recurrence (eqs. 9, 16 to 20):
 
     S_i = g S_(i-1) + phi(k_i) [v_i, 1]^T           y_i = (phi(q_i)^T S_i)[:-1] / (phi(q_i)^T S_i)[-1]
 
-The 1 appended to each value makes the divisor one more column of the same sum. g is 1 in the paper; `decay` learns one
-g in (0, 1) for each head, as the fixed g of RetNet (Sun et al. 2023, arXiv:2307.08621, eq. 6), from whose values it
-starts: without it a head cannot forget, and nothing tells near from far.
+The 1 appended to each value makes the divisor one more column. g is 1 in the paper. `decay` learns one g in (0, 1)
+per head, initialized as the fixed g of RetNet (Sun et al. 2023, arXiv:2307.08621, eq. 6).
 
-Three forms that a test holds together:
+Three equal forms:
 
 - `linear_attention_reference`: all T^2 weights, the definition;
-- `linear_attention`, for training: rows are cut into chunks of C; inside of a chunk the C^2 weights, between chunks S.
-  The work is T C d inside and T d^2 between: linear in T, and all but sums of T / C matrices in batched products;
+- `linear_attention`, for training: chunks of C positions with C^2 weights inside and S between chunks. The work is
+  T C d inside and T d^2 between, in batched products;
 - `linear_attention_step`, for decoding: one position, one update of S.
 
-The subtle parts. S sums thousands of positive terms, so it is fp32 whatever comes in: in bf16 it would stop growing
-after some 256 of them. And documents of a packed row: S must be emptied at a border, but borders fall inside of chunks.
-Positions are numbered by the run of equal segments they lie in; a chunk hands on what its last run has summed, and
-what came from before reaches only the positions of the same run.
+Two subtle parts. S is fp32 for any input type: in bf16 it would stop growing after about 256 positive terms. And S
+must be reset at document borders, which fall inside chunks. Positions therefore have the number of their run of equal
+segments; a chunk passes on the sum of its last run, and an earlier sum reaches positions of the same run only.
 
-Shapes: q, k [B, H, T, d] after phi; v [B, H, T, dv]; memory S [B, H, d, dv + 1].
+Shapes: q, k [B, H, T, d] after phi; v [B, H, T, dv]; state S [B, H, d, dv + 1].
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from whorl.errors import ConfigError
 from whorl.nn.linear import Linear
 from whorl.nn.mixer import check_state
 
-CHUNK = 64  # the quadratic part of a chunk costs as much as the rest where C is about d
+CHUNK = 64  # at C = d, the quadratic part of a chunk costs as much as the rest
 EPS = 1e-6
 
 
 def elu_features(x: Tensor) -> Tensor:
-    """phi(x) = elu(x) + 1, in fp32: x + 1 above 0 and e^x below (elu's own e^x - 1 + 1 would round small ones to 0)."""
+    """Return phi(x) = elu(x) + 1 in fp32: x + 1 above 0 and e^x below (e^x - 1 + 1 would round small values to 0)."""
     x = x.float()
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
@@ -50,9 +48,9 @@ def elu_features(x: Tensor) -> Tensor:
 def linear_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, segments: Tensor | None = None
 ) -> Tensor:
-    """The definition: weights q_i k_j g^(i-j) of every allowed pair, divided by their sum.
+    """Return the weighted mean of v by weights q_i k_j g^(i-j) of every allowed pair: the definition. -> [B, H, T, dv] fp32.
 
-    q, k: [B, H, T, d] positive; v: [B, H, T, dv]; log_decay: [H] log g, or None; segments: [B, T] -> [B, H, T, dv] fp32.
+    q, k: [B, H, T, d] positive; v: [B, H, T, dv]; log_decay: [H] log g, or None; segments: [B, T].
     """
     length = q.shape[2]
     step = torch.arange(length, device=q.device)
@@ -74,10 +72,10 @@ def linear_attention(
     document_ids: Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
-    """The same outputs in time linear in T.  -> ([B, H, T, dv] fp32, the memory behind the last position).
+    """Return the outputs [B, H, T, dv] fp32 and the state after the last position, in time linear in T.
 
-    q, k, v, log_decay: as in the reference; memory: [B, H, d, dv + 1] fp32, what came before (zeros at a start);
-    runs: [B, T] integers that never fall, the number of borders up to each position: run 0 continues the memory.
+    q, k, v, log_decay: as in the reference. state: [B, H, d, dv + 1] fp32, zeros at a start. document_ids: [B, T]
+    non-decreasing integers, the number of borders up to each position. Document 0 continues the state.
     """
     q, k, v = q.float(), k.float(), F.pad(v.float(), (0, 1), value=1.0)
     length = q.shape[2]
@@ -85,7 +83,7 @@ def linear_attention(
     parts = []
     before = (
         None if document_ids is None else torch.zeros_like(document_ids[:, 0])
-    )  # the run that the memory belongs to
+    )  # the document of the state
     for start, stop, size in ((0, whole, chunk), (whole, length, length - whole)):
         if start == stop:
             continue
@@ -108,14 +106,12 @@ def _chunks(
     before: Tensor | None,
     size: int,
 ) -> tuple[Tensor, Tensor]:
-    """T / size whole chunks at once; only the sums between them are a loop.  -> (y [B, H, T, dv + 1], memory)."""
+    """Return y [B, H, T, dv + 1] and the state over T / size whole chunks at once. Only the sums between chunks are a loop."""
     n = q.shape[2] // size
     q, k, v = (t.view(*t.shape[:2], n, size, -1) for t in (q, k, v))  # [B, H, N, C, ...]
     step = torch.arange(size, device=q.device)
     weights = (q @ k.transpose(-1, -2)).tril()  # [B, H, N, C, C]
-    kept: Tensor | None = (
-        None  # the share of the memory before a chunk that is left behind it: [B or 1, H, N, 1, 1]
-    )
+    kept: Tensor | None = None  # factor of the previous state after a chunk: [B or 1, H, N, 1, 1]
     arriving, leaving = q, k
     if log_decay is not None:
         log_g = log_decay.float()[:, None, None]  # [H, 1, 1]
@@ -146,7 +142,7 @@ def _chunks(
 def linear_attention_step(
     q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One position.  q, k: [B, H, d]; v: [B, H, dv] -> ([B, H, dv] fp32, the new memory)."""
+    """Return the output [B, H, dv] fp32 and the new state for one position. q, k: [B, H, d]; v: [B, H, dv]."""
     if log_decay is not None:
         state = state * log_decay.float().exp()[:, None, None]
     state = state + k.float()[..., :, None] * F.pad(v.float(), (0, 1), value=1.0)[..., None, :]
@@ -156,8 +152,10 @@ def linear_attention_step(
 
 @dataclass
 class LinearState:
-    """memory: [B, H, head_dim, head_dim + 1] fp32, of one size whatever the length; segment: [B] of the newest position,
-    once one was named."""
+    """State of one layer. recurrent_state: [B, H, head_dim, head_dim + 1] fp32, of the same size at any length.
+
+    segment: [B] of the newest position, from the first call with segments.
+    """
 
     recurrent_state: Tensor
     length: int = 0
@@ -169,12 +167,12 @@ class LinearState:
 
 
 class LinearAttention(nn.Module):
-    """A `Mixer` with kernel weights.  x: [B, T, d_model] -> [B, T, d_model].
+    """Linear attention layer, a `Mixer`: x [B, T, d_model] -> [B, T, d_model].
 
     Args:
-        head_dim: by default d_model / n_heads.
-        decay: a learned g for each head, started at RetNet's 1 - 2^-(5+h).
-        chunk: positions a chunk in training.
+        head_dim: d_model / n_heads by default.
+        decay: a learned g per head, initialized to RetNet's 1 - 2^-(5+h).
+        chunk: positions per chunk in training.
 
     Raises:
         ConfigError: n_heads does not divide d_model and no head_dim is given; chunk is below 1.
@@ -204,14 +202,14 @@ class LinearAttention(nn.Module):
             Linear(d_model, width, std=d_model**-0.5, generator=generator) for _ in range(3)
         )
         self.out = Linear(width, d_model, std=0.0)
-        # sigmoid of it is g
+        # sigmoid(decay) = g
         start = torch.logit(1 - 2.0 ** (-5 - torch.arange(n_heads, dtype=torch.float64)))
         self.decay = nn.Parameter(start.float()) if decay else None
 
     def new_state(
         self, batch: int, capacity: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> LinearState:
-        """Empty; capacity and dtype are of no account: the state never grows, and is a sum, kept in fp32."""
+        """Return an empty state. capacity and dtype are ignored: the state never grows, and is an fp32 sum."""
         return LinearState(torch.zeros(batch, self.n_heads, self.head_dim, self.head_dim + 1, device=device))
 
     def forward(
@@ -222,11 +220,10 @@ class LinearAttention(nn.Module):
         segments: Tensor | None = None,
         state: LinearState | None = None,
     ) -> Tensor:
-        """As `Mixer` says; positions are of no account (order is in the sums and the decay). The state carries no gradient.
+        """Return linear attention, as in `Mixer`. Positions are ignored. The state carries no gradient.
 
-        A border is where a segment differs from the one before it: an id that returns is a new document. As in
-        `KeyValueState`, what a state took in before the first named segment is of segment 0, and without a name it goes on
-        in its last document.
+        A border is a change of segment: an id that returns is a new document. As in `KeyValueState`, positions before
+        the first segments have segment 0, and a call without segments continues the last document.
         """
         batch, length, _ = x.shape
         q, k, v = (
@@ -257,7 +254,7 @@ class LinearAttention(nn.Module):
 
     @staticmethod
     def _document_ids(segments: Tensor, state: LinearState | None) -> Tensor:
-        """segments: [B, T] -> [B, T] how many borders lie between the state and each position."""
+        """Return the number of borders between the state and each position, [B, T]. segments: [B, T]."""
         if state is None or not state.length:
             first = segments[:, :1]
         else:

@@ -1,23 +1,22 @@
-"""Who may look at whom: one description, read by every backend.
+"""Attention masks: which keys a query may attend to, in one description that every backend reads.
 
-A `Mask` has parts, and a query may attend to a key when every part that was given allows it. Let i be the position
-of the query, j that of the key, and d = i - j:
+A query may attend to a key when every given part of the `Mask` allows it. Let i be the position of the query, j that
+of the key, and d = i - j:
 
 - causal:      d >= 0
-- window w:    |d| < w, so with `causal` the query itself and w - 1 keys before it (Beltagy et al. 2020, Longformer,
+- window w:    |d| < w; with `causal`, the query and w - 1 keys before it (Beltagy et al. 2020, Longformer,
                arXiv:2004.05150, sec. 3.1)
-- stride l:    |d| < l or d mod l = 0: the last l positions, and every l-th before (Child et al. 2019, Sparse
-               Transformers, arXiv:1904.10509, sec. 4.3; their two heads, A^(1) and A^(2), merged into one). With l near
-               sqrt(T), any position reaches any other in two layers, at a cost of T sqrt(T)
-- block b:     i // b and j // b are neighbours in `layout`, a matrix [blocks, blocks]; without one, i // b = j // b
-- segments:    query and key lie in the same document of a packed row
-- key_allowed: the key is no padding
+- stride l:    |d| < l or d mod l = 0: the last l positions, and every l-th earlier one (Child et al. 2019, Sparse
+               Transformers, arXiv:1904.10509, sec. 4.3; their heads A^(1) and A^(2) merged into one). With l near
+               sqrt(T), two layers connect all positions, at a cost of T sqrt(T)
+- block b:     i // b and j // b are neighbors in `layout`, a matrix [blocks, blocks]; without one, i // b = j // b
+- segments:    query and key are in the same document of a packed row
+- key_allowed: the key is not padding
 
-The subtle part is what a position is. Decoding sees the last few queries of a row: query i of the call stands at
-`offset` + i among the keys. Distances need no more, for inside of a document they are those of the row. Blocks do:
-they are counted from the start of their own document, or a packed row would differ from its documents alone.
+The subtle part is the position. In decoding, query i of a call is at `offset` + i among the keys. Distances need no
+more than that. Blocks are counted from the start of each document, so that packed rows equal separate documents.
 
-There is one definition, `mod`, a function of indices as `flex_attention` wants it; `dense` is that function on a grid.
+`mask_mod` is the only definition, a function of indices as in `flex_attention`; `dense` evaluates it on a grid.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, quer
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What queries may attend to; True = attend.
+    """Which keys each query may attend to; True = attend.
 
     Args:
         causal: no key after the query.
-        window: keys at a distance below this.
-        stride: keys at a distance below this, or at a multiple of it.
-        block: keys of the same block of so many positions, or of the blocks in `layout`.
+        window: keys at a smaller distance.
+        stride: keys at a smaller distance, or at a multiple of it.
+        block: size of blocks; keys of the same block, or of the blocks in `layout`.
         query_segments, key_segments: [B, Tq], [B, Tk] document numbers; both or neither.
         key_allowed: [B, Tk] bool, False where a key is padding.
         offset: position of the first query among the keys.
         layout: [blocks, blocks] bool, the blocks of keys (columns) that a block of queries (rows) may attend to.
 
     Raises:
-        ConfigError: a size below 1, a negative offset, half a pair, a tensor of another shape or type.
+        ConfigError: a size below 1; a negative offset; one of a pair only; a tensor of another shape or type.
     """
 
     causal: bool = True
@@ -87,7 +86,7 @@ class Mask:
 
     @property
     def batch_size(self) -> int | None:
-        """B of the parts that differ between rows; None when there is none."""
+        """Batch size of the parts that differ between rows; None without such parts."""
         for tensor in (self.key_segments, self.key_allowed):
             if tensor is not None:
                 return tensor.shape[0]
@@ -95,16 +94,16 @@ class Mask:
 
     @property
     def is_causal_only(self) -> bool:
-        """Whether nothing but `causal` limits the queries."""
+        """Whether `causal` is the only limit."""
         parts = (self.window, self.stride, self.block, self.key_segments, self.key_allowed)
         return all(part is None for part in parts)
 
     def allows_all(self, n_queries: int, n_keys: int) -> bool:
-        """Whether every query may attend to every key: true of the newest position of a causal row."""
+        """Return whether every query may attend to every key, as for the newest position of a causal row."""
         return self.is_causal_only and (not self.causal or (n_queries == 1 and self.offset >= n_keys - 1))
 
     def dense(self, n_queries: int, n_keys: int, device: torch.device | str = "cpu") -> Tensor:
-        """[B or 1, 1, n_queries, n_keys] bool.
+        """Return the mask as a bool tensor, [B or 1, 1, n_queries, n_keys].
 
         Raises:
             ConfigError: segments or padding of another length.
@@ -117,11 +116,11 @@ class Mask:
         return allowed.expand(self.batch_size or 1, 1, n_queries, n_keys)
 
     def mask_mod(self) -> MaskMod:
-        """The rule as a function of (row, head, query, key) index tensors, a `mask_mod` of `flex_attention`."""
+        """Return the mask as a function of (row, head, query, key) index tensors, a `mask_mod` of `flex_attention`."""
         document = None if self.key_segments is None else _position_in_document(self.key_segments)  # [B, Tk]
 
         def allows(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            del head  # the same for all
+            del head  # all heads have the same mask
             at = query + self.offset
             distance = at - key
             allowed = distance >= 0 if self.causal else distance == distance
@@ -142,7 +141,7 @@ class Mask:
         return allows
 
     def check(self, n_queries: int, n_keys: int) -> None:
-        """Raises ConfigError when segments, padding or layout are of another size."""
+        """Raise ConfigError when segments, padding or layout have another size."""
         for name, want in (("query_segments", n_queries), ("key_segments", n_keys), ("key_allowed", n_keys)):
             tensor = getattr(self, name)
             if tensor is None:
@@ -165,7 +164,7 @@ class Mask:
 
 
 def _position_in_document(segments: Tensor) -> Tensor:
-    """segments: [B, T] -> [B, T] positions counted from the start of each document."""
+    """Return positions counted from the start of each document, [B, T]. segments: [B, T]."""
     at = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     starts = torch.ones_like(segments, dtype=torch.bool)
     starts[:, 1:] = segments[:, 1:] != segments[:, :-1]

@@ -1,31 +1,26 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1; unchanged in DeepSeek-V3, arXiv:2412.19437).
 
-Told as the difference from multi-head attention: keys and values of all heads are made from one latent c of `kv_rank`
-features a position, and only c is cached. With h for a head and t for a position (eqs. 9 to 19 of V2):
+Difference from multi-head attention: keys and values of all heads come from one latent c of `kv_rank` features per
+position, and only c is cached. For head h and position t (eqs. 9 to 19 of V2):
 
     c_t = norm(kv_a x_t)              k_th = [W_k^h c_t ; r_t]        v_th = W_v^h c_t        kv_b = W_k^1, W_v^1, W_k^2, ...
-    r_t = rotate(kv_a' x_t)           q_th = [n_th ; rotate(p_th)]    from q_b norm(q_a x_t), or straight from q x_t
+    r_t = rotate(kv_a' x_t)           q_th = [n_th ; rotate(p_th)]    from q_b norm(q_a x_t), or directly from q x_t
     y_t = out [ sum_s softmax_s(scale q_th k_sh) v_sh ]_h             scale = (nope_dim + rope_dim)^-1/2
 
-A rotation stands between W_k and the query, and differs from key to key, so positions get features of their own: r,
-`rope_dim` of them, shared by all heads and cached beside c.
+Positions use separate features r, `rope_dim` of them, shared by all heads and cached with c.
 
-Two forms of the same sums, which a test holds together:
+Two equal forms:
 
-- expanded, for training: keys and values are made of c, then plain attention;
-- absorbed, for decoding: n W_k c = (W_k^T n) c, and sum_s p_s W_v c_s = W_v (sum_s p_s c_s). So W_k moves into the query
-  and W_v behind the sum, and every head attends to the cache itself: one key head of kv_rank + rope_dim features,
-  whose first kv_rank are the values too. Nothing the length of the row is ever expanded.
+- expanded, for training: keys and values are computed from c, then plain attention;
+- absorbed, for decoding: n W_k c = (W_k^T n) c, and sum_s p_s W_v c_s = W_v (sum_s p_s c_s). Every head attends to the
+  cache directly, as one key head of kv_rank + rope_dim features whose first kv_rank are the values.
 
-The subtle part is which to take. A pair of positions costs nope + rope + v products a head expanded, and 2 kv_rank +
-rope absorbed, some four times as many in DeepSeek's shapes; but expanding costs kv_rank (nope + v) for each key of the
-past. So single positions want the absorbed form and long pieces the other: `_expand_pays` counts.
+The subtle part is the choice. A pair of positions costs nope + rope + v products per head expanded and 2 kv_rank + rope
+absorbed. Expanding costs kv_rank (nope + v) per past key. `_expanded_is_cheaper` compares both.
 
 Checkpoints of DeepSeek-V2 and V3 map one to one: q_proj, q_a_proj, q_a_layernorm, q_b_proj -> q, q_a, q_a_norm, q_b;
 kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj -> kv_a, kv_a_norm, kv_b; o_proj -> out. Their rotary pairs are interleaved
-(`Rotary(..., layout="interleaved")`), and where YaRN stretched them their scale has its factor: give `scale`.
-
-Shapes: x [B, T, d_model]; cache [B, capacity, kv_rank + rope_dim].
+(`Rotary(..., layout="interleaved")`). With YaRN, pass their scale as `scale`.
 """
 
 from __future__ import annotations
@@ -49,8 +44,11 @@ from whorl.nn.positions.rotary import Rotary
 
 @dataclass
 class LatentState:
-    """rows: [B, capacity, kv_rank + rope_dim], `length` of them filled: the normed latent, then the turned shared key, in
-    one tensor because together they are the absorbed form's keys. segments: [B, capacity] once one was named."""
+    """State of one layer. cache: [B, capacity, kv_rank + rope_dim], `length` positions filled.
+
+    The normed latent and the rotated shared key are one tensor, because together they are the absorbed form's keys.
+    segments: [B, capacity] from the first call with segments.
+    """
 
     cache: Tensor
     segments: Tensor | None = None
@@ -62,20 +60,20 @@ class LatentState:
 
 
 class MultiHeadLatentAttention(nn.Module):
-    """A `Mixer` that caches a latent.  x: [B, T, d_model] -> [B, T, d_model].
+    """Multi-head latent attention layer, a `Mixer` that caches a latent: x [B, T, d_model] -> [B, T, d_model].
 
     Args:
         kv_rank: features of the latent of keys and values.
-        q_rank: of the latent of queries, which saves parameters and nothing else; None for one matrix.
-        nope_dim, rope_dim, v_dim: features a head of queries and keys without and with rotation, and of values.
-        rotary: over `rope_dim` features; None leaves the shared key unturned, and the layer without positions.
+        q_rank: features of the latent of queries, which saves parameters only; None for one matrix.
+        nope_dim, rope_dim, v_dim: features per head of queries and keys without and with rotation, and of values.
+        rotary: over `rope_dim` features; None gives a layer without positions.
         eps: of the two norms.
         scale: of the products; (nope_dim + rope_dim)^-1/2 by default.
 
-    `form` forces "expanded" or "absorbed"; "auto" takes the one with fewer products.
+    `form` forces "expanded" or "absorbed"; "auto" uses the form with fewer products.
 
     Raises:
-        ConfigError: a size is below 1; the rotary tables are of another width than rope_dim.
+        ConfigError: a size is below 1; the rotary tables have another width than rope_dim.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class MultiHeadLatentAttention(nn.Module):
         segments: Tensor | None = None,
         state: LatentState | PagedLatent | None = None,
     ) -> Tensor:
-        """As `Mixer` says.
+        """Return attention over x and the state, as in `Mixer`.
 
         Raises:
             ConfigError: the state is full.
@@ -168,7 +166,7 @@ class MultiHeadLatentAttention(nn.Module):
             state.length = stop
             documents = None if state.segments is None else state.segments[:, :stop]
             segments = None if documents is None else documents[:, start:]
-            if start:  # else the new ones are all there is, and carry gradients
+            if start:  # without a past, the new rows are used directly and carry gradients
                 rows = state.cache[:, :stop].to(x.dtype)
         mask = Mask(query_segments=segments, key_segments=documents, offset=start)
         expand = self._expanded_is_cheaper(length, start) if self.form == "auto" else self.form == "expanded"
@@ -177,7 +175,7 @@ class MultiHeadLatentAttention(nn.Module):
         return out
 
     def _forward_paged(self, x: Tensor, positions: Tensor | None, state: PagedLatent) -> Tensor:
-        """The forward of rows one behind another, whose past is in pages.  x: [1, N, d_model]."""
+        """Return the forward of concatenated rows with a paged cache. x: [1, N, d_model]."""
         query, new = self._project(x, positions, 0)
         state.write(new)
         y = query.new_empty(*query.shape[:3], self.v_dim)
@@ -191,7 +189,7 @@ class MultiHeadLatentAttention(nn.Module):
         return out
 
     def _project(self, x: Tensor, positions: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
-        """x -> queries [B, T, H, nope_dim + rope_dim] and what is cached of x, [B, T, kv_rank + rope_dim]."""
+        """Return queries [B, T, H, nope_dim + rope_dim] and the new cache entries [B, T, kv_rank + rope_dim]."""
         batch, length, _ = x.shape
         if self.q is not None:
             q = self.q(x)
@@ -213,19 +211,17 @@ class MultiHeadLatentAttention(nn.Module):
         return q, torch.cat([self.kv_a_norm(latent), shared], dim=-1)
 
     def _expanded_is_cheaper(self, length: int, start: int) -> bool:
-        """Whether `length` queries behind `start` positions of the past cost fewer products expanded than absorbed."""
+        """Return whether `length` queries after `start` past positions need fewer products expanded than absorbed."""
         if not start:
-            return (
-                True  # no past to expand, and plain attention is the form that devices have fused kernels for
-            )
+            return True  # no past to expand, and plain attention has fused kernels
         narrow = self.nope_dim + self.v_dim
-        # The piece's own latents are expanded in the place of folding its queries and outputs: the same count.
+        # Expanding the new latents costs as much as folding their queries and outputs.
         expanding = self.kv_rank * narrow * start
         pairs = length * start + length * (length + 1) // 2
         return expanding <= pairs * (2 * self.kv_rank - narrow)
 
     def _expanded(self, q: Tensor, rows: Tensor, mask: Mask) -> Tensor:
-        """q: [B, T, H, nope_dim + rope_dim]; rows: [B, S, kv_rank + rope_dim] -> [B, T, H, v_dim]."""
+        """Return the expanded form, [B, T, H, v_dim]. q: [B, T, H, nope_dim + rope_dim]; rows: [B, S, kv_rank + rope_dim]."""
         batch, n_keys, _ = rows.shape
         latent, shared = rows[..., : self.kv_rank], rows[..., self.kv_rank :]
         k, v = (
@@ -236,8 +232,10 @@ class MultiHeadLatentAttention(nn.Module):
         return attend(q, k, v, mask, scale=self.scale).transpose(1, 2)
 
     def _absorbed(self, q: Tensor, rows: Tensor, mask: Mask) -> Tensor:
-        """The same, with kv_b in the query and behind the sum. Heads are further queries of the one key head, so that the
-        cache is read once for all of them."""
+        """Return the absorbed form, with kv_b in the query and after the sum.
+
+        Heads become extra queries of the one key head, so the cache is read once for all heads.
+        """
         batch, length, heads, _ = q.shape
         n_keys = rows.shape[1]
         weight = self.kv_b.weight.to(q.dtype).view(heads, -1, self.kv_rank)
@@ -245,7 +243,7 @@ class MultiHeadLatentAttention(nn.Module):
         plain, turned = q[..., : self.nope_dim], q[..., self.nope_dim :]
         folded = torch.cat([torch.einsum("bthn,hnr->bhtr", plain, w_k), turned.transpose(1, 2)], dim=-1)
         folded = folded.reshape(batch, heads * length, -1)
-        # The cache on the left: a product that wants it transposed copies all of it first (bf16, on a CPU).
+        # The cache is the left operand: as a transposed right operand it would be copied first (bf16, on a CPU).
         scores = (rows @ folded.transpose(1, 2)).transpose(1, 2)  # [B, H T, S]
         scores = scores.float().reshape(batch, heads, length, n_keys) * self.scale
         if not mask.allows_all(length, n_keys):

@@ -1,24 +1,24 @@
-"""Multi-head attention with everything that published decoders and encoders vary, and its state for decoding.
+"""Multi-head attention with the options of published decoders and encoders, and its KV cache.
 
-Told as differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), each an argument of `MultiHeadAttention`:
+Differences from Vaswani et al. 2017 (arXiv:1706.03762, sec. 3.2.2), each an argument of `MultiHeadAttention`:
 
-- n_kv_heads: fewer key heads than query heads; 1 is multi-query (Shazeer 2019, arXiv:1911.02150), in between is
+- n_kv_heads: fewer key heads than query heads; 1 is multi-query (Shazeer 2019, arXiv:1911.02150), other values are
   grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245)
-- rotary, alibi: positions that turn (arXiv:2104.09864), or that are a bias (arXiv:2108.12409)
+- rotary, alibi: rotary positions (arXiv:2104.09864), or a bias by distance (arXiv:2108.12409)
 - qk_norm: RMS norm of queries and keys over head_dim, with gains (arXiv:2010.04245; as in Qwen 3, Gemma 3)
-- softcap, sink: what the scores go through (`nn/attention/backends.py`)
-- window, stride, block, causal: who is seen (`nn/attention/mask.py`)
-- smear: each key mixed with the one before it (`nn/attention/short_conv.py`)
-- context_dim: keys and values are made of another sequence, `context` (cross-attention, sec. 3.2.3)
+- softcap, sink: changes of the scores (`nn/attention/backends.py`)
+- window, stride, block, causal: the mask (`nn/attention/mask.py`)
+- smear: each key is mixed with the previous key (`nn/attention/short_conv.py`)
+- context_dim: keys and values come from another sequence, `context` (cross-attention, sec. 3.2.3)
 - has_kv_proj=False: keys and values of another layer are used (Brandon et al. 2024, arXiv:2405.12981)
 
-Order: project, smear keys, norm, rotate, attend, project. The keys of the state are ready for use: smeared, normed, rotated.
+Order: project, smear keys, norm, rotate, attend, project. Cached keys are already smeared, normed and rotated.
 
-Sharing keys between layers. The lending layer's forward comes in two halves, and the borrower is given the same keys:
+To share keys between layers, split the forward of the first layer and pass its keys to both:
 
-    lent = first.project_kv(x, positions=p, segments=s, state=state)     # extends the state of `first`
-    y = first(x, positions=p, segments=s, shared_kv=lent)
-    z = second(y, positions=p, segments=s, shared_kv=lent)                # made with has_kv_proj=False: no k, no v
+    shared = first.project_kv(x, positions=p, segments=s, state=state)     # extends the state of `first`
+    y = first(x, positions=p, segments=s, shared_kv=shared)
+    z = second(y, positions=p, segments=s, shared_kv=shared)               # built with has_kv_proj=False
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ from whorl.nn.positions.rotary import Rotary
 
 
 class MultiHeadAttention(nn.Module):
-    """x: [B, T, d_model] -> [B, T, d_model].  Weights: `q`, `k`, `v`, `out`; `out` starts at 0.
+    """Multi-head attention layer: x [B, T, d_model] -> [B, T, d_model]. Weights: `q`, `k`, `v`, `out`; `out` starts at 0.
 
     Args:
         d_model: width of x.
         n_heads: query heads.
         n_kv_heads: key and value heads, a divisor of n_heads; None is n_heads.
         head_dim: width of a head; None is d_model / n_heads.
-        rotary: turns queries and keys, by `positions`.
-        bias, out_bias: of q, k and v; of out.
-        qk_norm: eps of the norm of queries and keys, gains `q_norm`, `k_norm`; None is no norm.
+        rotary: rotates queries and keys by `positions`.
+        bias, out_bias: whether q, k and v have a bias; whether out has one.
+        qk_norm: eps of the norm of queries and keys, with gains `q_norm`, `k_norm`; None is no norm.
         norm_offset: 1.0 for gains 1 + w, as in Gemma.
-        scale: of the products; None is head_dim^-0.5.
+        scale: factor of the products; None is head_dim^-0.5.
         softcap: bound of the scores.
-        window, stride, block: which keys are seen, in positions (`Mask`).
-        sink: a learned logit a head, 0 at first, in the denominator alone.
-        alibi: distances as a bias, with fixed slopes.
-        smear: keys are mixed with their predecessors.
-        causal: no key after the query; of no effect in cross-attention.
-        context_dim: width of `context`, of which keys and values are made; None is attention to x itself.
+        window, stride, block: limits of the mask, in positions (`Mask`).
+        sink: a learned logit per head, 0 at first, in the denominator only.
+        alibi: bias by distance, with fixed slopes.
+        smear: mixes keys with their predecessors.
+        causal: no key after the query; no effect in cross-attention.
+        context_dim: width of `context`, the source of keys and values; None is self-attention.
         backend: of `attend`.
         generator: of the initial weights.
-        has_kv_proj: False for a layer that has no k and v, and is given `shared_kv` another.
+        has_kv_proj: False for a layer without k and v, which gets `shared_kv` of another layer.
 
     Raises:
-        ConfigError: sizes that do not fit; options that have no meaning together.
+        ConfigError: sizes that do not fit; options that exclude each other.
     """
 
     def __init__(
@@ -111,7 +111,8 @@ class MultiHeadAttention(nn.Module):
             head_dim = d_model // n_heads
         if rotary is not None and rotary.head_dim != head_dim:
             raise ConfigError(
-                f"head_dim is {head_dim}, and that of rotary {rotary.head_dim}", expected="the same head_dim"
+                f"head_dim is {head_dim}, and rotary.head_dim is {rotary.head_dim}",
+                expected="the same head_dim",
             )
         if backend not in BACKENDS:
             raise ConfigError(f"backend is {backend!r}", expected=one_of(backend, BACKENDS))
@@ -122,12 +123,12 @@ class MultiHeadAttention(nn.Module):
                 if value is not None:
                     raise ConfigError(
                         f"{name} and context_dim are both given",
-                        expected="one of them: positions of x and of another sequence have no distance",
+                        expected="only one: positions of two sequences have no distance",
                     )
         if not has_kv_proj and (smear or context_dim is not None):
             raise ConfigError(
                 "has_kv_proj is False, with smear or context_dim",
-                expected="a layer that makes keys, to use those",
+                expected="has_kv_proj=True: smear and context_dim need a key projection",
             )
         self.d_model, self.n_heads, self.n_kv_heads, self.head_dim = d_model, n_heads, n_kv_heads, head_dim
         self.rotary, self.scale, self.softcap = rotary, scale, softcap
@@ -163,21 +164,21 @@ class MultiHeadAttention(nn.Module):
         shared_kv: KeyValues | PagedState | tuple[Tensor, Tensor] | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """x: [B, T, d_model] -> [B, T, d_model].
+        """Return attention of x over itself, the state or the context, [B, T, d_model].
 
         Args:
-            positions: [T] or [B, T], for `rotary`; by default those behind the state's.
-            segments: [B, T] documents of a packed row; a state goes on in its last one by default.
+            positions: [T] or [B, T], for `rotary`; by default those after the state's.
+            segments: [B, T] documents of a packed row; by default a state continues its last document.
             state: read, and extended by x.
-            key_allowed: [B, T] bool, False where x is padding; without a state (there, give padding a segment).
-            context: [B, Tc, context_dim] of cross-attention; with a state, needed at its first call only.
+            key_allowed: [B, T] bool, False where x is padding; only without a state (with one, pass padding as a segment).
+            context: [B, Tc, context_dim] of cross-attention; with a state, needed at the first call only.
             context_allowed: [B, Tc] bool, False where the context is padding.
-            context_segments: [B, Tc] documents of the context, to go with `segments`; without them, all is seen.
+            context_segments: [B, Tc] documents of the context, matched with `segments`; None allows all.
             shared_kv: keys and values from another layer's `project_kv` (or a pair of tensors), instead of x's.
             bias: [H, T, Tk] or [B, H, T, Tk], added to the scores.
 
         Raises:
-            ConfigError: arguments that do not belong to this layer, or do not fit it; a state that is full.
+            ConfigError: arguments that the layer does not have or that do not fit; a full state.
         """
         batch, length = self._check(x)
         if bias is not None and self.slopes is not None:
@@ -190,16 +191,14 @@ class MultiHeadAttention(nn.Module):
             keys = self._context_kv(batch, length, state, context, context_allowed, context_segments)
         elif context is not None or context_allowed is not None or context_segments is not None:
             raise ConfigError(
-                "context is given, and context_dim is not", expected="a layer made with context_dim"
+                "context is given, and context_dim is not", expected="a layer built with context_dim"
             )
         elif shared_kv is not None:
             keys = KeyValues(*shared_kv)
             self._check_shared_kv(keys, batch, length)
             if state is not None and not self.has_kv_proj:
                 state.check(batch, length)
-                state.length += (
-                    length  # it counts, so that the layers of a model agree; the keys are the lender's
-                )
+                state.length += length  # counted, so that all layers of a model have equal lengths; the keys are in the other layer's state
         else:
             keys = self.project_kv(x, positions, segments, state, key_allowed=key_allowed)  # type: ignore[assignment]
         offset = 0 if self.context_dim is not None else keys.k.shape[2] - length
@@ -220,12 +219,12 @@ class MultiHeadAttention(nn.Module):
         return out
 
     def _queries(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
-        """[B, T, n_heads, head_dim], normed and turned."""
+        """Return queries [B, T, n_heads, head_dim], normed and rotated."""
         q = self.q(x).view(*x.shape[:2], self.n_heads, self.head_dim)
         return self._rotate(q if self.q_norm is None else self.q_norm(q), positions, start)
 
     def _forward_paged(self, x: Tensor, positions: Tensor | None, keys: object) -> Tensor:
-        """The rest of the forward for rows one behind another, whose past is in pages.  x: [1, N, d_model]."""
+        """Return the attention of concatenated rows with a paged cache. x: [1, N, d_model]."""
         assert isinstance(keys, PagedState)
         q = self._queries(x, positions, 0).transpose(1, 2)
         y = keys.attend(q, self.mask, self.scale, self.slopes, self.softcap, self.sink, self.backend)
@@ -241,14 +240,16 @@ class MultiHeadAttention(nn.Module):
         *,
         key_allowed: Tensor | None = None,
     ) -> KeyValues | PagedState:
-        """What the queries of x attend to: the state's keys, which is extended, and those of x.  Arguments as in `forward`.
+        """Return the keys and values for the queries of x: those of the state, extended by those of x. Arguments as in `forward`.
 
         Raises:
-            ConfigError: as `forward`; the layer has no keys of its own.
+            ConfigError: as `forward`; the layer has no key projection.
         """
         batch, length = self._check(x)
         if self.k is None or self.v is None:
-            raise ConfigError("shared_kv is missing", expected="another layer's keys: has_kv_proj is False")
+            raise ConfigError(
+                "shared_kv is missing", expected="keys of another layer, because has_kv_proj is False"
+            )
         if segments is not None and segments.shape != (batch, length):
             raise ConfigError(
                 f"segments has the shape {list(segments.shape)}", expected=f"[{batch}, {length}]"
@@ -259,7 +260,7 @@ class MultiHeadAttention(nn.Module):
             if key_allowed is not None:
                 raise ConfigError(
                     "key_allowed is given with a state",
-                    expected="segments: padding as a document of its own, which no other sees",
+                    expected="segments: padding as a separate document",
                 )
             state.check(batch, length)
             segments = state.resolve_segments(segments, batch, length)
@@ -286,25 +287,26 @@ class MultiHeadAttention(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> KeyValueState:
-        """Empty, for `batch` rows of up to `capacity` positions; a window keeps its own length of them.
+        """Return an empty state for `batch` rows of up to `capacity` positions. With a window, it keeps window - 1 positions.
 
         Raises:
             ConfigError: `batch` or `capacity` below 1; the layer is not causal, so later positions change earlier ones.
         """
         if self.context_dim is None and not self.mask.causal:
             raise ConfigError(
-                "causal is False", expected="a causal layer: decoding has no later positions to see"
+                "causal is False",
+                expected="causal=True: decoding appends positions and never sees later ones",
             )
         for name, value in (("batch", batch), ("capacity", capacity)):
             if value < 1:
                 raise ConfigError(f"{name} is {value}", expected="at least 1")
-        room = capacity
+        size = capacity
         if self.context_dim is not None or not self.has_kv_proj:
-            room = 0
+            size = 0
         elif self.mask.window is not None and self.mask.block is None and self.mask.causal:
-            room = min(capacity, self.mask.window - 1)
+            size = min(capacity, self.mask.window - 1)
         k, v = (
-            torch.zeros(batch, self.n_kv_heads, room, self.head_dim, dtype=dtype, device=device) for _ in "kv"
+            torch.zeros(batch, self.n_kv_heads, size, self.head_dim, dtype=dtype, device=device) for _ in "kv"
         )
         short = None
         if self.smear is not None:
@@ -312,7 +314,7 @@ class MultiHeadAttention(nn.Module):
         return KeyValueState(k, v, capacity, smear_state=short)
 
     def _rotate(self, x: Tensor, positions: Tensor | None, start: int) -> Tensor:
-        """x: [B, T, heads, head_dim], by its positions, or those from `start` on -> the same shape and type."""
+        """Return x [B, T, heads, head_dim] rotated by `positions`, by default those from `start` on."""
         if self.rotary is None:
             return x
         stop = start + x.shape[1]
@@ -324,16 +326,17 @@ class MultiHeadAttention(nn.Module):
         return self.rotary.rotate(x, tables).to(x.dtype)
 
     def _mask(self, keys: KeyValues, segments: Tensor | None, offset: int, length: int) -> Mask:
-        """The layer's mask, with what is known of these queries and keys."""
+        """Return the layer's mask with the segments and padding of these queries and keys."""
         ours, theirs = segments, keys.segments
         if self.context_dim is not None:
             if theirs is not None and ours is None:
                 raise ConfigError(
-                    "the context has segments and x has none", expected="segments: which belong to which"
+                    "the context has segments and x has none",
+                    expected="segments of x, to match with those of the context",
                 )
             ours = None if theirs is None else ours
         elif theirs is not None and ours is None:
-            ours = theirs[:, offset : offset + length]  # the state's: each row went on in its last document
+            ours = theirs[:, offset : offset + length]  # the state's: each row continues its last document
         elif theirs is None and ours is not None:
             if offset > 0:
                 raise ConfigError(
@@ -354,16 +357,14 @@ class MultiHeadAttention(nn.Module):
         allowed: Tensor | None,
         segments: Tensor | None,
     ) -> KeyValues:
-        """Keys and values of the context, or those that the state has of it."""
+        """Return keys and values of the context, from the state if it has them."""
         assert self.k is not None and self.v is not None
         if state is not None:
             state.check(batch, length)
             state.length += length
         if context is None:
             if state is None or state.context is None:
-                raise ConfigError(
-                    "context is missing", expected="[B, Tc, context_dim]: the layer attends to it"
-                )
+                raise ConfigError("context is missing", expected="[B, Tc, context_dim]")
             return state.context
         if context.dim() != 3 or context.shape[0] != batch or context.shape[2] != self.context_dim:
             raise ConfigError(
@@ -378,7 +379,7 @@ class MultiHeadAttention(nn.Module):
         return keys
 
     def _check(self, x: Tensor) -> tuple[int, int]:
-        """-> (B, T)."""
+        """Return (B, T)."""
         if x.dim() != 3 or x.shape[-1] != self.d_model:
             raise ConfigError(f"x has the shape {list(x.shape)}", expected=f"[B, T, {self.d_model}]")
         return x.shape[0], x.shape[1]
@@ -390,5 +391,5 @@ class MultiHeadAttention(nn.Module):
             raise ConfigError(
                 f"shared_kv has keys of the shape {list(have)}",
                 expected=f"[{batch}, {self.n_kv_heads}, at least {length}, {self.head_dim}]",
-                do="lend between layers of equal n_kv_heads and head_dim",
+                do="share keys between layers of equal n_kv_heads and head_dim",
             )

@@ -1,10 +1,9 @@
-"""Rows of many lengths at once: what a layer does when the past of its rows lies in pages.
+"""Interfaces of a paged KV cache, as used by attention layers.
 
-A `KeyValueState` is of rows of one length, side by side. An engine that serves many texts at once has rows of many lengths:
-they stand one behind another in a batch of one, [1, N, d_model], and each row's keys lie in pages of a cache that all rows
-share (Kwon et al. 2023, PagedAttention, arXiv:2309.06180). The products of a layer do not care. What does is few things,
-and those are asked of the state: who stood before, where keys go, and what a query may see. So a layer hands over its keys
-and queries in place of attending itself, and knows nothing of pages (`engine/cache/pages.py` has the states there are).
+A `KeyValueState` holds rows of equal length. An engine that serves many texts has rows of many lengths. It concatenates
+them into a batch of one, [1, N, d_model]; the keys of each row are in pages of a shared cache (Kwon et al. 2023,
+PagedAttention, arXiv:2309.06180). The layer computes queries, keys and values as usual and passes them to the state,
+which finds predecessors, stores keys and attends. `engine/cache/pages.py` has the implementations.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from whorl.nn.attention.mask import Mask
 
 
 class PagedState(ABC):
-    """The past of N positions of several rows, for one layer of attention."""
+    """Paged cache of one attention layer for N new positions of several rows."""
 
     @abstractmethod
     def predecessors(self, k: Tensor) -> Tensor:
-        """k: [1, N, KV, d] raw keys, which are kept -> the one before each in its row (itself, where none is before it)."""
+        """Store raw keys k [1, N, KV, d] and return each position's predecessor in its row (its own key at a row's start)."""
 
     @abstractmethod
     def write(self, k: Tensor, v: Tensor) -> None:
-        """k, v: [1, KV, N, d], ready to be attended to."""
+        """Store keys and values that are ready for attention, [1, KV, N, d] each."""
 
     @abstractmethod
     def attend(
@@ -38,16 +37,16 @@ class PagedState(ABC):
         sink: Tensor | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """q: [1, H, N, d] -> [1, H, N, d]: each query over what was put of its row; arguments as of `backends.attend`."""
+        """Return attention of q [1, H, N, d] over the stored keys of each row. Arguments as in `backends.attend`."""
 
 
 class PagedLatent(ABC):
-    """The same for a layer whose cache is a latent (`latent.py`)."""
+    """Paged cache of a layer that caches a latent (`mla.py`)."""
 
     @abstractmethod
     def write(self, rows: Tensor) -> None:
-        """rows: [1, N, kv_rank + rope_dim]."""
+        """Store rows: [1, N, kv_rank + rope_dim]."""
 
     @abstractmethod
     def attention_groups(self) -> list[tuple[Tensor, Tensor, Mask]]:
-        """Groups of rows with one number of positions each: (where [B, T] among the N, cache [B, S, ...], mask)."""
+        """Return groups of rows with equal numbers of positions: (indices [B, T] into N, cache [B, S, ...], mask)."""

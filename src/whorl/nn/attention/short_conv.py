@@ -1,16 +1,16 @@
-"""Short causal mixing: each position takes in a few of its predecessors, before (or beside) attention looks far.
+"""Short causal mixing: each position takes in a few of its predecessors, before or next to attention.
 
-Attention finds positions by content alone, and needs a layer just to learn "the one before me". Two cheap remedies:
+Attention finds positions by content only, and needs a full layer to learn "the previous position". Two remedies:
 
-- `Smear`: each key is mixed with its predecessor, by one learned share a head (Olsson et al. 2022, In-context Learning
+- `Smear`: each key is mixed with its predecessor, by one learned share per head (Olsson et al. 2022, In-context Learning
   and Induction Heads, "smeared keys"):  y[t] = x[t] + sigmoid(share) (x[t-1] - x[t]).
-- `ShortConvolution`: each feature has its own `width` weights over itself and its last width - 1 values,
-  y[t] = sum_i w[i] x[t-i]: the convolution of Mamba (Gu & Dao 2023, arXiv:2312.00752, sec. 3.4), and with
-  `residual=True` the Canon layer (Allen-Zhu 2025, Physics of Language Models 4.1; any x of a block may pass through it).
+- `ShortConvolution`: each feature has separate weights over its last `width` values, y[t] = sum_i w[i] x[t-i]. This is
+  the convolution of Mamba (Gu & Dao 2023, arXiv:2312.00752, sec. 3.4) and, with `residual=True`, the Canon layer
+  (Allen-Zhu 2025, Physics of Language Models 4.1).
 
-The subtle part is the border of a document in a packed row: nothing crosses it. The first positions of a document
-have no predecessor: smear then leaves them as they are, the convolution counts what is missing as 0, just as at the
-start of a row. Both are written with `predecessors`, so that training, packed rows and decoding share one definition.
+The subtle part is a document border in a packed row: no information crosses it. The first positions of a document
+have no predecessor. Smear leaves them unchanged; the convolution counts missing values as 0. Both use `predecessors`,
+so training, packed rows and decoding share one definition.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whorl.nn.attention.paged import PagedState
 class ShortConvState:
     """The newest n positions of each row.
 
-    past: [B, n, ...] features, newest last, of which min(length, n) are real; ids: [B, n] their segments.
+    past: [B, n, ...] features, newest last, of which min(length, n) are valid; segments: [B, n].
     """
 
     past: Tensor
@@ -45,24 +45,24 @@ class ShortConvState:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> ShortConvState:
-        """Of `batch` rows, n positions, each [*features]."""
+        """Return an empty state of `batch` rows and n positions of [*features]."""
         past = torch.zeros(batch, n, *features, dtype=dtype, device=device)
         return cls(past, torch.zeros(batch, n, dtype=torch.long, device=device))
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the kept positions and segments."""
+        """Bytes of the stored positions and segments."""
         return self.past.nbytes + self.segments.nbytes
 
 
 def predecessors(
     x: Tensor, n: int, segments: Tensor | None = None, state: ShortConvState | None = None
 ) -> list[tuple[Tensor, Tensor]]:
-    """What stands 1, 2, ... n positions before each position.
+    """Return the values 1, 2, ... n positions before each position.
 
-    x: [B, T, ...]; segments: [B, T] or None (with a state: each row goes on in its last document).
-    -> n pairs of ([B, T, ...] the earlier features, 0 where there are none; [B or 1, T] bool, whether there are). The
-    state moves on by T positions; what it keeps carries no gradient.
+    x: [B, T, ...]; segments: [B, T] or None (a state continues its last document).
+    Returns n pairs: [B, T, ...] the earlier features, 0 where they do not exist; [B or 1, T] bool, whether they exist.
+    The state advances by T positions. Its contents carry no gradient.
     """
     batch, length = x.shape[:2]
     if n == 0:
@@ -76,7 +76,8 @@ def predecessors(
     else:
         if state.past.shape[0] != batch:
             raise ConfigError(
-                f"the state is of {state.past.shape[0]} rows and x of {batch}", expected="as many rows"
+                f"the state is of {state.past.shape[0]} rows and x of {batch}",
+                expected="the same number of rows",
             )
         held = min(state.length, n)
         past = state.past.to(x.dtype)
@@ -102,7 +103,7 @@ def predecessors(
 
 
 class Smear(nn.Module):
-    """x: [B, T, n_heads, d] -> the same, each position mixed with the one before it.
+    """Smeared keys: x [B, T, n_heads, d] -> the same shape, each position mixed with its predecessor.
 
     Parameter `share` [n_heads, 1]: sigmoid(share) is the predecessor's part, 1/2 at first.
     """
@@ -114,7 +115,7 @@ class Smear(nn.Module):
     def forward(
         self, x: Tensor, segments: Tensor | None = None, state: ShortConvState | PagedState | None = None
     ) -> Tensor:
-        """segments: [B, T] or None; state: of 1 position, [n_heads, d] each."""
+        """Return x mixed with its predecessors. segments: [B, T] or None; state: of 1 position, [n_heads, d] each."""
         if isinstance(state, PagedState):
             return x + torch.sigmoid(self.share).to(x.dtype) * (state.predecessors(x) - x)
         ((previous, there),) = predecessors(x, 1, segments, state)
@@ -129,17 +130,17 @@ class Smear(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> ShortConvState:
-        """The past of `batch` rows of heads of `head_dim` features."""
+        """Return an empty state of `batch` rows of heads of `head_dim` features."""
         return ShortConvState.empty(batch, 1, (self.share.shape[0], head_dim), dtype=dtype, device=device)
 
 
 class ShortConvolution(nn.Module):
-    """x: [B, T, n_features] -> the same: y[t, f] = sum_i weight[f, i] x[t - i, f]  (+ bias, + x).
+    """Causal depthwise convolution: y[t, f] = sum_i weight[f, i] x[t - i, f]  (+ bias, + x). x: [B, T, n_features].
 
     Args:
-        n_features: each with weights of its own.
-        width: positions that a result depends on, itself included.
-        bias: one number a feature, 0 at first.
+        n_features: features, each with separate weights.
+        width: positions that a result depends on, including the current one.
+        bias: one number per feature, 0 at first.
         residual: x is added to the result.
         generator: of the initial weights, uniform within +- width^-0.5.
 
@@ -174,7 +175,7 @@ class ShortConvolution(nn.Module):
     def forward(
         self, x: Tensor, segments: Tensor | None = None, state: ShortConvState | None = None
     ) -> Tensor:
-        """segments: [B, T] or None; state: from `new_state`.
+        """Return the convolution of x. segments: [B, T] or None; state: from `new_state`.
 
         Raises:
             ConfigError: x has another number of features.
@@ -192,7 +193,7 @@ class ShortConvolution(nn.Module):
     def new_state(
         self, batch: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> ShortConvState:
-        """The past of `batch` rows."""
+        """Return an empty state of `batch` rows."""
         return ShortConvState.empty(
             batch, self.width - 1, (self.weight.shape[0],), dtype=dtype, device=device
         )

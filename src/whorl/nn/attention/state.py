@@ -1,8 +1,8 @@
-"""What decoding keeps of a layer of attention: keys and values, of all positions or of the newest.
+"""KV cache of one attention layer: keys and values of all positions, or of the newest ones.
 
-The subtle part is a window while decoding. Nothing older than window - 1 positions is ever seen again, so the state keeps
-just that many and drops the oldest; inside of a call the queries meet what was kept and all that is new. Distances are all
-that a window, a stride or a slope look at, and they survive the dropping; blocks do not, so with `block` all is kept.
+The subtle part is a window in decoding. Positions older than window - 1 are never attended to again, so the state drops
+them. Within a call, queries attend to the stored keys and all new keys. Windows, strides and slopes depend on distances
+only, which dropping keeps. Blocks depend on positions, so with `block` all keys are stored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from whorl.nn.mixer import check_state
 
 
 class KeyValues(NamedTuple):
-    """Keys and values, ready to be attended to.
+    """Keys and values, ready for attention.
 
     k: [B, KV, Tk, d]; v: [B, KV, Tk, d]; segments: [B, Tk] of the keys, or None; allowed: [B, Tk] bool, or None;
     start: position of the first key (above 0 where a window dropped older ones).
@@ -33,14 +33,14 @@ class KeyValues(NamedTuple):
 
 @dataclass
 class KeyValueState:
-    """What decoding keeps of one layer: keys and values, preallocated.
+    """Preallocated KV cache of one layer.
 
-    k, v: [B, KV, room, d], of which the last min(length, room) positions are filled, the oldest first; room is the
-    capacity, or window - 1 where that is less. segments: [B, room], made when a segment is first named (positions before
-    that are of segment 0). short: the past of smeared keys. context: of cross-attention, made once.
+    k, v: [B, KV, size, d]. The last min(length, size) positions are filled, the oldest first. size is the capacity, or
+    window - 1 where that is less. segments: [B, size], made at the first call with segments. Earlier positions have
+    segment 0. smear_state: the previous raw keys. context: keys of cross-attention, computed once.
 
     Raises:
-        ConfigError: by `extend`, when more than `capacity` positions come in.
+        ConfigError: by `extend`, when more than `capacity` positions are added.
     """
 
     k: Tensor
@@ -53,7 +53,7 @@ class KeyValueState:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all that is kept, of the whole capacity."""
+        """Bytes of the whole preallocated state."""
         tensors = [self.k, self.v, self.segments]
         if self.context is not None:
             tensors += self.context[:4]
@@ -63,15 +63,15 @@ class KeyValueState:
 
     @property
     def n_held(self) -> int:
-        """Positions of the past that are still there."""
+        """Number of past positions that are stored."""
         return min(self.length, self.k.shape[2])
 
     def check(self, batch: int, n_new: int) -> None:
-        """Raises ConfigError unless `more` positions of `batch` rows fit."""
+        """Raise ConfigError unless `n_new` positions of `batch` rows fit."""
         check_state(batch, n_new, self.k.shape[0], self.length, self.capacity)
 
     def resolve_segments(self, segments: Tensor | None, batch: int, n_new: int) -> Tensor | None:
-        """Segments of the new positions, [B, more]: by default each row goes on in its last document."""
+        """Return segments of the new positions, [B, n_new]. By default each row continues its last document."""
         if segments is None and self.segments is not None:
             newest = (
                 self.segments[:, self.n_held - 1 : self.n_held]
@@ -84,34 +84,34 @@ class KeyValueState:
         return segments
 
     def extend(self, k: Tensor, v: Tensor, segments: Tensor | None) -> KeyValues:
-        """k, v: [B, KV, T, d] new; -> all that the new queries may attend to: the past, then these.
+        """Append new k, v [B, KV, T, d] and return the stored keys followed by the new ones.
 
-        Gradients reach the new ones and stop at the state (as in Transformer-XL, arXiv:1901.02860).
+        Gradients reach the new keys and stop at the state (as in Transformer-XL, arXiv:1901.02860).
         """
         held, more = self.n_held, k.shape[2]
         start = self.length - held
         self.check(k.shape[0], more)
-        learning = torch.is_grad_enabled()  # then a graph may hold these keys while the next call writes
+        with_grad = torch.is_grad_enabled()  # then a graph may hold these keys while the next call writes
         self.length += more
-        whole = [_append(self.k, k, held, learning, 2), _append(self.v, v, held, learning, 2)]
+        whole = [_append(self.k, k, held, with_grad, 2), _append(self.v, v, held, with_grad, 2)]
         ids = None
         if segments is not None and self.segments is not None:
             ids = _append(self.segments, segments.to(self.segments.dtype), held, False, 1)
         return KeyValues(whole[0], whole[1], ids, None, start)
 
 
-def _append(kept: Tensor, new: Tensor, held: int, apart: bool, dim: int) -> Tensor:
-    """Writes `new` behind the `held` first positions of `kept`, dropping the oldest where there is no room.
+def _append(kept: Tensor, new: Tensor, held: int, copy: bool, dim: int) -> Tensor:
+    """Write `new` after the first `held` positions of `kept`, dropping the oldest when full.
 
-    -> [.., held + new, ..] the held ones and the new: a view of `kept` where all fit, unless it has to stand `apart`.
+    Returns [.., held + new, ..], the held and the new positions: a view of `kept` where all fit, or a copy with `copy`.
     """
-    more, room = new.shape[dim], kept.shape[dim]
+    more, size = new.shape[dim], kept.shape[dim]
     stop = held + more
-    if stop <= room and not apart:
+    if stop <= size and not copy:
         kept.narrow(dim, held, more).copy_(new)
         return kept.narrow(dim, 0, stop).to(new.dtype)
     whole = torch.cat([kept.narrow(dim, 0, held).to(new.dtype), new], dim=dim)
-    keep = min(stop, room)
+    keep = min(stop, size)
     kept.narrow(dim, 0, keep).copy_(whole.detach().narrow(dim, stop - keep, keep))
     return whole
 
@@ -119,10 +119,10 @@ def _append(kept: Tensor, new: Tensor, held: int, apart: bool, dim: int) -> Tens
 def extend_segments(
     kept: Tensor | None, new: Tensor | None, start: int, length: int, capacity: int
 ) -> Tensor | None:
-    """Writes new [B, length] behind `start` positions of kept [B, capacity], which the first named segment allocates.
+    """Write new segments [B, length] at `start` of kept [B, capacity], which is allocated at the first segments.
 
-    As in `KeyValueState`: positions before the first named one are of segment 0, and without a name a row goes on in its
-    last document. None while no segment was ever named.
+    As in `KeyValueState`: positions before the first segments have segment 0, and a call without segments continues the
+    last document. Returns None while no call had segments.
     """
     if kept is None:
         if new is None:

@@ -1,22 +1,21 @@
-"""E two-layer perceptrons, each applied to the tokens that a router sent it; the fast path and its definition.
+"""E two-layer MLPs, each applied to the tokens routed to it: the definition and a fast path.
 
     y_n = sum over experts e that hold token n of  w_ne * down_e(act(up_e x_n))
 
 Dropless experts as grouped products (MegaBlocks, Gale et al. 2022, arXiv:2211.15841): assignments are sorted by expert, so
-each expert's tokens are one contiguous slice, and nothing is padded and nothing dropped. `apply_experts_reference` is
-the definition, a loop that autograd differentiates; `apply_experts` has its own backward and does less:
+each expert's tokens are one contiguous slice without padding. `apply_experts_reference` is the definition;
+`apply_experts` has a hand-written backward and does less work:
 
-- All of one expert's work is done while its slice is in cache: up, activation, down, add to y. Kept for the backward are the
-  sorted tokens and the hidden activations before the non-linearity.
+- One expert's work is done while its slice is in cache: up, activation, down, add to y. The backward keeps the sorted
+  tokens and the hidden activations before the nonlinearity.
 - The router's weight w multiplies the *hidden* activations a: w (D a) = D (w a). Its gradient is <dy, D a> = <D^T dy, a>,
   and D^T dy is needed anyway, so the outputs of single experts are never stored.
-- Experts that are frozen skip the products of their gradients, and fp32 products go through the library that is fast on
-  this machine (`product`, timed on the spot). On an AMD one that halves their time; `Linear` does not do so yet.
+- Frozen experts skip the products of their gradients. fp32 products use the library that was timed to be faster on
+  this machine (`matmul`).
 
-Why each expert has its own matrices, and not one stacked [E, ...] parameter. Products are per expert anyway, so a stack buys
-no speed, and `train/learner/update.py` treats parameters by name: `experts.up.3` can have its own learning rate, be frozen, or
-go to Muon, which wants matrices. Scaling slices of a stacked gradient would not do that: Adam and Muon divide the
-scale out again. `stacked` and `load_stacked` convert to and from the layout of others.
+The subtle part: each expert has separate matrices, not one stacked [E, ...] parameter. Products are per expert anyway, and
+`train/learner/update.py` selects optimizers by parameter name. `experts.up.3` can have a separate learning rate, be
+frozen, or use Muon, which takes matrices. `stacked` and `load_stacked` convert to and from the stacked layout.
 
 Shapes: x [N, d]; up_e [W, d] with W = 2 hidden if gated (gate first) else hidden; down_e [d, hidden]; A assignments.
 """
@@ -42,7 +41,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class _ExpertActivation:
-    """A non-linearity f, its backward (upstream, input) -> gradient, and whether it gates: f(gate) * up."""
+    """A nonlinearity f, its backward (upstream, input) -> gradient, and whether it is gated: f(gate) * up."""
 
     f: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
@@ -72,7 +71,7 @@ EXPERT_ACTIVATIONS: dict[str, _ExpertActivation] = {
 def apply_experts_reference(
     x: Tensor, tokens: Tensor, weights: Tensor, counts: Tensor, ups: Sequence[Tensor], downs: Sequence[Tensor], kind: str
 ) -> Tensor:  # fmt: skip
-    """The definition. Shapes as in `apply_experts`."""
+    """Return the outputs by the definition. Shapes as in `apply_experts`."""
     y = torch.zeros_like(x)
     sizes = counts.tolist()
     parts = zip(torch.split(tokens, sizes), torch.split(weights, sizes), ups, downs, strict=True)
@@ -88,20 +87,20 @@ def apply_experts_reference(
 
 
 MIN_SPEEDUP = (
-    1.2  # times as fast: what is only noise must not decide, or two runs would differ in their last bits
+    1.2  # required speedup; timing noise must not decide, or two runs would differ in their last bits
 )
 
 
 forced_library: Literal["mkl", "onednn"] | None = (
-    None  # the library of fp32 products; None: whichever is faster
+    None  # the library of fp32 products; None selects the faster one
 )
 
 
 @cache
 def _onednn_is_faster() -> bool:
-    """Whether oneDNN, also in torch, multiplies fp32 matrices clearly faster here than the usual library; timed once, 5 ms.
+    """Return whether oneDNN multiplies fp32 matrices clearly faster here than the default library; timed once, 5 ms.
 
-    On some processors with AVX-512 the usual one (MKL) keeps to AVX2.
+    On some processors with AVX-512 the default (MKL) uses AVX2 only.
     """
     if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):  # type: ignore[no-untyped-call]
         return False
@@ -125,7 +124,7 @@ def _onednn_matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def matmul(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right for matrices, exact in its type; in fp32 through whichever library is fast on this processor."""
+    """Return left @ right for matrices, exact in its type. fp32 uses the faster library of this processor."""
     fp32 = left.dtype == torch.float32 and left.device.type == "cpu"
     if fp32 and (_onednn_is_faster() if forced_library is None else forced_library == "onednn"):
         return _onednn_matmul(left, right)
@@ -141,13 +140,15 @@ class _GroupedExperts(torch.autograd.Function):
     ) -> Tensor:
         n, act = len(bounds) - 1, EXPERT_ACTIVATIONS[kind]
         ctx.bounds, ctx.kind, ctx.n_tokens, ctx.kept = bounds, kind, len(x), matrices[0].dtype
-        matrices = tuple(m.to(x.dtype) for m in matrices)  # where types differ, one cast for both directions
+        matrices = tuple(
+            m.to(x.dtype) for m in matrices
+        )  # where types differ, one cast serves both directions
         ups, downs = matrices[:n], matrices[n:]
         hidden = downs[0].shape[1]
         scale = weights.to(x.dtype)[:, None]  # [A, 1]
         y = torch.zeros_like(x)
         gathered = x.index_select(0, tokens)  # [A, d]
-        before: list[Tensor] = []  # for each expert with tokens: hidden activations before the non-linearity
+        before: list[Tensor] = []  # for each expert with tokens: hidden activations before the nonlinearity
         for e, (a, b) in enumerate(pairwise(bounds)):
             if a == b:
                 continue
@@ -174,7 +175,7 @@ class _GroupedExperts(torch.autograd.Function):
         wants_up, wants_down = ctx.needs_input_grad[5 : 5 + n], ctx.needs_input_grad[5 + n :]
         dx = gathered.new_zeros(ctx.n_tokens, gathered.shape[1]) if wants_x else None
         d_weights = torch.zeros_like(weights) if wants_weight else None
-        # an expert without tokens has a gradient of zero, not none
+        # An expert without tokens gets a gradient of zero, not None.
         d_ups, d_downs = (
             [torch.zeros_like(m, dtype=ctx.kept) if want and a == b else None for m, want, (a, b) in group]
             for group in (
@@ -213,14 +214,11 @@ class _GroupedExperts(torch.autograd.Function):
 def apply_experts(
     x: Tensor, tokens: Tensor, weights: Tensor, counts: Tensor, ups: Sequence[Tensor], downs: Sequence[Tensor], kind: str
 ) -> Tensor:  # fmt: skip
-    """Each token through its experts.
+    """Return the weighted sum of each token's experts, [N, d] in the type of x; zero where a token has no expert.
 
     Args:
         x: [N, d]; tokens, weights: [A], sorted by expert; counts: [E], summing to A (see `Routing`).
-        ups: E of [W, d]; downs: E of [d, hidden]; kind: a key of `KINDS`.
-
-    Returns:
-        [N, d] in the type of x; zero where a token has no expert.
+        ups: E of [W, d]; downs: E of [d, hidden]; kind: a key of `EXPERT_ACTIVATIONS`.
     """
     bounds = [0]
     for count in counts.tolist():
@@ -231,7 +229,7 @@ def apply_experts(
 class Experts(nn.Module):
     """The matrices of E experts: `up.e` [W, d] and `down.e` [d, hidden].
 
-    `down` starts at zero, as in `MLP`: a new layer outputs nothing.
+    `down` starts at zero, as in `MLP`, so that the first output of a new layer is 0.
 
     Raises:
         ConfigError: an unknown `kind`.
@@ -264,12 +262,12 @@ class Experts(nn.Module):
         return apply_experts(x, tokens, weights, counts, list(self.up), list(self.down), self.kind)
 
     def stacked(self) -> tuple[Tensor, Tensor]:
-        """Copies: up [E, W, d], down [E, d, hidden]."""
+        """Return copies: up [E, W, d], down [E, d, hidden]."""
         return torch.stack([p.detach() for p in self.up]), torch.stack([p.detach() for p in self.down])
 
     @torch.no_grad()
     def load_stacked(self, up: Tensor, down: Tensor) -> None:
-        """The reverse of `stacked`.
+        """Copy stacked matrices into the experts: the inverse of `stacked`.
 
         Raises:
             ConfigError: another shape.

@@ -1,26 +1,25 @@
-"""A mixture of experts in the place of an MLP: a router, E experts, and experts that every token shares. The whole method:
+"""Mixture of experts (MoE) in place of an MLP: a router, E experts, and an optional shared expert.
 
     z = W_r x                                        [N, E] logits of N tokens, in fp32                    (`router.py`)
     s = softmax(z)  or  sigmoid(z)                   scores
-    chosen = the top_k of s + b                      b: a bias of each expert, for balance alone, often absent
-    w_e = s_e / sum of the chosen s                  weights; without the division where `norm_topk_prob` is False
+    chosen = the top_k of s + b                      b: optional bias per expert, for load balance only
+    w_e = s_e / sum of the chosen s                  weights; not divided where `norm_topk_prob` is False
     y = shared(x) + scale * sum over chosen e of  w_e expert_e(x)                                         (`experts.py`)
 
-    balance loss = E sum_e f_e mean_n p_e(n)         f: shares of all choices; 1 when even       (`objectives/routing.py`)
+    balance loss = E sum_e f_e mean_n p_e(n)         f: fractions of all choices; 1 when even    (`objectives/routing.py`)
     z loss = mean_n (log sum_e exp z_e(n))^2
-    b += rate * sign(mean load - load)               once a step, in place of a loss                  (`Router.balance`)
+    b += rate * sign(mean load - load)               once per step, instead of a loss  (`MoERouter.update_balance_bias`)
 
-An expert is an MLP of its own, down_e(act(up_e x)), and no token waits for another: tokens are sorted by expert, and each
-expert's are one product ("dropless"); with a capacity some go to their next choice ("token_choice"); or experts choose
-tokens ("expert_choice", for models that see whole rows at once). At equal arithmetic per token such a layer holds
-E / top_k times the parameters.
+An expert is an MLP, down_e(act(up_e x)). Tokens are sorted by expert, and each expert's tokens are one product
+("dropless"). With a capacity, some tokens get their next choice ("token_choice"), or experts choose tokens
+("expert_choice", for models that process whole rows). At equal FLOPs per token, the layer has E / top_k times the
+parameters.
 
-(Shazeer et al. 2017, arXiv:1701.06538, eq. 1; the shared part: DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, eq. 9; its
-gate: Qwen2, arXiv:2407.10671; the balance loss: Switch, arXiv:2101.03961, eq. 4; the bias: DeepSeek-V3, arXiv:2412.19437.)
+Sources: Shazeer et al. 2017, arXiv:1701.06538, eq. 1; shared expert: DeepSeekMoE, Dai et al. 2024, arXiv:2401.06066, eq. 9;
+its gate: Qwen2, arXiv:2407.10671; balance loss: Switch, arXiv:2101.03961, eq. 4; bias: DeepSeek-V3, arXiv:2412.19437.
 
-A layer knows no objective: it appends what it decided to `records`, and the balancing losses are functions of those
-(`objectives/routing.py`). The house's rule that a parameter is treated by its name gives the rest:
-`router_names` says which to leave out of an update (a frozen router), `expert_rates` which to slow down.
+The layer appends its decisions to `routings`; the balancing losses are functions of those (`objectives/routing.py`).
+Parameters are selected by name: `router_parameter_names` for freezing, `expert_lr_scales` for learning rates.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from whorl.nn.mlp import MLP, Activation
 
 
 class MixtureOfExperts(nn.Module):
-    """x: [..., d] -> [..., d].
+    """MoE layer: x [..., d] -> [..., d].
 
     Args:
-        hidden: width of one expert; shared_hidden: of the shared expert, 0 for none; shared_gate: weigh the shared expert
+        hidden: width of one expert; shared_hidden: of the shared expert, 0 for none; shared_gate: weight the shared expert
             by a learned sigmoid of the token.
-        others: see `Router`.
+        others: see `MoERouter`.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_gate = Linear(d, 1, std=d**-0.5, generator=generator) if shared_gate else None
 
     def forward(self, x: Tensor, routings: list[Routing] | None = None) -> Tensor:
-        """records: the `Routing` of this call is appended."""
+        """Return the layer's output. The `Routing` of this call is appended to `routings`."""
         if x.shape[-1] != self.d:
             raise ConfigError(f"x has {x.shape[-1]} features", expected=f"d = {self.d}")
         flat = x.reshape(-1, self.d)  # [N, d]
@@ -97,7 +96,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def router_parameter_names(network: nn.Module) -> list[str]:
-    """Names of all routers' parameters in a network. Leave them out of an update's treatments to freeze routing."""
+    """Return the names of all routers' parameters in a network. Leave them out of an update to freeze routing."""
     return [
         f"{path}.{name}" if path else name
         for path, module in network.named_modules()
@@ -107,7 +106,7 @@ def router_parameter_names(network: nn.Module) -> list[str]:
 
 
 def freeze_routers(network: nn.Module) -> list[str]:
-    """Ends the gradient of all routers (as for fine-tuning on little data); returns their names."""
+    """Stop the gradients of all routers (as for fine-tuning on little data); return their names."""
     names = router_parameter_names(network)
     for name in names:
         network.get_parameter(name).requires_grad_(False)
@@ -115,10 +114,10 @@ def freeze_routers(network: nn.Module) -> list[str]:
 
 
 def expert_lr_scales(network: nn.Module, scales: Mapping[int, float]) -> dict[str, float]:
-    """Learning-rate multipliers of experts, by parameter name: 1 for those not listed.
+    """Return learning-rate multipliers of experts, by parameter name: 1 for experts that are not listed.
 
-    network: one layer, or a whole network: `rates` (expert number -> multiplier) then holds in every layer of experts.
-    The result is for `Treatment(rule, rate * multiplier)`; leave a name with 0 out of the update altogether.
+    network: one layer, or a whole network, where `scales` (expert number -> multiplier) applies to every MoE layer.
+    The result is for `Treatment(rule, rate * multiplier)`; leave a name with 0 out of the update.
     Several rates in one update need the rule "adamw" (Muon takes one rate).
 
     Raises:
@@ -134,10 +133,12 @@ def expert_lr_scales(network: nn.Module, scales: Mapping[int, float]) -> dict[st
             number = int(name.rsplit(".", 1)[1])  # "up.3"
             result[f"{path}.{name}" if path else name] = float(scales.get(number, 1.0))
     if not result:
-        raise ConfigError("the network has no experts", expected="at least one MixtureOfExperts in it")
+        raise ConfigError(
+            "the network has no experts", expected="at least one MixtureOfExperts in the network"
+        )
     for number, rate in scales.items():
         if not 0 <= number < most:
-            raise ConfigError(f"rates names expert {number}", expected=f"from 0 to {most - 1}")
+            raise ConfigError(f"scales names expert {number}", expected=f"from 0 to {most - 1}")
         if not rate >= 0:
             raise ConfigError(f"the rate of expert {number} is {rate}", expected="at least 0")
     return result

@@ -1,10 +1,9 @@
-"""Is the work shared out? A few numbers about a `Routing`, for the metrics log.
+"""Load-balance metrics of a `Routing`, for the metrics log.
 
-The Gini coefficient of the loads c (Gini 1912), sorted upwards: G = sum_i (2 i - E - 1) c_i / (E sum_i c_i), i from 1. It
-is 0 when all experts have the same number of tokens and 1 - 1/E when one has them all. Entropies are divided by
-log E, so 1 is "spread evenly" whatever E: `load_entropy` of who is used over the batch, `choice_entropy` of how
-undecided the router is about a single token. Collapse looks like a low load entropy; a router that has learned nothing,
-like a choice entropy that stays at 1.
+The Gini coefficient of the loads c (Gini 1912), in ascending order: G = sum_i (2 i - E - 1) c_i / (E sum_i c_i), i from 1.
+It is 0 when all experts have equal loads and 1 - 1/E when one expert has all tokens. Entropies are divided by log E, so
+that 1 is uniform for any E. `load_entropy` is that of the loads of a batch; `router_entropy` is the mean over tokens of
+the router's entropy. A low load entropy indicates collapse. A router entropy that stays at 1 indicates an untrained router.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from whorl.nn.experts.router import Routing
 
 
 def gini(loads: Tensor) -> Tensor:
-    """loads: [E], none negative -> []; 0 if all are 0."""
+    """Return the Gini coefficient [] of loads [E], none negative; 0 if all are 0."""
     c = loads.float().sort().values
     n = len(c)
     rank = torch.arange(1, n + 1, device=c.device, dtype=c.dtype)
@@ -27,7 +26,7 @@ def gini(loads: Tensor) -> Tensor:
 
 
 def entropy(p: Tensor) -> Tensor:
-    """Of distributions [..., E], over log E -> [...]; 1 if E is 1; rows need not sum to 1."""
+    """Return the entropy of distributions [..., E], divided by log E -> [...]; 1 if E is 1. Rows need not sum to 1."""
     p = p.float() / p.float().sum(dim=-1, keepdim=True).clamp(min=1e-20)
     if p.shape[-1] == 1:
         return torch.ones_like(p[..., 0])
@@ -35,11 +34,11 @@ def entropy(p: Tensor) -> Tensor:
 
 
 def load_stats(counts: Tensor, requested: Tensor) -> dict[str, Tensor]:
-    """How evenly a layer's experts were used; counts, wished: [E], of one batch or summed over many.
+    """Return how evenly a layer's experts were used. counts, requested: [E], of one batch or summed over several.
 
     Returns:
-        share: [E] of all assignments; busiest: [] the largest load over the mean; gini; load_entropy; dropped: [] share of
-        the wished-for assignments that found no place.
+        load_fraction: [E] of all assignments; max_over_mean_load: []; gini; load_entropy; dropped_fraction: [] of the
+        requested assignments.
     """
     counts, requested = counts.double(), requested.double()
     total = counts.sum()
@@ -54,12 +53,11 @@ def load_stats(counts: Tensor, requested: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def routing_stats(routing: Routing) -> dict[str, Tensor]:
-    """What one layer did with one batch.
+    """Return statistics of one layer's routing of one batch.
 
     Returns:
-        tokens: [E] assignments of each expert; busiest: [] the largest of them over the mean; gini; load_entropy;
-        choice_entropy; dropped: [] share of the N top_k wished-for assignments that found no place; unserved: [] share
-        of tokens without any expert.
+        tokens: [E] assignments of each expert; max_over_mean_load: []; gini; load_entropy; router_entropy;
+        dropped_fraction: [] of the N top_k requested assignments; unrouted_fraction: [] of tokens without any expert.
     """
     n_tokens, n_experts = routing.scores.shape
     served = torch.zeros(n_tokens, device=routing.counts.device)
@@ -76,7 +74,7 @@ def routing_stats(routing: Routing) -> dict[str, Tensor]:
 
 
 def routing_metrics(routings: Sequence[Routing], prefix: str = "moe") -> dict[str, float]:
-    """`usage` of every layer as plain numbers for a log: "experts/0/gini", and "experts/0/tokens/5" for expert 5."""
+    """Return `routing_stats` of every layer as floats for a log: "moe/0/gini", and "moe/0/tokens/5" for expert 5."""
     out: dict[str, float] = {}
     for layer, routing in enumerate(routings):
         for name, value in routing_stats(routing).items():

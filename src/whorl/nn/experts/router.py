@@ -1,27 +1,25 @@
-"""Which expert sees which token: three published ways to route, one record of what was decided.
+"""MoE routing: three published methods, and one record of their decisions.
 
 For tokens x_n and a router matrix W [E, d], logits are z = x W^T and scores s = softmax(z) or sigmoid(z), in fp32.
 
-- "token_choice": each token takes its `top_k` best experts, and an expert holds at most
-  C = ceil(capacity_factor N top_k / E) tokens (Shazeer et al. 2017, arXiv:1701.06538; GShard, Lepikhin et al. 2020,
-  arXiv:2006.16668, algorithm 1; Switch, Fedus et al. 2021, arXiv:2101.03961, eq. 3). All first choices are served
-  before any second choice, and within one rank the earlier position wins. A token whose expert is full goes to its
+- "token_choice": each token takes its `top_k` best experts (Shazeer et al. 2017, arXiv:1701.06538; GShard, Lepikhin et
+  al. 2020, arXiv:2006.16668, algorithm 1; Switch, Fedus et al. 2021, arXiv:2101.03961, eq. 3). An expert holds at most
+  C = ceil(capacity_factor N top_k / E) tokens. All first choices are placed
+  before any second choice; within one rank, earlier positions have priority. A token whose expert is full gets its
   next choice (overflow="next"), or loses that choice (overflow="drop", as in Switch).
 - "dropless": the same choice without a limit (MegaBlocks, Gale et al. 2022, arXiv:2211.15841).
 - "expert_choice": each expert takes its C = ceil(N top_k / E) best tokens (Zhou et al. 2022, arXiv:2202.09368, section
-  3.2, top_k in the place of their capacity factor c). Balanced by construction; a token may have no expert, or many.
+  3.2, top_k replaces their capacity factor c). Loads are equal; a token may have no expert, or many.
 
-The weight of a chosen expert is its score, divided by the sum over the token's own experts if `norm_topk_prob`, times `scale`.
+The weight of a chosen expert is its score, divided by the sum over the token's experts if `norm_topk_prob`, times `scale`.
 
-Two additions of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2). Groups: experts lie in `n_groups` equal groups, a group is
-worth the sum of its two best experts, and a token may choose only within its `top_groups` best. Balancing without a loss
-(Wang et al. 2024, arXiv:2408.15664, algorithm 1): a bias per expert is added to the scores *for choosing only*; `balance`
-moves it against the sign of the load error. It is a buffer, no gradient touches it, and weights never contain it.
+DeepSeek-V3 (arXiv:2412.19437, section 2.1.2) adds two options. Groups: a token may choose only within its `top_groups`
+best of `n_groups` groups, where a group's score is the sum of its two best experts. Balancing without a loss (Wang et al.
+2024, arXiv:2408.15664, algorithm 1): a bias per expert is added to the scores *for choosing only*;
+`update_balance_bias` moves it against the sign of the load error. It is a buffer without a gradient.
 
-The subtle part. Only "dropless" decides about a token from that token alone. In the two others the rest of the batch has
-a say, later positions too, so a model that generates one token at a time should be trained dropless. Nothing here
-depends on train() or eval(), except the two dropouts, which are off unless asked for: the same batch is routed
-alike in training and in serving.
+The subtle part: only "dropless" routes a token independently of the batch, so models that generate one token at a
+time should be trained dropless. Apart from the two dropouts, training and evaluation route equally.
 """
 
 from __future__ import annotations
@@ -43,12 +41,12 @@ Overflow = Literal["next", "drop"]
 
 @dataclass(frozen=True)
 class Routing:
-    """What a router decided about N tokens and E experts: A assignments, sorted by expert, then by token.
+    """Routing of N tokens to E experts: A assignments, sorted by expert, then by token.
 
     logits, scores: [N, E] fp32, with their graph (for `objectives/routing.py`).
-    tokens: [A] which token; weights: [A] fp32 with their graph: what the expert's output is multiplied by.
-    counts: [E] how many assignments each expert has (they sum to A).
-    wished: [E] how many each would have had without a limit: what a balancing loss or bias should see.
+    tokens: [A] token indices; weights: [A] fp32 with their graph: factors of the expert's outputs.
+    counts: [E] assignments of each expert (they sum to A).
+    requested: [E] assignments without a limit, for a balancing loss or bias.
     """
 
     logits: Tensor
@@ -61,19 +59,19 @@ class Routing:
 
     @property
     def experts(self) -> Tensor:
-        """[A]: which expert each assignment is for."""
+        """Expert index of each assignment, [A]."""
         return torch.repeat_interleave(self.counts)
 
     @property
     def chosen(self) -> Tensor:
-        """[N, E] bool: True where the token goes to the expert."""
+        """[N, E] bool: True where the token is routed to the expert."""
         chosen = torch.zeros_like(self.scores, dtype=torch.bool)
         chosen[self.tokens, self.experts] = True
         return chosen
 
 
 def top_k_mask(preference: Tensor, top_k: int) -> Tensor:
-    """Each token's `top_k` best experts.  preference: [N, E] -> bool [N, E]."""
+    """Return a mask of each token's `top_k` best experts, bool [N, E]. preference: [N, E]."""
     wanted = torch.zeros_like(preference, dtype=torch.bool)
     return wanted.scatter_(1, preference.topk(top_k, dim=1).indices, True)
 
@@ -81,28 +79,28 @@ def top_k_mask(preference: Tensor, top_k: int) -> Tensor:
 def assign_with_capacity(
     preference: Tensor, top_k: int, capacity: int, overflow: Overflow = "next"
 ) -> Tensor:
-    """Token choice under a limit: rank by rank, in each rank by position.
+    """Return token choice under a limit, bool [N, E]: assigned rank by rank, in each rank by position.
 
-    preference: [N, E]; -inf where a token may not go -> bool [N, E] with at most `top_k` True in a row and at most
-    `capacity` in a column.
+    preference: [N, E]; -inf where a token may not go. The result has at most `top_k` True per row and at most
+    `capacity` per column.
     """
     n_experts = preference.shape[1]
     ranked = preference.argsort(dim=1, descending=True, stable=True)  # [N, E]
-    allowed = preference != float("-inf")  # and not isfinite: NaN should show in the output, not vanish
+    allowed = preference != float("-inf")  # not isfinite, because NaN should propagate to the output
     placed = torch.zeros_like(preference, dtype=torch.bool)
     for rank in range(top_k if overflow == "drop" else n_experts):
-        short = placed.sum(dim=1) < top_k  # [N]: tokens that still look for an expert
+        short = placed.sum(dim=1) < top_k  # [N]: tokens that still need an expert
         if not bool(short.any()):
             break
         asks = F.one_hot(ranked[:, rank], n_experts) * short[:, None]  # [N, E]
         asks = asks * allowed
-        queue = placed.sum(dim=0) + asks.cumsum(dim=0)  # [N, E]: one's number at the expert, from 1
+        queue = placed.sum(dim=0) + asks.cumsum(dim=0)  # [N, E]: the position in the expert's queue, from 1
         placed |= (asks > 0) & (queue <= capacity)
     return placed
 
 
 def group_limited_scores(preference: Tensor, n_groups: int, top_groups: int) -> Tensor:
-    """-inf outside each token's best groups.  preference: [N, E] -> [N, E]."""
+    """Return preference [N, E] with -inf outside each token's best groups."""
     grouped = preference.view(len(preference), n_groups, preference.shape[1] // n_groups)  # [N, G, E / G]
     worth = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)  # [N, G]
     outside = ~top_k_mask(worth, top_groups)[:, :, None]
@@ -110,17 +108,17 @@ def group_limited_scores(preference: Tensor, n_groups: int, top_groups: int) -> 
 
 
 class MoERouter(nn.Module):
-    """x [N, d] -> `Routing`; how is told at the top of this file.
+    """Router: x [N, d] -> `Routing`, by the methods at the top of this file.
 
     Args:
-        groups: (n_groups, top_groups), or None to let a token choose among all.
-        bias_balance: keep a bias per expert for `balance`.
-        expert_dropout: in training, each expert is left out of a whole batch with this probability (never so many that
-            fewer than top_k stay). Not the dropout inside an expert's hidden layer that Switch gives this name to.
-        token_dropout: in training, a token skips its experts with this probability; the residual stream carries it.
+        groups: (n_groups, top_groups), or None to choose among all experts.
+        bias_balance: keep a bias per expert for `update_balance_bias`.
+        expert_dropout: in training, each expert is left out of a whole batch with this probability (at least top_k
+            stay). Switch uses this name for the dropout inside an expert's hidden layer.
+        token_dropout: in training, a token skips its experts with this probability.
 
     Raises:
-        ConfigError: an option is unknown, out of range, or means nothing beside another.
+        ConfigError: an option is unknown, out of range, or has no effect with another one.
     """
 
     balance_bias: Tensor | None
@@ -167,12 +165,12 @@ class MoERouter(nn.Module):
         if routing == "expert_choice" and (groups is not None or bias_balance):
             raise ConfigError(
                 f"routing 'expert_choice' with {'groups' if groups is not None else 'bias_balance'}",
-                expected="neither: experts choose, so their loads are equal already",
+                expected="without it: expert choice has equal loads",
                 do="leave it out, or route by 'dropless' or 'token_choice'",
             )
         if routing != "expert_choice" and norm_topk_prob and top_k == 1 and n_experts > 1:
             raise ConfigError(
-                "norm_topk_prob is True with top_k 1: every weight would be 1, and the router learn nothing",
+                "norm_topk_prob is True with top_k 1: every weight would be 1, and the router would not be trained",
                 expected="norm_topk_prob=False (as in Switch)",
                 do="pass norm_topk_prob=False, or a larger top_k",
             )
@@ -193,19 +191,19 @@ class MoERouter(nn.Module):
         self.routing, self.scoring, self.overflow = routing, scoring, overflow
         self.norm_topk_prob, self.scale, self.capacity_factor = norm_topk_prob, scale, capacity_factor
         self.groups, self.expert_dropout, self.token_dropout = groups, expert_dropout, token_dropout
-        # small: scores begin nearly equal, so first choices are spread over all experts (Switch, section 2.4)
+        # Small, so that scores begin nearly equal and first choices spread over all experts (Switch, section 2.4).
         self.weight = nn.Parameter(torch.randn(n_experts, d, generator=generator) * 0.3 * d**-0.5)
         self.register_buffer("balance_bias", torch.zeros(n_experts) if bias_balance else None)
 
     def capacity(self, n_tokens: int) -> int:
-        """The most tokens that one expert may hold."""
+        """Return the maximum number of tokens of one expert."""
         if self.routing == "dropless":
             return n_tokens
         factor = self.capacity_factor if self.routing == "token_choice" else 1.0
         return min(n_tokens, math.ceil(factor * n_tokens * self.top_k / self.n_experts))
 
     def forward(self, x: Tensor) -> Routing:
-        logits = F.linear(x.float(), self.weight)  # [N, E]: near ties are common, so fp32 whatever x is
+        logits = F.linear(x.float(), self.weight)  # [N, E]: near ties are common, so always fp32
         scores = logits.softmax(dim=-1) if self.scoring == "softmax" else logits.sigmoid()
         with torch.no_grad():
             chosen, wished = self._choose(scores.detach())
@@ -213,14 +211,14 @@ class MoERouter(nn.Module):
             counts = chosen.sum(dim=0)
         if self.norm_topk_prob and self.routing != "expert_choice":
             total = (scores * chosen).sum(dim=1)
-            # 1e-20: all sigmoids of a token may underflow together
+            # 1e-20: all sigmoids of a token may underflow together.
             weights = scores[tokens, experts] / (total[tokens] + 1e-20)
         else:
             weights = scores[tokens, experts]
         return Routing(logits, scores, tokens, weights * self.scale, counts, wished, self.top_k)
 
     def _choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """scores [N, E] -> (who goes where [N, E] bool, what was wished for [E])."""
+        """Return the chosen experts [N, E] bool and the requested loads [E]. scores: [N, E]."""
         preference = scores if self.balance_bias is None else scores + self.balance_bias
         if self.groups is not None:
             preference = group_limited_scores(preference, *self.groups)
@@ -230,7 +228,7 @@ class MoERouter(nn.Module):
         if self.routing == "expert_choice":
             chosen = torch.zeros_like(scores, dtype=torch.bool)
             chosen.scatter_(0, preference.topk(capacity, dim=0).indices, True)
-            chosen &= preference != float("-inf")  # an expert left out takes nobody
+            chosen &= preference != float("-inf")  # a dropped expert takes no token
             wished = chosen.sum(dim=0)
         else:
             wanted = top_k_mask(preference, self.top_k) & (preference != float("-inf"))
@@ -245,26 +243,26 @@ class MoERouter(nn.Module):
         return chosen, wished
 
     def _dropped_experts(self, preference: Tensor) -> Tensor:
-        """[E] bool: experts that sit this batch out; at least `top_k` stay, of every group if there are groups."""
+        """Return [E] bool: experts that are dropped for this batch. At least `top_k` stay, in every group if groups exist."""
         luck = torch.rand(self.n_experts, device=preference.device)
         out = luck < self.expert_dropout
         pools = luck.view(self.groups[0], -1) if self.groups is not None else luck[None]
-        # a token's choice may fall on any `top_groups` groups; so each keeps its luckiest ones
+        # A token may choose any `top_groups` groups, so each group keeps enough experts.
         keep = min(self.top_k, pools.shape[1])
         safe = torch.zeros_like(pools, dtype=torch.bool).scatter_(1, pools.topk(keep, dim=1).indices, True)
         return out & ~safe.flatten()
 
     @torch.no_grad()
     def update_balance_bias(self, loads: Tensor, rate: float = 1e-3) -> None:
-        """One step of balancing without a loss: bias += rate * sign(mean load - load).
+        """Update the balance bias by one step: bias += rate * sign(mean load - load).
 
-        loads: [E], the `wished` of a training batch, summed over micro-batches and ranks. Call it once a step, after
-        the optimiser; nothing calls it for you.
+        loads: [E], `requested` of a training batch, summed over micro-batches and ranks. The training loop calls it once
+        per step, after the optimizer.
 
         Raises:
-            ConfigError: the router was made without `bias_balance`.
+            ConfigError: the router has no `bias_balance`.
         """
         if self.balance_bias is None:
-            raise ConfigError("this router keeps no bias", expected="bias_balance=True when it is made")
+            raise ConfigError("this router has no balance bias", expected="bias_balance=True at construction")
         loads = loads.to(self.balance_bias)
         self.balance_bias.add_((loads.mean() - loads).sign(), alpha=rate)

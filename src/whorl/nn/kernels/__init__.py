@@ -1,12 +1,12 @@
-"""Kernels in Triton, each beside its torch reference; `choice.py` says when they are used.  docs/kernels.md counts bytes.
+"""Triton kernels, each with its torch reference. docs/kernels.md counts their bytes.
 
-softmax.py               rows of any width, online; the recurrence that attention is built on
+softmax.py               rows of any width, online; the recurrence of attention
 rms_norm.py              forward, and backward in one reading
 cross_entropy.py         the loss of a chunk of logits, and their gradient written over them
-attention.py             FlashAttention-2, forward; attention_backward.py its gradients; seen.py the masks of both
-rotary.py                turning queries and keys
-choice.py, dispatch.py   by setting or by measurement; the one function that each layer calls on a GPU
-guard.py                 Triton, where it is
+attention.py             FlashAttention-2, forward; attention_backward.py: its gradients; mask_bounds.py: their masks
+rotary.py                rotation of queries and keys
+autotune.py, dispatch.py selection by setting or measurement; the one function that each layer calls on a GPU
+triton_support.py        the import of Triton
 
-Nothing here is imported before a tensor on a GPU asks for it: Triton alone takes a second.
+The kernel files are imported at the first use on a GPU, because importing Triton takes a second.
 """

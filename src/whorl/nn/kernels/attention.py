@@ -1,28 +1,24 @@
-"""Attention that never stores a score: FlashAttention-2, forward (Dao 2023, arXiv:2307.08691, algorithm 1).
+"""FlashAttention-2, forward: attention that never stores scores (Dao 2023, arXiv:2307.08691, algorithm 1).
 
-    S = scale Q K^T,   P = softmax(S) over the keys that are allowed,   O = P V
+    S = scale Q K^T,   P = softmax(S) over the allowed keys,   O = P V
 
-S and P have Tq x Tk entries a head, far more than Q, K, V and O together. A program holds a block of queries, walks
-over blocks of keys and values, and carries for each query the maximum m and the sum l of its exponentials so far, and
-the output that they belong to. A block of keys with scores S_b is taken in by
+S and P have Tq x Tk entries per head. A program holds a block of queries and loops over blocks of keys and values. Per
+query it keeps the running maximum m, the sum l of exponentials, and the output O. For a block of keys with scores S_b:
 
     m' = max(m, rowmax S_b),   a = exp(m - m'),   P_b = exp(S_b - m')
     l' = a l + rowsum P_b,     O' = a O + P_b V_b
 
-which is the online softmax of `softmax.py` with O carried along. At the end O is divided by l, once (algorithm 1, line 12),
-and L = m + log l is kept, one number a query, from which the backward pass (`attention_backward.py`) makes any P
-again. Exponentials are to the base 2, with log2 e in the scale: that is the instruction that a GPU has.
+This is the online softmax of `softmax.py` with O. At the end O is divided by l (algorithm 1, line 12), and L = m + log l
+is stored per query, from which the backward (`attention_backward.py`) recomputes P. Exponentials are to the base 2, with
+log2 e in the scale, because GPUs have that instruction. `mask_bounds.py` decides which blocks are skipped.
 
-What may be seen, and which blocks need not be visited at all: `seen.py`.
+Grouped queries (arXiv:2305.13245): query head h reads key head h // (H / KV), without copies.
 
-Grouped queries (arXiv:2305.13245): query head h reads key head h // (H / KV); nothing is repeated in memory.
+The subtle part is a query without any allowed key so far: m = -inf, and m - m' is NaN. So 0 is subtracted instead of
+-inf. Its exponentials and output are then exactly 0, and its L is +inf, with which the backward gets P = 0.
 
-The subtle part is the query that saw nothing yet, or never will: m = -inf, and m - m' is NaN. So 0 is subtracted in
-place of -inf; all its exponentials are then exactly 0, its output is 0, and its L is +inf, with which the backward pass
-gets P = exp(S - inf) = 0 and no gradient, without a special case.
-
-Shapes: q [B, H, Tq, d], k [B, KV, Tk, d], v [B, KV, Tk, dv] -> [B, H, Tq, dv]; d and dv up to 256. Any strides, as long as
-features lie side by side; the output is laid out [B, Tq, H, dv], so that joining its heads costs no copy.
+Shapes: q [B, H, Tq, d], k [B, KV, Tk, d], v [B, KV, Tk, dv] -> [B, H, Tq, dv]; d and dv up to 256. Any strides with
+contiguous features; the output's memory is [B, Tq, H, dv], so that joining its heads needs no copy.
 """
 
 from __future__ import annotations
@@ -48,12 +44,12 @@ from whorl.nn.kernels.triton_support import (
     tl,
 )
 
-MAX_HEAD_DIM = 256  # features a head
+MAX_HEAD_DIM = 256  # features per head
 LOG2_E = math.log2(math.e)
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> bool:
-    """Whether the kernel knows these shapes, this type and this mask."""
+    """Return whether the kernel supports these shapes, this type and this mask."""
     narrow = max(q.shape[-1], v.shape[-1]) <= MAX_HEAD_DIM
     plain = mask.stride is None and mask.block is None
     known = q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.dtype == k.dtype == v.dtype
@@ -117,7 +113,7 @@ def _forward(
     WIDTH_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    # The last block first: under a causal mask it has the longest walk, and should not be begun when all else is done.
+    # The last block first: under a causal mask it has the longest loop and should not start last.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     row, head = row.to(tl.int64), head.to(tl.int64)
@@ -163,7 +159,7 @@ def _forward(
 
 
 def launch_settings(q: Tensor, v: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(what every kernel is compiled for, how it is launched)."""
+    """Return (compile-time constants of all kernels, launch options)."""
     d, dv = q.shape[-1], v.shape[-1]
     wide = max(d, dv) > 64
     fixed = {
@@ -174,7 +170,7 @@ def launch_settings(q: Tensor, v: Tensor) -> tuple[dict[str, Any], dict[str, Any
 
 
 def block_sizes(q: Tensor, v: Tensor) -> tuple[int, int]:
-    """(queries, keys) a block: what fits in 99 KB of shared memory, the least among GPUs of the last years."""
+    """Return (queries, keys) per block, which fit 99 KB of shared memory, the minimum of recent GPUs."""
     bytes_of_row = max(q.shape[-1], v.shape[-1]) * q.element_size()
     size = 64 if bytes_of_row <= 256 else 32 if bytes_of_row <= 512 else 16
     return size, size
@@ -215,31 +211,31 @@ class _Attention(torch.autograd.Function):
 
 
 def empty_bthd(like: Tensor, features: int) -> Tensor:
-    """like: [B, H, T, ...] -> empty [B, H, T, features] whose memory is [B, T, H, features]."""
+    """Return an empty [B, H, T, features] whose memory is [B, T, H, features]. like: [B, H, T, ...]."""
     batch, heads, length = like.shape[:3]
     return torch.empty(batch, length, heads, features, dtype=like.dtype, device=like.device).transpose(1, 2)
 
 
-@torch.compiler.disable  # no graph takes a launch; inside of one only who asks by name comes here, and pays for the break
+@torch.compiler.disable  # a graph cannot contain a launch, so an explicit request inside a compiled region breaks the graph
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, blocks: tuple[int, int] | None = None
 ) -> Tensor:
-    """q: [B, H, Tq, d]; k: [B, KV, Tk, d]; v: [B, KV, Tk, dv] -> [B, H, Tq, dv], of q's type, with gradients.
+    """Return attention [B, H, Tq, dv] of q's type, with gradients. q: [B, H, Tq, d]; k: [B, KV, Tk, d]; v: [B, KV, Tk, dv].
 
     Args:
-        mask: without stride and block; see `takes`.
+        mask: without stride and block; see `supports`.
         scale: of the products.
-        blocks: queries and keys a block, powers of 2 from 16; None for what fits.
+        blocks: queries and keys per block, powers of 2 from 16; None for sizes that fit.
 
     Raises:
-        ConfigError: a mask or shapes that the kernel does not know, no Triton, or no GPU.
+        ConfigError: a mask or shapes that the kernel does not support, no Triton, or no GPU.
     """
     require_triton(q)
     if not supports(q, k, v, mask):
         raise ConfigError(
-            f"attention by Triton of q {list(q.shape)} {q.dtype} and v {list(v.shape)}",
+            f"Triton attention of q {list(q.shape)} {q.dtype} and v {list(v.shape)}",
             expected=f"one type of 16 or 32 bits, up to {MAX_HEAD_DIM} features, no stride and no block in the mask",
-            do='backend = "auto" chooses one that can',
+            do='backend = "auto" selects a backend that can',
         )
     y: Tensor = _Attention.apply(q, k, v, mask, scale, blocks or block_sizes(q, v))
     return y

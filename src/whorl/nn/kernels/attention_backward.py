@@ -1,25 +1,22 @@
-"""Gradients of attention without its probabilities: FlashAttention-2, backward (Dao 2023, arXiv:2307.08691, algorithm 2).
+"""FlashAttention-2, backward: gradients without stored probabilities (Dao 2023, arXiv:2307.08691, algorithm 2).
 
 With S = scale Q K^T, P = softmax(S), O = P V and the upstream gradient dO:
 
-    D_i  = sum_c dO_ic O_ic                                       (line 4; = sum_j P_ij dP_ij, of one vector a query)
+    D_i  = sum_c dO_ic O_ic                                       (line 4; = sum_j P_ij dP_ij)
     P    = exp(S - L)                                              (line 11; L from the forward pass: no second softmax)
     dV   = P^T dO,   dP = dO V^T,   dS = P * (dP - D)               (lines 12 to 14)
     dQ   = scale dS K,   dK = scale dS^T Q                          (lines 15, 16)
 
-D is what makes one walk enough: the softmax's backward needs sum_j P_ij dP_ij over all keys before it can give the first
-dS_ij, and since O_i = sum_j P_ij V_j that sum is the product of dO_i and O_i, known beforehand.
+D makes one loop sufficient: the softmax's backward needs sum_j P_ij dP_ij over all keys before the first dS_ij, and
+since O_i = sum_j P_ij V_j, that sum is the product of dO_i and O_i.
 
-Told as the difference from algorithm 2: there each program holds a block of keys, keeps its dK and dV, and adds to dQ
-in memory, atomically, in whichever order programs come. Here are two kernels. One holds keys and makes dK and dV, over all
-query heads of its group, so that grouped keys need no sum afterwards. The other holds queries and makes dQ. S and dP
-are computed twice, seven products instead of five, and the result has the same bits in each run: a rerun from a
-checkpoint is one, and no other design gives it without locks.
+Difference from algorithm 2: there a program holds a block of keys and adds to dQ by atomics, in any order. Here one
+kernel holds keys and computes dK and dV over all query heads of its group. Another one holds queries and computes dQ.
+S and dP are computed twice, seven products instead of five, and every run gives the same bits.
 
-The subtle part is the edge. A query beyond the row has L = +inf, so P = exp2(S - inf) = 0 and it adds to nobody. A key
-beyond the row has scores of 0, and exp2(0 - L) may be infinite where L is very negative; times a key of zeros that is NaN.
-So the kernel that holds queries masks the last block always; in the one that holds keys such a row of dK is
-its own affair, and is not stored.
+The subtle part is the edge. A query beyond the row has L = +inf, so P = exp2(S - inf) = 0. A key beyond the row has
+scores of 0, and exp2(0 - L) may be infinite; times a key of zeros that is NaN. So the kernel that holds queries always
+masks the last block. In the kernel that holds keys, such a row of dK is not stored.
 
 Shapes: as in `attention.py`; L and D [B * H, Tq] fp32. Scores are to the base 2: L is m + log2 l.
 """
@@ -98,8 +95,8 @@ def _queries(
     WIDTH_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one block of queries: a walk over keys, as in the forward pass."""
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest walk first
+    """dQ of one block of queries: a loop over keys, as in the forward pass."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest loop first
     row, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     row, head = row.to(tl.int64), head.to(tl.int64)
     k += row * k_b + head // group * k_h
@@ -197,7 +194,7 @@ def _keys(
     WIDTH_V: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one block of keys: for each query head of the group a walk over queries."""
+    """dK and dV of one block of keys: for each query head of the group, a loop over queries."""
     block = tl.program_id(0)
     row, head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
     row, head = row.to(tl.int64), head.to(tl.int64)
@@ -258,9 +255,9 @@ def launch_backward(
     fixed: dict[str, Any],
     launch: dict[str, Any],
 ) -> None:
-    """Fills `out`, (dQ, dK, dV), from what the forward pass kept and the upstream gradient d_o: [B, H, Tq, dv].
+    """Fill `out`, (dQ, dK, dV), from the tensors that the forward pass kept and the upstream gradient d_o: [B, H, Tq, dv].
 
-    fixed, launch: from `settings` in `attention.py`.
+    fixed, launch: from `launch_settings` in `attention.py`.
     """
     (batch, heads, n_queries, _), (kv_heads, n_keys) = q.shape, k.shape[1:3]
     d_q, d_k, d_v = out

@@ -1,22 +1,23 @@
-"""Triton or torch: by a setting, or by who was faster here, and right.
+"""Selection of a Triton kernel or the torch reference, by a setting or by measurement.
 
     WHORL_KERNELS=torch    never a kernel
-    WHORL_KERNELS=triton   a kernel wherever one knows the shapes
-    WHORL_KERNELS=auto     (the default) the first call of each kind times both, forward and backward, on its own
-                           tensors, and the faster serves all later calls of that kind
+    WHORL_KERNELS=triton   a kernel where one supports the shapes
+    WHORL_KERNELS=auto     (the default) the first call of each kind times both, forward and backward, on the call's
+                           tensors, and the faster one serves all later calls of that kind
 
-A kernel that was never seen on the GPU at hand has to earn its place: it is compared before it is timed, and one that
-fails to compile, disagrees, or is not faster by a twentieth is not used. (A failure is told once, as a warning.) On a
-CPU nothing is asked and nothing is timed: the reference runs, with the bits that it always had.
+A kernel is compared with the reference before it is timed. One that fails to compile, disagrees, or is less than 5 %
+faster is not used; a failure is reported once, as a warning. On a CPU nothing is measured and the reference runs.
 
-What counts as one kind is the caller's: operation, type and sizes, lengths rounded up to a power of 2, so that rows of
-many lengths do not each cost a measurement.
+The caller defines a kind: operation, type and sizes, with lengths rounded up to a power of 2, so that rows of many
+lengths share a measurement.
 
-The subtle part is when not to measure. Inside of a compiled region the compiler fuses for itself, and a launch would cut
-its graph: torch. While a CUDA graph is recorded nothing may be synchronised. Without gradients the backward could not be
-timed, so what training has chosen is used, or torch. And a job that must give the same bits twice cannot
-let a clock decide: with torch's deterministic algorithms on, the choice is torch unless the setting says triton (all
-kernels here are deterministic themselves).
+The subtle part is when not to measure:
+
+- inside a compiled region, torch is used: the compiler fuses, and a launch would break its graph;
+- while a CUDA graph is recorded, synchronization is forbidden;
+- without gradients the backward cannot be timed, so the choice of training is used, or torch;
+- with torch's deterministic algorithms, timing must not decide, so torch is used unless the setting is "triton" (all
+  kernels here are deterministic).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ KERNEL_MODES = ("auto", "triton", "torch")
 ENV_VAR = "WHORL_KERNELS"
 MIN_SPEEDUP = 1.05
 ROUNDS = 7
-# Relative error of the whole tensor (2-norm) that two right answers may have: both round products of bf16 or tf32.
+# Relative error of the whole tensor (2-norm) between two correct results: both round products of bf16 or tf32.
 TOLERANCE = {torch.float32: 5e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 BenchmarkFn = Callable[[], Sequence[Tensor]]
@@ -47,41 +48,41 @@ _decisions: dict[Hashable, bool] = {}
 
 @functools.cache
 def triton_installed() -> bool:
-    """Whether Triton can be imported; does not import it."""
+    """Return whether Triton can be imported, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def next_power_of_2(n: int, minimum: int = 1) -> int:
-    """The smallest power of 2 that is >= n and >= least: tiles have such sizes, masks cut them to fit."""
+    """Return the smallest power of 2 that is >= n and >= minimum, the size of a tile."""
     return max(minimum, 1 << (n - 1).bit_length())
 
 
 def kernel_mode() -> str:
-    """What the environment asks for.
+    """Return the mode in the environment.
 
     Raises:
-        ConfigError: a word that is none of SETTINGS.
+        ConfigError: a word that is not in KERNEL_MODES.
     """
-    asked = os.environ.get(ENV_VAR, "auto")
-    if asked not in KERNEL_MODES:
-        raise ConfigError(f"{ENV_VAR} is {asked!r}", expected=one_of(asked, KERNEL_MODES))
-    return asked
+    mode = os.environ.get(ENV_VAR, "auto")
+    if mode not in KERNEL_MODES:
+        raise ConfigError(f"{ENV_VAR} is {mode!r}", expected=one_of(mode, KERNEL_MODES))
+    return mode
 
 
 def use_kernel(kind: Hashable, x: Tensor, kernel: BenchmarkFn, reference: BenchmarkFn) -> bool:
-    """Whether the kernel is to run.
+    """Return whether the kernel should run.
 
     Args:
-        kind: what one answer is good for; without the device, which is added.
-        x: a tensor of the call, which names device and type.
-        kernel, plain: forward and backward by Triton and by torch -> the same tensors, for comparison. Called only where
-            a measurement is due.
+        kind: key of the measurement; the device is added.
+        x: a tensor of the call, which has its device and type.
+        kernel, reference: forward and backward by Triton and by torch -> the same tensors, for comparison. Called only
+            when a measurement is due.
     """
     if not x.is_cuda or torch.compiler.is_compiling():
         return False
     asked = kernel_mode()
     if asked != "auto":
-        return asked == "triton"
+        return mode == "triton"
     if not triton_installed() or torch.are_deterministic_algorithms_enabled():
         return False
     kind = (kind, x.dtype, torch.cuda.get_device_name(x.device))
@@ -95,23 +96,23 @@ def use_kernel(kind: Hashable, x: Tensor, kernel: BenchmarkFn, reference: Benchm
 
 
 def kernel_choices() -> dict[str, str]:
-    """What was decided by measurement so far, for reports."""
+    """Return the decisions by measurement so far, for reports."""
     return {str(kind): "triton" if kernel else "torch" for kind, kernel in _decisions.items()}
 
 
 def is_correct_and_faster(
     label: str, kernel: BenchmarkFn, reference: BenchmarkFn, timer: Callable[[BenchmarkFn], float]
 ) -> bool:
-    """Whether the kernel agrees with torch and is faster.  `clock` gives the time of one call."""
+    """Return whether the kernel agrees with torch and is faster. `timer` returns the seconds of one call."""
     try:
         wrong = mismatch(kernel(), reference())
         if wrong is not None:
             warnings.warn(
-                f"a Triton kernel is not used, it gave other results: {label}, {wrong}", stacklevel=2
+                f"a Triton kernel is not used, because its results differ: {label}, {wrong}", stacklevel=2
             )
             return False
         turns = [(timer(kernel), timer(reference)) for _ in range(ROUNDS)]
-    except Exception as error:  # of any kind: a compiler, a driver, no memory for both at once
+    except Exception as error:  # any kind: a compiler, a driver, no memory for both at once
         warnings.warn(f"a Triton kernel is not used: {label}, {type(error).__name__}: {error}", stacklevel=2)
         return False
     ours, theirs = (median(times) for times in zip(*turns, strict=True))
@@ -119,7 +120,7 @@ def is_correct_and_faster(
 
 
 def mismatch(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """What differs beyond rounding, in words, or None."""
+    """Return a description of differences beyond rounding, or None."""
     if len(actual) != len(expected):
         return f"{len(actual)} tensors instead of {len(expected)}"
     for place, (a, b) in enumerate(zip(actual, expected, strict=True)):
@@ -133,10 +134,10 @@ def mismatch(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None
 
 
 def forward_and_backward(function: Callable[..., Tensor], *inputs: Tensor | None) -> BenchmarkFn:
-    """Forward and backward of `function` on the inputs' values -> output and gradients of those that are floating.
+    """Run forward and backward of `function` on copies of the inputs; return the output and the gradients.
 
-    The upstream gradient is made up, of both signs and without a generator, whose state a measurement may not touch.
-    It is not the output itself: that is orthogonal to what a norm can change, and all digits of the gradient would cancel.
+    The upstream gradient has both signs and needs no generator, whose state a measurement must not change. It differs
+    from the output, which is orthogonal to the changes a norm can make, so that the gradient would cancel.
     """
 
     def work() -> Sequence[Tensor]:

@@ -1,24 +1,23 @@
 """Cross-entropy of a chunk of logits: the loss, and the logits' gradient written over the logits.
 
 For a row of logits a [V], softcap c (z = c tanh(a / c), or z = a without one), target t and weight w (1, or 0 where
-there is no target), with L = log sum_j exp(z_j):
+no target exists), with L = log sum_j exp(z_j):
 
     nll   = w (L - z_t)
     total = nll + w zeta L^2                                                  (z-loss: arXiv:2204.02311, section 5)
     dz_j  = w (p_j (1 + 2 zeta L) - [j = t]),     p_j = exp(z_j - L)
     da_j  = dz_j (1 - (z_j / c)^2)
 
-Two readings of the row and one writing: the first finds L, online (`softmax.py`), the second makes the gradient.
-As tensor operations the same takes about ten passes over [tokens, V] (docs/kernels.md counts them). The scheme, chunks
-of tokens with the gradient made in the forward pass, is Liger Kernel's (Hsu et al. 2024, arXiv:2410.10989, section 3.2);
-`objectives/next_token.py` walks the chunks and is the reference.
+The row is read twice and written once: the first pass computes L online (`softmax.py`), the second the gradient.
+Tensor operations take about ten passes over [tokens, V] (docs/kernels.md). Chunks of tokens with the gradient in the
+forward pass are from Liger Kernel (Hsu et al. 2024, arXiv:2410.10989, section 3.2); `objectives/next_token.py` loops
+over the chunks and is the reference.
 
-The subtle part is in writing over what one reads. Threads of a program are not in step: one may already store the
-gradient of logit t while another still wants z_t. So z_t is never loaded by itself. It is picked out of the block in
-passing, in the first reading, whose sums all threads wait for; and in the second each thread stores only where it has
-loaded itself.
+The subtle part is overwriting the input. Threads are not synchronized: one may store the gradient of logit t while
+another still needs z_t. So z_t is picked from its block in the first pass, whose sums synchronize all threads. In the
+second pass each thread stores only where it has loaded.
 
-A target outside of 0 .. V - 1 picks nothing: the loss is then NaN, which is seen, and not a wrong number, which is not.
+A target outside 0 .. V - 1 gives a loss of NaN, which is visible, unlike a wrong number.
 
 Shapes: logits [N, V], any type, rows contiguous; targets [N]; keep [N] -> totals, nlls [N] fp32.
 """
@@ -32,12 +31,12 @@ from whorl.errors import ConfigError
 from whorl.nn.kernels.autotune import next_power_of_2
 from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
-MAX_BLOCK = 8192  # columns a program holds at a time
+MAX_BLOCK = 8192  # columns per block
 
 
 @jit
 def _capped(a, cap, CAPPED: tl.constexpr):
-    """cap * tanh(a / cap), by tanh(x) = 2 sigmoid(2 x) - 1, which neither overflows nor needs a library."""
+    """cap * tanh(a / cap), by tanh(x) = 2 sigmoid(2 x) - 1, which cannot overflow and needs no library."""
     if CAPPED:
         a = cap * (2.0 * tl.sigmoid(2.0 * a / cap) - 1.0)
     return a
@@ -66,7 +65,7 @@ def _loss_and_gradient(
         largest = new
     log_normaliser = largest + tl.log(total)
     nll = tl.where((target >= 0) & (target < width), log_normaliser - picked, float("nan"))
-    # A row without a target counts for nothing, whatever is in it: 0 * NaN would not be 0.
+    # A row without a target counts as 0, even if it holds NaN: 0 * NaN would not be 0.
     tl.store(nlls + n, tl.where(weight == 0.0, 0.0, weight * nll))
     with_z = nll + zeta * log_normaliser * log_normaliser
     tl.store(totals + n, tl.where(weight == 0.0, 0.0, weight * with_z))
@@ -89,14 +88,14 @@ def cross_entropy_(
     softcap: float | None = None,
     max_block: int = MAX_BLOCK,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (total, nll, logits): the sums over the rows, [] fp32 each, and `logits` [N, V], now the gradient of `total`.
+    """Return (total, nll, logits): the sums over the rows, [] fp32, and `logits` [N, V], now the gradient of `total`.
 
-    No autograd: whoever calls has the products on both sides in hand (`objectives/next_token.py`).
+    No autograd: the caller computes the products on both sides (`objectives/next_token.py`).
 
     Args:
-        targets: [N] ids; keep: [N] weights, 0 where there is no target.
+        targets: [N] ids; keep: [N] weights, 0 where no target exists.
         z_loss, softcap: zeta and c above.
-        widest: columns of a block, a power of 2.
+        max_block: columns per block, a power of 2.
 
     Raises:
         ConfigError: shapes that do not fit, no Triton, or no GPU.

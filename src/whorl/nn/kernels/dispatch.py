@@ -1,7 +1,7 @@
-"""The functions that layers and objectives call on a GPU, one an operation: the kernel if it is chosen, else torch.
+"""The functions that layers and objectives call on a GPU, one per operation: the kernel if selected, else torch.
 
-Each takes the reference beside its arguments, so that nothing here defines an operation a second time. Kernel files are
-imported inside: Triton takes a second, and a CPU never needs it.
+Each takes the reference as an argument, so that no operation is defined twice. Kernel files are imported inside the
+functions, because importing Triton takes a second and CPUs never need it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tenso
 def rms_norm(
     x: Tensor, gain: Tensor | None, eps: float, reference: Callable[[Tensor, Tensor | None, float], Tensor]
 ) -> Tensor:
-    """`nn.norm.rms_norm` for x on a GPU; `plain` is the reference."""
+    """Return `nn.norm.rms_norm` of x on a GPU; `reference` is the torch version."""
     from whorl.nn.kernels import rms_norm as kernel
 
     if kernel.supports(x, gain):
@@ -39,7 +39,7 @@ def rms_norm(
 def rotary(
     x: Tensor, cos: Tensor, sin: Tensor, layout: str, reference: Callable[[Tensor, Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """`nn.rotary.apply_rotary` for x on a GPU; `plain` is the reference in this layout."""
+    """Return `apply_rotary` of x on a GPU; `reference` is the torch version in this layout."""
     from whorl.nn.kernels import rotary as kernel
 
     if kernel.supports(x, cos, sin):
@@ -58,7 +58,7 @@ def attention(
     scale: float,
     reference: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Attention on a GPU; `plain` is torch's.  Single queries (decoding) stay there: a block of one is idle."""
+    """Return attention on a GPU; `reference` is torch's. Single queries (decoding) use torch, because a block would be idle."""
     from whorl.nn.kernels import attention as kernel
 
     if q.shape[2] > 1 and kernel.supports(q, k, v, mask):
@@ -82,12 +82,12 @@ def attention(
 
 
 def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, reference: LogitsStep) -> LogitsStep:
-    """What `next_token` is to make loss and gradient of a chunk of logits with: `plain` always on a CPU.
+    """Return the function that computes loss and gradient of a chunk of logits in `next_token`: always `reference` on a CPU.
 
     Args:
-        hidden: [N, d_model]; head: [vocab, d_model]: they name device, type and width.
-        softcap: as `next_token` will be told.
-        plain: torch's way.
+        hidden: [N, d_model]; head: [vocab, d_model]: they have the device, type and width.
+        softcap: as passed to `next_token`.
+        reference: the torch version.
     """
     if not hidden.is_cuda or torch.compiler.is_compiling():
         return reference
@@ -96,7 +96,7 @@ def logits_step(hidden: Tensor, head: Tensor, softcap: float | None, reference: 
     rows, vocab = max(1, min(hidden.shape[0], 2048)), head.shape[0]
 
     def trial(step: LogitsStep) -> tuple[Tensor, ...]:
-        # Not random: a measurement must leave every generator as it was.
+        # Not random: a measurement must not change the state of any generator.
         values = torch.arange(rows * vocab, device=hidden.device).remainder(97).sub(48).div(12)
         at = torch.arange(rows, device=hidden.device)
         logits = values.to(hidden.dtype).view(rows, vocab)

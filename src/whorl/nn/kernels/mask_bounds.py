@@ -1,18 +1,17 @@
-"""What an attention kernel needs to know of a `Mask`: which blocks to visit, and which scores of a block to leave out.
+"""Attention masks in the form of the kernels: which blocks to visit, and which scores of a block to mask.
 
-A `Mask` (`nn/attention/mask.py`) is told here as causal, a window, an offset, documents of a packed row, and padding
-keys; the last two are one thing, a document number a query and a key, with a number of its own for padding. Strides and
-blocks of a layout are not known to the kernels.
+A `Mask` (`nn/attention/mask.py`) is represented by causality, a window, an offset and document numbers of queries and
+keys. Padding keys have a separate document number. Strides and blocks of a layout are not supported.
 
-What may not be seen is left out twice. Whole blocks are never visited: causality and window bound the walk by arithmetic
-(`keys_of`, `queries_of`), and for documents the smallest and largest number in each block of queries and of keys are
-compared beforehand, in torch (`reach`), so that the cost of a packed row is that of its documents. Inside of a block -inf
-replaces scores (`allowed`); blocks that need none of this, those wholly below the diagonal, are walked by code without it.
+Masking has two levels. Whole blocks are skipped: causality and window bound the loop by arithmetic (`keys_of`,
+`queries_of`). For documents, the smallest and largest number in each block of queries and of keys are compared in torch
+(`document_bounds`), so that a packed row costs as much as its documents. Inside a block, -inf replaces masked scores
+(`allowed`). Blocks that need no mask, those wholly below the diagonal, have a loop without it.
 
-The subtle part is that bounds may be too wide and never too narrow: the numbers of documents need not grow along the
-row, a block may hold several, and two ranges that overlap may share nothing. `allowed` decides; bounds only save time.
+The subtle part is that bounds may be too wide but never too narrow: document numbers need not be sorted, and a block may
+hold several. Two overlapping ranges may have no number in common. `allowed` is exact; bounds only save time.
 
-Shapes: query documents [B, Tq], key documents [B, Tk]; bounds [B, blocks, 2]: first place, and the place beyond the last.
+Shapes: query documents [B, Tq], key documents [B, Tk]; bounds [B, blocks, 2]: first place, and one past the last place.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ PADDING_DOCUMENT = -(1 << 31)  # the document number of a padding key
 
 @dataclass(frozen=True)
 class MaskBounds:
-    """A mask as the kernels read it.
+    """A mask in the form of the kernels.
 
     Args:
-        query_documents, key_documents: [B, Tq], [B, Tk] int32 (rows may be spread), or None twice.
-        keys: [B, query blocks, 2] int32: bounds of the keys that a block of queries may see by its documents.
-        queries: [B, key blocks, 2] int32: bounds of the queries that may see a block of keys.
+        query_documents, key_documents: [B, Tq], [B, Tk] int32 (rows may be expanded), or both None.
+        key_bounds: [B, query blocks, 2] int32: range of the keys that a block of queries may attend to by its documents.
+        query_bounds: [B, key blocks, 2] int32: range of the queries that may attend to a block of keys.
     """
 
     causal: bool
@@ -51,7 +50,7 @@ class MaskBounds:
         return {"CAUSAL": self.causal, "WINDOW": self.window > 0, "DOCUMENTS": self.key_bounds is not None}
 
     def tensors(self, placeholder: Tensor, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """(query documents, key documents, bounds, strides of the two); `otherwise` is a pointer that nobody follows."""
+        """Return (query documents, key documents, bounds, strides of the two); `placeholder` is an unused pointer."""
         if self.query_documents is None or self.key_documents is None or bounds is None:
             return placeholder, placeholder, placeholder, 0, 0
         strides = self.query_documents.stride(0), self.key_documents.stride(0)
@@ -59,7 +58,7 @@ class MaskBounds:
 
 
 def make_mask_bounds(mask: Mask, q: Tensor, k: Tensor, blocks: tuple[int, int]) -> MaskBounds:
-    """The mask's tensors made ready for blocks of (queries, keys)."""
+    """Return the mask's tensors for blocks of (queries, keys)."""
     batch, n_queries, n_keys = q.shape[0], q.shape[2], k.shape[2]
     mask.check(n_queries, n_keys)
     ours, theirs = mask.query_segments, mask.key_segments
@@ -78,10 +77,10 @@ def make_mask_bounds(mask: Mask, q: Tensor, k: Tensor, blocks: tuple[int, int]) 
 def document_bounds(
     query_documents: Tensor, key_documents: Tensor, blocks: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """ours: [B, Tq]; theirs: [B, Tk] -> bounds [B, query blocks, 2] in keys, [B, key blocks, 2] in queries.
+    """Return bounds [B, query blocks, 2] in keys and [B, key blocks, 2] in queries.
 
-    Two blocks can share a document only if their ranges of numbers overlap: true of any numbering, and sharp where
-    documents lie one after another under growing numbers.
+    query_documents: [B, Tq]; key_documents: [B, Tk]. Two blocks can share a document only if their ranges of numbers
+    overlap. The bounds are exact where document numbers ascend along the row.
     """
     low_q, high_q = _block_min_max(query_documents, blocks[0])
     low_k, high_k = _block_min_max(key_documents, blocks[1])
@@ -90,7 +89,7 @@ def document_bounds(
 
 
 def _block_min_max(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """[B, T] -> smallest and largest number in each block, [B, blocks] each; of padding alone, an empty range."""
+    """Return the smallest and largest number in each block of [B, T], [B, blocks] each; padding gives an empty range."""
     length = documents.shape[1]
     at = torch.arange(-(-length // size) * size, device=documents.device).clamp(max=length - 1)
     parts = documents[:, at].unflatten(1, (-1, size))
@@ -98,7 +97,7 @@ def _block_min_max(documents: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _block_bounds(meet: Tensor, size: int) -> Tensor:
-    """meet: [B, n, m] bool -> [B, n, 2] int32: places of the first and beyond the last block that is met; 0, 0 for none."""
+    """Return [B, n, 2] int32: the first block and one past the last block with True in meet [B, n, m]; 0, 0 for none."""
     found = meet.int()
     first = found.argmax(-1)
     stop = torch.where(meet.any(-1), found.shape[-1] - found.flip(-1).argmax(-1), first)
@@ -110,7 +109,11 @@ def allowed(
     query, key, n_keys, ours, theirs, window,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """query, ours: [m, 1] or [1, m]; key, theirs: across -> bool. Queries count from the first key."""
+    """Whether a query may attend to a key, bool. `ours` and `theirs` are their documents.
+    query: [m, 1] or [1, m]; key: transposed.
+
+    Queries count from the first key.
+    """
     ok = (key < n_keys) & (query == query)
     if CAUSAL:
         ok = ok & (key <= query)
@@ -126,7 +129,7 @@ def keys_of(
     first, last, n_keys, window, bounds,
     BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Queries first .. last, counted from the first key -> (start, full, stop): keys to walk; no mask before `full`."""
+    """(start, full, stop) of keys to loop over, for queries first .. last counted from the first key; no mask before `full`."""
     start = first * 0
     stop = start + n_keys
     full = n_keys // BLOCK_K * BLOCK_K
@@ -150,7 +153,7 @@ def queries_of(
     first, last, n_queries, n_keys, offset, window, bounds,
     BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Keys first .. last -> (start, full, stop): queries of the call to walk; from `full` on none needs a mask."""
+    """(start, full, stop) of queries to loop over, for keys first .. last; from `full` on no mask is needed."""
     start = first * 0
     stop = start + n_queries
     full = start

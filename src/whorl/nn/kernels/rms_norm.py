@@ -2,21 +2,21 @@
 
     r = (mean_k x_k^2 + eps)^(-1/2),     y_j = x_j r g_j
 
-Backward, with n_j = x_j r (the normalised row) and u_j = dy_j g_j:
+Backward, with n_j = x_j r (the normalized row) and u_j = dy_j g_j:
 
     dx_j = r (u_j - n_j mean_k(u_k n_k)),     dg_j = sum over rows of dy_j n_j
 
-Of the forward pass r is kept, one number a row; n is made again, for to store it would cost more than the product.
+The forward keeps r, one number per row; n is recomputed, which costs less than storing it.
 
-The gain is one number a feature ([d]), or, for the norms of queries and keys, one a head ([heads, 1]): the rows of
-x [..., heads, d] take them in turn, row i that of head i mod heads.
+The gain is one number per feature ([d]) or, for the norms of queries and keys, one per head ([heads, 1]): row i of
+x [..., heads, d] uses head i mod heads.
 
-The subtle part is dg: a sum over all rows, which different programs hold. Atomic additions would be right up to
-rounding, in an order that differs each time. Here a fixed number of programs stride over the rows, each keeps its own
-sum [d] in registers and writes it once, and torch adds the few that there are: the same bits in every run.
+The subtle part is dg, a sum over all rows, which different programs hold. Atomic additions would have a different order
+in each run. Here a fixed number of programs stride over the rows. Each keeps a sum [d] in registers and writes it once,
+and torch adds the sums: the same bits in every run.
 
 Tiles are [ROWS, d rounded up to a power of 2], so that the 64 features of a head do not leave a program idle. All
-arithmetic is fp32, as in `nn/norm.py`, which is the reference (`rms_norm_reference` there).
+arithmetic is fp32. The reference is `rms_norm_reference` in `nn/norm.py`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,13 @@ from whorl.nn.kernels.autotune import next_power_of_2
 from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
 MAX_WIDTH = 16_384  # features: a row has to fit into the registers of a program
-TILE = 4096  # elements a tile
-NONE, FEATURE, HEAD = 0, 1, 2  # what the gain belongs to
-PROGRAMS = (
-    528  # of the backward pass: four for each of the 132 processors of an H100; more rows of dg to add beyond
-)
+TILE = 4096  # elements per tile
+NONE, FEATURE, HEAD = 0, 1, 2  # shapes of the gain
+PROGRAMS = 528  # of the backward pass: four for each of the 132 processors of an H100; more would add rows of dg to sum
 
 
 def supports(x: Tensor, gain: Tensor | None) -> bool:
-    """Whether the kernel knows this gain and this width."""
+    """Return whether the kernel supports this gain and this width."""
     return 0 < x.shape[-1] <= MAX_WIDTH and x.numel() > 0 and _gain_kind(x, gain) is not None
 
 
@@ -103,7 +101,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float, programs: int) -> Tensor:
         kind = _gain_kind(x, gain)
         x = x.contiguous()
-        g = x if gain is None else gain.contiguous()  # where there is none, a pointer that nobody follows
+        g = x if gain is None else gain.contiguous()  # without a gain, an unused pointer
         n, d = x.numel() // x.shape[-1], x.shape[-1]
         width = next_power_of_2(d)
         rows = max(1, TILE // width)
@@ -129,11 +127,11 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor | None = None, eps: float = 1e-6, programs: int = PROGRAMS) -> Tensor:
-    """x: [..., d] -> [..., d], same type, with gradients; gain: [d], or [heads, 1] for x [..., heads, d], or None.
+    """Return the RMS norm of x [..., d], same type, with gradients. gain: [d], or [heads, 1] for x [..., heads, d], or None.
 
     Args:
         eps: added to the mean square.
-        programs: at most so many in the backward pass; the sum of `gain`'s gradient depends on it in its last bits.
+        programs: maximum in the backward pass; the last bits of `gain`'s gradient depend on it.
 
     Raises:
         ConfigError: no Triton, or x is not on a GPU.

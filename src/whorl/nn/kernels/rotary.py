@@ -3,15 +3,15 @@
     y_i = x_i cos_i + x_p(i) sin_i
 
 p(i) is the other feature of i's pair: i +- dim / 2 in the layout "half", i xor 1 in "interleaved". The tables carry the
-signs (`nn/positions/rotary.py`, which is the reference). As tensor operations this is a flip, two products and a sum, each
-with a tensor of its own.
+signs (`nn/positions/rotary.py`, the reference). As tensor operations this is a flip, two products and a sum, each with
+a separate tensor.
 
-The backward pass is the transposed map, dx_i = dy_i cos_i + dy_p(i) sin_p(i): the same kernel, which takes the sine at
-the partner's place. (For a plain rotation that is -sin_i; written so, it also holds where tables are scaled.)
+The backward pass is the transposed map, dx_i = dy_i cos_i + dy_p(i) sin_p(i): the same kernel with the sine of the
+partner. (For a plain rotation that is -sin_i; this form also holds where tables are scaled.)
 
-The subtle part is what is not in the tile: the partner of a feature is loaded again from memory, not exchanged between
-threads. It is the same cache line, so memory gives it once. Features beyond the table's width take cos = 1 and
-sin = 0, by the default of a masked load.
+The subtle part: the partner of a feature is loaded again from memory, not exchanged between threads. It is in the same
+cache line, so memory traffic does not grow. Features beyond the table's width use cos = 1 and sin = 0, the defaults of
+a masked load.
 
 Shapes: x [B, T, H, head_dim]; cos, sin [T, 1, dim] or [B, T, 1, dim] -> [B, T, H, head_dim], of x's type.
 """
@@ -26,11 +26,11 @@ from torch import Tensor
 from whorl.nn.kernels.autotune import next_power_of_2
 from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
-TILE = 2048  # elements a tile
+TILE = 2048  # elements per tile
 
 
 def supports(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether tables belong to the rows of x as above, not to a spread or a part of them."""
+    """Return whether the tables match the rows of x as above and are contiguous."""
     fits = x.dim() == 4 and cos.shape == sin.shape and cos.shape[-1] <= x.shape[-1] and x.numel() > 0
     places = x.shape[1:2] if cos.dim() == 3 else x.shape[:2]
     return fits and cos.dim() in (3, 4) and cos.shape[:-1] == (*places, 1)
@@ -48,7 +48,9 @@ def _turn(
     inside = (row < n)[:, None] & (at < width)[None, :]
     position = row // heads
     source = x + ((position // length) * sb + (position % length) * st + (row % heads) * sh)[:, None]
-    entry = ((position % places) * dim)[:, None]  # places: T of one table for all rows, B * T of one for each
+    entry = ((position % places) * dim)[
+        :, None
+    ]  # places: T of one table for all rows, B * T of one table per row
     turning = inside & (at < dim)[None, :]
     c = tl.load(cos + entry + at[None, :], mask=turning, other=1.0).to(tl.float32)
     s = tl.load(sin + entry + (partner if TRANSPOSED else at)[None, :], mask=turning, other=0.0).to(
@@ -89,7 +91,7 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: str = "half") -> Tensor:
-    """`apply_rotary` of `nn/positions/rotary.py`, with a gradient for x; the tables are constants.
+    """Return `apply_rotary` of `nn/positions/rotary.py`, with a gradient for x; the tables are constants.
 
     Raises:
         ConfigError: no Triton, or x is not on a GPU.

@@ -1,19 +1,19 @@
-"""Softmax over rows of any width: one program a row, and the row read twice instead of five times.
+"""Softmax over rows of any width: one program per row, and two readings of the row instead of five.
 
     y_j = exp(x_j - m) / d,     m = max_k x_k,     d = sum_k exp(x_k - m)
 
-The plain form reads x for m, x for d, x again for y. Online (Milakov & Gimelshein 2018, arXiv:1805.02867, algorithm 3)
-m and d come from one reading. After a block x_1..x_n with the maximum so far m_n, a block b is taken in by
+The plain form reads x for m, x for d, x again for y. The online form (Milakov & Gimelshein 2018, arXiv:1805.02867,
+algorithm 3) computes m and d in one reading. After x_1..x_n with the maximum m_n, a block b is added by
 
     m' = max(m_n, max b),     d' = d_n exp(m_n - m') + sum_b exp(b - m')
 
-because a sum of exponentials relative to m_n becomes one relative to m' by the factor exp(m_n - m') <= 1. Attention
-(`attention.py`) is the same recurrence with a vector, the output, carried along beside d.
+because the factor exp(m_n - m') <= 1 changes the reference of the sum from m_n to m'. Attention (`attention.py`) uses
+the same recurrence and carries the output vector along with d.
 
-The backward pass needs y alone: with c = sum_k dy_k y_k, dx_j = y_j (dy_j - c).
+The backward pass needs y only: with c = sum_k dy_k y_k, dx_j = y_j (dy_j - c).
 
-The subtle part is -inf. While nothing but -inf was seen, m is -inf and m_n - m' is inf - inf = NaN: so the offset that
-is subtracted is 0 as long as m is -inf. A row of nothing else gives NaN, as torch does: 0 / 0 is nobody's probability.
+The subtle part is -inf. While all values so far are -inf, m is -inf and m_n - m' is NaN, so the subtracted offset is 0
+as long as m is -inf. A row of only -inf gives NaN, as in torch.
 
 Shapes: x [..., d] -> y [..., d], of x's type; sums in fp32.
 """
@@ -28,11 +28,11 @@ from torch import Tensor
 from whorl.nn.kernels.autotune import next_power_of_2
 from whorl.nn.kernels.triton_support import jit, on_device, require_triton, tl
 
-MAX_BLOCK = 4096  # columns a program holds at a time
+MAX_BLOCK = 4096  # columns per block
 
 
 def softmax_reference(x: Tensor) -> Tensor:
-    """The definition. x: [..., d] -> [..., d]."""
+    """Return the softmax by the definition. x: [..., d]."""
     return x.float().softmax(dim=-1).to(x.dtype)
 
 
@@ -93,10 +93,10 @@ class _Softmax(torch.autograd.Function):
 
 
 def softmax(x: Tensor, max_block: int = MAX_BLOCK) -> Tensor:
-    """x: [..., d] -> [..., d], same type, with a gradient.
+    """Return the softmax of x [..., d], same type, with a gradient.
 
     Args:
-        widest: columns of a block, a power of 2; wider rows take several.
+        max_block: columns per block, a power of 2; wider rows take several.
 
     Raises:
         ConfigError: no Triton, or x is not on a GPU.

@@ -1,17 +1,16 @@
-"""Positions that are added, and positions that are a bias; the ones that turn are in `nn/positions/rotary.py`.
+"""Positions that are added to x, and positions as a bias. Rotary positions are in `nn/positions/rotary.py`.
 
-- `Learned`: one vector for each position, a table like the token embedding's (Gehring et al. 2017,
-  arXiv:1705.03122, sec. 3.1; BERT, GPT-2 and ViT). There is nothing beyond its last row: asking for it is an error.
-- `Sinusoidal`: fixed waves (Vaswani et al. 2017, arXiv:1706.03762, sec. 3.5),
+- `LearnedPositions`: a table with one vector per position (Gehring et al. 2017, arXiv:1705.03122, sec. 3.1; BERT, GPT-2
+  and ViT). A position beyond its last row is an error.
+- `SinusoidalPositions`: fixed waves (Vaswani et al. 2017, arXiv:1706.03762, sec. 3.5),
 
       p[t, 2 i] = sin(t / base^(2 i / d)),   p[t, 2 i + 1] = cos(t / base^(2 i / d)).
 
-  Sine and cosine of one frequency stand side by side, as in the paper; many programs put all the sines first, which
-  is another order of the same features and not the same table.
-- `alibi_slopes`: no vector at all. Each head subtracts slope * distance from its scores (Press et al. 2022,
-  arXiv:2108.12409, sec. 3), so that heads look near or far, and rows longer than those of training stay usable.
+  Sine and cosine of one frequency are adjacent, as in the paper. Many programs put all sines first.
+- `alibi_slopes`: each head subtracts slope * distance from its scores (Press et al. 2022, arXiv:2108.12409, sec. 3), so
+  rows longer than those of training stay usable.
 
-All three are fp32; who adds them to a narrower x casts them (`.to(x.dtype)`).
+All three are fp32; the caller casts them for a narrower x.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from whorl.errors import ConfigError
 
 
 class LearnedPositions(nn.Module):
-    """A table of vectors: positions [..., T] -> [..., T, d], fp32.
+    """Learned position table: positions [..., T] -> [..., T, d], fp32.
 
     Args:
         n_positions: rows of the table; positions are 0 .. n_positions - 1.
@@ -43,10 +42,10 @@ class LearnedPositions(nn.Module):
         self.weight = nn.Parameter(torch.empty(n_positions, d).normal_(0.0, std, generator=generator))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions: [..., T] integers -> [..., T, d].
+        """Return the vectors of positions [..., T], integers: [..., T, d].
 
-        The check reads the largest position, for which a GPU has to wait; `between` knows it without looking.
-        Inside of a compiled region there is no check but the kernel's own.
+        The check reads the largest position, which makes a GPU synchronize; `between` needs no such read. Compiled
+        regions have no check but the kernel's.
 
         Raises:
             ConfigError: a position is negative or beyond the table.
@@ -57,7 +56,7 @@ class LearnedPositions(nn.Module):
         return nn.functional.embedding(positions, self.weight)
 
     def between(self, start: int, stop: int) -> Tensor:
-        """Vectors of positions start .. stop - 1, [stop - start, d].
+        """Return the vectors of positions start .. stop - 1, [stop - start, d].
 
         Raises:
             ConfigError: as `forward`.
@@ -68,14 +67,14 @@ class LearnedPositions(nn.Module):
     def _check(self, position: int) -> None:
         if not 0 <= position < self.n_positions:
             raise ConfigError(
-                f"position {position} is asked of a table of n_positions = {self.n_positions}",
+                f"position {position} is beyond n_positions = {self.n_positions}",
                 expected=f"positions 0 to {self.n_positions - 1}",
                 do="shorten the rows, or train with a larger n_positions: a learned table does not extrapolate",
             )
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed waves: positions [..., T] -> [..., T, d], fp32; no parameters, no limit.
+    """Sinusoidal positions: positions [..., T] -> [..., T, d], fp32; no parameters, no limit.
 
     Args:
         d: width, even.
@@ -89,17 +88,17 @@ class SinusoidalPositions(nn.Module):
         self.d, self.base = d, base
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions: [..., T] integers -> [..., T, d]."""
+        """Return the vectors of positions [..., T], integers: [..., T, d]."""
         index = torch.arange(0, self.d, 2, device=positions.device, dtype=torch.float32)
         angle = positions[..., None].float() * self.base ** (-index / self.d)  # [..., T, d / 2]
         return torch.stack([angle.sin(), angle.cos()], dim=-1).flatten(-2)
 
 
 def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
-    """One positive slope a head, [n_heads] fp32, to be used as the bias -slope * (query - key).
+    """Return one positive slope per head, [n_heads] fp32, for the bias -slope * (query - key).
 
-    For a power of two, head h of n (from 1) has 2^(-8 h / n). For another count the paper's authors take the slopes
-    of the next lower power of two, and fill up with every second slope of the next higher one, the steepest first.
+    For a power of two, head h of n (from 1) has 2^(-8 h / n). For another count, the paper's authors use the slopes
+    of the next lower power of two, then every second slope of the next higher one, the steepest first.
 
     Raises:
         ConfigError: `n_heads` is less than 1.

@@ -1,20 +1,19 @@
 """Rotary positions (Su et al. 2021, RoFormer, arXiv:2104.09864, eq. 34).
 
-Feature pairs of queries and keys are turned by an angle proportional to the position, so that their product
-depends on the distance alone. Angles are computed in fp32: at position 10,000 bf16 could not even tell neighbours
-apart.
+Feature pairs of queries and keys are rotated by an angle proportional to the position, so that their product
+depends on the distance only. Angles are computed in fp32: at position 10,000, bf16 cannot distinguish neighbors.
 
-Layouts: "half" pairs feature i with i + head_dim / 2, as in the Llama family's exchange format; "interleaved" pairs
-2 i with 2 i + 1, as in the paper. They are the same function up to an order of the features, so weights can be
-converted (`to_half_split`, `to_interleaved`); a checkpoint read in the wrong layout runs, and is wrong.
+Layouts: "half" pairs feature i with i + head_dim / 2, as in the Llama family's checkpoints; "interleaved" pairs
+2 i with 2 i + 1, as in the paper. They differ in the order of features only, so weights can be converted
+(`to_half_split`, `to_interleaved`). A checkpoint read in the wrong layout runs with wrong results.
 
-With `rotary_dim` below `head_dim` only the first `rotary_dim` features turn and the rest carry no position (GPT-J,
-GPT-NeoX, Phi). The tables are then `rotary_dim` wide, and `apply_rotary` sees it from that.
+With `rotary_dim` below `head_dim`, only the first `rotary_dim` features rotate (GPT-J, GPT-NeoX, Phi). The tables are
+then `rotary_dim` wide.
 
-`Scaling` slows the angles down so that a model reads rows longer than those it was trained on.
+`RopeScaling` slows the angles down, so that a model reads rows longer than those it was trained on.
 
-`Rotary` keeps the tables: made inside of a compiled region they would be fused into every kernel that turns
-something, cosines and all, in each layer, forward and backward (2 ms of a 50 ms step of the quickstart's model).
+`Rotary` caches the tables. If they were computed inside a compiled region, they would be fused into every kernel that
+rotates (2 ms of a 50 ms step of the quickstart's model).
 """
 
 from __future__ import annotations
@@ -36,27 +35,26 @@ RopeScalingKind = Literal["linear", "ntk", "yarn", "llama3"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How frequencies change when a row may be `factor` times longer than in training.
+    """Change of frequencies for rows up to `factor` times longer than in training.
 
     - `linear`: every frequency divided by `factor` (Chen et al. 2023, arXiv:2306.15595): positions are squeezed into
-      the old range. Neighbours become hard to tell apart.
+      the old range.
     - `ntk`: a larger base, base * factor^(d / (d - 2)) (Peng et al. 2023, arXiv:2309.00071, sec. 3.1): the slowest wave
       is divided by `factor`, the fastest stays.
-    - `llama3`: by parts (ibid., sec. 3.2, eq. 17 to 20, by the letter). r = original_length / wavelength counts how often
-      a wave turned in training; waves with r > `high` stay, waves with r < `low` are divided by `factor`, and between
-      them the share that stays rises linearly with r. Defaults low = 1, high = 4 as Llama 3.1 (arXiv:2407.21783).
+    - `llama3`: by parts (ibid., sec. 3.2, eq. 17 to 20). r = original_length / wavelength counts the turns of a wave in
+      training. Waves with r > `high` stay, waves with r < `low` are divided by `factor`, and between them the kept
+      fraction rises linearly with r. Defaults low = 1, high = 4 as Llama 3.1 (arXiv:2407.21783).
     - `yarn`: by parts, low = 1 and high = 32, and scores grow by 1 / t, sqrt(1 / t) = 0.1 ln(factor) + 1 (ibid., sec. 3.4),
-      one root in the tables of the queries and one in those of the keys. The ramp is the one that its authors' program
-      and all its checkpoints have, not the paper's: linear in the index of the wave, between the (rounded) indices
-      where r = high and r = low. In the middle of the ramp it keeps up to 0.4 more of a wave than eq. 18 does.
+      one root in the queries' tables and one in the keys'. The ramp is that of the authors' program and checkpoints,
+      not the paper's: linear in the index of the wave, between the (rounded) indices where r = high and r = low.
 
     Args:
         kind, factor: above; factor >= 1.
         original_length: longest row of training; needed by `yarn` and `llama3`.
         low, high: bounds of the ramp in turns (the papers' alpha and beta; `beta_slow` and `beta_fast`; `low_freq_factor`
-            and `high_freq_factor`); None for the kind's own.
-        attention: what cos and sin are multiplied by; None for the kind's own (1 but for `yarn`). Scores grow by its
-            square, as far as they come from features that turn.
+            and `high_freq_factor`); None for the kind's default.
+        attention_factor: factor of cos and sin; None for the kind's default (1 except for `yarn`). Scores of rotated
+            features grow by its square.
         truncate: `yarn` only: round the ramp's ends outwards to whole indices.
 
     Raises:
@@ -82,7 +80,7 @@ class RopeScaling:
             if self.original_length is None or self.original_length < 1:
                 raise ConfigError(
                     f"original_length is {self.original_length}",
-                    expected=f"the longest row of training, which {self.kind} scaling depends on",
+                    expected=f"the longest row of training, for {self.kind} scaling",
                 )
             low, high = self.ramp
             if not 0.0 < low < high:
@@ -90,14 +88,14 @@ class RopeScaling:
 
     @property
     def ramp(self) -> tuple[float, float]:
-        """(low, high) in turns, defaults filled in."""
+        """Return (low, high) in turns, with defaults filled in."""
         low = 1.0 if self.low is None else self.low
         high = (32.0 if self.kind == "yarn" else 4.0) if self.high is None else self.high
         return low, high
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by: sqrt(1 / t) for `yarn`."""
+        """Return the factor of cos and sin: sqrt(1 / t) for `yarn`."""
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
@@ -106,36 +104,36 @@ class RopeScaling:
 def rotary_frequencies(
     dim: int, base: float = 10_000.0, scaling: RopeScaling | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Radians a position for each pair of features, [dim / 2] fp32, fastest first.
+    """Return radians per position for each pair of features, [dim / 2] fp32, fastest first.
 
     Raises:
         ConfigError: `dim` is odd, or too small for `ntk` scaling.
     """
     if dim % 2:
-        raise ConfigError(f"head_dim is {dim}", expected="an even number: rotary turns pairs of features")
+        raise ConfigError(f"head_dim is {dim}", expected="an even number: rotary rotates pairs of features")
     if scaling is not None and scaling.kind == "ntk":
         if dim < 4:
-            raise ConfigError(f"head_dim is {dim}", expected="at least 4 turning features for ntk scaling")
+            raise ConfigError(f"head_dim is {dim}", expected="at least 4 rotated features for ntk scaling")
         base = base * scaling.factor ** (dim / (dim - 2))
     frequency = base ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
     if scaling is None or scaling.kind == "ntk":
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
-    assert scaling.original_length is not None  # the dataclass saw to it
+    assert scaling.original_length is not None  # checked by the dataclass
     low, high = scaling.ramp
     if scaling.kind == "llama3":
         turns = scaling.original_length * frequency / (2 * math.pi)
         stays = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     else:
-        # The (real) index of the wave that turns that often in training: r inverted.
+        # The (real) index of the wave with that many turns in training: r inverted.
         first, last = (
             dim * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
             for turns in (high, low)
         )
         if scaling.truncate:
             first, last = math.floor(first), math.ceil(last)
-        # The last bound is the authors' dim - 1 and not the last index, dim / 2 - 1: checkpoints depend on it.
+        # The last bound is the authors' dim - 1, not the last index dim / 2 - 1: checkpoints depend on it.
         first, last = max(first, 0), min(last, dim - 1)
         index = torch.arange(dim // 2, device=device, dtype=torch.float32)
         stays = 1.0 - ((index - first) / max(last - first, 1e-3)).clamp(0.0, 1.0)
@@ -151,15 +149,15 @@ def rotary_tables(
     layout: Layout = "half",
     rotary_dim: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """positions: [..., T] integers -> (cos, sin), each [..., T, 1, rotary_dim] in `dtype`.
+    """Return (cos, sin) of positions [..., T], integers: each [..., T, 1, rotary_dim] in `dtype`.
 
-    `sin` carries the signs of the half-turn (minus at the first feature of each pair), so that `apply_rotary` needs
+    `sin` carries the signs of the rotation (minus at the first feature of each pair), so that `apply_rotary` needs
     no negation.
 
     Args:
-        scaling: see `Scaling`; None leaves the frequencies as they are.
-        layout: which features make a pair; `apply_rotary` must be told the same.
-        rotary_dim: how many of the first features turn; None for all of `head_dim`.
+        scaling: see `RopeScaling`; None leaves the frequencies unchanged.
+        layout: which features make a pair; `apply_rotary` needs the same value.
+        rotary_dim: how many of the first features rotate; None for all of `head_dim`.
 
     Raises:
         ConfigError: `head_dim` or `rotary_dim` is odd, `rotary_dim` is out of range, or `layout` is unknown.
@@ -179,7 +177,7 @@ def rotary_tables(
 
 
 class Rotary:
-    """The tables of all positions that were asked for so far, computed once.
+    """Cached rotary tables.
 
     Args:
         head_dim, base, dtype, scaling, layout, rotary_dim: as in `rotary_tables`.
@@ -204,7 +202,7 @@ class Rotary:
         self._tables: tuple[Tensor, Tensor] | None = None
 
     def tables_upto(self, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions 0 .. at least `stop` - 1, each [>= stop, 1, rotary_dim]."""
+        """Return (cos, sin) of positions 0 .. at least `stop` - 1, each [>= stop, 1, rotary_dim]."""
         kept = self._tables
         if kept is None or kept[0].shape[0] < stop or kept[0].device != device:
             room = 1 << (stop - 1).bit_length()
@@ -214,26 +212,26 @@ class Rotary:
         return kept
 
     def tables_between(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of positions start .. stop - 1, each [stop - start, 1, rotary_dim]."""
+        """Return (cos, sin) of positions start .. stop - 1, each [stop - start, 1, rotary_dim]."""
         cos, sin = self.tables_upto(stop, device)
         return cos[start:stop], sin[start:stop]
 
     def tables_at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of `positions` [..., T], each [..., T, 1, rotary_dim]."""
+        """Return (cos, sin) of `positions` [..., T], each [..., T, 1, rotary_dim]."""
         return rotary_tables(
             positions, self.head_dim, self.base, self.dtype, self.scaling, self.layout, self.rotary_dim
         )
 
     def rotate(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """`apply_rotary` in this layout.  x: [B, T, H, head_dim]; tables: from `between` or `at` -> same shape."""
+        """Return `apply_rotary` in this layout. x: [B, T, H, head_dim]; tables: from `tables_between` or `tables_at`."""
         return apply_rotary(x, *tables, layout=self.layout)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> Tensor:
-    """x: [B, T, H, head_dim]; cos, sin: [(B,) T, 1, rotary_dim] -> turned x, same shape and dtype.
+    """Return x [B, T, H, head_dim] rotated, same shape and dtype. cos, sin: [(B,) T, 1, rotary_dim].
 
-    Features beyond `rotary_dim` pass through. `layout` must be the one that the tables were made for. On a GPU by a
-    kernel where one was chosen (`nn/kernels/autotune.py`), elsewhere `apply_rotary_reference`.
+    Features beyond `rotary_dim` stay unchanged. `layout` must be that of the tables. On a GPU it runs a Triton kernel
+    where one was selected (`nn/kernels/autotune.py`), elsewhere `apply_rotary_reference`.
     """
     if x.is_cuda and not torch.compiler.is_compiling():
         plain = functools.partial(apply_rotary_reference, layout=layout)
@@ -242,18 +240,18 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -
 
 
 def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout = "half") -> Tensor:
-    """The definition. Shapes as in `apply_rotary`."""
+    """Return x rotated by the definition. Shapes as in `apply_rotary`."""
     dim = cos.shape[-1]
     if dim < x.shape[-1]:
         return torch.cat([apply_rotary_reference(x[..., :dim], cos, sin, layout), x[..., dim:]], dim=-1)
     pairs, member = ((2, dim // 2), -2) if layout == "half" else ((dim // 2, 2), -1)
     x, cos, sin = (t.view(*t.shape[:-1], *pairs) for t in (x, cos, sin))
-    # A flip, not two slices and a cat: a compiler turns it into plain loads, where a cat needs a mask for every element.
+    # A flip, not two slices and a cat: compilers turn it into plain loads, while a cat needs a mask per element.
     return (x * cos + x.flip(member) * sin).flatten(-2)
 
 
 def to_half_split(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """Rows of a query or key projection from the interleaved order to the half-split one; a copy.
+    """Return a copy of a query or key projection with rows moved from the interleaved to the half-split order.
 
     Args:
         weight: [n_heads * head_dim, ...]: a matrix, a bias, or (n_heads = 1) the gain of a norm over a head's features.
@@ -267,7 +265,7 @@ def to_half_split(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int |
 
 
 def to_interleaved(weight: Tensor, n_heads: int, head_dim: int, rotary_dim: int | None = None) -> Tensor:
-    """The inverse of `to_half_split`, with the same arguments."""
+    """Return the inverse of `to_half_split`, with the same arguments."""
     return _reorder_rows(weight, n_heads, head_dim, rotary_dim, interleaved=False)
 
 
@@ -292,11 +290,11 @@ def _check_layout(layout: str) -> None:
 
 
 def _check_dim(head_dim: int, rotary_dim: int | None) -> int:
-    """How many features turn."""
+    """Return how many features rotate."""
     dim = head_dim if rotary_dim is None else rotary_dim
     if dim % 2:
         name = "head_dim" if rotary_dim is None else "rotary_dim"
-        raise ConfigError(f"{name} is {dim}", expected="an even number: rotary turns pairs of features")
+        raise ConfigError(f"{name} is {dim}", expected="an even number: rotary rotates pairs of features")
     if not 0 < dim <= head_dim:
         raise ConfigError(f"rotary_dim is {dim}", expected=f"between 2 and head_dim = {head_dim}")
     return dim
