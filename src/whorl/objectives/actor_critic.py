@@ -47,8 +47,8 @@ def a2c(
         output: log-probabilities of the actions taken, entropies and values, with gradients; each [N].
         advantage, target: [N], without gradients.
     """
-    policy = -(output.log_prob * advantage).sum()
-    return _actor_critic_loss(policy, output, target, value_coef, entropy_coef, {})
+    policy_loss = -(output.log_prob * advantage).sum()
+    return _actor_critic_loss(policy_loss, output, target, value_coef, entropy_coef, {})
 
 
 def ppo(
@@ -71,32 +71,32 @@ def ppo(
     log_ratio = output.log_prob - behaviour_log_prob
     ratio = log_ratio.exp()
     # min(r A, clip(r) A) = min(r A, A + e |A|): where A > 0 the upper bound is active, where A < 0 the lower bound.
-    kept = torch.minimum(ratio * advantage, advantage + clip * advantage.abs())
-    moved = ratio.detach()
-    more = {
-        "kl": (moved - 1 - log_ratio.detach()).sum(),
-        "clip_fraction": ((moved - 1).abs() > clip).sum(),
+    clipped = torch.minimum(ratio * advantage, advantage + clip * advantage.abs())
+    moved_ratio = ratio.detach()
+    extra_metrics = {
+        "kl": (moved_ratio - 1 - log_ratio.detach()).sum(),
+        "clip_fraction": ((moved_ratio - 1).abs() > clip).sum(),
     }
-    return _actor_critic_loss(-kept.sum(), output, target, value_coef, entropy_coef, more)
+    return _actor_critic_loss(-clipped.sum(), output, target, value_coef, entropy_coef, extra_metrics)
 
 
 def _actor_critic_loss(
-    policy: Tensor,
+    policy_loss: Tensor,
     output: ActorCriticOutput,
     target: Tensor,
-    value_weight: float,
-    entropy_weight: float,
-    more: dict[str, Tensor],
+    value_coef: float,
+    entropy_coef: float,
+    extra_metrics: dict[str, Tensor],
 ) -> Loss:
     squares = mse_loss(output.value, target, reduction="sum")
     entropy = output.entropy.sum()
-    total = policy + 0.5 * value_weight * squares
-    if entropy_weight:  # skipped at 0, because its gradient costs as much as that of the policy
-        total = total - entropy_weight * entropy
+    total = policy_loss + 0.5 * value_coef * squares
+    if entropy_coef:  # skipped at 0, because its gradient costs as much as that of the policy
+        total = total - entropy_coef * entropy
     metrics = {
-        "policy_loss": policy.detach(),
+        "policy_loss": policy_loss.detach(),
         "value_loss": 0.5 * squares.detach(),
         "entropy": entropy.detach(),
-        **more,
+        **extra_metrics,
     }
     return Loss(total, torch.tensor(float(target.numel())), metrics)

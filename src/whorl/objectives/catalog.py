@@ -1,9 +1,13 @@
 """One-line formulas of all objectives and estimators, by the names that recipes use. Imports no torch.
 
-Notation: pi is the trained policy, ref a frozen reference, mu the policy that sampled, r = pi / mu a probability ratio,
-A an advantage, V a value estimate, R a return, h = log(pi / ref) of a completion, sg the logistic function, H entropy,
-|y| the number of tokens of a completion, c and w the chosen and the rejected completion of a pair, z logits, lse their
-log-sum-exp, p the teacher, q the student, d the temporal-difference error, g the discount.
+Notation:
+
+    pi, ref, mu    policy in training, frozen reference, policy that sampled      r      pi / mu
+    y, |y|         a completion and its number of tokens                          h      log(pi(y) / ref(y))
+    c, w           chosen and rejected completion of a pair                       sg     logistic function
+    A, V, R, H     advantage, value, return, entropy                              z      logits
+    p, q           teacher and student                                            lse    log-sum-exp
+    d, g           temporal-difference error, discount
 
 `docs/objectives.md` is checked against this table by `tests/objectives/test_catalog.py`.
 """

@@ -36,7 +36,7 @@ def classification(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0)
             f"logits are {list(logits.shape)} and labels {list(labels.shape)}", expected="[N, K] and [N]"
         )
     if not 0.0 <= label_smoothing < 1.0:
-        raise ConfigError(f"smoothing is {label_smoothing}", expected="from 0 to below 1")
+        raise ConfigError(f"label_smoothing is {label_smoothing}", expected="from 0 to below 1")
     log_prob = F.log_softmax(logits.float(), dim=-1)
     nll = -log_prob.gather(1, labels[:, None]).sum()
     total = (

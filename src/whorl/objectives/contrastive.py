@@ -39,22 +39,22 @@ def info_nce(x: Tensor, y: Tensor, scale: Tensor | float, groups: Tensor | None 
         ConfigError: shapes do not fit.
     """
     if x.ndim != 2 or x.shape != y.shape:
-        raise ConfigError(f"x is {list(x.shape)} and y {list(y.shape)}", expected="[N, d], both alike")
+        raise ConfigError(f"x is {list(x.shape)} and y {list(y.shape)}", expected="[N, d] for both")
     if groups is not None and groups.shape != x.shape[:1]:
-        raise ConfigError(f"groups is {list(groups.shape)}", expected=f"[{len(x)}], one a pair")
+        raise ConfigError(f"groups is {list(groups.shape)}", expected=f"[{len(x)}], one per pair")
     n = len(x)
-    own = torch.arange(n, device=x.device)
+    rows = torch.arange(n, device=x.device)
     z = x.float() @ y.float().t() * scale  # [N, N]
-    names = own if groups is None else groups
-    same = names[:, None] == names[None, :]
-    left_out = same & (own[:, None] != own[None, :])
-    seen = z.masked_fill(left_out, float("-inf"))  # the diagonal stays, so no row is empty
+    group_ids = rows if groups is None else groups
+    same = group_ids[:, None] == group_ids[None, :]
+    excluded = same & (rows[:, None] != rows[None, :])
+    masked = z.masked_fill(excluded, float("-inf"))  # the diagonal stays, so no row is empty
     total = 0.5 * (
-        F.cross_entropy(seen, own, reduction="sum") + F.cross_entropy(seen.t(), own, reduction="sum")
+        F.cross_entropy(masked, rows, reduction="sum") + F.cross_entropy(masked.t(), rows, reduction="sum")
     )
     count = torch.tensor(float(n), device=x.device)
     if n == 0:
         return Loss(total, count, {"correct": count.clone()})
     best = (z.detach().argmax(dim=1), z.detach().argmax(dim=0))
-    correct = sum((same[own, b].float().sum() for b in best), torch.zeros((), device=x.device)) / 2
+    correct = sum((same[rows, b].float().sum() for b in best), torch.zeros((), device=x.device)) / 2
     return Loss(total, count, {"correct": correct})

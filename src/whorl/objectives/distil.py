@@ -12,7 +12,7 @@ three, also on completions of the student). Both sides use one temperature. The 
 the metric is a divergence. `next_token` is the special case in which p is one-hot.
 
 `distil_top_k` takes the log-probabilities of the teacher's K most likely ids, from a cache or an engine. The subtle point
-is the remaining probability: dropping it, or renormalizing over K ids, teaches that other ids are impossible. Here the
+is the remaining probability: dropping it, or renormalizing over K ids, drives other ids to probability 0. Here the
 rest is one more outcome, so D is a divergence between coarser distributions. It never exceeds the full one and is 0 for
 the exact student. `distil_full_vocab` takes a live teacher, by its hidden states and head.
 
@@ -52,10 +52,10 @@ def divergence(teacher: Tensor, student: Tensor, kind: Divergence = "forward", b
     if kind == "reverse":
         return (student.exp() * (student - teacher)).sum(-1)
     if kind != "jensen":
-        raise ConfigError(f"no divergence is called {kind!r}", expected=one_of(kind, get_args(Divergence)))
+        raise ConfigError(f"unknown divergence {kind!r}", expected=one_of(kind, get_args(Divergence)))
     if not 0 < beta < 1:
         raise ConfigError(
-            f"beta is {beta}", expected="between 0 and 1", do='use "forward" or "reverse" there'
+            f"beta is {beta}", expected="between 0 and 1", do='use "forward" or "reverse" for the limits'
         )
     middle = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     from_teacher = (teacher.exp() * (teacher - middle)).sum(-1)
@@ -89,13 +89,13 @@ def distil_top_k(
 
     def chunk(raw: Tensor, part: slice) -> Tensor:
         z = _scale_logits(raw, softcap, temperature)
-        here, p = ids[part], teacher[part].to(raw.dtype)
-        normaliser = z.logsumexp(-1, keepdim=True)
-        q = z.gather(-1, here) - normaliser
-        if here.shape[1] < z.shape[1]:
-            others = z.scatter(-1, here, float("-inf")).logsumexp(-1, keepdim=True) - normaliser
-            rest = (1 - p.exp().sum(-1, keepdim=True)).clamp(min=MIN_TAIL_PROB).log()
-            p, q = torch.cat([p, rest], -1), torch.cat([q, others], -1)
+        top_ids, p = ids[part], teacher[part].to(raw.dtype)
+        normalizer = z.logsumexp(-1, keepdim=True)
+        q = z.gather(-1, top_ids) - normalizer
+        if top_ids.shape[1] < z.shape[1]:
+            student_tail = z.scatter(-1, top_ids, float("-inf")).logsumexp(-1, keepdim=True) - normalizer
+            tail = (1 - p.exp().sum(-1, keepdim=True)).clamp(min=MIN_TAIL_PROB).log()
+            p, q = torch.cat([p, tail], -1), torch.cat([q, student_tail], -1)
         return (divergence(p, q, kind, beta) * keep[part]).sum()
 
     return _chunked_loss(hidden, head, chunk, keep)
@@ -126,16 +126,16 @@ def distil_full_vocab(
     """
     if len(head) != len(teacher_head):
         raise ConfigError(
-            f"the student's vocabulary has {len(head):,} ids and the teacher's {len(teacher_head):,}",
+            f"the student has a vocabulary of {len(head):,} ids, the teacher of {len(teacher_head):,}",
             expected="one vocabulary",
-            do="distil from a teacher of the same tokenizer, or from its texts",
+            do="distil from a teacher with the same tokenizer, or fine-tune on its texts",
         )
     keep = mask.to(accumulate_dtype(hidden))
-    told, weight = teacher_hidden.detach(), teacher_head.detach().to(teacher_hidden.dtype)
+    teacher_states, weight = teacher_hidden.detach(), teacher_head.detach().to(teacher_hidden.dtype)
 
     def chunk(raw: Tensor, part: slice) -> Tensor:
         p = _scale_logits(
-            F.linear(told[part], weight).to(raw.dtype), teacher_softcap, temperature
+            F.linear(teacher_states[part], weight).to(raw.dtype), teacher_softcap, temperature
         ).log_softmax(-1)
         q = _scale_logits(raw, softcap, temperature).log_softmax(-1)
         return (divergence(p, q, kind, beta) * keep[part]).sum()

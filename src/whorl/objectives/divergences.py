@@ -27,9 +27,7 @@ from torch import Tensor
 from whorl.errors import ConfigError, one_of
 
 KLEstimator = Literal["k1", "k2", "k3"]
-MAX_LOG_RATIO = (
-    20.0  # of a log-ratio under exp; infinity times 0 would be NaN
-)
+MAX_LOG_RATIO = 20.0  # of a log-ratio under exp; infinity times 0 would be NaN
 
 
 def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KLEstimator) -> Tensor:
@@ -49,7 +47,7 @@ def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KLEstim
     if estimator == "k3":
         return (-d).clamp(max=MAX_LOG_RATIO).exp() - 1 + d
     raise ConfigError(
-        f"no KL estimator is called {estimator!r}", expected=one_of(estimator, get_args(KLEstimator))
+        f"unknown KL estimator {estimator!r}", expected=one_of(estimator, get_args(KLEstimator))
     )
 
 
@@ -57,7 +55,7 @@ def kl_estimate(log_prob: Tensor, reference_log_prob: Tensor, estimator: KLEstim
 def kl_reward(
     log_prob: Tensor, reference_log_prob: Tensor, coef: float, estimator: KLEstimator = "k1"
 ) -> Tensor:
-    """Return the KL term [N] of each token's reward, -coef KL, without gradient (Ziegler et al. 2019, arXiv:1909.08593, eq. 2)."""
+    """Return the KL term [N] of each token's reward, -coef KL (Ziegler et al. 2019, arXiv:1909.08593, eq. 2)."""
     return -coef * kl_estimate(log_prob, reference_log_prob, estimator)
 
 
@@ -76,5 +74,5 @@ def adapt_kl_coef(
         ConfigError: target is not above 0.
     """
     if not target > 0:
-        raise ConfigError(f"the KL's target is {target}", expected="above 0")
+        raise ConfigError(f"the KL target is {target}", expected="above 0")
     return coef * (1 + gain * max(-max_error, min(max_error, kl / target - 1)))

@@ -66,8 +66,8 @@ class CompletionTokens:
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and value.shape != self.log_prob.shape[:1]:
                 raise ConfigError(
-                    f"{name} is {list(value.shape)} beside log_prob {list(self.log_prob.shape)}",
-                    expected="[N], one a token",
+                    f"{name} is {list(value.shape)} but log_prob is {list(self.log_prob.shape)}",
+                    expected="[N], one per token",
                 )
 
 
@@ -110,7 +110,7 @@ class PolicyLossConfig:
                     expected=one_of(str(getattr(self, name)), get_args(kind)),
                 )
         if self.ratio == "none" and not (self.clip_low is self.clip_high is self.dual_clip is None):
-            raise ConfigError("a clip without a ratio", do='set ratio to "token" or "sequence"')
+            raise ConfigError('a clip is set, but ratio is "none"', do='set ratio to "token" or "sequence"')
         if self.clip_low is not None and not 0 <= self.clip_low <= 1:
             raise ConfigError(f"clip_low is {self.clip_low}", expected="0 to 1: ratios are not negative")
         if self.clip_high is not None and not self.clip_high >= 0:
@@ -158,15 +158,19 @@ def policy_loss(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:
     """Return the objective at the top of this file.
 
     Returns:
-        Loss: `total` [], `count` [] and metrics (sums, see above): policy_loss, entropy and kl to the reference (if given),
-        kl/behaviour (k3 between the sampling policy and this one), ratio/mean, ratio/max (largest of the sequence),
-        clip_fraction (tokens without gradient because of the clip), tokens (their number).
+        Loss: `total` [], `count` [], and metrics, which are sums (see above):
+
+            policy_loss, tokens     the first term, number of tokens
+            entropy, kl             if given; KL to the reference
+            kl/behaviour            k3 estimate of the KL between the sampling policy and this one
+            ratio/mean, ratio/max   mean, and maximum of the sequence
+            clip_fraction           tokens without gradient because of the clip
 
     Raises:
         ConfigError: constant aggregation without its constant, or a KL term without a reference.
     """
     lengths = _lengths(tokens.sequence, tokens.n_sequences, tokens.log_prob.dtype)
-    weight, by, count = _aggregation_weights(
+    weight, metric_weight, count = _aggregation_weights(
         tokens.sequence, lengths, tokens.n_sequences, config.aggregation, config.constant
     )
     surrogate, ratio, clipped = _surrogate(tokens, lengths, config)
@@ -175,30 +179,32 @@ def policy_loss(tokens: CompletionTokens, config: PolicyLossConfig) -> Loss:
     policy = -(weight * surrogate).sum()
     total = policy
     behaviour_kl = kl_estimate(tokens.behaviour_log_prob, tokens.log_prob.detach(), "k3")
-    largest = torch.zeros_like(lengths).scatter_reduce(0, tokens.sequence, ratio, "amax")
+    ratio_max = torch.zeros_like(lengths).scatter_reduce(0, tokens.sequence, ratio, "amax")
     metrics = {
-        "kl/behaviour": (by * behaviour_kl).sum(),
-        "ratio/mean": (by * ratio).sum(),
-        "ratio/max": (by * largest[tokens.sequence]).sum(),
-        "clip_fraction": (by * clipped).sum(),
+        "kl/behaviour": (metric_weight * behaviour_kl).sum(),
+        "ratio/mean": (metric_weight * ratio).sum(),
+        "ratio/max": (metric_weight * ratio_max[tokens.sequence]).sum(),
+        "clip_fraction": (metric_weight * clipped).sum(),
         "tokens": lengths.sum(),
     }
     if tokens.reference_log_prob is not None:
         kl = kl_estimate(tokens.log_prob, tokens.reference_log_prob, config.kl_estimator)
-        metrics["kl"] = (by * kl.detach()).sum()
+        metrics["kl"] = (metric_weight * kl.detach()).sum()
         if config.kl_apply_to == "loss" and config.kl_coef:
             total = total + config.kl_coef * (weight * kl).sum()
     elif config.kl_apply_to == "loss" and config.kl_coef:
         raise ConfigError(
-            f"a KL weighing {config.kl_coef} without a reference",
-            do="give reference_log_prob, or set kl_weight to 0",
+            f"kl_coef is {config.kl_coef}, and there is no reference",
+            do="give reference_log_prob, or set kl_coef to 0",
         )
     if tokens.entropy is not None:
-        metrics["entropy"] = (by * tokens.entropy.detach()).sum()
+        metrics["entropy"] = (metric_weight * tokens.entropy.detach()).sum()
         if config.entropy_coef:
             total = total - config.entropy_coef * (weight * tokens.entropy).sum()
     elif config.entropy_coef:
-        raise ConfigError(f"an entropy weighing {config.entropy_coef} that is not given", do="ask for it")
+        raise ConfigError(
+            f"entropy_coef is {config.entropy_coef}, and there is no entropy", do="pass entropy"
+        )
     return Loss(total, count, {"policy_loss": policy.detach(), **metrics})
 
 
@@ -226,18 +232,20 @@ def value_loss(
     for name, given in (("old_value", old_value), ("target", target), ("sequence", sequence)):
         if given.shape != value.shape:
             raise ConfigError(
-                f"{name} is {list(given.shape)} beside value {list(value.shape)}", expected="[N]"
+                f"{name} is {list(given.shape)} but value is {list(value.shape)}", expected="[N]"
             )
     lengths = _lengths(sequence, n_sequences, value.dtype)
-    weight, by, count = _aggregation_weights(sequence, lengths, n_sequences, aggregation, constant)
+    weight, metric_weight, count = _aggregation_weights(sequence, lengths, n_sequences, aggregation, constant)
     squares = (value - target).square()
-    cut = torch.zeros_like(squares)
+    clipped = torch.zeros_like(squares)
     if clip is not None:
-        kept = (old_value + (value - old_value).clamp(-clip, clip) - target).square()
-        cut = (kept > squares).to(squares.dtype)
-        squares = torch.maximum(squares, kept)
+        clipped_squares = (old_value + (value - old_value).clamp(-clip, clip) - target).square()
+        clipped = (clipped_squares > squares).to(squares.dtype)
+        squares = torch.maximum(squares, clipped_squares)
     total = 0.5 * (weight * squares).sum()
-    return Loss(total, count, {"value_loss": total.detach(), "value_clip_fraction": (by * cut).sum()})
+    return Loss(
+        total, count, {"value_loss": total.detach(), "value_clip_fraction": (metric_weight * clipped).sum()}
+    )
 
 
 def overlong_reward(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
@@ -253,66 +261,66 @@ def overlong_reward(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
     """
     if not 1 <= buffer <= max_length:
         raise ConfigError(
-            f"a buffer of {buffer} before a limit of {max_length}", expected=f"1 to {max_length}"
+            f"buffer is {buffer}, and max_length is {max_length}", expected=f"1 to {max_length}"
         )
     return ((max_length - buffer - lengths.float()) / buffer).clamp(-1, 0)
 
 
 def _lengths(sequence: Tensor, n_sequences: int | None, dtype: torch.dtype) -> Tensor:
     """Return [S] tokens per sequence; S is at least 1, so that indexing works."""
-    least = max(1, n_sequences or 0)
-    found = torch.bincount(sequence, minlength=least)
-    if n_sequences is not None and len(found) > least:
+    minimum = max(1, n_sequences or 0)
+    lengths = torch.bincount(sequence, minlength=minimum)
+    if n_sequences is not None and len(lengths) > minimum:
         raise ConfigError(
-            f"a token is of sequence {len(found) - 1}", expected=f"below {n_sequences}, which there are"
+            f"a token belongs to sequence {len(lengths) - 1}", expected=f"an index below {n_sequences}"
         )
-    return found.to(dtype)
+    return lengths.to(dtype)
 
 
 def _aggregation_weights(
     sequence: Tensor,
     lengths: Tensor,
     n_sequences: int | None,
-    average: LossAggregation,
+    aggregation: LossAggregation,
     constant: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (w [N], weights of metrics [N], count [])."""
     ones = torch.ones_like(lengths[sequence])
-    if average == "token":
+    if aggregation == "token":
         return ones, ones, lengths.sum()
     each = 1 / lengths[sequence]
-    some = (lengths > 0).sum().to(lengths.dtype)
-    if average == "sequence":
-        return each, each, some
+    n_nonempty = (lengths > 0).sum().to(lengths.dtype)
+    if aggregation == "sequence":
+        return each, each, n_nonempty
     if constant is None or not constant > 0:
         raise ConfigError(
-            f'average is "constant" and the constant {constant}',
+            f'aggregation is "constant", and the constant is {constant}',
             expected="above 0",
-            do="set it to the tokens that an answer may have",
+            do="set it to the maximum number of completion tokens",
         )
-    every = some if n_sequences is None else torch.full_like(some, float(n_sequences))
-    return ones / constant, each, every
+    n_all = n_nonempty if n_sequences is None else torch.full_like(n_nonempty, float(n_sequences))
+    return ones / constant, each, n_all
 
 
 def _surrogate(
-    tokens: CompletionTokens, lengths: Tensor, method: PolicyLossConfig
+    tokens: CompletionTokens, lengths: Tensor, config: PolicyLossConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (surrogate [N] with gradient, ratio [N], clipped [N] 0 or 1)."""
     old = tokens.behaviour_log_prob if tokens.proximal_log_prob is None else tokens.proximal_log_prob
     log_ratio = tokens.log_prob - old
-    if method.ratio == "sequence":
+    if config.ratio == "sequence":
         mean = torch.zeros_like(lengths).index_add(0, tokens.sequence, log_ratio) / lengths.clamp(min=1)
         log_ratio = mean[tokens.sequence]
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     advantage = tokens.advantage
-    if method.ratio == "none":
+    if config.ratio == "none":
         return tokens.log_prob * advantage, ratio.detach(), torch.zeros_like(advantage)
-    low = 0.0 if method.clip_low is None else 1 - method.clip_low
-    high = float("inf") if method.clip_high is None else 1 + method.clip_high
+    low = 0.0 if config.clip_low is None else 1 - config.clip_low
+    high = float("inf") if config.clip_high is None else 1 + config.clip_high
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-    if method.dual_clip is not None:
-        worst = method.dual_clip * advantage
+    if config.dual_clip is not None:
+        worst = config.dual_clip * advantage
         clipped |= (advantage < 0) & (surrogate < worst)
         surrogate = torch.where(advantage < 0, torch.maximum(surrogate, worst), surrogate)
     return surrogate, ratio.detach(), clipped.to(advantage.dtype)

@@ -62,12 +62,12 @@ def token_log_probs(
         DataError: a target is banned.
     """
     _check(hidden, head, targets, temperature, softcap, banned_mask)
-    learning = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
-    early = learning and not head.requires_grad and not entropy
-    out: tuple[Tensor, Tensor | None] = _LogProbFunction.apply(  # type: ignore[no-untyped-call]
-        hidden, head, targets, temperature, softcap, banned_mask, entropy, early, learning
+    needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
+    grad_in_forward = needs_grad and not head.requires_grad and not entropy
+    result: tuple[Tensor, Tensor | None] = _LogProbFunction.apply(  # type: ignore[no-untyped-call]
+        hidden, head, targets, temperature, softcap, banned_mask, entropy, grad_in_forward, needs_grad
     )
-    return out
+    return result
 
 
 def token_log_probs_reference(
@@ -84,10 +84,10 @@ def token_log_probs_reference(
     dtype = accumulate_dtype(hidden)
     z = F.linear(hidden.to(dtype), head.to(dtype))
     z = (z if softcap is None else softcap * torch.tanh(z / softcap)) / temperature
-    never = torch.zeros_like(head[:, 0], dtype=torch.bool) if banned_mask is None else banned_mask
-    log_p = z.masked_fill(never, float("-inf")).log_softmax(dim=-1)  # [N, V]
+    banned = torch.zeros_like(head[:, 0], dtype=torch.bool) if banned_mask is None else banned_mask
+    log_p = z.masked_fill(banned, float("-inf")).log_softmax(dim=-1)  # [N, V]
     log_prob = log_p.gather(1, targets[:, None]).squeeze(1)
-    return log_prob, -(log_p.exp() * log_p.masked_fill(never, 0.0)).sum(dim=-1) if entropy else None
+    return log_prob, -(log_p.exp() * log_p.masked_fill(banned, 0.0)).sum(dim=-1) if entropy else None
 
 
 def _check(
@@ -96,34 +96,34 @@ def _check(
     targets: Tensor,
     temperature: float,
     softcap: float | None,
-    forbidden: Tensor | None,
+    banned_mask: Tensor | None,
 ) -> None:
     if hidden.ndim != 2 or head.ndim != 2 or hidden.shape[1] != head.shape[1]:
         raise ConfigError(
             f"hidden is {list(hidden.shape)} and head {list(head.shape)}", expected="[N, d] and [V, d]"
         )
     if targets.shape != hidden.shape[:1]:
-        raise ConfigError(f"targets is {list(targets.shape)}", expected=f"[{len(hidden)}], one a position")
+        raise ConfigError(f"targets is {list(targets.shape)}", expected=f"[{len(hidden)}], one per position")
     if not temperature > 0:
         raise ConfigError(
             f"temperature is {temperature}",
             expected="above 0",
-            do="sample what is to be learnt from, greedy draws have no log-probability",
+            do="sample at a temperature above 0: greedy decoding has no log-probability",
         )
     if softcap is not None and not softcap > 0:
         raise ConfigError(f"softcap is {softcap}", expected="above 0, or None")
-    if forbidden is None:
+    if banned_mask is None:
         return
-    if forbidden.dtype != torch.bool or forbidden.shape != head.shape[:1]:
+    if banned_mask.dtype != torch.bool or banned_mask.shape != head.shape[:1]:
         raise ConfigError(
-            f"forbidden is {forbidden.dtype} {list(forbidden.shape)}", expected=f"bool [{len(head)}]"
+            f"banned_mask is {banned_mask.dtype} {list(banned_mask.shape)}", expected=f"bool [{len(head)}]"
         )
-    if bool(forbidden[targets].any()):
-        row = int(forbidden[targets].nonzero()[0])
+    if bool(banned_mask[targets].any()):
+        row = int(banned_mask[targets].nonzero()[0])
         raise DataError(
             f"target {row} is id {int(targets[row])}, which the sampler never draws",
             expected="only ids that were sampled",
-            do="leave forced ids out by the loss mask",
+            do="exclude forced ids with the loss mask",
         )
 
 
@@ -133,45 +133,45 @@ def accumulate_dtype(x: Tensor) -> torch.dtype:
 
 
 def _scale_logits(
-    logits: Tensor, room: Tensor, temperature: float, softcap: float | None, out: Tensor | None
+    logits: Tensor, buffer: Tensor, temperature: float, softcap: float | None, banned: Tensor | None
 ) -> Tensor:
     """Return z [n, V], the logits of the sampled distribution before the softmax, written into `buffer`. banned: ids."""
-    z = room[: len(logits)].copy_(logits)
+    z = buffer[: len(logits)].copy_(logits)
     if softcap is not None:
         z.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
         z.div_(temperature)
-    return z if out is None else z.index_fill_(1, out, float("-inf"))
+    return z if banned is None else z.index_fill_(1, banned, float("-inf"))
 
 
 def _grad_logits(
     z: Tensor,
-    log_normaliser: Tensor,
-    room: Tensor,
+    log_normalizer: Tensor,
+    buffer: Tensor,
     targets: Tensor,
     g: Tensor,
     e: tuple[Tensor, Tensor] | None,
     temperature: float,
     softcap: float | None,
-    out: Tensor | None,
+    banned: Tensor | None,
 ) -> Tensor:
     """Return the gradient [n, V] of the logits, written into `buffer` in few passes.
 
     log_normalizer: [n, 1] of z. g: [n] gradient of log_prob. e: [n] gradient of the entropy, and the entropy.
     """
-    log_p = torch.sub(z, log_normaliser, out=room[: len(z)])
-    pull = g[:, None]  # coefficient of -p; the onehot has the opposite sign
+    log_p = torch.sub(z, log_normalizer, out=buffer[: len(z)])
+    coefficient = g[:, None]  # coefficient of -p; the onehot has the opposite sign
     if e is not None:
-        pull = pull + e[0][:, None] * (_zero_banned_(log_p.clone(), out) + e[1][:, None])
-    d = log_p.exp_().mul_(-pull).scatter_add_(1, targets[:, None], g[:, None])
+        coefficient = coefficient + e[0][:, None] * (_zero_banned_(log_p.clone(), banned) + e[1][:, None])
+    grad = log_p.exp_().mul_(-coefficient).scatter_add_(1, targets[:, None], g[:, None])
     if softcap is not None:
-        d = _zero_banned_(d.mul_(1.0 - (z * (temperature / softcap)).square()), out)  # 0 times -inf
-    return d if temperature == 1.0 else d.div_(temperature)
+        grad = _zero_banned_(grad.mul_(1.0 - (z * (temperature / softcap)).square()), banned)  # 0 times -inf
+    return grad if temperature == 1.0 else grad.div_(temperature)
 
 
-def _zero_banned_(x: Tensor, out: Tensor | None) -> Tensor:
+def _zero_banned_(x: Tensor, banned: Tensor | None) -> Tensor:
     """Set x [n, V] to 0 at banned ids, in place: p log p is 0 at p = 0, not 0 times -inf."""
-    return x if out is None else x.index_fill_(1, out, 0.0)
+    return x if banned is None else x.index_fill_(1, banned, 0.0)
 
 
 class _LogProbFunction(torch.autograd.Function):
@@ -185,73 +185,75 @@ class _LogProbFunction(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         softcap: float | None,
-        forbidden: Tensor | None,
+        banned_mask: Tensor | None,
         entropy: bool,
-        early: bool,
-        learning: bool,
+        grad_in_forward: bool,
+        needs_grad: bool,
     ) -> tuple[Tensor, Tensor | None]:
         weight = head.to(hidden.dtype)
         # Not masked_fill: on a CPU it costs as much as the exponentials.
-        out = None if forbidden is None else forbidden.nonzero()[:, 0]
-        ctx.how = temperature, softcap, out
+        banned = None if banned_mask is None else banned_mask.nonzero()[:, 0]
+        ctx.settings = temperature, softcap, banned
         ctx.chunk = max(MIN_CHUNK_TOKENS, CHUNK_LOGITS // max(1, len(head)))
-        keep = learning and not early and len(hidden) * len(head) <= MAX_SAVED_LOGITS
-        log_probs, normalisers, entropies, d_hidden, kept = [], [], [], [], []
-        room, spare = _scratch_buffers(hidden, head, ctx.chunk)
+        save_logits = needs_grad and not grad_in_forward and len(hidden) * len(head) <= MAX_SAVED_LOGITS
+        log_probs, normalizers, entropies, d_hidden, saved = [], [], [], [], []
+        buffer, spare_buffer = _scratch_buffers(hidden, head, ctx.chunk)
         for h, target in zip(torch.split(hidden, ctx.chunk), torch.split(targets, ctx.chunk), strict=True):
             logits = F.linear(h, weight)
-            if keep:
-                kept.append(logits)
-            z = _scale_logits(logits, room, *ctx.how)
+            if save_logits:
+                saved.append(logits)
+            z = _scale_logits(logits, buffer, *ctx.settings)
             top = z.amax(dim=-1, keepdim=True)
-            below = torch.sub(z, top, out=spare[: len(z)])
-            said = below.gather(1, target[:, None])
-            p = torch.exp(below, out=z) if entropy else below.exp_()  # unnormalized
+            shifted = torch.sub(z, top, out=spare_buffer[: len(z)])
+            target_logit = shifted.gather(1, target[:, None])
+            p = torch.exp(shifted, out=z) if entropy else shifted.exp_()  # unnormalized
             total = p.sum(dim=-1, keepdim=True)
-            log_probs.append((said - total.log()).squeeze(1))
-            normalisers.append(top + total.log())
+            log_probs.append((target_logit - total.log()).squeeze(1))
+            normalizers.append(top + total.log())
             if entropy:
-                mean = _zero_banned_(below, out).mul_(p).sum(dim=-1, keepdim=True) / total
+                mean = _zero_banned_(shifted, banned).mul_(p).sum(dim=-1, keepdim=True) / total
                 entropies.append((total.log() - mean).squeeze(1))
-            if early:
+            if grad_in_forward:
                 ones = torch.ones_like(log_probs[-1])
-                d = _grad_logits(z, normalisers[-1], spare, target, ones, None, *ctx.how)
+                d = _grad_logits(z, normalizers[-1], spare_buffer, target, ones, None, *ctx.settings)
                 d_hidden.append(d.to(h.dtype) @ weight)
         entropies_ = torch.cat(entropies) if entropy else None
-        ctx.early = early
-        first = torch.cat(d_hidden) if early else hidden
-        ctx.save_for_backward(first, head, targets, torch.cat(normalisers), entropies_, *kept)
+        ctx.grad_in_forward = grad_in_forward
+        first = torch.cat(d_hidden) if grad_in_forward else hidden
+        ctx.save_for_backward(first, head, targets, torch.cat(normalizers), entropies_, *saved)
         ctx.set_materialize_grads(False)
         return torch.cat(log_probs), entropies_
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         g, e = gradients
-        first, head, targets, normaliser, entropies, *kept = ctx.saved_tensors
-        nothing = (None,) * 8
+        first, head, targets, normalizer, entropies, *saved = ctx.saved_tensors
+        no_grads = (None,) * 8
         if g is None and e is None:
-            return None, *nothing
-        if ctx.early:
+            return None, *no_grads
+        if ctx.grad_in_forward:
             assert g is not None
-            return first * g[:, None].to(first.dtype), *nothing
+            return first * g[:, None].to(first.dtype), *no_grads
         if g is None:
-            g = torch.zeros_like(normaliser[:, 0])
+            g = torch.zeros_like(normalizer[:, 0])
         hidden, weight = first, head.to(first.dtype)
         to_hidden, to_head = ctx.needs_input_grad[:2]
         d_hidden, d_head = [], torch.zeros_like(head) if to_head else None
-        room, spare = _scratch_buffers(hidden, head, ctx.chunk)
+        buffer, spare_buffer = _scratch_buffers(hidden, head, ctx.chunk)
         for n, begin in enumerate(range(0, len(hidden), ctx.chunk)):
             part = slice(begin, begin + ctx.chunk)
             h = hidden[part]
-            z = _scale_logits(kept[n] if kept else F.linear(h, weight), room, *ctx.how)
-            both = None if e is None else (e[part], entropies[part])
-            d = _grad_logits(z, normaliser[part], spare, targets[part], g[part], both, *ctx.how).to(h.dtype)
+            z = _scale_logits(saved[n] if saved else F.linear(h, weight), buffer, *ctx.settings)
+            entropy_grads = None if e is None else (e[part], entropies[part])
+            d = _grad_logits(
+                z, normalizer[part], spare_buffer, targets[part], g[part], entropy_grads, *ctx.settings
+            ).to(h.dtype)
             if to_hidden:
                 d_hidden.append(d @ weight)
             if d_head is not None:
                 d_head += d.t() @ h
-        given = (torch.cat(d_hidden) if d_hidden else torch.zeros_like(hidden)) if to_hidden else None
-        return given, d_head, *nothing[1:]
+        grad_hidden = (torch.cat(d_hidden) if d_hidden else torch.zeros_like(hidden)) if to_hidden else None
+        return grad_hidden, d_head, *no_grads[1:]
 
 
 def _scratch_buffers(hidden: Tensor, head: Tensor, chunk: int) -> tuple[Tensor, Tensor]:

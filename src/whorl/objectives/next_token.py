@@ -29,8 +29,8 @@ from torch.nn import functional as F
 CHUNK_LOGITS = 1 << 20  # logits held at a time: 4 MB in fp32, about the size of a cache
 MIN_CHUNK_TOKENS = 128  # tokens; smaller chunks make inefficient matrix products
 
-# (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V] in the logits' dtype).
-# The gradient may overwrite the logits.
+# (logits [n, V], targets [n], keep [n], z_loss, softcap) -> (total [], nll [], gradient of total [n, V]).
+# The gradient has the dtype of the logits and may overwrite the logits.
 LogitsStep = Callable[[Tensor, Tensor, Tensor, float, float | None], tuple[Tensor, Tensor, Tensor]]
 # (hidden, head, softcap, the default step) -> the step to use
 LogitsStepSelector = Callable[[Tensor, Tensor, float | None, LogitsStep], LogitsStep]
@@ -57,9 +57,9 @@ def next_token_reference(
     logits = F.linear(hidden.float(), head.float())  # [N, V]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    log_normaliser = logits.logsumexp(dim=-1)
-    nll = log_normaliser - logits.gather(-1, targets[:, None]).squeeze(-1)
-    per_token = nll + z_loss * log_normaliser.square()
+    log_normalizer = logits.logsumexp(dim=-1)
+    nll = log_normalizer - logits.gather(-1, targets[:, None]).squeeze(-1)
+    per_token = nll + z_loss * log_normalizer.square()
     weight = mask.float()
     return Loss((per_token * weight).sum(), weight.sum(), {"nll": (nll * weight).sum().detach()})
 
@@ -68,19 +68,19 @@ def logits_step(
     logits: Tensor, targets: Tensor, keep: Tensor, z_loss: float = 0.0, softcap: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a `LogitsStep` with tensor operations, in fp32."""
-    given, logits = logits, logits.float()
+    raw, logits = logits, logits.float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
-    nll = (log_normaliser - logits.gather(-1, targets[:, None])) * keep[:, None]
-    total = (nll + z_loss * log_normaliser.square() * keep[:, None]).sum()
-    p = (logits - log_normaliser).exp()
+    log_normalizer = logits.logsumexp(dim=-1, keepdim=True)
+    nll = (log_normalizer - logits.gather(-1, targets[:, None])) * keep[:, None]
+    total = (nll + z_loss * log_normalizer.square() * keep[:, None]).sum()
+    p = (logits - log_normalizer).exp()
     onehot = torch.arange(logits.shape[-1], device=logits.device)[None, :] == targets[:, None]
     # Gradient of sum(nll + z_loss lse^2) of a chunk: p (1 + 2 z_loss lse) - onehot, where there is a target.
-    d_logits = (p * (1.0 + 2.0 * z_loss * log_normaliser) - onehot.float()) * keep[:, None]
+    d_logits = (p * (1.0 + 2.0 * z_loss * log_normalizer) - onehot.float()) * keep[:, None]
     if softcap is not None:
         d_logits = d_logits * (1.0 - (logits / softcap).square())
-    return total, nll.sum(), d_logits.to(given.dtype)
+    return total, nll.sum(), d_logits.to(raw.dtype)
 
 
 class _Fused(torch.autograd.Function):

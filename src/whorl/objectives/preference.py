@@ -55,8 +55,8 @@ class PairLogProbs:
         for name, value in vars(self).items():
             if value is not None and (value.ndim != 1 or value.shape != self.chosen.shape):
                 raise ConfigError(
-                    f"{name} is {list(value.shape)} beside chosen {list(self.chosen.shape)}",
-                    expected="[P], one a pair",
+                    f"{name} is {list(value.shape)} but chosen is {list(self.chosen.shape)}",
+                    expected="[P], one per pair",
                 )
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,9 @@ class PairLogProbs:
             ConfigError: there is no reference.
         """
         if self.reference_chosen is None or self.reference_rejected is None:
-            raise ConfigError("pairs without a reference's log-probabilities", do="score them with it first")
+            raise ConfigError(
+                "the pairs have no reference log-probabilities", do="score them with the reference first"
+            )
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def length_normalized(self, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,14 +78,14 @@ class PairLogProbs:
             ConfigError: there are no lengths.
         """
         if self.chosen_length is None or self.rejected_length is None:
-            raise ConfigError("pairs without lengths", do="give chosen_length and rejected_length")
+            raise ConfigError("the pairs have no lengths", do="give chosen_length and rejected_length")
         return chosen / self.chosen_length.clamp(min=1), rejected / self.rejected_length.clamp(min=1)
 
 
 def dpo(pairs: PairLogProbs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
     """Return the loss of direct preference optimization. label_smoothing: e above, 0 to below 0.5."""
     if not 0 <= label_smoothing < 0.5:
-        raise ConfigError(f"smoothing is {label_smoothing}", expected="0 to below 0.5: half is no preference")
+        raise ConfigError(f"label_smoothing is {label_smoothing}", expected="0 to below 0.5")
     chosen, rejected = pairs.log_ratios()
     margin = beta * (chosen - rejected)
     each = -(1 - label_smoothing) * F.logsigmoid(margin) - label_smoothing * F.logsigmoid(-margin)
@@ -91,7 +93,10 @@ def dpo(pairs: PairLogProbs, *, beta: float = 0.1, label_smoothing: float = 0.0)
 
 
 def ipo(pairs: PairLogProbs, *, beta: float = 0.1, length_normalized: bool = False) -> Loss:
-    """Return the loss of identity preference optimization; beta is the paper's tau. length_normalized: h are means over tokens."""
+    """Return the loss of identity preference optimization.
+
+    beta: the paper's tau. length_normalized: h are means over tokens.
+    """
     chosen, rejected = pairs.log_ratios()
     if length_normalized:
         chosen, rejected = pairs.length_normalized(chosen, rejected)
@@ -106,7 +111,10 @@ def simpo(pairs: PairLogProbs, *, beta: float = 2.0, gamma: float = 1.0) -> Loss
 
 
 def orpo(pairs: PairLogProbs, *, weight: float = 0.1) -> Loss:
-    """Return the SFT loss of the chosen plus the odds-ratio term; adds metrics sft and log_odds_ratio. weight: the paper's lambda."""
+    """Return the SFT loss of the chosen completions plus the odds-ratio term.
+
+    weight: the paper's lambda. Adds the metrics sft and log_odds_ratio.
+    """
     chosen, rejected = pairs.length_normalized(pairs.chosen, pairs.rejected)
     odds = _log_odds(chosen) - _log_odds(rejected)
     ratio = -F.logsigmoid(odds)
@@ -146,8 +154,8 @@ def kto(
     if not log_prob.shape == reference_log_prob.shape == desirable.shape or log_prob.ndim != 1:
         raise ConfigError(
             f"log_prob is {list(log_prob.shape)}, reference_log_prob {list(reference_log_prob.shape)}, "
-            f"good {list(desirable.shape)}",
-            expected="[S], all alike",
+            f"desirable {list(desirable.shape)}",
+            expected="[S] for all",
         )
     z = torch.as_tensor(kl, dtype=log_prob.dtype, device=log_prob.device).detach()
     h = log_prob - reference_log_prob

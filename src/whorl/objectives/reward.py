@@ -46,19 +46,19 @@ def bradley_terry(
     for name, given in (("rejected", rejected), ("margin", margin)):
         if given is not None and (given.shape != chosen.shape or chosen.ndim != 1):
             raise ConfigError(
-                f"{name} is {list(given.shape)} beside chosen {list(chosen.shape)}", expected="[P]"
+                f"{name} is {list(given.shape)} but chosen is {list(chosen.shape)}", expected="[P]"
             )
-    ahead = chosen - rejected
-    each = -F.logsigmoid(ahead if margin is None else ahead - margin)
+    difference = chosen - rejected
+    each = -F.logsigmoid(difference if margin is None else difference - margin)
     if center_rewards_coef:
         each = each + center_rewards_coef * (chosen + rejected).square()
     total = each.sum()
     metrics = {
         "rewards/chosen": chosen.detach().sum(),
         "rewards/rejected": rejected.detach().sum(),
-        "rewards/margin": ahead.detach().sum(),
-        "rewards/accuracy": (ahead.detach() > 0).sum(),
-        "ties": (ahead.detach() == 0).sum(),
+        "rewards/margin": difference.detach().sum(),
+        "rewards/accuracy": (difference.detach() > 0).sum(),
+        "ties": (difference.detach() == 0).sum(),
     }
     return Loss(total, torch.full_like(total.detach(), float(len(chosen))), metrics)
 
@@ -103,15 +103,15 @@ def calibration(
         )
     p, y = probability.double(), outcome.double()
     if not bool(((p >= min_probability) & (p <= 1)).all()):
-        raise ConfigError("a probability lies outside the bins", expected=f"{min_probability} to 1")
+        raise ConfigError("a probability is outside the bins", expected=f"{min_probability} to 1")
     edges = torch.linspace(min_probability, 1, bins + 1, dtype=torch.float64, device=p.device)
     which = (torch.bucketize(p, edges, right=True) - 1).clamp(0, bins - 1)  # the last bin includes both edges
     zero = torch.zeros(bins, dtype=torch.float64, device=p.device)
     count = zero.index_add(0, which, torch.ones_like(p))
-    said, seen = (zero.index_add(0, which, x) / count.clamp(min=1) for x in (p, y))
-    apart = (said - seen).abs()
-    error = float((apart * count).sum() / max(1, len(p)))
-    return Calibration(edges, said, seen, count, error, float(apart.max()))
+    predicted, observed = (zero.index_add(0, which, x) / count.clamp(min=1) for x in (p, y))
+    distance = (predicted - observed).abs()
+    error = float((distance * count).sum() / max(1, len(p)))
+    return Calibration(edges, predicted, observed, count, error, float(distance.max()))
 
 
 @torch.no_grad()

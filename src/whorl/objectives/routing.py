@@ -31,7 +31,7 @@ def _weight(rows: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.ones(len(rows), device=rows.device)
     if mask.shape != rows.shape[:1]:
-        raise ConfigError(f"mask has shape {tuple(mask.shape)}", expected=f"[{len(rows)}], one a token")
+        raise ConfigError(f"mask has shape {tuple(mask.shape)}", expected=f"[{len(rows)}], one per token")
     return mask.float()
 
 
@@ -53,7 +53,7 @@ def load_balance(scores: Tensor, loads: Tensor, mask: Tensor | None = None) -> L
     weight = _weight(scores, mask)
     n_experts = scores.shape[1]
     if loads.shape != (n_experts,):
-        raise ConfigError(f"loads has shape {tuple(loads.shape)}", expected=f"[{n_experts}], one an expert")
+        raise ConfigError(f"loads has shape {tuple(loads.shape)}", expected=f"[{n_experts}], one per expert")
     p = scores.float()
     p = p / p.sum(dim=1, keepdim=True).clamp(min=1e-20)
     share = loads.detach().float()

@@ -77,5 +77,5 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     reward, value, sequence = drawn()
     with pytest.raises(ConfigError):
         token_gae(reward[:2], value, sequence)
-    with pytest.raises(ConfigError, match="beyond"):
+    with pytest.raises(ConfigError, match="bootstrap_value"):
         token_gae(reward, value, sequence, bootstrap_value=torch.zeros(2))

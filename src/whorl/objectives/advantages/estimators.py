@@ -61,10 +61,10 @@ def _reverse_scan(first: Tensor, decay: Tensor) -> Tensor:
 
 @torch.no_grad()
 def discounted_returns(steps: Trajectory, discount: float) -> Tensor:
-    """Return [T, B] discounted rewards to the end of the episode; V(s') replaces the rewards after a cut or the last step."""
-    beyond = steps.truncated.clone()
-    beyond[-1] = True
-    first = steps.reward + discount * steps.next_value * (beyond & ~steps.terminated)
+    """Return [T, B] discounted rewards to the end of the episode, with V(s') after a cut or the last step."""
+    bootstrap = steps.truncated.clone()
+    bootstrap[-1] = True
+    first = steps.reward + discount * steps.next_value * (bootstrap & ~steps.terminated)
     return _reverse_scan(first, discount * steps.same_episode)
 
 
@@ -78,13 +78,15 @@ def n_step_returns(steps: Trajectory, discount: float, n: int) -> Tensor:
     if n < 1:
         raise ValueError(f"n is {n}, expected at least 1")
     length = steps.reward.shape[0]
-    one = steps.reward + discount * steps.next_value * ~steps.terminated  # [T, B] the return with n = 1
-    out = one.clone()
-    going = ~steps.episode_end
+    one_step = steps.reward + discount * steps.next_value * ~steps.terminated  # [T, B] the return with n = 1
+    out = one_step.clone()
+    continues = ~steps.episode_end
     for _ in range(n - 1):
         # A return with k + 1 rewards is one reward plus the next state's return with k rewards.
-        longer = one.clone()
-        longer[: length - 1] = torch.where(going[:-1], steps.reward[:-1] + discount * out[1:], one[:-1])
+        longer = one_step.clone()
+        longer[: length - 1] = torch.where(
+            continues[:-1], steps.reward[:-1] + discount * out[1:], one_step[:-1]
+        )
         out = longer
     return out
 

@@ -33,8 +33,9 @@ StdEstimator = Literal["none", "biased", "unbiased"]
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """advantage: [S]. n_groups: number of groups. n_zero_std: groups with equal rewards (including n = 1). zero_std: [S] bool,
-    True for completions of such a group.
+    """advantage: [S]. n_groups: number of groups. n_zero_std: groups with equal rewards (including n = 1).
+
+    zero_std: [S] bool, True for completions of such a group.
     """
 
     advantage: Tensor
@@ -64,34 +65,42 @@ def group_advantages(
     """
     if reward.ndim != 1 or reward.shape != group.shape:
         raise ConfigError(
-            f"reward is {list(reward.shape)} and group {list(group.shape)}", expected="[S], both alike"
+            f"reward is {list(reward.shape)} and group {list(group.shape)}", expected="[S] for both"
         )
     if not bool(reward.isfinite().all()):
         row = int((~reward.isfinite()).nonzero()[0])
         raise DataError(
-            f"reward {row} is {float(reward[row])}", expected="a finite number", do="mend the verifier"
+            f"reward {row} is {float(reward[row])}", expected="a finite number", do="fix the verifier"
         )
     if baseline == "critic":
-        raise ConfigError("a critic's baseline is not one of rewards alone", do="see text_estimators.py")
-    names, where = torch.unique(group, return_inverse=True)
-    own = _group_stats(reward, where, len(names))
-    told = own if baseline in ("group", "leave_one_out") else _group_stats(reward, torch.zeros_like(where), 1)
-    others = (told.n * told.mean - reward) / (told.n - 1).clamp(min=1)
-    subtracted: dict[Baseline, Tensor | float] = {
+        raise ConfigError(
+            'baseline "critic" needs values, not only rewards', do="use advantages/token_gae.py"
+        )
+    groups, group_index = torch.unique(group, return_inverse=True)
+    group_stats = _group_stats(reward, group_index, len(groups))
+    baseline_stats = (
+        group_stats
+        if baseline in ("group", "leave_one_out")
+        else _group_stats(reward, torch.zeros_like(group_index), 1)
+    )
+    others = (baseline_stats.n * baseline_stats.mean - reward) / (baseline_stats.n - 1).clamp(min=1)
+    baselines: dict[Baseline, Tensor | float] = {
         "none": 0.0,
-        "batch": told.mean,
-        "group": told.mean,
+        "batch": baseline_stats.mean,
+        "group": baseline_stats.mean,
         "leave_one_out": others,
     }
-    found = reward - subtracted[baseline]
+    advantage = reward - baselines[baseline]
     if scale_rewards != "none":
-        divisor = told.n if scale_rewards == "biased" else (told.n - 1).clamp(min=1)
-        scale = (told.sum_squares / divisor).sqrt() + eps
-        found = torch.where(told.zero_std, found, found / scale)  # zero standard deviation: no division
+        divisor = baseline_stats.n if scale_rewards == "biased" else (baseline_stats.n - 1).clamp(min=1)
+        scale = (baseline_stats.sum_squares / divisor).sqrt() + eps
+        advantage = torch.where(baseline_stats.zero_std, advantage, advantage / scale)
     if baseline != "none":
-        found = found.masked_fill(told.zero_std, 0.0)
-    even = torch.zeros(len(names), dtype=torch.bool, device=reward.device).scatter(0, where, own.zero_std)
-    return GroupAdvantages(found, len(names), int(even.sum()), own.zero_std)
+        advantage = advantage.masked_fill(baseline_stats.zero_std, 0.0)
+    even = torch.zeros(len(groups), dtype=torch.bool, device=reward.device).scatter(
+        0, group_index, group_stats.zero_std
+    )
+    return GroupAdvantages(advantage, len(groups), int(even.sum()), group_stats.zero_std)
 
 
 @dataclass(frozen=True)
@@ -107,12 +116,13 @@ class _GroupStats:
     zero_std: Tensor
 
 
-def _group_stats(reward: Tensor, where: Tensor, groups: int) -> _GroupStats:
+def _group_stats(reward: Tensor, group_index: Tensor, groups: int) -> _GroupStats:
     zero = torch.zeros(groups, dtype=reward.dtype, device=reward.device)
-    n = zero.index_add(0, where, torch.ones_like(reward))[where]
-    mean = zero.index_add(0, where, reward)[where] / n
-    squares = zero.index_add(0, where, (reward - mean).square())[where]
+    n = zero.index_add(0, group_index, torch.ones_like(reward))[group_index]
+    mean = zero.index_add(0, group_index, reward)[group_index] / n
+    squares = zero.index_add(0, group_index, (reward - mean).square())[group_index]
     lowest, highest = (
-        zero.scatter_reduce(0, where, reward, way, include_self=False)[where] for way in ("amin", "amax")
+        zero.scatter_reduce(0, group_index, reward, reduction, include_self=False)[group_index]
+        for reduction in ("amin", "amax")
     )
     return _GroupStats(n, mean, squares, lowest == highest)

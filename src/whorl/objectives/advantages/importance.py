@@ -69,18 +69,18 @@ def importance_weights(
         raise ConfigError(
             f"log_prob is {list(log_prob.shape)}, behaviour_log_prob {list(behaviour_log_prob.shape)}, "
             f"sequence {list(sequence.shape)}",
-            expected="[N], all alike",
+            expected="[N] for all",
         )
     if not 0 <= low <= high:
-        raise ConfigError(f"ratios are kept from {low} to {high}", expected="0 <= low <= high")
+        raise ConfigError(f"the bounds are {low} and {high}", expected="0 <= low <= high")
     if rule == "trace" and level != "token":
-        raise ConfigError(f"a trace of the level {level!r}", expected='"token"')
+        raise ConfigError(f"rule is trace and level is {level!r}", expected='"token"')
     log_ratio = log_prob - behaviour_log_prob
     if level != "token" and len(log_ratio):
         lengths = torch.bincount(sequence)
-        whole = torch.zeros(len(lengths), dtype=log_ratio.dtype, device=log_ratio.device)
-        whole = whole.index_add(0, sequence, log_ratio)
-        log_ratio = (whole if level == "sequence" else whole / lengths.clamp(min=1))[sequence]
+        totals = torch.zeros(len(lengths), dtype=log_ratio.dtype, device=log_ratio.device)
+        totals = totals.index_add(0, sequence, log_ratio)
+        log_ratio = (totals if level == "sequence" else totals / lengths.clamp(min=1))[sequence]
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     inside = (ratio >= low) & (ratio <= high)
     weight = ratio * inside if rule == "mask" else ratio.clamp(low, high)
@@ -107,5 +107,5 @@ def _importance_stats(log_ratio: Tensor, ratio: Tensor, changed: Tensor) -> Impo
     if not len(ratio):
         return ImportanceStats(1.0, 1.0, 1.0, 1.0, 0.0, 0.0)
     effective = ratio.sum().square() / (len(ratio) * ratio.square().sum())
-    figures = (ratio.mean(), ratio.min(), ratio.max(), effective, log_ratio.abs().mean(), changed.mean())
-    return ImportanceStats(*(float(x) for x in figures))
+    values = (ratio.mean(), ratio.min(), ratio.max(), effective, log_ratio.abs().mean(), changed.mean())
+    return ImportanceStats(*(float(x) for x in values))

@@ -40,8 +40,8 @@ def token_gae(
     Raises:
         ConfigError: shapes do not fit.
     """
-    place, steps = _to_trajectory(reward, value, sequence, bootstrap_value)
-    advantage = gae(steps, discount, lambda_)[place] if len(reward) else torch.zeros_like(reward)
+    index, steps = _to_trajectory(reward, value, sequence, bootstrap_value)
+    advantage = gae(steps, discount, lambda_)[index] if len(reward) else torch.zeros_like(reward)
     return advantage, advantage + value
 
 
@@ -64,33 +64,34 @@ def _to_trajectory(
     if not reward.shape == value.shape == sequence.shape or reward.ndim != 1:
         raise ConfigError(
             f"reward is {list(reward.shape)}, value {list(value.shape)}, sequence {list(sequence.shape)}",
-            expected="[N], all alike",
+            expected="[N] for all",
         )
     lengths = torch.bincount(
         sequence, minlength=1 if bootstrap_value is None else len(bootstrap_value)
     )  # [S]
     if bootstrap_value is not None and len(lengths) > len(bootstrap_value):
         raise ConfigError(
-            f"beyond is {list(bootstrap_value.shape)}", expected=f"[{len(lengths)}], one a sequence"
+            f"bootstrap_value is {list(bootstrap_value.shape)}",
+            expected=f"[{len(lengths)}], one per sequence",
         )
     order = sequence.argsort(stable=True)
-    begins = lengths.cumsum(0) - lengths
+    first_step = lengths.cumsum(0) - lengths
     time = torch.empty_like(sequence)
-    time[order] = torch.arange(len(sequence), device=sequence.device) - begins[sequence[order]]
-    place = (time, sequence)
+    time[order] = torch.arange(len(sequence), device=sequence.device) - first_step[sequence[order]]
+    index = (time, sequence)
     shape = (int(lengths.max()), len(lengths))
 
-    def spread(x: Tensor) -> Tensor:
+    def to_grid(x: Tensor) -> Tensor:
         out = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        out[place] = x
+        out[index] = x
         return out
 
-    values = spread(value)
-    following = torch.cat([values[1:], torch.zeros_like(values[:1])])
-    last = torch.zeros(shape, dtype=torch.bool, device=reward.device)
-    some = (lengths > 0).nonzero().squeeze(1)
-    last[lengths[some] - 1, some] = True
+    values = to_grid(value)
+    next_values = torch.cat([values[1:], torch.zeros_like(values[:1])])
+    is_last = torch.zeros(shape, dtype=torch.bool, device=reward.device)
+    nonempty = (lengths > 0).nonzero().squeeze(1)
+    is_last[lengths[nonempty] - 1, nonempty] = True
     if bootstrap_value is not None:
-        following[lengths[some] - 1, some] = bootstrap_value[some].to(value.dtype)
+        next_values[lengths[nonempty] - 1, nonempty] = bootstrap_value[nonempty].to(value.dtype)
     # Padding is 0 and linked to nothing; `truncated` bootstraps from `bootstrap_value`.
-    return place, Trajectory(spread(reward), values, following, torch.zeros_like(last), last)
+    return index, Trajectory(to_grid(reward), values, next_values, torch.zeros_like(is_last), is_last)
