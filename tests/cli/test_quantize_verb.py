@@ -1,4 +1,4 @@
-"""`whorl quantise` as a user meets it: a model of its own with lineage, read back by all; what is refused."""
+"""`whorl quantize` as a user meets it: a model of its own with lineage, read back by all; what is refused."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def whorl(home: Path, *words: object) -> Result:
 
 
 def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
-    done = whorl(home, "quantise", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--memory")
+    done = whorl(home, "quantize", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--ngram")
     assert done.exit_code == 0, done.output
     assert "int4, groups of 64, calibrated" in done.output
     store = Store(home / ".whorl")
-    made, source = store.open("quantised/run-pretrain-int4-64"), store.open("run/pretrain")
+    made, source = store.open("quantized/run-pretrain-int4-64"), store.open("run/pretrain")
     assert made.kind == "model" and made.parents["model"] == source.address
     assert made.parents["tokens"] == store.open("run/tokens").address
     assert made.files["model.safetensors"]["size"] < 0.4 * source.files["model.safetensors"]["size"]
@@ -66,7 +66,7 @@ def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
     assert load_model(made.path).quantization == scheme
     assert json.loads((made.path / "config.json").read_text())["quantization"]["group"] == 64
     assert "looked up" in whorl(
-        home, "quantise", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--memory"
+        home, "quantize", "run/pretrain", "--scheme", "int4", "--calibrate", 4, "--head", "--ngram"
     ).output  # fmt: skip
     written = whorl(home, "sample", made.name, "def ", "-n", 8, "--seed", 1)
     assert written.exit_code == 0 and "def " in written.output
@@ -74,9 +74,9 @@ def test_a_model_in_few_bits_is_a_model_with_lineage(home: Path) -> None:
 
 
 def test_rounding_to_the_nearest_needs_no_text(home: Path) -> None:
-    done = whorl(home, "quantise", "elsewhere/pretrain", "--dynamic", "--name", "small one")
+    done = whorl(home, "quantize", "elsewhere/pretrain", "--dynamic", "--name", "small one")
     assert done.exit_code == 0, done.output
-    model = load_model(Store(home / ".whorl").open("quantised/small-one").path)
+    model = load_model(Store(home / ".whorl").open("quantized/small-one").path)
     assert model.quantization == QuantizationConfig(dynamic=True)
 
 
@@ -89,16 +89,16 @@ def test_rounding_to_the_nearest_needs_no_text(home: Path) -> None:
         (["run/pretrain", "--group", 48], "group 48 does not divide the 64 columns of blocks.0.attention.qkv.weight"),
         (["elsewhere/pretrain", "--calibrate", 4], "name one with --tokens"),
         (["run/pretrain", "--calibrate", 4, "--tokens", "elsewhere/pretrain"], "--tokens elsewhere/pretrain is a model"),
-        (["quantised/again"], "no artifact 'quantised/again'"),
+        (["quantized/again"], "no artifact 'quantized/again'"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_in_one_message(home: Path, words: list[object], message: str) -> None:
-    found = whorl(home, "quantise", *words)
+    found = whorl(home, "quantize", *words)
     assert found.exit_code in (1, 2) and message in found.output
     assert "Traceback" not in found.output
 
 
 def test_a_quantised_model_is_not_quantised_again(home: Path) -> None:
-    assert whorl(home, "quantise", "run/pretrain", "--name", "once").exit_code == 0
-    found = whorl(home, "quantise", "quantised/once", "--scheme", "int4")
-    assert found.exit_code == 2 and "quantised already" in found.output
+    assert whorl(home, "quantize", "run/pretrain", "--name", "once").exit_code == 0
+    found = whorl(home, "quantize", "quantized/once", "--scheme", "int4")
+    assert found.exit_code == 2 and "already quantized" in found.output

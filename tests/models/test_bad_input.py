@@ -64,7 +64,7 @@ def test_segments_of_another_shape_and_a_decoder_with_both(kind: str) -> None:
     with pytest.raises(ConfigError, match="segments have the shape"):
         made(ids, segments=torch.zeros(1, 4, dtype=torch.int64))
     if kind == "decoder":
-        with pytest.raises(ConfigError, match="beside a state"):
+        with pytest.raises(ConfigError, match="together with a state"):
             made(ids, segments=ids, state=made.new_state(1, 8))
 
 

@@ -1,11 +1,14 @@
-"""Networks assembled from layers. A network knows no objective; the one that trains is the one that serves.
+"""Networks assembled from the layers of `nn`. The same network trains, generates and serves; none depends on an objective.
 
-language.py       what every language model answers to: the one interface of trainer, engine and evaluation
-decoder.py        the small model that quickstart trains, tuned as a whole
-transformer.py    the general decoder: what published models are, by configuration; any mixer by name
-encoder.py        texts to vectors;  resnet.py, vision.py  ResNet, ViT, MLP-Mixer;  bridges.py  CLIP, captioner
-multi_token.py    heads that predict several tokens ahead
-exchange/         folders of `transformers`, in and out
+language_model.py             the interface of every language model
+decoder.py                    `Decoder`, the small model of the quickstart recipe
+transformer.py                `Transformer`, the configurable decoder for published architectures
+encoder.py                    texts to vectors
+multi_token.py                heads that predict several tokens ahead
+vision/                       ViT, MLP-Mixer, ResNet, CLIP, Flamingo captioner
+lora.py, pruning/, quantization/   adapters and compression
+exchange/                     import from and export to Hugging Face and GGUF
+serialization.py              saving and loading
 """
 
 from whorl.models.decoder import Decoder, DecoderConfig, DecoderState

@@ -1,24 +1,22 @@
-"""Activations for arithmetic: blocks whose insides are made anew when the backward comes to them.
+"""Activation checkpointing: the backward recomputes the activations of the first blocks instead of storing them.
 
-    kept       x -> [block 0] -> [block 1] -> ... -> [block n-1] -> loss      every block's insides wait for the backward
-    remade     of a block only the input waits; the backward runs it forward once more and goes on as if it had been kept
+Only the input of a checkpointed block is stored; the backward runs its forward again (Chen et al. 2016, arXiv:1604.06174,
+section 4, with a block as the segment). The price is one more forward of the block. `measure_activation_memory` measures
+the bytes of each block, and `min_checkpointed_blocks` returns the fewest blocks that fit a budget.
 
-(Chen et al. 2016, arXiv:1604.06174, section 4, with a block as the segment.) It costs a forward of the block, so it is done
-to as many blocks as a budget of bytes asks for, and to no more. `choose` finds how many from bytes that `measure` saw.
+Subtle point: which blocks. While block b is recomputed, the activations of later blocks are free and those of earlier
+blocks are not. Checkpointing a prefix therefore meets every budget that any set of blocks can meet, as long as a block
+keeps at least its input. With blocks 0 .. k-1 checkpointed,
 
-The subtle part is *which*. The first ones. While a block is remade its insides stand beside all that is still held; what
-blocks behind it had kept is free by then, what blocks before it hold is not. Remaking a prefix therefore meets every
-budget that any choice of blocks can meet, as long as a block keeps at least its input: with blocks 0 .. k-1 remade,
+    stored(k) = outside + sum_{i<k} checkpointed_i + sum_{i>=k} saved_i                   at the end of the forward
+    peak(k)   = max(stored(k), max_{b<k} outside + sum_{i<=b} checkpointed_i + recomputed_b)         in the backward
 
-    saved(k) = outside + sum_{i<k} held_i + sum_{i>=k} whole_i                                at the end of the forward
-    peak(k)  = max(saved(k), max_{b<k} outside + sum_{i<=b} held_i + inner_b)                 and on the way back
+Proof: adding the blocks before a checkpointed block b lowers what is stored when b is recomputed. Their own recomputation
+happens later and needs no more. The last block gains little: its backward directly follows its forward.
 
-(proof: to add the blocks before a remade block b lowers what is held when b is remade, and their own remaking is over
-before more than that is needed). The last block is hardly worth it: its backward comes right behind its forward.
-
-A block may write into lists that it is given (routing records, keys lent to blocks behind it). It must do so once, though
-it runs twice: each run gets copies, and the first run's are put back. Chance (dropout) is drawn again from the same state.
-Weights, losses and gradients are the same bits as without, in eager execution: a test, for every kind of network.
+A block may append to lists in its arguments (routing records, shared keys). It runs twice and must append once: each run
+gets copies, and the first run's are copied back. Dropout uses the same random state in both runs. Losses and gradients
+are bit-identical to a run without checkpointing, in eager execution (tested for every kind of network).
 
 Shapes: x [B, T, d_model]; bytes are of one forward of `rows` rows.
 """
@@ -43,19 +41,19 @@ if TYPE_CHECKING:
 
 
 def checkpointed(block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
-    """`block(x, *rest)`, of which only what it was given is kept for the backward.
+    """Compute `block(x, *rest)`, storing only its arguments for the backward.
 
-    rest: as the block takes it; lists among them are written by the first run alone.
+    rest: the block's other arguments; lists among them are changed by the first run only.
     """
-    before = [list(r) if isinstance(r, list) else r for r in rest]
+    arguments = [list(r) if isinstance(r, list) else r for r in rest]
 
     def run(x: Tensor) -> tuple[Tensor, list[list[Any]]]:
-        mine = [list(r) if isinstance(r, list) else r for r in before]
-        out = block(x, *mine)
-        return out, [r for r in mine if isinstance(r, list)]
+        copies = [list(r) if isinstance(r, list) else r for r in arguments]
+        out = block(x, *copies)
+        return out, [r for r in copies if isinstance(r, list)]
 
-    out, written = checkpoint(run, x, use_reentrant=False)
-    for r, new in zip((r for r in rest if isinstance(r, list)), written, strict=True):
+    out, lists = checkpoint(run, x, use_reentrant=False)
+    for r, new in zip((r for r in rest if isinstance(r, list)), lists, strict=True):
         r[:] = new
     result: Tensor = out
     return result
@@ -65,8 +63,11 @@ def checkpointed(block: nn.Module, x: Tensor, *rest: Any) -> Tensor:
 class ActivationMemory:
     """Bytes that a forward keeps for its backward.
 
-    outside: of no block; whole: of each block, kept; held: of each block if it is remade (its input, and what it hands to
-    others beside its output); inner: what remaking it adds to that for the time of its backward.
+    Attributes:
+        outside_blocks: stored by no single block.
+        saved: of each block without checkpointing.
+        checkpointed: of each block with checkpointing: its input.
+        recomputed: of each block, added to `checkpointed` during its backward.
     """
 
     outside_blocks: int
@@ -75,28 +76,28 @@ class ActivationMemory:
     recomputed: tuple[int, ...]
 
     def peak(self, count: int) -> int:
-        """The most that is held at one time with the first `count` blocks remade."""
-        before, worst = self.outside_blocks, 0
-        for held, inner in zip(self.checkpointed[:count], self.recomputed[:count], strict=True):
-            before += held
-            worst = max(worst, before + inner)
-        return max(worst, before + sum(self.saved[count:]))
+        """Return the largest number of bytes alive at one time with the first `count` blocks checkpointed."""
+        stored, worst = self.outside_blocks, 0
+        for input_bytes, recomputed in zip(self.checkpointed[:count], self.recomputed[:count], strict=True):
+            stored += input_bytes
+            worst = max(worst, stored + recomputed)
+        return max(worst, stored + sum(self.saved[count:]))
 
     @property
     def min_peak(self) -> int:
-        """The smallest peak that any number of remade blocks has."""
+        """Return the smallest peak over all numbers of checkpointed blocks."""
         return min(self.peak(count) for count in range(len(self.saved) + 1))
 
 
 @dataclass(frozen=True)
 class LinearActivationMemory:
-    """`Kept` for any number of rows, from those of one and of two."""
+    """`ActivationMemory` for any number of rows: linear through the measurements of one and two rows."""
 
     one_row: ActivationMemory
     two_rows: ActivationMemory
 
     def at_rows(self, rows: int) -> ActivationMemory:
-        """For a forward of `rows` rows."""
+        """Return the memory of a forward of `rows` rows."""
 
         def line(a: int, b: int) -> int:
             return max(0, a + (b - a) * (rows - 1))
@@ -113,25 +114,25 @@ class LinearActivationMemory:
         )
 
 
-def min_checkpointed_blocks(kept: ActivationMemory, budget: int) -> int:
-    """How many blocks, from the first, must be remade so that at most `budget` bytes are held: the fewest.
+def min_checkpointed_blocks(memory: ActivationMemory, budget: int) -> int:
+    """Return the fewest leading blocks to checkpoint so that at most `budget` bytes are alive.
 
     Raises:
-        BudgetError: not even the least peak is within it.
+        BudgetError: the smallest peak exceeds the budget.
     """
-    for count in range(len(kept.saved) + 1):
-        if kept.peak(count) <= budget:
+    for count in range(len(memory.saved) + 1):
+        if memory.peak(count) <= budget:
             return count
     raise BudgetError(
-        f"activations of {budget:,} bytes are allowed",
-        expected=f"at least {kept.min_peak:,}, which all but the last blocks remade would need",
+        f"the activation budget is {budget:,} bytes",
+        expected=f"at least {memory.min_peak:,}, the smallest peak with checkpointing",
     )
 
 
 def measure_activation_memory(model: LanguageModel, length: int) -> LinearActivationMemory:
-    """What a forward of `model` keeps in rows of `length`: seen on one and on two rows, on the model's own device.
+    """Measure the activation memory of `model` in rows of `length`, on one and two rows, on the model's own device.
 
-    Rows of one document and rows of two: the larger of each figure, so that it is true of either.
+    Each figure is the larger of two measurements: rows of one document, and packed rows of two documents.
     """
     one, two = (
         _elementwise_max(
@@ -155,14 +156,17 @@ def _elementwise_max(a: ActivationMemory, b: ActivationMemory) -> ActivationMemo
 
 
 def _measure_saved(model: LanguageModel, rows: int, length: int, *, packed: bool = False) -> ActivationMemory:
-    """Every storage that autograd saves is counted once. What a block hands on beside its output, and what two blocks save,
-    waits whether the block is remade or not, so it counts as outside; weights are not counted."""
+    """Measure one forward. Every storage that autograd saves is counted once; weights are not counted.
+
+    Storages that several blocks save, and additional arguments of a block, count as outside: they are stored whether
+    the block is checkpointed or not.
+    """
     n = len(model.blocks)
     weights = {_storage_ptr(t) for t in (*model.parameters(), *model.buffers())}
-    alive: list[Any] = []  # freed storages would lend their address to others
-    owners: dict[int, set[int]] = {}  # blocks that save a storage; n: none of them
+    alive: list[Any] = []  # keeps storages alive: the address of a freed one could be reused
+    owners: dict[int, set[int]] = {}  # blocks that save a storage; n: no block
     sizes: dict[int, int] = {}
-    inputs, place = [0] * n, n
+    inputs, current = [0] * n, n
 
     def note(t: Tensor, owner: int) -> None:
         if (key := _storage_ptr(t)) not in weights:
@@ -171,13 +175,13 @@ def _measure_saved(model: LanguageModel, rows: int, length: int, *, packed: bool
             owners.setdefault(key, set()).add(owner)
 
     def pack(t: Tensor) -> Tensor:
-        note(t, place)
+        note(t, current)
         return t
 
     def enter(number: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> None:
-            nonlocal place
-            place = number
+            nonlocal current
+            current = number
             inputs[number] = _storage_ptr(args[0])
             sizes.setdefault(inputs[number], args[0].untyped_storage().nbytes())
             alive.append(args[0])
@@ -185,42 +189,42 @@ def _measure_saved(model: LanguageModel, rows: int, length: int, *, packed: bool
         return hook
 
     def leave(_: nn.Module, args: tuple[Any, ...], _out: Any) -> None:
-        nonlocal place
-        place = n
+        nonlocal current
+        current = n
         for t in tensors(args[1:]):
             note(t, n)
 
     hooks = [b.register_forward_pre_hook(enter(i)) for i, b in enumerate(model.blocks)]
     hooks += [b.register_forward_hook(leave) for b in model.blocks]
-    places = torch.arange(length, device=model.embedding.device).repeat(rows, 1)  # [rows, length]
-    ids, half = places % len(model.embedding), max(1, length // 2)
-    more = (places % half, places // half) if packed else (None, None)
-    remade_before, training, model.checkpointed_blocks = model.checkpointed_blocks, model.training, 0
-    model.eval()  # nothing is left out by chance
+    positions = torch.arange(length, device=model.embedding.device).repeat(rows, 1)  # [rows, length]
+    ids, half = positions % len(model.embedding), max(1, length // 2)
+    packing = (positions % half, positions // half) if packed else (None, None)
+    n_checkpointed, training, model.checkpointed_blocks = model.checkpointed_blocks, model.training, 0
+    model.eval()  # no dropout
     try:
         with (
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         ):
-            model(ids, *more, routings=[])
+            model(ids, *packing, routings=[])
     finally:
-        model.checkpointed_blocks = remade_before
+        model.checkpointed_blocks = n_checkpointed
         model.train(training)
-        for one in hooks:
-            one.remove()
+        for hook in hooks:
+            hook.remove()
     saved: list[dict[int, int]] = [{} for _ in range(n)]
-    for key, those in owners.items():
-        for owner in those - {n}:
+    for key, blocks in owners.items():
+        for owner in blocks - {n}:
             saved[owner][key] = sizes[key]
-    inner = [sum(each.values()) - each.get(inputs[b], 0) for b, each in enumerate(saved)]
-    whole = [
+    recomputed = [sum(each.values()) - each.get(inputs[b], 0) for b, each in enumerate(saved)]
+    alone = [
         sum(size for key, size in each.items() if owners[key] == {b} or key == inputs[b])
         for b, each in enumerate(saved)
     ]
     outside = sum(
-        sizes[key] for key, those in owners.items() if (len(those) > 1 or n in those) and key not in inputs
+        sizes[key] for key, blocks in owners.items() if (len(blocks) > 1 or n in blocks) and key not in inputs
     )
-    return ActivationMemory(outside, tuple(whole), tuple(sizes[key] for key in inputs), tuple(inner))
+    return ActivationMemory(outside, tuple(alone), tuple(sizes[key] for key in inputs), tuple(recomputed))
 
 
 def _storage_ptr(t: Tensor) -> int:
@@ -228,7 +232,7 @@ def _storage_ptr(t: Tensor) -> int:
 
 
 class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered: bytes of the storages that operations made and that are alive, and the most there were."""
+    """While active, counts the bytes of live storages that operations created, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -236,7 +240,7 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tracked: set[int] = set()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._track((args, kwargs), 0)  # there before: written in place, or looked at
+        self._track((args, kwargs), 0)  # existing storages: size 0
         out = op(*args, **(kwargs or {}))
         self._track(out, 1)
         return out
@@ -259,14 +263,14 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most bytes of tensors that were alive at one time of those made while `run()` ran, uncompiled."""
+    """Return the peak bytes of live tensors created while `run()` ran, uncompiled."""
     with LiveTensorTracker() as alive:
         run()
     return int(alive.peak)
 
 
 def tensors(found: Any) -> list[Tensor]:
-    """All tensors in nested lists, tuples and data classes."""
+    """Return all tensors in nested lists, tuples, dicts and data classes."""
     if isinstance(found, Tensor):
         return [found]
     if dataclasses.is_dataclass(found) and not isinstance(found, type):

@@ -1,24 +1,22 @@
-"""The decoder: token ids in, a hidden state for every position out. One definition trains, samples and scores.
+"""The small decoder of the quickstart recipe, tuned as a whole.
 
-    x   = rms(embedding[ids] + n-gram memory[ids])                 [B, T, d_model]
+    x   = rms(embedding[ids] + n-gram embedding[ids])              [B, T, d_model]
     x  += attention(rms(x));  x += mlp(rms(x))                     n_layers times
     logits = rms(x) head^T                                         [B, T, vocab]
 
-Two parts, because they run differently. `embed` is look-ups (sparse gradients, no products) and is never
-compiled; `trunk` is products and is what `torch.compile` sees. The logits are left to the objective, which never
-needs all of them at once, or to `logits`, for the sampler.
+`prepare` does the look-ups (sparse gradients, no products) and is never compiled. `trunk` does the products, and
+`torch.compile` sees only it. The objective computes logits in chunks; `logits` serves the sampler.
 
-Rows longer than those it was trained on. A network that met distances up to 255 reads rows of 512 worse than it could and
-rows of 1,024 badly: slow waves reach angles it has never seen, and a softmax over more keys is flatter. Given
-`trained_length`, longer rows have their slow waves slowed down and their scores sharpened (YaRN, Peng et al. 2023,
-arXiv:2309.00071; `nn/positions/rotary.py`), fixed for rows of up to `FAR` times that length. Which tables a row takes depends on the
-room it was given and not on how far it has come, since keys are kept turned; training never sees them.
+Context extension: with `trained_length`, longer rows use YaRN tables (Peng et al. 2023, arXiv:2309.00071;
+`nn/positions/rotary.py`) for up to `YARN_FACTOR` times that length. Slow waves are slowed down, because their angles would
+leave the trained range; scores are sharpened, because a softmax over more keys is flatter. The tables depend on the
+capacity of a row and not on its current length, since the cache holds rotated keys. Training never uses them.
 
-What it has in common with other language models, and what may be asked of it, is in `language.py`.
+Decoding: `state = decoder.new_state(batch, capacity)`, then `forward(ids, state=state)` with any number of ids at a time.
+The state also holds the past ids and keys that n-grams and smeared keys read, so the logits equal those of one forward
+over the whole text (tested).
 
-Decoding: `state = decoder.new_state(batch, capacity)`, then `forward(ids, state=state)` any number of ids at a
-time; the state also holds what n-grams and smeared keys need of the past, so that the logits equal those of one
-forward over the whole text (a test).
+The interface is described in `language_model.py`.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ from whorl.nn.mixer import check_state
 from whorl.nn.mlp import GATED, Activation
 from whorl.nn.positions.rotary import RopeScaling
 
-YARN_FACTOR = 4.0  # a row may be so many times longer than those of training
+YARN_FACTOR = 4.0  # longest row as a multiple of the trained length
 
 
 class DecoderConfig(BaseModel):
-    """The shape of a decoder. Field names are those of the field's papers."""
+    """The shape of a `Decoder`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,7 +61,7 @@ class DecoderConfig(BaseModel):
     trained_length: int | None = Field(
         default=None,
         ge=2,
-        description="positions a row in training; beyond them, rotary waves are slowed down",
+        description="positions per row in training; longer rows use YaRN",
     )
 
     @model_validator(mode="after")
@@ -71,13 +69,15 @@ class DecoderConfig(BaseModel):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) must be even: rotary turns pairs of features")
+            raise ValueError(
+                f"head_dim ({self.head_dim}) must be even: rotary embedding rotates pairs of features"
+            )
         return self
 
 
 @dataclass
 class DecoderState:
-    """What decoding keeps of the past: one `LayerState` a layer, and the last ids, for the n-grams."""
+    """Decoding state: one `LayerState` per layer, and the last ids for the n-grams."""
 
     layers: list[LayerState]
     last_ids: Tensor  # [B, reach], -1 where there were none
@@ -85,19 +85,20 @@ class DecoderState:
 
     @property
     def length(self) -> int:
-        """Positions filled."""
+        """Return the number of filled positions."""
         return self.layers[0].length
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all layers, of the whole capacity, and of the ids."""
+        """Return the bytes of all layers at full capacity and of the ids."""
         return (
-            sum(t.nbytes for one in self.layers for t in (one.k, one.v, one.last_key)) + self.last_ids.nbytes
+            sum(t.nbytes for layer in self.layers for t in (layer.k, layer.v, layer.last_key))
+            + self.last_ids.nbytes
         )
 
 
 class DecoderBlock(nn.Module):
-    """x + attention(rms(x)), then x + mlp(rms(x)): the pre-norm residual block."""
+    """The pre-norm residual block: x + attention(rms(x)), then x + mlp(rms(x))."""
 
     def __init__(self, config: DecoderConfig, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class Decoder(LanguageModel):
     Args:
         config: its shape.
         generator: draws the initial weights; the same seed gives the same network.
-        dtype: the type that activations are computed in; weights stay fp32.
+        dtype: type of the activations; weights stay fp32.
     """
 
     config: DecoderConfig
@@ -140,7 +141,7 @@ class Decoder(LanguageModel):
     ) -> None:
         super().__init__()
         self.config, self.dtype = config, dtype
-        # The embedding is normalised where it is used, so its scale only sets how far a gradient step turns it.
+        # Embeddings are normalized after the look-up, so this scale only sets how far a gradient step rotates them.
         self.embedding = nn.Parameter(
             torch.randn(config.vocab_size, config.d_model, generator=generator) * 0.7
         )
@@ -151,8 +152,8 @@ class Decoder(LanguageModel):
         )
         self.rotary = self.yarn_rotary = Rotary(config.head_dim, config.rope_base, dtype)
         if config.trained_length is not None:
-            slower = RopeScaling("yarn", YARN_FACTOR, config.trained_length, low=0.5, high=4.0)
-            self.yarn_rotary = Rotary(config.head_dim, config.rope_base, dtype, slower)
+            yarn = RopeScaling("yarn", YARN_FACTOR, config.trained_length, low=0.5, high=4.0)
+            self.yarn_rotary = Rotary(config.head_dim, config.rope_base, dtype, yarn)
         self.embedding_norm = RMSNorm(config.d_model)
         self.blocks = nn.ModuleList([DecoderBlock(config, generator) for _ in range(config.n_layers)])
         self.final_norm = RMSNorm(config.d_model)
@@ -163,11 +164,11 @@ class Decoder(LanguageModel):
         )
 
     def embed(self, ids: Tensor, segments: Tensor | None = None, state: DecoderState | None = None) -> Tensor:
-        """ids: [B, T] -> [B, T, d_model] in the compute type."""
+        """Embed ids [B, T] -> [B, T, d_model] in the compute type."""
         x = F.embedding(ids, self.embedding)
         if self.memory is not None:
-            before = None if state is None else state.last_ids
-            x = x + self.memory(ids, segments, before)
+            prefix_ids = None if state is None else state.last_ids
+            x = x + self.memory(ids, segments, prefix_ids)
             if state is not None:
                 reach = state.last_ids.shape[1]
                 state.last_ids = torch.cat([state.last_ids, ids], dim=1)[:, -reach:]
@@ -175,12 +176,12 @@ class Decoder(LanguageModel):
 
     @property
     def eval_window(self) -> int:
-        """As far as its rotary waves are made for."""
+        """Return the longest row that the rotary tables are made for."""
         trained = self.config.trained_length
         return super().eval_window if trained is None else int(YARN_FACTOR * trained)
 
     def rotary_for(self, capacity: int) -> Rotary:
-        """The tables of rows with room for so many positions."""
+        """Return the rotary tables for rows of `capacity` positions."""
         trained = self.config.trained_length
         return self.rotary if trained is None or capacity <= trained else self.yarn_rotary
 
@@ -191,19 +192,19 @@ class Decoder(LanguageModel):
         segments: Tensor | None = None,
         state: DecoderState | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """ids [B, T] -> (embedded [B, T, d_model], the rotary tables of their positions)."""
+        """Look up ids [B, T] -> (embedded [B, T, d_model], rotary tables of their positions)."""
         check_ids(ids, self.config.vocab_size, segments)
         if state is not None:
             if segments is not None:
                 raise ConfigError(
-                    "segments are given beside a state",
-                    expected="one document a row while decoding: the decoder's state keeps none apart",
+                    "segments are given together with a state",
+                    expected="one document per row while decoding",
                 )
             check_state(ids.shape[0], ids.shape[1], len(state.last_ids), state.length, state.capacity)
         if positions is None:
             start = 0 if state is None else state.length
-            room = (self.context_hint or ids.shape[1]) if state is None else state.capacity
-            rotary = self.rotary_for(room).tables_between(start, start + ids.shape[1], ids.device)
+            capacity = (self.context_hint or ids.shape[1]) if state is None else state.capacity
+            rotary = self.rotary_for(capacity).tables_between(start, start + ids.shape[1], ids.device)
         else:
             rotary = self.rotary_for(self.context_hint or 0).tables_at(positions)
         return self.embed(ids, segments, state), rotary
@@ -216,16 +217,16 @@ class Decoder(LanguageModel):
         state: DecoderState | None = None,
         routings: list[Any] | None = None,
     ) -> Tensor:
-        """Embedded tokens and their rotary tables -> normalised hidden states [B, T, d_model] in the compute type."""
+        """Compute normalized hidden states [B, T, d_model] in the compute type from embeddings and rotary tables."""
         x = self.embedding_norm(x).to(self.dtype)
-        again = self.n_checkpointed(state)
+        n_checkpointed = self.n_checkpointed(state)
         for number, block in enumerate(self.blocks):
             rest = positions, segments, None if state is None else state.layers[number]
-            x = checkpointed(block, x, *rest) if number < again else block(x, *rest)
+            x = checkpointed(block, x, *rest) if number < n_checkpointed else block(x, *rest)
         return cast(Tensor, self.final_norm(x))
 
     def new_state(self, batch: int, capacity: int) -> DecoderState:
-        """An empty state for `batch` rows of up to `capacity` positions."""
+        """Return an empty state for `batch` rows of up to `capacity` positions."""
         c, device = self.config, self.embedding.device
         shape = (batch, c.n_kv_heads, capacity, c.head_dim)
         layers = [
@@ -242,8 +243,9 @@ class Decoder(LanguageModel):
         )
 
     def params(self) -> dict[str, int]:
-        """Parameters: total; active (of the n-gram tables only the rows that a token looks up); embedding (token
-        embedding and head); memory (n-gram tables); matrices (the rest)."""
+        """Count parameters: total; active (n-gram tables count only the rows that a token reads); embedding (token embedding
+        and head); ngram (n-gram tables); matmul (the rest).
+        """
         total = sum(p.numel() for p in self.parameters())
         embedding = self.embedding.numel() + (0 if self.head is None else self.head.numel())
         memory = 0 if self.memory is None else sum(p.numel() for p in self.memory.parameters())
@@ -256,38 +258,38 @@ class Decoder(LanguageModel):
         }
 
     def flops_per_token(self, length: int) -> float:
-        """Floating-point operations of the products of one training token: forward + backward."""
+        """Return the FLOPs of the matrix products of one training token: forward + backward."""
         return flops_per_token(self.config, length)
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes that the state grows by with each token of a sequence."""
+        """Return the bytes that the state grows by with each token of a sequence."""
         c = self.config
         return 2 * c.n_layers * c.n_kv_heads * c.head_dim * torch.finfo(self.dtype).bits // 8
 
     def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
-        """Bytes that the forward pass keeps for the backward one; logits and loss left out.
+        """Return the bytes that the forward keeps for the backward, without logits and loss.
 
-        Measured: what autograd keeps of two rows of ids, less what it keeps of one; on the model's own device.
+        Measured on the model's own device: what autograd saves for two rows minus what it saves for one.
         """
 
-        def kept(rows: int) -> int:
+        def saved(rows: int) -> int:
             ids = torch.zeros(rows, length, dtype=torch.int64, device=self.embedding.device)
             return saved_bytes(lambda: self(ids), self.parameters())
 
-        return batch * (kept(2) - kept(1))
+        return batch * (saved(2) - saved(1))
 
 
 def matrix_params(c: DecoderConfig) -> int:
-    """Weights that every token is multiplied with, the head included, look-ups excluded."""
+    """Count the weights that every token is multiplied with: the head included, look-up tables excluded."""
     attention = c.d_model * c.head_dim * (2 * c.n_heads + 2 * c.n_kv_heads)
     mlp = c.d_model * c.mlp_hidden * (3 if c.mlp in GATED else 2)
     return c.n_layers * (attention + mlp) + c.vocab_size * c.d_model
 
 
 def flops_per_token(c: DecoderConfig, length: int) -> float:
-    """6 x matrix weights + 12 x layers x width x length / 2 for causal attention.
+    """Return 6 x matrix weights + 12 x layers x width x length / 2 for causal attention.
 
-    Kaplan et al. 2020, arXiv:2001.08361, table 1, backward counted as twice the forward; a causal mask lets a
-    token attend to half of the row on average.
+    Kaplan et al. 2020, arXiv:2001.08361, table 1, with the backward counted as twice the forward. Under a causal mask a
+    token attends to half of the row on average.
     """
     return 6.0 * matrix_params(c) + 6.0 * c.n_layers * c.n_heads * c.head_dim * length

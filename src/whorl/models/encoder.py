@@ -1,20 +1,20 @@
-"""The encoder: token ids in, one vector for a whole text out. Every position sees every other (or, `causal`, those before).
+"""The text encoder: token ids to one vector per text. Attention is bidirectional, or causal with `causal`.
 
     x  = embedding[ids] + positions[p]                             [B, T, d_model]
-    x += attention(norm(x));  x += mlp(norm(x))                    n_layers times, both directions
+    x += attention(norm(x));  x += mlp(norm(x))                    n_layers times
     pooled = mean of norm(x) over real tokens                      [B, d_model]
     logits = pooled classifier^T       embed = pooled / |pooled|
 
-BERT's stack (Devlin et al. 2018, arXiv:1810.04805, section 3) with norms inside of the branches (Xiong et al. 2020,
-arXiv:2002.04745), and the pooling of sentence embedders (Reimers & Gurevych 2019, arXiv:1908.10084, section 3), where the
-mean over tokens beat the first token's vector. Two texts are then compared by a product of their unit vectors. CLIP's text
-tower (Radford et al. 2021, arXiv:2103.00020, section 2.4) is the same stack with another end: `causal`, and with an `end_id`
-the text's vector is that of its first end-of-text token, which alone has seen the whole text.
+The stack is BERT's (Devlin et al. 2018, arXiv:1810.04805, section 3) with pre-norm (Xiong et al. 2020, arXiv:2002.04745).
+The pooling is that of sentence embedders (Reimers & Gurevych 2019, arXiv:1908.10084, section 3), where the mean over
+tokens beat the first token's vector. Texts are compared by the product of their unit vectors.
 
-The subtle part is padding. `mask` is True at real tokens. It is handed to attention as documents of a packed row: real
-tokens are one document and padding is another, so that no real token sees padding. Positions are counted over real tokens
-alone. A text has therefore the same vector however long its row is, and on whichever side it is padded (a test). A row
-without any token has the vector 0, and no NaN: neither in its value nor in its gradient.
+With `causal` and `end_id` this is CLIP's text tower (Radford et al. 2021, arXiv:2103.00020, section 2.4). Its pooled
+vector is that of the first end-of-text token, the only one that attends to the whole text.
+
+Subtle point: padding. Attention treats real tokens (`mask` True) and padding as two documents of a packed row, so real
+tokens do not attend to padding. Positions count real tokens only. The vector of a text is therefore independent of the
+row's length and of the side of the padding (tested). A row without tokens has the vector 0, and no NaN in its gradient.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class EncoderConfig(BaseModel):
     mlp: Activation = "gelu"
     mlp_hidden: int = Field(ge=8)
     max_length: int = Field(default=512, ge=1)
-    n_classes: int = Field(default=0, ge=0)  # 0: without a classifier
+    n_classes: int = Field(default=0, ge=0)  # 0: no classifier
     norm_eps: float = Field(default=1e-5, gt=0)
     causal: bool = False
-    end_id: int | None = Field(default=None, ge=0)  # whose vector is the text's; None: the mean over all
+    end_id: int | None = Field(default=None, ge=0)  # token that is pooled; None: mean over all tokens
 
     @model_validator(mode="after")
     def _validate(self) -> EncoderConfig:
@@ -62,7 +62,7 @@ class EncoderConfig(BaseModel):
 
 
 class EncoderBlock(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).  x: [B, T, d] -> [B, T, d]; at first the identity."""
+    """x + attention(norm(x)), then x + mlp(norm(x)).  x: [B, T, d] -> [B, T, d]; the identity at initialization."""
 
     def __init__(
         self,
@@ -100,33 +100,33 @@ class EncoderBlock(nn.Module):
         segments: Tensor | None = None,
         state: KeyValueState | None = None,
     ) -> Tensor:
-        """positions, segments, state: as in `nn/mixer.py`."""
+        """Compute the block; positions, segments, state: as in `nn/mixer.py`."""
         x = x + self.attention(self.attention_norm(x), positions=positions, segments=segments, state=state)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
 
 
 def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Mean over real tokens, in fp32.  hidden: [B, T, d]; mask: [B, T], True = real -> [B, d]; 0 where there are none."""
-    # Not hidden * mask: what stands at padding may be anything, and 0 * inf is NaN.
+    """Average over real tokens in fp32.  hidden: [B, T, d]; mask: [B, T], True = real -> [B, d]; 0 without real tokens."""
+    # Not hidden * mask: values at padding are arbitrary, and 0 * inf is NaN.
     total = hidden.float().masked_fill(~mask[..., None], 0.0).sum(dim=1)
     return total / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def end_pool(hidden: Tensor, is_end: Tensor) -> Tensor:
-    """The vector of the first token where `is_end`, in fp32.  hidden: [B, T, d]; is_end: [B, T] bool -> [B, d].
+    """Return the fp32 vector of the first token where `is_end`.  hidden: [B, T, d]; is_end: [B, T] bool -> [B, d].
 
-    Inside of a compiled region it is not checked that there is one.
+    Compiled code does not check that each row has one.
 
     Raises:
-        ConfigError: a row has none.
+        ConfigError: a row has no such token.
     """
     if not torch.compiler.is_compiling() and not bool(is_end.any(dim=1).all()):
         row = int(is_end.any(dim=1).int().argmin())
         raise ConfigError(
             f"row {row} of ids has no real token end_id",
-            expected="end_id, the end-of-text token, in every row: its vector is the text's",
-            do="let the tokenizer add it, and cut long texts before it",
+            expected="the end-of-text token in every row: it is pooled",
+            do="add it in the tokenizer, and truncate long texts before it",
         )
     return hidden[torch.arange(len(hidden), device=hidden.device), is_end.int().argmax(dim=1)].float()
 
@@ -137,7 +137,7 @@ class Encoder(ProfiledTextModule):
     Args:
         config: its shape.
         generator: draws the initial weights.
-        dtype: the type that activations are computed in; weights, pooling and results are fp32.
+        dtype: type of the activations; weights, pooling and results are fp32.
     """
 
     def __init__(
@@ -171,21 +171,21 @@ class Encoder(ProfiledTextModule):
         )
 
     def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Texts of `size` tokens."""
+        """Return texts of `size` tokens."""
         ids = torch.zeros(batch, size, dtype=torch.long, device=device)
         return (ids if self.config.end_id is None else ids + self.config.end_id,)
 
     def profiled_forward(self, *inputs: Tensor) -> Tensor:
-        """A vector for each text: a classifier, where there is one, weighs nothing beside it."""
+        """Compute the pooled vectors; the cost of a classifier is negligible."""
         return self.pool(*inputs)
 
     def hidden(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """A vector for each token: ids [B, T] -> [B, T, d_model]. What stands at padding means nothing.
+        """Compute a vector per token: ids [B, T] -> [B, T, d_model]. Values at padding are arbitrary.
 
         mask: [B, T] bool, True = a real token; None when all are.
 
         Raises:
-            ConfigError: the mask is not bool or not of the shape of ids; a text is longer than `max_length`.
+            ConfigError: the mask is not bool or does not have the shape of ids; a text is longer than `max_length`.
         """
         check_ids(ids, self.config.vocab_size)
         mask = self._mask(ids, mask)
@@ -198,10 +198,10 @@ class Encoder(ProfiledTextModule):
         return out
 
     def pool(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """A vector for each text, of no particular length: ids [B, T] -> [B, d_model] fp32. `hidden` says the rest.
+        """Compute a vector per text, not normalized: ids [B, T] -> [B, d_model] fp32. Arguments as in `hidden`.
 
         Raises:
-            ConfigError: as `hidden`; a row without a real `end_id`, where the configuration names one.
+            ConfigError: as `hidden`; the configuration has an `end_id` and a row has no real token of it.
         """
         hidden, real = self.hidden(ids, mask), self._mask(ids, mask)
         if self.config.end_id is None:
@@ -209,11 +209,11 @@ class Encoder(ProfiledTextModule):
         return end_pool(hidden, real & (ids == self.config.end_id))
 
     def embed(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """A unit vector for each text, to be compared by products: ids [B, T] -> [B, d_model] fp32; 0 for no text."""
+        """Compute a unit vector per text: ids [B, T] -> [B, d_model] fp32; 0 for an empty text."""
         return F.normalize(self.pool(ids, mask), dim=-1)
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Class logits: ids [B, T] -> [B, n_classes] fp32.
+        """Compute class logits: ids [B, T] -> [B, n_classes] fp32.
 
         Raises:
             ConfigError: n_classes is 0; and as `hidden`.

@@ -1,15 +1,15 @@
-"""What every language model of the house is to those who train it, sample from it and score with it.
+"""The interface every language model implements for training, sampling and scoring.
 
-    x, where = model.prepare(ids)                look-ups: ids become vectors, positions become tables. Never compiled
-    hidden   = model.trunk(x, where)             products: what `torch.compile` sees in training      [B, T, d_model]
-    logits   = model.logits(hidden)              [B, T, vocab]; the objective never asks for all of them at once
+    x, positions = model.prepare(ids)            look-ups of embeddings and position tables; never compiled
+    hidden       = model.trunk(x, positions)     matrix products; compiled in training                [B, T, d_model]
+    logits       = model.logits(hidden)          [B, T, vocab]; objectives compute them in chunks instead
 
-    state = model.new_state(batch, capacity)     and then the same in any pieces: model(ids[:, :5], state=state) ...
+    state = model.new_state(batch, capacity)     decoding, any number of ids at a time: model(ids[:, :5], state=state)
 
-One state interface for all: whether a layer keeps keys and values, a latent or a state of fixed size is its own business
-(`nn/mixer.py`), and so trainer, engine and evaluation are written once. `Decoder` and `Transformer` are such models.
+All models share one state interface (`nn/mixer.py`), whether a layer keeps keys and values, a latent or a state of fixed
+size. Trainer, engine and evaluation are therefore written once. `Decoder` and `Transformer` implement this class.
 
-The cost of a model is a question to the model: `params`, `flops_per_token`, `kv_bytes_per_token`, `activation_bytes`.
+Cost accounting lives on the model: `params`, `flops_per_token`, `kv_bytes_per_token`, `activation_bytes`.
 """
 
 from __future__ import annotations
@@ -26,28 +26,32 @@ from whorl.errors import ConfigError
 
 
 class ModelState(Protocol):
-    """What decoding keeps of the past, all layers together."""
+    """The decoding state of all layers."""
 
     @property
     def length(self) -> int:
-        """Positions taken in so far."""
+        """Return the number of positions processed so far."""
         ...
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all of it, of the whole capacity."""
+        """Return the bytes of the state at full capacity."""
         ...
 
 
 class LanguageModel(nn.Module, ABC):
-    """Token ids in, a hidden state and logits for every position out (see the top of this file).
+    """A network from token ids to a hidden state and logits at every position (see the top of this file).
 
-    dtype: the type that activations are computed in; logit_softcap: c in c tanh(z / c), or None; longest: positions that a
-    row may have, or None where nothing bounds them; independent: whether what a position says depends on nothing but the
-    positions before it in its row (not so where experts have a capacity, or choose: `nn/experts/router.py`); remade: blocks,
-    from the first, whose activations the backward makes anew (`recompute.py`); scheme: in which bits the matrices are kept
-    (`quantised.py`), or None; room: positions that rows without a state are read as having room for, so that they are
-    read as an engine with that room reads them (`decoder.py`), None: as many as they have.
+    Attributes:
+        dtype: type of the activations.
+        logit_softcap: c in c tanh(z / c), or None.
+        max_positions: longest row, or None if unbounded.
+        batch_independent: whether an output depends only on the earlier positions of the same row. It does not where experts
+            have a capacity or choose their tokens (`nn/experts/router.py`).
+        checkpointed_blocks: number of leading blocks whose activations are recomputed (`activation_checkpointing.py`).
+        context_hint: capacity assumed for rows without a state, so that the rotary tables equal those of an engine with that
+            capacity (`decoder.py`); None: the row's length.
+        quantization: format of the matrices (`quantization/weights.py`), or None.
     """
 
     config: Any
@@ -64,17 +68,20 @@ class LanguageModel(nn.Module, ABC):
 
     @property
     def eval_window(self) -> int:
-        """Positions of a row that text is scored in, unless somebody asks for others."""
+        """Return the default row length, in positions, for scoring text."""
         return 512
 
     def n_checkpointed(self, state: Any) -> int:
-        """Of a forward: none without gradients, and none while decoding, which would extend its state twice."""
+        """Return how many blocks a forward checkpoints: none without gradients or while decoding.
+
+        Recomputing a block would extend a decoding state twice.
+        """
         return self.checkpointed_blocks if state is None and torch.is_grad_enabled() else 0
 
     @property
     def head_weight(self) -> Tensor:
-        """[vocab, d_model]: the output matrix (the embedding itself when tied)."""
-        if (product := self._modules.get("head_product")) is not None:  # of a quantised model
+        """Return the output matrix [vocab, d_model]; the embedding itself when tied."""
+        if (product := self._modules.get("head_product")) is not None:  # of a quantized model
             return cast(Tensor, product.weight)
         return self.embedding if self.head is None else self.head
 
@@ -86,7 +93,7 @@ class LanguageModel(nn.Module, ABC):
         segments: Tensor | None = None,
         state: Any = None,
     ) -> tuple[Tensor, Any]:
-        """ids [B, T] -> (embedded [B, T, d_model], what `trunk` must know of their positions). Arguments as in `forward`."""
+        """Look up ids [B, T] -> (embedded [B, T, d_model], positions for `trunk`). Arguments as in `forward`."""
 
     @abstractmethod
     def trunk(
@@ -97,7 +104,7 @@ class LanguageModel(nn.Module, ABC):
         state: Any = None,
         routings: list[Any] | None = None,
     ) -> Tensor:
-        """What `prepare` made -> normalised hidden states [B, T, d_model] in the compute type."""
+        """Compute normalized hidden states [B, T, d_model] in the compute type from the results of `prepare`."""
 
     def forward(
         self,
@@ -107,19 +114,21 @@ class LanguageModel(nn.Module, ABC):
         state: Any = None,
         routings: list[Any] | None = None,
     ) -> Tensor:
-        """ids [B, T] -> hidden states [B, T, d_model].
+        """Compute hidden states [B, T, d_model] of ids [B, T].
 
-        positions: [T] or [B, T], default 0, 1, ... (after what the state holds); segments: [B, T] ids of the
-        documents in a packed row, or None when each row is one document; state: read and extended in place; records:
-        each mixture of experts appends what it did (`nn/experts`).
+        Args:
+            positions: [T] or [B, T], default 0, 1, ... (continuing the state).
+            segments: [B, T] document ids of a packed row, or None when each row is one document.
+            state: read and extended in place.
+            routings: each mixture of experts appends its routing (`nn/experts`).
         """
-        x, where = self.prepare(ids, positions, segments, state)
-        return self.trunk(x, where, segments, state, routings)
+        x, prepared = self.prepare(ids, positions, segments, state)
+        return self.trunk(x, prepared, segments, state, routings)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., d_model] -> [..., vocab] in fp32."""
-        made: Callable[[Tensor], Tensor] = self._modules.get("head_product") or self._project_to_vocab
-        logits = made(hidden).float()
+        """Compute fp32 logits: [..., d_model] -> [..., vocab]."""
+        project: Callable[[Tensor], Tensor] = self._modules.get("head_product") or self._project_to_vocab
+        logits = project(hidden).float()
         cap = self.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -128,30 +137,30 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def new_state(self, batch: int, capacity: int) -> ModelState:
-        """An empty state for `batch` rows of up to `capacity` positions."""
+        """Return an empty state for `batch` rows of up to `capacity` positions."""
 
     @abstractmethod
     def params(self) -> dict[str, int]:
-        """Parameters: total; active (those that a token meets); embedding (tables of ids, and the head)."""
+        """Count parameters: total; active (used by a token); embedding (tables of ids, and the head)."""
 
     @abstractmethod
     def flops_per_token(self, length: int) -> float:
-        """Floating-point operations of the products of one training token, forward + backward, in rows of `length`."""
+        """Return the FLOPs of the matrix products of one training token, forward + backward, in rows of `length`."""
 
     @abstractmethod
     def kv_bytes_per_token(self) -> int:
-        """Bytes that a row's state grows by with each further position."""
+        """Return the bytes that a row's state grows by with each further position."""
 
     @abstractmethod
     def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
-        """Bytes that the forward pass keeps for the backward one; logits and loss left out."""
+        """Return the bytes that the forward keeps for the backward, without logits and loss."""
 
 
 def check_ids(ids: Tensor, vocab_size: int, segments: Tensor | None = None) -> None:
-    """That there are ids, and that they are of this vocabulary (looked at on a CPU only: a GPU would have to wait).
+    """Check that ids are a non-empty matrix within the vocabulary. Values are checked on CPU only: a GPU would synchronize.
 
     Raises:
-        ConfigError: there are none, or one is outside, or segments have another shape.
+        ConfigError: ids are empty or outside the vocabulary, or segments have another shape.
     """
     if segments is not None and segments.shape != ids.shape:
         raise ConfigError(
@@ -159,7 +168,7 @@ def check_ids(ids: Tensor, vocab_size: int, segments: Tensor | None = None) -> N
         )
     if ids.dim() != 2 or 0 in ids.shape:
         raise ConfigError(
-            f"ids have the shape {list(ids.shape)}", expected="[rows, positions], one at least of both"
+            f"ids have the shape {list(ids.shape)}", expected="[rows, positions], both at least 1"
         )
     if ids.device.type == "cpu" and not torch.compiler.is_compiling():
         low, high = (int(x) for x in ids.aminmax())
@@ -167,18 +176,18 @@ def check_ids(ids: Tensor, vocab_size: int, segments: Tensor | None = None) -> N
             raise ConfigError(
                 f"token id {low if low < 0 else high}",
                 expected=f"0 to {vocab_size - 1}, vocab_size = {vocab_size}",
-                do="encode with the tokenizer that the model was trained with",
+                do="encode with the tokenizer of the model",
             )
 
 
 def saved_bytes(run: Callable[[], object], exclude: Iterable[Tensor]) -> int:
-    """Bytes that autograd keeps of `run()`, storages of `own` (the weights) left out."""
-    known = {t.untyped_storage().data_ptr() for t in exclude}
-    found: dict[int, Any] = {}  # the storages themselves: freed ones would lend their address to others
+    """Return the bytes that autograd saves during `run()`, without the storages of `exclude` (the weights)."""
+    excluded = {t.untyped_storage().data_ptr() for t in exclude}
+    found: dict[int, Any] = {}  # keeps storages alive: the address of a freed one could be reused
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
-        if storage.data_ptr() not in known:
+        if storage.data_ptr() not in excluded:
             found[storage.data_ptr()] = storage
         return t
 

@@ -1,20 +1,20 @@
-"""A LoRA adapter: a small change to a model's matrices, as it lies on disk and as it is merged.
+"""LoRA adapters: low-rank updates of a model's matrices, on disk and merged.
 
     y = W x + scale * B A x          A [r, in], B [out, r], scale = alpha / r, or alpha / sqrt(r)
 
-(Hu et al. 2021, arXiv:2106.09685, eq. 3; the root: Kalajdzievski 2023, arXiv:2312.03732.) B starts at 0, so an adapter
-starts as no change. On disk it has the names that the library PEFT gives it: adapter_config.json, and in
-adapter_model.safetensors, for each layer,
+(Hu et al. 2021, arXiv:2106.09685, eq. 3; rsLoRA's root: Kalajdzievski 2023, arXiv:2312.03732.) B starts at 0, so a new
+adapter changes nothing. The files are those of the PEFT library: adapter_config.json, and in adapter_model.safetensors,
+for each layer,
 
     base_model.model.NAME.lora_A.weight [r, in]        base_model.model.NAME.lora_B.weight [out, r]
 
-NAME is a layer of ours (blocks.0.mixer.q), or of the family that others know the model as (model.layers.0.self_attn.q_proj):
-then the rules by which its weights were imported (`models/exchange`) say which layer of ours that is.
+NAME is a layer of this model (blocks.0.mixer.q) or of its Hugging Face family (model.layers.0.self_attn.q_proj). The
+family's conversion rules (`models/exchange`) map the second to the first.
 
-The subtle part is where two of theirs are one matrix of ours, gate above up. Their adapters have factors of their own, so
-ours has both ranks: A is one above the other, B is block-diagonal, with 0 for a half that has no adapter.
+Subtle point: some families store gate and up apart, and this package stores them as one matrix. Their two adapters become
+one of the summed rank: A is stacked, and B is block-diagonal, with 0 for a half without an adapter.
 
-Adapters of several kinds in one batch are in `adapters.py`.
+`engine/model/multi_lora.py` serves several adapters in one batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UNSUPPORTED_DEFAULTS = {
 
 @dataclass(frozen=True)
 class LoRAFactors:
-    """Of one layer. a: [r, in]; b: [out, r]; scale: of their product."""
+    """Factors of one layer. a: [r, in]; b: [out, r]; scale: of their product."""
 
     a: Tensor
     b: Tensor
@@ -62,29 +62,29 @@ class LoRAFactors:
 
     @property
     def delta(self) -> Tensor:
-        """[out, in] fp32: what is added to the weight."""
+        """Return the update of the weight, [out, in] fp32."""
         return self.scale * (self.b.float() @ self.a.float())
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """One adapter: name of a layer -> its factors."""
+    """One adapter: layer name -> factors."""
 
     factors: Mapping[str, LoRAFactors]
 
     @property
     def rank(self) -> int:
-        """The largest."""
+        """Return the largest rank of all layers."""
         return max(len(part.a) for part in self.factors.values())
 
 
 def target_modules(model: LanguageModel) -> dict[str, Linear]:
-    """Layers of the blocks that an adapter may change: those whose product is all that their weight is for."""
-    apart = layers_read_directly(model)
+    """Return the layers of the blocks that an adapter may change: those that apply their weight by `Linear.forward` only."""
+    excluded = layers_read_directly(model)
     return {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and name.startswith("blocks.") and name not in apart
+        if isinstance(module, Linear) and name.startswith("blocks.") and name not in excluded
     }
 
 
@@ -95,10 +95,12 @@ def init_lora(
     layer_suffixes: Collection[str] = (),
     generator: torch.Generator | None = None,
 ) -> LoRA:
-    """An adapter that changes nothing yet, on the model's device. layers: ends of names, as "mixer.q"; by default all.
+    """Return a new adapter with B = 0, on the model's device.
+
+    layer_suffixes: ends of layer names, such as "mixer.q"; by default all layers of `target_modules`.
 
     Raises:
-        ConfigError: no layer has such a name; a rank below 1.
+        ConfigError: no layer matches; a rank below 1.
     """
     if rank < 1:
         raise ConfigError(f"rank is {rank}", expected="at least 1")
@@ -112,26 +114,26 @@ def init_lora(
             parts[name] = LoRAFactors(a.to(device), b.to(device), alpha / rank)
     if not parts:
         raise ConfigError(
-            f"layers: none ends with {sorted(layer_suffixes)}", expected=_some_layer_names(model)
+            f"no layer name ends with {sorted(layer_suffixes)}", expected=_some_layer_names(model)
         )
     return LoRA(parts)
 
 
 @torch.no_grad()
 def merge_lora(model: LanguageModel, lora: LoRA) -> None:
-    """Adds an adapter to the model's weights, in place.
+    """Add an adapter to the model's weights, in place.
 
     Raises:
-        ConfigError: it does not fit, or a matrix that it changes is quantised.
+        ConfigError: it does not fit, or one of its matrices is quantized.
     """
     check_lora(lora, model)
     layers = target_modules(model)
     for name in lora.factors:
         if isinstance(layers[name], QuantizedLinear):
             raise ConfigError(
-                f"{name} is quantised: an adapter cannot be merged into it",
+                f"{name} is quantized: an adapter cannot be merged into it",
                 expected="a model in full precision",
-                do="merge first, then quantise; or serve the adapter beside the model",
+                do="merge first, then quantize; or serve the adapter unmerged",
             )
     for name, part in lora.factors.items():
         weight = layers[name].weight
@@ -139,14 +141,18 @@ def merge_lora(model: LanguageModel, lora: LoRA) -> None:
 
 
 def check_lora(lora: LoRA, model: LanguageModel, label: str = "the adapter") -> None:
-    """Raises ConfigError, with the name of the tensor, unless every part fits its layer."""
+    """Check that every tensor fits its layer.
+
+    Raises:
+        ConfigError: a tensor does not; the message names it.
+    """
     layers = target_modules(model)
     if not lora.factors:
-        raise ConfigError(f"{label} changes no layer", expected="factors of at least one")
+        raise ConfigError(f"{label} changes no layer", expected="factors of at least one layer")
     for name, part in lora.factors.items():
         if name not in layers:
             raise ConfigError(
-                f"{label}: there is no layer {name!r} that could be adapted",
+                f"{label}: {name!r} is no layer that an adapter can change",
                 expected=_some_layer_names(model),
             )
         d_out, d_in = layers[name].weight.shape
@@ -156,13 +162,11 @@ def check_lora(lora: LoRA, model: LanguageModel, label: str = "the adapter") -> 
             if tuple(t.shape) != want:
                 raise ConfigError(f"{tensor} has the shape {list(t.shape)}", expected=f"{list(want)}")
             if not t.is_floating_point() or not t.isfinite().all():
-                raise ConfigError(
-                    f"{tensor} holds what is no finite number", expected="floating-point numbers"
-                )
+                raise ConfigError(f"{tensor} is not finite", expected="finite floating-point numbers")
 
 
 def save_lora(lora: LoRA, folder: Path, base: str = "") -> None:
-    """Writes an adapter under our own layers' names. base: what it belongs to, as a word for people."""
+    """Write an adapter under this package's layer names; base: name of its base model, for information."""
     ranks = {name: len(part.a) for name, part in lora.factors.items()}
     alphas = {name: part.scale * len(part.a) for name, part in lora.factors.items()}
     rank, alpha = next(iter(ranks.values())), next(iter(alphas.values()))
@@ -184,20 +188,22 @@ def save_lora(lora: LoRA, folder: Path, base: str = "") -> None:
 
 
 def load_lora(folder: Path, model: LanguageModel) -> LoRA:
-    """An adapter as PEFT writes it, for `model`.
+    """Load an adapter in PEFT's format for `model`.
 
     Raises:
-        CheckpointError: a file is missing or damaged. ConfigError: it does not fit the model, or has options that are not
-            supported; the tensor or the field is named.
+        CheckpointError: a file is missing or damaged.
+        ConfigError: it does not fit the model, or uses unsupported options; the tensor or the field is named.
     """
     config = read_json(folder / CONFIG_FILE)
     if config.get("peft_type") != "LORA":
         raise ConfigError(
             f"{folder / CONFIG_FILE}: peft_type is {config.get('peft_type')!r}", expected="'LORA'"
         )
-    for field, off in UNSUPPORTED_DEFAULTS.items():
-        if config.get(field, off) not in (off, None, [], False):
-            raise ConfigError(f"{folder / CONFIG_FILE}: {field} is {config[field]!r}", expected=f"{off!r}")
+    for field, default in UNSUPPORTED_DEFAULTS.items():
+        if config.get(field, default) not in (default, None, [], False):
+            raise ConfigError(
+                f"{folder / CONFIG_FILE}: {field} is {config[field]!r}", expected=f"{default!r}"
+            )
     try:
         tensors = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError, ValueError) as error:
@@ -205,13 +211,13 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
             f"{folder / WEIGHTS_FILE} cannot be read: {error}",
             expected="an adapter as PEFT's `save_pretrained` writes it",
         ) from error
-    theirs: dict[str, LoRAFactors] = {}
+    factors_by_name: dict[str, LoRAFactors] = {}
     where = str(folder / WEIGHTS_FILE)
     for tensor in sorted(tensors):
         name = tensor.removeprefix(PREFIX).removesuffix(FACTOR_SUFFIXES[0]).removesuffix(FACTOR_SUFFIXES[1])
         if not tensor.startswith(PREFIX) or not tensor.endswith(FACTOR_SUFFIXES):
             raise ConfigError(
-                f"{where}: tensor {tensor} is not known",
+                f"{where}: tensor {tensor} is unknown",
                 expected=f"{PREFIX}LAYER{FACTOR_SUFFIXES[0]} or {FACTOR_SUFFIXES[1]}",
             )
         missing = [PREFIX + name + side for side in FACTOR_SUFFIXES if PREFIX + name + side not in tensors]
@@ -232,14 +238,16 @@ def load_lora(folder: Path, model: LanguageModel) -> LoRA:
                 expected=f"r = {rank}",
             )
         alpha = float(_pattern(config, "alpha_pattern", name, config.get("lora_alpha", rank)))
-        theirs[name] = LoRAFactors(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-    lora = LoRA(_map_layer_names(theirs, model, where))
+        factors_by_name[name] = LoRAFactors(
+            a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        )
+    lora = LoRA(_map_layer_names(factors_by_name, model, where))
     check_lora(lora, model, where)
     return lora
 
 
 def _pattern(config: Mapping[str, Any], field: str, name: str, default: Any) -> Any:
-    """PEFT's patterns are names of layers, or ends of them."""
+    """Look up a layer in a PEFT pattern, which has full layer names or their ends as keys."""
     patterns: Mapping[str, Any] = config.get(field) or {}
     return next((v for key, v in patterns.items() if name == key or name.endswith(f".{key}")), default)
 
@@ -247,33 +255,33 @@ def _pattern(config: Mapping[str, Any], field: str, name: str, default: Any) -> 
 def _map_layer_names(
     factors: Mapping[str, LoRAFactors], model: LanguageModel, label: str
 ) -> dict[str, LoRAFactors]:
-    """Factors by our layers' names, if need be by way of a family's rules."""
+    """Return the factors by this package's layer names, converted by a family's rules if necessary."""
     layers = target_modules(model)
     if all(name in layers for name in factors) or not isinstance(model, Transformer):
         return dict(factors)
     for family in FAMILIES.values():
         try:
             rules = {t: rule for rule in family.rules(model.config) for t in rule.hf_names}
-        except (ConfigError, AttributeError):  # a family that this model cannot be of
+        except (ConfigError, AttributeError):  # this model cannot be of that family
             continue
         if any(f"{name}.weight" not in rules for name in factors):
             continue
         found: dict[str, LoRAFactors] = {}
         for rule in {id(r): r for r in (rules[f"{name}.weight"] for name in factors)}.values():
             parts = [factors.get(t.removesuffix(".weight")) for t in rule.hf_names]
-            ours = rule.names[0].removesuffix(".weight")
-            if len(rule.names) > 1 or ours not in layers or not _is_row_concat(rule, layers[ours]):
+            name = rule.names[0].removesuffix(".weight")
+            if len(rule.names) > 1 or name not in layers or not _is_row_concat(rule, layers[name]):
                 raise ConfigError(
-                    f"{label}: {rule.hf_names[0]} is no matrix of ours by itself",
+                    f"{label}: {rule.hf_names[0]} is only a part of a matrix of this model",
                     expected=f"layers as {_some_layer_names(model)}",
                 )
-            found[ours] = _block_diagonal(parts, layers[ours].weight.shape[0] // len(parts))
+            found[name] = _block_diagonal(parts, layers[name].weight.shape[0] // len(parts))
         return found
     return dict(factors)
 
 
 def _is_row_concat(rule: Any, layer: Linear) -> bool:
-    """Whether a rule puts theirs above each other in ours, and does nothing else to them."""
+    """Return whether a rule only stacks the family's matrices row-wise into `layer`."""
     d_out, d_in = layer.weight.shape
     n = len(rule.hf_names)
     whole = torch.arange(d_out * d_in, dtype=torch.float32).view(d_out, d_in)
@@ -281,20 +289,20 @@ def _is_row_concat(rule: Any, layer: Linear) -> bool:
 
 
 def _block_diagonal(parts: list[LoRAFactors | None], rows: int) -> LoRAFactors:
-    """Factors of a matrix that is several of theirs above each other; None: a part without an adapter."""
+    """Return the factors of a matrix stacked from several; None: a part without an adapter."""
     if len(parts) == 1:
         return cast(LoRAFactors, parts[0])
-    there = [part for part in parts if part is not None]
+    present = [part for part in parts if part is not None]
     blocks = []
     for part in parts:
-        b = torch.zeros(rows, sum(len(p.a) for p in there))
-        at = 0
-        for other in there:
+        b = torch.zeros(rows, sum(len(p.a) for p in present))
+        start = 0
+        for other in present:
             if other is part:
-                b[:, at : at + len(other.a)] = other.b.float() * other.scale
-            at += len(other.a)
+                b[:, start : start + len(other.a)] = other.b.float() * other.scale
+            start += len(other.a)
         blocks.append(b)
-    return LoRAFactors(torch.cat([p.a.float() for p in there]), torch.cat(blocks), 1.0)
+    return LoRAFactors(torch.cat([p.a.float() for p in present]), torch.cat(blocks), 1.0)
 
 
 def _some_layer_names(model: LanguageModel) -> str:

@@ -1,7 +1,8 @@
-"""A language model on disk: `config.json` (its shape) and `model.safetensors` (its weights by name).
+"""Saving and loading of language models: `config.json` (shape) and `model.safetensors` (weights by name).
 
-Two forms of the same two files. A `Decoder`'s config.json is its `DecoderConfig`. A `Transformer` is written as
-`models/exchange` writes its own family ("model_type": "whorl"); so `load_model` also reads the folders of others.
+The config.json of a `Decoder` is its `DecoderConfig`. A `Transformer` is written by `models/exchange` in this package's own
+family ("model_type": "whorl"), so `load_model` also reads folders in Hugging Face format. Fields renamed since a model was
+saved are mapped by `legacy_config.py`.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ ModelConfig = DecoderConfig | TransformerConfig
 def make_model(
     config: ModelConfig, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float32
 ) -> LanguageModel:
-    """An untrained model of that shape."""
+    """Return an untrained model of the shape `config`."""
     if isinstance(config, DecoderConfig):
         return Decoder(config, generator, dtype)
     return Transformer(config, generator, dtype)
 
 
 def save_model(model: LanguageModel, folder: Path) -> None:
-    """Writes `config.json` and `model.safetensors` into `folder`, in fp32; a quantised model's matrices as they are.
+    """Write `config.json` and `model.safetensors` into `folder`: weights in fp32, quantized matrices as codes and scales.
 
     Raises:
-        ConfigError: a `Transformer`, and the folder is not empty.
+        ConfigError: the model is a `Transformer`, and the folder is not empty.
     """
     if model.quantization is not None:
         save_quantized(model, folder)
@@ -57,30 +58,30 @@ def save_model(model: LanguageModel, folder: Path) -> None:
 def load_model(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", *, to_train: bool = False
 ) -> LanguageModel:
-    """The model of `folder`, to be run: its products' weights are cast to `dtype`, the rest stays fp32.
+    """Load the model of `folder` for inference: weights of matrix products are cast to `dtype`, others stay fp32.
 
     Args:
-        to_train: keep all weights in fp32 instead, ready for gradients.
+        to_train: keep all weights in fp32 instead, for training.
 
     Raises:
         CheckpointError: a file is missing or damaged, or a tensor is missing, unknown or of another shape.
-        ConfigError: config.json is of others, and asks for what is not supported; to train a quantised model.
+        ConfigError: config.json needs unsupported features; or `to_train` with a quantized model.
     """
     data = _read(folder)
     if CONFIG_KEY in data:
         if to_train:
             raise ConfigError(
-                f"the model of {folder} is quantised, and would be trained",
+                f"the model of {folder} is quantized and cannot be trained",
                 expected="a model in full precision",
-                do="train the one that it was made from, or an adapter beside it",
+                do="train the model it was quantized from, or a LoRA adapter",
             )
         config = read_config(folder)
         return load_quantized(
             folder, data[CONFIG_KEY], lambda: make_model(config, dtype=dtype), dtype, device
         )
     if "model_type" in data:
-        read = convert.import_model(folder, dtype=dtype, device=device, to_train=to_train)
-        return read.train(to_train)
+        transformer = convert.import_model(folder, dtype=dtype, device=device, to_train=to_train)
+        return transformer.train(to_train)
     config = read_config(folder)
     try:
         weights = load_file(folder / "model.safetensors", device=device)
@@ -95,12 +96,12 @@ def load_model(
         name = differing[0]
         raise CheckpointError(
             f"{folder / 'model.safetensors'}: tensor {name!r} is {found.get(name, 'missing')}",
-            expected=f"{wanted.get(name, 'no such tensor')} by config.json ({len(differing)} tensors differ in all)",
+            expected=f"{wanted.get(name, 'no such tensor')} by config.json ({len(differing)} tensors differ)",
         )
     model.load_state_dict(weights, assign=True)
     if to_train:
         return model.to(device).train()
-    for layer in model.modules():  # to be run, not trained: cast once, not at every use
+    for layer in model.modules():  # inference: cast once, not at every use
         if isinstance(layer, Linear):
             layer.weight.data = layer.weight.data.to(dtype)
     if model.head is not None:
@@ -109,11 +110,11 @@ def load_model(
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The shape of the model of `folder`.
+    """Return the shape of the model of `folder`.
 
     Raises:
         CheckpointError: `config.json` is missing or damaged.
-        ConfigError: it is of others, and asks for what is not supported.
+        ConfigError: it needs unsupported features.
     """
     data = _read(folder)
     data.pop(CONFIG_KEY, None)
@@ -137,7 +138,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"no model could be read from {folder}: {error}",
+        f"cannot read a model from {folder}: {error}",
         expected="config.json and model.safetensors as `save_model` writes them",
-        do="name a model that `whorl ls` lists",
+        do="use a model listed by `whorl ls`",
     )

@@ -1,4 +1,4 @@
-"""The general decoder: every published one that the house can exchange is this file with another configuration.
+"""The configurable decoder: every published architecture that can be exchanged is a configuration of this class.
 
     x = embedding[ids] * embedding_scale  (+ positions[p])                          [B, T, d_model]
     n_layers times, with the mixer that `pattern` names for the layer and an MLP or a mixture of experts:
@@ -8,13 +8,11 @@
         post-norm  x = norm(x + mixer(x));      x = norm(x + mlp(x))                arXiv:1706.03762; no norm at the end
     logits = softcap(norm(x) head^T)                                                [B, T, vocab]
 
-The subtle parts. (1) The scale of the embedding is rounded to the type of the activations before it is used, since the
-models that have one were trained that way (in bf16, sqrt(3072) is 55.5). (2) `Decoder` (`models/decoder.py`) is not a
-special case of this: it is our own small model, tuned as a whole; this one is for exchange and for putting members together.
+Subtle point: the embedding scale is rounded to the activation type before use, because models with a scale were trained
+that way (in bf16, sqrt(3072) is 55.5).
 
-A mixer is anything that keeps to `nn/mixer.py`; which layer has which, the configuration says (`transformer_config.py`).
-
-What it has in common with other language models, and what may be asked of it, is in `language.py`.
+A mixer is any module with the interface of `nn/mixer.py`; `transformer_config.py` assigns mixers to layers. The interface
+of the model is in `language_model.py`. `Decoder` (`models/decoder.py`) is a separate class, not a special case.
 """
 
 from __future__ import annotations
@@ -55,30 +53,30 @@ __all__ = ["Transformer", "TransformerBlock", "TransformerConfig", "TransformerS
 
 @dataclass
 class TransformerState:
-    """What decoding keeps of the past: a state for each layer."""
+    """Decoding state: one state per layer."""
 
     layers: list[MixerState]
 
     @property
     def length(self) -> int:
-        """Positions taken in so far."""
+        """Return the number of positions processed so far."""
         return self.layers[0].length
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all layers."""
+        """Return the bytes of all layers."""
         return sum(layer.n_bytes for layer in self.layers)
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:
-    """The model's norm over d_model."""
+    """Return the model's norm over d_model."""
     if config.norm == "layer":
         return LayerNorm(config.d_model, config.norm_eps)
     return RMSNorm(config.d_model, config.norm_eps, config.norm_offset)
 
 
 def make_rotary(rope: Rope, head_dim: int, dtype: torch.dtype) -> Rotary:
-    """Tables of a `Rope`, to be shared by all layers of one kind."""
+    """Return the tables of a `Rope`, shared by all layers of one mixer name."""
     return Rotary(head_dim, rope.base, dtype, rope.scaling, rope.layout, rope.rotary_dim)
 
 
@@ -89,12 +87,12 @@ def make_mixer(
     generator: torch.Generator | None,
     uses_shared_kv: bool = False,
 ) -> nn.Module:
-    """One layer's mixer; `borrows`: it has no keys of its own.
+    """Return one layer's mixer; `uses_shared_kv`: it has no key and value projections.
 
     Raises:
-        ConfigError: `options` of a `Member` are not what its class takes.
+        ConfigError: `options` of a `CustomMixer` do not fit its class.
     """
-    # The fields of both are arguments of their class, but for what depends on the whole model.
+    # Config fields are arguments of the class, except those that depend on the whole model.
     if isinstance(mixer, AttentionConfig):
         return MultiHeadAttention(
             config.d_model,
@@ -117,8 +115,8 @@ def make_mixer(
             f"mixers: options of {mixer.kind!r} are {mixer.options}: {error}",
             expected=f"arguments of {name}{inspect.signature(cls)}",
         ) from error
-    made: nn.Module = cls(config.d_model, **mixer.options, generator=generator)
-    return made
+    custom: nn.Module = cls(config.d_model, **mixer.options, generator=generator)
+    return custom
 
 
 class TransformerBlock(nn.Module):
@@ -136,26 +134,26 @@ class TransformerBlock(nn.Module):
         self.mixer_after = make_norm(config) if config.sandwich else nn.Identity()
         self.mlp_norm = nn.Identity() if config.parallel else make_norm(config)
         self.mlp: MLP | MixtureOfExperts
-        e = config.experts
-        if e is not None and config.has_experts(layer):
+        experts = config.experts
+        if experts is not None and config.has_experts(layer):
             self.mlp = MixtureOfExperts(
                 config.d_model,
-                e.hidden,
-                e.n_experts,
-                e.top_k,
+                experts.hidden,
+                experts.n_experts,
+                experts.top_k,
                 kind=config.mlp,
-                shared_hidden=e.shared_hidden,
-                shared_gate=e.shared_gate,
-                routing=e.routing,
-                scoring=e.scoring,
-                norm_topk_prob=e.norm_topk_prob,
-                capacity_factor=e.capacity_factor,
-                overflow=e.overflow,
-                expert_dropout=e.expert_dropout,
-                token_dropout=e.token_dropout,
-                scale=e.scale,
-                bias_balance=e.bias_balance,
-                groups=e.groups,
+                shared_hidden=experts.shared_hidden,
+                shared_gate=experts.shared_gate,
+                routing=experts.routing,
+                scoring=experts.scoring,
+                norm_topk_prob=experts.norm_topk_prob,
+                capacity_factor=experts.capacity_factor,
+                overflow=experts.overflow,
+                expert_dropout=experts.expert_dropout,
+                token_dropout=experts.token_dropout,
+                scale=experts.scale,
+                bias_balance=experts.bias_balance,
+                groups=experts.groups,
                 generator=generator,
             )
         else:
@@ -171,17 +169,20 @@ class TransformerBlock(nn.Module):
         routings: list[Any] | None,
         shared_kv: list[KeyValues | PagedState],
     ) -> Tensor:
-        """lent: keys and values of the newest layer that lends, which it puts there for those behind it."""
+        """Compute the layer.
+
+        shared_kv: keys and values of the nearest earlier layer that provides them; a providing layer replaces them in place.
+        """
         h = x if self.post_norm else self.mixer_norm(x)
-        more: dict[str, Any] = {"positions": positions, "segments": segments, "state": state}
+        arguments: dict[str, Any] = {"positions": positions, "segments": segments, "state": state}
         if self.provides_kv and isinstance(self.mixer, MultiHeadAttention):
-            shared_kv[:] = [self.mixer.project_kv(h, **more)]
-            more["state"] = None  # which has taken them in
+            shared_kv[:] = [self.mixer.project_kv(h, **arguments)]
+            arguments["state"] = None  # project_kv has extended it
         mixed: Tensor
         if isinstance(state, PooledState):
             mixed = state.run_mixer(self.mixer, h, positions)
         else:
-            mixed = self.mixer(h, **more, **({"shared_kv": shared_kv[0]} if shared_kv else {}))
+            mixed = self.mixer(h, **arguments, **({"shared_kv": shared_kv[0]} if shared_kv else {}))
         if self.post_norm:
             x = self.mixer_norm(x + mixed)
             normed: Tensor = self.mlp_norm(x + self._mlp(x, routings))
@@ -198,12 +199,12 @@ class TransformerBlock(nn.Module):
 
 
 class Transformer(LanguageModel):
-    """The general decoder (see the top of this file).
+    """The configurable decoder (see the top of this file).
 
     Args:
         config: its shape.
         generator: draws the initial weights; the same seed gives the same network.
-        dtype: the type that activations are computed in; weights stay fp32.
+        dtype: type of the activations; weights stay fp32.
     """
 
     config: TransformerConfig
@@ -219,11 +220,11 @@ class Transformer(LanguageModel):
         self.max_positions = config.max_length if config.learned_positions else None
         self.batch_independent = config.experts is None or config.experts.routing == "dropless"
 
-        def table(rows: int) -> nn.Parameter:
+        def random_table(rows: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(rows, config.d_model, generator=generator) * 0.02)
 
-        self.embedding = table(config.vocab_size)
-        self.positions = table(config.max_length) if config.learned_positions else None
+        self.embedding = random_table(config.vocab_size)
+        self.positions = random_table(config.max_length) if config.learned_positions else None
         rotaries = {name: self._rotary(mixer) for name, mixer in config.mixers.items()}
         self.blocks = nn.ModuleList(
             [
@@ -232,7 +233,7 @@ class Transformer(LanguageModel):
             ]
         )
         self.final_norm = nn.Identity() if config.post_norm else make_norm(config)
-        self.head = None if config.tie_embeddings else table(config.vocab_size)
+        self.head = None if config.tie_embeddings else random_table(config.vocab_size)
 
     def _rotary(self, mixer: AttentionConfig | MLAConfig | CustomMixer) -> Rotary | None:
         if isinstance(mixer, CustomMixer) or mixer.rope is None:
@@ -242,10 +243,10 @@ class Transformer(LanguageModel):
         )
 
     def embed(self, ids: Tensor, positions: Tensor | None = None, start: int = 0) -> Tensor:
-        """ids [B, T] -> [B, T, d_model] in the compute type; `start` is the position of the first when none are given.
+        """Embed ids [B, T] -> [B, T, d_model] in the compute type; `start` is the first position if `positions` is None.
 
         Raises:
-            ConfigError: learned positions, and the row is longer than their table.
+            ConfigError: learned positions, and a position is outside their table.
         """
         x = F.embedding(ids, self.embedding).to(self.dtype)
         if self.config.embedding_scale != 1.0:
@@ -276,9 +277,9 @@ class Transformer(LanguageModel):
         segments: Tensor | None = None,
         state: TransformerState | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """ids [B, T] -> (embedded [B, T, d_model], their positions as given).
+        """Look up ids [B, T] -> (embedded [B, T, d_model], positions as given).
 
-        In a packed row give positions if they are learned: they begin anew with every document.
+        A packed row with learned positions needs `positions`: they restart at 0 with every document.
         """
         check_ids(ids, self.config.vocab_size, segments)
         return self.embed(ids, positions, 0 if state is None else state.length), positions
@@ -291,17 +292,17 @@ class Transformer(LanguageModel):
         state: TransformerState | None = None,
         routings: list[Any] | None = None,
     ) -> Tensor:
-        """[B, T, d_model] -> normalised hidden states [B, T, d_model] in the compute type; where: positions or None."""
-        lent: list[KeyValues | PagedState] = []
-        again = self.n_checkpointed(state)
+        """Compute normalized hidden states [B, T, d_model] in the compute type from embeddings; positions may be None."""
+        shared_kv: list[KeyValues | PagedState] = []
+        n_checkpointed = self.n_checkpointed(state)
         for n, block in enumerate(self.blocks):
-            rest = positions, segments, None if state is None else state.layers[n], routings, lent
-            x = checkpointed(block, x, *rest) if n < again else block(x, *rest)
+            rest = positions, segments, None if state is None else state.layers[n], routings, shared_kv
+            x = checkpointed(block, x, *rest) if n < n_checkpointed else block(x, *rest)
         hidden: Tensor = self.final_norm(x)
         return hidden
 
     def new_state(self, batch: int, capacity: int) -> TransformerState:
-        """An empty state for `batch` rows of up to `capacity` positions."""
+        """Return an empty state for `batch` rows of up to `capacity` positions."""
         return self._state(batch, capacity, str(self.embedding.device))
 
     def _state(self, batch: int, capacity: int, device: str) -> TransformerState:
@@ -311,7 +312,7 @@ class Transformer(LanguageModel):
         )
 
     def params(self) -> dict[str, int]:
-        """Parameters: total; active (those one token meets); embedding (tables of ids and positions, and the head)."""
+        """Count parameters: total; active (used by one token); embedding (tables of ids and positions, and the head)."""
         total = sum(p.numel() for p in self.parameters())
         tables = [self.embedding, self.positions, self.head]
         return {
@@ -321,26 +322,25 @@ class Transformer(LanguageModel):
         }
 
     def flops_per_token(self, length: int) -> float:
-        """Floating-point operations of one training token's products, forward + backward, in rows of `length`."""
+        """Return the FLOPs of one training token's matrix products, forward + backward, in rows of `length`."""
         return transformer_cost.flops_per_token(self, length)
 
     def kv_bytes_per_token(self) -> int:
-        """Bytes that a row's state grows by with each further token of capacity; states of fixed size add nothing.
+        """Return the bytes that a row's state grows by per token of capacity; fixed-size states add nothing.
 
-        Asked of the states themselves, made without memory: so it is true of any member, and of layers that keep
-        no more than their window.
+        Computed from states on the meta device, so it holds for any mixer and for layers that keep only a window.
         """
         windows = [
             m.window
             for m in self.config.layer_mixers()
             if isinstance(m, AttentionConfig) and m.window is not None
         ]
-        long = max(windows, default=0) + 1
-        return self._state(1, long + 1, "meta").n_bytes - self._state(1, long, "meta").n_bytes
+        length = max(windows, default=0) + 1
+        return self._state(1, length + 1, "meta").n_bytes - self._state(1, length, "meta").n_bytes
 
     def activation_bytes(self, batch: int, length: int, device: str | None = None) -> int:
-        """Bytes that the forward pass keeps for the backward one; logits, loss and rotary tables left out.
+        """Return the bytes that the forward keeps for the backward, without logits, loss and rotary tables.
 
-        device: of the run, by default the model's own; what attention keeps depends on it.
+        device: of the run, by default the model's own; the bytes of attention depend on it.
         """
         return transformer_cost.activation_bytes(self, batch, length, device)

@@ -1,13 +1,14 @@
-"""The shape of a `Transformer` (`models/transformer.py`), as data: checked where it is written, stored beside the weights.
+"""The shape of a `Transformer` (`models/transformer.py`): validated configuration, stored with the weights.
 
-Layers differ by name, not by number: `mixers` names each kind of mixer once, and `pattern` is repeated over the layers. So
-Gemma 3 (arXiv:2503.19786), five layers with a window to one without, is
+`mixers` names each kind of mixer once, and `pattern` repeats the names over the layers. Gemma 3 (arXiv:2503.19786), with
+five sliding-window layers to one global layer, is
 
-    mixers = {"local": Heads(..., window=1024, rope=Rope(base=1e4)), "global": Heads(..., rope=Rope(base=1e6))}
+    mixers = {"local": AttentionConfig(..., window=1024, rope=Rope(base=1e4)),
+              "global": AttentionConfig(..., rope=Rope(base=1e6))}
     pattern = ("local",) * 5 + ("global",)
 
-`Heads` and `LatentHeads` have fields of their own, because exchange with others depends on every one of them. Any other
-mixer is a `Member`: its name in `MEMBERS`, and the arguments of its class. Adding one is its file and one line there.
+`AttentionConfig` and `MLAConfig` have typed fields, because conversion to other formats depends on each of them. Any other
+mixer is a `CustomMixer`: a name in `MIXERS` and the arguments of its class. A new mixer needs its file and one line there.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from whorl.errors import one_of
 from whorl.nn.mlp import Activation
 from whorl.nn.positions.rotary import Layout, RopeScaling
 
-# Mixers by name, besides "heads" and "latent": where they live. Each is called as Class(d_model, **options, generator=...).
+# Other mixers by name -> "module:Class". Constructed as Class(d_model, **options, generator=...).
 MIXERS: dict[str, str] = {
     "linear": "whorl.nn.attention.linear:LinearAttention",
     "pointwise": "whorl.nn.attention.hstu:HSTUAttention",
@@ -45,7 +46,7 @@ class Rope(_FrozenConfig):
 
 
 class AttentionConfig(_FrozenConfig):
-    """Attention with heads (`nn/attention/multi_head.py`). `qk_norm` takes its eps and offset from the model's norm."""
+    """Multi-head attention (`nn/attention/multi_head.py`). `qk_norm` uses the eps and offset of the model's norm."""
 
     kind: Literal["heads"] = "heads"
     n_heads: int = Field(ge=1)
@@ -69,8 +70,8 @@ class AttentionConfig(_FrozenConfig):
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads ({self.n_heads}) must be a multiple of n_kv_heads ({self.n_kv_heads})")
         if self.rope is not None:
-            turning = self.rope.rotary_dim or self.head_dim
-            if turning % 2 or turning > self.head_dim:
+            rotary_dim = self.rope.rotary_dim or self.head_dim
+            if rotary_dim % 2 or rotary_dim > self.head_dim:
                 raise ValueError(
                     f"head_dim ({self.head_dim}) and rope.rotary_dim ({self.rope.rotary_dim}) must be even"
                 )
@@ -78,7 +79,7 @@ class AttentionConfig(_FrozenConfig):
 
 
 class MLAConfig(_FrozenConfig):
-    """Multi-head latent attention (`nn/attention/mla.py`). `eps` is of the norms of its latents."""
+    """Multi-head latent attention (`nn/attention/mla.py`). `eps` belongs to the norms of its latents."""
 
     kind: Literal["latent"] = "latent"
     n_heads: int = Field(ge=1)
@@ -93,7 +94,7 @@ class MLAConfig(_FrozenConfig):
 
 
 class CustomMixer(_FrozenConfig):
-    """Any other mixer, by its name in `MEMBERS`; `options` are the arguments of its class."""
+    """Any other mixer: its name in `MIXERS`, and the arguments of its class as `options`."""
 
     kind: str
     options: dict[str, Any] = {}
@@ -121,9 +122,10 @@ MixerConfig = Annotated[
 
 
 class MoEConfig(_FrozenConfig):
-    """Mixture of experts in place of the MLP (`nn/experts`), in every layer but `dense_layers`.
+    """Mixture of experts in place of the MLP (`nn/experts`), in every layer except `dense_layers`.
 
-    expert_dropout, token_dropout: of training alone (`nn/experts/router.py`).
+    groups: (number of groups, number of groups that a token may choose from).
+    expert_dropout, token_dropout: applied in training only (`nn/experts/router.py`).
     """
 
     n_experts: int = Field(ge=1)
@@ -153,10 +155,9 @@ class MoEConfig(_FrozenConfig):
 class TransformerConfig(_FrozenConfig):
     """The shape of a transformer.
 
-    post_norm: norms behind the sums, as in 2017. share_keys: of every so many layers the first makes keys and values, and
-    the others use them.
-    max_length: the longest row it was made for; bounds `learned_positions`, and is told to others on export.
-    groups of `experts`: (how many groups, how many of them a token may choose from).
+    max_length: longest row of the original training; bounds `learned_positions`, and is written on export.
+    post_norm: norms after the residual sums (arXiv:1706.03762).
+    kv_sharing_factor: the first of every so many layers computes keys and values; the others of the group reuse them.
     """
 
     vocab_size: int = Field(ge=2)
@@ -164,7 +165,7 @@ class TransformerConfig(_FrozenConfig):
     n_layers: int = Field(ge=1)
     max_length: int = Field(default=4096, ge=1)
     mixers: dict[str, MixerConfig] = Field(min_length=1)
-    pattern: tuple[str, ...] = ()  # empty: the mixers in the order they are named in
+    pattern: tuple[str, ...] = ()  # empty: the mixers in their order
     mlp: Activation = "swiglu"
     mlp_hidden: int = Field(ge=1)
     mlp_bias: bool = False
@@ -201,13 +202,13 @@ class TransformerConfig(_FrozenConfig):
         return self
 
     def _check_shared_kv(self) -> None:
-        """That whoever borrows keys can use them."""
+        """Check that layers which reuse keys fit the layer that computes them: key shape, positions and window."""
         mixers = self.layer_mixers()
         for n, mixer in enumerate(mixers):
             first = mixers[n - n % self.kv_sharing_factor]
             if not (isinstance(mixer, AttentionConfig) and isinstance(first, AttentionConfig)):
                 raise ValueError(
-                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} is no attention with heads"
+                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} is not multi-head attention"
                 )
             if (mixer.n_kv_heads, mixer.head_dim, mixer.rope) != (
                 first.n_kv_heads,
@@ -215,23 +216,24 @@ class TransformerConfig(_FrozenConfig):
                 first.rope,
             ):
                 raise ValueError(
-                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has other n_kv_heads, head_dim or rope than the one it "
-                    "borrows from"
+                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has not the n_kv_heads, head_dim "
+                    "and rope of the layer that provides its keys"
                 )
             if mixer.window != first.window:
                 raise ValueError(
-                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has another window than its lender"
+                    f"kv_sharing_factor ({self.kv_sharing_factor}): layer {n} has not the window of the "
+                    f"layer that provides its keys"
                 )
 
     def layer_names(self) -> list[str]:
-        """The name of each layer's mixer: the pattern, repeated."""
+        """Return the name of each layer's mixer: the pattern, repeated."""
         pattern = self.pattern or tuple(self.mixers)
         return [pattern[n % len(pattern)] for n in range(self.n_layers)]
 
     def layer_mixers(self) -> list[AttentionConfig | MLAConfig | CustomMixer]:
-        """The configuration of each layer's mixer."""
+        """Return the configuration of each layer's mixer."""
         return [self.mixers[name] for name in self.layer_names()]
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer is a mixture of experts."""
+        """Return whether a layer is a mixture of experts."""
         return self.experts is not None and layer not in self.experts.dense_layers

@@ -1,12 +1,14 @@
-"""What a `Transformer` costs: arithmetic a token, bytes that its forward keeps for its backward.
+"""Cost of a `Transformer`: FLOPs per token, and bytes that the forward keeps for the backward.
 
-Formulas where the shape tells all, and tests that hold them to torch's counter and to what autograd keeps. Of members that
-have a shape of their own, what they do beyond their matrices is counted on a row, and what they keep is measured.
+Attention, MLP and experts have formulas; tests compare them with torch's FLOP counter and with what autograd saves. For a
+custom mixer, FLOPs beyond its weight matrices are counted on one row, and its activation bytes are measured.
 
-FLOPs of a training token, forward + backward: 6 x the matrix weights that it meets (idle experts and look-ups left out, the
-head counted), and for each layer of attention 6 x n_heads x (width of a key + width of a value) x the keys that it sees
-on average (Kaplan et al. 2020, arXiv:2001.08361, table 1); for a member, 3 x the products of its forward as they are carried
-out: a chunk's pairs in linear attention, all earlier positions in HSTU.
+FLOPs of a training token, forward + backward, are a sum (Kaplan et al. 2020, arXiv:2001.08361, table 1):
+
+- 6 x the weight matrices that the token uses, head included, unused experts and look-ups excluded;
+- for each attention layer, 6 x n_heads x (key width + value width) x mean keys per position;
+- for each custom mixer, 3 x the products of its forward beyond the weights, as executed. These are the pairs within a
+  chunk for linear attention, and all earlier positions for HSTU.
 """
 
 from __future__ import annotations
@@ -32,18 +34,18 @@ if TYPE_CHECKING:
 
 
 def inactive_expert_params(model: Transformer) -> int:
-    """Parameters of experts that a token passes by."""
+    """Count the expert parameters that a token does not use."""
     e = model.config.experts
-    held = [
+    params = [
         sum(p.numel() for p in block.mlp.experts.parameters())
         for block in model.blocks
         if isinstance(block.mlp, MixtureOfExperts)
     ]
-    return 0 if e is None else sum(held) * (e.n_experts - e.top_k) // e.n_experts
+    return 0 if e is None else sum(params) * (e.n_experts - e.top_k) // e.n_experts
 
 
 def flops_per_token(model: Transformer, length: int) -> float:
-    """Of one training token in rows of `length` (see the top of this file)."""
+    """Return the FLOPs of one training token in rows of `length` (see the top of this file)."""
     matrices = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1) - inactive_expert_params(
         model
     )
@@ -55,29 +57,31 @@ def flops_per_token(model: Transformer, length: int) -> float:
             features = mixer.nope_dim + mixer.rope_dim + mixer.v_dim
             flops += 6.0 * mixer.n_heads * features * mean_causal_keys(length, None)
         elif length:
-            own: Any = block.mixer
-            weights = 2.0 * sum(p.numel() for p in own.parameters() if p.dim() > 1)
-            flops += 3.0 * (count_flops(own, model.config.d_model, length, weights) - weights)
+            module: Any = block.mixer
+            weights = 2.0 * sum(p.numel() for p in module.parameters() if p.dim() > 1)
+            flops += 3.0 * (count_flops(module, model.config.d_model, length, weights) - weights)
     return flops
 
 
 @torch.no_grad()
 def count_flops(mixer: nn.Module, d_model: int, length: int, weights: float) -> float:
-    """Operations a token of the products in a mixer's forward; `weights` where they are not seen to pass (a recurrence
-    runs in torch's own kernels)."""
+    """Count the FLOPs per token of a mixer's forward.
+
+    Returns `weights` if the counter does not see the products: recurrences run in torch's own kernels.
+    """
     x = torch.zeros(1, length, d_model, device=next(mixer.parameters()).device)
     with FlopCounterMode(display=False) as counter:
         mixer(x)
-    found = float(counter.get_total_flops()) / length
+    flops = float(counter.get_total_flops()) / length
     return (
-        found
-        if found >= 2.0 * sum(m.weight.numel() for m in mixer.modules() if isinstance(m, Linear))
+        flops
+        if flops >= 2.0 * sum(m.weight.numel() for m in mixer.modules() if isinstance(m, Linear))
         else weights
     )
 
 
 def mean_keys(m: AttentionConfig, length: int) -> float:
-    """Keys that a position of a row sees on average under a layer's mask."""
+    """Return the mean number of keys per position under a layer's mask."""
     if m.stride is None and m.block is None:
         return mean_causal_keys(length, m.window)
     return _mean_keys_of_mask(length, m.window, m.stride, m.block)
@@ -92,55 +96,56 @@ def _mean_keys_of_mask(length: int, window: int | None, stride: int | None, bloc
 
 
 def mean_causal_keys(length: int, window: int | None) -> float:
-    """Keys that a position of a causal row sees on average: length / 2, less where a window ends."""
+    """Return the mean number of keys per position of a causal row: length / 2, less with a window."""
     if window is None or window >= length:
         return length / 2
     return float(window - window**2 / (2 * length))
 
 
 def blocked_keys(length: int) -> float:
-    """Keys a position that attention over blocks of queries keeps probabilities of (`nn/attention/causal.py`)."""
+    """Return the keys per position whose probabilities blockwise attention keeps (`nn/attention/causal.py`)."""
     ends = [*range(QUERY_BLOCK, length, QUERY_BLOCK), length]
     starts = [0, *ends[:-1]]
     return float(sum((stop - start) * stop for start, stop in zip(starts, ends, strict=True)) / length)
 
 
 def activation_bytes(model: Transformer, batch: int, length: int, device: str | None) -> int:
-    """Bytes that the forward pass keeps for the backward one; logits, loss and rotary tables left out.
+    """Return the bytes that the forward keeps for the backward, without logits, loss and rotary tables.
 
-    device: of the run, by default the model's own; what attention keeps depends on it. With e bytes an activation,
-    d = d_model, T = length, in bytes for each of the batch x length positions:
+    device: of the run, by default the model's own; the bytes of attention depend on it. With e bytes per activation,
+    d = d_model and T = length, the bytes for each of the batch x length positions are:
 
-        norm    8 d (x and x / rms in fp32), and e d for what the layer behind it reads
-        heads   e (2 H + 2 KV) d_h (queries, keys, values, output) + 4 H; queries and keys normed: 8 (H + KV) d_h more;
-                any mask but causal: e H d_h more, and e T^2 once a layer, the mask;
-                on a CPU, causal rows in blocks: e (4 H d_h + H T), where T is half of that in long rows;
-                capped or with a sink, where no fused kernel will do: (12 + e) H d_h + 12 H T, and 2 T^2 once
-        latent  as heads, with keys of nope + rope and values of v features, and the ranks
-        MLP     4 e hidden with a gate, else 2 e hidden
-        experts top_k (e d + e width of `up` + 20) + 5 E, in bf16 4 d for the router, and the shared one as an MLP
+        norm       8 d (x and x / rms in fp32), and e d for the input of the next layer.
+        attention  e (2 H + 2 KV) d_h (queries, keys, values, output) + 4 H.
+                   Normed queries and keys add 8 (H + KV) d_h.
+                   Any mask but causal adds e H d_h, and e T^2 once per layer for the mask.
+                   On a CPU, causal rows in blocks: e (4 H d_h + H T), where T is half of that in long rows.
+                   Softcap or sink (no fused kernel): (12 + e) H d_h + 12 H T, and 2 T^2 once.
+        MLA        as attention, with keys of nope + rope and values of v features, and the ranks.
+        MLP        4 e hidden with a gate, else 2 e hidden.
+        experts    top_k (e d + e width of `up` + 20) + 5 E, in bf16 4 d for the router, and the shared one as an MLP.
 
-    and in bf16 a copy of every matrix. Other members are measured. Within 15 % of what autograd keeps on a CPU (a
-    test); a GPU's fused kernels keep the same or less.
+    In bf16 a copy of every matrix is added. Custom mixers are measured. On a CPU the result is within 15 % of what autograd
+    keeps (tested); a GPU's fused kernels keep the same or less.
     """
     e, d, config = model.dtype.itemsize, model.config.d_model, model.config
     on_cpu = (device or model.embedding.device.type).startswith("cpu")
-    once, each = 0, 8 + 8 * d  # the ids, the final norm
+    total, per_position = 0, 8 + 8 * d  # ids, final norm
     for layer, mixer in enumerate(config.layer_mixers()):
         block: Any = model.blocks[layer]
-        norms, read = (4, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)
-        each += norms * (8 * d + 4) + read * e * d + _mlp_bytes(model, layer)
+        norms, inputs = (4, 2) if config.sandwich else (1, 1) if config.parallel else (2, 2)
+        per_position += norms * (8 * d + 4) + inputs * e * d + _mlp_bytes(model, layer)
         if isinstance(mixer, AttentionConfig):
-            layer_once, layer_each = attention_bytes(mixer, length, e, on_cpu)
-            once, each = once + layer_once, each + layer_each
+            layer_total, layer_per_position = attention_bytes(mixer, length, e, on_cpu)
+            total, per_position = total + layer_total, per_position + layer_per_position
         elif isinstance(mixer, MLAConfig):
-            each += mla_bytes(mixer, length, e, on_cpu)
+            per_position += mla_bytes(mixer, length, e, on_cpu)
         else:
-            once += batch * measured_bytes(block.mixer, d, length, model.dtype)
+            total += batch * measured_bytes(block.mixer, d, length, model.dtype)
     if model.dtype != torch.float32:
-        cast = [m for m in model.blocks.modules() if isinstance(m, Linear | Experts)]
-        once += e * sum(p.numel() for m in cast for p in m.parameters() if p.dim() > 1)
-    return batch * length * each + once
+        matrices = [m for m in model.blocks.modules() if isinstance(m, Linear | Experts)]
+        total += e * sum(p.numel() for m in matrices for p in m.parameters() if p.dim() > 1)
+    return batch * length * per_position + total
 
 
 def _mlp_bytes(model: Transformer, layer: int) -> int:
@@ -148,15 +153,15 @@ def _mlp_bytes(model: Transformer, layer: int) -> int:
     factor = 4 if c.mlp in GATED else 2
     if c.experts is None or not c.has_experts(layer):
         return factor * e * c.mlp_hidden
-    x = c.experts
-    width = x.hidden * (2 if c.mlp in GATED else 1)
-    router = 5 * x.n_experts + (4 * c.d_model if e < 4 else 0)
-    gate = e * (c.d_model + 1) if x.shared_gate else 0
-    return x.top_k * (e * (c.d_model + width) + 20) + router + factor * e * x.shared_hidden + gate
+    experts = c.experts
+    width = experts.hidden * (2 if c.mlp in GATED else 1)
+    router = 5 * experts.n_experts + (4 * c.d_model if e < 4 else 0)
+    gate = e * (c.d_model + 1) if experts.shared_gate else 0
+    return experts.top_k * (e * (c.d_model + width) + 20) + router + factor * e * experts.shared_hidden + gate
 
 
 def attention_bytes(m: AttentionConfig, length: int, e: int, on_cpu: bool) -> tuple[int, int]:
-    """(bytes once, bytes a position) that attention with heads keeps; see `Transformer.activation_bytes`."""
+    """Return (bytes per layer, bytes per position) that attention keeps; see `activation_bytes`."""
     queries, keys = m.n_heads * m.head_dim, m.n_kv_heads * m.head_dim
     normed = 8 * (queries + keys) + 4 * (m.n_heads + m.n_kv_heads) if m.qk_norm else 0
     if m.softcap is not None or m.sink:
@@ -170,22 +175,22 @@ def attention_bytes(m: AttentionConfig, length: int, e: int, on_cpu: bool) -> tu
 
 
 def mla_bytes(m: MLAConfig, length: int, e: int, on_cpu: bool) -> int:
-    """Bytes a position that latent attention keeps in its expanded form; see `Transformer.activation_bytes`."""
+    """Return the bytes per position that MLA keeps in its expanded form; see `activation_bytes`."""
     key = m.nope_dim + m.rope_dim
     ranks = 4 * (m.kv_rank + m.rope_dim) + 4 * m.kv_rank + e * (m.kv_rank + m.rope_dim) + 4
     ranks += 0 if m.q_rank is None else (8 + e) * m.q_rank + 4
     if on_cpu and length <= MAX_BLOCKED_LENGTH:
         return ranks + e * round(m.n_heads * (2 * key + 2 * m.v_dim + blocked_keys(length)))
-    # values stay where kv_b put them, beside the keys' first part
+    # values stay in the output of kv_b, next to the first part of the keys
     return ranks + e * m.n_heads * (2 * key + m.nope_dim + 2 * m.v_dim) + 4 * m.n_heads
 
 
 def measured_bytes(mixer: nn.Module, d_model: int, length: int, dtype: torch.dtype) -> int:
-    """Bytes that autograd keeps of a mixer for each further row: those of two rows of noughts, less those of one."""
+    """Return the bytes that autograd keeps of a mixer per row: those of two rows of zeros minus those of one."""
     device = next(mixer.parameters()).device
 
-    def kept(rows: int) -> int:
+    def saved(rows: int) -> int:
         x = torch.zeros(rows, length, d_model, dtype=dtype, device=device, requires_grad=True)
         return saved_bytes(lambda: mixer(x), mixer.parameters())
 
-    return kept(2) - kept(1)
+    return saved(2) - saved(1)

@@ -1,1 +1,1 @@
-"""Pruning: structured, and by the optimal brain surgeon."""
+"""Structured pruning with least-squares compensation (Optimal Brain Surgeon)."""

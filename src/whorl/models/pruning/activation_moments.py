@@ -1,13 +1,15 @@
-"""What a model's layers see: the second moments of each `Linear`'s inputs over some text.
+"""Second moments of the inputs of `Linear` layers over a calibration text.
 
     H = sum over positions of x x^T          [in, in], for each layer
 
-One statistic tells three things of a layer y = W x without its ever being run again: how much an error E in the weights
-costs in the output, sum |E x|^2 = tr(E H E^T) (rounding: `models/quantization/gptq.py`); what an input, or a group of them,
-contributes, tr(W_j H_jj W_j^T); and the least-squares weights of what is left when some go (pruning: `prune.py`).
+For a layer y = W x, H gives without running the layer again:
 
-The subtle part: sums over many positions of numbers of very different size. They are taken in fp32 products of a batch and
-added up in fp64; nothing here is divided by the number of positions, since no use above depends on it.
+- the output error of a weight error E, sum |E x|^2 = tr(E H E^T), for rounding (`models/quantization/gptq.py`);
+- the contribution of a group of inputs, tr(W_j H_jj W_j^T);
+- the least-squares weights after removing inputs, for pruning (`prune.py`).
+
+Sums over many positions mix numbers of very different size: each batch's product is fp32, their sum fp64. H is not divided
+by the number of positions, since no use above depends on it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from whorl.nn.linear import Linear
 
 
 class _StopForward(Exception):
-    """The block that was asked for is done."""
+    """Stops a forward after the requested block."""
 
 
 @torch.no_grad()
@@ -34,11 +36,11 @@ def second_moments(
     names: Collection[str],
     stop_after: nn.Module | None = None,
 ) -> dict[str, Tensor]:
-    """H of the inputs of each `Linear` in `names`, over `rows`.
+    """Compute H of the inputs of each `Linear` in `names` over `rows`.
 
     Args:
-        rows: batches of ids [B, T], each row one document or a piece of one.
-        until: a block after which a forward may stop.
+        rows: batches of ids [B, T], each row one document or a part of one.
+        stop_after: a block after which a forward may stop.
 
     Returns:
         name -> [in, in] fp64, symmetric.
@@ -46,41 +48,41 @@ def second_moments(
     Raises:
         ConfigError: no rows; a name that is no `Linear` of the model; a layer that was never called.
     """
-    found: dict[str, Tensor] = {}
+    moments: dict[str, Tensor] = {}
     hooks = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def see(_module: nn.Module, given: tuple[Any, ...]) -> None:
-            x = given[0].reshape(-1, given[0].shape[-1]).float()
-            part = (x.t() @ x).double()
-            found[name] = found[name] + part if name in found else part
+    def add_moments(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
+            product = (x.t() @ x).double()
+            moments[name] = moments[name] + product if name in moments else product
 
-        return see
+        return hook
 
     for name in names:
         module = model.get_submodule(name)
         if not isinstance(module, Linear):
             raise ConfigError(f"{name} is a {type(module).__name__}", expected="a Linear of the model")
-        hooks.append(module.register_forward_pre_hook(watch(name)))
+        hooks.append(module.register_forward_pre_hook(add_moments(name)))
     if stop_after is not None:
 
         def stop(*_: Any) -> None:
             raise _StopForward
 
         hooks.append(stop_after.register_forward_hook(stop))
-    seen = 0
+    n_ids = 0
     try:
         for ids in rows:
-            seen += ids.numel()
+            n_ids += ids.numel()
             try:
                 model(ids.to(model.embedding.device))
             except _StopForward:
                 continue
     finally:
-        for hook in hooks:
-            hook.remove()
-    if not seen:
-        raise ConfigError("there is no text to calibrate with", expected="at least one row of ids")
-    if missing := [name for name in names if name not in found]:
-        raise ConfigError(f"{missing[0]} was never called", expected="a layer that takes part in a forward")
-    return found
+        for handle in hooks:
+            handle.remove()
+    if not n_ids:
+        raise ConfigError("no calibration text", expected="at least one row of ids")
+    if missing := [name for name in names if name not in moments]:
+        raise ConfigError(f"{missing[0]} was never called", expected="a layer that the forward uses")
+    return moments

@@ -1,23 +1,21 @@
-"""A smaller model out of a trained one: whole attention heads and MLP channels are taken out, and the rest makes good.
+"""Structured pruning: remove attention heads and MLP channels, and adjust the remaining weights.
 
-Both are groups of inputs of a matrix that writes into the residual stream: a head's features of `out`, a channel of `down`.
-With that matrix W and the second moments H of its inputs over some text (`moments.py`), leaving out a group g and letting
-the columns that stay answer by least squares costs
+Heads and channels are groups of input columns of a matrix that writes into the residual stream (`out`, `down`). With that
+matrix W and the second moments H of its inputs (`activation_moments.py`), removing group g and refitting the other columns
+by least squares costs
 
     cost(g) = tr(W_g S W_g^T),   S = inv([inv(H)]_gg);     W -= W_g S [inv(H)]_g:,   inv(H) -= [inv(H)]_:g S [inv(H)]_g:
 
-the Optimal Brain Surgeon (Hassibi & Stork 1993), for groups of columns (Kurtic et al. 2023, ZipLM, arXiv:2302.04089).
-So the cheapest group goes, the rest is refitted, and what is cheapest next is asked anew: of two channels that say the same
-one goes and the other stays, where a measure of each by itself (activations times weights, as Wanda, arXiv:2306.11695, and
-Minitron, arXiv:2407.14679, take it) would keep or drop both. `measure` names the controls: "activation" tr(W_g H_gg W_g^T)
-without a refit, "magnitude" of the weights alone, "random".
+Criterion "obs" is the Optimal Brain Surgeon (Hassibi & Stork 1993) for groups of columns (Kurtic et al. 2023, ZipLM,
+arXiv:2302.04089): remove the cheapest group, refit, repeat. Of two redundant channels it keeps one, where a score per
+channel (Wanda, arXiv:2306.11695; Minitron, arXiv:2407.14679) keeps or drops both. The baselines have no refit:
+"activation" scores by tr(W_g H_gg W_g^T), "magnitude" by the weights alone, and "random" at random.
 
-What comes out is an ordinary model of the same class with another configuration, since every layer loses equally many: it
-is saved, loaded, trained and served as any other. Of key heads whole groups go, with their query heads; of query heads
-equally many in each group, so that grouped-query attention stays one. It is meant to be trained on a little:
-`teacher_log_probs` gives what the large one says, `objectives/distil.py` the loss.
+The result is a model of the same class with a smaller configuration, since every layer loses equally many. Key heads are
+removed with their query heads; query heads equally in each group, so grouped-query attention stays valid. Further training
+with `teacher_log_probs` and `objectives/distil.py` restores quality.
 
-The subtle part is a damped H: an input that the text never used has no curvature and would be free to take any weight.
+Subtle point: H is damped, because an input that is always 0 in the text has no curvature and would take any weight.
 
 Shapes: W [out, in]; H [in, in] fp64; groups [n, size] column numbers.
 """
@@ -40,11 +38,11 @@ from whorl.models.transformer_config import AttentionConfig
 from whorl.nn.mlp import GATED
 
 PruneCriterion = Literal["obs", "activation", "magnitude", "random"]
-DAMPING = 0.01  # of the mean of H's diagonal
+DAMPING = 0.01  # relative to the mean of H's diagonal
 
 
 class OptimalBrainSurgeon:
-    """A matrix whose input columns are taken out in groups.  weight: [out, in]; moments: [in, in] fp64."""
+    """A matrix that removes groups of its input columns.  weight: [out, in]; moments: [in, in] fp64."""
 
     def __init__(self, weight: Tensor, moments: Tensor, damping: float = DAMPING) -> None:
         self.weight = weight.detach().double().clone()
@@ -53,30 +51,30 @@ class OptimalBrainSurgeon:
         self.inverse = torch.cholesky_inverse(torch.linalg.cholesky(h))
 
     def costs(self, groups: Tensor) -> Tensor:
-        """[n]: what leaving out each group would cost, all others refitted."""
+        """Return the cost of removing each group after refitting the others, [n]."""
         if groups.shape[1] == 1:
             at = groups[:, 0]
             return self.weight[:, at].square().sum(0) / self.inverse.diagonal()[at]
         w = self.weight[:, groups].transpose(0, 1)  # [n, out, size]
-        inside = self.inverse[groups[:, :, None], groups[:, None, :]]  # [n, size, size]
-        answered: Tensor = torch.linalg.solve(inside, w.transpose(1, 2))
-        return (w.transpose(1, 2) * answered).sum((1, 2))
+        block = self.inverse[groups[:, :, None], groups[:, None, :]]  # [n, size, size]
+        solution: Tensor = torch.linalg.solve(block, w.transpose(1, 2))
+        return (w.transpose(1, 2) * solution).sum((1, 2))
 
     def remove(self, group: Tensor) -> None:
-        """Leaves out one group [size]: its columns become 0, the others make good."""
-        inside = self.inverse[group][:, group]
-        taken = torch.linalg.solve(inside, self.inverse[group])  # [size, in]
-        self.weight -= self.weight[:, group] @ taken
-        self.inverse -= self.inverse[:, group] @ taken
+        """Remove one group [size]: set its columns to 0 and refit the others."""
+        block = self.inverse[group][:, group]
+        update = torch.linalg.solve(block, self.inverse[group])  # [size, in]
+        self.weight -= self.weight[:, group] @ update
+        self.inverse -= self.inverse[:, group] @ update
         self.weight[:, group] = 0.0
-        # What is gone has no say any more; 1 keeps its own block invertible
+        # Decouple the removed columns; 1 keeps their own block invertible.
         self.inverse[group], self.inverse[:, group] = 0.0, 0.0
         self.inverse[group, group] = 1.0
 
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """Of one layer: query heads, key heads and channels that stay, ascending; the matrices behind them, refitted or cut."""
+    """Kept query heads, key heads and channels of one layer, ascending, and the matrices behind them."""
 
     heads: Tensor
     kv_heads: Tensor
@@ -95,21 +93,21 @@ def prune(
     criterion: PruneCriterion = "obs",
     generator: torch.Generator | None = None,
 ) -> LanguageModel:
-    """A model of the same class with fewer heads or channels in every layer; `model` stays as it is.
+    """Return a model of the same class with fewer heads or channels in every layer; `model` is unchanged.
 
     Args:
-        rows: batches of ids [B, T] to measure with.
-        heads, kv_heads, mlp_hidden: what each layer keeps; None keeps all. Without `kv_heads`, key heads go with `heads`
-            where each has one query head, and stay otherwise.
-        measure: what decides (see the top of this file); generator: of "random".
+        rows: batches of ids [B, T] for the second moments.
+        heads, kv_heads, mlp_hidden: number to keep in each layer; None keeps all. Without `kv_heads`, key heads are removed
+            with `heads` if each has one query head, and are kept otherwise.
+        criterion: see the top of this file; generator: of "random".
 
     Raises:
-        ConfigError: a number that is impossible, or a layer that cannot be cut so (mixtures, slopes by head, lent keys).
+        ConfigError: an impossible number, or an unsupported layer (experts, ALiBi, shared keys).
     """
     if criterion not in get_args(PruneCriterion):
         raise ConfigError(f"criterion is {criterion!r}", expected=one_of(criterion, get_args(PruneCriterion)))
     if model.quantization is not None:
-        raise ConfigError("the model is quantised", expected="one in full precision: prune first")
+        raise ConfigError("the model is quantized", expected="a model in full precision: prune first")
     shapes = [_layer_shape(model, n) for n in range(len(model.blocks))]
     target = _target(model, shapes, heads, kv_heads, mlp_hidden)
     names = [name for n in range(len(model.blocks)) for name in _prunable_weights(model, n) if name]
@@ -124,9 +122,8 @@ def prune(
     if any(name not in small.state_dict() for name, _ in small.named_buffers()):
         small = type(model)(config, dtype=model.dtype)
     state = {name: t.detach() for name, t in model.state_dict().items()}
-    for n, one in enumerate(kept):
-        if one is not None:
-            _slice_layer(model, n, shapes[n], one, state)
+    for n, layer in enumerate(kept):
+        _slice_layer(model, n, shapes[n], layer, state)
     small.load_state_dict({name: t.clone().contiguous() for name, t in state.items()}, assign=True)
     return small.to(model.embedding.device).train(model.training).requires_grad_(True)
 
@@ -135,9 +132,14 @@ def prune(
 def teacher_log_probs(
     model: LanguageModel, ids: Tensor, top_k: int | None = None, segments: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What a teacher says after each position.  ids: [B, T] -> (log-probabilities [B, T, K] fp32, their ids [B, T, K]).
+    """Return a teacher's predictions after each position.
 
-    top: K, the likeliest, best first; None for the whole vocabulary, in its order.
+    Args:
+        ids: [B, T].
+        top_k: K most likely tokens, in descending order; None: the whole vocabulary in its order.
+
+    Returns:
+        (log-probabilities [B, T, K] fp32, their ids [B, T, K]).
     """
     found = model.logits(model(ids, segments=segments)).log_softmax(-1)
     if top_k is None:
@@ -148,7 +150,7 @@ def teacher_log_probs(
 
 @dataclass(frozen=True)
 class _LayerShape:
-    """Of one layer; n_heads 0: no heads that could go."""
+    """Sizes of one layer; n_heads is 0 where no heads can be removed."""
 
     n_heads: int
     n_kv_heads: int
@@ -176,16 +178,16 @@ def _target(
     kv_heads: int | None,
     mlp_hidden: int | None,
 ) -> _LayerShape:
-    """What each layer keeps; 0 where all stay."""
+    """Return the sizes to keep in each layer; 0 keeps all."""
     with_heads = [s for s in shapes if s.n_heads]
     if heads is not None or kv_heads is not None:
         if not with_heads:
             raise ConfigError(
-                "heads are to go, and no layer has any", expected="a model with attention heads"
+                "heads or kv_heads is given, and no layer has heads", expected="a model with attention heads"
             )
         if len({(s.n_heads, s.n_kv_heads) for s in with_heads}) > 1:
             raise ConfigError(
-                "the layers have different numbers of heads", expected="one number, to cut from"
+                "the layers have different numbers of heads", expected="the same number in every layer"
             )
         first = with_heads[0]
         each = first.n_heads // first.n_kv_heads
@@ -199,23 +201,26 @@ def _target(
                 expected=f"a multiple of kv_heads ({kv_heads}), at most {kv_heads * each}",
             )
         if isinstance(model, Transformer):
-            named = [m for m in model.config.layer_mixers() if isinstance(m, AttentionConfig)]
-            if any(m.alibi for m in named):
+            attention = [m for m in model.config.layer_mixers() if isinstance(m, AttentionConfig)]
+            if any(m.alibi for m in attention):
                 raise ConfigError(
-                    "heads are to go, with alibi", expected="no slopes that depend on their number"
+                    "heads cannot be removed with alibi",
+                    expected="positions that do not depend on the number of heads",
                 )
             if model.config.kv_sharing_factor > 1 and kv_heads != first.n_kv_heads:
-                raise ConfigError("kv_heads are to go, and layers lend them", expected="kv_sharing_factor = 1")
+                raise ConfigError(
+                    "kv_heads cannot be removed: layers share them", expected="kv_sharing_factor = 1"
+                )
     if mlp_hidden is not None:
         if not all(s.mlp_hidden for s in shapes):
-            raise ConfigError("mlp_hidden is to shrink, in a mixture of experts", expected="plain MLPs")
+            raise ConfigError("mlp_hidden cannot shrink in a mixture of experts", expected="plain MLPs")
         if not 1 <= mlp_hidden <= shapes[0].mlp_hidden:
             raise ConfigError(f"mlp_hidden is {mlp_hidden}", expected=f"1 to {shapes[0].mlp_hidden}")
     return _LayerShape(heads or 0, kv_heads or 0, 0, mlp_hidden or 0)
 
 
 def _prunable_weights(model: LanguageModel, n: int) -> tuple[str, str]:
-    """Of the matrices behind heads and channels; "" where there is none that could be cut."""
+    """Return the names of the matrices behind heads and channels; "" where none can be pruned."""
     shape = _layer_shape(model, n)
     mixer = "attention" if isinstance(model, Decoder) else "mixer"
     return (
@@ -230,51 +235,51 @@ def _select_units(
     shape: _LayerShape,
     target: _LayerShape,
     moments: dict[str, Tensor],
-    measure: PruneCriterion,
+    criterion: PruneCriterion,
     generator: torch.Generator | None,
 ) -> PrunedLayer:
-    """Which heads and channels of layer `n` stay."""
+    """Select the heads and channels of layer `n` to keep."""
     out_name, down_name = _prunable_weights(model, n)
     nothing = torch.zeros(0, dtype=torch.long)
     heads = kv_heads = channels = nothing
     out = down = torch.zeros(0, 0)
     if out_name:
         weight: Any = model.get_submodule(out_name).weight
-        cutter = _Slicer(weight, moments[out_name], measure, generator)
+        slicer = _Slicer(weight, moments[out_name], criterion, generator)
         each, n_kv = shape.n_heads // shape.n_kv_heads, shape.n_kv_heads
         columns = torch.arange(shape.n_heads * shape.head_dim)
-        kv_heads = cutter.keep(columns.view(n_kv, -1), target.n_kv_heads or n_kv)
+        kv_heads = slicer.keep(columns.view(n_kv, -1), target.n_kv_heads or n_kv)
         per_group = (target.n_heads or shape.n_heads) // len(kv_heads)
         found = []
         for kv in kv_heads.tolist():
-            mine = torch.arange(kv * each, (kv + 1) * each)
-            found.append(mine[cutter.keep(columns.view(shape.n_heads, -1)[mine], per_group)])
+            group = torch.arange(kv * each, (kv + 1) * each)
+            found.append(group[slicer.keep(columns.view(shape.n_heads, -1)[group], per_group)])
         heads = torch.cat(found)
-        out = cutter.weight[:, columns.view(shape.n_heads, -1)[heads].flatten()].to(weight.dtype)
+        out = slicer.weight[:, columns.view(shape.n_heads, -1)[heads].flatten()].to(weight.dtype)
     if down_name:
         weight = model.get_submodule(down_name).weight
-        cutter = _Slicer(weight, moments[down_name], measure, generator)
-        channels = cutter.keep(torch.arange(shape.mlp_hidden)[:, None], target.mlp_hidden or shape.mlp_hidden)
-        down = cutter.weight[:, channels].to(weight.dtype)
+        slicer = _Slicer(weight, moments[down_name], criterion, generator)
+        channels = slicer.keep(torch.arange(shape.mlp_hidden)[:, None], target.mlp_hidden or shape.mlp_hidden)
+        down = slicer.weight[:, channels].to(weight.dtype)
     return PrunedLayer(heads, kv_heads, channels, out, down)
 
 
 class _Slicer:
-    """Takes groups of columns out of one matrix, by a measure."""
+    """Removes groups of columns from one matrix by a criterion."""
 
     def __init__(
-        self, weight: Tensor, moments: Tensor, measure: PruneCriterion, generator: torch.Generator | None
+        self, weight: Tensor, moments: Tensor, criterion: PruneCriterion, generator: torch.Generator | None
     ) -> None:
-        self.surgeon = OptimalBrainSurgeon(weight, moments) if measure == "obs" else None
+        self.surgeon = OptimalBrainSurgeon(weight, moments) if criterion == "obs" else None
         self.plain, self.moments = weight.detach(), moments
-        self.measure, self.generator = measure, generator
+        self.criterion, self.generator = criterion, generator
 
     @property
     def weight(self) -> Tensor:
         return self.plain if self.surgeon is None else self.surgeon.weight
 
     def keep(self, groups: Tensor, n: int) -> Tensor:
-        """Numbers of the `n` of these groups that stay, ascending."""
+        """Return the indices of the `n` groups to keep, ascending."""
         if n == len(groups):
             return torch.arange(n)
         left = list(range(len(groups)))
@@ -283,35 +288,35 @@ class _Slicer:
                 worst = int(self.surgeon.costs(groups[left]).argmin())
                 self.surgeon.remove(groups[left.pop(worst)])
             return torch.tensor(left)
-        if self.measure == "random":
+        if self.criterion == "random":
             return torch.randperm(len(groups), generator=self.generator)[:n].sort().values
         w = self.plain.double()[:, groups].transpose(0, 1)  # [n, out, size]
         score = w.square().sum((1, 2))
-        if self.measure == "activation":
-            inside = self.moments[groups[:, :, None], groups[:, None, :]]
-            score = ((w @ inside) * w).sum((1, 2))
+        if self.criterion == "activation":
+            block = self.moments[groups[:, :, None], groups[:, None, :]]
+            score = ((w @ block) * w).sum((1, 2))
         return score.topk(n).indices.sort().values.cpu()
 
 
 def _config(model: LanguageModel, target: _LayerShape) -> Any:
-    """The configuration with what stays."""
+    """Return the configuration of the pruned model."""
     changes: dict[str, Any] = {"mlp_hidden": target.mlp_hidden} if target.mlp_hidden else {}
-    fewer = {"n_heads": target.n_heads, "n_kv_heads": target.n_kv_heads} if target.n_heads else {}
-    if isinstance(model, Transformer) and fewer:
+    head_counts = {"n_heads": target.n_heads, "n_kv_heads": target.n_kv_heads} if target.n_heads else {}
+    if isinstance(model, Transformer) and head_counts:
         mixers = model.config.mixers
         changes["mixers"] = {
-            name: m.model_copy(update=fewer) if isinstance(m, AttentionConfig) else m
+            name: m.model_copy(update=head_counts) if isinstance(m, AttentionConfig) else m
             for name, m in mixers.items()
         }
     else:
-        changes |= fewer
+        changes |= head_counts
     return type(model.config).model_validate(model.config.model_copy(update=changes).model_dump())
 
 
 def _slice_layer(
     model: LanguageModel, n: int, shape: _LayerShape, kept: PrunedLayer, state: dict[str, Tensor]
 ) -> None:
-    """Replaces the tensors of layer `n` in `state`."""
+    """Replace the tensors of layer `n` in `state`."""
     prefix = f"blocks.{n}."
 
     def rows(name: str, at: Tensor) -> None:

@@ -1,1 +1,1 @@
-"""Weight quantisation of trained models: round to nearest and GPTQ."""
+"""Weight quantization of trained models: round to nearest and GPTQ."""

@@ -1,13 +1,13 @@
-"""A language model whose matrices are kept in few bits: which of them, and how such a model lies on disk.
+"""Quantized language models: which matrices are quantized, and their files.
 
-The folder is that of any model (`files.py`) with two differences: config.json also says `quantisation`, the scheme; and in
-model.safetensors a quantised matrix NAME.weight is NAME.codes and NAME.scales (`nn/quantized_linear.py`), the n-gram tables
-memory.codes_N and memory.scales_N, and the head head_product.codes and .scales. `load_model` reads both.
+The folder has the files of any model (`serialization.py`) with two differences. config.json has `quantization`. In
+model.safetensors a quantized matrix NAME.weight is NAME.codes and NAME.scales (`nn/quantized_linear.py`); the n-gram tables
+are memory.codes_N and memory.scales_N, and the head is head_product.codes and .scales. `load_model` reads both forms.
 
-What stays as it was: the embedding, norms, routers, mixtures' experts, matrices that a layer reads otherwise than through
-`Linear.forward` (a latent's kv_b, which is absorbed; recurrences'), and those with fewer than 16 rows or columns, the gates.
+Not quantized: the embedding, norms, routers, experts, matrices that a layer reads without `Linear.forward` (MLA's kv_b,
+which is absorbed; those of recurrent layers), and matrices with fewer than 16 rows or columns (gates).
 
-The subtle part is a tied model: its head product is quantised, the embedding that it is tied to is not, and both are kept.
+Subtle point: in a tied model the head product is quantized and the embedding is not, so both are stored.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from whorl.nn.recurrent import Recurrent
 if TYPE_CHECKING:
     from whorl.models.language_model import LanguageModel
 
-CONFIG_KEY = "quantization"  # of config.json
+CONFIG_KEY = "quantization"  # in config.json
 HEAD_NAME = "head_product"
 MIN_EXTENT = 16
 
 
 class QuantizationConfig(BaseModel):
-    """In which bits a model's matrices are kept."""
+    """Format of a model's matrices."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     format: WeightFormat = "int8"
     group_size: int | None = Field(
-        default=None, ge=2, description="columns that share a scale; default: a row's all"
+        default=None, ge=2, description="columns per scale; default: the whole row"
     )
-    dynamic: bool = Field(default=False, description="activations are rounded too, row by row")
+    dynamic: bool = Field(default=False, description="quantize activations too, row by row")
     rounding: str = Field(
-        default="nearest", pattern="^(nearest|calibrated)$", description="how the codes were found"
+        default="nearest", pattern="^(nearest|calibrated)$", description="method that finds the codes"
     )
-    head: bool = Field(default=False, description="the output matrix too: int8, a scale for each row")
-    ngram: bool = Field(default=False, description="n-gram tables too: int8, a scale for each row")
+    head: bool = Field(default=False, description="quantize the output matrix to int8, one scale per row")
+    ngram: bool = Field(default=False, description="quantize n-gram tables to int8, one scale per row")
 
     @model_validator(mode="after")
     def _validate(self) -> QuantizationConfig:
         if self.dynamic and (self.group_size is not None or self.format == "int4"):
-            raise ValueError("dynamic needs one scale a row: int8 or fp8, without a group")
+            raise ValueError("dynamic needs one scale per row: int8 or fp8, without group_size")
         if self.group_size is not None and self.group_size % 2:
             raise ValueError(f"group_size ({self.group_size}) must be even")
         return self
@@ -71,36 +71,36 @@ class QuantizationConfig(BaseModel):
 
 
 def layers_read_directly(model: nn.Module) -> set[str]:
-    """Names of the layers whose weight is read otherwise than through `Linear.forward`."""
-    inside = {MultiHeadLatentAttention: ("kv_b",), Mamba: ("delta",), Recurrent: ("inward", "recurrent")}
+    """Return the names of layers whose weight is read without `Linear.forward`."""
+    layers = {MultiHeadLatentAttention: ("kv_b",), Mamba: ("delta",), Recurrent: ("inward", "recurrent")}
     return {
         f"{path}.{name}"
         for path, module in model.named_modules()
-        for kind, names in inside.items()
+        for kind, names in layers.items()
         if isinstance(module, kind)
         for name in names
     }
 
 
 def quantizable_layers(model: nn.Module) -> list[str]:
-    """Names of the layers of the blocks whose matrices may be kept in few bits (see the top of this file)."""
-    apart = layers_read_directly(model)
+    """Return the names of the block layers that can be quantized (see the top of this file)."""
+    excluded = layers_read_directly(model)
     return [
         name
         for name, module in model.named_modules()
-        if isinstance(module, Linear) and name.startswith("blocks.") and name not in apart
+        if isinstance(module, Linear) and name.startswith("blocks.") and name not in excluded
         and min(module.weight.shape) >= MIN_EXTENT
     ]  # fmt: skip
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts a module in the place of the one called `name`."""
+    """Replace the module called `name`."""
     owner, _, last = name.rpartition(".")
     setattr(model.get_submodule(owner), last, module)
 
 
 def head_as_linear(model: LanguageModel) -> Linear:
-    """The output matrix as a layer."""
+    """Return the output matrix as a layer."""
     with torch.device("meta"):
         layer = Linear(*reversed(model.head_weight.shape), std=0.0)
     layer.weight = nn.Parameter(model.head_weight.detach(), requires_grad=False)
@@ -108,13 +108,13 @@ def head_as_linear(model: LanguageModel) -> Linear:
 
 
 def set_head_layer(model: LanguageModel, layer: QuantizedLinear) -> None:
-    """Lets `layer` make the logits; an output matrix of the model's own is given up."""
+    """Compute logits with `layer`; the model's own output matrix is dropped."""
     model.head = None
     setattr(model, HEAD_NAME, layer)
 
 
 def save_quantized(model: LanguageModel, folder: Path) -> None:
-    """Writes `config.json` and `model.safetensors`; the rest of the weights as they are (fp32 unless they were cast)."""
+    """Write `config.json` and `model.safetensors`; weights that are not quantized keep their type."""
     scheme = model.quantization
     assert isinstance(scheme, QuantizationConfig)
     config = model.config.model_dump(mode="json")
@@ -134,11 +134,11 @@ def load_quantized(
     dtype: torch.dtype,
     device: str,
 ) -> LanguageModel:
-    """The model that `save_quantised` wrote.
+    """Load a model that `save_quantized` wrote.
 
     Args:
-        scheme_data: what config.json says under `quantisation`.
-        make: gives an untrained model of its shape.
+        config_data: the value of `quantization` in config.json.
+        make: returns an untrained model of its shape.
 
     Raises:
         CheckpointError: a file is damaged, or a tensor is missing, unknown, or of another shape or type.
@@ -149,13 +149,13 @@ def load_quantized(
         found: Mapping[str, Tensor] = load_file(where, device=device)
     except (OSError, ValueError, SafetensorError, ValidationError) as error:
         raise CheckpointError(
-            f"no model could be read from {folder}: {error}",
-            expected="config.json and model.safetensors as `whorl quantise` writes them",
+            f"cannot read a model from {folder}: {error}",
+            expected="config.json and model.safetensors as `whorl quantize` writes them",
         ) from error
     with torch.device("meta"):
         model = make()
     if any(name not in model.state_dict() for name, _ in model.named_buffers()):
-        model = make()  # buffers that are not stored must be made
+        model = make()  # initializes buffers that are not stored
     with torch.device("meta"):
         _install_quantized_layers(
             model, scheme, [n.removesuffix(".codes") for n in found if n.endswith(".codes")], where
@@ -168,7 +168,7 @@ def load_quantized(
             f"{where}: tensor {name!r} is {given.get(name, 'missing')}",
             expected=f"{wanted.get(name, 'no such tensor')} by config.json",
         )
-    # Copied: a file's tensors begin anywhere, and kernels read whole lines of memory.
+    # Copied for alignment: tensors in a file begin at any byte, and kernels read whole cache lines.
     model.load_state_dict({name: t.clone() for name, t in found.items()}, assign=True)
     for p in model.parameters():
         p.requires_grad_(False)
@@ -181,14 +181,14 @@ def load_quantized(
 
 
 def _dtype_class(t: Tensor) -> str:
-    """Floating point is floating point: the type in which it is kept may be chosen."""
+    """Return "float" for every floating-point type, since the stored precision may vary."""
     return "float" if t.dtype in (torch.float32, torch.bfloat16, torch.float16) else str(t.dtype)
 
 
 def _install_quantized_layers(
     model: LanguageModel, scheme: QuantizationConfig, names: list[str], where: Path
 ) -> None:
-    """Empty quantised layers in the places that a file names."""
+    """Install empty quantized layers under the names found in a file."""
     for name in names:
         if name == HEAD_NAME:
             vocab, d = model.head_weight.shape
@@ -200,8 +200,8 @@ def _install_quantized_layers(
             layer = None
         if not isinstance(layer, Linear):
             raise CheckpointError(
-                f"{where}: tensor '{name}.codes' is of no matrix",
-                expected="layers of the model in config.json",
+                f"{where}: tensor '{name}.codes' belongs to no matrix",
+                expected="a layer of the model in config.json",
             )
         d_out, d_in = layer.weight.shape
         bias = layer.bias is not None

@@ -1,24 +1,14 @@
-"""Bridges between pictures and words: one that compares them, one that puts them into words.
+"""CLIP's dual encoder (Radford et al. 2021, arXiv:2103.00020, figure 3): an image tower and a text tower.
 
-`DualEncoder`, CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3). Two towers that never meet but in a product:
-
-    x = unit(image tower(pictures))      y = unit(text tower(ids))      scores = exp(t) x y^T        [N, M]
+    x = unit(image tower(images))      y = unit(text tower(ids))      scores = exp(t) x y^T        [N, M]
 
 It is trained by `objectives.contrastive.info_nce`. The temperature is learned, as t = log of the scale, from 1 / 0.07 and
-bounded at 100 (section 2.5). The subtle part is the bound: past a plain clamp there is no gradient, and a t that Adam's
-momentum once carried over it would stay there for good. `bounded` stops only the gradient that pushes further out.
+bounded at 100 (section 2.5).
 
-`Captioner`, Flamingo (Alayrac et al. 2022, arXiv:2204.14198, section 2.2 and figure 4). Both parts exist already and are
-frozen; between the language model's blocks come new layers that look at the picture:
+Subtle point: a plain clamp has no gradient beyond its bound, so a t that Adam's momentum carried over it would stay there.
+`straight_through_clamp` stops only the gradient that pushes further out.
 
-    h += tanh(a) attention(norm(h), picture);   h += tanh(b) mlp(norm(h))       a = b = 0 at first
-
-So at first the language model is unchanged, to the bit (a test), and what it knows is not undone by random layers. The
-subtle part: everywhere else in this house the last matrix of a branch starts at 0. Together with a gate of 0 that is a dead
-start: the gate's gradient is the branch (0), and the branch's gradient carries the gate (0). Here the gate alone is 0, and
-the last matrices are drawn.
-
-Shapes: pictures [B, C, H, W]; their tokens [B, N, d_image]; ids [B, T]; h [B, T, d_model].
+Shapes: images [B, C, H, W]; ids [B, T].
 """
 
 from __future__ import annotations
@@ -41,7 +31,7 @@ INIT_LOGIT_SCALE, MAX_LOGIT_SCALE = 1 / 0.07, 100.0
 
 
 def straight_through_clamp(raw: Tensor, max_value: float) -> Tensor:
-    """min(raw, largest), through which a gradient that would lower raw still passes.  raw: any shape."""
+    """Return min(raw, max_value), which passes gradients that lower raw.  raw: any shape."""
     value = raw + (raw.clamp(max=max_value) - raw).detach()
     if value.requires_grad:
         over = raw.detach() > max_value
@@ -50,17 +40,17 @@ def straight_through_clamp(raw: Tensor, max_value: float) -> Tensor:
 
 
 class DualEncoder(ProfiledModule):
-    """A picture tower and a text tower with one space of unit vectors (see the top of this file).
+    """An image tower and a text tower with one space of unit vectors (see the top of this file).
 
     Args:
-        image: its `classes` are the width of the common space. Its head becomes the projection and is drawn anew, for it
+        image: its `classes` are the width of the joint space. Its head becomes the projection and is initialized again: it
             starts at 0, and a vector of 0 has no direction.
         text: projected to the same width here; its classifier, if any, is not used.
         generator: of both projections.
-        largest_scale: the bound of the inverse temperature.
+        max_logit_scale: upper bound of the inverse temperature.
 
     Raises:
-        ConfigError: the picture tower has no head.
+        ConfigError: the image tower has no head.
     """
 
     def __init__(
@@ -82,41 +72,42 @@ class DualEncoder(ProfiledModule):
 
     @property
     def scale(self) -> Tensor:
-        """[] the inverse temperature, at most `largest_scale`."""
+        """Return the inverse temperature [], at most `max_logit_scale`."""
         return straight_through_clamp(self.log_scale, math.log(self.max_logit_scale)).exp()
 
     def embed_images(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, d_joint] unit vectors, fp32."""
+        """Embed images [B, C, H, W] -> [B, d_joint] unit vectors, fp32."""
         return F.normalize(self.image(images), dim=-1)
 
     def embed_texts(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """ids [B, T], mask [B, T] True = a real token -> [B, d_joint] unit vectors, fp32; 0 for a row without tokens.
+        """Embed ids [B, T], mask [B, T] True = a real token -> [B, d_joint] unit vectors, fp32; 0 for a row without tokens.
 
-        A tower with an `end_id` refuses such a row (ConfigError).
+        Raises:
+            ConfigError: a row has no tokens, and the tower has an `end_id`.
         """
         return F.normalize(self.projection(self.text.pool(ids, mask)), dim=-1)
 
     def forward(
         self, images: Tensor, ids: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """N pairs -> what `info_nce` takes: x [N, d_joint], y [N, d_joint], scale []."""
+        """Compute the inputs of `info_nce` from N pairs: x [N, d_joint], y [N, d_joint], scale []."""
         return self.embed_images(images), self.embed_texts(ids, mask), self.scale
 
     def scores(self, images: Tensor, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-        """N pictures, M texts -> [N, M] fp32 logits of which text belongs to a picture (and of the reverse, transposed).
+        """Compute fp32 logits [N, M] of N images and M texts: a row is a distribution over texts, a column one over images.
 
-        With texts that name classes this is a classifier that was trained on none of them (section 3.1.2).
+        With texts that name classes this is a zero-shot classifier (section 3.1.2).
         """
         x, y, scale = self(images, ids, mask)
         return cast(Tensor, scale * (x @ y.T))
 
     def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Pairs of a picture of the side `size` and the longest text."""
+        """Return pairs of an image of side `size` and the longest text."""
         pictures = torch.zeros(batch, self.image.channels, size, size, device=device)
         return pictures, *self.text.example_inputs(batch, self.text.config.max_length, device)
 
     def params(self) -> dict[str, int]:
-        """Parameters: total (with the scale), all of them active; image; text (with its projection); embedding."""
+        """Count parameters: total (with the scale), all active; image; text (with its projection); embedding."""
         image, text, projection = (
             sum(p.numel() for p in part.parameters()) for part in (self.image, self.text, self.projection)
         )

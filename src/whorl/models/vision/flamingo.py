@@ -1,24 +1,17 @@
-"""Bridges between pictures and words: one that compares them, one that puts them into words.
+"""Image captioner after Flamingo (Alayrac et al. 2022, arXiv:2204.14198, section 2.2 and figure 4).
 
-`DualEncoder`, CLIP (Radford et al. 2021, arXiv:2103.00020, figure 3). Two towers that never meet but in a product:
+A trained ViT and a trained language model are frozen. New cross-attention layers before the language model's blocks read
+the image:
 
-    x = unit(image tower(pictures))      y = unit(text tower(ids))      scores = exp(t) x y^T        [N, M]
+    h += tanh(a) attention(norm(h), image);   h += tanh(b) mlp(norm(h))       a = b = 0 at initialization
 
-It is trained by `objectives.contrastive.info_nce`. The temperature is learned, as t = log of the scale, from 1 / 0.07 and
-bounded at 100 (section 2.5). The subtle part is the bound: past a plain clamp there is no gradient, and a t that Adam's
-momentum once carried over it would stay there for good. `bounded` stops only the gradient that pushes further out.
+The language model is therefore bit-identical at first (tested), and random layers do not damage it.
 
-`Captioner`, Flamingo (Alayrac et al. 2022, arXiv:2204.14198, section 2.2 and figure 4). Both parts exist already and are
-frozen; between the language model's blocks come new layers that look at the picture:
+Subtle point: elsewhere in this package the last matrix of a branch starts at 0. Together with a gate of 0, both gradients
+would be 0: the gate's gradient contains the branch, and the branch's gradient contains the gate. Here only the gate starts
+at 0.
 
-    h += tanh(a) attention(norm(h), picture);   h += tanh(b) mlp(norm(h))       a = b = 0 at first
-
-So at first the language model is unchanged, to the bit (a test), and what it knows is not undone by random layers. The
-subtle part: everywhere else in this house the last matrix of a branch starts at 0. Together with a gate of 0 that is a dead
-start: the gate's gradient is the branch (0), and the branch's gradient carries the gate (0). Here the gate alone is 0, and
-the last matrices are drawn.
-
-Shapes: pictures [B, C, H, W]; their tokens [B, N, d_image]; ids [B, T]; h [B, T, d_model].
+Shapes: images [B, C, H, W]; their tokens [B, N, d_image]; ids [B, T]; h [B, T, d_model].
 """
 
 from __future__ import annotations
@@ -38,7 +31,7 @@ from whorl.nn.norm import LayerNorm
 
 
 class GatedCrossAttention(nn.Module):
-    """A new layer that looks at a picture.  h: [B, T, d], context: [B, N, d_context] -> [B, T, d]; at first h itself."""
+    """A gated cross-attention layer.  h: [B, T, d], context: [B, N, d_context] -> [B, T, d]; at first the identity."""
 
     def __init__(
         self,
@@ -66,24 +59,24 @@ class GatedCrossAttention(nn.Module):
         self.mlp_gate = nn.Parameter(torch.zeros(()))
 
     def forward(self, h: Tensor, context: Tensor) -> Tensor:
-        seen = self.attention(self.attention_norm(h), context=self.context_norm(context))
-        h = h + self.attention_gate.tanh().to(h.dtype) * seen
+        attended = self.attention(self.attention_norm(h), context=self.context_norm(context))
+        h = h + self.attention_gate.tanh().to(h.dtype) * attended
         out: Tensor = h + self.mlp_gate.tanh().to(h.dtype) * self.mlp(self.mlp_norm(h))
         return out
 
 
 class Captioner(ProfiledTextModule):
-    """A frozen decoder that sees pictures through a frozen ViT (see the top of this file).
+    """A frozen decoder that attends to image tokens of a frozen ViT (see the top of this file).
 
-    What is to be trained are the parameters whose names begin with "bridges.".
+    Only parameters with names that begin with "bridges." are trainable.
 
     Args:
-        decoder, image: used as they are; their parameters are frozen here (`requires_grad`).
+        decoder, image: trained networks; their parameters are frozen here (`requires_grad`).
         n_heads, mlp_hidden: of the new layers; by default the decoder's own.
-        every: a new layer stands before every so-many-th block, from the first on.
+        cross_attn_every: a new layer precedes every so-many-th block, beginning with the first.
 
     Raises:
-        ConfigError: `every` is below 1, or heads that do not divide the decoder's width.
+        ConfigError: `cross_attn_every` is below 1, or n_heads does not divide the decoder's width.
     """
 
     def __init__(
@@ -100,7 +93,7 @@ class Captioner(ProfiledTextModule):
         c = decoder.config
         n_heads = c.n_heads if n_heads is None else n_heads
         if cross_attn_every < 1:
-            raise ConfigError(f"every is {cross_attn_every}", expected="at least 1")
+            raise ConfigError(f"cross_attn_every is {cross_attn_every}", expected="at least 1")
         if n_heads < 1 or c.d_model % n_heads:
             raise ConfigError(f"n_heads is {n_heads}", expected=f"a divisor of d_model, {c.d_model}")
         self.decoder, self.image, self.cross_attn_every = (
@@ -117,33 +110,33 @@ class Captioner(ProfiledTextModule):
         )
 
     def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Captions of `size` tokens under a picture that was looked at before."""
+        """Return captions of `size` tokens and image tokens."""
         ids = torch.zeros(batch, size, dtype=torch.long, device=device)
         return ids, torch.zeros(batch, *self.image.positions.shape[-2:], device=device)
 
     def params(self) -> dict[str, int]:
-        """Parameters: total; active; trained (the bridges); embedding (the decoder's tables of ids, and its head)."""
-        own, decoder = (sum(p.numel() for p in part.parameters()) for part in (self.bridges, self.image))
-        theirs = self.decoder.params()
-        total, active = own + decoder + theirs["total"], own + decoder + theirs["active"]
-        return {"total": total, "active": active, "trained": own, "embedding": theirs["embedding"]}
+        """Count parameters: total; active; trained (the new layers); embedding (the decoder's, and its head)."""
+        trained, image = (sum(p.numel() for p in part.parameters()) for part in (self.bridges, self.image))
+        decoder = self.decoder.params()
+        total, active = trained + image + decoder["total"], trained + image + decoder["active"]
+        return {"total": total, "active": active, "trained": trained, "embedding": decoder["embedding"]}
 
     def kv_bytes_per_token(self) -> int:
-        """The decoder's: pictures are looked at again, not kept."""
+        """Return the decoder's bytes per token: image tokens are not cached."""
         return self.decoder.kv_bytes_per_token()
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, N, d_image]. The tower is frozen, so this can be done once for each picture, and kept."""
+        """Encode images [B, C, H, W] -> [B, N, d_image]. The tower is frozen, so the result can be cached."""
         return self.image.tokens(images)
 
     def forward(self, ids: Tensor, context: Tensor, state: DecoderState | None = None) -> Tensor:
-        """ids [B, T], context [B, N, d_image] from `look` -> hidden states [B, T, d_model].
+        """Compute hidden states [B, T, d_model] of ids [B, T] and context [B, N, d_image] from `encode_images`.
 
-        state: of `decoder.new_state`, read and extended in place; the picture needs none.
+        state: of `decoder.new_state`, read and extended in place; the image needs none.
 
         Raises:
-            ConfigError: ids and context have other numbers of rows.
+            ConfigError: ids and context have different numbers of rows.
         """
         if context.ndim != 3 or len(context) != len(ids):
             raise ConfigError(f"context is {list(context.shape)}", expected=f"[{len(ids)}, N, d_image]")
@@ -159,13 +152,15 @@ class Captioner(ProfiledTextModule):
 
     @torch.no_grad()
     def generate(self, images: Tensor, bos_id: int, eos_id: int, max_tokens: int) -> list[list[int]]:
-        """The likeliest next token, again and again.
+        """Generate captions greedily.
 
         Args:
-            images: [B, C, H, W]. begin: id that every caption starts with. end: id that closes it. limit: longest caption.
+            images: [B, C, H, W].
+            bos_id, eos_id: first and last id of every caption.
+            max_tokens: longest caption.
 
         Returns:
-            The ids of each caption, without `begin` and `end`.
+            The ids of each caption, without `bos_id` and `eos_id`.
         """
         context, state = self.encode_images(images), self.decoder.new_state(len(images), max_tokens + 1)
         newest = torch.full((len(images), 1), bos_id, device=images.device)

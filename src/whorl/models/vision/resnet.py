@@ -1,9 +1,9 @@
 """Residual networks: x = relu(x + f(x)) with f two 3 x 3 convolutions (He et al. 2015, arXiv:1512.03385, eq. 1).
 
-ResNet has the order of 2015 by default, or that of 2016 (`pre_activation`, arXiv:1603.05027, figure 4e): norm and ReLU come
-before each convolution, so that nothing but the sums stands on the path from the last block back to the first.
+The default order is that of 2015. `pre_activation` is that of 2016 (arXiv:1603.05027, figure 4e): norm and ReLU precede
+each convolution, so the path from the last block to the first has only sums.
 
-Each branch starts silent, and the model tells its cost, as the others of `models/vision/vit.py` do.
+Each residual branch starts at 0, as in `models/vision/vit.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from whorl.nn.norm import BatchNorm
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut.  [B, c_in, H, W] -> [B, c_out, H / stride, W / stride].
+    """Two 3 x 3 convolutions and a shortcut.  [B, c_in, H, W] -> [B, c_out, H / stride, W / stride].
 
     The shortcut is the identity, or a 1 x 1 convolution where the shape changes (option B of section 3.3).
     """
@@ -58,7 +58,7 @@ class BasicBlock(nn.Module):
         return F.relu(x + h)
 
     def flops(self, size: int) -> float:
-        """For an input of side `size`."""
+        """Return the forward FLOPs for an input of side `size`."""
         after = self.convolution1.output_size(size)
         shortcut = 0.0 if self.shortcut is None else self.shortcut.flops(size)
         return self.convolution1.flops(size) + self.convolution2.flops(after) + shortcut
@@ -68,15 +68,15 @@ class ResNet(ProfiledModule):
     """A residual network of basic blocks (see the top of this file).
 
     Args:
-        channels: of the images. classes: how many.
+        channels: of the images. classes: width of the head.
         widths: channels of each stage; every stage but the first halves the sides. depths: blocks in each stage.
             (64, 128, 256, 512) with (2, 2, 2, 2) and a large stem is ResNet-18; (16, 32, 64) with (3, 3, 3) and a
-            small stem, ResNet-20 for CIFAR.
-        stem: "small", a 3 x 3 convolution, or "large", 7 x 7 at stride 2 and a maximum over 3 x 3 at stride 2.
+            small stem is ResNet-20 for CIFAR.
+        stem: "small", a 3 x 3 convolution, or "large", 7 x 7 at stride 2 and a 3 x 3 maximum at stride 2.
         pre_activation: the order of 2016.
 
     Raises:
-        ConfigError: a setting that makes no network; when called, images of another shape.
+        ConfigError: invalid sizes; when called, images of another shape.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class ResNet(ProfiledModule):
                 blocks.append(BasicBlock(c_in, width, stride, pre_activation, generator))
                 c_in = width
         self.blocks = nn.ModuleList(blocks)
-        # 2015: behind the stem; 2016: behind the last block, whose sum is not normalised yet.
+        # 2015: after the stem; 2016: after the last block, whose sum is not normalized yet.
         self.norm = BatchNorm(c_in if pre_activation else widths[0])
         self.pre_activation = pre_activation
         self.head = Linear(c_in, classes, std=0.01, bias=True, generator=generator)
 
     def features(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, last width], the mean over all places."""
+        """Compute features [B, C, H, W] -> [B, last width]: the mean over all positions."""
         check_images(images, self.channels)
         x: Tensor = self.stem(images)
         if not self.pre_activation:
@@ -132,21 +132,21 @@ class ResNet(ProfiledModule):
         return x.mean((2, 3))
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, C, H, W] -> logits [B, classes], fp32."""
+        """Compute fp32 logits [B, classes] of images [B, C, H, W]."""
         return cast(Tensor, self.head(self.features(images))).float()
 
     def example_inputs(self, batch: int, size: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Pictures of the side `size`."""
+        """Return images of side `size`."""
         return (torch.zeros(batch, self.channels, size, size, device=device),)
 
     def params(self) -> dict[str, int]:
-        """Parameters: total; stem; blocks; head; norm, the one that stands outside of the blocks."""
+        """Count parameters: total; stem; blocks; head; norm (the one outside the blocks)."""
         return {"embedding": 0} | count_params(
             self, stem=self.stem, blocks=self.blocks, norm=self.norm, head=self.head
         )
 
     def flops(self, image_size: int) -> float:
-        """Forward operations of the products for one image of that side."""
+        """Return the forward FLOPs of the matrix products for one image of that side."""
         total, size = self.stem.flops(image_size), self.stem.output_size(image_size)
         if self.large:
             size = (size - 1) // 2 + 1
