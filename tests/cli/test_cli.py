@@ -25,7 +25,7 @@ sources = ["{source}"]
 parents = ["ingest"]
 validation_bytes = 2000
 test_bytes = 2000
-max_held_out_share = 0.3
+max_held_out_fraction = 0.3
 [steps.tokenizer]
 parents = ["ingest", "curate"]
 vocab_size = 320
@@ -189,13 +189,13 @@ def test_an_agent_is_trained_measured_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("gymnasium")
     done = subprocess.run(
         [sys.executable, "-m", "whorl.cli", "rl", "train", "a2c", "CartPole-v1", "--seeds", "2", "--steps", "3000",
-         "--episodes", "3", "--set", "length=16"],
+         "--episodes", "3", "--set", "n_steps=16"],
         cwd=tmp_path, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "inter-quartile mean of 2 seeds" in done.stdout
     agent = Store(tmp_path / ".whorl").open("rl/a2c-CartPole-v1")
     result = json.loads(agent.file("result.json").read_text())
-    assert len(result["returns"]) == 2 and result["settings"]["length"] == 16
+    assert len(result["returns"]) == 2 and result["settings"]["n_steps"] == 16
     assert {"curve.html", "result.json", "seed-0.safetensors", "seed-1.safetensors"} == set(agent.files)
     assert str(agent.file("curve.html")) in done.stdout
     for wrong, words in (

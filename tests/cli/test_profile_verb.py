@@ -24,14 +24,14 @@ sources = ["notes"]
 parents = ["ingest"]
 validation_bytes = 2000
 test_bytes = 2000
-max_held_out_share = 0.3
+max_held_out_fraction = 0.3
 [steps.plan]
 parents = ["ingest", "curate"]
 steps = 40
 d_model = 64
 n_layers = 1
 vocab_size = 320
-length = 32
+seq_len = 32
 ngram_buckets = 64
 compile = false
 replicas = 1

@@ -34,6 +34,6 @@ def test_one_command_comes_next_that_of_the_last_model() -> None:
 def test_a_model_that_answered_tasks_is_asked_one_of_them(tmp_path: Path) -> None:
     one = {"prompt": "1+2\n", "answer": "3", "passed": True, "reward": 1.0, "reason": ""}
     (tmp_path / "samples.json").write_text(json.dumps({"before": [one], "after": [one]}))
-    made = artifact("model", "r/rlvr", "samples.json")
+    made = artifact("model", "r/rl", "samples.json")
     made.file = lambda name: tmp_path / name
-    assert closing_lines([made], "")[-1] == r"next:   whorl sample r/rlvr $'1+2\n'"
+    assert closing_lines([made], "")[-1] == r"next:   whorl sample r/rl $'1+2\n'"

@@ -24,7 +24,7 @@ test_bytes = 40000
 parents = ["ingest", "curate"]
 steps = 60
 vocab_size = 400
-length = 128
+seq_len = 128
 replicas = 2
 compile = false
 

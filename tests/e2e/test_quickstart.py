@@ -20,11 +20,11 @@ import pytest
 STEPS = 120
 SMALL = [
     "curate.validation_bytes=40000", "curate.test_bytes=40000",
-    f"plan.steps={STEPS}", "plan.d_model=64", "plan.n_layers=2", "plan.vocab_size=400", "plan.length=128",
+    f"plan.steps={STEPS}", "plan.d_model=64", "plan.n_layers=2", "plan.vocab_size=400", "plan.seq_len=128",
     "plan.ngram_buckets=4096", "plan.replicas=2", "plan.compile=false", "pretrain.checkpoint_seconds=0.4",
     "evaluate.completions=8", "evaluate.completion_tokens=40", "evaluate.samples=2", "evaluate.sample_tokens=20",
-    "tasks.n=64", "tasks.n_test=8", "tasks.files=60", "tasks.prompt_bytes=160", "sft.length=256", "sft.batch_rows=4",
-    "rlvr.steps=2", "rlvr.prompts=4", "rlvr.answers=4", "rlvr.max_tokens=24", "rlvr.length=256",
+    "tasks.max_train=64", "tasks.max_test=8", "tasks.max_files=60", "tasks.max_prompt_bytes=160", "sft.seq_len=256", "sft.batch_size=4",
+    "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=4", "rl.max_completion_tokens=24", "rl.max_seq_len=256",
 ]  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def test_raw_text_tokenised_on_the_way_survives_a_kill_too(
         texts = [p.read_text(errors="replace") for p in sorted(folder.rglob("*.py"))]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (tmp_path / f"part-{number}.jsonl").write_text(lines)
-    raw = ["--set", f'pretrain.raw.sources=[{{files=["{tmp_path}/part-*.jsonl"]}}]', "--until", "pretrain"]
+    raw = ["--set", f'pretrain.stream.sources=[{{files=["{tmp_path}/part-*.jsonl"]}}]', "--until", "pretrain"]
     stores = [tmp_path / "whole", tmp_path / "killed"]
     for store in stores:  # what is before training is there already
         shutil.copytree(undisturbed, store)

@@ -122,8 +122,8 @@ def test_stages_are_told_by_before_and_after() -> None:
     assert "Of the first 2 of 128, 0 passed before and 1 after." in text
     assert "✗ before: not passed syntax: invalid syntax (line 2)" in text and "✓ after: passed" in text
     assert "before: not passed, reward 0.250 empty: adds nothing" in text and "said nothing" in text
-    assert "Held-out tasks passed" in text and "25 % before rlvr" in text
-    for title in ("sft: loss", "rlvr: share of answers that passed", "rlvr: length of answers"):
+    assert "Held-out tasks passed" in text and "25 % before rl" in text
+    for title in ("sft: loss", "rl: share of answers that passed", "rl: length of answers"):
         assert f"<h3>{title}</h3>" in page
     # What no stage measured has no column.
     alone = [stage.model_copy(update={"bits_per_byte": None}) for stage in example().stages]
@@ -134,9 +134,9 @@ def test_stages_are_told_by_before_and_after() -> None:
 
 def test_a_stage_of_one_step_and_one_without_a_wrong_answer_are_drawn() -> None:
     points = [StagePoint(step=1, accuracy=1.0, completion_length=7.0, completion_length_incorrect=0.0)]
-    drawn = list(stage_charts([StageSection(name="rlvr", points=points), StageSection(name="quantise")]))
+    drawn = list(stage_charts([StageSection(name="rl", points=points), StageSection(name="quantize")]))
     assert [title for title, _, _ in drawn] == [
-        "rlvr: share of answers that passed", "rlvr: length of answers",
+        "rl: share of answers that passed", "rl: length of answers",
     ]  # fmt: skip
     assert "all answers" in drawn[1][2] and "wrong answers" not in drawn[1][2]
     assert "not finite" not in drawn[0][2] and "nan" not in drawn[0][2]

@@ -1,8 +1,7 @@
-"""What the artifacts of stages tell the report: figures before and after, curves, answers to the same tasks.
+"""Figures of alignment stages for the report: before and after, curves, objectives, answers to the same tasks.
 
-A stage is known by what it is, not by its name or its role: a model that was made of a model. Its summary holds what was
-measured (`solved`, `bits_per_byte`), its `curve.json` the metrics of each step, its `samples.json` the answers; each may be
-missing, since no stage must measure everything.
+A stage is any model that was made from a model; name and role do not matter. Its summary holds the measurements (`eval`,
+`bits_per_byte`), `curve.json` the metrics of each step, `samples.json` the answers. Each of them may be missing.
 """
 
 from __future__ import annotations
@@ -18,29 +17,39 @@ CURVE_METRICS = {
     "completion_length": "completion_length/mean",
     "completion_length_incorrect": "completion_length/incorrect",
 }
-MAX_PROMPT_CHARS = 60  # characters of a prompt that is short enough to be typed
+OBJECTIVE_OF_STEP = {  # step -> name in `objectives/catalog.py`, or the configuration field that holds it
+    "pretrain": "next_token",
+    "decay_branch": "next_token",
+    "sft": "sft",
+    "preference": "config.objective",
+    "rl": "config.algorithm",
+    "distil": "config.divergence",
+    "reward_model": "reward_model",
+    "embedder": "info_nce",
+}
+MAX_PROMPT_CHARS = 60  # longest prompt that is shown in a command to type
 
 
 def derived_models(artifacts: Iterable[Artifact]) -> list[Artifact]:
-    """Those that are models made of a model, each once, in the order in which they were made."""
+    """Return the models that were made from a model, in the order of creation."""
     found = {a.address: a for a in artifacts if a.kind == "model" and "model" in a.parents}
     return sorted(found.values(), key=lambda a: a.created)
 
 
 def with_ancestors(artifacts: Iterable[Artifact], store: Store) -> list[Artifact]:
-    """These and all that they were made from, as far as the store still has it, in the order in which they were made."""
+    """Return the artifacts and their ancestors that the store still has, in the order of creation."""
     found = {a.address: a for a in artifacts}
-    waiting = list(found.values())
-    while waiting:
-        for address in waiting.pop().parents.values():
+    pending = list(found.values())
+    while pending:
+        for address in pending.pop().parents.values():
             if address not in found and (parent := store.find(address)) is not None:
                 found[address] = parent
-                waiting.append(parent)
+                pending.append(parent)
     return sorted(found.values(), key=lambda a: a.created)
 
 
 def stage_summary(stage: Artifact) -> dict[str, Any]:
-    """A stage as `report/data.py` has it."""
+    """Return the fields of `report.data.StageSection`."""
     summary = stage.summary
     measured, tasks = summary.get("eval", {}), summary.get("tasks", {})
     trained_on, (loss, description) = "", _loss_metric(summary)
@@ -60,40 +69,52 @@ def stage_summary(stage: Artifact) -> dict[str, Any]:
         ),
         "bits_per_byte": _before_after(summary.get("bits_per_byte", {})),
         "seconds": summary.get("seconds", stage.seconds),
+        "objective": minimized_objective(stage),
         "loss_description": description,
         "points": _curve_points(stage, {"loss": loss, **CURVE_METRICS}),
         "samples": _sample_pairs(stage),
     }
 
 
+def minimized_objective(model: Artifact) -> dict[str, str] | None:
+    """Return name, formula and paper of the objective that trained a model; None for a step without training."""
+    from whorl.objectives.catalog import CATALOG
+
+    name = OBJECTIVE_OF_STEP.get(model.step, "")
+    info = CATALOG.get(
+        str(model.config.get(name.removeprefix("config."))) if name.startswith("config.") else name
+    )
+    return None if info is None else {"name": info.name, "formula": info.formula, "paper": info.paper}
+
+
 def next_commands(stage: Artifact) -> list[str]:
-    """What to type to ask the last stage's model, and to see where it came from."""
-    asked = next((s["prompt"] for s in _sample_pairs(stage) if len(s["prompt"]) <= MAX_PROMPT_CHARS), "def ")
-    return [f"whorl sample {stage.name} {_shell_quote(asked)}", f"whorl lineage {stage.name}"]
+    """Return commands that sample from the model of the last stage and show its lineage."""
+    prompt = next((s["prompt"] for s in _sample_pairs(stage) if len(s["prompt"]) <= MAX_PROMPT_CHARS), "def ")
+    return [f"whorl sample {stage.name} {_shell_quote(prompt)}", f"whorl lineage {stage.name}"]
 
 
 def _shell_quote(text: str) -> str:
-    """As a shell reads it; line ends as $'...' has them."""
+    """Quote a text for a POSIX shell; line ends become $'...' escapes."""
     inside = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\t", "\\t")
     return f'"{text}"' if text == inside and not set('"$`!') & set(text) else f"$'{inside}'"
 
 
-def _before_after(told: dict[str, float | None]) -> dict[str, float] | None:
-    before, after = told.get("before"), told.get("after")
+def _before_after(values: dict[str, float | None]) -> dict[str, float] | None:
+    before, after = values.get("before"), values.get("after")
     return None if before is None or after is None else {"before": before, "after": after}
 
 
 def _loss_metric(summary: dict[str, Any]) -> tuple[str, str]:
-    """(the metric of a stage's steps that is its loss, what that is in words)."""
-    if objective := summary.get("objective"):  # of preferences
-        return "loss", f"The loss of {objective.upper()}, {'an answer' if objective == 'kto' else 'a pair'}"
+    """Return (name of the loss metric, its description)."""
+    if objective := summary.get("objective"):
+        return "loss", f"Loss of {objective.upper()} per {'completion' if objective == 'kto' else 'pair'}"
     if "teacher" in summary.get("sizes", {}):
-        return "kl", "Divergence from the teacher, in nats a token that was to be learnt"
-    return "nll", "Nats a token that was to be learnt"
+        return "kl", "Divergence from the teacher in nats per trained token"
+    return "nll", "Loss in nats per trained token"
 
 
 def _curve_points(stage: Artifact, curves: dict[str, str]) -> list[dict[str, float]]:
-    """By step; a step that was taken again after an interruption counts once, as it was the last time."""
+    """Return the metrics by step; of a step repeated after an interruption, the last record counts."""
     if "curve.json" not in stage.files:
         return []
     records = {record["step"]: record for record in json.loads(stage.file("curve.json").read_text())}

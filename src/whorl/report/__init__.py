@@ -1,4 +1,4 @@
-"""One run on one page: `ReportData` is what the page may say, `render` writes it."""
+"""The HTML report of a run: `ReportData` holds its content, `render` writes the page."""
 
 from whorl.report.data import ReportData
 from whorl.report.render import render

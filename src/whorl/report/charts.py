@@ -1,14 +1,10 @@
-"""Line charts as SVG, drawn here in Python.
+"""Line charts as SVG strings.
 
-Why not a plotting library: the page holds a handful of line charts, and the smallest bundle that would draw them
-in the browser is 4.5 MB of script, in a page that otherwise weighs about 100 KB; it would draw nothing
-with scripts off, print badly, and bring its own fonts and colours into a page with a light and a dark
-mode. As SVG the curves are text: they take their colours from the page's style, stay sharp at any size,
-and are there before any script runs. Reading values under the pointer needs the points, which stand beside
-the picture as data, and thirty lines of script.
+A plotting library would add 4.5 MB of script to a page of about 100 kB. SVG needs no script, takes its colours from the
+page's style sheet, prints well and stays sharp at any size. Only the tooltip needs the points; they are stored as JSON in
+a data attribute.
 
-The subtle part is the phone: a picture that shrinks with its width shrinks its labels below what can be
-read. So each chart is drawn twice, wide and narrow, at its real size, and the style shows the one that
+Each chart is drawn twice, wide and narrow, so that labels keep their size on a phone. The style sheet shows the one that
 fits.
 """
 
@@ -26,12 +22,16 @@ from whorl.report.format import format_number
 
 _WIDE, _NARROW = 760, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 34
-_MAX_POINTS = 420  # a curve has no more pixels than this to tell its points apart
+_MAX_POINTS = 420  # points of a curve at most; more would exceed the pixels
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. style: a class of the page's style sheet, "main" or "faint"; told: whether the pointer tells its values."""
+    """One curve.
+
+    style: class of the style sheet, "main" or "faint".
+    has_tooltip: whether the pointer shows its values.
+    """
 
     name: str
     x: Sequence[float]
@@ -43,7 +43,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line with words."""
+    """A vertical line with a label."""
 
     x: float
     label: str
@@ -60,14 +60,14 @@ def line_chart(
     y_format: Callable[[float], str] = format_number,
     mark: Mark | None = None,
 ) -> str:
-    """Markup of one chart in both widths.
+    """Return the markup of one chart in both widths.
 
     Args:
-        series: curves over a common x axis; each non-empty.
-        label: what the picture shows, in a sentence, for those who do not see it.
+        series: non-empty curves over a common x axis.
+        label: text alternative of the picture, one sentence.
         height: pixels.
-        x_range, y_range: lowest and highest; curves are clipped to it. By default all values fit.
-        y_format: how a y value is written under the pointer.
+        x_range, y_range: lowest and highest value; curves are clipped to them. By default all values fit.
+        y_format: format of a y value in the tooltip.
         mark: at most one event.
     """
     series = [_downsample(s) for s in series]
@@ -149,7 +149,7 @@ def _draw(
             f'<text class="mark-label" x="{x + shift:.1f}" y="{_TOP + 12}" text-anchor="{anchor}">'
             f"{escape(mark.label)}</text>"
         )
-    # A picture within the picture clips the curves without needing an id that is unique on the page.
+    # A nested <svg> clips the curves; a clip path would need an id that is unique on the page.
     inner = f'x="{_LEFT}" y="{_TOP}" width="{right - _LEFT}" height="{bottom - _TOP}"'
     parts.append(f'<svg {inner} viewBox="{_LEFT} {_TOP} {right - _LEFT} {bottom - _TOP}" overflow="hidden">')
     dots = []
@@ -167,7 +167,7 @@ def _draw(
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round values between low and high: steps of 1, 2 or 5 times a power of ten, about as many as asked."""
+    """Return round values between low and high, about `about` many: steps of 1, 2 or 5 times a power of ten."""
     raw = (high - low) / max(about, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda candidate: abs(candidate - raw))
@@ -176,18 +176,18 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def _decimals(values: Sequence[float]) -> int:
-    """Digits behind the point that tell all of them exactly."""
+    """Return the decimals that all values need to be written exactly."""
     return max([len(f"{value:.10g}".partition(".")[2]) for value in values], default=0)
 
 
 def _downsample(series: Series) -> Series:
-    """Means of neighbours where there are more points than pixels."""
+    """Average neighbouring points until at most `_MAX_POINTS` are left."""
     n = len(series.x)
     if n <= _MAX_POINTS:
         return series
     groups = np.array_split(np.arange(n), _MAX_POINTS)
     x, y = np.asarray(series.x, float), np.asarray(series.y, float)
-    # The last point keeps its place, or the curve would end before the run did.
+    # The last x is kept, so that the curve ends where the run ended.
     xs = [float(x[g].mean()) for g in groups[:-1]] + [float(x[-1])]
     return Series(
         series.name, xs, [float(y[g].mean()) for g in groups], series.style, series.dots, series.has_tooltip

@@ -1,4 +1,4 @@
-"""A page with one chart of several runs, self-contained like the report: for learning curves."""
+"""A self-contained page with one chart of several runs, for learning curves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from whorl.report.charts import Series, line_chart
 def write_curve_page(
     out: Path, title: str, facts: Sequence[tuple[str, str]], series: Sequence[Series], *, y: str, x: str
 ) -> Path:
-    """Write a page with the facts as a table and the series over one axis; returns its path.
+    """Write a page with the facts as a table and the series in one chart; return its path.
 
     Args:
-        facts: (name, value) lines; y, x: what the axes show, in words.
+        facts: (name, value) rows of the table.
+        y, x: names of the axes.
     """
     here = files("whorl.report")
     style, script = ((here / name).read_text("utf-8") for name in ("style.css", "page.js"))

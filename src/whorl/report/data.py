@@ -1,12 +1,9 @@
-"""Everything a report may say, as one typed record that the steps fill in.
+"""The content of a report as one typed record.
 
-The report draws; it measures nothing and opens no artifact. So whoever wires a run hands over plain
-numbers, and the page can be rendered from a test, a notebook or an interrupted run alike. Every section is
-optional: what is missing is named on the page with the step that would have made it, so that a report
-half-way is still honest.
+The report draws and measures nothing; it opens no artifact. Steps pass plain numbers, so the page can be rendered from a
+test, a notebook or an interrupted run. Every section is optional. A missing section names the step that makes it.
 
-Units stand in the names: seconds, bytes, bits per byte (of UTF-8 text), nats for the training loss a
-token.
+Units are part of the names: seconds, bytes, bits per byte (of UTF-8 text). Training losses are nats per token.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ class _ReportModel(BaseModel):
 
 
 class FunnelStage(_ReportModel):
-    """What is left of the corpus after a stage: "found", "read", "without too-long", ..., "train"."""
+    """Documents and bytes left after one stage of curation: "found", "read", "without too-long", ..., "train"."""
 
     stage: str
     documents: Count
@@ -36,9 +33,9 @@ class FunnelStage(_ReportModel):
 
 
 class CorpusSection(_ReportModel):
-    """From what was found to what was trained on.
+    """The corpus, from the files found to the training split.
 
-    `quarantine` and `dropped`: reason -> documents; `splits`: name -> (documents, bytes).
+    quarantine, dropped: reason -> documents. splits: name -> (documents, bytes).
     """
 
     sources: list[str] = []
@@ -49,7 +46,7 @@ class CorpusSection(_ReportModel):
 
 
 class Domain(_ReportModel):
-    """How well the tokenizer compresses one kind of text."""
+    """Compression of one kind of text by the tokenizer."""
 
     domain: str
     bytes: Count
@@ -63,7 +60,7 @@ class TokenizerSection(_ReportModel):
 
 
 class ModelSection(_ReportModel):
-    """The network; `shape` is label -> value as people read them, e.g. {"layers": "4"}."""
+    """The network; `shape` maps label -> value as displayed, e.g. {"layers": "4"}."""
 
     name: str
     parameters: Count
@@ -71,7 +68,7 @@ class ModelSection(_ReportModel):
 
 
 class PlanRow(_ReportModel):
-    """One quantity as planned and as it turned out (None: not known)."""
+    """One quantity, planned and measured; None if unknown."""
 
     quantity: str
     planned: Finite | None = None
@@ -82,7 +79,7 @@ class PlanRow(_ReportModel):
 
 
 class PlanSection(_ReportModel):
-    """`arithmetic` holds the planner's own lines (what, with numbers, and the source), in order."""
+    """The plan against the outcome; `arithmetic` holds the planner's lines in order."""
 
     budget: str
     rows: list[PlanRow] = []
@@ -90,7 +87,7 @@ class PlanSection(_ReportModel):
 
 
 class CurvePoint(_ReportModel):
-    """One training step. `loss` in nats a token; `seconds` since training began."""
+    """One training step: `loss` in nats per token, `seconds` since the start of training."""
 
     step: Count
     loss: Finite
@@ -105,22 +102,25 @@ class HeldOutPoint(_ReportModel):
 
 
 class InductionPoint(_ReportModel):
-    """Loss on the second half of rows that repeat shuffled tokens: nats a token, low once copying is learnt."""
+    """Loss on the second half of rows that repeat shuffled tokens, in nats per token; low once induction heads exist."""
 
     step: Count
     nll: Positive
 
 
 class GiniPoint(_ReportModel):
-    """How unevenly a layer's experts were used: the Gini coefficient of their loads, 0 when all had the same."""
+    """Gini coefficient of the expert loads of a layer; 0 for equal loads."""
 
     step: Count
     gini: Probability
 
 
 class ExpertUsage(_ReportModel):
-    """One layer of experts. shares: of all assignments, by expert, at the end; dropped: the largest share of assignments
-    that found no place."""
+    """One layer of experts.
+
+    load_fractions: share of all assignments by expert, at the end.
+    dropped_fraction: largest share of assignments dropped by the capacity limit.
+    """
 
     layer: Count
     gini_points: list[GiniPoint]
@@ -129,7 +129,7 @@ class ExpertUsage(_ReportModel):
 
 
 class TrainingEvent(_ReportModel):
-    """Something that went wrong at a step, and what was done. documents: some of those in its batch, of `n_documents`."""
+    """A failure at a step and the action taken; `documents` lists some of the `n_documents` in the batch."""
 
     step: Count
     kind: str
@@ -139,9 +139,18 @@ class TrainingEvent(_ReportModel):
     n_documents: Count = 0
 
 
-class TrainingSection(_ReportModel):
-    """The curves. The mark of the fall is found from `points` (see `fall`), so it is not handed over."""
+class StageObjective(_ReportModel):
+    """The objective that a stage minimized, as in `objectives/catalog.py`."""
 
+    name: str
+    formula: str
+    paper: str
+
+
+class TrainingSection(_ReportModel):
+    """The training curves. The onset of induction is computed from them (`induction_onset.py`)."""
+
+    objective: StageObjective | None = None
     points: list[CurvePoint]
     held_out: list[HeldOutPoint] = []
     induction: list[InductionPoint] = []
@@ -153,7 +162,7 @@ class TrainingSection(_ReportModel):
 
 
 class Score(_ReportModel):
-    """Bits per byte of the held-out files under one method; `kind` gives the bar its colour."""
+    """Bits per byte of the held-out files under one method; `kind` selects the colour of the bar."""
 
     name: str
     setting: str = ""
@@ -162,7 +171,7 @@ class Score(_ReportModel):
 
 
 class ScoresSection(_ReportModel):
-    """`files` held-out files of `bytes` bytes in all."""
+    """Scores of all methods on `files` held-out files with `bytes` bytes in total."""
 
     files: Count
     bytes: Count
@@ -170,7 +179,7 @@ class ScoresSection(_ReportModel):
 
 
 class CompletionsSection(_ReportModel):
-    """How many completions of held-out functions parse, beside the real code under the same rule."""
+    """Share of completed held-out functions that parse, and the same share for the real code."""
 
     prompts: Annotated[int, Field(ge=1)]
     parsed: Count
@@ -179,7 +188,7 @@ class CompletionsSection(_ReportModel):
 
 
 class SampleToken(_ReportModel):
-    """One token of a sample with the probability the model gave it, and what else it considered."""
+    """One sampled token, its probability and the likeliest alternatives."""
 
     text: str
     probability: Probability
@@ -189,13 +198,13 @@ class SampleToken(_ReportModel):
     def of_bytes(
         cls, token: bytes, probability: float, alternatives: Sequence[tuple[bytes, float]] = ()
     ) -> SampleToken:
-        """From token bytes, which need not be whole characters."""
+        """Make a token from bytes, which may be an incomplete character."""
         pairs = [(printable_token(other), p) for other, p in alternatives]
         return cls(text=printable_token(token), probability=probability, alternatives=pairs)
 
 
 class TextSample(_ReportModel):
-    """A prompt and what the model wrote after it; `note` says how it was sampled."""
+    """A prompt and its completion; `note` holds the sampling parameters."""
 
     prompt: str
     tokens: list[SampleToken]
@@ -203,7 +212,7 @@ class TextSample(_ReportModel):
 
 
 class BeforeAfter(_ReportModel):
-    """A figure before a stage and after it."""
+    """A value before a stage and after it."""
 
     before: Positive
     after: Positive
@@ -212,8 +221,9 @@ class BeforeAfter(_ReportModel):
 class StagePoint(_ReportModel):
     """One step of a stage.
 
-    loss: as the stage's `loss_is` has it; passed: share of the answers sampled in the step; length: mean of theirs,
-    length_wrong: of the wrong ones, in tokens.
+    loss: as described by the stage's `loss_description`.
+    accuracy: share of the sampled completions that passed.
+    completion_length, completion_length_incorrect: mean tokens of all and of the failed completions.
     """
 
     step: Count
@@ -224,7 +234,7 @@ class StagePoint(_ReportModel):
 
 
 class TaskCompletion(_ReportModel):
-    """What a model said to a task, and what the verifier said of it."""
+    """A completion of a task with its verdict."""
 
     text: str
     passed: bool
@@ -241,10 +251,10 @@ class TaskComparison(_ReportModel):
 
 
 class StageSection(_ReportModel):
-    """A stage after pretraining: it takes a model and leaves a model.
+    """A stage after pretraining; it takes a model and leaves a model.
 
-    tested: held-out tasks, of which the shares passed are told, with answers sampled and with the likeliest tokens.
-    loss_is: what the points' loss is, in words.
+    n_test_tasks: held-out tasks behind `accuracy` (sampled) and `accuracy_greedy`.
+    loss_description: name and unit of the loss in `points`.
     """
 
     name: str
@@ -254,13 +264,14 @@ class StageSection(_ReportModel):
     accuracy_greedy: BeforeAfter | None = None
     bits_per_byte: BeforeAfter | None = None
     seconds: Positive | None = None
-    loss_description: str = "Nats a token that was to be learnt"
+    objective: StageObjective | None = None
+    loss_description: str = "Loss in nats per trained token"
     points: list[StagePoint] = []
     samples: list[TaskComparison] = []
 
 
 class StepTime(_ReportModel):
-    """One step of the recipe; `looked_up` when a former run had made it already (its time is that run's)."""
+    """One step of the recipe. `cached`: an earlier run made the artifact; the time is that of the earlier run."""
 
     step: str
     seconds: Positive
@@ -270,7 +281,7 @@ class StepTime(_ReportModel):
 
 
 class TimeSection(_ReportModel):
-    """`cost_per_hour` with its `currency` turns hours into money; leave it out on a machine that is yours."""
+    """Time per step; `cost_per_hour` and `currency` add a cost column."""
 
     steps: list[StepTime]
     budget_seconds: Positive | None = None
@@ -279,7 +290,7 @@ class TimeSection(_ReportModel):
 
 
 class LineageNode(BaseModel):
-    """What `Store.lineage` returns; fields that the page does not show are passed over."""
+    """A node of `Store.lineage`; fields that the page does not show are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -294,8 +305,11 @@ class LineageNode(BaseModel):
 
 
 class ReportData(_ReportModel):
-    """The whole page. `created` is shown as it is; `next_commands` are for the reader to type; `absent` are sections (by the
-    name of their link) for which the recipe has no step, and of which the page therefore says nothing."""
+    """The content of the whole page.
+
+    next_commands: shell commands shown at the end.
+    omitted_sections: ids of the sections for which the recipe has no step; the page leaves them out.
+    """
 
     title: str = "A small language model"
     about: str = ""
@@ -318,7 +332,7 @@ class ReportData(_ReportModel):
 
 
 def printable_token(token: bytes) -> str:
-    """A token's bytes as text; bytes that are no whole character stand as <e2>."""
+    """Return the text of a token; bytes of an incomplete character are written as <e2>."""
     try:
         return token.decode("utf-8")
     except UnicodeDecodeError:

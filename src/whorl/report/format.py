@@ -1,16 +1,16 @@
-"""Numbers as people read them: three figures, the unit they would choose, a true minus sign."""
+"""Numbers for readers: three significant digits, SI prefixes, a true minus sign."""
 
 from __future__ import annotations
 
 import math
 
-NBSP = "\N{NO-BREAK SPACE}"  # between a figure and its unit, which belong on one line
+NBSP = "\N{NO-BREAK SPACE}"  # joins a number to its unit
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """`digits` significant figures or more; an exponent only below 1/10,000 and from 1,000,000 on."""
+    """Return at least `digits` significant digits; with an exponent below 1e-4 and from 1e6 on."""
     if not math.isfinite(value):
         return "–"
     if value == 0:
@@ -23,7 +23,7 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def format_si(value: float, unit: str) -> str:
-    """With an SI prefix: 1,048,576 parameters are "1.05 M"."""
+    """Return a value with an SI prefix: 1,048,576 parameters become "1.05 M"."""
     for factor, prefix in _PREFIXES:
         if abs(value) >= 0.9995 * factor:
             return f"{format_number(value / factor)}{NBSP}{prefix}{unit}"
@@ -31,7 +31,7 @@ def format_si(value: float, unit: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """ "0.4 s", "42 s", "5 min 03 s", "2 h 10 min"."""
+    """Return a duration: "0.4 s", "42 s", "5 min 03 s", "2 h 10 min"."""
     whole = round(seconds)
     if seconds < 9.95:
         text = f"{seconds:.1f} s" if seconds >= 0.05 or seconds == 0 else "< 0.1 s"
@@ -45,14 +45,14 @@ def format_duration(seconds: float) -> str:
 
 
 def format_percent(value: float) -> str:
-    """A fraction as per cent, with a decimal where it matters (small or nearly all)."""
+    """Return a fraction in per cent; one decimal below 10 % and above 99 %."""
     per_cent = 100 * value
     digits = 1 if 0 < per_cent < 9.95 or 99 < per_cent < 99.95 else 0
     return f"{per_cent:.{digits}f}{NBSP}%"
 
 
 def format_quantity(value: float | None, unit: str) -> str:
-    """By the unit of a plan's row."""
+    """Return a value in the format of its unit; the units are those of a plan row."""
     if value is None:
         return "–"
     if unit == "s":

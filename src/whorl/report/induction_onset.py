@@ -1,18 +1,15 @@
-"""Where the loss fell: the step at which copying heads formed, found from the curve alone.
+"""Onset of induction: the step at which the loss drops because attention learns to copy.
 
-A small model's loss follows a smooth curve, nearly straight in the logarithm of the step, until its
-attention learns to copy what followed an earlier occurrence of the same token ("induction heads", Olsson
-et al. 2022, In-context Learning and Induction Heads). Then the loss drops within a few per cent of the
-run. On a small budget this one event decides the outcome, so the report marks it.
+The loss of a small model is smooth and nearly straight over the logarithm of the step, until induction heads form. They
+copy the token that followed an earlier occurrence of the current one (Olsson et al. 2022, "In-context Learning and
+Induction Heads", arXiv:2209.11895). The loss then drops within a few per cent of the run.
 
-The subtle part is not to mark something else. The very beginning is steep in any run (the model learns
-which tokens are frequent), and the end is steep when the learning rate decays. So the search looks at the
-slope against the logarithm of the step, leaves out the first part and the decay, and reports a fall only
-if the steepest stretch is clearly steeper than the run's usual one and steeper than the stretches before
-it; otherwise there is nothing to mark.
+`find_induction_onset` uses the induction loss (rows that repeat shuffled tokens) if training measured it. The onset is the
+step at which this loss crosses the middle between its highest and lowest value, if it falls by more than a quarter.
 
-Where training also measured copying itself (the loss on rows that repeat shuffled tokens), that curve is the better
-witness: the fall is where it crosses the middle of its way down, if it goes down by more than a quarter.
+`find_loss_drop` uses the training loss alone: it looks for the steepest slope over the logarithm of the step. The start
+(token frequencies) and the decay of the learning rate are steep in every run, so both are excluded. A drop is reported only
+if its slope is clearly above the median slope and above the slope at the start.
 """
 
 from __future__ import annotations
@@ -26,40 +23,43 @@ import numpy.typing as npt
 from whorl.report.data import CurvePoint, InductionPoint
 
 _GRID = 120  # points in the logarithm of the step
-_WINDOW = 10  # grid points a slope is taken over
-_SKIPPED_FRACTION = 0.02  # share of the steps in which everything is steep
-_MIN_SLOPE_RATIO = 1.6  # times the median slope
-_MAX_COPY_LOSS_RATIO = 0.75  # the copying loss must go below this share of its highest
+_WINDOW = 10  # grid points per slope
+_SKIPPED_FRACTION = 0.02  # share of the steps at the start that is excluded
+_MIN_SLOPE_RATIO = 1.6  # minimum slope, as a multiple of the median slope
+_MAX_COPY_LOSS_RATIO = 0.75  # the lowest induction loss must be below this share of the highest
 
 
 @dataclass(frozen=True)
 class LossDrop:
-    """The mark: in the middle of the steepest stretch; `before` and `after` are losses at its ends."""
+    """The marked drop: the step in the middle of the steepest stretch, and the losses at its ends.
+
+    from_copy_loss: found on the induction loss; `before` and `after` are then its highest and lowest value.
+    """
 
     step: int
     before: float
     after: float
     seconds: float | None
-    from_copy_loss: bool = (
-        False  # found on the copying curve: `before` and `after` are its highest and lowest
-    )
+    from_copy_loss: bool = False
 
 
-def find_induction_onset(copying: Sequence[InductionPoint], points: Sequence[CurvePoint]) -> LossDrop | None:
-    """The step at which copying was learnt, or None while it was not. `points` give the time."""
-    if not copying:
+def find_induction_onset(
+    induction: Sequence[InductionPoint], points: Sequence[CurvePoint]
+) -> LossDrop | None:
+    """Return the onset found on the induction loss, or None without one; `points` give the time."""
+    if not induction:
         return None
-    high = max(point.nll for point in copying)
-    low = min(point.nll for point in copying)
+    high = max(point.nll for point in induction)
+    low = min(point.nll for point in induction)
     if low > _MAX_COPY_LOSS_RATIO * high:
         return None
-    step = next(point.step for point in copying if point.nll < (high + low) / 2)
+    step = next(point.step for point in induction if point.nll < (high + low) / 2)
     nearest = min(points, key=lambda point: abs(point.step - step))
     return LossDrop(step, high, low, nearest.seconds, from_copy_loss=True)
 
 
 def smooth(values: Sequence[float], half_life: float) -> npt.NDArray[np.float64]:
-    """Exponential average over both sides, so that nothing is shifted; `half_life` in samples."""
+    """Return the exponential average from both sides, which shifts nothing; `half_life` in samples."""
     keep = 0.5 ** (1 / max(half_life, 1e-9))
     forward = _ema(np.asarray(values, float), keep)
     return _ema(forward[::-1], keep)[::-1]
@@ -75,7 +75,7 @@ def _ema(values: npt.NDArray[np.float64], keep: float) -> npt.NDArray[np.float64
 
 
 def find_loss_drop(points: Sequence[CurvePoint]) -> LossDrop | None:
-    """The fall, or None when the curve has none. `points` in the order of their steps."""
+    """Return the drop of the training loss, or None without one; `points` in the order of their steps."""
     points = _before_decay(points)
     if len(points) < 40:
         return None
@@ -86,7 +86,7 @@ def find_loss_drop(points: Sequence[CurvePoint]) -> LossDrop | None:
     loss = np.interp(grid, np.log(steps), losses)
     slope = (loss[:-_WINDOW] - loss[_WINDOW:]) / (grid[_WINDOW] - grid[0])
     at = int(np.argmax(slope))
-    # A steepest stretch at the very beginning is the common start, not a fall.
+    # The steepest stretch at the very start is the common start, not a drop.
     if (
         at < _WINDOW // 2
         or slope[at] < _MIN_SLOPE_RATIO * max(float(np.median(slope)), 1e-9)
@@ -104,5 +104,5 @@ def _before_decay(points: Sequence[CurvePoint]) -> Sequence[CurvePoint]:
         return points
     known = [rate for rate in rates if rate is not None]
     last = max(i for i, rate in enumerate(known) if rate >= 0.95 * max(known))
-    # A schedule that decays from the start (cosine, linear) leaves no plateau: then nothing is left out.
+    # A schedule that decays from the start (cosine, linear) has no plateau: nothing is excluded.
     return points[: last + 1] if last > 0.3 * len(points) else points

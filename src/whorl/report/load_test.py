@@ -1,9 +1,8 @@
-"""The page of a load test: one file that holds its figures, its distributions and its curve.
+"""The page of a load test: figures, latency distributions, and curves over the load.
 
-What is drawn comes as plain data (the JSON lines that a load test writes): this room knows no server. Distributions are
-drawn as the share of requests that were served within a time, read from below: where the curve crosses 0.99 stands the 99th
-percentile. With several rates the curve of latency over load says where the server's limit lies: what it answers stops
-growing with what is asked, and the time to the first token turns upwards.
+Input is the JSON lines that `whorl bench-serve` writes. A distribution is drawn as the share of requests served within a
+time: the curve crosses 0.99 at the 99th percentile. With several rates, the curves over the load show the limit of the
+server: throughput stops rising and the time to first token rises.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ Entry = Mapping[str, Any]
 _POINTS = 200
 LATENCIES = (
     ("ttft", "Time to first token"),
-    ("tpot", "Time a token after it"),
-    ("itl", "Gap between pieces of text"),
-    ("e2e", "Whole answer"),
-    ("lag", "Client's own delay"),
+    ("tpot", "Time per output token"),
+    ("itl", "Inter-token latency"),
+    ("e2e", "End to end"),
+    ("lag", "Delay of the client"),
 )
 
 
 def load_test_page(entries: Sequence[Entry], title: str, about: str = "", stamp: str = "") -> str:
-    """The HTML of a test.
+    """Return the HTML of a test.
 
     Args:
-        entries: the lines of kind "request" and "load", in order.
-        title, about, stamp: what stands above.
+        entries: lines of kind "request" and "load", in order.
+        title, about, stamp: heading of the page.
     """
     loads: list[dict[str, Any]] = []
     requests: list[Entry] = []
@@ -55,14 +54,14 @@ def load_test_page(entries: Sequence[Entry], title: str, about: str = "", stamp:
         script=Markup((here / "page.js").read_text("utf-8")),
         loads=loads,
         table=[_summary_row(load["entry"]) for load in loads],
-        good=any(load["entry"]["slo_attainment"] is not None for load in loads),
+        slo=any(load["entry"]["slo_attainment"] is not None for load in loads),
         cost=any(load["entry"]["output_cost"] is not None for load in loads),
-        charts=[(name, words, Markup(chart)) for name, words, chart in _charts(loads)],
+        charts=[(name, note, Markup(chart)) for name, note, chart in _charts(loads)],
     )
 
 
 def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
-    """(title, words, markup) of each picture."""
+    """Yield (title, note, markup) of each chart."""
     if (
         len(
             curve := [
@@ -73,7 +72,7 @@ def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
     ):
         curve.sort(key=lambda entry: float(entry["offered_rate"]))
         yield from _rate_charts(curve)
-    for name, title in (("ttft", "Time to first token"), ("tpot", "Time a token after the first")):
+    for name, title in (("ttft", "Time to first token"), ("tpot", "Time per output token")):
         shown = [
             (load["entry"]["load"], sorted(load["times"][name])) for load in loads if load["times"][name]
         ]
@@ -81,10 +80,10 @@ def _charts(loads: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str, str]]:
             series = _cumulative(which, values)
             yield (
                 title if len(shown) == 1 else f"{title}, {which}",
-                f"Share of {len(values):,} requests that had it within so many milliseconds.",
+                f"Share of {len(values):,} requests served within a time in milliseconds.",
                 line_chart(
                     [series],
-                    label=f"{title}: half within {series.x[len(series.x) // 2]:.0f} ms",
+                    label=f"{title}: median {series.x[len(series.x) // 2]:.0f} ms",
                     x_label="milliseconds",
                     height=190,
                     x_range=(0.0, series.x[-1]),
@@ -99,49 +98,49 @@ def _rate_charts(entries: Sequence[Entry]) -> Iterator[tuple[str, str, str]]:
     def of(name: str, which: str) -> list[float]:
         return [1e3 * entry[name][which] if entry[name] else 0.0 for entry in entries]
 
-    for name, title in (("ttft", "Time to first token by load"), ("tpot", "Time a token by load")):
+    for name, title in (("ttft", "Time to first token by load"), ("tpot", "Time per output token by load")):
         yield (
             title,
-            "Milliseconds over requests that arrive a second: half of the requests (bold), and 99 of 100.",
+            "Milliseconds over the request rate: the median (bold) and the 99th percentile.",
             line_chart(
                 [
-                    Series("half within", rates, of(name, "p50"), "main", dots=True),
-                    Series("99 % within", rates, of(name, "p99"), "faint", dots=True),
+                    Series("median", rates, of(name, "p50"), "main", dots=True),
+                    Series("99th percentile", rates, of(name, "p99"), "faint", dots=True),
                 ],
                 label=f"{title}, in milliseconds",
-                x_label="requests/s that arrive",
+                x_label="request rate, requests/s",
                 y_range=(0.0, max(of(name, "p99"))),
             ),
         )
-    written = [float(entry["output_rate"]) for entry in entries]
+    output_rates = [float(entry["output_rate"]) for entry in entries]
     yield (
         "Throughput by load",
-        "Output tokens a second over requests that arrive a second: flat where the server is full.",
+        "Output tokens per second over the request rate: flat where the server is saturated.",
         line_chart(
-            [Series("tokens/s", rates, written, "main", dots=True)],
-            label=f"Output tokens a second by load, at most {max(written):.0f}",
-            x_label="requests/s that arrive",
+            [Series("tokens/s", rates, output_rates, "main", dots=True)],
+            label=f"Output tokens per second by load, at most {max(output_rates):.0f}",
+            x_label="request rate, requests/s",
             height=190,
-            y_range=(0.0, max(written)),
+            y_range=(0.0, max(output_rates)),
         ),
     )
     if all(entry["goodput"] is not None for entry in entries):
-        kept = [float(entry["goodput"]) for entry in entries]
+        goodputs = [float(entry["goodput"]) for entry in entries]
         yield (
             "Goodput by load",
-            "Requests a second that were served as promised.",
+            "Requests per second that met the latency targets.",
             line_chart(
-                [Series("requests/s", rates, kept, "main", dots=True)],
-                label=f"Requests a second that kept the promise, at most {max(kept):.2f}",
-                x_label="requests/s that arrive",
+                [Series("requests/s", rates, goodputs, "main", dots=True)],
+                label=f"Requests per second that met the latency targets, at most {max(goodputs):.2f}",
+                x_label="request rate, requests/s",
                 height=190,
-                y_range=(0.0, max(*kept, 1e-9)),
+                y_range=(0.0, max(*goodputs, 1e-9)),
             ),
         )
 
 
 def _cumulative(name: str, values: Sequence[float]) -> Series:
-    """values: seconds, ascending -> share of them below, over milliseconds."""
+    """Return the share of values below each time in milliseconds; `values` are seconds, ascending."""
     n = len(values)
     at = (
         sorted({round(i * (n - 1) / (_POINTS - 1)) for i in range(_POINTS)})
@@ -164,17 +163,17 @@ def _tpot(requests: Sequence[Entry]) -> list[float]:
 
 
 def _latency_rows(entry: Entry) -> list[list[str]]:
-    """Name, mean, percentiles and largest, in milliseconds."""
+    """Return rows of name, mean, percentiles and maximum, in milliseconds."""
     found = []
-    for name, words in LATENCIES:
+    for name, title in LATENCIES:
         if (spread := entry[name]) is not None:
             columns = ("mean", "p50", "p90", "p95", "p99", "maximum")
-            found.append([words, *(format_number(1e3 * spread[column]) for column in columns)])
+            found.append([title, *(format_number(1e3 * spread[column]) for column in columns)])
     return found
 
 
 def _summary_row(entry: Entry) -> dict[str, str]:
-    """A load as a row of the table of all loads."""
+    """Return one load as a row of the table of all loads."""
     share, cost, ttft, tpot = entry["slo_attainment"], entry["output_cost"], entry["ttft"], entry["tpot"]
     errors = ", ".join(f"{n} {kind}" for kind, n in entry["errors"].items())
     return {
@@ -189,6 +188,6 @@ def _summary_row(entry: Entry) -> dict[str, str]:
         "tpot": "–"
         if tpot is None
         else f"{format_number(1e3 * tpot['p50'])} / {format_number(1e3 * tpot['p99'])}",
-        "good": "–" if share is None else f"{100 * share:.0f} %, {format_number(entry['goodput'])}/s",
+        "slo": "–" if share is None else f"{100 * share:.0f} %, {format_number(entry['goodput'])}/s",
         "cost": "–" if cost is None else format_number(cost),
     }

@@ -1,5 +1,5 @@
-// Values under the pointer: of the curves, and of each token of a sample (also by keyboard and by touch).
-// Everything that is shown is put in as text, never as markup.
+// Tooltips for curves and for the tokens of samples, by pointer, touch and keyboard.
+// All content is inserted as text, never as markup.
 (() => {
   "use strict";
   const tip = document.getElementById("tip");
@@ -28,7 +28,7 @@
     tip.style.top = `${(above > 4 ? above : bottom + 8) + window.scrollY}px`;
     tip.style.visibility = "visible";
   };
-  // Out of sight it still takes room: left where it was it would widen a page that is turned or made narrower.
+  // A hidden tooltip still has a size: at its old position it would widen a page that becomes narrower.
   const hide = () => Object.assign(tip.style, { visibility: "hidden", left: "0", top: "0" });
 
   for (const chart of document.querySelectorAll("[data-chart]")) {
@@ -61,9 +61,9 @@
   }
 
   const percent = (p) => (p >= 0.9995 ? "100 %" : p >= 0.1 ? `${(100 * p).toFixed(1)} %` : p >= 0.0001 ? `${(100 * p).toFixed(2)} %` : "< 0.01 %");
-  // What cannot be seen gets a sign.
+  // Visible signs for white space.
   const sign = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "·");
-  const tell = (token) => {
+  const showToken = (token) => {
     const others = JSON.parse(token.dataset.others || "[]");
     const parts = [make("b", `${sign(token.dataset.text)}  ${percent(Number(token.dataset.p))}`)];
     if (others.length) parts.push(rowsOf(others.map(([text, p]) => [sign(text), percent(p)])));
@@ -73,13 +73,13 @@
   for (const sample of document.querySelectorAll(".sample pre")) {
     const tokens = [...sample.querySelectorAll(".t")];
     tokens.forEach((token, i) => {
-      token.removeAttribute("title"); // the words for pages without script
-      token.tabIndex = i ? -1 : 0; // one stop for the Tab key; arrows move inside
-      token.addEventListener("pointerenter", () => tell(token));
+      token.removeAttribute("title"); // the title is for pages without script
+      token.tabIndex = i ? -1 : 0; // one Tab stop; arrow keys move within the sample
+      token.addEventListener("pointerenter", () => showToken(token));
       token.addEventListener("pointerleave", hide);
-      token.addEventListener("focus", () => tell(token));
+      token.addEventListener("focus", () => showToken(token));
       token.addEventListener("blur", hide);
-      token.addEventListener("click", () => { token.focus({ preventScroll: true }); tell(token); });
+      token.addEventListener("click", () => { token.focus({ preventScroll: true }); showToken(token); });
     });
     sample.addEventListener("keydown", (event) => {
       const at = tokens.indexOf(document.activeElement);

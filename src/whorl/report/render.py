@@ -1,16 +1,11 @@
 """From `ReportData` to one self-contained HTML page.
 
-The page is for three readings: a glance at the result, a comparison with what was planned and with the
-compressors, and a look for where something went wrong. So the figures come first, the evidence after them,
-the provenance last, and every table has its figures right-aligned in one column.
+Results come first, evidence next, provenance last. Numbers are formatted here; the template `page.html` holds markup and
+fixed text.
 
-The subtle part is trust. Prompts, samples, file names and configurations come from data that nobody has
-read, and a report is a file that people open in a browser and pass on. So everything goes through the
-template's escaping (the style, the script and the charts, which are ours, are the only marked-safe
-strings), the script puts text in as text, and a content security policy forbids the page to load or send
-anything at all.
-
-What is said here is arranged here: the template holds markup and words, this file holds the numbers' form.
+Prompts, samples, file names and configurations are untrusted text, and reports are passed on. Everything goes through the
+template's autoescape; only the style sheet, the script and the charts are marked safe. The script inserts text as text. A
+content security policy forbids the page to load or send anything.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ from whorl.report.format import (
     format_si,
 )
 from whorl.report.induction_onset import find_induction_onset, find_loss_drop
-from whorl.report.stages import stage_charts, stage_samples, stage_table
+from whorl.report.stages import objective_rows, stage_charts, stage_samples, stage_table
 from whorl.report.training import MAX_EVENTS, describe_loss_drop, event_rows, training_charts, training_facts
 
 _SECTIONS = (
@@ -52,42 +47,42 @@ _SECTIONS = (
 
 
 def render(data: ReportData, out: Path) -> Path:
-    """Write the page to `out` (its folder is made) and return the path.
+    """Write the page to `out`, create its folder if needed, and return the path.
 
-    The page is written aside and renamed, so that a browser that reloads never sees half of it.
+    The page is written to a temporary file and renamed, so that a browser never reads a partial page.
     """
     page = to_html(data)
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        aside.write_text(page, encoding="utf-8")
-        aside.replace(out)
+        temporary.write_text(page, encoding="utf-8")
+        temporary.replace(out)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return out
 
 
 def to_html(data: ReportData) -> str:
-    """The page as text."""
+    """Return the page as text."""
     import jinja2
     from markupsafe import Markup
 
-    here = files("whorl.report")
+    resources = files("whorl.report")
     environment = jinja2.Environment(autoescape=True, trim_blocks=False, undefined=jinja2.StrictUndefined)
-    template = environment.from_string((here / "page.html").read_text("utf-8"))
-    fall = None
+    template = environment.from_string((resources / "page.html").read_text("utf-8"))
+    drop = None
     if data.training and data.training.points:
-        fall = find_induction_onset(data.training.induction, data.training.points) or find_loss_drop(
+        drop = find_induction_onset(data.training.induction, data.training.points) or find_loss_drop(
             data.training.points
         )
-    drawn = [
+    charts = [
         {"title": title, "note": note, "svg": Markup(svg)}
-        for title, note, svg in training_charts(data.training, fall)
+        for title, note, svg in training_charts(data.training, drop)
     ]
     return template.render(
         data=data,
-        style=Markup((here / "style.css").read_text("utf-8")),
-        script=Markup((here / "page.js").read_text("utf-8")),
+        style=Markup((resources / "style.css").read_text("utf-8")),
+        script=Markup((resources / "page.js").read_text("utf-8")),
         sections=_sections(data),
         stamp=" · ".join(part for part in (data.run, data.created) if part),
         cards=list(_result_cards(data)),
@@ -99,28 +94,29 @@ def to_html(data: ReportData) -> str:
         if data.completions
         else "",
         samples=[_sample_rows(sample) for sample in data.samples],
-        charts=drawn,
-        fall=describe_loss_drop(fall) if fall else "",
+        charts=charts,
+        loss_drop=describe_loss_drop(drop) if drop else "",
         training_facts=training_facts(data.training),
         events=event_rows(data.training),
         stages=stage_table(data.stages),
+        objectives=objective_rows(data.stages),
         stage_charts=[(title, note, Markup(svg)) for title, note, svg in stage_charts(data.stages)],
         stage_samples=stage_samples(data.stages),
-        unshown=max(0, len(data.training.events) - MAX_EVENTS) if data.training else 0,
+        hidden_events=max(0, len(data.training.events) - MAX_EVENTS) if data.training else 0,
         plan_rows=_plan_rows(data),
         funnel=_funnel(data),
-        set_aside=_rejected_rows(data),
+        rejected=_rejected_rows(data),
         domains=_domains(data),
         times=_step_rows(data),
-        time_words=_time_summary(data),
+        time_summary=_time_summary(data),
         lineage=_lineage_tree(data.lineage, "", set()) if data.lineage else None,
-        scaled=format_si,
-        duration=format_duration,
+        format_si=format_si,
+        format_duration=format_duration,
     )
 
 
 def _sections(data: ReportData) -> dict[str, str]:
-    """Id -> name of the sections that this page has."""
+    """Return id -> name of the sections on this page."""
     kept = {
         id: name for id, name in _SECTIONS if id not in data.omitted_sections or (id == "plan" and data.model)
     }
@@ -181,7 +177,7 @@ def _result_cards(data: ReportData) -> Iterator[dict[str, str]]:
     tested = [stage for stage in data.stages if stage.accuracy is not None]
     if tested and (passed := tested[-1].accuracy):
         more = f"{format_percent(passed.before)} before {tested[-1].name}"
-        yield card("Held-out tasks passed", format_percent(passed.after), more=more)
+        yield card("Accuracy on held-out tasks", format_percent(passed.after), more=more)
 
 
 def _split_unit(text: str) -> tuple[str, str]:
@@ -195,7 +191,7 @@ def _plan_quantities(data: ReportData) -> list[PlanRow]:
 
 def _score_rows(scores: list[Score]) -> list[dict[str, str]]:
     ordered = sorted(scores, key=lambda score: score.bits_per_byte)
-    most = max((score.bits_per_byte for score in ordered), default=0) or 1
+    largest = max((score.bits_per_byte for score in ordered), default=0) or 1
     ours = min((score.bits_per_byte for score in ordered if score.kind == "model"), default=0)
     return [
         {
@@ -204,7 +200,7 @@ def _score_rows(scores: list[Score]) -> list[dict[str, str]]:
             "kind": score.kind,
             "value": f"{score.bits_per_byte:.3f}",
             "times": f"{score.bits_per_byte / ours:.2f}" if ours else "–",
-            "width": f"{100 * score.bits_per_byte / most:.1f}",
+            "width": f"{100 * score.bits_per_byte / largest:.1f}",
         }
         for score in ordered
     ]
@@ -216,7 +212,7 @@ def _score_rows(scores: list[Score]) -> list[dict[str, str]]:
 def _sample_rows(sample: TextSample) -> dict[str, Any]:
     tokens = []
     for token in sample.tokens:
-        surprise = -math.log2(max(token.probability, 2.0**-8))  # 8 bits and more are one colour
+        surprise = -math.log2(max(token.probability, 2.0**-8))  # 8 bits and more have one colour
         percent = f"{100 * token.probability:.2f} %"
         tokens.append(
             {
@@ -232,7 +228,7 @@ def _sample_rows(sample: TextSample) -> dict[str, Any]:
 
 
 def _split_lines(text: str) -> list[str]:
-    """The text's pieces with each line break as a piece of its own."""
+    """Split a text into lines and line breaks."""
     pieces: list[str] = []
     for i, line in enumerate(text.split("\n")):
         pieces += ["\n"] if i else []
@@ -247,7 +243,9 @@ def _plan_rows(data: ReportData) -> list[dict[str, str]]:
         if row.planned and row.actual is not None:
             difference = f"{100 * (row.actual / row.planned - 1):+.1f}{NBSP}%".replace("-", "\N{MINUS SIGN}")
         planned, actual = format_quantity(row.planned, row.unit), format_quantity(row.actual, row.unit)
-        rows.append({"what": row.quantity, "planned": planned, "actual": actual, "difference": difference})
+        rows.append(
+            {"quantity": row.quantity, "planned": planned, "actual": actual, "difference": difference}
+        )
     return rows
 
 
@@ -257,14 +255,14 @@ def _plan_rows(data: ReportData) -> list[dict[str, str]]:
 def _funnel(data: ReportData) -> list[dict[str, str]]:
     if data.corpus is None:
         return []
-    most = max((stage.bytes for stage in data.corpus.funnel), default=0) or 1
+    largest = max((stage.bytes for stage in data.corpus.funnel), default=0) or 1
     return [
         {
             "stage": stage.stage,
             "documents": f"{stage.documents:,}",
             "size": format_si(stage.bytes, "B"),
-            "share": format_percent(stage.bytes / most),
-            "width": f"{100 * stage.bytes / most:.1f}",
+            "share": format_percent(stage.bytes / largest),
+            "width": f"{100 * stage.bytes / largest:.1f}",
         }
         for stage in data.corpus.funnel
     ]
@@ -282,14 +280,14 @@ def _domains(data: ReportData) -> list[dict[str, str]]:
     if data.tokenizer is None:
         return []
     rows = [d for d in data.tokenizer.domains if d.tokens]
-    most = max((d.bytes / d.tokens for d in rows), default=0) or 1
+    largest = max((d.bytes / d.tokens for d in rows), default=0) or 1
     return [
         {
             "domain": d.domain,
             "size": format_si(d.bytes, "B"),
             "tokens": format_si(d.tokens, ""),
             "value": f"{d.bytes / d.tokens:.2f}",
-            "width": f"{100 * d.bytes / d.tokens / most:.1f}",
+            "width": f"{100 * d.bytes / d.tokens / largest:.1f}",
         }
         for d in rows
     ]
@@ -310,7 +308,7 @@ def _step_rows(data: ReportData) -> list[dict[str, str]]:
             "share": format_percent(step.seconds / total),
             "cost": _format_cost(step.seconds, data),
             "size": format_si(step.bytes, "B") if step.bytes is not None else "–",
-            "note": " · ".join(part for part in ("looked up" if step.cached else "", step.note) if part),
+            "note": " · ".join(part for part in ("from the store" if step.cached else "", step.note) if part),
             "flex": f"{step.seconds / total:.5f}",
             "style": "main" if step.seconds == longest else "",
         }
@@ -328,19 +326,19 @@ def _time_summary(data: ReportData) -> str:
     if data.time is None:
         return ""
     total = sum(step.seconds for step in data.time.steps)
-    words = f"{format_duration(total)} of work in {len(data.time.steps)} steps"
+    text = f"{format_duration(total)} in {len(data.time.steps)} steps"
     if data.time.budget_seconds is not None:
-        words += f", of which training was given {format_duration(data.time.budget_seconds)}"
-    known = [step for step in data.time.steps if step.cached]
-    if known:
-        words += f"; {len(known)} looked up, not redone (the time is that of the run that made it)"
+        text += f"; training budget {format_duration(data.time.budget_seconds)}"
+    cached = [step for step in data.time.steps if step.cached]
+    if cached:
+        text += f"; {len(cached)} found in the store (with the time of the run that made it)"
     if data.time.cost_per_hour is not None:
-        words += f"; {_format_cost(total, data)} at {format_number(data.time.cost_per_hour)} {data.time.currency} an hour"
-    return words + "."
+        text += f"; {_format_cost(total, data)} at {format_number(data.time.cost_per_hour)} {data.time.currency} per hour"
+    return text + "."
 
 
 def _lineage_tree(node: LineageNode, role: str, seen: set[str]) -> dict[str, Any]:
-    """The tree as shown: an artifact that stands there already is not unfolded again."""
+    """Return the tree as displayed; a repeated artifact is not expanded again."""
     title = node.name or node.kind or "artifact"
     if role and role != title:
         title = f"{role}: {title}"
@@ -355,7 +353,7 @@ def _lineage_tree(node: LineageNode, role: str, seen: set[str]) -> dict[str, Any
         notes.append("no longer in the store")
     again = node.address in seen and bool(node.parents)
     if again:
-        notes.append("its parents stand above")
+        notes.append("parents listed above")
     seen.add(node.address)
     parents = [] if again else [_lineage_tree(parent, name, seen) for name, parent in node.parents.items()]
     return {"title": title, "address": node.address[:12], "note": " · ".join(notes), "parents": parents}

@@ -29,7 +29,7 @@ steps = 8192
 seeds = 2
 episodes = 5
 checkpoint_seconds = 0.05
-settings = { hidden = [16], passes = 2 }
+settings = { hidden = [16], n_epochs = 2 }
 """
 
 
@@ -57,7 +57,7 @@ def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(tmp_pat
     for name in ("seed-0.safetensors", "seed-1.safetensors"):
         assert again.file(name).read_bytes() == whole.file(name).read_bytes()
     first, second = (json.loads(a.file("result.json").read_text()) for a in (whole, again))
-    assert first == second and len(first["returns"]) == 2 and first["settings"]["rate"] > 0
+    assert first == second and len(first["returns"]) == 2 and first["settings"]["learning_rate"] > 0
     assert first["inter_quartile_mean"][0] > 15  # a pole that nobody holds falls after 9 or 10 steps
 
 
@@ -76,7 +76,7 @@ def test_the_curve_shows_all_that_was_trained(tmp_path: Path) -> None:
     [
         ('algorithm = "sarsa"', "no algorithm 'sarsa'"),
         ("settings = { speed = 3 }", "no setting 'speed'"),
-        ("settings = { rate = -1 }", "rate: "),
+        ("settings = { learning_rate = -1 }", "learning_rate: "),
         ('environment = "Nothing-v0"', "no environment 'Nothing-v0'"),
     ],
 )

@@ -22,19 +22,19 @@ DISTIL = (
     + """
 [steps.taught]
 uses = "sft"
-parents = ["begin", "sums"]
-length = 64
-batch_rows = 4
+parents = ["init_model", "sums"]
+seq_len = 64
+batch_size = 4
 epochs = 20
-share = 1.0
+lr_scale = 1.0
 dtype = "float32"
 [steps.distil]
 parents = ["taught", "sums"]
-length = 64
+seq_len = 64
 epochs = 4
-share = 0.5
-batch_texts = 8
-max_tokens = 4
+lr_scale = 0.5
+batch_size = 8
+max_completion_tokens = 4
 dtype = "float32"
 """
 )
@@ -56,10 +56,10 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "sets",
     [
-        ("distil.student.layers=1",),
-        ("distil.student.width=0.5", "distil.own=0.5"),
-        ("distil.student.heads=1", "distil.student.kv_heads=1", "distil.top=8"),
-        ("distil.student.layers=1", "distil.given=teacher", "distil.max_tokens=24"),
+        ("distil.student.n_layers=1",),
+        ("distil.student.width_multiplier=0.5", "distil.on_policy_fraction=0.5"),
+        ("distil.student.n_heads=1", "distil.student.n_kv_heads=1", "distil.teacher_top_k=8"),
+        ("distil.student.n_layers=1", "distil.completions_from=teacher", "distil.max_completion_tokens=24"),
     ],
 )
 def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
@@ -67,47 +67,47 @@ def test_students_of_every_make(folder: Path, sets: tuple[str, ...]) -> None:
     sizes = found.summary["sizes"]
     assert sizes["student"] < sizes["teacher"] and found.summary["params"]["total"] == sizes["student"]
     assert found.summary["texts"] + sum(found.summary["left_out"].values()) == 40
-    assert found.summary["solved"]["teacher"]["tasks"] == 6
+    assert found.summary["eval"]["teacher"]["tasks"] == 6
     assert load_model(found.path).params()["total"] == sizes["student"]
     curve = json.loads((found.path / "curve.json").read_text())
     assert curve[-1]["kl"] < curve[0]["kl"]
     section = StageSection.model_validate(stage_summary(found))
     assert [p.loss for p in section.points] == [record["kl"] for record in curve]
     assert next(stage_charts([section]))[1].startswith("Divergence from the teacher")
-    if "distil.own=0.5" in sets:
-        assert curve[0]["parity"] < 1e-4
+    if "distil.on_policy_fraction=0.5" in sets:
+        assert curve[0]["logprob_diff_max"] < 1e-4
     load_example_tokenizer(found.path)
 
 
 def test_a_student_of_its_own_and_what_distillation_refuses(folder: Path) -> None:
     text = DISTIL.replace('["taught", "sums"]', '["taught", "other", "sums"]')
     text += (
-        BEGIN.split("\n", 2)[2].replace("[steps.begin]", '[steps.other]\nuses = "begin"').replace("32", "16")
+        BEGIN.split("\n", 2)[2].replace("[steps.init_model]", '[steps.other]\nuses = "init_model"').replace("32", "16")
     )
     found = made(text, folder / "store")
     assert found["distil"].summary["sizes"]["student"] == found["other"].summary["params"]["total"]
     with pytest.raises(ConfigError, match="distil has two students"):
-        made(text, folder / "store", "distil.student.layers=1")
+        made(text, folder / "store", "distil.student.n_layers=1")
     with pytest.raises(ConfigError, match="distil has no student"):
         made(DISTIL, folder / "store")
     with pytest.raises(ConfigError, match="distil has nothing to learn from"):
-        made(DISTIL.replace('["taught", "sums"]', '["taught"]'), folder / "store", "distil.student.layers=1")
-    with pytest.raises(ConfigError, match=r"what the teacher said before is of given texts alone"):
-        made(DISTIL, folder / "store", "distil.top=4", "distil.own=0.5")
+        made(DISTIL.replace('["taught", "sums"]', '["taught"]'), folder / "store", "distil.student.n_layers=1")
+    with pytest.raises(ConfigError, match=r"cached teacher logits cover given texts only"):
+        made(DISTIL, folder / "store", "distil.teacher_top_k=4", "distil.on_policy_fraction=0.5")
 
 
 def test_a_teacher_that_said_its_word_is_not_asked_again(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sets = ("distil.student.layers=1", "distil.top=4")
+    sets = ("distil.student.n_layers=1", "distil.teacher_top_k=4")
 
     def killed(*given: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("whorl.align.distillation.train.learn_from", killed)
+        patched.setattr("whorl.align.distillation.train.train_student", killed)
         made(DISTIL, tmp_path, *sets)
-    monkeypatch.setattr("whorl.align.distillation.teacher.tell", killed)
+    monkeypatch.setattr("whorl.align.distillation.teacher.cache_teacher_logits", killed)
     assert made(DISTIL, tmp_path, *sets)["distil"].summary["texts"] == 40
     with pytest.raises(KeyboardInterrupt):  # it is asked where it has said nothing
         made(DISTIL, folder / "store", *sets)
@@ -121,8 +121,8 @@ parents = ["ingest", "curate"]
 steps = 3
 d_model = 64
 n_layers = 2
-length = 32
-batch_rows = 2
+seq_len = 32
+batch_size = 2
 ngram_buckets = 16
 replicas = 1
 compile = false
@@ -135,18 +135,18 @@ parents = ["ingest", "curate", "tokenizer"]
 parents = ["plan", "tokens", "tokenizer"]
 [steps.distil]
 parents = ["pretrain", "tokens"]
-student = {layers = 1}
-length = 32
-n = 20
+student = {n_layers = 1}
+seq_len = 32
+max_examples = 20
 dtype = "float32"
 """
     found = made(text + CORPUS, folder / "store")["distil"]
-    assert found.summary["texts"] == 20 and "solved" not in found.summary
+    assert found.summary["texts"] == 20 and "eval" not in found.summary
     bits = found.summary["bits_per_byte"]
     assert bits["after"] > 0 and "then" in found.summary["headline"]
     with pytest.raises(ConfigError, match="documents of pretraining have no prompts"):
-        made(text + CORPUS, folder / "store", "distil.own=0.5")
-    other = text.replace('["pretrain", "tokens"]', '["begin", "tokens"]') + CORPUS
+        made(text + CORPUS, folder / "store", "distil.on_policy_fraction=0.5")
+    other = text.replace('["pretrain", "tokens"]', '["init_model", "tokens"]') + CORPUS
     other += BEGIN.split("\n", 2)[2]
-    with pytest.raises(ConfigError, match=r"begin has a vocabulary of .* ids and .*tokens another"):
+    with pytest.raises(ConfigError, match=r"init_model has a vocabulary of .* ids and .*tokens another"):
         made(other, folder / "store")

@@ -36,12 +36,12 @@ PREFER = (
     BEGIN
     + LIKES
     + """
-[steps.prefer]
-parents = ["begin", "likes"]
-length = 16
-batch = 12
+[steps.preference]
+parents = ["init_model", "likes"]
+seq_len = 16
+batch_size = 12
 epochs = 4
-share = 0.3
+lr_scale = 0.3
 dtype = "float32"
 """
 )
@@ -49,12 +49,12 @@ REWARD = (
     BEGIN
     + LIKES
     + """
-[steps.reward]
-parents = ["begin", "likes"]
-length = 16
-batch = 12
+[steps.reward_model]
+parents = ["init_model", "likes"]
+seq_len = 16
+batch_size = 12
 epochs = 6
-share = 0.5
+lr_scale = 0.5
 dtype = "float32"
 """
 )
@@ -86,14 +86,14 @@ def test_sets_come_back_as_they_were(tmp_path: Path) -> None:
     talks = [Conversation(said, "x", "1"), Conversation(said)]
     texts = [Preference("p ", "p q", "p r"), Preference(said[:1], said[1:], ({**said[1], "content": "d"},))]
     judged = [UnpairedPreference("p", "q", False, "s", "2"), UnpairedPreference(said[:1], said[1:], True)]
-    for name, items in (("conversations", talks), ("preferences", texts), ("judged", judged)):
+    for name, items in (("conversations", talks), ("preferences", texts), ("unpaired", judged)):
         assert write_dataset(tmp_path, name, "train", items) == 2
     assert read_conversations(tmp_path, "train") == talks
     assert read_preferences(tmp_path, "train") == texts
     assert read_unpaired(tmp_path, "train") == judged
-    assert write_dataset(tmp_path, "judged", "test", []) == 0 and read_unpaired(tmp_path, "test") == []
-    (tmp_path / "judged.train.jsonl").write_text('{"prompt": "p"}\n')
-    with pytest.raises(DataError, match=r"judged\.train\.jsonl, line 1"):
+    assert write_dataset(tmp_path, "unpaired", "test", []) == 0 and read_unpaired(tmp_path, "test") == []
+    (tmp_path / "unpaired.train.jsonl").write_text('{"prompt": "p"}\n')
+    with pytest.raises(DataError, match=r"unpaired\.train\.jsonl, line 1"):
         read_unpaired(tmp_path, "train")
 
 
@@ -118,8 +118,8 @@ def test_preferences_out_of_code(folder: Path) -> None:
         + """
 [steps.preferences]
 parents = ["ingest", "curate"]
-faults = ["operator", "return"]
-n_test = 4
+bug_kinds = ["operator", "return"]
+max_test = 4
 """
     )
     found = made(text, folder / "store")["preferences"]
@@ -153,32 +153,32 @@ def test_a_file_of_preferences_is_read_with_its_bad_records_told(folder: Path, t
 
 @pytest.mark.parametrize("objective", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_what_is_preferred_becomes_the_likelier(folder: Path, objective: str) -> None:
-    found = made(PREFER, folder / "store", f"prefer.objective={objective}")["prefer"]
+    found = made(PREFER, folder / "store", f"preference.objective={objective}")["preference"]
     before, after = (found.summary["held_out"][when] for when in ("before", "after"))
     assert found.kind == "model" and found.summary["items"] == {"train": 36, "test": 12}
-    assert after["margin"] > before["margin"] and after["likelier"] == 1.0
+    assert after["rewards/margin"] > before["rewards/margin"] and after["implicit_accuracy"] == 1.0
     assert "36 pairs; held out: the better one is the likelier in" in found.summary["headline"]
     load_model(found.path)
     load_example_tokenizer(found.path)
     assert json.loads((found.path / "curve.json").read_text())[0]["step"] == 1
     section = StageSection.model_validate(stage_summary(found))
     title, note, _ = next(stage_charts([section]))
-    assert title == "prefer: loss" and note.startswith(f"The loss of {objective.upper()}, a")
+    assert title == "preference: loss" and note.startswith(f"The loss of {objective.upper()}, a")
 
 
 def test_single_answers_are_for_kto_alone(folder: Path) -> None:
     lines(
-        folder / "judged.jsonl",
+        folder / "unpaired.jsonl",
         [
             {"prompt": f"{i // 2}?", "completion": "yes" if i % 2 else "nay", "label": i % 2 == 1}
             for i in range(48)
         ],
     )
-    text = PREFER.replace("likes.jsonl", "judged.jsonl").replace("test_share", 'shape = "judged"\ntest_share')
-    with pytest.raises(DataError, match="single answers with a label, and prefer learns from pairs"):
+    text = PREFER.replace("likes.jsonl", "unpaired.jsonl").replace("test_fraction", 'shape = "unpaired"\ntest_fraction')
+    with pytest.raises(DataError, match="single answers with a label, and preference learns from pairs"):
         made(text, folder / "store")
-    found = made(text, folder / "store", "prefer.objective=kto")["prefer"]
-    assert found.summary["held_out"]["after"]["margin"] > 0 and "36 answers" in found.summary["headline"]
+    found = made(text, folder / "store", "preference.objective=kto")["preference"]
+    assert found.summary["held_out"]["after"]["rewards/margin"] > 0 and "36 answers" in found.summary["headline"]
 
 
 def test_pairs_without_room_are_counted_and_none_left_is_refused(folder: Path) -> None:
@@ -187,7 +187,7 @@ def test_pairs_without_room_are_counted_and_none_left_is_refused(folder: Path) -
             folder / "long.jsonl",
             [{"prompt": f"{i:07}?", "chosen": "yes", "rejected": "nay"} for i in range(48)],
         )
-        made(PREFER.replace("likes.jsonl", "long.jsonl"), folder / "store", "prefer.length=8")
+        made(PREFER.replace("likes.jsonl", "long.jsonl"), folder / "store", "preference.seq_len=8")
 
 
 def test_a_stage_that_was_killed_goes_on_to_the_same_bits(
@@ -207,13 +207,13 @@ def test_a_stage_that_was_killed_goes_on_to_the_same_bits(
                 raise KeyboardInterrupt
             return waited
 
-    whole = made(PREFER, folder / "store")["prefer"]
+    whole = made(PREFER, folder / "store")["preference"]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("whorl.align.stage.trainer.Keeper", Prompt)
+        patched.setattr("whorl.align.stage.trainer.CheckpointManager", Prompt)
         made(PREFER, tmp_path)
     said: list[str] = []
-    monkeypatch.setattr("whorl.runs.Progress.say", lambda self, text: said.append(text))
-    again = made(PREFER, tmp_path, "prefer.checkpoint_seconds=3")["prefer"]
+    monkeypatch.setattr("whorl.tracking.progress.Progress.log", lambda self, text: said.append(text))
+    again = made(PREFER, tmp_path, "preference.checkpoint_seconds=3")["preference"]
     assert any("continues at step 5 of 12" in text for text in said)
     kept, expected = weights(again), weights(whole)
     assert all(np.array_equal(kept[name], expected[name]) for name in expected)
@@ -224,28 +224,28 @@ def test_a_reward_model_with_its_report_and_as_the_judge(folder: Path) -> None:
         REWARD
         + SUMS
         + """
-[steps.rlvr]
-parents = ["begin", "sums", "reward"]
+[steps.rl]
+parents = ["init_model", "sums", "reward_model"]
 steps = 2
-prompts = 2
-answers = 4
-max_tokens = 6
-length = 64
+prompts_per_step = 2
+group_size = 4
+max_completion_tokens = 6
+max_seq_len = 64
 dtype = "float32"
 """
     )
     found = made(text, folder / "store")
-    reward, rlvr = found["reward"], found["rlvr"]
+    reward, rl = found["reward_model"], found["rl"]
     figures = json.loads((reward.path / "report.json").read_text())
-    assert reward.kind == "reward" and figures["accuracy"] == reward.summary["held_out"]["accuracy"] == 1.0
+    assert reward.kind == "reward_model" and figures["accuracy"] == reward.summary["held_out"]["accuracy"] == 1.0
     assert {"calibration_error", "reliability", "length"} <= figures.keys()
     assert "right in 100.0%" in reward.summary["headline"] and "nan" not in reward.summary["headline"]
     task = VerifiableTask("t", prompt="7?")
     yes, no = load_reward_verifier(reward.path, "float32")([task, task], ["yes", "nay"])
     assert yes.reward > no.reward and yes.reason.startswith("reward ")
-    solved = rlvr.summary["solved"]
-    assert 0 < solved["before"]["judged"] < 1 and "the judge gives" in rlvr.summary["headline"]
-    rewards = [record["reward"] for record in json.loads((rlvr.path / "curve.json").read_text())]
+    solved = rl.summary["eval"]
+    assert 0 < solved["before"]["reward_model_score"] < 1 and "reward model score" in rl.summary["headline"]
+    rewards = [record["reward"] for record in json.loads((rl.path / "curve.json").read_text())]
     assert all(0 < r < 1 for r in rewards)  # those of a reward model: a verifier here gives 0
 
 
@@ -254,15 +254,15 @@ def test_a_worker_carries_its_judge_through_a_pickle(folder: Path) -> None:
     from whorl.align.rl.rollout import RolloutWorker
 
     found = made(REWARD, folder / "store")
-    model = load_model(found["begin"].path)
+    model = load_model(found["init_model"].path)
     worker = RolloutWorker(
-        model.config, "float32", found["begin"].path, [VerifiableTask("t", prompt="7?", verifier="unittest")], 2, 4, 16, 1.0,
-        Curriculum([0.0]), reward_model=found["reward"].path,
+        model.config, "float32", found["init_model"].path, [VerifiableTask("t", prompt="7?", verifier="unittest")], 2, 4, 16, 1.0,
+        Curriculum([0.0]), reward_model=found["reward_model"].path,
     )  # fmt: skip
     worker.setup()
     assert worker._sandbox is None  # nothing is run where a model judges
     sent = pickle.dumps(worker)
-    assert len(sent) < 10_000 and pickle.loads(sent).judge == found["reward"].path
+    assert len(sent) < 10_000 and pickle.loads(sent).reward_model == found["reward_model"].path
 
 
 def test_conversations_of_ones_own_are_learnt_as_transcripts(folder: Path) -> None:
@@ -280,11 +280,11 @@ uses = "tasks"
 source = "files"
 path = "talks.parquet"
 [steps.sft]
-parents = ["begin", "talks"]
-length = 64
-batch_rows = 2
+parents = ["init_model", "talks"]
+seq_len = 64
+batch_size = 2
 epochs = 30
-share = 1.0
+lr_scale = 1.0
 dtype = "float32"
 """
     )
@@ -293,17 +293,17 @@ dtype = "float32"
     assert found["talks"].summary["counts"] == {"train": 18, "test": 6}
     sft = found["sft"]
     assert sft.summary["texts"] == 18 and sft.summary["final"]["nll"] < 0.7
-    adapted = made(text, folder / "store", "sft.lora.rank=4", 'sft.lora.layers=["attention.out"]')["sft"]
-    before, full, low = (weights(a) for a in (found["begin"], sft, adapted))
+    adapted = made(text, folder / "store", "sft.lora.rank=4", 'sft.lora.target_modules=["attention.out"]')["sft"]
+    before, full, low = (weights(a) for a in (found["init_model"], sft, adapted))
     moved = {name for name in before if not np.array_equal(before[name], low[name])}
     assert len(moved) == 2 and all("attention.out" in name for name in moved)
     assert any(not np.array_equal(before[name], full[name]) for name in before.keys() - moved)
     with pytest.raises(ConfigError, match=r"sft\.lora\.rank cannot be 'many'"):
         made(text, folder / "store", "sft.lora.rank=many")
-    with pytest.raises(DataError, match="has no tasks, only texts"):
+    with pytest.raises(DataError, match="has texts to learn from, but no tasks"):
         made(
-            text.replace("[steps.sft]", '[steps.sft]\nuses = "rlvr"\nmax_tokens = 8').replace(
-                "batch_rows = 2\nepochs = 30\n", ""
+            text.replace("[steps.sft]", '[steps.sft]\nuses = "rl"\nmax_completion_tokens = 8').replace(
+                "seq_len = 64\nbatch_size = 2\nepochs = 30\n", ""
             ),
             folder / "store",
         )
@@ -315,8 +315,8 @@ def test_tasks_of_a_file_are_for_rewards_and_pairs_for_sft(folder: Path) -> None
         [{"prompt": f"{i}+1=", "verifier": "numeric", "answer": i + 1} for i in range(8)],
     )
     own = '\n[steps.own]\nuses = "tasks"\nsource = "files"\npath = "own.jsonl"\nshape = "tasks"\n'
-    learn = '[steps.sft]\nparents = ["begin", "own"]\nlength = 32\n'
-    with pytest.raises(DataError, match="has tasks and no solutions"):
+    learn = '[steps.sft]\nparents = ["init_model", "own"]\nseq_len = 32\n'
+    with pytest.raises(DataError, match="has tasks but no solutions"):
         made(BEGIN + own + learn, folder / "store")
     with pytest.raises(ConfigError, match=r'path goes with source = "files"'):
         made(BEGIN + own.replace('path = "own.jsonl"\n', ""), folder / "store")
@@ -327,7 +327,7 @@ def test_tasks_of_a_file_are_for_rewards_and_pairs_for_sft(folder: Path) -> None
 
 
 def test_align_code_is_a_whole_row() -> None:
-    recipe = load_recipe("align-code", sets=["sft.lora.rank=8", "distil.student.layers=3"])
-    row = ["pretrain", "midtrain", "sft", "prefer", "rlvr", "distil"]
+    recipe = load_recipe("align-code", sets=["sft.lora.rank=8", "distil.student.n_layers=3"])
+    row = ["pretrain", "midtrain", "sft", "preference", "rl", "distil"]
     assert [recipe.steps[b].parents["model"] for b in row[1:]] == row[:-1]
     assert recipe.steps["sft"].config.lora.rank == 8  # type: ignore[attr-defined]

@@ -20,11 +20,11 @@ from whorl.tracking.progress import Progress
 
 # One digit and one digit, the answer alone: learnt well enough in a second for some answers to pass, so that rewards teach.
 SMALL = (
-    "lessons.n=300", "lessons.n_test=6", "lessons.levels={0 = 1.0}", "lessons.short=1.0",
-    "begin.d_model=32", "begin.n_layers=1", "begin.n_heads=1", "begin.mlp_hidden=32",
-    "base.length=96", "base.epochs=5",
-    "manners.n=32", "manners.n_test=6", "manners.levels={0 = 1.0}", "sft.length=96",
-    "rlvr.steps=2", "rlvr.prompts=4", "rlvr.answers=8", "rlvr.max_tokens=12", "rlvr.length=24", "rlvr.evaluate_every=1",
+    "lessons.max_train=300", "lessons.max_test=6", "lessons.levels={0 = 1.0}", "lessons.answer_only_fraction=1.0",
+    "init_model.d_model=32", "init_model.n_layers=1", "init_model.n_heads=1", "init_model.mlp_hidden=32",
+    "base.seq_len=96", "base.epochs=5",
+    "manners.max_train=32", "manners.max_test=6", "manners.levels={0 = 1.0}", "sft.seq_len=96",
+    "rl.steps=2", "rl.prompts_per_step=4", "rl.group_size=8", "rl.max_completion_tokens=12", "rl.max_seq_len=24", "rl.log_rollouts_every=1",
 )  # fmt: skip
 SAMPLE = {"prompt", "answer", "reward", "passed", "reason"}
 CODE = '''\
@@ -75,25 +75,25 @@ def log_of(outcome: RunResult) -> str:
 def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: RunResult) -> None:
     from whorl.models import load_model
 
-    chain, found = [], store.lineage(done.artifacts["rlvr"])
+    chain, found = [], store.lineage(done.artifacts["rl"])
     while True:
         chain.append(found["name"])
         if "model" not in found["parents"]:
             break
         found = found["parents"]["model"]
-    assert chain == [f"align-arithmetic/{name}" for name in ("rlvr", "sft", "base", "begin")]
+    assert chain == [f"align-arithmetic/{name}" for name in ("rl", "sft", "base", "init_model")]
     weights = {
-        name: load_model(done.artifacts[name].path).state_dict() for name in ("begin", "base", "sft", "rlvr")
+        name: load_model(done.artifacts[name].path).state_dict() for name in ("init_model", "base", "sft", "rl")
     }
 
     def moved(before: str, after: str) -> bool:
         return any(not w.equal(weights[after][name]) for name, w in weights[before].items())
 
-    assert moved("begin", "base") and moved("base", "sft")
+    assert moved("init_model", "base") and moved("base", "sft")
     # Groups whose answers all got the same reward teach nothing; any other does.
-    curve = json.loads(done.artifacts["rlvr"].file("curve.json").read_text())
-    assert moved("sft", "rlvr") == any(record["groups_alike"] < 4 for record in curve)
-    for name in ("base", "sft", "rlvr"):
+    curve = json.loads(done.artifacts["rl"].file("curve.json").read_text())
+    assert moved("sft", "rl") == any(record["zero_std_groups"] < 4 for record in curve)
+    for name in ("base", "sft", "rl"):
         assert "tokenizer.json" in done.artifacts[name].files
     summary = done.artifacts["base"].summary
     assert (
@@ -103,47 +103,47 @@ def test_each_stage_leaves_a_model_with_its_lineage(store: Store, done: RunResul
 
 def test_fine_tuning_tells_what_is_passed_before_and_after(store: Store, done: RunResult) -> None:
     assert (
-        "solved" not in done.artifacts["sft"].summary
+        "eval" not in done.artifacts["sft"].summary
     )  # 96 ids have no room for a prompt and an answer of 96
-    assert "no held-out task has room for its prompt and sft.max_tokens: 96" in log_of(done)
-    found = run(store, "base.max_tokens=12", "base.tested=4", until="base").artifacts["base"]
-    before, after = (found.summary["solved"][when] for when in ("before", "after"))
-    assert found.summary["tasks"] == {"test": 4} and before == {"tasks": 4.0, "passed_greedily": 0.0}
-    assert after["tasks"] == 4 and 0 <= after["passed_greedily"] <= 1
+    assert "no held-out task fits its prompt and sft.max_completion_tokens: 96" in log_of(done)
+    found = run(store, "base.max_completion_tokens=12", "base.eval_tasks=4", until="base").artifacts["base"]
+    before, after = (found.summary["eval"][when] for when in ("before", "after"))
+    assert found.summary["tasks"] == {"test": 4} and before == {"tasks": 4.0, "accuracy_greedy": 0.0}
+    assert after["tasks"] == 4 and 0 <= after["accuracy_greedy"] <= 1
     assert (
-        f"held-out tasks passed: 0%, then {after['passed_greedily']:.0%}, greedily"
+        f"greedy accuracy on held-out tasks 0%, then {after['accuracy_greedy']:.0%}"
         in found.summary["headline"]
     )
     section = stage_summary(found)
-    assert section["tested"] == 4 and section["passed"] is None
-    assert section["passed_greedily"] == {"before": 0.0, "after": after["passed_greedily"]}
-    assert "solved" not in run(store, "base.tested=0", until="base").artifacts["base"].summary
+    assert section["n_test_tasks"] == 4 and section["accuracy"] is None
+    assert section["accuracy_greedy"] == {"before": 0.0, "after": after["accuracy_greedy"]}
+    assert "eval" not in run(store, "base.eval_tasks=0", until="base").artifacts["base"].summary
 
 
-def test_rlvr_tells_before_and_after(done: RunResult) -> None:
-    artifact = done.artifacts["rlvr"]
+def test_rl_tells_before_and_after(done: RunResult) -> None:
+    artifact = done.artifacts["rl"]
     summary = artifact.summary
     assert summary["tasks"] == {"train": 32, "test": 6}
     for when in ("before", "after"):
-        told = summary["solved"][when]
-        assert 0 <= told["passed"] <= 1 and 0 <= told["passed_greedily"] <= 1
+        told = summary["eval"][when]
+        assert 0 <= told["accuracy"] <= 1 and 0 <= told["accuracy_greedy"] <= 1
     assert summary["bits_per_byte"] == {"before": None, "after": None}  # nothing was pretrained
     curve = json.loads(artifact.file("curve.json").read_text())
     assert [record["step"] for record in curve] == [1, 2]
-    assert all(0 <= r["passed"] <= 1 and r["length"] <= 12 and r["parity"] < 1e-4 for r in curve)
+    assert all(0 <= r["accuracy"] <= 1 and r["completion_length/mean"] <= 12 and r["logprob_diff_max"] < 1e-4 for r in curve)
     kept = json.loads(artifact.file("samples.json").read_text())
     tasks = read_tasks(done.artifacts["manners"].path, "test")
     for when in ("before", "after"):
         assert [sample["prompt"] for sample in kept[when]] == [task.prompt for task in tasks]
         assert all(sample.keys() == SAMPLE for sample in kept[when])
         passed = sum(sample["passed"] for sample in kept[when]) / len(tasks)
-        assert passed == pytest.approx(summary["solved"][when]["passed"])
+        assert passed == pytest.approx(summary["eval"][when]["accuracy"])
 
 
 def test_rollouts_are_shown_while_it_learns(done: RunResult) -> None:
     log = log_of(done)
     assert (
-        "    step 1: passed " in log and "    step 2: passed " not in log
+        "    step 1: accuracy " in log and "    step 2: accuracy " not in log
     )  # the last is told by the samples
     rows = re.findall(r"^.*    [+-]  [01]\.\d\d  (\d\+\d)? ", log, flags=re.M)
     asked = {task.prompt.strip() for task in read_tasks(done.artifacts["manners"].path, "train")}
@@ -168,30 +168,30 @@ def test_it_ends_in_a_report_of_its_stages(store: Store, done: RunResult, tmp_pa
     ]  # fmt: skip
     assert 'class="missing"' not in page and page.count('<figure class="pair"') == 6
     steps = re.findall(r"<tr><td>(\w+)</td><td class=\"n\">", page)
-    assert steps == ["lessons", "begin", "base", "manners", "sft", "rlvr"]
+    assert steps == ["lessons", "init_model", "base", "manners", "sft", "rl"]
     report(run="align-arithmetic", out=tmp_path / "again.html", store=str(store.root))
     again = (tmp_path / "again.html").read_text()
     assert again.count('<figure class="pair"') == 6 and "Bits per byte, beside" not in again
-    half = run(store, "rlvr.steps=3", until="sft")
+    half = run(store, "rl.steps=3", until="sft")
     report(run=str(half.run.dir), out=tmp_path / "half.html", store=str(store.root))
     page = (tmp_path / "half.html").read_text()
-    assert "sft: loss</h3>" in page and "rlvr: " not in page and '<figure class="pair"' not in page
+    assert "sft: loss</h3>" in page and "rl: " not in page and '<figure class="pair"' not in page
 
 
 def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: RunResult) -> None:
     """An untrained model in pretraining's role is no pretraining, and a stage in it is a stage."""
     made = done.artifacts
-    roles = {"model": made["sft"], "base": made["rlvr"], "tasks": made["manners"]}
-    for first in (made["sft"], made["begin"]):
+    roles = {"model": made["sft"], "base": made["rl"], "tasks": made["manners"]}
+    for first in (made["sft"], made["init_model"]):
         data = report_data({**roles, "model": first}, store, ReportConfig(), roles=roles)
         stages = [stage.name for stage in data.stages]
-        assert stages == (["sft", "rlvr"] if first is made["sft"] else ["rlvr"])
+        assert stages == (["sft", "rl"] if first is made["sft"] else ["rl"])
         assert (
             data.training is None
             and "training" in data.omitted_sections
             and "stages" not in data.omitted_sections
         )
-        assert data.model is not None and data.model.name == "align-arithmetic/rlvr"
+        assert data.model is not None and data.model.name == "align-arithmetic/rl"
     half = report_data({"base": made["base"]}, store, ReportConfig(), roles=["base", "sft", "model"])
     assert half.omitted_sections == [
         "scores",
@@ -203,25 +203,25 @@ def test_a_report_knows_a_stage_by_what_it_is(store: Store, done: RunResult) -> 
 
 
 def test_nothing_with_room_is_said(store: Store, done: RunResult) -> None:
-    with pytest.raises(DataError, match=r"(?s)no task has room.*at most 2 ids.*raise rlvr.length"):
-        run(store, "rlvr.length=14")
+    with pytest.raises(DataError, match=r"(?s)no task fits.*at most 2 ids.*raise rl.max_seq_len"):
+        run(store, "rl.max_seq_len=14")
     with pytest.raises(DataError, match=r"(?s)no text to learn from"):
-        run(store, "sft.length=8")
+        run(store, "sft.seq_len=8")
 
 
 def test_a_stage_needs_its_parents() -> None:
-    with pytest.raises(ConfigError, match=r"(?s)rlvr lacks its parent 'model'.*begin"):
-        parse_recipe('[steps.tasks]\n[steps.begin]\n[steps.rlvr]\nparents = ["tasks"]', "r.toml")
-    with pytest.raises(ConfigError, match=r"(?s)rlvr.algorithm cannot be 'grop'"):
-        load_recipe("align-arithmetic", sets=["rlvr.algorithm=grop"])
+    with pytest.raises(ConfigError, match=r"(?s)rl lacks its parent 'model'.*init_model"):
+        parse_recipe('[steps.tasks]\n[steps.init_model]\n[steps.rl]\nparents = ["tasks"]', "r.toml")
+    with pytest.raises(ConfigError, match=r"(?s)rl.algorithm cannot be 'grop'"):
+        load_recipe("align-arithmetic", sets=["rl.algorithm=grop"])
 
 
 @pytest.mark.parametrize(
     ("recipe", "setting", "said"),
     [
         ("quickstart", "plan.d_model=16", r"plan.d_model cannot be '16'.*32.*heads"),
-        ("align-arithmetic", "begin.n_heads=128", r"d_model \(128\) over n_heads \(128\) gives heads of 1"),
-        ("align-arithmetic", "begin.d_model=60", r"d_model \(60\) over n_heads \(4\) gives heads of 15"),
+        ("align-arithmetic", "init_model.n_heads=128", r"d_model \(128\) over n_heads \(128\) gives heads of 1"),
+        ("align-arithmetic", "init_model.d_model=60", r"d_model \(60\) over n_heads \(4\) gives heads of 15"),
     ],
 )
 def test_an_impossible_shape_is_refused_when_the_recipe_is_read(recipe: str, setting: str, said: str) -> None:
@@ -240,8 +240,8 @@ test_bytes = 1500
 validation_bytes = 500
 [steps.tasks]
 parents = ["ingest", "curate"]
-n = 12
-n_test = 4
+max_train = 12
+max_test = 4
 """
 
 
@@ -289,5 +289,5 @@ def test_python_tasks_need_the_corpus_and_functions(code: Path, tmp_path: Path) 
     recipe = parse_recipe("[steps.tasks]", "alone.toml")
     with pytest.raises(ConfigError, match=r"(?s)no parent 'documents'.*\"ingest\", \"curate\""):
         run_recipe(recipe, Store(tmp_path / "store"), Progress.silent())
-    with pytest.raises(DataError, match=r"(?s)there is no train task.*tasks.prompt_bytes"):
-        mine(code, tmp_path / "store", "tasks.prompt_bytes=20")
+    with pytest.raises(DataError, match=r"(?s)there is no train task.*tasks.max_prompt_bytes"):
+        mine(code, tmp_path / "store", "tasks.max_prompt_bytes=20")

@@ -30,7 +30,7 @@ parents = ["ingest"]
 query = "SELECT row, '' AS reason FROM attributes"
 validation_bytes = 4000
 test_bytes = 2000
-max_held_out_share = 0.3
+max_held_out_fraction = 0.3
 [steps.tokenizer]
 parents = ["ingest", "curate"]
 vocab_size = 400
@@ -41,9 +41,9 @@ parents = ["tokens", "tokenizer"]
 d_model = 16
 n_heads = 2
 mlp_hidden = 16
-window = 24
-least = 4
-batch = 16
+max_length = 24
+min_span = 4
+batch_size = 16
 steps = 30
 evaluations = 3
 threads = 1
@@ -118,10 +118,10 @@ def test_a_run_killed_anywhere_ends_with_the_weights_of_one_that_was_not(
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ("least = 30", ConfigError, r"least \(30\) cannot be more than window \(24\)"),
+        ("min_span = 30", ConfigError, r"min_span \(30\) cannot be more than max_length \(24\)"),
         ("n_heads = 3", ConfigError, "multiple of n_heads"),
-        ('optimiser = "sgd"', ConfigError, "optimiser cannot be 'sgd'"),
-        ("batch = 500", DataError, "at least the 500 of a batch"),
+        ('optimizer = "sgd"', ConfigError, "optimizer cannot be 'sgd'"),
+        ("batch_size = 500", DataError, "at least the 500 of a batch"),
     ],
 )
 def test_what_cannot_be_is_told(

@@ -15,13 +15,13 @@ from whorl.tracking.progress import Progress
 from whorl.tracking.run import Run
 
 SKIPPED = {
-    "step": 3, "kind": "not finite", "words": "the loss is nan <b>", "action": "skipped (1 so far)", "loss": None,
+    "step": 3, "kind": "nonfinite", "message": "the loss is nan <b>", "action": "skipped (1 so far)", "loss": None,
     "documents": [{"number": 12, "id": "id-12", "path": "a/<i>.txt", "source": "s", "offset": 0}], "n_documents": 22,
 }  # fmt: skip
 BACK = {
     "step": 4,
-    "kind": "rewind",
-    "words": "8 steps went wrong",
+    "kind": "rollback",
+    "message": "8 steps went wrong",
     "action": "weights went back",
     "loss": None,
 }
@@ -57,7 +57,7 @@ def test_an_event_is_in_the_metrics_and_on_the_page(tmp_path: Path) -> None:
     training = _training({"model": Steps(tmp_path)})  # type: ignore[dict-item]
     assert [p["step"] for p in training["points"]] == [1, 2, 5, 9]
     assert [(e["step"], e["kind"], e["n_documents"]) for e in training["events"]] == [
-        (3, "not finite", 22), (4, "rewind", 0)
+        (3, "nonfinite", 22), (4, "rollback", 0)
     ]  # fmt: skip
     page = to_html(ReportData.model_validate({"training": training}))
     assert "the loss is nan &lt;b&gt;" in page and "weights went back" in page
@@ -69,7 +69,7 @@ def test_an_event_is_in_the_metrics_and_on_the_page(tmp_path: Path) -> None:
 
 
 def test_a_page_shows_the_first_of_very_many_events(tmp_path: Path) -> None:
-    event = {"kind": "spike", "words": "the loss is 9", "action": "skipped"}
+    event = {"kind": "spike", "message": "the loss is 9", "action": "skipped"}
     training = {
         "points": [{"step": n, "loss": 3.0} for n in range(1, 9)],
         "events": [{"step": n, **event} for n in range(70)],

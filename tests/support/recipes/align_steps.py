@@ -13,7 +13,7 @@ from whorl.tracking.progress import Progress
 
 BEGIN = """
 name = "stages"
-[steps.begin]
+[steps.init_model]
 d_model = 32
 n_layers = 2
 n_heads = 2
@@ -23,8 +23,8 @@ SUMS = """
 [steps.sums]
 uses = "tasks"
 source = "arithmetic"
-n = 40
-n_test = 6
+max_train = 40
+max_test = 6
 levels = {1 = 1.0}
 columns = false
 """
@@ -33,7 +33,7 @@ LIKES = """
 uses = "preferences"
 source = "files"
 path = "likes.jsonl"
-test_share = 0.25
+test_fraction = 0.25
 """
 
 
@@ -46,7 +46,7 @@ query = "SELECT row, '' AS reason FROM attributes"
 near_duplicate_similarity = 1.0
 validation_bytes = 2000
 test_bytes = 2000
-max_held_out_share = 0.3
+max_held_out_fraction = 0.3
 """
 
 

@@ -44,23 +44,23 @@ def stages() -> list[dict[str, Any]]:
     right = {"text": "    return self._items[-1]\n", "passed": True, "reward": 1.0, "reason": "passed"}
     half = {"text": "", "passed": False, "reward": 0.25, "reason": "empty: adds nothing"}
     rising = [
-        {"step": s, "passed": 0.2 + 0.01 * s, "length": 40 - 0.3 * s, "length_wrong": 44 - 0.1 * s}
+        {"step": s, "accuracy": 0.2 + 0.01 * s, "completion_length": 40 - 0.3 * s, "completion_length_incorrect": 44 - 0.1 * s}
         for s in range(1, 41)
     ]
     return [
         {
             "name": "sft",
-            "learnt_from": "1,500 texts",
+            "trained_on": "1,500 texts",
             "bits_per_byte": {"before": 0.941, "after": 0.946},
             "seconds": 31.0,
             "points": [{"step": s, "loss": 2 + 1 / s} for s in range(1, 60)],
         },
         {
-            "name": "rlvr",
-            "learnt_from": "rewards on 1,500 tasks",
-            "tested": 128,
-            "passed": {"before": 0.25, "after": 0.625},
-            "passed_greedily": {"before": 0.5, "after": 0.75},
+            "name": "rl",
+            "trained_on": "rewards on 1,500 tasks",
+            "n_test_tasks": 128,
+            "accuracy": {"before": 0.25, "after": 0.625},
+            "accuracy_greedy": {"before": 0.5, "after": 0.75},
             "bits_per_byte": {"before": 0.946, "after": 0.951},
             "seconds": 88.0,
             "points": rising,
@@ -169,12 +169,12 @@ def example() -> ReportData:
             "plan": {
                 "budget": "5 min",
                 "rows": [
-                    {"what": "training time", "planned": 300, "actual": 309.2, "unit": "s"},
-                    {"what": "tokens", "planned": 5_000_000, "actual": 4_915_200, "unit": "tokens"},
-                    {"what": "speed", "planned": 16_600, "actual": 15_900, "unit": "tokens/s"},
-                    {"what": "compute", "planned": 3.1e13, "actual": 3.0e13, "unit": "FLOP"},
-                    {"what": "held-out loss", "planned": 0.96, "actual": 0.941, "unit": "bits/byte"},
-                    {"what": "peak memory", "planned": 1.1e9, "unit": "bytes"},
+                    {"quantity": "training time", "planned": 300, "actual": 309.2, "unit": "s"},
+                    {"quantity": "tokens", "planned": 5_000_000, "actual": 4_915_200, "unit": "tokens"},
+                    {"quantity": "speed", "planned": 16_600, "actual": 15_900, "unit": "tokens/s"},
+                    {"quantity": "compute", "planned": 3.1e13, "actual": 3.0e13, "unit": "FLOP"},
+                    {"quantity": "held-out loss", "planned": 0.96, "actual": 0.941, "unit": "bits/byte"},
+                    {"quantity": "peak memory", "planned": 1.1e9, "unit": "bytes"},
                 ],
                 "arithmetic": [
                     "parameters = 1024 x 128 + 4 x (...) = 1,053,312",
@@ -188,7 +188,7 @@ def example() -> ReportData:
                     for s in range(100, 2401, 100)
                 ],
                 "tokens_per_second": 15_900,
-                "utilisation": 0.31,
+                "mfu": 0.31,
                 "peak_memory_bytes": 1_240_000_000,
             },
             "scores": {
@@ -208,7 +208,7 @@ def example() -> ReportData:
             "time": {
                 "budget_seconds": 300,
                 "steps": [
-                    {"step": "ingest", "seconds": 3.1, "looked_up": True, "bytes": 9_000_000},
+                    {"step": "ingest", "seconds": 3.1, "cached": True, "bytes": 9_000_000},
                     {"step": "curate", "seconds": 8.0},
                     {"step": "plan", "seconds": 21.4},
                     {"step": "tokenizer", "seconds": 4.2, "bytes": 60_000},
