@@ -1,5 +1,5 @@
-"""The budget dial: how big, how long and on what, for the time or arithmetic that one is willing to spend.
+"""The planner: choose model size, vocabulary and training steps for a budget of time or FLOPs.
 
-`planner` chooses, by `law` (what a shape is expected to reach), `cost` (what it takes) and real steps timed on the spot.
-Import from the modules; this file stays empty so that a recipe's settings (`config`) can be read without torch.
+`planner` chooses with `scaling_law` (expected loss of a shape), `cost` (parameters, FLOPs, memory) and timed training
+steps. Import from the modules: this file is empty, so that recipe settings (`config`) load without torch.
 """

@@ -1,4 +1,4 @@
-"""What a shape costs before anything is built: parameters, FLOPs, memory."""
+"""Training cost of a model shape: parameters, FLOPs, memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from whorl.models import DecoderConfig, ModelConfig, make_model
 from whorl.models.decoder import flops_per_token, matrix_params
 
-PROCESS_OVERHEAD_BYTES = (
-    800e6  # a training process with compiled graphs and what its allocator keeps, and its loader, seen here
-)
+PROCESS_OVERHEAD_BYTES = 800e6  # measured: a training process with compiled graphs, allocator and loader
 
 
 def decoder_config(
@@ -20,7 +18,7 @@ def decoder_config(
     ngram_buckets: int = 65_536,
     ngram_orders: tuple[int, ...] = (2, 3),
 ) -> DecoderConfig:
-    """The house's decoder of a width and a depth: heads of 64 (32 where 64 does not divide), MLP four times as wide."""
+    """Return a `Decoder` shape of a width and a depth: heads of 64 (32 where 64 does not divide), MLP width 4 d_model."""
     head_dim = 64 if d_model % 64 == 0 else 32
     n_heads = d_model // head_dim
     return DecoderConfig(
@@ -37,16 +35,16 @@ def decoder_config(
 
 
 def lookup_params(c: DecoderConfig) -> int:
-    """Weights that are looked up: n-gram tables and, unless tied, the token embedding."""
+    """Count the weights that are looked up: n-gram tables and, unless tied, the token embedding."""
     tables = len(c.ngram_orders) * c.ngram_buckets * c.d_model
     return tables + (0 if c.tie_embeddings else c.vocab_size * c.d_model)
 
 
 def decoder_memory_bytes(c: DecoderConfig, *, tokens: int, seq_len: int, replicas: int) -> float:
-    """Peak memory of training, all replicas together; `tokens` a step.
+    """Return the peak memory of training in bytes, all replicas together, with `tokens` per step.
 
-    fp32 weights, gradients of each replica and two moments for what is dense; weights alone for tables (their state is
-    one number a row); activations in the compute type, taken as fp32.
+    Dense weights have an fp32 copy, a gradient per replica and two moments. Tables count weights only, since their
+    optimizer state is one number per row. Activations in the compute type count as fp32.
     """
     dense = matrix_params(c) + c.vocab_size * c.d_model
     weights = 4.0 * (dense * (3 + replicas) + lookup_params(c))
@@ -55,16 +53,25 @@ def decoder_memory_bytes(c: DecoderConfig, *, tokens: int, seq_len: int, replica
 
 
 def decoder_activation_bytes(c: DecoderConfig, *, tokens: int, seq_len: int) -> float:
-    """Bytes that the forwards of a step keep for their backwards, logits left out, taken as fp32."""
+    """Return the bytes that the forwards of a step keep for the backward, without logits, counted as fp32."""
     per_token = 14 * c.d_model + 2 * c.mlp_hidden + 2 * c.n_heads * seq_len
     return 4.0 * tokens * c.n_layers * per_token
 
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a training run of a shape costs. blocks: weights of the layers that a token meets; head: of the output;
-    tables: weights that are looked up; flops: a token, forward + backward; memory: bytes at most; activations: those of
-    them that the forward keeps for the backward, which `pretrain.activation_budget` and `pretrain.micro_rows` lower."""
+    """Training cost of a shape.
+
+    Attributes:
+        block_params: weights of the layers that a token uses.
+        head_params: weights of the output matrix.
+        lookup_params: weights that are looked up.
+        total_params: all weights, unused experts included.
+        token_flops: per token, forward + backward.
+        peak_memory_bytes: of training.
+        activation_bytes: part of them that the forward keeps for the backward; `pretrain.activation_budget` and
+            `pretrain.micro_batch_size` lower it.
+    """
 
     block_params: int
     head_params: int
@@ -76,12 +83,12 @@ class TrainingCost:
 
     @property
     def matmul_params(self) -> int:
-        """Weights that a token is multiplied with."""
+        """Return the number of weights that a token is multiplied with."""
         return self.block_params + self.head_params
 
 
 def training_cost(c: ModelConfig, *, batch_size: int, seq_len: int, replicas: int) -> TrainingCost:
-    """The cost of a shape in steps of `rows` rows over all replicas; a `Transformer` is built and asked."""
+    """Return the cost of a shape in steps of `batch_size` rows over all replicas; a `Transformer` is built to profile it."""
     head = c.vocab_size * c.d_model
     if isinstance(c, DecoderConfig):
         memory = decoder_memory_bytes(c, tokens=batch_size * seq_len, seq_len=seq_len, replicas=replicas)

@@ -1,17 +1,17 @@
 """The planner: from a budget to a model, a vocabulary and a number of steps.
 
-1. A ladder of shapes; those whose arithmetic alone would leave too few steps, or whose memory does not fit, drop out.
-2. On this machine, a few real steps of each shape that is left are timed (uncompiled, one replica's share).
-3. For each shape and vocabulary: the text it would see in the budget, and by the fitted law its expected bits per byte.
-   The lowest wins.
-4. The winner is timed as it will run, all replicas, compiled and not, and the faster choice kept; the number of steps is
-   what then fits the budget, start-up, looks at held-out text and checkpoints included.
+1. Take a ladder of shapes; drop a shape if FLOPs alone leave too few steps, or if its memory does not fit.
+2. Time a few real steps of each remaining shape on this machine (uncompiled, one replica's share).
+3. For each shape and vocabulary, compute the text seen within the budget, and the expected bits per byte by the fitted
+   scaling law. Choose the lowest.
+4. Time the chosen shape as it will run, with all replicas, compiled and uncompiled; keep the faster. The number of steps
+   fills the budget, including start-up, evaluation and checkpoints.
 
-A network that the recipe gives (`model`) is taken as it is: only step 4 is left. `deterministic` leaves out what is timed:
-the law and the arithmetic choose alone, for a budget of FLOPs.
+With a model given in the recipe (`model`) only step 4 runs. With `deterministic` nothing is timed: the law and the FLOPs
+decide, for a budget of FLOPs.
 
-The number of steps is fixed here. Training itself never looks at a clock, so that a run can be repeated to the bit; the
-price is that a machine that slows down later makes the run longer than planned.
+The number of steps is fixed here. Training never reads a clock, so a run is repeatable to the bit. If the machine slows
+down later, the run takes longer than planned.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ MODEL_LADDER = (  # (width, depth)
     (64, 2), (96, 3), (128, 3), (128, 4), (192, 3), (192, 4), (256, 4), (256, 6), (384, 6), (512, 8), (768, 12),
 )  # fmt: skip
 VOCAB_SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
-COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled time of a step, for ranking alone; the winner is measured
-EVAL_OVERHEAD = 0.025  # share of training time that looks at held-out text, samples and checkpoints take
+COMPILED_TIME_RATIO = 0.72  # compiled / uncompiled step time, for ranking only; the chosen shape is timed
+EVAL_OVERHEAD = 0.025  # evaluation, samples and checkpoints, relative to training time
 MIN_STEPS = 20
-# Of a network without norms on queries and keys, whose embedding starts small: the house's own rates left it at 3.75 nats
-# after 1,000 steps where these reach 2.90 (LOG.md).
+# For a network without query and key norms and with a small initial embedding. The default rates reach 3.75 nats after
+# 1,000 steps, these 2.90 (LOG.md).
 LLAMA_OPTIM = OptimConfig(lr_muon=0.01, lr_embedding=0.02)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A shape with a vocabulary, and what is expected of it."""
+    """A shape with a vocabulary, and its expected result."""
 
     model: DecoderConfig
     step_seconds: float
@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What was chosen, and the reckoning behind it."""
+    """The chosen run, and the numbers behind the choice."""
 
     job: dict[str, Any]  # a `Job` without its tokens
     vocab_size: int
@@ -70,13 +70,13 @@ class TrainingPlan:
 
 
 def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress: Progress) -> TrainingPlan:
-    """Chooses; see the top of this file.
+    """Choose a training run for a budget (see the top of this file).
 
     Args:
-        corpus_bytes: of the training split, for the number of epochs.
+        corpus_bytes: size of the training split, for the number of epochs.
 
     Raises:
-        BudgetError: the budget does not pay for LEAST_STEPS steps of the smallest shape.
+        BudgetError: the budget buys fewer than MIN_STEPS steps of the smallest shape.
     """
     budget = Budget.parse(config.budget)
     replicas = config.replicas or _choose_replicas(config, machine)
@@ -105,11 +105,11 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
         ).token_flops
         steps = int((budget.flops or 0.0) / (flops * config.batch_size * config.seq_len))
     if steps < MIN_STEPS:
-        named = "this model" if config.model is not None else "the smallest sensible model"
+        description = "this model" if config.model is not None else "the smallest model"
         raise BudgetError(
-            f"a budget of {config.budget} buys {max(0, steps)} steps of {named} here "
+            f"a budget of {config.budget} buys {max(0, steps)} steps of {description} on this machine "
             + (
-                f"({timing.startup_seconds:.1f} s to start, {timing.step_seconds * 1e3:.0f} ms a step)"
+                f"({timing.startup_seconds:.1f} s to start, {timing.step_seconds * 1e3:.0f} ms per step)"
                 if timing
                 else ""
             ),
@@ -125,8 +125,8 @@ def make_plan(config: PlanConfig, machine: Machine, corpus_bytes: int, progress:
 def _choose_replicas(config: PlanConfig, machine: Machine) -> int:
     if machine.device != "cpu":
         return 1
-    most = usable_cores() if config.deterministic else machine.threads
-    return max(n for n in range(1, most + 1) if config.batch_size % n == 0)
+    limit = usable_cores() if config.deterministic else machine.threads
+    return max(n for n in range(1, limit + 1) if config.batch_size % n == 0)
 
 
 def _fixed_model(config: PlanConfig) -> ModelConfig:
@@ -146,11 +146,11 @@ def _build_job(
     rates = LLAMA_OPTIM
     if isinstance(model, DecoderConfig):
         rates, model = OptimConfig(), model.model_copy(update={"trained_length": config.seq_len})
-    given = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
+    overrides = {} if config.optim is None else config.optim.model_dump(exclude_unset=True)
     return Job(
         tokens="",
         model=model,
-        optim=rates.model_copy(update=given),
+        optim=rates.model_copy(update=overrides),
         routing=config.routing,
         seq_len=config.seq_len,
         batch_size=config.batch_size,
@@ -166,11 +166,11 @@ def _build_job(
 
 
 def _choose_dtype(config: PlanConfig, machine: Machine) -> str:
-    """The faster one; or, where nothing may be timed, the usual one of the device."""
+    """Return the faster type; if nothing may be timed, the usual type of the device."""
     if not config.deterministic:
         return machine.dtype
-    usual = "bfloat16" if "bfloat16" in machine.flops else "float16"  # of a GPU, by what it has
-    return os.environ.get("WHORL_DTYPE") or ("float32" if machine.device == "cpu" else usual)
+    default = "bfloat16" if "bfloat16" in machine.flops else "float16"  # by the types that the GPU supports
+    return os.environ.get("WHORL_DTYPE") or ("float32" if machine.device == "cpu" else default)
 
 
 def _step_flops(config: PlanConfig, model: DecoderConfig) -> float:
@@ -180,13 +180,13 @@ def _step_flops(config: PlanConfig, model: DecoderConfig) -> float:
 def _ladder_shapes(
     config: PlanConfig, machine: Machine, replicas: int, budget: Budget
 ) -> list[tuple[int, int]]:
-    """Rungs of the ladder worth timing."""
+    """Return the shapes worth timing."""
     ladder = [
         (config.d_model or width, config.n_layers or depth)
         for width, depth in MODEL_LADDER
         if config.d_model in (None, width) or (config.d_model is not None and config.n_layers is None)
     ] or [(config.d_model or 128, config.n_layers or 4)]
-    worth: list[tuple[int, int]] = []
+    kept: list[tuple[int, int]] = []
     tokens = config.batch_size * config.seq_len
     for width, depth in dict.fromkeys(ladder):
         model = decoder_config(width, depth, config.vocab_size or 1024, ngram_buckets=config.ngram_buckets)
@@ -196,10 +196,10 @@ def _ladder_shapes(
         )
         flops = budget.flops or (budget.seconds or 0.0) * machine.peak_flops * 0.5
         steps = flops / _step_flops(config, model)
-        # Fewer steps than this and the law is far outside of what it was fitted on; the smallest always stays.
-        if fits and (steps > 400 or not worth):
-            worth.append((width, depth))
-    return worth[-6:]
+        # With fewer steps the law would extrapolate too far; the smallest shape always stays.
+        if fits and (steps > 400 or not kept):
+            kept.append((width, depth))
+    return kept[-6:]
 
 
 def _rank_candidates(
@@ -217,7 +217,7 @@ def _rank_candidates(
         for width, depth in shapes:
             timed = decoder_config(width, depth, 1024, ngram_buckets=config.ngram_buckets)
             share = config.model_copy(update={"batch_size": max(1, config.batch_size // replicas)})
-            if config.deterministic:  # of no weight: a budget of FLOPs buys steps by arithmetic
+            if config.deterministic:  # cancels out: a FLOP budget fixes the steps
                 seconds = _step_flops(config, timed) / machine.peak_flops
             else:
                 job = _build_job(share, timed, machine, 1, 1, compile=False).model_copy(update={"threads": 1})
@@ -225,7 +225,7 @@ def _rank_candidates(
             task.advance(1, note=f"{width} wide, {depth} deep: {seconds * 1e3:.0f} ms")
             for vocabulary in vocabularies:
                 model = decoder_config(width, depth, vocabulary, ngram_buckets=config.ngram_buckets)
-                # The vocabulary's part of a step follows its arithmetic.
+                # The vocabulary changes the step time in proportion to its FLOPs.
                 step = seconds * (1 + 0.5 * (_step_flops(config, model) / _step_flops(config, timed) - 1))
                 if budget.seconds is not None:
                     steps = int(budget.seconds * 0.93 / step)
@@ -233,14 +233,16 @@ def _rank_candidates(
                     steps = int((budget.flops or 0.0) / _step_flops(config, model))
                 seen = max(1, steps) * config.batch_size * config.seq_len * bytes_per_token(vocabulary)
                 blocks = matrix_params(model) - model.vocab_size * model.d_model
-                # A repeated epoch teaches less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
-                fresh = _effective_bytes(seen, corpus_bytes)
-                found.append(Candidate(model, step, steps, expected_bits_per_byte(blocks, fresh, vocabulary)))
+                # A repeated epoch is worth less than new text (Muennighoff et al. 2023, arXiv:2305.16264, eq. 5).
+                effective = _effective_bytes(seen, corpus_bytes)
+                found.append(
+                    Candidate(model, step, steps, expected_bits_per_byte(blocks, effective, vocabulary))
+                )
     return found
 
 
 def _effective_bytes(seen: float, corpus_bytes: int) -> float:
-    """What `seen` bytes of a corpus, read over several epochs, are worth in bytes read once (R* = 15.4)."""
+    """Return how many bytes read once are worth `seen` bytes of repeated epochs (R* = 15.4)."""
     import math
 
     if seen <= corpus_bytes:
@@ -257,7 +259,7 @@ def _choose_compilation(
     budget: Budget,
     progress: Progress,
 ) -> tuple[Job, StepTiming]:
-    """Times the winner as it will run, and chooses whether to compile."""
+    """Time the chosen model as it will run, and choose whether to compile."""
     plain = _build_job(config, model, machine, replicas, 1, compile=False)
     with progress.task("Timing the chosen shape", total=None) as task:
         options: list[tuple[Job, StepTiming]] = []
@@ -267,12 +269,12 @@ def _choose_compilation(
         if config.compile is not False and can_compile():
             compiled = plain.model_copy(update={"compile": True})
             task.update(note="compiled (compiling)")
-            time_steps(compiled, seconds=0.0)  # fills the compiler's cache, which the run will find
+            time_steps(compiled, seconds=0.0)  # fills the compiler's cache for the run
             task.update(note="compiled")
             options.append((compiled, time_steps(compiled, seconds=3.0)))
         if not options:
             raise BudgetError(
-                "compile=true, but no C++ compiler was found", do="install g++, or leave compile out"
+                "compile=true, but no C++ compiler was found", do="install g++, or omit compile"
             )
 
         def steps(timing: StepTiming) -> float:
@@ -282,7 +284,7 @@ def _choose_compilation(
 
 
 def can_compile() -> bool:
-    """Whether torch.compile finds a C++ compiler."""
+    """Return whether torch.compile finds a C++ compiler."""
     return any(shutil.which(name) for name in ("g++", "c++", "clang++"))
 
 
@@ -317,27 +319,27 @@ def _build_plan(
         f"shape: {model.n_layers} layers x {model.d_model} wide, {_describe_layers(model)}, vocabulary {model.vocab_size:,}",
         f"parameters: {cost.block_params:,} in blocks + {cost.head_params:,} in the head (multiplied) "
         f"+ {cost.lookup_params:,} looked up ({_describe_lookups(model)})"
-        + (f"; {cost.total_params:,} in all with every expert" if _expert_config(model) else ""),
-        f"FLOPs a token: 6 x {cost.matmul_params:,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
-        f"a step: {job.batch_size} rows x {job.seq_len} tokens over {job.replicas} replicas of {job.threads} thread(s), "
+        + (f"; {cost.total_params:,} in total with every expert" if _expert_config(model) else ""),
+        f"FLOPs per token: 6 x {cost.matmul_params:,} + attention = {flops / 1e6:.2f} M (Kaplan et al. 2020)",
+        f"step: {job.batch_size} rows x {job.seq_len} tokens over {job.replicas} replicas of {job.threads} thread(s), "
         f"{job.dtype}, {'compiled' if job.compile else 'not compiled'}",
         f"steps: {job.steps:,}; tokens: {tokens:,} = {expected['epochs']:.2f} epochs of {corpus_bytes / 1e6:.1f} MB "
-        f"at about {per_token:.2f} bytes a token",
-        f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected at most, {cost.activation_bytes / 1e9:.2f} of it activations "
-        "(pretrain.activation_budget or pretrain.micro_batch_size lower them)",
+        f"at about {per_token:.2f} bytes per token",
+        f"memory: {cost.peak_memory_bytes / 1e9:.2f} GB expected peak, {cost.activation_bytes / 1e9:.2f} GB of it "
+        "activations (pretrain.activation_budget or pretrain.micro_batch_size lower them)",
     ]
     if timing is not None:
         lines.append(
-            f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {timing.step_seconds * 1e3:.1f} ms x {1 + EVAL_OVERHEAD:.3f} "
-            f"= {expected['seconds']:.0f} s of {config.budget}"
+            f"time: {timing.startup_seconds:.1f} s to start + {job.steps:,} x {timing.step_seconds * 1e3:.1f} ms "
+            f"x {1 + EVAL_OVERHEAD:.3f} = {expected['seconds']:.0f} s of {config.budget}"
         )
         lines.append(
             f"speed: {expected['tokens_per_second']:,.0f} tokens/s, {expected['mfu']:.0%} of "
-            f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured here"
+            f"{machine.peak_flops / 1e12:.2f} TFLOP/s measured on this machine"
         )
     if isinstance(model, DecoderConfig):
-        worth = _effective_bytes(tokens * per_token, max(1, corpus_bytes))
-        expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, worth, model.vocab_size)
+        effective = _effective_bytes(tokens * per_token, max(1, corpus_bytes))
+        expected["bits_per_byte"] = expected_bits_per_byte(cost.block_params, effective, model.vocab_size)
         lines.append(
             f"expected: {expected['bits_per_byte']:.2f} bits per byte on held-out text "
             "(law fitted on the sweep of bench/plan/scaling_sweep.py)"
@@ -356,7 +358,7 @@ def _build_plan(
 
 
 def _describe_layers(model: ModelConfig) -> str:
-    """What the layers are, in words."""
+    """Describe the layers for the plan's text."""
     if isinstance(model, DecoderConfig):
         return f"{model.n_heads} heads of {model.head_dim}"
     kinds = dict.fromkeys(
@@ -364,9 +366,7 @@ def _describe_layers(model: ModelConfig) -> str:
         for m in model.layer_mixers()
     )
     experts = _expert_config(model)
-    return " and ".join(kinds) + (
-        f", {experts.n_experts} experts of which {experts.top_k}" if experts else ""
-    )
+    return " and ".join(kinds) + (f", {experts.n_experts} experts, top {experts.top_k}" if experts else "")
 
 
 def _expert_config(model: ModelConfig) -> MoEConfig | None:
@@ -376,4 +376,4 @@ def _expert_config(model: ModelConfig) -> MoEConfig | None:
 def _describe_lookups(model: ModelConfig) -> str:
     if isinstance(model, DecoderConfig):
         return f"embedding and {len(model.ngram_orders)} n-gram tables"
-    return "nothing: the head is the embedding" if model.tie_embeddings else "embedding"
+    return "nothing: tied embedding" if model.tie_embeddings else "embedding"

@@ -1,12 +1,12 @@
-"""The loss that a shape reaches after so much text, fitted on real runs.
+"""The scaling law: expected loss of a shape after an amount of text, fitted on training runs.
 
     bits per byte = E + A / N^alpha + B / D^beta + C |ln(V / V*(N))|^2
 
-N: weights in the blocks' matrices; D: bytes of text seen; V: vocabulary, V* its best size for N. The form is
-Hoffmann et al. 2022 (Training Compute-Optimal Large Language Models, arXiv:2203.15556, eq. 2) with a term for the
-vocabulary: a larger one puts more text into a token, but a small model spends its products on the head (Tao et al.
-2024, Scaling Laws with Vocabulary, arXiv:2407.13623, find the same direction). The constants are fitted on the sweep in
-`bench/plan/scaling_sweep.py`, on Python source; another kind of text shifts E most, which does not change the choice.
+N: weights in the blocks' matrices; D: bytes of text seen; V: vocabulary; V*: its best size for N. The form is eq. 2 of
+Hoffmann et al. 2022 (Training Compute-Optimal Large Language Models, arXiv:2203.15556) with a term for the vocabulary. A
+larger vocabulary puts more text into a token, but the head takes a larger share of a small model (Tao et al. 2024, Scaling
+Laws with Vocabulary, arXiv:2407.13623). The constants are fitted on the runs of `bench/plan/scaling_sweep.py`, on Python
+source. Other text mainly changes E, which does not affect the choice.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class ScalingLaw:
     data_coef: float
     data_exponent: float
     vocab_coef: float
-    optimal_vocab: float  # at a million matrix weights; grows with N^0.5
+    optimal_vocab: float  # for a million matrix weights; grows with N^0.5
 
 
 @cache
 def fitted_law() -> ScalingLaw:
-    """The constants that ship with the package."""
+    """Return the constants that ship with the package."""
     text = resources.files("whorl.plan").joinpath("scaling_law.json").read_text()
     return ScalingLaw(**json.loads(text)["law"])
 
@@ -41,7 +41,7 @@ def fitted_law() -> ScalingLaw:
 def expected_bits_per_byte(
     block_params: float, n_bytes: float, vocab_size: int, law: ScalingLaw | None = None
 ) -> float:
-    """Expected held-out bits per byte of a model with `matrices` block weights after `n_bytes` of text."""
+    """Return the expected held-out bits per byte of a model with `block_params` weights after `n_bytes` of text."""
     law = law or fitted_law()
     best = law.optimal_vocab * (block_params / 1e6) ** 0.5
     expected: float = (
@@ -54,5 +54,5 @@ def expected_bits_per_byte(
 
 
 def bytes_per_token(vocab_size: int) -> float:
-    """Bytes of source code in a token; measured at 1,024, 2,048 and 4,096 by the sweep, straight in the logarithm."""
+    """Return the bytes of source code per token: linear in log(vocabulary), fitted at 1,024, 2,048 and 4,096."""
     return 2.6 + 0.45 * math.log2(vocab_size / 1024)
