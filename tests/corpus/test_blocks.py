@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_counted_with_a_reason(tmp_path: Path) -> None:
 def test_files_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no files"):
         RawFiles([])
-    with pytest.raises(ConfigError, match=r"a\.csv is of no kind"):
+    with pytest.raises(ConfigError, match=r"a\.csv has no supported suffix"):
         RawFiles(["a.csv"])
     with pytest.raises(DataError, match=r"missing\.jsonl cannot be read"):
         RawFiles([str(tmp_path / "missing.jsonl")])
@@ -96,5 +96,5 @@ def test_files_that_cannot_be_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"cut\.parquet cannot be read"):
         RawFiles([str(tmp_path / "cut.parquet")])
     (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(DataError, match="hold nothing"):
+    with pytest.raises(DataError, match="contain no records"):
         RawFiles([str(tmp_path / "empty.jsonl")])

@@ -220,7 +220,7 @@ def test_held_out_smaller_than_any_document(tmp_path: Path) -> None:
     texts = {f"{i}.txt": prose(random.Random(i), 50) for i in range(30)}
     size = min(len(text) for text in texts.values())
     with pytest.raises(
-        DataError, match=f"may take 1000 bytes, and of the 30 clusters .* smallest has {size}"
+        DataError, match=f"may have 1000 bytes, but the smallest of 30 clusters .* has {size}"
     ):
         Made(tmp_path, texts, test_bytes=1000)
 
@@ -323,7 +323,7 @@ def test_several_files_and_row_groups_give_the_same_corpus(
 def test_selection_of_another_corpus_is_refused(tmp_path: Path) -> None:
     a = Made(tmp_path / "a", folder_of(40, random.Random(0)))
     b = Made(tmp_path / "b", folder_of(41, random.Random(0)))
-    with pytest.raises(DataError, match="selects among 41 documents"):
+    with pytest.raises(DataError, match="a selection of 41 documents"):
         Corpus(a.ingest, b.curate)
 
 

@@ -204,7 +204,7 @@ def test_empty_folder(data: Path, out: Path) -> None:
     with pytest.raises(DataError, match="the folder is empty"):
         run(out, data)
     (data / "x.bin").write_bytes(b"\0")
-    with pytest.raises(DataError, match="all 1 files in it are left out"):
+    with pytest.raises(DataError, match="all 1 files in it are excluded"):
         run(out, data, include=["*.txt"])
 
 
@@ -236,7 +236,7 @@ def test_unknown_source_names_the_near_misses(data: Path, out: Path) -> None:
         run(out, "pyhton-stdlib")
     assert "did you mean 'python-stdlib'?" in str(caught.value)
     (data / "novels").mkdir()
-    with pytest.raises(DataError, match=r"near it there is: .*novels"):
+    with pytest.raises(DataError, match=r"similar: .*novels"):
         run(out, data / "novel")
     with pytest.raises(DataError, match="local files"):
         run(out, "s3://bucket/texts")

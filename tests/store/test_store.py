@@ -221,7 +221,7 @@ def test_verify_reports_damaged_manifests_strays_and_dangling_names(tmp_path: Pa
     (two.path / "stray").write_text("?")
     shutil.rmtree(three.path)
     problems = "\n".join(store.verify())
-    assert "manifest" in problems and "stray" in problems and "a/three points at" in problems
+    assert "manifest" in problems and "stray" in problems and "a/three points to" in problems
     with pytest.raises(CorruptArtifactError, match="manifest"):
         store.open("a/one")
     assert make(store, "a/one", "1").summary == {"letters": 1}  # made anew

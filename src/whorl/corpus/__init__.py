@@ -1,8 +1,7 @@
-"""The corpus room: from bytes on a disk to documents, measured, selected and split.
+"""From raw files to documents that are measured, selected and split.
 
-Two steps and a reader. `ingest` turns sources into immutable documents and a quarantine; `curate` writes
-attributes beside them, and a selection with its splits; `Corpus` streams the documents of a split to every
-later room. `docs/corpus.md` tells it in a page.
+`ingest` turns sources into immutable documents and a quarantine. `curate` writes attributes, a selection and its splits
+into side files. `Corpus` streams the documents of a split. See `docs/corpus.md`.
 """
 
 from whorl.corpus.config import CurateConfig, IngestConfig

@@ -1,12 +1,11 @@
-"""Raw files as blocks: stretches of documents that can be read at random, in any order, without an index.
+"""Raw files as numbered blocks: ranges of documents that can be read in any order, without an index.
 
-What training on raw text wants from storage: a numbered list of pieces of about the same size, each readable alone.
-A JSONL file is cut at multiples of `block_bytes`; a line belongs to the block in which its first byte lies, so no
-block needs to know the others (and each line is read exactly once). A Parquet file gives a block for each row
-group, a tar file (as webdataset writes) one for each run of whole members. Files are named by a local path or any
-fsspec URL.
+Blocks have similar sizes, and each is readable alone. A JSONL file is cut at multiples of `block_bytes`. A line belongs
+to the block that contains its first byte, so each line is read exactly once and blocks are independent. A Parquet file
+gives one block per row group; a tar file (webdataset) gives one per run of whole members. Files are local paths or
+fsspec URLs.
 
-Records that cannot be read are set aside: counted, with the first reason of each block, never silently dropped.
+Unreadable records are counted, with the first reason per block.
 """
 
 from __future__ import annotations
@@ -31,7 +30,9 @@ FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"
 
 @dataclass(frozen=True)
 class FileBlock:
-    """A stretch of a file: bytes begin to end of a JSONL or tar file, row group `begin` of a Parquet file; size in bytes."""
+    """A range of a file: bytes [begin, end) of a JSONL or tar file, or row group `begin` of a Parquet file. size: in
+    bytes.
+    """
 
     file: str
     kind: str
@@ -42,7 +43,7 @@ class FileBlock:
 
 @dataclass(frozen=True)
 class Source:
-    """Files and their weight in the mixture, at the beginning of the run and at its end (by default the same)."""
+    """Files and their weight in the mixture at the beginning and at the end of the run (by default equal)."""
 
     files: Sequence[str]
     weight: float = 1.0
@@ -52,7 +53,7 @@ class Source:
 
 @dataclass
 class RejectCounter:
-    """What could not be read: how many records, and why the first of them."""
+    """Number of unreadable records, and the reason of the first."""
 
     count: int = 0
     first_reason: str = ""
@@ -64,14 +65,15 @@ class RejectCounter:
 
 @dataclass
 class RawFiles:
-    """Blocks of some files, in the order of their names.
+    """Blocks of some files, in the order of the file names.
 
     Args:
         files: paths or URLs of .jsonl, .ndjson, .parquet or .tar files.
-        text_field: of JSONL records, Parquet columns and .json members.
+        text_field: the text's field in JSONL records, Parquet columns and .json members.
 
     Raises:
-        ConfigError: no files, or a suffix that none of these has. DataError: a file is missing or damaged.
+        ConfigError: no files, or an unsupported suffix.
+        DataError: a file is missing or damaged.
     """
 
     files: Sequence[str]
@@ -82,28 +84,28 @@ class RawFiles:
 
     def __post_init__(self) -> None:
         if not self.files:
-            raise ConfigError("there are no files to read", expected="at least one")
-        self.blocks, seen = [], hashlib.sha256()
+            raise ConfigError("no files to read", expected="at least one")
+        self.blocks, digest = [], hashlib.sha256()
         for name in sorted(self.files):
             kind = FORMAT_OF_SUFFIX.get(PurePosixPath(name).suffix.lower())
             if kind is None:
                 raise ConfigError(
-                    f"{name} is of no kind that is read in blocks",
+                    f"{name} has no supported suffix",
                     expected=f"one of {', '.join(FORMAT_OF_SUFFIX)}",
                 )
             try:
                 found = list(getattr(self, f"_{kind}_blocks")(name))
             except (OSError, tarfile.TarError, ValueError) as error:
                 raise DataError(
-                    f"{name} cannot be read: {error}", do="name a file that is there and whole"
+                    f"{name} cannot be read: {error}", do="use an existing, undamaged file"
                 ) from error
             self.blocks += found
-            seen.update(
+            digest.update(
                 json.dumps([PurePosixPath(name).name, [(b.begin, b.end, b.size) for b in found]]).encode()
             )
         if not self.blocks:
-            raise DataError("the files hold nothing", expected="records with text")
-        self.fingerprint = seen.hexdigest()[:16]
+            raise DataError("the files contain no records", expected="records with text")
+        self.fingerprint = digest.hexdigest()[:16]
 
     def _jsonl_blocks(self, name: str) -> Iterator[FileBlock]:
         size = _file_size(name)
@@ -137,7 +139,7 @@ class RawFiles:
             yield FileBlock(name, "tar", begin, end, end - begin)
 
     def texts(self, number: int, rejects: RejectCounter) -> Iterator[str]:
-        """The texts of a block, in their order; what cannot be read goes to `aside`."""
+        """Yield the texts of a block in order; count unreadable records in `rejects`."""
         block = self.blocks[number]
         for text in getattr(self, f"_{block.kind}_texts")(block, rejects):
             if not isinstance(text, str):
@@ -151,12 +153,12 @@ class RawFiles:
 
     def _jsonl_texts(self, block: FileBlock, rejects: RejectCounter) -> Iterator[Any]:
         with _open(block.file) as stream:
-            # One byte earlier: a line that begins exactly at `begin` has its predecessor's end there.
+            # One byte earlier: a line that begins exactly at `begin` follows the line end at `begin - 1`.
             stream.seek(max(0, block.begin - 1))
             data = stream.read(block.end - max(0, block.begin - 1))
             start = 0 if block.begin == 0 else data.find(b"\n") + 1
             if block.begin and not start:
-                return  # no line begins here
+                return  # no line begins in this block
             if start < len(data) and not data.endswith(b"\n"):
                 data += stream.readline(2 * MAX_DOCUMENT_BYTES)
                 if not data.endswith(b"\n") and stream.read(1):
@@ -179,7 +181,7 @@ class RawFiles:
                 yield from table.read_row_group(block.begin, columns=[self.text_field])[
                     self.text_field
                 ].to_pylist()
-        except (OSError, ValueError) as error:  # pyarrow's errors are both
+        except (OSError, ValueError) as error:  # pyarrow raises either
             rejects.add(f"{block.file}: row group {block.begin}: {str(error)[:100]}")
 
     def _tar_texts(self, block: FileBlock, rejects: RejectCounter) -> Iterator[Any]:
@@ -199,10 +201,10 @@ class RawFiles:
 
 
 def expand_globs(files: Sequence[str]) -> list[str]:
-    """Names with each pattern (`*`, `?`, `[...]`; local or a URL) replaced by what it matches, in order.
+    """Return the names with each pattern (`*`, `?`, `[...]`; local or a URL) replaced by its matches, in order.
 
     Raises:
-        DataError: a pattern matches nothing.
+        DataError: a pattern has no match.
     """
     found: list[str] = []
     for name in files:
@@ -217,15 +219,13 @@ def expand_globs(files: Sequence[str]) -> list[str]:
         else:
             matches = glob(str(Path(name).expanduser()), recursive=True)  # noqa: PTH207 - patterns may be absolute
         if not matches:
-            raise DataError(
-                f"no file is called {name}", do="look at the pattern, and from which folder it is seen"
-            )
+            raise DataError(f"no file matches {name}", do="check the pattern and the current folder")
         found += sorted(matches)
     return found
 
 
 def _open(name: str) -> Any:
-    """A seekable binary stream of a local path or an fsspec URL."""
+    """Open a seekable binary stream of a local path or an fsspec URL."""
     if "://" not in name:
         return open(name, "rb")  # noqa: PTH123 - the caller's `with` closes it
     import fsspec

@@ -1,18 +1,18 @@
-"""What a user may say about a corpus: where its bytes come from, and which of them are used.
+"""Configuration of a corpus: its sources, and the selection of documents.
 
-Two small pydantic models, one a step. They are part of the artifact's address, so every field here changes
-what is built; a field that only changes how fast (threads, progress) does not belong here.
+There is one pydantic model per step. The fields are part of the artifact's address, so they may only hold settings that
+change the result, not settings that change its speed.
 
-The subtle part is `IngestConfig.fingerprint`. An address is a hash of configuration and parents, and
-`ingest` has no parents: without more, an edited source file would look like work already done. So the step
-fills `fingerprint` from the input's bytes before it asks for the address (`whorl.corpus.fingerprint`).
+The subtle part is `IngestConfig.fingerprint`. An address is a hash of configuration and parents, and `ingest` has no
+parents. Without the fingerprint, an edited source file would not change the address. The step therefore sets
+`fingerprint` from the input bytes before it computes the address (`whorl.corpus.fingerprint`).
 """
 
 from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Folders that hold machinery, not writing. A pattern with no "/" matches a name at any depth.
+# Folders of tools and caches. A pattern without "/" matches a name at any depth.
 DEFAULT_EXCLUDE = (
     ".git",
     ".hg",
@@ -25,8 +25,8 @@ DEFAULT_EXCLUDE = (
     ".whorl",
 )
 
-# One row in, one reason out: '' keeps the document, any other word drops it and is counted under that word.
-# The thresholds are deliberately loose; a rule should catch what no reader would call writing.
+# Maps each row to a reason: '' keeps the document; any other word drops it and is counted under that word.
+# The thresholds are loose: a rule should only catch text that no reader would accept.
 DEFAULT_QUERY = """\
 SELECT row, CASE
   WHEN exact_duplicate THEN 'exact_duplicate'
@@ -55,21 +55,19 @@ class IngestConfig(BaseModel):
         default=list(DEFAULT_EXCLUDE), description="leave out files and folders that match one of these globs"
     )
     text_field: str = Field(
-        default="text", min_length=1, description="where a JSONL or Parquet record has its text"
+        default="text", min_length=1, description="the text's field in JSONL and Parquet records"
     )
     max_document_bytes: int = Field(
         default=4_000_000, ge=1, le=64_000_000, description="longer documents are quarantined, unread"
     )
     licences: dict[str, str] = Field(
-        default={}, description="source -> SPDX licence, for documents that name none themselves"
+        default={}, description="source -> SPDX licence, for documents without a licence field"
     )
-    fingerprint: str = Field(
-        default="", description="hash of the input bytes, filled in by the step; leave empty"
-    )
+    fingerprint: str = Field(default="", description="hash of the input bytes, set by the step; leave empty")
 
 
 class CurateConfig(BaseModel):
-    """Which documents are used, and which of those are held out."""
+    """Which documents are selected, and which of them are held out."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -85,9 +83,12 @@ class CurateConfig(BaseModel):
     validation_bytes: int = Field(default=1_000_000, ge=0)
     test_bytes: int = Field(default=1_000_000, ge=0)
     max_held_out_fraction: float = Field(
-        default=0.1, gt=0, le=0.4, description="most of the selected bytes that validation, or test, may take"
+        default=0.1,
+        gt=0,
+        le=0.4,
+        description="maximum fraction of the selected bytes in validation, and in test",
     )
     max_cluster_fraction: float = Field(
-        default=0.1, gt=0, le=1.0, description="most of a held-out split that one cluster may fill"
+        default=0.1, gt=0, le=1.0, description="maximum fraction of a held-out split in one cluster"
     )
     seed: int = 0

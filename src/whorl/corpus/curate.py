@@ -1,14 +1,14 @@
-"""Curate: measure every document, find copies, let a query choose, split what it chose.
+"""Curate: measure every document, find duplicates, select by a query, split the selection.
 
-What is written, all row-aligned with the documents, which are not touched:
+Output files are row-aligned with the documents, which are not modified:
 
-- `attributes-00000.parquet`, ...: one file for each `documents-*.parquet`, the columns of `attribute_schema`.
-- `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and
-  `reason` (why a document was dropped, "" if it was not).
+- `attributes-00000.parquet`, ...: one file per `documents-*.parquet`, with the columns of `attribute_schema`.
+- `selection.parquet`: over all document files in order, `split` ("train", "validation", "test" or "") and `reason` (why
+  a document was dropped; "" if it was kept).
 
-Memory grows with the number of documents, not with their text: documents stream past once, attributes go
-straight to a file, and the MinHash signatures (512 bytes a document) to a memory map that the system may page
-out. Some 200 bytes a document remain, for ids, hashes, clusters and the split.
+Memory grows with the number of documents, not with their text: about 200 bytes per document for ids, hashes, clusters
+and the split. Attributes are written while documents are read. MinHash signatures (512 bytes per document) are in a
+memory map.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from whorl.tracking.progress import Progress
 
 BLOCK_BYTES = 2_000_000
-# A longer document is compared by its beginning: the sums over a block take some 60 bytes a byte of text.
+# Only the beginning of a longer document is compared: hashing a block needs about 60 bytes per byte of text.
 MAX_SIGNATURE_BYTES = 2_000_000
 
 
 def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress: Progress) -> dict[str, Any]:
-    """Write attributes and selection of these document files into `out`.
+    """Write the attributes and the selection of these document files into `out`.
 
     Returns:
-        `funnel` (read, what is left after each reason, train), `dropped` (reason -> documents, bytes),
-        `splits` (name -> documents, bytes, largest_document_fraction), `clusters`, `near_duplicates`.
+        `funnel` (read, the rest after each reason, train), `dropped` (reason -> documents, bytes), `splits` (name ->
+        documents, bytes, largest_document_fraction), `clusters`, `near_duplicates`.
 
     Raises:
-        ConfigError: the query is not one, or does not return `row` and `reason`.
-        DataError: nothing is selected, or the corpus is too small to hold anything out.
+        ConfigError: the query is invalid, or does not return `row` and `reason`.
+        DataError: no document is selected, or the corpus is too small to hold out a split.
     """
     import pyarrow.parquet as pq
 
@@ -76,7 +76,7 @@ def curate(config: CurateConfig, documents: Sequence[Path], out: Path, progress:
 
 
 class _DocumentTable:
-    """What stays in memory of each document, and the map of all signatures."""
+    """Per-document data that stays in memory, and the memory map of all signatures."""
 
     def __init__(self, n: int, signature_file: Path) -> None:
         self.ids: list[str] = []
@@ -87,7 +87,9 @@ class _DocumentTable:
 
 
 def _row_batches(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of an open Parquet file, at most BLOCK_BYTES of text at a time (a longer document comes alone)."""
+    """Yield rows of an open Parquet file in batches of at most BLOCK_BYTES of text; a longer document is a batch
+    alone.
+    """
     for group in range(file.num_row_groups):
         rows: list[dict[str, Any]] = []
         size = 0
@@ -101,8 +103,9 @@ def _row_batches(file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]
 
 
 def _measure_all(documents: Sequence[Path], n_rows: int, scratch: Path, progress: Progress) -> _DocumentTable:
-    """One pass over the text: attributes to a scratch file for each document file, the rest as
-    `_Measured`."""
+    """Read the text once: write attributes to one scratch file per document file, and return the rest as a
+    `_DocumentTable`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -148,7 +151,7 @@ def _attribute_file_name(documents: Path) -> str:
 def _write_attributes(
     documents: Sequence[Path], scratch: Path, out: Path, first: NDArray[np.int64], cluster: NDArray[np.int64]
 ) -> None:
-    """Add the columns that needed all documents, a row group at a time."""
+    """Add the columns that need all documents, one row group at a time."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -176,12 +179,12 @@ def _write_attributes(
 
 
 def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]:
-    """Run the query; a reason for every row, "" where it is kept, 'not_selected' where it returns none."""
+    """Run the query and return a reason per row: "" if kept, 'not_selected' if the query returns no row for it."""
     import duckdb
     import pyarrow.dataset as ds
 
-    # A recipe's SQL may come from a stranger: it sees the attributes and nothing else of the machine. As a
-    # registered data set they are streamed from their files, so millions of rows need no memory.
+    # A recipe's SQL may come from an untrusted source, so it can read only the attributes. A registered data set is
+    # streamed from its files, so memory does not grow with the number of rows.
     database = duckdb.connect(
         config={
             "threads": 1,
@@ -199,15 +202,15 @@ def _select(query: str, attributes: Sequence[Path], n_rows: int) -> NDArray[Any]
         raise ConfigError(
             f"curate's query fails: {str(error).splitlines()[0]}",
             expected=f"SQL that returns the columns row and reason, from the table attributes ({columns})",
-            do="start from the default query, in docs/corpus.md",
+            do="start from the default query in docs/corpus.md",
         ) from error
     finally:
         database.close()
     rows = found["row"]
     if len(np.unique(rows)) != len(rows) or (len(rows) and not 0 <= rows.min() <= rows.max() < n_rows):
         raise ConfigError(
-            "curate's query returns rows that are not documents, or one more than once",
-            expected=f"each row at most once, out of 0 to {n_rows - 1}",
+            "curate's query returns unknown rows, or a row more than once",
+            expected=f"each row from 0 to {n_rows - 1} at most once",
             do="pass the column row through unchanged; GROUP BY row after a join",
         )
     out = np.full(n_rows, "not_selected", dtype=object)

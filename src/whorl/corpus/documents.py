@@ -1,14 +1,12 @@
-"""The two things that reading a source yields: a document, or the reason why there is none.
+"""The two results of reading a source: a document, or the reason for its rejection.
 
-A document is text with its provenance: which source, which file below it, at which byte. Its id is a hash
-of exactly these three, not of the text: it names a place, so that a takedown request, a loss spike or a
-reader's question leads back to bytes on a disk, and so that two copies of a text are two documents
-(curation decides about copies, reading does not). Ids are stable as long as the source is called the same
-and the file stands at the same path below it; they do not depend on which other files there are.
+A document is text with its provenance: source, file below it, and byte offset. Its id is a hash of these three, not of
+the text. So a takedown request or a loss spike leads back to bytes on disk, and two copies of a text are two documents
+(`curate` removes copies). Ids are stable as long as the source's name and the file's relative path are; they do not
+depend on other files.
 
-Text is what `bytes.decode("utf-8")` gives, strictly: line ends and white space stay as they are, so bits
-per byte are about the bytes that were really there. What cannot be read that way is `Rejected`, with one of
-`REASONS`.
+Text is decoded strictly as UTF-8. Line ends and white space are kept, so bits per byte refer to the original bytes. A
+record that does not decode becomes a `RejectedDocument` with one of `REJECT_REASONS`.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ REJECT_REASONS = {
 class Document:
     """One document.
 
-    `offset` is where its record begins in its file, in bytes: 0 for a file that is one document (3 after a
-    byte-order mark), the line's place for JSONL (in the decompressed stream for .gz and .zst), and the row
-    number for Parquet, which has no byte offsets of records.
+    `offset` is the start of its record in its file, in bytes. It is 0 for a file that is one document (3 after a
+    byte-order mark), and the line's offset for JSONL (in the decompressed stream for .gz and .zst). For Parquet it is
+    the row number.
     """
 
     id: str
@@ -53,13 +51,13 @@ class Document:
 
     @property
     def n_bytes(self) -> int:
-        """The text's size in UTF-8. (`length` is the record's: a JSONL line has more than its text.)"""
+        """Size of the text in UTF-8. (`length` is that of the record: a JSONL line is longer than its text.)"""
         return len(self.text) if self.text.isascii() else len(self.text.encode())
 
 
 @dataclass(frozen=True, slots=True)
 class RejectedDocument:
-    """A record that is set aside. `length` is in bytes, as far as it is known without reading it all."""
+    """A rejected record. `length` is in bytes, as far as it is available without reading the record."""
 
     source: str
     path: str
@@ -70,13 +68,15 @@ class RejectedDocument:
 
 
 def document_id(source: str, path: str, offset: int) -> str:
-    """128-bit BLAKE2b of source, path and offset, as 32 hex digits. NUL separates: no path holds one."""
+    """Return the 128-bit BLAKE2b of source, path and offset as 32 hex digits. NUL separates them: no path contains
+    it.
+    """
     key = f"{source}\0{path}\0{offset}".encode()
     return hashlib.blake2b(key, digest_size=16).hexdigest()
 
 
 def document_schema() -> pa.Schema:
-    """The columns of `documents-*.parquet`."""
+    """Return the columns of `documents-*.parquet`."""
     import pyarrow as pa
 
     return pa.schema(

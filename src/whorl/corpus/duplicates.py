@@ -1,20 +1,18 @@
 """Near-duplicate clusters: MinHash, locality-sensitive hashing, union-find.
 
-Two documents are alike to the degree that their sets of five-word shingles overlap: the Jaccard similarity
-J. MinHash (Broder 1997, On the Resemblance and Containment of Documents) keeps 128 numbers a document, each
-the minimum of another random hash over its shingles; two documents agree in any one of them with
-probability J, so the share in which they agree estimates J with a standard deviation of at most 0.044. To
-find the pairs without comparing all, the 128 are cut into 32 bands of 4: documents that agree in a whole
-band meet in a bucket and are compared. A pair is missed with probability (1 - J^4)^32: 13 % at J = 0.5, 1 %
-at 0.6, 0.02 % at 0.7, and below 1e-7 at 0.8. Pairs that pass the threshold are joined, and joined pairs
-form clusters (so a cluster may be a chain whose ends differ: right for a split, where caution costs
-little).
+The similarity of two documents is the Jaccard similarity J of their sets of five-word shingles. MinHash (Broder 1997,
+On the Resemblance and Containment of Documents) keeps 128 numbers per document, each the minimum of another random hash
+over its shingles. Two documents agree in any one of them with probability J, so the fraction of equal numbers estimates
+J with a standard deviation of at most 0.044.
 
-The fast path is vectorised over a block of documents at once. A word is a run of letters, digits,
-underscores and non-ASCII bytes; its hash is a polynomial in its bytes, and the hashes of *all* words of the
-block come from one running sum: with S[i] the sum of byte[j] * P^j for j < i (modulo 2^64), a word at [a,
-b) has the hash (S[b] - S[a]) * P^-a, since an odd P has an inverse modulo 2^64. `shingle_hashes` and
-`signature` are the slow reference of the same, a document at a time; a test holds them together.
+The 128 numbers are cut into 32 bands of 4. Documents that agree in a whole band share a bucket and are compared. A pair
+is missed with probability (1 - J^4)^32: 13 % at J = 0.5, 1 % at 0.6, 0.02 % at 0.7, below 1e-7 at 0.8. Pairs above the
+threshold are joined into clusters, so the ends of a chain may differ.
+
+The fast path is vectorized over a block of documents. A word is a run of letters, digits, underscores and non-ASCII
+bytes; its hash is a polynomial in its bytes. With S[i] the sum of byte[j] * P^j for j < i (modulo 2^64), the word [a,
+b) has the hash (S[b] - S[a]) * P^-a, since an odd P is invertible modulo 2^64. `shingle_hashes` and
+`minhash_signature_reference` are the slow reference; a test compares them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from numpy.typing import NDArray
 N_HASHES = 128
 BANDS, ROWS_PER_BAND = 32, 4
 SHINGLE = 5
-# Buckets above this are compared with their leaders only: m^2 pairs would not end.
+# Larger buckets are compared with their leaders only, because m^2 pairs would take too long.
 MAX_ALL_PAIRS_BUCKET = 256
 
 _MASK = (1 << 64) - 1
@@ -35,39 +33,38 @@ _P = 0x9E3779B97F4A7C15  # odd, so invertible modulo 2^64
 _P_INVERSE = pow(_P, -1, 1 << 64)
 _WORD = np.zeros(256, bool)
 _WORD[[*range(48, 58), *range(65, 91), 95, *range(97, 123), *range(128, 256)]] = True
-# The 128 hash functions are fixed for ever: a signature must mean the same in every run.
+# The 128 hash functions are constant, so that signatures are comparable between runs.
 _RANDOM = np.random.Generator(np.random.PCG64(20240607))
 _MULTIPLIERS = _RANDOM.integers(0, 1 << 64, N_HASHES, np.uint64, endpoint=False) | np.uint64(1)
 _INCREMENTS = _RANDOM.integers(0, 1 << 64, N_HASHES, np.uint64, endpoint=False)
 
 
 def _powers(base: int, n: int) -> NDArray[np.uint64]:
-    """base^0 .. base^(n-1) modulo 2^64."""
+    """Return base^0 .. base^(n-1) modulo 2^64."""
     out = np.full(n, base, np.uint64)
     out[:1] = 1
     return np.multiply.accumulate(out)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: spreads a polynomial hash, whose low bits are weak, over all 64."""
+    """Finalizer of splitmix64: spreads a polynomial hash, whose low bits are weak, over all 64 bits."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
-    """MinHash signatures of a block of documents, all at once.
+    """Return the MinHash signatures of a block of documents: [len(texts), N_HASHES].
 
     Args:
-        texts: the documents of a block, a few megabytes together (about 60 bytes of memory a byte of text).
+        texts: documents of a few megabytes in total (about 60 bytes of memory per byte of text).
 
-    Returns:
-        [len(texts), N_HASHES]. A document without a word gets the signature of the empty shingle.
+    A document without a word gets the signature of the empty shingle.
     """
     data = np.frombuffer(b"\n".join(texts) + b"\n", np.uint8)
     is_word = _WORD[data]
     edges = np.flatnonzero(np.diff(is_word, prepend=False))
-    starts, ends = edges[::2], edges[1::2]  # the last byte is no word's, so edges pair up
+    starts, ends = edges[::2], edges[1::2]  # the last byte is no word byte, so edges pair up
     sums = np.zeros(len(data) + 1, np.uint64)
     np.cumsum(data * _powers(_P, len(data)), out=sums[1:])
     words = _mix((sums[ends] - sums[starts]) * _powers(_P_INVERSE, len(data))[starts])
@@ -75,11 +72,11 @@ def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
     stops = np.cumsum([len(t) + 1 for t in texts])  # document i ends before stops[i]
     first_word = np.concatenate([[0], np.searchsorted(starts, stops)])  # [n_documents + 1]
     n_words = np.diff(first_word)
-    # A document of fewer than five words is one shingle of all of them.
+    # A document of fewer than five words is one shingle of all its words.
     n_shingles = np.maximum(n_words - SHINGLE + 1, 1)
     first_shingle = np.concatenate([[0], np.cumsum(n_shingles)])
     at = np.arange(first_shingle[-1]) + np.repeat(first_word[:-1] - first_shingle[:-1], n_shingles)
-    left = np.repeat(first_word[1:], n_shingles) - at  # words from here to the document's end
+    left = np.repeat(first_word[1:], n_shingles) - at  # words from this one to the document's end
     words = np.append(words, np.zeros(SHINGLE, np.uint64))
     shingles = np.zeros(len(at), np.uint64)
     for i in range(SHINGLE):
@@ -89,14 +86,14 @@ def minhash_signatures(texts: Sequence[bytes]) -> NDArray[np.uint32]:
 
 def _minhash(shingles: NDArray[np.uint64], first: NDArray[np.int64]) -> NDArray[np.uint32]:
     out = np.empty((len(first), N_HASHES), np.uint32)
-    for k in range(N_HASHES):  # multiply-add, upper half: a hash of its own for every k
+    for k in range(N_HASHES):  # multiply-add, upper half: a separate hash for every k
         hashed = ((shingles * _MULTIPLIERS[k] + _INCREMENTS[k]) >> np.uint64(32)).astype(np.uint32)
         out[:, k] = np.minimum.reduceat(hashed, first)
     return out
 
 
 def shingle_hashes(text: bytes) -> set[int]:
-    """Reference: the hashes of one document's shingles, a word at a time."""
+    """Reference: return the hashes of one document's shingles, computed word by word."""
     words, word = [], b""
     for byte in (*text, 10):
         if _WORD[byte]:
@@ -119,7 +116,7 @@ def _mix64(x: int) -> int:
 
 
 def minhash_signature_reference(text: bytes) -> NDArray[np.uint32]:
-    """Reference: one document's signature. [N_HASHES]"""
+    """Reference: return one document's signature, [N_HASHES]."""
     shingles = np.array(sorted(shingle_hashes(text)), np.uint64)
     return np.array(
         [((shingles * a + b) >> np.uint64(32)).min() for a, b in zip(_MULTIPLIERS, _INCREMENTS, strict=True)],
@@ -128,14 +125,15 @@ def minhash_signature_reference(text: bytes) -> NDArray[np.uint32]:
 
 
 def jaccard_similarity(a: bytes, b: bytes) -> float:
-    """Reference: the exact Jaccard similarity of two documents' shingles."""
+    """Reference: return the exact Jaccard similarity of two documents' shingles."""
     first, second = shingle_hashes(a), shingle_hashes(b)
     return len(first & second) / len(first | second)
 
 
 class UnionFind:
-    """Disjoint sets of 0 .. n-1; a set's root is its smallest member, so clusters do not depend on join
-    order."""
+    """Disjoint sets of 0 .. n-1. A set's root is its smallest member, so clusters do not depend on the order of
+    unions.
+    """
 
     def __init__(self, n: int) -> None:
         self.parent = np.arange(n)
@@ -143,7 +141,7 @@ class UnionFind:
     def find(self, i: int) -> int:
         parent = self.parent
         while (up := int(parent[i])) != i:
-            parent[i] = parent[up]  # halve the path as we walk it
+            parent[i] = parent[up]  # path halving
             i = up
         return i
 
@@ -152,8 +150,7 @@ class UnionFind:
         self.parent[max(a, b)] = min(a, b)
 
     def roots(self) -> NDArray[np.int64]:
-        """Each member's root. Roots are smaller than members, so one ascending pass would do; jump
-        instead."""
+        """Return each member's root, by pointer jumping: roots are smaller than their members."""
         roots = self.parent
         while not np.array_equal(up := roots[roots], roots):
             roots = up
@@ -163,12 +160,12 @@ class UnionFind:
 def cluster_near_duplicates(
     all_signatures: NDArray[np.uint32], threshold: float, sets: UnionFind
 ) -> UnionFind:
-    """Join, in `sets`, all documents whose signatures meet in a band and agree in at least `threshold`.
+    """Join, in `sets`, all documents that share a band and agree in at least `threshold` of the signature.
 
     Args:
-        all_signatures: [n_documents, N_HASHES]; may be a memory map, it is read a band at a time.
-        threshold: least estimated Jaccard similarity, 0 to 1.
-        sets: what is already joined (exact duplicates); those are not compared again.
+        all_signatures: [n_documents, N_HASHES]; may be a memory map, which is read one band at a time.
+        threshold: minimum estimated Jaccard similarity, 0 to 1.
+        sets: sets of exact duplicates; their members are not compared again.
     """
     distinct = np.flatnonzero(sets.roots() == np.arange(len(all_signatures)))
     for band in range(BANDS):
@@ -186,7 +183,7 @@ def cluster_near_duplicates(
 
 
 def _buckets(bounds: NDArray[np.int64], n: int) -> Iterable[tuple[int, int]]:
-    """The runs of equal keys that hold two documents or more."""
+    """Yield the runs of equal keys with at least two documents."""
     edges = np.concatenate([[0], bounds, [n]])
     long = np.flatnonzero(np.diff(edges) > 1)
     return zip(edges[long].tolist(), edges[long + 1].tolist(), strict=True)
@@ -211,7 +208,7 @@ def _union_similar(
 
 
 def first_occurrence(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """For each row of 128-bit hashes [n, 2], the first row that holds the same."""
+    """Return, for each row of 128-bit hashes [n, 2], the first row with the same hash."""
     order = np.lexsort((hashes[:, 1], hashes[:, 0]))  # stable: equal hashes stay in row order
     ordered = hashes[order]
     is_new = np.ones(len(order), bool)
@@ -222,7 +219,7 @@ def first_occurrence(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def union_exact_duplicates(first: NDArray[np.int64]) -> UnionFind:
-    """The sets that exact duplicates alone make."""
+    """Return the sets of exact duplicates."""
     sets = UnionFind(len(first))
     sets.parent[:] = first
     return sets

@@ -1,13 +1,13 @@
-"""Ingest: sources in, immutable documents out, and a quarantine that accounts for everything else.
+"""Ingest: read sources into immutable documents, and a quarantine that lists every rejected record.
 
-What is written:
+Output:
 
-- `documents-00000.parquet`, ...: the columns of `document_schema`, zstd. Row groups and files are closed by
-  bytes of text, so reading them back needs little memory whatever the documents' lengths.
-- `quarantine.jsonl`: a line a rejected record, with source, path, offset, length, reason, detail.
+- `documents-00000.parquet`, ...: the columns of `document_schema`, zstd. Row groups and files are bounded in bytes of
+  text, so reading needs little memory at any document length.
+- `quarantine.jsonl`: one line per rejected record, with source, path, offset, length, reason, detail.
 
-Documents are never changed after this. Everything later (attributes, selection, splits) stands in side
-files that are row-aligned with these, so a new opinion about a document rewrites none of its text.
+Documents never change after this step. Attributes, selection and splits are in side files that are row-aligned with
+them.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ FILE_BYTES = 256_000_000
 
 
 def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any]:
-    """Read all sources into `out`; the summary counts what became of every record.
+    """Read all sources into `out` and return counts of all records.
 
     Returns:
-        `files`, `excluded_files`, `documents`, `bytes`, `funnel` (found, read), `quarantine` (reason ->
-        documents, bytes), and the same two counts by `sources`, `languages` and `licences`.
+        `files`, `excluded_files`, `documents`, `bytes`, `funnel` (found, read), `quarantine` (reason -> documents,
+        bytes), and the same two counts by `sources`, `languages` and `licences`.
 
     Raises:
-        DataError: a source is unknown or empty, not one document could be read, or files changed since
-            `config.fingerprint` was taken.
+        DataError: a source is unknown or empty, no document could be read, or files changed since `config.fingerprint`
+            was computed.
     """
-    files, left_out = list_files(config)
+    files, excluded = list_files(config)
     total = sum(f.size or 0 for f in files)
-    tally = _IngestStats()
+    stats = _IngestStats()
     with (
         progress.task("Reading", total=total / 1e6, unit="MB") as task,
         _DocumentWriter(out) as documents,
@@ -52,24 +52,24 @@ def ingest(config: IngestConfig, out: Path, progress: Progress) -> dict[str, Any
     ):
         for file in files:
             for record in _read_file(file, config):
-                tally.add(record)
+                stats.add(record)
                 if isinstance(record, Document):
                     documents.write(record)
                 else:
                     quarantine.write(_quarantine_line(record))
             task.advance((file.size or 0) / 1e6)
-    if not tally.kept["documents"]:
+    if not stats.kept["documents"]:
         raise DataError(
-            f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} holds a document: "
-            f"{tally.reasons()}",
+            f"none of the {len(files)} files in {', '.join(map(repr, config.sources))} has a document: "
+            f"{stats.reasons()}",
             expected="UTF-8 text, Markdown, source code, JSONL(.gz/.zst) or Parquet",
-            do=f"look at the first: {tally.first_rejection}",
+            do=f"check the first: {stats.first_rejection}",
         )
     if config.fingerprint and config.fingerprint != fingerprint(config):
         raise DataError(
-            "the source files changed while they were read", do="run again when they have settled"
+            "the source files changed while they were read", do="run again when the files no longer change"
         )
-    return {"files": len(files), "excluded_files": left_out, **tally.summary()}
+    return {"files": len(files), "excluded_files": excluded, **stats.summary()}
 
 
 def _read_file(file: SourceFile, config: IngestConfig) -> Iterator[Document | RejectedDocument]:
@@ -82,7 +82,7 @@ def _quarantine_line(record: RejectedDocument) -> str:
 
 
 class _IngestStats:
-    """Counts of documents and bytes, by what became of them."""
+    """Counts of documents and bytes by source, language, licence and rejection reason."""
 
     def __init__(self) -> None:
         self.kept = {"documents": 0, "bytes": 0}
@@ -124,7 +124,7 @@ class _IngestStats:
 
 
 class _DocumentWriter:
-    """Parquet files of documents, with row groups and files bounded in bytes."""
+    """Writes Parquet files of documents, with row groups and files bounded in bytes."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.schema = out, document_schema()
@@ -155,7 +155,7 @@ class _DocumentWriter:
             return
         if self.file is None:
             name = self.out / f"documents-{self.n_files:05d}.parquet"
-            # Dictionaries would hold every text of a row group a second time, to no use: texts rarely repeat.
+            # No dictionary encoding: it would hold every text of a row group twice, and texts rarely repeat.
             self.file = pq.ParquetWriter(
                 name, self.schema, compression="zstd", use_dictionary=["source", "licence", "language"]
             )

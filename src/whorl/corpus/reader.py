@@ -1,8 +1,8 @@
-"""Corpus: the one way in which later rooms see documents.
+"""Corpus: the interface through which all later steps read documents.
 
-It joins what ingest wrote (text and provenance) with what curate decided (the split), by row, and streams:
-a row group in which no document belongs to the split asked for is not even read. The order is that of the
-document files, the same on every run; shuffling is the token loader's business.
+It joins the output of `ingest` (text and provenance) with that of `curate` (the split) by row, and streams. A row group
+without a document of the requested split is not read. The order is that of the document files, the same in every run;
+the token loader shuffles.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Corpus:
         curate: the folder that `curate` wrote for these documents.
 
     Raises:
-        DataError: the two do not belong together.
+        DataError: the two folders have different numbers of documents.
     """
 
     def __init__(self, ingest: Path, curate: Path) -> None:
@@ -40,13 +40,13 @@ class Corpus:
         n_rows = sum(pq.ParquetFile(path).metadata.num_rows for path in self.files)
         if n_rows != len(self._split):
             raise DataError(
-                f"{curate} selects among {len(self._split)} documents, but {ingest} holds {n_rows}",
-                expected="a selection that was made from these documents",
+                f"{curate} has a selection of {len(self._split)} documents, but {ingest} has {n_rows}",
+                expected="a selection computed from these documents",
                 do="run curate again on this corpus",
             )
 
     def documents(self, split: str) -> Iterator[Document]:
-        """Stream one split's documents, in corpus order. Raises ConfigError for an unknown split."""
+        """Stream one split's documents in corpus order. Raises ConfigError for an unknown split."""
         import pyarrow.parquet as pq
 
         wanted = self._mask(split)
@@ -62,7 +62,7 @@ class Corpus:
                             yield Document(**row)
 
     def count(self, split: str) -> int:
-        """Documents in a split."""
+        """Number of documents in a split."""
         return int(self._mask(split).sum())
 
     def bytes(self, split: str) -> int:
@@ -77,10 +77,10 @@ class Corpus:
 
 
 def document_files(ingest: Path) -> list[Path]:
-    """The document files of an ingest folder, in order."""
+    """Return the document files of an ingest folder, in order."""
     files = sorted(ingest.glob("documents-*.parquet"))
     if not files:
         raise DataError(
-            f"{ingest} holds no documents", expected="documents-00000.parquet", do="run ingest first"
+            f"{ingest} has no documents", expected="documents-00000.parquet", do="run ingest first"
         )
     return files

@@ -1,14 +1,13 @@
-"""Readers: one file in, documents and rejections out, in bounded memory whatever the file holds.
+"""Read one file into documents and rejections, in bounded memory for any content.
 
-Three shapes of file. A *text* file is one document (source code, Markdown, anything without NUL bytes). A
-*JSONL* file has a record a line, plain, .gz or .zst. A *Parquet* file has a record a row. The suffix
-decides between them; whether a text file really is text, its bytes decide.
+There are three kinds of files, chosen by suffix. A *text* file is one document (source code, Markdown, anything without
+NUL bytes). A *JSONL* file has one record per line, plain, .gz or .zst. A *Parquet* file has one record per row.
 
-The subtle part is what a hostile or broken file may do. A 2 GB file without a newline must not be read into
-one line: sizes are checked before reading, and lines are read up to a limit, the rest skipped a block at a
-time. A compressed file of a few kilobytes may unfold to gigabytes: it is decompressed as a stream, under
-the same limits. A truncated stream yields its whole records first, then one rejection for the lost rest.
-Opening a pipe would wait for ever: anything but a regular file is rejected unopened.
+The subtle part is hostile or broken files. A 2 GB file without a newline must not be read into one line: sizes are
+checked before reading, lines are read up to a limit, and the rest is skipped in blocks. A small compressed file may
+expand to
+gigabytes: it is decompressed as a stream, under the same limits. A truncated stream yields its whole records, then one
+rejection for the rest. Opening a pipe would block, so anything but a regular file is rejected unopened.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ LANGUAGES = {
 }  # fmt: skip
 SPDX_PATTERN = re.compile(rb"SPDX-License-Identifier:\s*([A-Za-z0-9.+\-() ]{2,80})")
 SKIP_BLOCK_BYTES = 1 << 20
-# A JSONL line holds its text escaped, beside other fields; past this it is not worth parsing.
+# A JSONL line holds escaped text and other fields; longer lines are not parsed.
 LINE_SLACK = 1 << 20
 
 
 def read_documents(
     file: SourceFile, *, text_field: str, max_bytes: int
 ) -> Iterator[Document | RejectedDocument]:
-    """All documents of one file, in order, each record either a Document or Rejected.
+    """Yield every record of one file in order, as a Document or a RejectedDocument.
 
     Args:
         text_field: the field or column with the text, for JSONL and Parquet.
-        limit: the longest text, in bytes.
+        max_bytes: maximum size of a text in bytes.
     """
     record = _FileContext(file, max_bytes)
     if file.size is None:
@@ -62,13 +61,13 @@ def read_documents(
                 else:
                     yield _text_file(record, stream)
     except OSError as error:
-        # Arrow's streams raise OSError without an errno for damaged data, the system always sets one.
+        # Arrow's streams raise OSError without an errno for damaged data; errors of the system always have one.
         reason = "damaged" if error.errno is None else "unreadable"
         yield record.rejected(reason, error.strerror or str(error), offset=record.position)
 
 
 class _FileContext:
-    """What all documents of one file share, and how far into the file reading has come (in bytes or rows)."""
+    """Values shared by all documents of one file, and the read position (bytes or rows)."""
 
     def __init__(self, file: SourceFile, max_bytes: int) -> None:
         self.source, self.path, self.licence, self.max_bytes = (
@@ -93,7 +92,7 @@ class _FileContext:
     def from_value(
         self, value: object, offset: int, length: int, licence: object
     ) -> Document | RejectedDocument:
-        """A record's text as JSON or Parquet gave it: any type, any characters."""
+        """Return the document of a JSON or Parquet value of any type."""
         if not isinstance(value, str):
             return self.rejected(
                 "no_text_field",
@@ -103,7 +102,7 @@ class _FileContext:
             )
         try:
             size = len(value.encode())
-        except UnicodeEncodeError as error:  # "\ud800" is legal JSON and no text
+        except UnicodeEncodeError as error:  # "\ud800" is valid JSON but not valid text
             detail = f"lone surrogate at character {error.start}"
             return self.rejected("invalid_utf8", detail, offset=offset, length=length)
         if size > self.max_bytes:
@@ -124,7 +123,7 @@ def _open(file: SourceFile) -> BinaryIO:
         return file.location.open("rb")
     import pyarrow as pa
 
-    # Arrow's stream, unlike the zstd and gzip modules, both bounds its output and reports a truncated end.
+    # Unlike the zstd and gzip modules, Arrow's stream bounds its output and reports a truncated end.
     raw: Any = pa.CompressedInputStream(pa.OSFile(str(file.location)), file.compression)
     return io.BufferedReader(raw, 1 << 16)
 
@@ -172,7 +171,7 @@ def _json_lines(
 
 
 def _skip_line(stream: BinaryIO) -> int:
-    """Read on to the end of the line, a block at a time; how many bytes that was."""
+    """Skip to the end of the line in blocks, and return the number of bytes skipped."""
     skipped = 0
     while block := stream.readline(SKIP_BLOCK_BYTES):
         skipped += len(block)
@@ -218,7 +217,7 @@ def _parquet(record: _FileContext, text_field: str) -> Iterator[Document | Rejec
                 return
             licence = next((n for n in ("licence", "license") if n in names), None)
             columns = [text_field] if licence is None else [text_field, licence]
-            # Few rows at a time: a batch is held whole, and each text may be as long as the limit.
+            # Small batches: a batch is held in memory as a whole, and each text may reach the limit.
             for batch in table.iter_batches(batch_size=16, columns=columns):
                 licences = batch.column(licence) if licence else [None] * len(batch)
                 for text, terms in zip(batch.column(text_field), licences, strict=True):

@@ -1,17 +1,15 @@
-"""From what the user typed (a name, a folder, a file, a glob) to an ordered list of files.
+"""Map the configured sources (known names, folders, files, globs) to an ordered list of files.
 
-A source is read in sorted order of its relative paths, so two machines that hold the same bytes make the same
-corpus. Links to folders are not followed (they may lead in circles or out of the source); links to files are.
+A source is read in sorted order of its relative paths, so machines with the same bytes build the same corpus. Links to
+folders are not followed, since they may form cycles or leave the source; links to files are.
 
-Globs here are the familiar kind: `*` and `?` stay within one name, `**` spans folders, and a pattern
-without a slash is matched against the name alone, at any depth. Python 3.11's own `PurePath.match` knows no
-`**`, hence the small translation to a regular expression.
+In globs, `*` and `?` match within one name and `**` spans folders. A pattern without a slash is matched against the
+name, at any depth. Python 3.11's `PurePath.match` does not support `**`, so globs are translated to regular
+expressions.
 
-`fingerprint` turns the same list into one hash for the ingest step's address. It reads every byte up to
-`HASH_UP_TO` in total, since modification times change on a fresh checkout without the bytes having changed;
-above that, size and modification time stand in, because hashing a terabyte at every look-up would cost more
-than it saves. A plain file over the document limit is quarantined unread, so its size is all that matters
-of it.
+`fingerprint` hashes this list for the ingest step's address. It reads up to `MAX_HASHED_BYTES` in total, because
+modification times change on a fresh checkout. Above that it uses size and modification time, because hashing a terabyte
+at every lookup would be too slow. A plain file over the document limit is quarantined unread, so only its size counts.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from pathlib import Path
 from whorl.corpus.config import IngestConfig
 from whorl.errors import ConfigError, DataError, one_of
 
-# name -> (licence, the one glob that makes it up, what it is)
+# name -> (licence, its glob, description)
 KNOWN_SOURCES = {
     "python-stdlib": ("PSF-2.0", "*.py", "the running interpreter's own standard library, as source")
 }
@@ -40,10 +38,10 @@ COMPRESSED = (".gz", ".zst")
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """One file of one source. `size` is in bytes; None when it is no regular file that can be looked at."""
+    """One file of one source. `size` is in bytes; None if it is not a readable regular file."""
 
     source: str
-    path: str  # below the source's root, "/" between names
+    path: str  # relative to the source's root, "/" between names
     location: Path
     licence: str | None
     size: int | None
@@ -56,7 +54,7 @@ class SourceFile:
 
     @property
     def suffix(self) -> str:
-        """The suffix that tells the format, with the compression's taken off: ".jsonl" for "a.jsonl.gz"."""
+        """The suffix of the format, without that of the compression: ".jsonl" for "a.jsonl.gz"."""
         path = self.location.with_suffix("") if self.compression else self.location
         return path.suffix.lower()
 
@@ -77,19 +75,21 @@ def _glob_to_regex(pattern: str) -> re.Pattern[str]:
         return re.compile("".join(out), re.DOTALL)
     except re.error as error:
         raise ConfigError(
-            f"the glob {pattern!r} is not one: {error}", expected="a pattern like 'docs/**/*.md'"
+            f"invalid glob {pattern!r}: {error}", expected="a pattern like 'docs/**/*.md'"
         ) from error
 
 
 def matches(path: str, patterns: Sequence[str]) -> bool:
-    """Does a relative path ("a/b.py") match any of these globs?"""
+    """Return whether a relative path ("a/b.py") matches any of these globs."""
     name = path.rsplit("/", 1)[-1]
     return any(_glob_to_regex(p).fullmatch(path if "/" in p else name) is not None for p in patterns)
 
 
 def _walk(root: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
     def refuse(error: OSError) -> None:
-        raise DataError(f"cannot list the folder {error.filename}: {error.strerror}", do="make it readable")
+        raise DataError(
+            f"cannot list the folder {error.filename}: {error.strerror}", do="make the folder readable"
+        )
 
     for folder, folders, files in os.walk(root, onerror=refuse):
         below = Path(folder).relative_to(root).as_posix()
@@ -100,22 +100,22 @@ def _walk(root: Path, exclude: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _split_glob(source: str) -> tuple[Path, str]:
-    """'notes/**/*.md' -> (Path('notes'), '**/*.md'): the folder before the first special character."""
+    """Split at the first special character: 'notes/**/*.md' -> (Path('notes'), '**/*.md')."""
     parts = Path(source).parts
     first = next(i for i, part in enumerate(parts) if re.search(r"[*?\[]", part))
     return Path(*parts[:first]) if first else Path(), "/".join(parts[first:])
 
 
 def _resolve_source(source: str) -> tuple[Path, list[str], list[str], str | None]:
-    """A source's root, the globs that make it up, what is never part of it, and its licence."""
+    """Return a source's root, its globs, its excluded globs, and its licence."""
     if source in KNOWN_SOURCES:
         licence, glob, _ = KNOWN_SOURCES[source]
         root = Path(sysconfig.get_paths()["stdlib"])
         if not (root / "os.py").is_file():
             raise DataError(
-                f"this interpreter keeps no source of its standard library in {root}",
+                f"this interpreter has no standard library source in {root}",
                 expected="a folder with os.py in it (some builds ship a zip or compiled files only)",
-                do="use another Python, or another source: a folder of your own texts",
+                do="use another Python, or another source, such as a folder of texts",
             )
         return root, [glob], ["site-packages", "dist-packages"], licence
     path = Path(source).expanduser()
@@ -126,7 +126,7 @@ def _resolve_source(source: str) -> tuple[Path, list[str], list[str], str | None
     if re.search(r"[*?\[]", source):
         root, glob = _split_glob(str(path))
         if root.is_dir():
-            # Asked with a slash so that 'notes/*.md' means that folder, not any depth.
+            # Matched with a slash, so that 'notes/*.md' means that folder and not any depth.
             return root, [glob if "/" in glob else "./" + glob], [], None
     raise DataError(
         _unknown_source_message(source, path), expected=_expected_sources(source), do=_suggestion(source)
@@ -149,20 +149,20 @@ def _suggestion(source: str) -> str:
         near = difflib.get_close_matches(Path(source).name, [p.name for p in folder.iterdir()], n=3)
     except OSError:
         near = []
-    found = f"; near it there is: {', '.join(str(folder / n) for n in near)}" if near else ""
-    return "check the spelling, and from which folder you started" + found
+    hint = f"; similar: {', '.join(str(folder / n) for n in near)}" if near else ""
+    return "check the spelling and the current folder" + hint
 
 
 def readable_path(path: str) -> str:
-    """File names are bytes; those that are not UTF-8 are shown with backslashes instead of failing later."""
+    """Return a file name as text. Bytes that are not UTF-8 become backslash escapes."""
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
-    """All files of all sources, in order, and how many the include and exclude globs left out.
+    """Return all files of all sources in order, and the number of files excluded by the globs.
 
     Raises:
-        DataError: a source is unknown, or has no file at all.
+        DataError: a source is unknown or has no file.
     """
     unknown = sorted(set(config.licences) - set(config.sources))
     if unknown:
@@ -171,7 +171,7 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
             expected=one_of(unknown[0], config.sources),
         )
     found: list[SourceFile] = []
-    left_out = 0
+    excluded_count = 0
     for source in dict.fromkeys(config.sources):
         root, globs, never, licence = _resolve_source(source)
         licence = config.licences.get(source, licence)
@@ -185,23 +185,23 @@ def list_files(config: IngestConfig) -> tuple[list[SourceFile], int]:
                 and not matches(path, config.exclude)
             )
             if not wanted:
-                left_out += 1
+                excluded_count += 1
             else:
                 found.append(_stat_file(source, path, location, licence))
         if len(found) == before:
             detail = (
-                f"all {len(candidates)} files in it are left out" if candidates else "the folder is empty"
+                f"all {len(candidates)} files in it are excluded" if candidates else "the folder is empty"
             )
             raise DataError(
                 f"the source {source!r} has no files: {detail} ({root.absolute()})",
                 expected="at least one text, Markdown, source, JSONL or Parquet file",
-                do="point `sources` at another folder" + (", or widen include/exclude" if candidates else ""),
+                do="set `sources` to another folder" + (", or widen include/exclude" if candidates else ""),
             )
-    return found, left_out
+    return found, excluded_count
 
 
 def _in_source(path: str, globs: Sequence[str]) -> bool:
-    # "./x" anchors a name to the source's root, where a bare "x" would match at any depth.
+    # "./x" anchors a name to the source's root; "x" would match at any depth.
     return any(matches("./" + path if g.startswith("./") else path, [g]) for g in globs)
 
 
@@ -215,7 +215,7 @@ def _stat_file(source: str, path: str, location: Path, licence: str | None) -> S
 
 
 def fingerprint(config: IngestConfig) -> str:
-    """A hash that changes when the bytes that `ingest(config)` would read change (see the file's opening)."""
+    """Return a hash that changes with the bytes that `ingest(config)` would read (see the top of this file)."""
     files, _ = list_files(config)
     read = [f for f in files if f.size is not None and not exceeds_size_limit(f, config.max_document_bytes)]
     by_content = sum(f.size or 0 for f in read) <= MAX_HASHED_BYTES
@@ -235,7 +235,7 @@ def fingerprint(config: IngestConfig) -> str:
 
 
 def exceeds_size_limit(file: SourceFile, limit: int) -> bool:
-    """Is this one plain document whose size alone already rules it out?"""
+    """Return whether a file is one plain document over the size limit."""
     holds_records = file.suffix in (".jsonl", ".ndjson", ".parquet")
     return not holds_records and file.compression is None and (file.size or 0) > limit
 

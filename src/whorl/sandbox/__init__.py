@@ -1,4 +1,4 @@
-"""Running programs that nobody trusts, for rewards and evaluations (`sandbox.py` tells what stands between them and you)."""
+"""Execution of untrusted programs, for rewards and evaluations (see `sandbox.py` and `docs/sandbox.md`)."""
 
 from whorl.sandbox.limits import ExampleOutput, Program, ProgramResult, ResourceLimits
 from whorl.sandbox.sandbox import REQUIRED_PROTECTIONS, Sandbox

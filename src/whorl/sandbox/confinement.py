@@ -1,23 +1,21 @@
-"""A process gives up what it will not need: for good, and before the first foreign statement runs.
+"""Confine the calling process, permanently and before the first untrusted statement runs.
 
-Four doors are shut, each by another part of Linux, so that one left ajar is not a way out:
+There are four protections, each by another part of Linux:
 
-    limits        setrlimit(2): computing time, address space, size of a file, open descriptors, no core file
-    capabilities  capset(2): none are left, so that root's process is a process like others
-    landlock      landlock(7): files may be read in the interpreter's own library, read and written in the process's folder,
-                  and nowhere else; TCP, signals and abstract sockets are shut where the kernel's version knows them
-    seccomp       seccomp(2): the calls of `calls.py` and no others
+    limits        setrlimit(2): CPU time, address space, file size, open descriptors, no core file
+    capabilities  capset(2): all are dropped, so root's process has no privileges
+    landlock      landlock(7): read the interpreter's library, read and write the process's folder, access no other
+                  file; no TCP, signals and abstract sockets if the kernel's version supports these rules
+    seccomp       seccomp(2): only the system calls of `seccomp.py`
 
-None needs privileges; the last two need PR_SET_NO_NEW_PRIVS, which is also set. All are inherited and cannot be undone.
+None needs privileges. The last two need PR_SET_NO_NEW_PRIVS, which is also set. All are inherited and irreversible.
 
-The subtle part is the library. Landlock's rules only ever allow, and reach everything below a folder, yet beside the
-standard library's modules lie `site-packages` (what the user installed) and `lib-dynload` (libraries in machine code). So
-the folder itself may be listed and each of its other entries read. The rules are made once, in the zygote; each process
-then takes them on in one call.
+The subtle part is the library. A Landlock rule allows access to everything below a folder, but the folder of the
+standard library also holds `site-packages` and `lib-dynload` (machine code). So the folder may be listed, and each of
+its other entries may be read. The zygote builds the rules once; each process applies them in one call.
 
-What stays possible: to ask whether a file of a guessed name exists, how large and how old it is (Landlock does not watch
-stat), to see the machine's name, load and memory (uname, sysinfo), and to use the two seconds as it likes: no defence is
-made against measuring times in the processor's caches.
+Three things stay possible. stat reveals existence, size and age of a file (Landlock does not restrict it). uname and
+sysinfo reveal the machine's name, load and memory. A program can time the processor's caches.
 """
 
 from __future__ import annotations
@@ -35,13 +33,12 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
-from whorl.sandbox import seccomp as calls
+from whorl.sandbox import seccomp
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
 SIGKILL = 9
-PLACEHOLDER_PID = (
-    0x7F5A3C69  # stands for the process in a filter made before it; no process has so large a number
-)
+# Stands for the pid in a filter that is built before the process exists; no pid is this large.
+PLACEHOLDER_PID = 0x7F5A3C69
 LANDLOCK_CREATE, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT = 444, 445, 446  # the same on both architectures
 CAPSET = {"x86_64": 126, "aarch64": 91}
 CAPABILITY_VERSION = 0x20080522
@@ -54,7 +51,7 @@ EXCLUDED_ENTRIES = {"lib-dynload", "site-packages", "dist-packages"}
 
 
 class ProtectionUnavailable(Exception):
-    """A protection that this machine does not give: its name and why."""
+    """A protection that this machine does not support: its name and the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
@@ -62,21 +59,21 @@ class ProtectionUnavailable(Exception):
 
 
 def _supported_file_rights(version: int) -> int:
-    """The rights about files that a version of Landlock can watch, as a mask."""
+    """Return the mask of file rights that a version of Landlock can restrict."""
     bits = 13 + (version >= 2) + (version >= 3) + (version >= 5)
     return (1 << bits) - 1
 
 
 @dataclass
 class Confinement:
-    """Prepared once in the zygote, put on by each process.
+    """A set of protections, prepared once in the zygote and applied by each process.
 
     Args:
-        folder: the one folder that may be written in.
-        without: names of protections that are left out where the machine does not give them.
+        folder: the only writable folder.
+        allow_missing: names of protections that may be missing.
 
     Raises:
-        Unavailable: a protection cannot be had, and is not in `without`.
+        ProtectionUnavailable: a protection is not supported and not in `allow_missing`.
     """
 
     folder: Path
@@ -87,9 +84,10 @@ class Confinement:
         self.libc = ctypes.CDLL(None, use_errno=True)
         self.syscall: Callable[..., int] = self.libc.syscall
         self.active: dict[str, str] = {}
-        known = self.machine in calls.ARCHITECTURES
+        known = self.machine in seccomp.ARCHITECTURES
         self.filters = {
-            t: calls.seccomp_filter(self.machine, PLACEHOLDER_PID, t) if known else b"" for t in (False, True)
+            t: seccomp.seccomp_filter(self.machine, PLACEHOLDER_PID, t) if known else b""
+            for t in (False, True)
         }
         self.version = self.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
         self.base_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -109,58 +107,55 @@ class Confinement:
     def apply(
         self, wall_seconds: float, cpu_seconds: float, memory_bytes: int, file_bytes: int, threads: bool
     ) -> None:
-        """Confines the calling process: seconds, seconds, bytes, bytes. Raises Unavailable, and then nothing may run."""
-        for kind, most in (
-            (
-                resource.RLIMIT_CPU,
-                ceil(cpu_seconds),
-            ),  # soft and hard alike: the kernel kills, no handler is asked
+        """Confine the calling process. After a ProtectionUnavailable error no program may run."""
+        for kind, limit in (
+            (resource.RLIMIT_CPU, ceil(cpu_seconds)),  # soft = hard: the kernel kills without a handler
             (resource.RLIMIT_AS, self.base_bytes + memory_bytes),
             (resource.RLIMIT_FSIZE, file_bytes),
             (resource.RLIMIT_NOFILE, 64),
             (resource.RLIMIT_CORE, 0),
         ):
             hard = resource.getrlimit(kind)[1]
-            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-            resource.setrlimit(kind, (most, most))
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (limit, limit))
         self.active["limits"] = "time, memory, files, descriptors"
         self._check_call("seccomp", self.libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         if os.geteuid() == 0 and self.machine in CAPSET:
             header = struct.pack("<Ii", CAPABILITY_VERSION, 0)
             self._check_call("capabilities", self.syscall(CAPSET[self.machine], header, bytes(24)))
-        self.active["capabilities"] = "none left"
+        self.active["capabilities"] = "all dropped"
         rules = self.landlock_ruleset if file_bytes else self.read_only_ruleset
         if rules >= 0:
             self._check_call("landlock", self.syscall(LANDLOCK_RESTRICT, rules, 0))
             self.active["landlock"] = f"version {self.version}: files, {self._network_scope()}"
         try:
             self._install_seccomp(threads)
-            self.active["seccomp"] = f"{len(calls.ALLOWED_SYSCALLS)} calls and no others"
+            self.active["seccomp"] = f"{len(seccomp.ALLOWED_SYSCALLS)} calls allowed"
         except ProtectionUnavailable:
             if "seccomp" not in self.allow_missing:
                 raise
 
     def die_with_parent(self, parent: int) -> None:
-        """The kernel kills this process when its parent ends; a parent that ended just before counts as well."""
+        """Make the kernel kill this process when its parent ends. Exit at once if the parent has already ended."""
         self.libc.prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             os._exit(1)
 
-    def _check_call(self, name: str, answer: int) -> int:
-        if answer < 0:
+    def _check_call(self, name: str, result: int) -> int:
+        if result < 0:
             raise ProtectionUnavailable(name, os.strerror(ctypes.get_errno()))
-        return answer
+        return result
 
     def _install_seccomp(self, threads: bool) -> None:
-        if self.machine not in calls.ARCHITECTURES:
-            raise ProtectionUnavailable("seccomp", f"no list of calls for {self.machine}")
+        if self.machine not in seccomp.ARCHITECTURES:
+            raise ProtectionUnavailable("seccomp", f"no system call list for {self.machine}")
         code = self.filters[threads].replace(
             struct.pack("<I", PLACEHOLDER_PID), struct.pack("<I", os.getpid())
         )
         array = ctypes.create_string_buffer(code, len(code))
         header = struct.pack("<HxxxxxxQ", len(code) // 8, ctypes.addressof(array))  # struct sock_fprog
-        holder = ctypes.create_string_buffer(header, len(header))
-        self._check_call("seccomp", self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, holder, 0, 0))
+        pointer = ctypes.create_string_buffer(header, len(header))
+        self._check_call("seccomp", self.libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, pointer, 0, 0))
 
     def _network_scope(self) -> str:
         return (
@@ -172,22 +167,20 @@ class Confinement:
         )
 
     def _landlock_ruleset(self, read_only: bool = False) -> int:
-        """A Landlock ruleset's descriptor: the library for reading, the folder for writing as well."""
+        """Return the descriptor of a Landlock ruleset: read the library, read and (by default) write the folder."""
         version = self.version
-        if version < 1:  # -1: the call is unknown or switched off
-            raise ProtectionUnavailable(
-                "landlock", "needs Linux 5.13 or later, built and started with Landlock"
-            )
+        if version < 1:  # -1: not supported or disabled
+            raise ProtectionUnavailable("landlock", "needs Linux 5.13 or later with Landlock enabled")
         known = _supported_file_rights(version)
         fields = [known, *([3] if version >= 4 else []), *([3] if version >= 6 else [])]  # files; TCP; scopes
         attributes = struct.pack(f"<{len(fields)}Q", *fields)
         rules = self._check_call(
             "landlock", self.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(len(attributes)), 0)
         )
-        own = READ_FILE | READ_DIR if read_only else WORK_FOLDER_RIGHTS
+        folder_rights = READ_FILE | READ_DIR if read_only else WORK_FOLDER_RIGHTS
         for path, rights in [
             *_stdlib_rules(),
-            (self.folder, own),
+            (self.folder, folder_rights),
             (Path(os.devnull), READ_FILE | WRITE_FILE),
         ]:
             rights &= known & (~0 if path.is_dir() else FILE_RIGHTS)
@@ -204,7 +197,7 @@ class Confinement:
 
 
 def stdlib_paths() -> list[str]:
-    """Where the standard library's own modules lie."""
+    """Return the folders of the standard library's modules."""
     return sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 
 

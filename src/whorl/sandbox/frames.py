@@ -1,4 +1,4 @@
-"""Values through a pipe: a length of 4 bytes (little-endian), then JSON."""
+"""Messages through a pipe: a length of 4 bytes (little-endian), then JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_exactly(descriptor: int, n: int) -> bytes:
-    """n bytes, or fewer where the pipe ends."""
+    """Read n bytes, or fewer if the pipe ends."""
     parts: list[bytes] = []
     while n > 0 and (part := os.read(descriptor, n)):
         parts.append(part)
@@ -19,15 +19,15 @@ def read_exactly(descriptor: int, n: int) -> bytes:
 
 
 def send(descriptor: int, value: Any) -> None:
-    """Raises BrokenPipeError when nobody reads."""
+    """Write one message. Raises BrokenPipeError if the reader is gone."""
     data = json.dumps(value).encode()
-    left = memoryview(len(data).to_bytes(4, "little") + data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    unsent = memoryview(len(data).to_bytes(4, "little") + data)
+    while unsent:
+        unsent = unsent[os.write(descriptor, unsent) :]
 
 
 def receive(descriptor: int) -> Any:
-    """The next value; raises EOFError at the stream's end."""
+    """Read the next message. Raises EOFError at the end of the stream."""
     size = read_exactly(descriptor, 4)
     data = read_exactly(descriptor, int.from_bytes(size, "little"))
     if len(size) < 4 or len(data) < int.from_bytes(size, "little"):
@@ -36,16 +36,19 @@ def receive(descriptor: int) -> Any:
 
 
 def receive_with_deadline(descriptor: int, deadline: float) -> Any:
-    """The next value, of a sender that sends one at a time; None when the stream ends first, or the time (monotonic)."""
+    """Read the next message; return None if the stream ends or the deadline (monotonic) passes first.
+
+    The sender must send one message at a time.
+    """
     os.set_blocking(descriptor, False)
-    heard = bytearray()
+    received = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(descriptor, selectors.EVENT_READ)
         while selector.select(max(0.0, deadline - time.monotonic())):
             part = os.read(descriptor, 1 << 20)
-            heard += part
-            if len(heard) >= 4 and len(heard) == 4 + int.from_bytes(heard[:4], "little"):
-                return json.loads(heard[4:])
+            received += part
+            if len(received) >= 4 and len(received) == 4 + int.from_bytes(received[:4], "little"):
+                return json.loads(received[4:])
             if not part:
                 break
     return None

@@ -1,16 +1,16 @@
-"""The standard library as it was before a foreign program ran.
+"""Snapshot of the standard library, taken before an untrusted program runs.
 
-A program may cheat its tests by changing what they stand on: `unittest.TestCase.assertEqual = lambda *a: None`,
-`builtins.len = ...`, `sys.modules["unittest"] = ...`, `TestCase.run.__code__ = ...`. So a picture of what tests stand on is
-taken in the zygote, once: which modules are loaded and, of the modules in `GROUND`, each module's names, each class's
-attributes, each function's code and defaults. (Of all modules it would take 5 ms a program: to look at an object is to
-count a reference, and to write is to copy its page from the zygote.) After the
-program's own statements everything is put back; after its tests the builtins and unittest are looked at again, because a
-function of the program that is called by a test may do the same then. (Elsewhere the library changes by itself: caches,
-what is made at first use.)
+A program could pass its tests by changing the library under them: `unittest.TestCase.assertEqual = lambda *a: None`,
+`builtins.len = ...`, `sys.modules["unittest"] = ...`, `TestCase.run.__code__ = ...`. So the zygote takes one snapshot:
+the loaded modules and, for `WATCHED_MODULES`, each module's names, each class's attributes, and each function's code
+and defaults. (All modules would cost 5 ms per program: reading an object counts a reference and so copies its page.)
 
-What cannot be seen here: changes in other modules, the contents of lists and dictionaries inside modules (but those of
-the import system are kept), and what is put back in time by whoever changed it.
+After the program's statements everything is restored. After its tests the builtins and unittest are compared again,
+because a function of the program that a test calls could change them. Other modules also change without the program,
+through caches and lazy imports.
+
+Not detected: changes in other modules, changed contents of lists and dictionaries inside modules (except those of the
+import system), and changes that the program reverts in time.
 """
 
 from __future__ import annotations
@@ -23,47 +23,20 @@ from typing import Any
 
 MISSING = object()
 _FUNCTION_ATTRIBUTES = ("__code__", "__defaults__", "__kwdefaults__")
-_VOLATILE_NAMES = {
-    "__abstractmethods__",
-    "_abc_impl",
-    "__warningregistry__",
-    "_",
-}  # they change by themselves
-_VOLATILE_SYS_NAMES = {
-    "stdin",
-    "stdout",
-    "stderr",
-    "last_type",
-    "last_value",
-    "last_traceback",
-    "last_exc",
-}  # so do these of sys
+# Names that change without a program, in any module and in sys.
+_VOLATILE_NAMES = {"__abstractmethods__", "_abc_impl", "__warningregistry__", "_"}
+_VOLATILE_SYS_NAMES = {"stdin", "stdout", "stderr", "last_type", "last_value", "last_traceback", "last_exc"}
 WATCHED_MODULES = {
-    "builtins",
-    "unittest",
-    "json",
-    "collections",
-    "contextlib",
-    "functools",
-    "io",
-    "itertools",
-    "math",
-    "operator",
-    "random",
-    "sys",
-    "traceback",
-}
+    "builtins", "unittest", "json", "collections", "contextlib", "functools", "io", "itertools", "math", "operator",
+    "random", "sys", "traceback",
+}  # fmt: skip
 UNWATCHED_MODULES = {
-    "unittest.mock",
-    "unittest.main",
-    "unittest.runner",
-    "unittest.async_case",
-    "unittest.signals",
-}
+    "unittest.mock", "unittest.main", "unittest.runner", "unittest.async_case", "unittest.signals",
+}  # fmt: skip
 
 
 class LibrarySnapshot:
-    """A picture of every module in `sys.modules` but those named in `leave_out` (with what lies below them)."""
+    """State of every module in `sys.modules`, except the packages in `exclude`."""
 
     def __init__(self, exclude: tuple[str, ...] = ()) -> None:
         self.modules = {
@@ -96,61 +69,60 @@ class LibrarySnapshot:
                 if isinstance(part, FunctionType) and id(part) not in seen and _in_watched_module(part):
                     seen.add(id(part))
                     self.functions.append((part, tuple(getattr(part, n) for n in _FUNCTION_ATTRIBUTES)))
-            # Only classes made in Python can be changed; the flag is Py_TPFLAGS_IMMUTABLETYPE.
+            # Only classes defined in Python can be changed; the flag is Py_TPFLAGS_IMMUTABLETYPE.
             if isinstance(value, type) and not value.__flags__ & (1 << 8) and _in_watched_module(value):
                 self._add(value, seen)
 
     def restore_builtins(self) -> str:
-        """What of builtins and unittest is not as it was: a name, or nothing. The builtins are put back.
+        """Restore the builtins and return the name of one change in builtins or unittest, or "".
 
-        The loop over builtins uses none: they may be what was changed.
+        The loop over builtins calls none of them, since they may have been replaced.
         """
-        found = ""
+        changed = ""
         for name, value in self.saved_builtins.items():
             if self.builtins.get(name) is not value and name != "_":
-                found = name
+                changed = name
         self.builtins.update(self.saved_builtins)
-        return found or next((called for called, *_ in self.changes(("unittest",))), "")
+        return changed or next((display_name for display_name, *_ in self.changes(("unittest",))), "")
 
     def changes(self, packages: tuple[str, ...] = ()) -> Iterator[tuple[str, Any, str, Any]]:
-        """What is not as it was: (what to call it, holder, name, value as it was or MISSING).
+        """Yield every change as (display name, holder, name, saved value or MISSING).
 
         Args:
-            within: names of packages to look at; none for all.
+            packages: names of packages to compare; empty for all.
         """
 
-        def looked_at(holder: Any) -> bool:
+        def selected(holder: Any) -> bool:
             home = holder.__name__ if isinstance(holder, ModuleType) else holder.__module__
             return not packages or str(home).split(".")[0] in packages
 
         for holder, live, kept in self.names:
-            if _identical_values(live, kept) or not looked_at(holder):
+            if _identical_values(live, kept) or not selected(holder):
                 continue
-            called = getattr(holder, "__qualname__", getattr(holder, "__name__", "?"))
+            display_name = getattr(holder, "__qualname__", getattr(holder, "__name__", "?"))
             skip = _VOLATILE_NAMES | _VOLATILE_SYS_NAMES if holder is sys else _VOLATILE_NAMES
             for name in [n for n in live if n not in kept and n not in skip]:
-                if not isinstance(live[name], ModuleType):  # a part of a package that was imported later
-                    yield f"{called}.{name}", holder, name, MISSING
+                if not isinstance(live[name], ModuleType):  # skip a submodule that was imported later
+                    yield f"{display_name}.{name}", holder, name, MISSING
             for name, value in kept.items():
                 if live.get(name, MISSING) is not value and name not in skip:
-                    yield f"{called}.{name}", holder, name, value
-        for function, was in self.functions:
-            for name, value in zip(_FUNCTION_ATTRIBUTES, was, strict=True):
-                if getattr(function, name) is not value and looked_at(function):
+                    yield f"{display_name}.{name}", holder, name, value
+        for function, saved in self.functions:
+            for name, value in zip(_FUNCTION_ATTRIBUTES, saved, strict=True):
+                if getattr(function, name) is not value and selected(function):
                     yield f"{function.__qualname__}.{name}", function, name, value
 
     def restore(self) -> None:
-        """Puts everything back."""
-        self.builtins.update(
-            self.saved_builtins
-        )  # first of all, and by a method of C: what follows calls them
-        for kept, were in self.import_paths:
-            kept[:] = were
+        """Restore the snapshot."""
+        # First, and by a C method: the next lines call builtins.
+        self.builtins.update(self.saved_builtins)
+        for kept, saved in self.import_paths:
+            kept[:] = saved
         for name, module in self.modules.items():
             sys.modules[name] = module
         for _, holder, name, value in list(self.changes()):
             if isinstance(holder, ModuleType):
-                # A module's dictionary is written directly: its class may have been changed.
+                # Written through the module's dictionary: its class may have been changed.
                 if value is MISSING:
                     vars(holder).pop(name, None)
                 else:
@@ -168,7 +140,7 @@ def _in_watched_module(thing: Any) -> bool:
 
 
 def _identical_values(live: Mapping[str, Any], kept: dict[str, Any]) -> bool:
-    """Whether two mappings hold the very same objects; a first, quick look."""
+    """Return whether two mappings hold the identical objects; a fast first check."""
     if len(live) != len(kept):
         return False
     get = live.get

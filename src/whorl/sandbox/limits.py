@@ -1,8 +1,8 @@
-"""What a program may use, what is asked of it, and what came of it."""
+"""Resource limits, programs and results."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from whorl.errors import ConfigError
 
@@ -13,20 +13,20 @@ REASON_KINDS = (
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    """What one program may use. Whoever passes a limit is ended and counted under its name.
+    """Limits of one program. A program that exceeds one is killed, and the limit is its reason.
 
     Attributes:
-        wall_seconds: from its start to its end.
-        cpu_seconds: of computing; the kernel counts in whole seconds, so it is rounded up.
+        wall_seconds: from start to end.
+        cpu_seconds: CPU time, rounded up, since the kernel counts whole seconds.
         memory_bytes: address space beyond that of the bare interpreter.
-        file_bytes: in its folder, all files together; 0 for no file at all. One file can never be larger; the sum is looked
-            at 50 times a second.
-        output_bytes: that it prints, and as much again in answers.
-        processes: processes and threads, its own included. It never gets another process; with more than 1 it may start
-            threads, and their number is looked at 50 times a second.
+        file_bytes: total size of the files in its folder; 0 forbids files. The kernel enforces it per file; the sum is
+            checked 50 times per second.
+        output_bytes: printed bytes, and as many again in reports.
+        processes: processes and threads, including its own. A program never gets another process. With more than 1 it
+            may start threads; their number is checked 50 times per second.
 
     Raises:
-        ConfigError: a limit that no program could keep.
+        ConfigError: a limit is out of range.
     """
 
     wall_seconds: float = 2.0
@@ -38,32 +38,26 @@ class ResourceLimits:
 
     def __post_init__(self) -> None:
         least = {"wall_seconds": 0.001, "cpu_seconds": 0.001, "memory_bytes": 1 << 20, "processes": 1}
-        for name in (
-            "wall_seconds",
-            "cpu_seconds",
-            "memory_bytes",
-            "file_bytes",
-            "output_bytes",
-            "processes",
-        ):
+        for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             if not least.get(name, 0) <= value < 2**50:
                 raise ConfigError(
                     f"limits.{name} is {value}",
-                    expected=f"a number of at least {least.get(name, 0)}, and a finite one",
+                    expected=f"a number of at least {least.get(name, 0)}, finite",
                 )
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program, and what is asked of it after it ran.
+    """A program and its checks.
 
     Attributes:
-        source: nobody trusts it. It runs as a module named `program`, or as `__main__` when nothing is asked afterwards.
-        tests: trusted source that runs afterwards and sees the program's names: plain asserts, functions `test_...`,
-            unittest cases. It is not in the process while the program's own statements run.
-        examples: trusted statements, run one after the other at last; what each prints is in `Outcome.printed`, and whoever
-            asked compares: the process never holds what is expected.
+        source: untrusted. It runs as a module named `program`, or as `__main__` if there are no checks.
+        tests: trusted source that runs afterwards with the program's names: plain asserts, functions `test_...`,
+            unittest cases. It is not in the process while the program's statements run.
+        examples: trusted statements that run last, in order. `ProgramResult.example_outputs` has their output, and the
+            caller
+            compares it: the expected output never enters the process.
     """
 
     source: str
@@ -73,7 +67,7 @@ class Program:
 
 @dataclass(frozen=True)
 class ExampleOutput:
-    """What one example printed, and its exception as doctest writes it ("ValueError: why"), or None."""
+    """Output of one example, and its exception as doctest prints it ("ValueError: why"), or None."""
 
     text: str
     exception: str | None = None
@@ -81,14 +75,14 @@ class ExampleOutput:
 
 @dataclass(frozen=True)
 class ProgramResult:
-    """What came of a program.
+    """Result of a program.
 
     Attributes:
-        ok: it ran to its end and its tests passed (what examples print is for the caller to judge).
-        reason: a kind of KINDS, then a colon and particulars where there are any: "raised: ValueError: no".
-        output: what it wrote to standard output and error, up to the limit; bytes that are no UTF-8 are replaced.
-        seconds: from its start to its end.
-        printed: one for each example that ran.
+        ok: it ran to its end and its tests passed (the caller checks the output of examples).
+        reason: one of REASON_KINDS, and details after a colon: "raised: ValueError: no".
+        output: standard output and error up to the limit; bytes that are not UTF-8 are replaced.
+        seconds: from start to end.
+        example_outputs: one per example that ran.
     """
 
     ok: bool

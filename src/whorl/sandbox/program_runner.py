@@ -1,20 +1,20 @@
-"""Inside the confined process: runs a program, then what is asked of it, and reports.
+"""Run a program and its checks inside the confined process, and report.
 
-The order is what makes a verdict hard to fake:
+The order makes a verdict hard to fake:
 
-1. The program's own statements run. The tests are not in the process yet.
-2. The library is put back as it was (`pristine.py`), timers, tracing and the recursion limit too.
-3. The tests come in through a pipe, and run against the program's names. A test that is skipped counts as failed (a
-   function could raise SkipTest), and a name of the program that hides a builtin is not seen by the tests.
-4. The examples run. What they print is reported, not judged: what is expected never enters the process.
-5. The library is put back once more; had the builtins or unittest been changed meanwhile, the tests have failed.
-6. Only now the secret is read, from the same pipe, and written in front of the report. Without it there is no verdict: a
-   program that ends early by os._exit(0), or that writes to every descriptor that it finds, has not passed.
+1. The program's statements run. The tests are not in the process yet.
+2. The library (`library_snapshot.py`), timers, tracing and the recursion limit are restored.
+3. The tests arrive through a pipe and run against the program's names. A skipped test counts as failed, since a
+   function could raise SkipTest. A name of the program that hides a builtin is not visible to the tests.
+4. The examples run. Their output is reported, not compared: the expected output never enters the process.
+5. The library is restored again. If the builtins or unittest were changed, the tests have failed.
+6. The secret is read from the same pipe and written in front of the report. A report without it does not count, so a
+   program that calls os._exit(0) or writes to every descriptor has not passed.
 
-What remains. A test shares its process with what it tests, so whoever knows this file can find the two pipes by trying
-descriptors, or the test's objects through the frames on the stack, or return an object that is equal to everything. It takes
-intent; it is not what training stumbles upon, and it leads to a wrong reward, never out of the sandbox. Examples are
-stronger than tests: their answers are compared outside, so a program must at least print them.
+Remaining weakness: a test shares its process with the tested program. A program written against this file can find the
+pipes by trying descriptors, reach the test's objects through the frames on the stack, or return an object that equals
+everything. It then gets a wrong reward, but does not leave the sandbox. Examples are stronger than tests: they are
+compared outside.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from typing import Any, NoReturn
 from whorl.sandbox.library_snapshot import LibrarySnapshot
 
 SECRET_BYTES = 16
-MAX_EXCEPTION_CHARS = 300  # characters of an exception that are reported
+MAX_EXCEPTION_CHARS = 300  # maximum length of a reported exception
 
 
 def format_exception(error: BaseException) -> str:
-    """An exception in one line; its own methods are foreign and may do anything but stop us."""
+    """Return an exception in one line. Its methods are untrusted and may raise."""
     try:
         text = traceback.format_exception_only(type(error), error)[-1].strip()
         return str(text.encode("utf-8", "backslashreplace").decode())[:MAX_EXCEPTION_CHARS]
     except BaseException:
-        return "an exception that cannot be shown"
+        return "an exception that cannot be formatted"
 
 
 class ProgramRunner:
-    """All that is needed later is bound here, before the program may touch anything.
+    """Runs one program. All functions needed later are bound here, before the program can replace them.
 
     Args:
-        control: descriptor that the tests and then the secret are read from.
-        verdict: descriptor that the report goes to.
+        library_snapshot: the library's state, taken in the zygote.
+        control: descriptor from which the tests, then the secret are read.
+        report: descriptor to which the report is written.
     """
 
     def __init__(self, library_snapshot: LibrarySnapshot, control: int, report: int) -> None:
@@ -70,12 +71,12 @@ class ProgramRunner:
         self.read, self.write, self.exit_process = os.read, os.write, os._exit
 
     def run(self, source: str, has_checks: bool) -> NoReturn:
-        """Runs all; `asked`: whether tests or examples follow."""
+        """Run the program, then its tests and examples if `has_checks`, write the report, and exit."""
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 (it lives as long as the process)
         sys.stdout = sys.stderr = self.stream
         sys.argv = ["program.py"]
-        random.seed(0)  # the same program gets the same verdict
-        printed: list[tuple[str, str | None]] = []
+        random.seed(0)  # deterministic verdicts
+        outputs: list[tuple[str, str | None]] = []
         reason, module = self._run_source(source, "program" if has_checks else "__main__")
         self._restore()
         work: dict[str, Any] = {"tests": "", "examples": []}
@@ -84,20 +85,20 @@ class ProgramRunner:
         if reason == "passed" and work["tests"]:
             reason = self._run_tests(work["tests"], module)
         if reason == "passed":
-            printed = [self._run_example(text, module) for text in work["examples"]]
+            outputs = [self._run_example(text, module) for text in work["examples"]]
         changed = self._restore()
         if work["tests"] and changed and reason == "passed":
-            reason = f"failed: the program changed {changed} while it was tested"
+            reason = f"failed: the program changed {changed} during its tests"
         with contextlib.suppress(BaseException):
             self.stream.flush()
-        report = json.dumps({"reason": reason, "example_outputs": printed}).encode()
-        left = self._read_exactly(SECRET_BYTES) + report
-        while left:
-            left = left[self.write(self.report, left) :]
+        report = json.dumps({"reason": reason, "example_outputs": outputs}).encode()
+        unsent = self._read_exactly(SECRET_BYTES) + report
+        while unsent:
+            unsent = unsent[self.write(self.report, unsent) :]
         self.exit_process(0)
 
     def _restore(self) -> str:
-        """Puts everything back as it was; what of builtins and unittest was changed, or nothing."""
+        """Restore the library and return the name of one change in builtins or unittest, or ""."""
         for call, arguments in self.reset_calls:
             call(*arguments)
         changed = self.library_snapshot.restore_builtins()
@@ -106,7 +107,7 @@ class ProgramRunner:
         return changed
 
     def _read_exactly(self, n: int) -> bytes:
-        """n bytes from the parent, by the kernel's own `read`: the one in `os` may be another by now."""
+        """Read n bytes from the parent, by the saved `read`: the program may have replaced `os.read`."""
         taken = b""
         while len(taken) < n and (part := self.read(self.control, n - len(taken))):
             taken += part
@@ -116,7 +117,7 @@ class ProgramRunner:
         module = ModuleType(name)
         try:
             code = compile(source, "program.py", "exec", dont_inherit=True)
-        except BaseException as error:  # a MemoryError or RecursionError is no syntax, but no program either
+        except BaseException as error:  # including MemoryError and RecursionError of the compiler
             return f"syntax: {format_exception(error)}", module
         sys.modules[name] = sys.modules["__main__"] = module
         try:
@@ -126,14 +127,14 @@ class ProgramRunner:
         return "passed", module
 
     def _run_tests(self, source: str, module: ModuleType) -> str:
-        """Plain asserts, then functions, then cases."""
+        """Run plain asserts, then test functions, then unittest cases."""
         builtin = self.library_snapshot.saved_builtins
         names: dict[str, Any] = {n: v for n, v in vars(module).items() if n not in builtin and n[:2] != "__"}
         tests = ModuleType("tests")
         names["__name__"], names["__builtins__"] = "tests", builtin
         vars(tests).update(names)
         sys.modules["tests"], names = tests, vars(tests)
-        running = "the tests' source"
+        running = "the test source"
         try:
             exec(compile(source, "tests.py", "exec", dont_inherit=True), names)
             for running, value in list(names.items()):
@@ -145,14 +146,14 @@ class ProgramRunner:
             return f"failed: {running}: {format_exception(error)}"
 
     def _run_example(self, source: str, module: ModuleType) -> tuple[str, str | None]:
-        into = io.StringIO()
-        sys.stdout, sys.displayhook, error = into, sys.__displayhook__, None
+        output = io.StringIO()
+        sys.stdout, sys.displayhook, error = output, sys.__displayhook__, None
         try:
             exec(compile(source, "example.py", "single", dont_inherit=True), vars(module))
         except BaseException as raised:
             error = format_exception(raised)
         sys.stdout = self.stream
-        return into.getvalue(), error
+        return output.getvalue(), error
 
 
 def _failure_reason(error: BaseException) -> str:
@@ -173,7 +174,7 @@ def _run_test_cases(cases: Sequence[type[unittest.TestCase]]) -> str:
     for test, text in [*result.failures, *result.errors]:
         return f"failed: {test}: {text.strip().splitlines()[-1][:MAX_EXCEPTION_CHARS]}"
     if result.unexpectedSuccesses:
-        return f"failed: {result.unexpectedSuccesses[0]}: passed against expectation"
+        return f"failed: {result.unexpectedSuccesses[0]}: unexpected success"
     if result.skipped:
         return f"failed: {result.skipped[0][0]}: skipped"
-    return "passed" if result.testsRun else "failed: no test was found"
+    return "passed" if result.testsRun else "failed: no test found"

@@ -1,26 +1,24 @@
-"""Running programs that nobody trusts: many, small, and at once.
+"""Run untrusted programs: many, small, in parallel.
 
-A model writes programs, and a reward says whether they work. They are hostile, if not by intent then by search: whatever
-raises the reward will be found, be it `os._exit(0)`, a print in the place of a proof, or a fork bomb. And there are many: a
-step of training asks for 128 verdicts or more, while the learner waits.
+A model writes programs and a reward depends on whether they work. Search finds every shortcut to the reward, such as
+`os._exit(0)`, a faked report or a fork bomb. A training step needs 128 verdicts or more while the learner waits.
 
-    with Sandbox(Limits(wall_seconds=1), workers=2) as sandbox:
-        outcomes = sandbox.run_all([Program(source, tests="assert add(1, 2) == 3"), ...])
+    with Sandbox(ResourceLimits(wall_seconds=1), workers=2) as sandbox:
+        results = sandbox.run_all([Program(source, tests="assert add(1, 2) == 3"), ...])
 
-Each worker is a zygote (`zygote.py`), a small warm process that forks for each program; the fork confines itself
-(`confine.py`, `calls.py`) and then runs program and tests (`child.py`). What stands between a program and the user:
+Each worker is a zygote (`zygote.py`), a preloaded process that forks once per program. The fork confines itself
+(`confinement.py`, `seccomp.py`) and then runs program and tests (`program_runner.py`). The protections are
 
-    another process in a session of its own, which cannot make further ones and is killed whole
-    no reading but the interpreter's own library and its folder; no writing but in its folder    (Landlock)
-    no sockets, no exec, no signals to others, no call that is not in a short list              (seccomp)
-    no capabilities, no environment, no descriptors of ours; limits on time, memory, files, output
+    a separate process and session that cannot create processes and is killed as a whole
+    files: read the interpreter's library, read and write the work folder, access no other      (Landlock)
+    system calls: no sockets, exec, signals to others, or any call outside a short list         (seccomp)
+    no capabilities, no environment, no inherited descriptors; limits on time, memory, files, output
 
-`protections()` says which of them are in force: each worker puts them on and *tries* them before the first program runs.
-Where one that is essential cannot be had the sandbox refuses to start, unless it is named in `without`.
+Each worker applies and *tests* them before its first program; `protections()` returns the active ones. Without a
+required one the sandbox does not start, unless `allow_missing` names it.
 
-A worker that is killed, stopped or stuck is noticed and started again; the program it was at counts as crashed, and no
-other is lost. What remains possible is told where it belongs: `confine.py` (what can still be seen) and `child.py` (how a
-verdict can still be faked). For a secret whose loss would hurt, this is not enough: use a virtual machine.
+A worker that is killed, stopped or stuck is restarted. Its current program counts as crashed; no other is lost. For the
+remaining weaknesses see `confinement.py` and `program_runner.py`. To protect valuable secrets use a virtual machine.
 """
 
 from __future__ import annotations
@@ -46,11 +44,11 @@ from whorl.sandbox.limits import ExampleOutput, Program, ProgramResult, Resource
 from whorl.sandbox.work_folder import clear
 
 REQUIRED_PROTECTIONS = ("landlock", "seccomp")
-GRACE_SECONDS = 10.0  # what a worker may take beyond a program's own time before it counts as stuck
+GRACE_SECONDS = 10.0  # time beyond a program's wall_seconds before its worker counts as stuck
 START_SECONDS = 60.0
 _BOOTSTRAP = "import sys; sys.path.append(sys.argv.pop(1)); from whorl.sandbox.zygote import main; main()"
 
-# Tried in each worker before anything else runs there. Prints what it could do and should not have been able to.
+# Runs first in each worker. Prints the protection of every attempt that should fail but succeeds.
 _PROBE_PROGRAM = """
 import os
 def attempt(name, f):
@@ -72,50 +70,40 @@ if os.environ: print("environment")
 
 
 class SandboxWorker:
-    """One zygote, seen from the parent. Raises ConfigError where it cannot be had."""
+    """One zygote, as used by the parent. Raises ConfigError if a protection is missing."""
 
     def __init__(self, allow_missing: frozenset[str]) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="whorl-sandbox-"))
         (self.root / "box").mkdir()
-        above = str(Path(whorl.__file__).parent.parent)
+        package_parent = str(Path(whorl.__file__).parent.parent)
+        options = ["-P", "-s", "-S", "-B", "-c", _BOOTSTRAP, package_parent, str(self.root / "box")]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-s",
-                "-S",
-                "-B",
-                "-c",
-                _BOOTSTRAP,
-                above,
-                str(self.root / "box"),
-                *sorted(allow_missing),
-            ],
+            [sys.executable, *options, *sorted(allow_missing)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},  # the same program gets the same verdict
-            start_new_session=True,  # Ctrl-C is for the parent
+            env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8"},  # deterministic verdicts
+            start_new_session=True,  # Ctrl-C only reaches the parent
             bufsize=0,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.request_fd, self.reply_fd = self.process.stdin.fileno(), self.process.stdout.fileno()
-        self.job = -1  # index of the program it is at
+        self.job = -1  # index of the current program; -1 if idle
         self.deadline = 0.0
-        hello = self.read_reply(time.monotonic() + START_SECONDS)
-        if hello is None or "missing" in hello:
+        ready = self.read_reply(time.monotonic() + START_SECONDS)
+        if ready is None or "missing" in ready:
             self.kill()
-        if hello is None:
+        if ready is None:
             raise WhorlError(
-                "a worker of the sandbox did not start",
-                expected=f"{sys.executable} to start and to import the standard library",
-                do="look at memory and at the limits of processes (ulimit -u), and try again",
+                "a sandbox worker did not start",
+                expected=f"{sys.executable} to start and import the standard library",
+                do="check free memory and the process limit (ulimit -u), then try again",
             )
-        if "missing" in hello:
-            raise _missing_protection(hello["missing"], hello["reason"])
+        if "missing" in ready:
+            raise _missing_protection(ready["missing"], ready["reason"])
 
     def submit(self, program: Program, limits: ResourceLimits, job: int) -> None:
-        """Sends a program; a worker that is gone is noticed when it is read from."""
+        """Send a program. A worker that has ended is detected when its reply is read."""
         has_checks = bool(program.tests or program.examples)
         parts: list[Any] = [
             {"source": program.source, "limits": dataclasses.asdict(limits), "has_checks": has_checks}
@@ -128,11 +116,11 @@ class SandboxWorker:
                 send(self.request_fd, part)
 
     def read_reply(self, deadline: float) -> Any:
-        """The worker's next answer; None when it ended, or said nothing whole before the deadline."""
+        """Return the worker's next reply, or None if it ended or sent no complete reply before the deadline."""
         return receive_with_deadline(self.reply_fd, deadline)
 
     def kill(self) -> None:
-        """Kills the zygote; what it had started dies with it."""
+        """Kill the zygote; its child dies with it."""
         self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -144,16 +132,16 @@ class SandboxWorker:
 
 
 class Sandbox:
-    """Runs programs that nobody trusts, `workers` at a time. A context manager; use it from one thread at a time or many.
+    """Runs untrusted programs, `workers` at a time. A context manager; methods may be called from several threads.
 
     Args:
-        limits: what each program may use.
-        workers: programs at one time; as many as there are cores to spare.
-        without: protections to do without where this machine does not give them ("landlock", "seccomp"): for programs that
-            are known to be harmless only.
+        limits: limits of each program.
+        workers: number of parallel programs; at most the number of free cores.
+        allow_missing: protections that may be missing on this machine ("landlock", "seccomp"). Only for programs that
+            are known to be harmless.
 
     Raises:
-        ConfigError: not Linux; an essential protection is missing; a number of workers below 1.
+        ConfigError: not Linux; a required protection is missing; workers below 1.
         WhorlError: a worker does not start.
     """
 
@@ -164,8 +152,8 @@ class Sandbox:
         if not sys.platform.startswith("linux"):
             raise ConfigError(
                 f"programs cannot be confined on {sys.platform}",
-                expected="Linux 5.13 or later: confinement is made of Landlock and seccomp",
-                do="run this step on Linux (a container or a virtual machine will do)",
+                expected="Linux 5.13 or later: confinement uses Landlock and seccomp",
+                do="run this step on Linux (a container or virtual machine suffices)",
             )
         if workers < 1:
             raise ConfigError(f"sandbox: workers is {workers}", expected="at least 1")
@@ -186,46 +174,48 @@ class Sandbox:
             raise
 
     def protections(self) -> dict[str, str]:
-        """Name to what it does, for each protection that was found in force when the workers were started."""
+        """Return the protections that were active when the workers started, with a description of each."""
         return dict(self._active_protections)
 
     def run(self, program: Program | str) -> ProgramResult:
-        """Runs one program."""
+        """Run one program."""
         return self.run_all([program])[0]
 
     def run_all(self, programs: Sequence[Program | str]) -> list[ProgramResult]:
-        """Runs programs, each alone in a process; outcomes in their order.
+        """Run programs, each in a separate process, and return their results in order.
 
-        A program that crashes its worker, or whose worker is killed, has crashed; the others do not notice.
+        A program counts as crashed if it crashes its worker or if its worker is killed. Other programs are not
+        affected.
 
         Raises:
             ConfigError: the sandbox is closed.
-            WhorlError: a worker that ended cannot be started again.
+            WhorlError: a worker that ended cannot be restarted.
         """
-        given = [Program(p) if isinstance(p, str) else p for p in programs]
-        outcomes: list[ProgramResult | None] = [None] * len(given)
-        waiting = deque(range(len(given)))
+        jobs = [Program(p) if isinstance(p, str) else p for p in programs]
+        results: list[ProgramResult | None] = [None] * len(jobs)
+        pending = deque(range(len(jobs)))
         with self._lock:
             if self._closed:
-                raise ConfigError("the sandbox is closed", do="make a new one")
+                raise ConfigError("the sandbox is closed", do="create a new one")
             try:
-                while waiting or self._busy():
-                    for place, worker in enumerate(self._workers):
-                        if waiting and (worker is None or worker.job < 0):
+                while pending or self._busy():
+                    for index, worker in enumerate(self._workers):
+                        if pending and (worker is None or worker.job < 0):
                             if worker is None:
-                                worker = self._workers[place] = self._start_worker()
-                            worker.submit(given[waiting[0]], self.limits, waiting.popleft())
-                    for place, worker in self._ready():
+                                worker = self._workers[index] = self._start_worker()
+                            worker.submit(jobs[pending[0]], self.limits, pending.popleft())
+                    for index, worker in self._ready():
                         job, worker.job = worker.job, -1
-                        outcomes[job] = self._collect_result(worker, place)
+                        results[job] = self._collect_result(worker, index)
             finally:
-                for place, worker in self._busy():  # interrupted: answers to come would be taken for others
+                # Interrupted: later replies would be assigned to other programs.
+                for index, worker in self._busy():
                     worker.kill()
-                    self._workers[place] = None
-        return [o for o in outcomes if o is not None]
+                    self._workers[index] = None
+        return [o for o in results if o is not None]
 
     def close(self) -> None:
-        """Ends the workers. A second call does nothing."""
+        """Stop the workers. Further calls do nothing."""
         self._closed = True
         for worker in self._workers:
             if worker is not None:
@@ -244,44 +234,42 @@ class Sandbox:
         return [(i, w) for i, w in enumerate(self._workers) if w is not None and w.job >= 0]
 
     def _ready(self) -> list[tuple[int, SandboxWorker]]:
-        """Busy workers that have something to say, or have said nothing for too long."""
+        """Return busy workers that have a reply or are past their deadline."""
         busy = self._busy()
         with selectors.DefaultSelector() as selector:
-            for place, worker in busy:
-                selector.register(worker.reply_fd, selectors.EVENT_READ, place)
+            for index, worker in busy:
+                selector.register(worker.reply_fd, selectors.EVENT_READ, index)
             first = min(w.deadline for _, w in busy)
-            speaking = {key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))}
-        return [(i, w) for i, w in busy if i in speaking or w.deadline <= time.monotonic()]
+            readable = {key.data for key, _ in selector.select(max(0.0, first - time.monotonic()))}
+        return [(i, w) for i, w in busy if i in readable or w.deadline <= time.monotonic()]
 
-    def _collect_result(self, worker: SandboxWorker, place: int) -> ProgramResult:
-        said = worker.read_reply(worker.deadline)
-        if said is None:
-            self._workers[place] = None
+    def _collect_result(self, worker: SandboxWorker, index: int) -> ProgramResult:
+        reply = worker.read_reply(worker.deadline)
+        if reply is None:
+            self._workers[index] = None
             self.restarts += 1
             worker.kill()
-            why = f"crashed: the sandbox's worker ended ({worker.process.returncode})"
+            why = f"crashed: the sandbox worker ended ({worker.process.returncode})"
             return ProgramResult(ok=False, reason=why, output="", seconds=0.0)
-        return _parse_result(said)
+        return _parse_result(reply)
 
     def _start_worker(self) -> SandboxWorker:
-        """A worker that has shown that its protections hold."""
+        """Start a worker and test that its protections hold."""
         worker = SandboxWorker(self.allow_missing)
         try:
-            patient = dataclasses.replace(self.limits, wall_seconds=30, cpu_seconds=30, output_bytes=4096)
-            worker.submit(Program(_PROBE_PROGRAM.format(memory=2 * self.limits.memory_bytes)), patient, 0)
+            limits = dataclasses.replace(self.limits, wall_seconds=30, cpu_seconds=30, output_bytes=4096)
+            worker.submit(Program(_PROBE_PROGRAM.format(memory=2 * self.limits.memory_bytes)), limits, 0)
             worker.deadline = time.monotonic() + START_SECONDS
-            said = worker.read_reply(worker.deadline)
+            reply = worker.read_reply(worker.deadline)
             worker.job = -1
-            outcome = _parse_result(said) if said is not None else None
-            if outcome is None or not outcome.ok:
-                why = outcome.reason if outcome else "it ended"
-                raise WhorlError(
-                    f"a worker of the sandbox failed its trials: {why}", expected="that all of them run"
-                )
-            broken = set(outcome.output.split())
-            for name in sorted(broken - self.allow_missing):
-                raise _missing_protection(name, "a trial that it should stop went through")
-            self._active_protections = {n: t for n, t in _PROTECTION_TEXT.items() if n not in broken}
+            result = _parse_result(reply) if reply is not None else None
+            if result is None or not result.ok:
+                why = result.reason if result else "it ended"
+                raise WhorlError(f"a sandbox worker failed its probes: {why}", expected="all probes to run")
+            failed = set(result.output.split())
+            for name in sorted(failed - self.allow_missing):
+                raise _missing_protection(name, "a probe that it should block succeeded")
+            self._active_protections = {n: t for n, t in _PROTECTION_TEXT.items() if n not in failed}
         except BaseException:
             worker.kill()
             raise
@@ -289,11 +277,11 @@ class Sandbox:
 
 
 _PROTECTION_TEXT = {
-    "process": "each program in a process and session of its own, killed whole",
-    "limits": "time, memory, size of files, output, descriptors",
+    "process": "a separate process and session per program, killed as a whole",
+    "limits": "time, memory, file size, output, descriptors",
     "environment": "empty",
-    "landlock": "reads the interpreter's library and its own folder, writes in its own folder",
-    "seccomp": "no sockets, exec, fork, signals to others, nor any call outside a short list",
+    "landlock": "read the interpreter's library and the work folder, write the work folder",
+    "seccomp": "no sockets, exec, fork, signals to others, or any call outside a short list",
 }
 
 
@@ -301,11 +289,11 @@ def _missing_protection(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"programs cannot be confined here: {name} is missing ({why})",
         expected="Linux 5.13 or later on x86-64 or aarch64, with Landlock among the kernel's security modules and seccomp",
-        do=f"use such a machine; or, for programs known to be harmless, Sandbox(..., allow_missing={{{name!r}}})",
+        do=f"use such a machine, or, for programs known to be harmless, Sandbox(..., allow_missing={{{name!r}}})",
     )
 
 
-def _parse_result(said: dict[str, Any]) -> ProgramResult:
-    printed = tuple(ExampleOutput(text, error) for text, error in said["example_outputs"])
-    reason = said["reason"]
-    return ProgramResult(reason == "passed", reason, said["output"], said["seconds"], printed)
+def _parse_result(reply: dict[str, Any]) -> ProgramResult:
+    printed = tuple(ExampleOutput(text, error) for text, error in reply["example_outputs"])
+    reason = reply["reason"]
+    return ProgramResult(reason == "passed", reason, reply["output"], reply["seconds"], printed)

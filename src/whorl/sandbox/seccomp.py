@@ -1,27 +1,24 @@
-"""Which system calls a program may make: a filter for the kernel, built by hand.
+"""Allowed system calls, as a hand-built kernel filter.
 
-seccomp (Linux, seccomp(2)) runs a small program of the classic Berkeley packet filter before every system call. It sees
-the call's number and its six arguments as numbers, not what they point to. Ours is a list of what is *allowed*: what
-CPython needs to compute, to read and write files that it may open, and to tell the time. Everything else answers EPERM
-(the program sees PermissionError and goes on as it can), so a call that did not exist when this was written is refused as
-well. Not in the list, and so impossible: sockets, exec, fork, ptrace and the reading of other processes' memory, mounts and
-namespaces, chmod and chown (Landlock does not watch them), links, io_uring, bpf, keys, shared memory, priorities.
+seccomp(2) runs a classic BPF program before every system call. It reads the call's number and its six arguments as
+numbers, not the memory they point to. This filter is a list of *allowed* calls: those with which CPython computes,
+reads and writes permitted files, and reads the clock. Every other call returns EPERM (PermissionError in the program),
+also a future one. Not
+in the list: sockets, exec, fork, ptrace, other processes' memory, mounts, namespaces, chmod and chown (Landlock does
+not restrict them), links, io_uring, bpf, keys, shared memory, priorities.
 
-Some calls are allowed with some arguments only:
+Some calls are allowed with certain arguments only:
 
-    kill, tgkill         the own process
-    prlimit64            the own process (a hard limit can only be lowered)
-    clone                a thread, with exactly the flags of the C library's threads, where threads are allowed at all
-    mmap, mprotect       never executable: no library is loaded later, no machine code is made
-    open, openat         not O_TRUNC with O_RDONLY, which empties a file that may only be read (Landlock before version 3)
-    fcntl                duplicates and flags: not F_SETOWN, which sends signals to others
-    ioctl                questions about terminals and pipes
+    kill, tgkill         its own process
+    prlimit64            its own process (a hard limit can only be lowered)
+    clone                a thread, with exactly the C library's flags, if threads are allowed
+    mmap, mprotect       never executable: no library or machine code can be loaded
+    open, openat         not O_TRUNC with O_RDONLY, which empties a read-only file (Landlock before version 3)
+    fcntl                duplicates and flags, but not F_SETOWN, which sends signals to others
+    ioctl                queries of terminals and pipes
 
-clone3 answers ENOSYS, since the C library then falls back to clone, whose flags can be seen. A call in another convention
-(32 bits, x32) ends the process: its numbers mean something else.
-
-The numbers are those of the kernel's tables (x86-64's own; the generic one of aarch64); they never change. glibc uses the
-calls without "at" on x86-64 still, aarch64 has none of them.
+clone3 returns ENOSYS, so that the C library falls back to clone, whose flags are visible. A call in another convention
+(32 bits, x32) kills the process. Call numbers are those of the kernel's tables, which never change.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ import struct
 X86_64, AARCH64 = 0xC000003E, 0xC00000B7  # AUDIT_ARCH_*
 ARCHITECTURES = {"x86_64": X86_64, "aarch64": AARCH64}
 
-# name: (x86-64, aarch64); None where there is no such call
+# name: (x86-64, aarch64); None if the call does not exist
 ALLOWED_SYSCALLS: dict[str, tuple[int | None, int | None]] = {
     "read": (0, 63), "write": (1, 64), "close": (3, 57), "fstat": (5, 80), "newfstatat": (262, 79), "lseek": (8, 62),
     "munmap": (11, 215), "brk": (12, 214), "mremap": (25, 216), "madvise": (28, 233), "futex": (202, 98),
@@ -61,24 +58,13 @@ MMAP, MPROTECT, OPEN, OPENAT, FCNTL, IOCTL = (9, 222), (10, 226), (2, None), (25
 
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC; F_SETFL is allowed without O_ASYNC
 FCNTL_COMMANDS = (0, 1, 2, 3, 1030)
-IOCTL_COMMANDS = (
-    0x5401,
-    0x5413,
-    0x541B,
-    0x5421,
-    0x5450,
-    0x5451,
-)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
+# TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
+IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 THREAD_FLAGS = 0x3D0F00  # VM FS FILES SIGHAND THREAD SYSVSEM SETTLS PARENT_SETTID CHILD_CLEARTID
 PROT_EXEC, O_ACCMODE, O_TRUNC, O_ASYNC, F_SETFL = 4, 3, 0o1000, 0o20000, 4
 
-BPF_LOAD, BPF_JEQ, BPF_JSET, BPF_AND, BPF_RET = (
-    0x20,
-    0x15,
-    0x45,
-    0x54,
-    0x06,
-)  # BPF: LD|W|ABS, JEQ|K, JSET|K, ALU|AND|K, RET|K
+# BPF: LD|W|ABS, JEQ|K, JSET|K, ALU|AND|K, RET|K
+BPF_LOAD, BPF_JEQ, BPF_JSET, BPF_AND, BPF_RET = 0x20, 0x15, 0x45, 0x54, 0x06
 RET_ALLOW, RET_KILL_PROCESS, RET_ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 NUMBER, ARCHITECTURE, X32 = 0, 4, 0x40000000  # offsets in struct seccomp_data; the bit that marks an x32 call
 BPFInstruction = tuple[int, int, int, int]  # code, jump if true, jump if false, k
@@ -93,12 +79,15 @@ def _return_errno(number: int = errno.EPERM) -> BPFInstruction:
 
 
 def _for_syscall(number: int, body: list[BPFInstruction]) -> list[BPFInstruction]:
-    """`body`, which returns on every way, for this call; the next case for others. The number stands in the accumulator."""
+    """Return code that runs `body` for this call and skips it for others. `body` must always return.
+
+    The accumulator holds the call's number.
+    """
     return [(BPF_JEQ, 0, len(body), number), *body]
 
 
 def _allow_values(argument: int, values: tuple[int, ...]) -> list[BPFInstruction]:
-    """Allows these values of an argument."""
+    """Allow these values of an argument."""
     body: list[BPFInstruction] = [(BPF_LOAD, 0, 0, _argument(argument))]
     for value in values:
         body += [(BPF_JEQ, 0, 1, value), (BPF_RET, 0, 0, RET_ALLOW)]
@@ -106,7 +95,7 @@ def _allow_values(argument: int, values: tuple[int, ...]) -> list[BPFInstruction
 
 
 def _allow_without_bits(argument: int, bits: int) -> list[BPFInstruction]:
-    """Allows an argument that has none of these bits."""
+    """Allow an argument without these bits."""
     return [
         (BPF_LOAD, 0, 0, _argument(argument)),
         (BPF_JSET, 0, 1, bits),
@@ -126,12 +115,12 @@ def _check_open_flags(flags: int) -> list[BPFInstruction]:
 
 
 def seccomp_filter(machine: str, pid: int, threads: bool) -> bytes:
-    """The filter, as an array of struct sock_filter.
+    """Return the filter as an array of struct sock_filter.
 
     Args:
         machine: "x86_64" or "aarch64".
-        pid: of the process that it is for.
-        threads: whether the process may start any.
+        pid: pid of the process that applies it.
+        threads: whether the process may start threads.
 
     Raises:
         KeyError: another machine.

@@ -1,7 +1,7 @@
-"""A folder that a foreign program filled: how much lies there, and clearing it.
+"""Size and removal of a folder that an untrusted program filled.
 
-Nothing here may recurse, follow a link, or rely on a path being short: a program can nest folders until their path is
-longer than the kernel takes, and take away its own right to read them.
+No function may recurse, follow a link, or rely on short paths: a program can nest folders until their path exceeds the
+kernel's limit, and can remove its read permission.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import itertools
 import os
 from pathlib import Path
 
-ENTRY_BYTES = 256  # what a name is counted as
+ENTRY_BYTES = 256  # bytes counted per directory entry
 
 
 def used_bytes(folder: Path) -> float:
-    """Bytes that lie in a folder; infinite where it is nested too deep to be looked through."""
-    total, waiting = 0.0, [str(folder)]
-    while waiting:
+    """Return the bytes in a folder; infinite if it is nested too deep to be read."""
+    total, pending = 0.0, [str(folder)]
+    while pending:
         try:
-            for entry in _entries(waiting.pop()):
+            for entry in _entries(pending.pop()):
                 total += ENTRY_BYTES
                 with contextlib.suppress(FileNotFoundError):
                     if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
+                        pending.append(entry.path)
                     else:
                         total += entry.stat(follow_symlinks=False).st_size
         except OSError as error:
@@ -34,17 +34,17 @@ def used_bytes(folder: Path) -> float:
 
 
 def clear(folder: Path) -> None:
-    """Removes all that lies in a folder: what is nested is drawn up first, one level at a time."""
-    fresh = itertools.count()
-    while found := _entries(str(folder)):
-        for entry in found:
+    """Remove all contents of a folder. Nested folders are first moved up, one level at a time."""
+    numbers = itertools.count()
+    while entries := _entries(str(folder)):
+        for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 os.unlink(entry.path)  # noqa: PTH108 (a scan's entry is a string)
                 continue
             for inner in _entries(entry.path):
                 if inner.is_dir(follow_symlinks=False):
                     os.chmod(inner.path, 0o700)  # noqa: PTH101 (a folder can only be moved by who may write in it)
-                    os.rename(inner.path, _unused_path(folder, fresh))  # noqa: PTH104
+                    os.rename(inner.path, _unused_path(folder, numbers))  # noqa: PTH104
                 else:
                     os.unlink(inner.path)  # noqa: PTH108
             os.rmdir(entry.path)  # noqa: PTH106

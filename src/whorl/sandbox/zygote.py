@@ -1,17 +1,16 @@
-"""The zygote: a small process, warm and without torch, that forks once for each program and watches the fork.
+"""The zygote: a small preloaded process without torch that forks once per program and monitors the fork.
 
-Starting an interpreter takes 20 ms and more; a fork of this one takes about 1. It reads a request from standard input
-(`length, JSON`: the program's source and limits), forks, reads the second part (tests and examples), which therefore never
-was in the fork's memory, and answers on standard output. While the fork runs, one `poll` waits for everything: what it
-prints, its report, its end (a pidfd), the deadline, and the end of the parent: if that goes, all goes.
+Starting an interpreter takes over 20 ms, a fork of this process about 1 ms. The zygote reads a request from standard
+input (`length, JSON`: source and limits) and forks. It then reads the second part (tests and examples), which is
+therefore not in the fork's memory. While the fork runs, one `poll` waits for its output, its report, its end (a pidfd),
+the deadline, and the parent's end. The reply goes to standard output.
 
-    parent --request--> zygote --fork--> child: new session, no descriptors but six, confined, runs the program
-           <--answer--         --tests, then the secret-->
+    parent --request--> zygote --fork--> child: new session, six descriptors, confined, runs the program
+           <--reply--          --tests, then the secret-->
                                <--output, report with the secret--
 
-A child cannot fork, so killing one process kills everything that a program started. What the child says counts only with
-the secret, which is drawn after the fork. The reasons that the watcher finds (deadline, too much output, too many files)
-come before whatever the child claims.
+A child cannot fork, so killing one process kills all that a program started. The child's report counts only with the
+secret, which is drawn after the fork. Reasons of the monitor (deadline, output, files) take precedence over the report.
 """
 
 from __future__ import annotations
@@ -37,17 +36,19 @@ from whorl.sandbox.frames import receive, send
 from whorl.sandbox.library_snapshot import LibrarySnapshot
 from whorl.sandbox.program_runner import SECRET_BYTES, ProgramRunner
 
-PRELOADED_MODULES = """abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
-dataclasses datetime decimal difflib doctest enum fractions functools graphlib hashlib heapq html io itertools json keyword
-locale math numbers operator os.path pathlib pickle pprint queue random re secrets shutil statistics string struct tempfile
-textwrap threading time timeit tokenize traceback types typing unicodedata unittest unittest.mock uuid warnings weakref zlib
-zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap""".split()  # noqa: SIM905
-POLL_SECONDS = 0.02  # seconds between two looks at files and threads
-REPORT_EXTRA_BYTES = 64 << 10  # bytes that a report may be longer than the output's limit
+PRELOADED_MODULES = """
+abc argparse array ast base64 binascii bisect calendar cmath codecs collections.abc colorsys contextlib copy csv
+dataclasses datetime decimal difflib doctest enum fractions functools graphlib hashlib heapq html io itertools json
+keyword locale math numbers operator os.path pathlib pickle pprint queue random re secrets shutil statistics string
+struct tempfile textwrap threading time timeit tokenize traceback types typing unicodedata unittest unittest.mock uuid
+warnings weakref zlib zoneinfo _bz2 _lzma _posixsubprocess _sha3 _blake2 select mmap
+""".split()  # noqa: SIM905
+POLL_SECONDS = 0.02  # interval of the checks of files and threads
+REPORT_EXTRA_BYTES = 64 << 10  # maximum report size beyond the output limit
 
 
 class ForkMonitor:
-    """One fork, from its start to its end."""
+    """Monitors one fork from its start to its end."""
 
     def __init__(
         self, pid: int, pipe_ends: dict[str, int], limits: dict[str, Any], folder: Path, to_send: bytes
@@ -68,24 +69,28 @@ class ForkMonitor:
 
     def kill(self, reason: str) -> None:
         self.reason = self.reason or reason
-        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still this process's
+        os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so the pid is still this process's
 
     def wait(self) -> tuple[int, Any]:
-        """Returns (wait status, resources used)."""
+        """Wait for the end of the fork and return (wait status, resource usage)."""
         deadline = time.monotonic() + self.limits["wall_seconds"]
         process = os.pidfd_open(self.pid)
         poll = select.poll()
         for descriptor in (self.pipe_ends["output"], self.pipe_ends["verdict"], process):
             poll.register(descriptor, select.POLLIN)
         poll.register(self.pipe_ends["control"], select.POLLOUT)
-        poll.register(0, 0)  # no event but the parent's end
-        looks = self.limits["file_bytes"] > 0 or self.limits["processes"] > 1
+        poll.register(0, 0)  # only the parent's end raises an event
+        polls_usage = self.limits["file_bytes"] > 0 or self.limits["processes"] > 1
         running = True
         while running:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 self.kill("time")
-            wait = max(0.0, min(left, POLL_SECONDS) if looks else left) if not self.reason else 10.0
+            wait = (
+                max(0.0, min(remaining, POLL_SECONDS) if polls_usage else remaining)
+                if not self.reason
+                else 10.0
+            )
             for descriptor, event in poll.poll(wait * 1000 + 0.999):
                 if descriptor == 0:
                     self.kill("crashed: the parent ended")
@@ -100,7 +105,7 @@ class ForkMonitor:
                     "output" if descriptor == self.pipe_ends["output"] else "verdict"
                 ):
                     poll.unregister(descriptor)
-            if running and looks and not self.reason:
+            if running and polls_usage and not self.reason:
                 self._check_usage()
         os.close(process)
         _, status, used = os.wait4(self.pid, 0)
@@ -109,7 +114,7 @@ class ForkMonitor:
         return status, used
 
     def _write_pending(self) -> bool:
-        """Hands on what is left to send; False when nothing is, or nobody reads."""
+        """Write pending bytes; return False if none remain or the reader is gone."""
         try:
             self.unsent = self.unsent[os.write(self.pipe_ends["control"], self.unsent) :]
         except BlockingIOError:
@@ -119,7 +124,7 @@ class ForkMonitor:
         return bool(self.unsent)
 
     def _read_available(self, what: str) -> bool:
-        """Takes what is there; False at the stream's end (or, after the child's, when nothing is left)."""
+        """Read available bytes; return False at the end of the stream (or, after the child's end, if none remain)."""
         try:
             data = os.read(self.pipe_ends[what], 1 << 16)
         except BlockingIOError:
@@ -144,14 +149,16 @@ class ForkMonitor:
 
 
 class Zygote:
-    """Prepared once; `serve` runs until the parent is gone."""
+    """Preloaded state; `serve` runs until the parent ends."""
 
     def __init__(self, work_folder: Path, allow_missing: frozenset[str]) -> None:
         for name in PRELOADED_MODULES:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")  # where memory ends, programs go first
+            Path("/proc/self/oom_score_adj").write_text(
+                "1000"
+            )  # if memory runs out, the kernel kills programs first
         os.chdir(work_folder)
         sys.path[:] = stdlib_paths()
         self.work_folder = work_folder
@@ -159,15 +166,15 @@ class Zygote:
         self.library_snapshot = LibrarySnapshot(exclude=("whorl", "ctypes", "_ctypes", "__main__"))
 
     def serve(self) -> None:
-        gc.freeze()  # a collection in a fork shall not touch, and so copy, what is ours
-        with contextlib.suppress(EOFError, BrokenPipeError):  # a parent that was killed may go at any moment
+        gc.freeze()  # a collection in a fork would touch, and so copy, the zygote's pages
+        with contextlib.suppress(EOFError, BrokenPipeError):  # the parent may be killed at any time
             send(1, {"ready": os.getpid()})
             while True:
                 send(1, self.run_program(receive(0)))
         self.shut_down()
 
     def shut_down(self) -> NoReturn:
-        """The parent is gone: nobody else would remove the folder."""
+        """Remove the folder, since the parent is gone, and exit."""
         with contextlib.suppress(OSError):
             folder.clear(self.work_folder)
             self.work_folder.rmdir()
@@ -175,15 +182,15 @@ class Zygote:
         os._exit(0)
 
     def run_program(self, head: dict[str, Any]) -> dict[str, Any]:
-        """Runs one program; reads the request's second part itself."""
+        """Run one program and return its report. Reads the second part of the request."""
         limits = head["limits"]
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         pairs = {name: os.pipe() for name in ("output", "verdict", "control")}
-        me = os.getpid()
+        zygote_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._run_child(head, pairs, me)
+                self._run_child(head, pairs, zygote_pid)
             finally:
                 os._exit(70)
         secret = secrets.token_bytes(SECRET_BYTES)
@@ -193,29 +200,32 @@ class Zygote:
             os.close(readable if name == "control" else writable)
             os.set_blocking(ends[name], False)
         prefix = len(tail).to_bytes(4, "little") + tail if head["has_checks"] else b""
-        watch = ForkMonitor(pid, ends, limits, self.work_folder, prefix + secret)
-        status, used = watch.wait()
+        monitor = ForkMonitor(pid, ends, limits, self.work_folder, prefix + secret)
+        status, used = monitor.wait()
         for end in ends.values():
             os.close(end)
         folder.clear(self.work_folder)
-        said = bytes(watch.received["verdict"])
-        report: dict[str, Any] = {"reason": _exit_reason(status, used, limits, said), "example_outputs": []}
-        if watch.reason:
-            report["reason"] = watch.reason
-        elif said.startswith(secret) and os.waitstatus_to_exitcode(status) == 0:
-            report = json.loads(said[SECRET_BYTES:])
-        output = bytes(watch.received["output"]).decode("utf-8", "replace")
-        return {**report, "output": output, "seconds": time.perf_counter() - began}
+        received = bytes(monitor.received["verdict"])
+        report: dict[str, Any] = {
+            "reason": _exit_reason(status, used, limits, received),
+            "example_outputs": [],
+        }
+        if monitor.reason:
+            report["reason"] = monitor.reason
+        elif received.startswith(secret) and os.waitstatus_to_exitcode(status) == 0:
+            report = json.loads(received[SECRET_BYTES:])
+        output = bytes(monitor.received["output"]).decode("utf-8", "replace")
+        return {**report, "output": output, "seconds": time.perf_counter() - start_time}
 
     def _run_child(self, head: dict[str, Any], pairs: dict[str, tuple[int, int]], parent: int) -> NoReturn:
-        """In the fork: gives up everything, then runs the program."""
+        """In the fork: apply the confinement, then run the program."""
         limits = head["limits"]
         os.setsid()
         self.confinement.die_with_parent(parent)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for source, to in ((nothing, 0), (pairs["output"][1], 1), (pairs["output"][1], 2)):
+        null = os.open(os.devnull, os.O_RDONLY)
+        for source, to in ((null, 0), (pairs["output"][1], 1), (pairs["output"][1], 2)):
             os.dup2(source, to)
-        # Numbers that a program does not know. Its limit of descriptors lies below most of them.
+        # Random numbers, so that the program cannot predict them. Most are above its descriptor limit.
         control, verdict = random.SystemRandom().sample(range(32, 900), 2)
         highest = max(resource.getrlimit(resource.RLIMIT_NOFILE)[0], 1024)
         for source, to in ((pairs["control"][0], control), (pairs["verdict"][1], verdict)):
@@ -240,9 +250,9 @@ class Zygote:
 
 
 def _remove_own_modules() -> None:
-    """Takes out of the program's sight: the environment, our own modules, and ctypes, which reads any memory.
+    """Hide the environment, Whorl's modules, and ctypes (which reads any memory) from the program.
 
-    ctypes cannot be loaded anew: its library may not be opened, and no memory becomes executable.
+    ctypes cannot be loaded again: its library cannot be opened, and no memory can become executable.
     """
     os.environ.clear()
     for name in [n for n in sys.modules if n.split(".")[0] in ("whorl", "ctypes", "_ctypes", "__main__")]:
@@ -252,28 +262,28 @@ def _remove_own_modules() -> None:
     sys.modules["ctypes"] = sys.modules["_ctypes"] = None  # type: ignore[assignment]
 
 
-def _exit_reason(status: int, used: Any, limits: dict[str, Any], said: bytes) -> str:
-    """Why a process ended that gave no verdict."""
+def _exit_reason(status: int, used: Any, limits: dict[str, Any], received: bytes) -> str:
+    """Return the reason for a process that ended without a report."""
     code = os.waitstatus_to_exitcode(status)
     if code == 71:
-        return "crashed: " + said.decode("utf-8", "replace")
+        return "crashed: " + received.decode("utf-8", "replace")
     if code >= 0:
-        return f"exited: the process ended with {code} before its end was reached"
+        return f"exited: the process ended with {code} before the program ended"
     if (
         -code in (signal.SIGKILL, signal.SIGXCPU)
         and used.ru_utime + used.ru_stime >= limits["cpu_seconds"] * 0.5
-    ):  # the kernel counts its own ticks, and coarsely
+    ):  # the kernel counts coarse ticks
         return "cpu"
     return f"crashed: signal {-code} ({signal.strsignal(-code)})"
 
 
 def main() -> None:
-    """What the parent starts: `main` with the folder and the protections to do without in the arguments."""
+    """Entry point of the process; the arguments are the folder and the protections that may be missing."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     try:
         zygote = Zygote(Path(sys.argv[1]), frozenset(sys.argv[2:]))
-    except ProtectionUnavailable as missing:
-        send(1, {"missing": missing.name, "reason": missing.reason})
+    except ProtectionUnavailable as error:
+        send(1, {"missing": error.name, "reason": error.reason})
         return
     zygote.serve()
