@@ -1,10 +1,62 @@
-"""The last line of every benchmark: one JSON object that says what was claimed, on what, and whether it held."""
+"""What every bench shares: its command line, and its last line, one JSON object.
+
+    args = parse(__doc__, lambda parser: parser.add_argument("--rounds", type=int, default=3), smoke={"rounds": 1})
+    ...
+    claim("...", ours=..., peer=..., unit="tokens/s", ratio=..., bar=..., ok=..., samples=[...])
+
+`--smoke` runs a script in seconds at sizes whose figures mean nothing. `--save` puts the line into `bench/results/`, from which
+`bench/report.py` writes docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+SMOKE = "WHORL_BENCH_SMOKE"
+
+
+def parse(
+    doc: str | None,
+    add: Callable[[argparse.ArgumentParser], Any] = lambda parser: None,
+    *,
+    smoke: Mapping[str, Any] | None = None,
+) -> argparse.Namespace:
+    """The script's arguments.
+
+    Args:
+        doc: the script's docstring, for `--help`.
+        add: adds the script's own arguments.
+        smoke: values of arguments (or further constants) that `--smoke` sets.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: checks that the script runs")
+    parser.add_argument("--save", action="store_true", help="keep the JSON line in bench/results/")
+    add(parser)
+    args = parser.parse_args()
+    if args.smoke:
+        os.environ[SMOKE] = "1"
+        for name, value in (smoke or {}).items():
+            setattr(args, name, value)
+    return args
+
+
+def smoke() -> bool:
+    """Whether `--smoke` was given to this process or to the one that started it."""
+    return os.environ.get(SMOKE) == "1" or "--smoke" in sys.argv
+
+
+def sized(full: Any, small: Any) -> Any:
+    """`full`, or `small` under `--smoke`."""
+    return small if smoke() else full
 
 
 def claim(
@@ -18,36 +70,67 @@ def claim(
     ok: bool,
     samples: Sequence[Any] = (),
     quick: bool = False,
+    peer_name: str = "",
+    variant: str = "",
 ) -> None:
-    """Prints the line.
+    """Print the JSON line, and save it with `--save`.
 
     Args:
-        ours, peer: the two figures, in `unit`, measured side by side in this run.
-        ratio: what is held against `bar`, which is what was asked for.
-        samples: the single measurements.
+        ours, peer: the two figures, in `unit`, measured in this run.
+        ratio: the figure that is compared with `bar`, the target.
+        samples: single measurements.
         quick: a shortened run.
+        variant: distinguishes several claims of one script.
     """
     from whorl.machine.device_probe import probe
 
     machine = probe()
-    print(
-        json.dumps(
-            {
-                "claim": what,
-                "ours": ours,
-                "peer": peer,
-                "unit": unit,
-                "ratio": round(ratio, 4),
-                "bar": bar,
-                "ok": bool(ok),
-                "quick": quick,
-                "machine": {
-                    "cpu": machine.cpu,
-                    "cores": machine.cores,
-                    "products": {k: f"{v / 1e12:.2f} TFLOP/s" for k, v in machine.flops.items()},
-                    "threads": machine.threads,
-                },
-                "samples": list(samples),
-            }
-        )
-    )
+    script = Path(sys.argv[0]).resolve()
+    name = str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name
+    record = {
+        "id": name.removeprefix("bench/").removesuffix(".py") + (f":{variant}" if variant else ""),
+        "script": name,
+        "claim": what,
+        "ours": ours,
+        "peer": peer,
+        "peer_name": peer_name,
+        "unit": unit,
+        "ratio": round(ratio, 4),
+        "bar": bar,
+        "ok": bool(ok),
+        "quick": quick,
+        "smoke": smoke(),
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": {
+            "cpu": _cpu_name(machine.cpu),
+            "cores": machine.cores,
+            "gemm": {k: f"{v / 1e12:.2f} TFLOP/s" for k, v in machine.flops.items()},
+            "threads": machine.threads,
+        },
+        "samples": list(samples),
+    }
+    if "--save" in sys.argv and not smoke():
+        _save(record)
+    print(json.dumps(record))
+
+
+def _cpu_name(model: str) -> str:
+    """Model name with family and model number: hypervisors give different CPUs one name."""
+    found = {}
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines():
+            key, _, value = line.partition(":")
+            found[key.strip()] = value.strip()
+    if "cpu family" in found:
+        return f"{model} family {found['cpu family']} model {found.get('model', '?')}"
+    return model
+
+
+def _save(record: dict[str, Any]) -> None:
+    """Replace the record of the same id in the room's file."""
+    path = RESULTS / f"{record['id'].split('/')[0]}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    kept = [old for old in kept if old["id"] != record["id"]]
+    rows = sorted([*kept, record], key=lambda row: row["id"])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -34,7 +34,7 @@ def load_results() -> dict[str, dict[str, Any]]:
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             record = json.loads(line)
-            missing = {"id", "script", "what", "ours", "peer", "unit", "ratio", "bar", "ok"} - record.keys()
+            missing = {"id", "script", "claim", "ours", "peer", "unit", "ratio", "bar", "ok"} - record.keys()
             if missing:
                 raise SystemExit(f"{path.name}:{number}: the field {sorted(missing)[0]!r} is missing")
             found[record["id"]] = {**record, "transcribed": path.name == "transcribed.jsonl"}
@@ -75,10 +75,14 @@ def page(records: dict[str, dict[str, Any]]) -> str:
             )
             missed = "" if row["ok"] else " (missed)"
             script = f"`{row['script']}`"
-            lines.append(
-                f"| {row['what']} | {format_value(row['ours'])} | {peer} | {row['unit']} | {format_value(row['ratio'])}{missed} "
-                f"| {format_value(row['bar'])} | {where} | {script} |"
-            )
+            cells = [
+                row["claim"],
+                format_value(row["ours"]),
+                peer,
+                row["unit"],
+                format_value(row["ratio"]) + missed,
+            ]
+            lines.append("| " + " | ".join([*cells, format_value(row["bar"]), where, script]) + " |")
         lines.append("")
     return "\n".join(lines)
 
