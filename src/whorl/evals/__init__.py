@@ -1,1 +1,1 @@
-"""How good is it: bits per byte, generation that can be checked, and the baselines they stand beside."""
+"""Evaluation: bits per byte, baselines (compressors, n-grams), and generation that can be verified."""

@@ -1,28 +1,23 @@
-"""What general compressors need for the held-out files: the yardstick of a language model.
+"""Size of the held-out files under general compressors: the baseline of a language model.
 
-A compressor and a language model do the same work. A model that gives the next symbol the probability p
-lets an arithmetic coder write it in -log2 p bits, so "bits per byte of text never seen" compares the two
-directly, with no vocabulary in between (Shannon 1951, Prediction and Entropy of Printed English; Delétang
-et al. 2024, Language Modeling Is Compression).
+A model that gives the next symbol the probability p lets an arithmetic coder write it in -log2 p bits. So bits per byte
+of unseen text compare models and compressors directly, independent of the vocabulary (Shannon 1951, Prediction and
+Entropy of Printed English; Delétang et al. 2024, Language Modeling Is Compression).
 
-The subtle part is what each side is allowed to know. A trained model has seen the training split and,
-here, scores every held-out file alone. A plain compressor has seen nothing, but may use the other held-out
-files when they come as one stream. So each method is shown in the settings that exist for it:
+The subtle part is the data that each side has seen. A trained model has seen the training split and scores every
+held-out file alone. A plain compressor has seen nothing, but learns from earlier held-out files in one stream. So there
+are four settings:
 
-* `one stream`: all held-out files in one go; it learns from the earlier files. No training split.
-* `file by file`: every file alone, its container's header included (what an archive of small files costs).
-* `dictionary`: file by file, with a small dictionary (110 KB) made from the training split.
-* `primed`: the whole training split goes in first, then all held-out files as one stream, and only what is
-  added is counted. That is the strongest setting, and the compressor even keeps learning on the held-out
-  files.
+* `one stream`: all held-out files concatenated; no training split.
+* `file by file`: every file alone, including the container's header.
+* `dictionary`: file by file, with a dictionary of 110 KB made from the training split.
+* `primed`: the training split first, then all held-out files as one stream; only the added bytes count. This is the
+strongest
+  setting: the compressor also learns from the held-out files.
 
-Primed sizes are exact differences, |compress(train + held-out)| - |compress(train)|; for PPMd, whose coder
-emits bytes as it goes, one pass gives both numbers. PPMd (Shkarin 2002, PPM: one step to practicality) is
-the n-gram model among the compressors: order 10 here, with enough memory that it never has to throw its
-statistics away.
-
-All work is done by C libraries that release the interpreter lock, so a pool of threads runs them side by
-side.
+Primed sizes are exact differences, |compress(train + held-out)| - |compress(train)|. For PPMd one pass gives both
+numbers. PPMd (Shkarin 2002, PPM: one step to practicality) is an n-gram model of order 10, here with enough memory to
+keep all its statistics. C libraries do the work without the interpreter lock, so threads run in parallel.
 """
 
 from __future__ import annotations
@@ -38,14 +33,14 @@ from dataclasses import dataclass
 from whorl.errors import DataError
 
 PPMD_ORDER = 10
-DICTIONARY_BYTES = 112_640  # zstd's own default size for a trained dictionary
-_DICTIONARY_SAMPLE = 100_000_000  # bytes; only a bound on time: 28 MB take a second, and more data helps
-_XZ_DICTIONARY = 64 << 20  # bytes that `xz -9` looks back; what is primed beyond it would be forgotten
+DICTIONARY_BYTES = 112_640  # zstd's default size of a trained dictionary
+_DICTIONARY_SAMPLE = 100_000_000  # bytes, to bound the time: 28 MB take a second, and more data helps
+_XZ_DICTIONARY = 64 << 20  # bytes of the look-back of `xz -9`; an earlier part of the primer has no effect
 _PPMD_BYTES_PER_INPUT_BYTE = (
-    24  # model memory for a byte of input: order 10 took under 10 on 31 MB of source code
+    24  # model memory per byte of input: order 10 used under 10 on 31 MB of source code
 )
 _PPMD_MEMORY = (64 << 20, 1 << 30)
-_PRIMER_ONLY = "primer alone"  # xz's difference as two jobs side by side: the slowest work by far
+_PRIMER_ONLY = "primer only"  # xz's difference as two parallel jobs: by far the slowest
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,11 @@ class CompressionResult:
     """One method's size for the held-out files.
 
     Attributes:
-        method: name for people, e.g. "xz -9e".
+        method: display name, such as "xz -9e".
         setting: "one stream", "file by file", "dictionary" or "primed".
-        compressed_bytes: bytes that the held-out files cost.
-        raw_bytes: their size as they are.
-        seconds: wall-clock of this measurement (others ran beside it).
+        compressed_bytes: compressed size of the held-out files.
+        raw_bytes: their uncompressed size.
+        seconds: wall-clock time of this measurement, with others running in parallel.
     """
 
     method: str
@@ -82,16 +77,16 @@ def measure_compressors(
     workers: int = 2,
     on_result: Callable[[CompressionResult], None] | None = None,
 ) -> list[CompressionResult]:
-    """Size of the held-out files under every method, in a fixed order.
+    """Return the size of the held-out files under every method, in a fixed order.
 
     Args:
-        held_out: the files, each as bytes; empty ones count for nothing.
-        train: the training split's files; without it the dictionary and primed settings are left out.
-        workers: threads that run at the same time.
-        done: called with each result as it comes, for a progress bar.
+        held_out: the files' bytes; empty files are ignored.
+        train: the training split's files; without it the dictionary and primed settings are skipped.
+        workers: number of threads.
+        on_result: called with each result, for a progress bar.
 
     Raises:
-        DataError: there is no held-out byte.
+        DataError: the held-out files have no bytes.
     """
     held_out = [text for text in held_out if text]
     if not held_out:
@@ -101,14 +96,14 @@ def measure_compressors(
             do="raise curate's test_bytes, or ingest more documents",
         )
     stream, primer = b"".join(held_out), b"".join(train)
-    # Beyond its look-back xz forgets: prime it with the latest part that it can still see.
-    seen = primer[-max(1, _XZ_DICTIONARY - len(stream)) :]
-    # (method, setting, size): the longest first, so that the pool does not end on one of them alone.
+    # xz's look-back is limited: prime it with the last part that fits.
+    recent = primer[-max(1, _XZ_DICTIONARY - len(stream)) :]
+    # (method, setting, size), the longest jobs first, so that the pool does not end with one of them.
     jobs: list[tuple[str, str, Callable[[], int]]] = []
     if primer:
         jobs += [
-            ("xz -9e", "primed", lambda: _xz(seen + stream)),
-            ("xz -9e", _PRIMER_ONLY, lambda: _xz(seen)),
+            ("xz -9e", "primed", lambda: _xz(recent + stream)),
+            ("xz -9e", _PRIMER_ONLY, lambda: _xz(recent)),
             (f"PPMd order {PPMD_ORDER}", "primed", lambda: ppmd_size(stream, primer)),
             ("zstd -19", "dictionary", lambda: _zstd_dictionary(held_out, train)),
         ]
@@ -149,7 +144,7 @@ def measure_compressors(
 
 
 def ppmd_size(stream: bytes, primer: bytes = b"") -> int:
-    """Bytes that PPMd (variant H, order 10) adds for `stream` after it has coded `primer`."""
+    """Return the bytes that PPMd (variant H, order 10) adds for `stream` after it has coded `primer`."""
     import pyppmd
 
     least, most = _PPMD_MEMORY
@@ -175,20 +170,22 @@ def _zstd(data: bytes) -> int:
 
 
 def _zstd_dictionary(held_out: Sequence[bytes], train: Sequence[bytes]) -> int:
-    """Every file alone, with a dictionary trained on (at most 100 MB of) the training split."""
+    """Compress every file alone, with a dictionary trained on up to 100 MB of the training split."""
     import zstandard
 
     samples: list[bytes | bytearray | memoryview] = []
     total = 0
-    # A stride over the split rather than its beginning: neighbouring files are alike.
+    # A stride over the split instead of its beginning: neighboring files are similar.
     stride = max(1, -(-sum(map(len, train)) // _DICTIONARY_SAMPLE))
     for text in train[::stride]:
-        samples.append(text[:131_072])  # long files must not dominate; 1.363 against 1.367 whole
+        samples.append(
+            text[:131_072]
+        )  # so that long files do not dominate: 1.363 bits per byte against 1.367
         total += len(samples[-1])
     size = min(DICTIONARY_BYTES, max(256, total // 10))
     try:
         dictionary = zstandard.train_dictionary(size, samples)
-    except zstandard.ZstdError:  # too few samples to learn from: the split itself serves as raw content
+    except zstandard.ZstdError:  # too few samples to train on: use the split as a raw dictionary
         dictionary = zstandard.ZstdCompressionDict(b"".join(train)[-DICTIONARY_BYTES:])
     compressor = zstandard.ZstdCompressor(level=19, dict_data=dictionary)
     return sum(len(compressor.compress(text)) for text in held_out)

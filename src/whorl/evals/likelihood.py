@@ -1,15 +1,15 @@
-"""Bits per byte: what a text costs under a model, each document scored with no context but itself.
+"""Bits per byte of a text under a model, with each document scored independently.
 
-    bits per byte = - sum over tokens log2 p(token | those before it in its document) / bytes of the text
+    bits per byte = - sum over tokens log2 p(token | earlier tokens of its document) / bytes of the text
 
-Every token but bos counts, eos too: as with a compressor, the reader must learn where the document ends. The measure
-does not depend on the vocabulary, so models with different tokenizers, and compressors, can be set side by side.
+Every token except bos counts, including eos: like a compressor, the model must encode the document's end. The measure
+does not depend on the vocabulary, so models with different tokenizers and compressors are comparable.
 
-A document longer than a window is read in windows that overlap by half; each token is scored once, in the first window
-that has it, so it sees at least half a window of context (all of it near the start).
+A document longer than a window is scored in windows that overlap by half. Each token is scored once, in the first
+window that contains it, with at least half a window of context (except near the start).
 
-Windows share a batch with others of their kind alone: a decoder reads rows longer than those of its training in another
-way (`models/decoder.py`), and what a document costs must not depend on its neighbours.
+A batch holds either windows within the trained length or longer ones, because a decoder treats longer rows differently
+(`models/decoder.py`). So a document's score does not depend on its batch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class ScoringWindow:
-    """ids[start : start + length + 1] of a document; its first `skip` targets were scored before."""
+    """ids[start : start + length + 1] of a document; the first `skip` targets are scored in an earlier window."""
 
     document: int
     ids: NDArray[np.int64]
@@ -38,10 +38,10 @@ class ScoringWindow:
 
 
 def scoring_windows(documents: Iterable[NDArray[Any]], length: int) -> Iterable[ScoringWindow]:
-    """Cuts documents (bos first) into windows of at most `length` inputs, each target new in exactly one."""
+    """Cut documents (bos first) into windows of at most `length` inputs; each target is scored in exactly one."""
     stride = max(1, length // 2)
     for number, ids in enumerate(documents):
-        start, scored = 0, 1  # ids[0] is bos: known
+        start, scored = 0, 1  # ids[0] is bos, which is not scored
         while scored < len(ids):
             stop = min(start + length + 1, len(ids))
             yield ScoringWindow(number, np.asarray(ids[start:stop], np.int64), scored - start - 1)
@@ -56,19 +56,19 @@ def document_nats(
     length: int,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> list[float]:
-    """Nats of each document, in order. A model whose rows depend on each other is given one at a time.
+    """Return the nats of each document, in order. A model whose rows are not independent gets batches of one.
 
     Args:
         documents: ids with bos first and eos last.
-        length: tokens a window.
-        advance: told the number of tokens scored, for a progress bar.
+        length: tokens per window.
+        on_progress: called with the number of tokens scored.
     """
     nats: dict[int, float] = {}
     trained = getattr(model.config, "trained_length", None) or 0
     batches: dict[bool, list[ScoringWindow]] = {
         False: [],
         True: [],
-    }  # rows within the trained length, and beyond it
+    }  # rows within and beyond the trained length
     for window in scoring_windows(documents, length):
         batch = batches[len(window.ids) - 1 > trained]
         batch.append(window)
@@ -89,7 +89,7 @@ def _score_batch(model: LanguageModel, batch: list[ScoringWindow], nats: dict[in
     for row, window in zip(rows, batch, strict=True):
         row[: len(window.ids)] = torch.from_numpy(
             window.ids
-        )  # what follows is padding, which nothing before it sees
+        )  # the rest is padding, which earlier positions do not attend to
     rows = rows.to(model.embedding.device)
     logits = model.logits(model(rows[:, :-1]))
     chosen = logits.gather(-1, rows[:, 1:, None]).squeeze(-1)
@@ -100,5 +100,5 @@ def _score_batch(model: LanguageModel, batch: list[ScoringWindow], nats: dict[in
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:
-    """nats of a text of `n_bytes` bytes -> bits per byte."""
+    """Convert the nats of a text of `n_bytes` bytes to bits per byte."""
     return nats / math.log(2) / max(1, n_bytes)

@@ -1,27 +1,22 @@
-"""An n-gram model with modified Kneser-Ney smoothing: what counting alone reaches on the same tokens.
+"""An n-gram model with modified Kneser-Ney smoothing: a counting baseline on the same tokens.
 
-The strongest classical language model (Chen and Goodman 1999, An Empirical Study of Smoothing Techniques
-for Language Modeling), trained on the training split and scoring each held-out document alone, so it
-stands under the same rule as the network. With c a count, h the context and h' the context without its
-earliest token:
+It is the strongest classical language model (Chen and Goodman 1999, An Empirical Study of Smoothing Techniques for
+Language Modeling). It is trained on the training split and scores each held-out document independently, like the
+network. With a count c, the context h, and h' = h without its earliest token:
 
     p(w | h) = max(c(h w) - D(c(h w)), 0) / c(h)  +  gamma(h) p(w | h')
     gamma(h) = (D1 N1(h) + D2 N2(h) + D3 N3+(h)) / c(h)
 
-where Nk(h) is how many tokens follow h exactly k times. The discounts D1, D2, D3 of an order come from how
-many n-grams occur once, twice, three and four times. Below the highest order, c(h w) is not how often "h
-w" occurs but in how many different contexts (one token to the left) it was seen: "Francisco" is frequent,
-but only after "San". The recursion ends in the uniform distribution over the vocabulary, so every token
-keeps some probability.
+Nk(h) is the number of tokens that follow h exactly k times. The discounts D1, D2, D3 of an order depend on the number
+of n-grams with counts one to four. Below the highest order, c(h w) is the number of different contexts (one token to
+the left) of "h w": "Francisco" is frequent, but only after "San". The recursion ends in the uniform distribution.
 
-The subtle part is doing this without a dictionary of tuples. An n-gram is named by an integer, and the
-name of "h w" is found from the pair (name of h, w), packed in one 64-bit key; the names of an order are
-the ranks of its sorted keys. So training is a sort for each order and scoring is a binary search for each
-order, all in numpy, and any order fits. Each document is padded on the left with `order - 1` begin tokens;
-they are context, never predicted.
+The subtle part is to avoid a dictionary of tuples. An n-gram has an integer id. The pair (id of h, w) is packed into
+one 64-bit key, and the ids of an order are the ranks of its sorted keys. Training is one sort per order and scoring one
+binary search per order, in numpy. Each document is padded on the left with `order - 1` begin tokens, which are context
+only.
 
-Memory is about 85 bytes a training token while it learns; 12 million tokens at order 6 take about 15
-seconds.
+Training needs about 85 bytes per token; 12 million tokens at order 6 take about 15 seconds.
 """
 
 from __future__ import annotations
@@ -40,12 +35,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Order:
-    """The n-grams of one length. Contexts are named by the order below (0 for the empty context).
+    """The n-grams of one length. Contexts have the ids of the order below (0 for the empty context).
 
     Attributes:
-        keys: [grams] sorted; context name * vocab_size + token. An n-gram's name is its row here.
+        keys: [grams] sorted; context id * vocab_size + token. An n-gram's id is its row here.
         weight: [grams] max(c - D(c), 0) / c(context).
-        gamma: [contexts] share that is left to the order below; 1 where the context was never seen.
+        gamma: [contexts] probability mass of the order below; 1 for an unseen context.
     """
 
     keys: Ints
@@ -57,11 +52,11 @@ class NGram:
     """Interpolated modified Kneser-Ney over token ids.
 
     Args:
-        documents: training documents, each an integer array [n] of ids below `vocab_size` (with the end
-            token, without the begin token).
-        vocab_size: tokens that could come next; the uniform distribution at the bottom is over these.
+        documents: training documents, each an integer array [n] of ids below `vocab_size` (with the end token, without
+            the begin token).
+        vocab_size: number of tokens, the support of the uniform distribution.
         order: longest n-gram; 1 has no context.
-        bos_id: the token that stands before a document; also the padding of contexts.
+        bos_id: the begin token; also pads contexts.
 
     Raises:
         DataError: there is no training token.
@@ -74,21 +69,21 @@ class NGram:
         tokens, predicted = self._pad(documents)
         if not len(predicted):
             raise DataError(
-                "the n-gram model has nothing to count: the training split has no token",
+                "the training split has no token for the n-gram model",
                 do="ingest more documents",
             )
         self._orders: list[_Order] = []
-        name: Ints = np.zeros(len(tokens), np.int64)  # of the n-gram that ends at each position
+        gram_id: Ints = np.zeros(len(tokens), np.int64)  # id of the n-gram that ends at each position
         keys: Ints = np.zeros(1, np.int64)
         for n in range(1, order + 1):
-            shorter_keys, shorter = keys, name[predicted]
-            keys, name = np.unique(_context(name, n) * vocab_size + tokens, return_inverse=True)
+            shorter_keys, shorter = keys, gram_id[predicted]
+            keys, gram_id = np.unique(_context(gram_id, n) * vocab_size + tokens, return_inverse=True)
             if n > 1:
-                # In how many contexts: each different n-gram counts once for the shorter one that it ends in.
-                _, at = np.unique(name[predicted], return_index=True)
+                # Continuation counts: each different n-gram counts once for its suffix, the shorter n-gram.
+                _, at = np.unique(gram_id[predicted], return_index=True)
                 counts = np.bincount(shorter[at], minlength=len(shorter_keys))
                 self._orders.append(_kneser_ney_tables(shorter_keys, counts, vocab_size))
-        counts = np.bincount(name[predicted], minlength=len(keys))
+        counts = np.bincount(gram_id[predicted], minlength=len(keys))
         self._orders.append(_kneser_ney_tables(keys, counts, vocab_size))
 
     @property
@@ -96,29 +91,31 @@ class NGram:
         return sum(len(order.keys) for order in self._orders)
 
     def log2_prob(self, document: npt.NDArray[np.integer]) -> Floats:
-        """log2 p of each token of one document, [n] -> [n], with no context but the document itself."""
+        """Return log2 p of each token of one document, [n] -> [n], with no context outside the document."""
         tokens, predicted = self._pad([document])
         probability = np.full(len(tokens), 1.0 / self.vocab_size)
-        name = np.zeros(len(tokens), np.int64)  # -1: an n-gram that training never saw
+        gram_id = np.zeros(len(tokens), np.int64)  # -1: an n-gram that is not in the training split
         for n, table in enumerate(self._orders, start=1):
-            context = _context(name, n)
-            # A context must have a name, and something must have followed it.
-            known = (context >= 0) & (context < len(table.gamma))
-            key = np.where(known, context, 0) * self.vocab_size + tokens
+            context = _context(gram_id, n)
+            # A context must have an id and at least one continuation.
+            has_context = (context >= 0) & (context < len(table.gamma))
+            key = np.where(has_context, context, 0) * self.vocab_size + tokens
             row = np.minimum(np.searchsorted(table.keys, key), len(table.keys) - 1)
-            found = known & (table.keys[row] == key)
-            gamma = np.where(known, table.gamma[np.where(known, context, 0)], 1.0)
+            found = has_context & (table.keys[row] == key)
+            gamma = np.where(has_context, table.gamma[np.where(has_context, context, 0)], 1.0)
             probability = gamma * probability + np.where(found, table.weight[row], 0.0)
-            name = np.where(found, row, -1)
+            gram_id = np.where(found, row, -1)
         log2_prob: Floats = np.log2(probability[predicted])
         return log2_prob
 
     def bits(self, documents: Sequence[npt.NDArray[np.integer]]) -> float:
-        """Bits that the documents cost, each scored alone; divide by their bytes for bits per byte."""
+        """Return the total bits of the documents, each scored independently; divide by their bytes for bits per
+        byte.
+        """
         return float(-sum(self.log2_prob(document).sum() for document in documents))
 
     def _pad(self, documents: Sequence[npt.NDArray[np.integer]]) -> tuple[Ints, Ints]:
-        """Documents behind `order - 1` begin tokens each [N], and the positions that are predicted [n]."""
+        """Return all documents, each after `order - 1` begin tokens [N], and the predicted positions [n]."""
         lead = self.order - 1
         tokens = np.full(sum(len(document) + lead for document in documents), self.bos_id, np.int64)
         real = np.zeros(len(tokens), np.bool_)
@@ -131,23 +128,23 @@ class NGram:
         return tokens, np.flatnonzero(real)
 
 
-def _context(name: Ints, n: int) -> Ints:
-    """Names of the (n - 1)-grams that end just before each position; the empty context is 0."""
+def _context(gram_id: Ints, n: int) -> Ints:
+    """Return the ids of the (n - 1)-grams that end just before each position; the empty context is 0."""
     if n == 1:
-        return np.zeros_like(name)
-    return np.concatenate([np.zeros(1, np.int64), name[:-1]])
+        return np.zeros_like(gram_id)
+    return np.concatenate([np.zeros(1, np.int64), gram_id[:-1]])
 
 
 def _kneser_ney_tables(keys: Ints, counts: Ints, vocab_size: int) -> _Order:
-    """One order's tables, with Chen and Goodman's closed-form discounts."""
+    """Return one order's tables, with Chen and Goodman's closed-form discounts."""
     n1, n2, n3, n4 = (max(int(np.count_nonzero(counts == k)), 1) for k in (1, 2, 3, 4))
     y = n1 / (n1 + 2 * n2)
     ideal = [0.0, 1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3]
-    # Tiny corpora give odd counts of counts; a discount stays between nothing and nearly the whole count.
+    # Tiny corpora give irregular counts of counts; discounts are clipped to [0, almost the count].
     discounts = np.clip(ideal, [0.0, 0.1, 0.1, 0.1], [0.0, 0.9, 1.9, 2.9])
     discount = discounts[np.minimum(counts, 3)]
     context = keys // vocab_size
     total = np.bincount(context, weights=counts)
-    # A name that only stands across a document's border has no count: its context passes everything down.
-    left = np.divide(np.bincount(context, weights=discount), total, out=np.ones_like(total), where=total > 0)
-    return _Order(keys, ((counts - discount) / np.maximum(total[context], 1)).astype(np.float32), left)
+    # An n-gram that only spans two documents has no count: its context passes all mass down.
+    gamma = np.divide(np.bincount(context, weights=discount), total, out=np.ones_like(total), where=total > 0)
+    return _Order(keys, ((counts - discount) / np.maximum(total[context], 1)).astype(np.float32), gamma)

@@ -1,20 +1,17 @@
-"""Can the model write a function that Python accepts? A reward that needs no judge.
+"""Parse rate: the fraction of generated functions that Python parses.
 
-A held-out file is cut right after the header of one of its functions; the model continues; the
-continuation is trimmed where its own indentation closes the function; the share of functions that parse is
-the score. The real code, cut and trimmed by the very same rule, stands beside it: if that were not near
-100 %, the rule would be at fault and not the model.
+A held-out file is cut after the header of one of its functions, and the model continues. The continuation is trimmed
+where its indentation closes the function. The score is the fraction of functions that parse. The real code, cut and
+trimmed by the
+same rule, is the reference: it must be near 100 %, otherwise the rule is wrong.
 
-The subtle part is the end. A function ends where a line comes back to the header's indentation or further
-left, but such a line may also stand inside an open bracket or a triple-quoted string. So every such line
-is tried, first to last, and the first prefix that parses is the function: a later prefix can only parse if
-the earlier one failed because something was still open, as an error stays an error whatever follows it.
-Text that stops inside the function (the generation's limit) did not finish and does not count, which is
-why only functions whose real body is short enough are asked for. Parsing is `ast.parse`: nothing is
-compiled, imported or run.
+The subtle part is the end. A function ends at a line indented no further than its header, but such a line may also be
+inside an open bracket or a triple-quoted string. So these lines are tried in order, and the first prefix that parses is
+the function. A later prefix can only parse if the earlier one failed on something open. Text that stops inside the
+function, at the generation limit, does not count, so only functions with a short real body are sampled. Parsing is
+`ast.parse`: nothing is compiled, imported or run.
 
-What the measure does not say: that the function does what its name promises. (`pass` parses; see
-`median_bytes`.)
+The measure does not check behavior. (`pass` parses; see `median_bytes`.)
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import numpy as np
 
 from whorl.errors import DataError
 
-END_OF_DOCUMENT = b"\n\0"  # a line within any margin that no Python file has
+END_OF_DOCUMENT = b"\n\0"  # an unindented line that no Python file contains
 Generate = Callable[[list[bytes]], list[bytes]]
 
 
@@ -38,10 +35,10 @@ class FunctionPrompt:
     """A held-out file, cut after a function's header.
 
     Attributes:
-        prefix: the file from its beginning to the end of the header, the line break included.
-        header: the header alone (decorators left out), as it stands in the file, indentation included.
-        body: the function's real body, from the line after the header to the function's last line.
-        after: what follows the function in the file; with it the real code shows where the function ends.
+        prefix: the file up to the end of the header, including the line break.
+        header: the header without decorators, with its indentation.
+        body: the function's real body, from the line after the header to its last line.
+        suffix: the rest of the file, needed to find the end of the real function.
         document: the document's id.
         name: the function's name.
     """
@@ -56,14 +53,14 @@ class FunctionPrompt:
 
 @dataclass(frozen=True)
 class ParseRate:
-    """How many completions are functions.
+    """Counts of parsed completions.
 
     Attributes:
-        n: prompts asked.
+        n: number of prompts.
         parsed: completions that end and parse.
-        unfinished: completions that never came back to the header's indentation (and so did not parse).
-        median_bytes: of the bodies that parsed; 0 when none did.
-        examples: (prompt, trimmed body or None) in the prompts' order.
+        unfinished: completions that never return to the header's indentation (and so do not parse).
+        median_bytes: median size of the bodies that parsed; 0 if none did.
+        examples: (prompt, trimmed body or None) in the order of the prompts.
     """
 
     n: int
@@ -86,14 +83,14 @@ def sample_function_prompts(
     max_body_bytes: int = 400,
     max_per_document: int = 2,
 ) -> list[FunctionPrompt]:
-    """Choose `n` functions (fewer if there are not as many) from held-out files.
+    """Choose `n` functions (or all, if there are fewer) from held-out files.
 
     Args:
-        documents: (id, text) pairs; files that are not Python are passed over.
-        n: how many; at least 1.
+        documents: (id, text) pairs; files that are not Python are skipped.
+        n: number of prompts, at least 1.
         seed: the same documents and seed give the same prompts in the same order.
-        min_body_bytes, max_body_bytes: of the real body.
-        max_per_document: no file may dominate.
+        min_body_bytes, max_body_bytes: limits of the real body's size.
+        max_per_document: maximum number of prompts per file.
 
     Raises:
         DataError: no file has a function of that size.
@@ -101,7 +98,7 @@ def sample_function_prompts(
     rng = np.random.default_rng(seed)
     found: list[FunctionPrompt] = []
     for document, text in documents:
-        # Line breaks as Python sees them; otherwise a file from another system never "ends" a line.
+        # Line breaks as Python reads them: otherwise a file of another system never ends a line.
         text = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         here = [p for p in _find_functions(document, text) if min_body_bytes <= len(p.body) <= max_body_bytes]
         order = rng.permutation(len(here))[:max_per_document]
@@ -110,26 +107,26 @@ def sample_function_prompts(
         raise DataError(
             "no held-out document has a Python function to complete",
             expected=f"a function whose body has {min_body_bytes} to {max_body_bytes} bytes",
-            do="leave this measure out for a corpus without Python code, or widen the sizes",
+            do="omit this measure for a corpus without Python code, or widen the size limits",
         )
     order = rng.permutation(len(found))[:n]
     return [found[int(i)] for i in order]
 
 
 def parse_rate(prompts: Sequence[FunctionPrompt], generate: Generate) -> ParseRate:
-    """Share of completions that parse.
+    """Return the fraction of completions that parse, with counts.
 
     Args:
-        prompts: from `prompts`; at least one.
-        generate: takes the prefixes (it may keep only the latest part of each) and returns what comes after
-            each; one that the model itself ended, and not the limit, is to be closed with `END_OF_DOCUMENT`.
+        prompts: from `sample_function_prompts`; at least one.
+        generate: maps prefixes (it may use only their last part) to completions. A completion that the model ended, not
+            the limit, must end with `END_OF_DOCUMENT`.
 
     Raises:
         ValueError: `generate` returned another number of completions.
     """
     completions = generate([prompt.prefix for prompt in prompts])
     if len(completions) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts, but {len(completions)} completions came back")
+        raise ValueError(f"{len(prompts)} prompts, but {len(completions)} completions were returned")
     bodies: list[bytes | None] = []
     unfinished = 0
     for prompt, completion in zip(prompts, completions, strict=True):
@@ -146,13 +143,13 @@ def parse_rate(prompts: Sequence[FunctionPrompt], generate: Generate) -> ParseRa
 
 
 def reference_parse_rate(prompts: Sequence[FunctionPrompt], limit: int = 1_000) -> ParseRate:
-    """The same measure on the real continuation, cut after `limit` bytes as a generation would be."""
+    """Return the parse rate of the real continuation, cut after `limit` bytes like a generation."""
     rest = [(prompt.body + prompt.suffix + END_OF_DOCUMENT)[:limit] for prompt in prompts]
     return parse_rate(prompts, lambda _: rest)
 
 
 def trim_to_function(header: bytes, completion: bytes) -> bytes | None:
-    """The completion up to the end of the function, if that is Python; else None."""
+    """Return the completion up to the end of the function if it is valid Python, otherwise None."""
     for end in _possible_ends(header, completion):
         if _parses(header + completion[:end]):
             return completion[:end]
@@ -160,17 +157,17 @@ def trim_to_function(header: bytes, completion: bytes) -> bytes | None:
 
 
 def _possible_ends(header: bytes, completion: bytes) -> list[int]:
-    """Byte offsets of the lines of the completion that stand no further right than the header."""
+    """Return the byte offsets of the completion's lines that are indented no further than the header."""
     margin = len(header) - len(header.lstrip())
     found, offset = [], 0
     lines = completion.split(b"\n")
-    for line in lines[:-1]:  # the last line may have been cut: its indentation says nothing yet
+    for line in lines[:-1]:  # the last line may be cut, so its indentation is unknown
         if line.strip() and not line.lstrip().startswith(b"#") and len(line) - len(line.lstrip()) <= margin:
             found.append(offset)
         offset += len(line) + 1
     last = lines[-1]
     if last[: margin + 1].strip() and not last.lstrip().startswith(b"#"):
-        found.append(offset)  # text within the margin: this line is outside whatever comes after it
+        found.append(offset)  # text within the header's indentation: this line is outside any open function
     return found
 
 
@@ -179,20 +176,20 @@ def _parses(source: bytes) -> bool:
         text = source.decode("utf-8")
     except UnicodeDecodeError:
         return False
-    if text[0] in " \t":  # a method: give its indentation a reason instead of moving multi-line strings
+    if text[0] in " \t":  # a method: wrap it in a block, since dedenting would change multi-line strings
         text = "if True:\n" + text
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a dubious escape is not an error
+        warnings.simplefilter("ignore")  # an invalid escape is a warning only
         try:
             ast.parse(text)
-        # A zero byte is a ValueError in some versions; absurd nesting exhausts the parser.
+        # A NUL byte is a ValueError in some versions; deep nesting exhausts the parser.
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             return False
     return True
 
 
 def _find_functions(document: str, text: bytes) -> list[FunctionPrompt]:
-    """Every function of a file whose header ends its line."""
+    """Yield every function of a file whose header ends its line."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -206,7 +203,7 @@ def _find_functions(document: str, text: bytes) -> list[FunctionPrompt]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.end_lineno is None:
             continue
         header_start = int(starts[node.lineno - 1])
-        # The first line after which a body would be accepted ends the header (unless a body follows on it).
+        # The header ends at the first line after which a body would be accepted (unless a body follows on that line).
         candidates = range(node.lineno - 1, node.body[0].lineno - 1)
         header_line = next((i for i in candidates if _is_header(lines[node.lineno - 1 : i + 1])), None)
         if header_line is None:

@@ -1,4 +1,4 @@
-"""Tasks with an answer that can be checked, and what checks it: rewards and evaluations judge by the same code."""
+"""Verifiable tasks and their verifiers, used by rewards and by evaluations."""
 
 from whorl.evals.verify.registry import VERIFIERS, parse_verifiers, verdict_metrics, verify_all
 from whorl.evals.verify.task import Verdict, VerifiableTask

@@ -1,13 +1,13 @@
-"""A verifier of one's own: a function named by a dotted path, run in a process of its own.
+"""Custom verifiers: a function named by a dotted path, run in a separate process.
 
     verifier = "custom:my_package.rewards:length"        def length(task, completion) -> float | bool | Verdict
 
-The function is trusted (it may read files, load a model), its patience is not: it may raise, hang, or exit, and a thread
-that hangs cannot be ended. So one process serves all calls of a batch, one after the other, keeps what it imported, and is
-ended and started again when a call takes longer than its time. What the function prints goes to standard error.
+The function is trusted (it may read files or load a model), but it may raise, hang or exit, and a thread that hangs
+cannot be stopped. So one process serves all calls of a batch in order and keeps its imports. A call that exceeds its
+time limit kills the process; the next call starts another. Printed output goes to standard error.
 
-The subtle part is who ends it when its parent cannot: a rollout worker that is killed closes the pipe, but a function that
-hangs reads no pipe. So the kernel is asked to kill this process with its parent (Linux; elsewhere it ends with its call).
+The subtle part is the process's end. A killed rollout worker closes the pipe, but a function that hangs does not read
+it. So the kernel kills this process with its parent (Linux); on other systems it ends with its current call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from whorl.evals.verify.task import Verdict, VerifiableTask
 from whorl.sandbox.frames import receive, receive_with_deadline, send
 
 CALL_SECONDS = 10.0
-START_SECONDS = 120.0  # to import what the function needs
+START_SECONDS = 120.0  # including the function's imports
 _PR_SET_PDEATHSIG = 1
 _BOOTSTRAP = """
 import sys
@@ -43,12 +43,12 @@ def verify_custom(
     seconds: float = CALL_SECONDS,
     start_seconds: float = START_SECONDS,
 ) -> list[Verdict]:
-    """Verdicts of functions.
+    """Return the functions' verdicts, in order.
 
     Args:
         calls: (dotted path "module:function", task, completion).
-        seconds: that one call may take; the import before the first is not counted.
-        start_seconds: that the process and its imports may take.
+        seconds: time limit of one call, without the import before the first.
+        start_seconds: time limit of starting the process and importing the function.
     """
     process: subprocess.Popen[bytes] | None = None
     verdicts = []
@@ -98,29 +98,29 @@ def _call_with_timeout(
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):
         send(process.stdin.fileno(), value)
-    said = receive_with_deadline(process.stdout.fileno(), time.monotonic() + seconds)
-    return None if said is None else Verdict(**said)
+    reply = receive_with_deadline(process.stdout.fileno(), time.monotonic() + seconds)
+    return None if reply is None else Verdict(**reply)
 
 
 def run_verifier_process(parent: int) -> None:
-    """What the process does until nobody asks any more, or the process `parent` is gone."""
+    """Serve calls until the pipe closes or the process `parent` ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before prctl
         return
-    answers = os.dup(1)
+    reply_fd = os.dup(1)
     os.dup2(2, 1)
     while True:
         try:
-            asked = receive(0)
+            request = receive(0)
         except EOFError:
             return
         try:
-            if "load" in asked:
-                import_function(asked["load"])
+            if "load" in request:
+                import_function(request["load"])
                 verdict = Verdict(1.0, True)
             else:
-                verdict = _run_verifier(asked)
+                verdict = _run_verifier(request)
             value = {
                 "reward": float(verdict.reward),
                 "passed": bool(verdict.passed),
@@ -134,23 +134,23 @@ def run_verifier_process(parent: int) -> None:
                 "reason": f"raised: {type(error).__name__}: {error}"[:300],
                 "failed": True,
             }
-        send(answers, value)
+        send(reply_fd, value)
 
 
 def import_function(path: str) -> Any:
-    """What a dotted path names. Raises ValueError, ImportError, AttributeError."""
+    """Return the function of a dotted path. Raises ValueError, ImportError or AttributeError."""
     module, colon, name = path.partition(":")
     if not colon:
-        raise ValueError(f"{path!r} is no path of the form module:function")
+        raise ValueError(f"{path!r} does not have the form module:function")
     return getattr(importlib.import_module(module), name)
 
 
-def _run_verifier(asked: dict[str, Any]) -> Verdict:
-    task = asked["task"]
-    said = import_function(asked["path"])(
-        VerifiableTask(**{**task, "messages": tuple(task["messages"])}), asked["completion"]
+def _run_verifier(request: dict[str, Any]) -> Verdict:
+    task = request["task"]
+    result = import_function(request["path"])(
+        VerifiableTask(**{**task, "messages": tuple(task["messages"])}), request["completion"]
     )
-    if isinstance(said, Verdict):
-        return said
-    reward = float(said)
+    if isinstance(result, Verdict):
+        return result
+    reward = float(result)
     return Verdict(reward, reward >= 1.0, "passed" if reward >= 1.0 else "below 1")

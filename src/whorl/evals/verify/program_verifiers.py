@@ -1,12 +1,11 @@
-"""Answers that are programs: they parse, their examples hold, their tests pass.
+"""Verifiers of programs: they parse, their doctests hold, their tests pass.
 
-The program is the prompt with its continuation, or, where a conversation was answered, the last fenced block of Python in
-the answer (all of it, where nothing is fenced). Parsing needs no sandbox; running does.
+The program is the prompt with its continuation. For a conversation it is the last fenced Python block of the answer, or
+the whole answer if nothing is fenced. Parsing needs no sandbox; running does.
 
-The subtle part of doctest is *whose* examples count. A model could write its own, and they would pass. So they come from
-the task's answer, or, where that is empty, from the docstrings of the prompt alone: those that end before the continuation
-begins. And what they print is compared here, in our process, with what was expected (`doctest.OutputChecker`): the program
-never had the expected text in its memory, so there is nothing in there to be tampered with.
+The subtle part of doctest is the source of the examples: a model could write passing ones. So they come from the task's
+answer or, if that is empty, from docstrings that end within the prompt. Their output is compared in this process
+(`doctest.OutputChecker`), so the program's process never holds the expected text.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ _FENCE = re.compile(r"^```[ \t]*(?:python|py)?[ \t]*\n(.*?)^```", re.DOTALL | re
 
 @dataclass(frozen=True)
 class SandboxVerifier:
-    """A verifier that runs a program: what to run, and what to make of what came of it."""
+    """A verifier that runs a program: `build_program` creates it, `grade` turns its result into a verdict."""
 
     build_program: Callable[[VerifiableTask, str], Program]
     grade: Callable[[ProgramResult, VerifiableTask, str], Verdict]
 
 
 def program_source(task: VerifiableTask, completion: str) -> str:
-    """The program that a completion makes."""
+    """Return the program of a completion."""
     if task.prompt:
         return task.prompt + completion
     fenced: list[str] = _FENCE.findall(completion)
@@ -42,21 +41,20 @@ def program_source(task: VerifiableTask, completion: str) -> str:
 
 
 def compiles(task: VerifiableTask, completion: str) -> Verdict:
-    """The program parses as Python, and the compiler takes it (no `return` outside of a function).
+    """Check that the program parses, compiles (no `return` outside a function), and has an effect.
 
-    And what was written does something: in the function or class that the prompt ends in, if it ends in one, a value is
-    returned, something called, bound, raised or yielded. Silence is no answer (a docstring is a body already), nor is a line
-    behind the function that was to be written, a comment, a bare name: all were found by policies that were rewarded for
-    them, or are the next to be found. Nor is a body that is put off, by `pass`, `...` or NotImplementedError: it parses for
-    every function alike. Whether what is done is what was asked for, this verifier cannot know.
+    The completion must return a value, call, bind, raise or yield something. If the prompt ends in a function or class,
+    this must happen inside it. Empty bodies, comments, bare names and code after the function fail, because policies
+    trained on this reward produced them. So do `pass`, `...` and NotImplementedError, which parse for every function.
+    Whether the code does what the prompt requests is not checked.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a stranger's escapes and comparisons
-            whole = program_source(task, completion)
-            compile(whole, "completion", "exec", dont_inherit=True)
-            if not _has_effect(task.prompt, ast.parse(whole)):
-                return Verdict(0.0, False, "empty: nothing is done in what was begun")
+            warnings.simplefilter("ignore")  # of untrusted source: invalid escapes, comparisons
+            program = program_source(task, completion)
+            compile(program, "completion", "exec", dont_inherit=True)
+            if not _has_effect(task.prompt, ast.parse(program)):
+                return Verdict(0.0, False, "empty: the code has no effect")
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError) as error:
         return Verdict(0.0, False, f"syntax: {error}"[:200])
     return Verdict(1.0, True, "passed")
@@ -69,11 +67,11 @@ _EFFECTS = (
 )
 
 
-def _has_effect(prompt: str, whole: ast.Module) -> bool:
-    """Whether anything is done in `whole` behind the end of `prompt`, in what that ends in."""
-    end = prompt.count("\n") + 1, len(prompt.rpartition("\n")[2].encode())  # line, byte: as nodes have them
+def _has_effect(prompt: str, program: ast.Module) -> bool:
+    """Return whether code after the end of `prompt`, inside its last definition, has an effect."""
+    end = prompt.count("\n") + 1, len(prompt.rpartition("\n")[2].encode())  # (line, byte), as in ast nodes
 
-    def does(statements: Sequence[ast.AST], *, before: bool = False) -> bool:
+    def has_effect(statements: Sequence[ast.AST], *, before: bool = False) -> bool:
         waiting = [*statements]
         while waiting:
             node = waiting.pop()
@@ -85,48 +83,49 @@ def _has_effect(prompt: str, whole: ast.Module) -> bool:
             waiting += ast.iter_child_nodes(node)
         return False
 
-    place: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef = whole
-    while begun := [s for s in place.body if (s.lineno, s.col_offset) < end]:
-        inner = begun[-1]
-        # A method that was whole in the prompt may be followed by another; at the top the last function is meant.
-        if not isinstance(inner, _DEFINITIONS) or (place is not whole and does(inner.body, before=True)):
+    scope: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef = program
+    while started := [s for s in scope.body if (s.lineno, s.col_offset) < end]:
+        inner = started[-1]
+        # A complete method of the prompt may be followed by another; at the top level the last function is meant.
+        if not isinstance(inner, _DEFINITIONS) or (
+            scope is not program and has_effect(inner.body, before=True)
+        ):
             break
-        place = inner
-    return does(place.body)
+        scope = inner
+    return has_effect(scope.body)
 
 
 def doctest_examples(task: VerifiableTask, completion: str) -> list[doctest.Example]:
-    """The task's examples: of its answer, or of the docstrings of its prompt.
+    """Return the task's examples, from its answer or from the docstrings of its prompt.
 
     Raises:
         DataError: the answer has none.
     """
     parser = doctest.DocTestParser()
     if task.answer:
-        found = parser.get_examples(task.answer)
-        if not found:
+        examples = parser.get_examples(task.answer)
+        if not examples:
             raise DataError(
                 f"task {task.id!r}: its answer has no example", expected="lines that begin with >>>"
             )
-        return found
-    before = (
-        task.prompt.count("\n") + 1
-    )  # the prompt's last line may go on in the completion: it counts if it ends there
+        return examples
+    # The prompt\'s last line may continue in the completion; it counts if it ends in the prompt.
+    before = task.prompt.count("\n") + 1
     if not task.prompt.endswith("\n"):
         before -= 1
-    found = []
+    examples = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(program_source(task, completion))
     except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
-        return []  # the program will not run either
+        return []  # the program does not run either
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text and (node.body[0].end_lineno or before + 1) <= before:
-                found += parser.get_examples(text)
-    return found
+                examples += parser.get_examples(text)
+    return examples
 
 
 def _examples_program(task: VerifiableTask, completion: str) -> Program:
@@ -136,35 +135,35 @@ def _examples_program(task: VerifiableTask, completion: str) -> Program:
     )
 
 
-def _examples_verdict(outcome: ProgramResult, task: VerifiableTask, completion: str) -> Verdict:
-    if not outcome.ok:
-        return Verdict(0.0, False, outcome.reason)
-    wanted = doctest_examples(task, completion)
-    if not wanted:
+def _examples_verdict(result: ProgramResult, task: VerifiableTask, completion: str) -> Verdict:
+    if not result.ok:
+        return Verdict(0.0, False, result.reason)
+    expected_examples = doctest_examples(task, completion)
+    if not expected_examples:
         raise DataError(
             f"task {task.id!r} has no example", expected="an example in its answer or its prompt's docstrings"
         )
-    if len(wanted) != len(outcome.example_outputs):
+    if len(expected_examples) != len(result.example_outputs):
         return Verdict(0.0, False, "failed: not all examples ran")
-    for want, printed in zip(wanted, outcome.example_outputs, strict=True):
-        if not _output_matches(want, printed):
-            return Verdict(0.0, False, f"failed: {want.source.strip()}"[:200])
+    for expected, printed in zip(expected_examples, result.example_outputs, strict=True):
+        if not _output_matches(expected, printed):
+            return Verdict(0.0, False, f"failed: {expected.source.strip()}"[:200])
     return Verdict(1.0, True, "passed")
 
 
-def _output_matches(want: doctest.Example, printed: ExampleOutput) -> bool:
-    """Whether an example printed, or raised, what it was to; by the rules and options of doctest."""
+def _output_matches(expected: doctest.Example, printed: ExampleOutput) -> bool:
+    """Return whether an example printed or raised what it should, by the rules and options of doctest."""
     flags = 0
-    for flag, on in want.options.items():
+    for flag, on in expected.options.items():
         flags |= flag if on else 0
     check = doctest.OutputChecker().check_output
     if printed.exception is None:
-        return want.exc_msg is None and check(want.want, printed.text, flags)
-    if want.exc_msg is None:
+        return expected.exc_msg is None and check(expected.want, printed.text, flags)
+    if expected.exc_msg is None:
         return False
     if flags & doctest.IGNORE_EXCEPTION_DETAIL:
-        return _exception_name(want.exc_msg) == _exception_name(printed.exception)
-    return check(want.exc_msg, printed.exception + "\n", flags)
+        return _exception_name(expected.exc_msg) == _exception_name(printed.exception)
+    return check(expected.exc_msg, printed.exception + "\n", flags)
 
 
 def _exception_name(message: str) -> str:
@@ -173,12 +172,12 @@ def _exception_name(message: str) -> str:
 
 def _tests_program(task: VerifiableTask, completion: str) -> Program:
     if not task.answer.strip():
-        raise DataError(f"task {task.id!r} has no tests", expected="their source in the task's answer")
+        raise DataError(f"task {task.id!r} has no tests", expected="their source as the task's answer")
     return Program(program_source(task, completion), tests=task.answer)
 
 
-def _tests_verdict(outcome: ProgramResult, task: VerifiableTask, completion: str) -> Verdict:
-    return Verdict(float(outcome.ok), outcome.ok, outcome.reason)
+def _tests_verdict(result: ProgramResult, task: VerifiableTask, completion: str) -> Verdict:
+    return Verdict(float(result.ok), result.ok, result.reason)
 
 
 doctest_verifier = SandboxVerifier(_examples_program, _examples_verdict)

@@ -1,16 +1,15 @@
-"""The register of verifiers, and the verdicts of a batch.
+"""Registry of verifiers, and verdicts of batches.
 
-    exact, numeric, format      answers.py      texts
-    compiles                    programs.py     parses
-    doctest, unittest           programs.py     runs, in the sandbox
-    custom:module:function      custom.py       a function of one's own, in a process
+    exact, numeric, format      text_verifiers.py       compare texts
+    compiles                    program_verifiers.py    parse
+    doctest, unittest           program_verifiers.py    run in the sandbox
+    custom:module:function      custom_verifier.py      call a user's function in a separate process
 
-A task names its verifier. It may weigh several: "0.1 format(<answer>) + 0.9 numeric" gives 0.1 for the form and 0.9 for the
-number; in brackets stands what a part compares with, where that is not the task's answer. The whole has passed when every
-part has.
+A task names its verifier, or a weighted sum: "0.1 format(<answer>) + 0.9 numeric" gives 0.1 for the form and 0.9 for
+the number. The text in parentheses replaces the task's answer for that term. A sum has passed if every term has.
 
-Nothing stops a batch. A verifier that raises, hangs or judges NaN gives 0, a reason and the mark `failed`; `tally` counts
-reasons. All programs of a batch run together, over the sandbox's workers.
+An error does not stop a batch. A verifier that raises, hangs or returns NaN gives reward 0, a reason, and
+`failed=True`; `verdict_metrics` counts reasons. All programs of a batch run in parallel on the sandbox's workers.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ _VERIFIER_PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class WeightedVerifier:
-    """One verifier of a task: weight, name, and what it compares with (None: the task's answer)."""
+    """One term of a task's verifier: weight, name, and the answer to compare with (None: the task's answer)."""
 
     weight: float
     name: str
@@ -56,22 +55,23 @@ class WeightedVerifier:
 
 @cache
 def parse_verifiers(verifier: str) -> tuple[WeightedVerifier, ...]:
-    """The verifiers that a task's `verifier` names, with their weights.
+    """Return the verifiers named by a task's `verifier`, with their weights.
 
     Raises:
-        ConfigError: it cannot be read, or names one that is not in the register.
+        ConfigError: the text cannot be parsed or names an unknown verifier.
     """
     found = []
     for text in re.split(r"\s\+\s(?![^()]*\))", verifier.strip()):
         match = _VERIFIER_PATTERN.fullmatch(text.strip())
         if match is None:
             raise ConfigError(
-                f"verifier {text!r} cannot be read", expected="0.1 format(<answer>) + 0.9 numeric, say"
+                f"verifier {text!r} cannot be parsed",
+                expected="for example 0.1 format(<answer>) + 0.9 numeric",
             )
         name = match["name"]
         if name not in VERIFIERS and not name.startswith("custom:"):
             raise ConfigError(
-                f"no verifier is called {name!r}",
+                f"unknown verifier {name!r}",
                 expected=one_of(name, [*VERIFIERS, "custom:module:function"]),
             )
         found.append(WeightedVerifier(float(match["weight"] or 1.0), name, match["answer"]))
@@ -81,35 +81,35 @@ def parse_verifiers(verifier: str) -> tuple[WeightedVerifier, ...]:
 def verify_all(
     tasks: Sequence[VerifiableTask], completions: Sequence[str], sandbox: Sandbox | None = None
 ) -> list[Verdict]:
-    """A verdict for each completion of the task at its place.
+    """Return the verdict of each completion on the task at the same index.
 
     Args:
-        sandbox: for doctest and unittest; without one these raise, before any verdict.
+        sandbox: required by doctest and unittest.
 
     Raises:
-        DataError: as many tasks as completions are needed.
-        ConfigError: a verifier that is not in the register; one that needs the sandbox, and there is none.
+        DataError: the numbers of tasks and completions differ.
+        ConfigError: a verifier is unknown, or requires the sandbox and none is given. Raised before any verdict.
     """
     if len(tasks) != len(completions):
         raise DataError(
             f"{len(tasks)} tasks with {len(completions)} completions", expected="one completion for each task"
         )
-    jobs = [(at, part) for at, task in enumerate(tasks) for part in parse_verifiers(task.verifier)]
-    for at, part in jobs:
-        if sandbox is None and isinstance(VERIFIERS.get(part.name), SandboxVerifier):
+    jobs = [(i, term) for i, task in enumerate(tasks) for term in parse_verifiers(task.verifier)]
+    for i, term in jobs:
+        if sandbox is None and isinstance(VERIFIERS.get(term.name), SandboxVerifier):
             raise ConfigError(
-                f"task {tasks[at].id!r}: {part.name} runs programs",
+                f"task {tasks[i].id!r}: {term.name} runs programs",
                 expected="a sandbox",
                 do="pass sandbox=Sandbox()",
             )
     verdicts: list[Verdict | None] = [None] * len(jobs)
     to_run: list[tuple[int, SandboxVerifier, VerifiableTask, str, Program]] = []
     to_call: list[tuple[int, tuple[str, VerifiableTask, str]]] = []
-    for job, (at, part) in enumerate(jobs):
-        task = tasks[at] if part.answer is None else replace(tasks[at], answer=part.answer)
-        verifier, text = VERIFIERS.get(part.name), completions[at]
+    for job, (i, term) in enumerate(jobs):
+        task = tasks[i] if term.answer is None else replace(tasks[i], answer=term.answer)
+        verifier, text = VERIFIERS.get(term.name), completions[i]
         if verifier is None:
-            to_call.append((job, (part.name.removeprefix("custom:"), task, text)))
+            to_call.append((job, (term.name.removeprefix("custom:"), task, text)))
         elif isinstance(verifier, SandboxVerifier):
             program = _build_program(verifier, task, text)
             if isinstance(program, Verdict):
@@ -119,20 +119,20 @@ def verify_all(
         else:
             verdicts[job] = _verify_safely(verifier, task, text)
     if to_run and sandbox is not None:
-        outcomes = sandbox.run_all([program for *_, program in to_run])
-        for (job, runs, task, text, _), outcome in zip(to_run, outcomes, strict=True):
-            verdicts[job] = _verify_safely(partial(runs.grade, outcome), task, text)
+        results = sandbox.run_all([program for *_, program in to_run])
+        for (job, runs, task, text, _), result in zip(to_run, results, strict=True):
+            verdicts[job] = _verify_safely(partial(runs.grade, result), task, text)
     for (job, _), verdict in zip(to_call, verify_custom([call for _, call in to_call]), strict=True):
         verdicts[job] = verdict
     by_task: list[list[tuple[WeightedVerifier, Verdict]]] = [[] for _ in tasks]
-    for (at, part), judged in zip(jobs, verdicts, strict=True):
-        assert judged is not None
-        by_task[at].append((part, judged))
+    for (i, term), verdict in zip(jobs, verdicts, strict=True):
+        assert verdict is not None
+        by_task[i].append((term, verdict))
     return [_combine(found) for found in by_task]
 
 
 def verdict_metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
-    """Metrics of a batch: mean reward, share passed, and how often each kind of reason was given ("reason/timeout")."""
+    """Return mean reward, accuracy, and the count of each kind of reason ("reason/timeout") over a batch."""
     n = max(len(verdicts), 1)
     kinds = Counter(v.reason.split(":")[0] or "passed" for v in verdicts)
     shares = {"reward": sum(v.reward for v in verdicts) / n, "accuracy": sum(v.passed for v in verdicts) / n}
@@ -151,7 +151,7 @@ def _verify_safely(
 ) -> Verdict:
     try:
         return verifier(task, text)
-    except Exception as error:  # one broken task does not end a training
+    except Exception as error:  # one broken task must not stop training
         return _error_verdict(error)
 
 
@@ -160,11 +160,11 @@ def _error_verdict(error: Exception) -> Verdict:
 
 
 def _combine(found: Sequence[tuple[WeightedVerifier, Verdict]]) -> Verdict:
-    found = [(part, _finite_verdict(verdict)) for part, verdict in found]
+    found = [(term, _finite_verdict(verdict)) for term, verdict in found]
     if len(found) == 1:
-        part, verdict = found[0]
-        return replace(verdict, reward=part.weight * verdict.reward)
-    found.sort(key=lambda pair: not pair[1].failed)  # a failure is told before a wrong part
+        term, verdict = found[0]
+        return replace(verdict, reward=term.weight * verdict.reward)
+    found.sort(key=lambda pair: not pair[1].failed)  # errors take precedence over wrong answers
     wrong = [v.reason if ":" in v.reason else f"{v.reason}: {p.name}" for p, v in found if not v.passed]
     reward = sum(p.weight * v.reward for p, v in found)
     return Verdict(reward, not wrong, wrong[0] if wrong else "passed", found[0][1].failed)
@@ -173,4 +173,4 @@ def _combine(found: Sequence[tuple[WeightedVerifier, Verdict]]) -> Verdict:
 def _finite_verdict(verdict: Verdict) -> Verdict:
     if math.isfinite(verdict.reward):
         return verdict
-    return Verdict(0.0, False, f"raised: a reward of {verdict.reward}", failed=True)
+    return Verdict(0.0, False, f"raised: the reward is {verdict.reward}", failed=True)

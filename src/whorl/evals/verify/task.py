@@ -1,4 +1,4 @@
-"""A task whose answer can be checked, and what a check says."""
+"""Verifiable tasks and verdicts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from whorl.errors import DataError
 
 @dataclass(frozen=True)
 class VerifiableTask:
-    """Something to be answered, and how the answer is judged.
+    """A task and how its answer is verified.
 
     Attributes:
-        id: names it in messages and counts.
-        prompt: a text to be continued; or
-        messages: a conversation to be answered. Exactly one of both is given.
-        verifier: the name of a check in the register (`evals/verify`).
-        answer: what the check compares with: the answer, the source of tests, a pattern.
-        difficulty: as its maker sees it, in units of its own; larger is harder.
+        id: identifies the task in messages and counts.
+        prompt: a text to continue; or
+        messages: a conversation to answer. Exactly one of the two is set.
+        verifier: name of a verifier, or a weighted sum (`evals/verify/registry.py`).
+        answer: the reference of the verifier: the answer, source of tests, or a pattern.
+        difficulty: set by the task's generator, in arbitrary units; larger is harder.
 
     Raises:
-        DataError: both or neither of prompt and messages.
+        DataError: both or neither of prompt and messages are set.
     """
 
     id: str
@@ -36,15 +36,21 @@ class VerifiableTask:
         if bool(self.prompt) == bool(self.messages):
             raise DataError(
                 f"task {self.id!r} has {'both' if self.prompt else 'neither'} of prompt and messages",
-                expected="exactly one of them",
+                expected="exactly one of the two",
             )
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """reward: what the answer is worth, 1 for a right one as a rule; passed: whether it is right; reason: in a few words;
-    failed: the verifier itself raised or hung, so that the 0 says nothing of the answer (a program of the model's own that
-    raises is a wrong answer, and no failure)."""
+    """Result of a verifier.
+
+    Attributes:
+        reward: usually 1 for a correct answer.
+        passed: whether the answer is correct.
+        reason: a kind, and details after a colon.
+        failed: the verifier raised or hung, so the reward of 0 is no statement about the answer. (A program of the
+            model that raises is a wrong answer, not a failure.)
+    """
 
     reward: float
     passed: bool

@@ -1,15 +1,15 @@
-"""Answers that are texts: exact, numeric, of a form. No program runs here.
+"""Verifiers of texts: exact, numeric, format. No program runs.
 
-What of a completion is its answer? The text inside its last <answer> tags; if there are none, what follows the last `#### `
-(as GSM8K writes its solutions, arXiv 2110.14168); if that is missing too, all of it. For a number, then, the last one that
-stands there, since a chain of thought ends with its result.
+The answer of a completion is the text in its last <answer> tags. Without tags it is the text after the last `#### `
+(the format of GSM8K, arXiv 2110.14168), or else the whole completion. A numeric answer is the last number in it, since
+a chain of thought ends with its result.
 
-The subtle part is what counts as one number. "1,234.50" is one (the commas stand before three digits each), "3/4" is one,
-"10-3" are two, 10 and 3 (a sign belongs to a number only where no number or word goes before), and 0.5 equals 1/2: numbers
-are compared as exact fractions, never as floats.
+The subtle part is the grammar of numbers. "1,234.50" is one number (a comma is followed by three digits), "3/4" is one,
+and "10-3" is two: a sign belongs to a number only if no number or word precedes it. Numbers are compared as exact
+fractions, so 0.5 equals 1/2.
 
-Patterns are tried by the `regex` library under a time limit: the pattern is ours, but the text is not, and some texts take
-a backtracking matcher for ever.
+Patterns are matched by the `regex` library with a time limit, because some texts take a backtracking matcher
+exponential time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(text: str) -> str:
-    """The part of a completion that is its answer; see the top of this file."""
+    """Return the answer part of a completion; see the top of this file."""
     tagged: list[str] = _ANSWER.findall(text)
     return (tagged[-1] if tagged else text.rpartition("####")[2]).strip()
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in a text; None where there is none."""
+    """Return the last number in a text, or None."""
     found = None
     for found in _NUMBER.finditer(_FRAC.sub(r"\1/\2", text)):  # noqa: B007 (the last one is wanted)
         pass
@@ -49,23 +49,23 @@ def last_number(text: str) -> Fraction | None:
     if found["power"]:
         value *= Fraction(10) ** int(found["power"])
     if found["bottom"]:
-        below = Fraction(found["bottom"].replace(",", ""))
-        if below == 0:
+        denominator = Fraction(found["bottom"].replace(",", ""))
+        if denominator == 0:
             return None
-        value /= below
+        value /= denominator
     return -value if found["sign"] in ("-", "\u2212") else value
 
 
 def exact(task: VerifiableTask, completion: str) -> Verdict:
-    """The answer is the expected text, but for white space around it."""
+    """Check that the answer equals the expected text, except for surrounding white space."""
     return _verdict(extract_answer(completion) == extract_answer(task.answer), "another answer")
 
 
 def numeric(task: VerifiableTask, completion: str) -> Verdict:
-    """The last number of the answer equals the last number of what is expected.
+    """Check that the last number of the answer equals the last number of the expected answer.
 
     Raises:
-        DataError: what is expected has no number.
+        DataError: the expected answer has no number.
     """
     expected = last_number(extract_answer(task.answer))
     if expected is None:
@@ -77,9 +77,9 @@ def numeric(task: VerifiableTask, completion: str) -> Verdict:
 
 
 def format_match(task: VerifiableTask, completion: str) -> Verdict:
-    """The completion has a form: `task.answer` is a pattern for all of it, or tags ("<think><answer>").
+    """Check the completion's form: `task.answer` is a pattern for all of it, or a list of tags ("<think><answer>").
 
-    Tags are to stand in this order, each opened and closed once, none empty, with nothing but white space around them.
+    Tags must appear in this order, each opened and closed once and not empty, with only white space around them.
     """
     if re.fullmatch(r"(<\w+>)+", task.answer):
         names = re.findall(r"<(\w+)>", task.answer)
@@ -91,12 +91,12 @@ def format_match(task: VerifiableTask, completion: str) -> Verdict:
     else:
         pattern = task.answer
     try:
-        fits = regex.fullmatch(pattern, completion.strip(), flags=regex.DOTALL, timeout=PATTERN_SECONDS)
+        match = regex.fullmatch(pattern, completion.strip(), flags=regex.DOTALL, timeout=PATTERN_SECONDS)
     except TimeoutError:
         return Verdict(0.0, False, "timeout: the pattern takes too long on this text", failed=True)
     except regex.error as error:
-        raise DataError(f"task {task.id!r}: {task.answer!r} is no pattern: {error}") from error
-    return _verdict(fits is not None, "another form")
+        raise DataError(f"task {task.id!r}: {task.answer!r} is not a valid pattern: {error}") from error
+    return _verdict(match is not None, "another form")
 
 
 def _verdict(passed: bool, otherwise: str) -> Verdict:
